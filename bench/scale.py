@@ -27,7 +27,7 @@ from tasks.plan import plan_iteration
 from tasks.reporting import TABLE_ROWS
 from tasks.run.iteration import Iteration
 from tasks.run.keys import PROMPTS, StageKey
-from tasks.run.session import Session
+from tasks.run.open_run import OpenRun
 from tasks.views.metrics import newest_reports
 
 ITERATIONS, SHARDS, SHARD_PROMPTS = 2000, 64, 4
@@ -53,7 +53,7 @@ class Story:
 
     def __init__(self, run: Run, settings: RunConfig, home: Path) -> None:
         self.run, self.home = run, home
-        self.session = Session(run, settings, ThreadCluster(), store=str(home))
+        self.open_run = OpenRun(run, settings, ThreadCluster(), store=str(home))
         self.shard = write_shard(run.store, pa.table({"text": ["x"]}), kind="prompts", metadata={})
         prompts = self.shard.model_copy(update={"rows": 10 * SHARDS * SHARD_PROMPTS})
         self._commit(PROMPTS["train"], Outcome(shards=(prompts,)))
@@ -62,15 +62,15 @@ class Story:
     def iterate(self, number: int) -> None:
         """Commit everything that an iteration of a real job commits, seal the iteration, and report on it."""
         this = Iteration(self.run, number)
-        batch = plan_iteration(self.session, this)
+        batch = plan_iteration(self.open_run, this)
         groups = {"groups": SHARD_PROMPTS, "informative_groups": SHARD_PROMPTS}
         for shard in batch.shards:
             for stage in ("rollout", "scoring"):
                 self._commit(batch.plan.shard_key(stage, shard), Outcome(shards=(self.shard,), metrics=groups))
         self._commit(this.stage_key("credit"), Outcome(metrics={"missing": 0, "reward_mean": 0.5}))
         self._commit(StageKey.policy(number), Outcome(model=self._policy(number), metrics={"quarantined": 0}))
-        seal_iteration(self.session, this)
-        retire_policies(self.session, this)
+        seal_iteration(self.open_run, this)
+        retire_policies(self.open_run, this)
         newest_reports(self.run, number, limit=TABLE_ROWS, term="exact")
 
     def _policy(self, version: int) -> ModelVersion:

@@ -1,7 +1,7 @@
 """Controllers: sub-flows of a run that each run one role, either in this process or as runs of their own deployments.
 
-A controller receives orders (work on some shards of a batch) for a span of iterations. The holder is the process that
-has locked the run and sends the orders.
+A controller receives work requests (some shards of a batch) for a span of iterations. The holder is the process that
+has locked the run and sends the requests.
 """
 
 import asyncio
@@ -16,69 +16,69 @@ from prefect.client.schemas.objects import State
 from prefect.flows import Flow
 from prefect.runtime import flow_run
 
-from flows.deployed import DeployedController, FlowRuns, flow_runs
+from flows.deployed_controllers import DeployedController, FlowRuns, connect_to_prefect
 from infra.errors import first_cause
 from tasks.run.keys import StageKey, iteration_key
-from tasks.run.orders import (
-    BatchOrder,
+from tasks.run.open_run import OpenRun, RunRef
+from tasks.run.work_queue import (
+    BatchRequest,
     ControllerSpan,
-    PerformBatch,
+    RunBatch,
     Shards,
     delete_old_messages,
     messages_folder,
     read_messages,
 )
-from tasks.run.session import RunRef, Session
 
 Role = Flow[Concatenate[RunRef, ...], Coroutine[object, object, int | State[int]]]
-"""Flow of a role. With a batch it works on that batch. Without a batch it follows the orders of a run's holder."""
+"""Flow of a role. With a batch it works on that batch. Without a batch it serves the requests of a run's holder."""
 
 
 class Controllers:
-    """Controllers of an open run. Each one starts with its first order and is replaced after a span of iterations.
+    """Controllers of an open run. Each one starts with its first request and is replaced after a span of iterations.
 
     Flow runs are the largest cost of Prefect. So there is one flow run per role and slice, and not one per batch as
     well.
     """
 
-    def __init__(self, group: asyncio.TaskGroup, session: Session, *, deployed: FlowRuns | None) -> None:
-        self._group, self._session, self._deployed = group, session, deployed
+    def __init__(self, group: asyncio.TaskGroup, open_run: OpenRun, *, deployed: FlowRuns | None) -> None:
+        self._group, self._open_run, self._deployed = group, open_run, deployed
         self._around = contextvars.copy_context()
         """Context of the flow that holds the run. It makes all controllers sub-flows of this flow, whichever task sends
-        the first order."""
+        the first request."""
         self._serving: dict[tuple[str, int | None], ControllerSpan] = {}
 
-    def send(self, role: Role, number: int | None, order: BatchOrder) -> None:
-        """Send an order to a controller. After its span of iterations, start its successor for the order.
+    def send(self, role: Role, number: int | None, request: BatchRequest) -> None:
+        """Send a request to a controller. After its span of iterations, start its successor for the request.
 
         `number` is the number of the controller among several of one role, or None.
         """
-        slot, iteration = (role.name, number), StageKey.of(order.batch, "plan").after
-        serving, span = self._serving.get(slot), self._session.settings.controllers.span
+        slot, iteration = (role.name, number), StageKey.of(request.batch, "plan").number
+        serving, span = self._serving.get(slot), self._open_run.settings.controllers.span
         if serving is None or serving.last < iteration:
             if serving is not None:
-                serving.orders.put_nowait(None)
+                serving.requests.put_nowait(None)
             last = span * max(1, ceil(iteration / span))
             serving = self._serving[slot] = ControllerSpan(last - span + 1, last)
             flow_context = self._around.copy()
             flow_context.run(_SPAN.set, serving)
             self._group.create_task(self._controller(role, number, serving), context=flow_context)
-        serving.orders.put_nowait(order)
+        serving.requests.put_nowait(request)
 
     def close(self) -> None:
-        """Let the controllers end after their pending orders."""
+        """Let the controllers end after their pending requests."""
         for serving in self._serving.values():
-            serving.orders.put_nowait(None)
+            serving.requests.put_nowait(None)
 
     async def _controller(self, role: Role, number: int | None, controller_span: ControllerSpan) -> None:
         if self._deployed is not None:
             await DeployedController(
-                role.name, self._session, number, controller_span=controller_span, started=self._deployed
+                role.name, self._open_run, number, controller_span=controller_span, flow_runs=self._deployed
             ).serve()
             return
         share = {} if number is None else {"controller": number}
         with tags(role.name):
-            await role(self._session.ref, first=controller_span.first, **share)
+            await role(self._open_run.ref, first=controller_span.first, **share)
 
 
 _CONTROLLERS: contextvars.ContextVar[Controllers] = contextvars.ContextVar("controllers")
@@ -86,16 +86,16 @@ _SPAN: contextvars.ContextVar[ControllerSpan] = contextvars.ContextVar("controll
 
 
 @asynccontextmanager
-async def controllers(session: Session) -> AsyncIterator[None]:
+async def open_controllers(open_run: OpenRun) -> AsyncIterator[None]:
     """Keep the controllers of a run that this flow holds. An error of one controller ends the others and the flow."""
     try:
         async with AsyncExitStack() as stack:
             deployed = None
-            delete_old_messages(session.run)
-            if session.settings.controllers.where == "deployment":
-                deployed = await stack.enter_async_context(flow_runs())
+            delete_old_messages(open_run.run)
+            if open_run.settings.controllers.where == "deployment":
+                deployed = await stack.enter_async_context(connect_to_prefect())
             async with asyncio.TaskGroup() as group:
-                before = _CONTROLLERS.set(opened := Controllers(group, session, deployed=deployed))
+                before = _CONTROLLERS.set(opened := Controllers(group, open_run, deployed=deployed))
                 try:
                     yield
                 finally:
@@ -105,10 +105,10 @@ async def controllers(session: Session) -> AsyncIterator[None]:
         raise first_cause(several) from several
 
 
-async def serve(session: Session, perform: PerformBatch) -> int:
-    """Carry out the orders of a controller until its span ends. Return the number of orders."""
+async def serve_requests(open_run: OpenRun, run_batch: RunBatch) -> int:
+    """Serve the requests of a controller until its span ends. Return the number of requests."""
     count, controller_span = 0, _SPAN.get(None)
-    works = _received_work(session, perform) if controller_span is None else _queued_work(controller_span, perform)
+    works = _received_work(open_run, run_batch) if controller_span is None else _queued_work(controller_span, run_batch)
     async with asyncio.TaskGroup() as group:
         async for work in works:
             group.create_task(work)
@@ -117,22 +117,22 @@ async def serve(session: Session, perform: PerformBatch) -> int:
 
 
 async def _queued_work(
-    controller_span: ControllerSpan, perform: PerformBatch
+    controller_span: ControllerSpan, perform: RunBatch
 ) -> AsyncIterator[Coroutine[object, object, None]]:
-    while (order := await controller_span.orders.get()) is not None:
-        yield order.carry_out(perform)
+    while (request := await controller_span.requests.get()) is not None:
+        yield request.run(perform)
 
 
-async def _received_work(session: Session, perform: PerformBatch) -> AsyncIterator[Coroutine[object, object, None]]:
+async def _received_work(open_run: OpenRun, perform: RunBatch) -> AsyncIterator[Coroutine[object, object, None]]:
     """Yield the work that the holder requests from this process, which is a controller. Finished work is found in the
     store."""
 
     async def carry_out(batch: str, shards: Shards) -> None:
         await perform(batch, shards)
-        await session.settled()
+        await open_run.wait_for_commits()
 
-    async for letter in read_messages(session.run, messages_folder(session.run, str(flow_run.id))):
-        yield carry_out(letter.batch, letter.shards)
+    async for message in read_messages(open_run.run, messages_folder(open_run.run, str(flow_run.id))):
+        yield carry_out(message.batch, message.shards)
 
 
 def controller_name() -> str:
@@ -145,14 +145,14 @@ def controller_name() -> str:
     return " ".join(str(part) for part in parts if part is not None)
 
 
-async def launch(
-    role: Role, session: Session, *, batch: str, controller: int | None = None, shards: Shards = None
+async def run_on_controller(
+    role: Role, open_run: OpenRun, *, batch: str, controller: int | None = None, shards: Shards = None
 ) -> None:
     """Let a role's controller work on a batch, as a sub-flow of this run or in a run of its deployment, and wait for
     it.
 
     `controller` is its number among the controllers that share the batch. `shards` are the shards that it works on.
     """
-    order = BatchOrder(batch, shards)
-    _CONTROLLERS.get().send(role, controller, order)
-    await order.done
+    request = BatchRequest(batch, shards)
+    _CONTROLLERS.get().send(role, controller, request)
+    await request.done

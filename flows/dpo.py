@@ -2,10 +2,10 @@
 
 from prefect import flow
 
-from flows.endings import install_state_handling
 from flows.measurement import measure_policy
-from flows.preparation import fine_tuning, preference_learning
-from flows.session import hold
+from flows.prefect_states import install_state_handling
+from flows.preparation import run_fine_tuning, run_preference_training
+from flows.run_access import lock_run
 from tasks.config.run import RunConfig, require_part, with_rule_rewards_only
 from tasks.preparation import begin, is_fine_tuned
 from tasks.reporting import TrainedPolicy, report_policy
@@ -22,11 +22,11 @@ async def dpo(config: RunConfig, accept_change: bool = False) -> TrainedPolicy:
     """
     install_state_handling()
     require_part("dpo", config)
-    async with hold(config, scope=with_rule_rewards_only(config), accept_change=accept_change) as session:
-        await begin(session)
-        if is_fine_tuned(session):
-            await fine_tuning(session.ref)
-        before = await measure_policy(session, SFT if is_fine_tuned(session) else BASE)
-        await preference_learning(session.ref)
-        after = await measure_policy(session, DPO)
-        return await report_policy(session, DPO, before, after)
+    async with lock_run(config, scope=with_rule_rewards_only(config), accept_change=accept_change) as open_run:
+        await begin(open_run)
+        if is_fine_tuned(open_run):
+            await run_fine_tuning(open_run.ref)
+        before = await measure_policy(open_run, SFT if is_fine_tuned(open_run) else BASE)
+        await run_preference_training(open_run.ref)
+        after = await measure_policy(open_run, DPO)
+        return await report_policy(open_run, DPO, before, after)

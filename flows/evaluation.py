@@ -2,9 +2,9 @@
 
 from prefect import flow
 
-from flows.measurement import evaluation
-from flows.session import hold
-from flows.warmup import warmup
+from flows.measurement import evaluate_iteration
+from flows.run_access import lock_run
+from flows.warmup import prepare_run
 from tasks.config.run import RunConfig
 from tasks.run.keys import evaluation_key
 from tasks.views.metrics import Accuracy
@@ -13,7 +13,7 @@ from tasks.views.metrics import Accuracy
 @flow(name="evaluate", flow_run_name="{config.name}", persist_result=True, result_serializer="json")
 async def evaluate(config: RunConfig) -> Accuracy:
     """Evaluate the configured policy on held-out problems, without training."""
-    async with hold(config, last=evaluation_key(0)) as session:
-        if not session.is_over:
-            await warmup(session.ref)
-        return await evaluation(session, 0)
+    async with lock_run(config, final_key=evaluation_key(0)) as open_run:
+        if not open_run.is_finished:
+            await prepare_run(open_run.ref)
+        return await evaluate_iteration(open_run, 0)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Executor
 
-from flows.controllers import launch
+from flows.controllers import run_on_controller
 from flows.generation import generate_and_score
 from flows.update import update
 from tasks.auxiliary import estimate
@@ -17,8 +17,8 @@ from tasks.plan import plan_iteration, plan_next_wave
 from tasks.reporting import report_iteration
 from tasks.run.batch import Batch
 from tasks.run.iteration import Iteration
-from tasks.run.session import Session
-from tasks.run.stages import within
+from tasks.run.open_run import OpenRun
+from tasks.run.stages import tag_tasks
 from tasks.tracking.follow import note_metrics, track_iteration
 
 CLOSE_AFTER_SECONDS = 0.05
@@ -26,50 +26,50 @@ CLOSE_AFTER_SECONDS = 0.05
 CPU."""
 
 
-async def generate_iteration(session: Session, number: int) -> None:
+async def generate_iteration(open_run: OpenRun, number: int) -> None:
     """Generate and score the rollouts of an iteration, wave by wave. Work that is already in the store is not
     repeated."""
-    this = Iteration(session.run, number)
-    with within(this.key):
-        wave: Batch | None = plan_iteration(session, this)
+    this = Iteration(open_run.run, number)
+    with tag_tasks(this.key):
+        wave: Batch | None = plan_iteration(open_run, this)
         while wave is not None:
-            await generate_and_score(session, wave)
-            wave = plan_next_wave(session, this, wave)
+            await generate_and_score(open_run, wave)
+            wave = plan_next_wave(open_run, this, wave)
 
 
-async def train_iteration(session: Session, number: int) -> None:
+async def train_iteration(open_run: OpenRun, number: int) -> None:
     """Train the policy on the rollouts of an iteration: auxiliary scores, credit and update."""
-    this = Iteration(session.run, number)
-    with within(this.key):
-        async with machines_of_update(session, this):
-            await estimate(session, this)
-            await assign_credit(session, this)
-            await launch(update, session, batch=this.key)
+    this = Iteration(open_run.run, number)
+    with tag_tasks(this.key):
+        async with machines_of_update(open_run, this):
+            await estimate(open_run, this)
+            await assign_credit(open_run, this)
+            await run_on_controller(update, open_run, batch=this.key)
 
 
-async def close_iteration(session: Session, number: int, thread: Executor) -> None:
+async def close_iteration(open_run: OpenRun, number: int, thread: Executor) -> None:
     """Seal a trained iteration, delete the policies and rollouts that are now too old, and report the iteration.
 
     The next iteration runs meanwhile. It does not need the seal, because it continues from the same manifests.
     """
-    this = Iteration(session.run, number)
-    with within(this.key):
-        await session.settled()
+    this = Iteration(open_run.run, number)
+    with tag_tasks(this.key):
+        await open_run.wait_for_commits()
         await asyncio.sleep(CLOSE_AFTER_SECONDS)
-        await asyncio.get_running_loop().run_in_executor(thread, _seal, session, this)
-        await report_iteration(session, number)
-        await track_iteration(session, number)
+        await asyncio.get_running_loop().run_in_executor(thread, _seal, open_run, this)
+        await report_iteration(open_run, number)
+        await track_iteration(open_run, number)
 
 
-def _seal(session: Session, iteration: Iteration) -> None:
-    seal_iteration(session, iteration)
-    retire_policies(session, iteration)
-    retire_rollouts(session, iteration)
-    session.run.forget()
-    note_metrics(session.run)
+def _seal(open_run: OpenRun, iteration: Iteration) -> None:
+    seal_iteration(open_run, iteration)
+    retire_policies(open_run, iteration)
+    retire_rollouts(open_run, iteration)
+    open_run.run.forget()
+    note_metrics(open_run.run)
 
 
-async def generate_ahead(group: asyncio.TaskGroup, session: Session, numbers: Sequence[int]) -> AsyncIterator[int]:
+async def generate_ahead(group: asyncio.TaskGroup, open_run: OpenRun, numbers: Sequence[int]) -> AsyncIterator[int]:
     """Yield the number of each iteration when its rollouts are generated and scored.
 
     The caller trains on an iteration before it requests the next one. Meanwhile later iterations are generated one
@@ -79,13 +79,13 @@ async def generate_ahead(group: asyncio.TaskGroup, session: Session, numbers: Se
     async def follow(before: "asyncio.Task[None] | None", number: int) -> None:
         if before is not None:
             await before
-        await generate_iteration(session, number)
+        await generate_iteration(open_run, number)
 
     ahead: deque[asyncio.Task[None]] = deque()
     newest: asyncio.Task[None] | None = None
     remaining = iter(numbers)
     for number in numbers:
-        while len(ahead) <= session.settings.rollout.staleness and (following := next(remaining, None)) is not None:
+        while len(ahead) <= open_run.settings.rollout.staleness and (following := next(remaining, None)) is not None:
             newest = group.create_task(follow(newest, following))
             ahead.append(newest)
         await ahead.popleft()

@@ -7,25 +7,25 @@ flow, which takes a third of a second.
 from prefect import flow
 
 from tasks.preparation import fine_tune, make_reward_model, prefer, train_reward_model
-from tasks.run.session import RunRef, session_of
+from tasks.run.open_run import RunRef, get_open_run
 
 
 @flow(name="fine-tuning", flow_run_name="fine-tuning")
-async def fine_tuning(run: RunRef) -> None:
+async def run_fine_tuning(run: RunRef) -> None:
     """Train the initial policy on worked examples."""
-    await fine_tune(session_of(run))
+    await fine_tune(get_open_run(run))
 
 
 @flow(name="preference-learning", flow_run_name="preference learning")
-async def preference_learning(run: RunRef) -> None:
+async def run_preference_training(run: RunRef) -> None:
     """Train the policy on preferences after its warm-up."""
-    await prefer(session_of(run))
+    await prefer(get_open_run(run))
 
 
 @flow(name="reward-modelling", flow_run_name="reward modelling")
-async def reward_modelling(run: RunRef) -> None:
+async def train_reward_models(run: RunRef) -> None:
     """Create and train every model behind a reward that runs in worker slots."""
-    session = session_of(run)
-    for term in session.settings.scoring.hosted_rewards:
-        base = await make_reward_model(session, term)
-        await train_reward_model(session, term, base)
+    open_run = get_open_run(run)
+    for term in open_run.settings.scoring.hosted_rewards:
+        base = await make_reward_model(open_run, term)
+        await train_reward_model(open_run, term, base)

@@ -6,8 +6,8 @@ from datetime import date
 from prefect import flow
 from prefect.runtime import flow_run
 
-from flows.endings import install_state_handling
 from flows.evaluation import evaluate
+from flows.prefect_states import install_state_handling
 from flows.train import train
 from tasks.config.run import RunConfig
 from tasks.promotion.approval import await_approval

@@ -3,7 +3,7 @@ better."""
 
 from prefect import flow
 
-from flows.endings import install_state_handling
+from flows.prefect_states import install_state_handling
 from models.config.retriever import RetrieverConfig
 from models.records.retrievals import TrainedRetriever
 from tasks.retriever import (

@@ -2,9 +2,9 @@
 
 from prefect import flow
 
-from flows.endings import install_state_handling
-from flows.preparation import fine_tuning, preference_learning, reward_modelling
-from flows.session import hold
+from flows.prefect_states import install_state_handling
+from flows.preparation import run_fine_tuning, run_preference_training, train_reward_models
+from flows.run_access import lock_run
 from tasks.config.run import RunConfig, require_part
 from tasks.preparation import begin, begin_with, is_fine_tuned, is_preferring
 from tasks.reporting import TrainedRewards, report_rewards
@@ -20,12 +20,12 @@ async def reward_model(config: RunConfig, accept_change: bool = False) -> Traine
     """
     install_state_handling()
     require_part("reward-model", config)
-    async with hold(config, accept_change=accept_change) as session:
-        await begin(session)
-        if is_fine_tuned(session):
-            await fine_tuning(session.ref)
-        if is_preferring(session):
-            await preference_learning(session.ref)
-        await begin_with(session)
-        await reward_modelling(session.ref)
-        return await report_rewards(session)
+    async with lock_run(config, accept_change=accept_change) as open_run:
+        await begin(open_run)
+        if is_fine_tuned(open_run):
+            await run_fine_tuning(open_run.ref)
+        if is_preferring(open_run):
+            await run_preference_training(open_run.ref)
+        await begin_with(open_run)
+        await train_reward_models(open_run.ref)
+        return await report_rewards(open_run)

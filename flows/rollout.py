@@ -4,9 +4,9 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 
 from flows.controllers import controller_name
-from flows.session import control
+from flows.run_access import run_controller
 from tasks.rollout import generate_shards
-from tasks.run.session import RunRef
+from tasks.run.open_run import RunRef
 
 
 @flow(name="rollout", flow_run_name=controller_name, persist_result=True, result_serializer="json")
@@ -15,8 +15,8 @@ async def rollout(run: RunRef, batch: str | None = None, controller: int = 0, fi
 
     Args:
         run: The run. Without an epoch (the number of the holder's lease) this flow locks the run itself.
-        batch: Batch such as `it-0003` or `eval-0010` with a stored plan. None follows the orders of the run's holder.
+        batch: Batch such as `it-0003` or `eval-0010` with a stored plan. None serves the requests of the run's holder.
         controller: Number of this controller among those that share each batch.
         first: Number of the first iteration for which this controller works.
     """
-    return await control(run, batch, work=generate_shards, slots="rollout")
+    return await run_controller(run, batch, work=generate_shards, slots="rollout")

@@ -7,9 +7,9 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 
 from flows.controllers import controller_name
-from flows.session import control
+from flows.run_access import run_controller
 from tasks.run.batch import Batch
-from tasks.run.session import RunRef, Session
+from tasks.run.open_run import OpenRun, RunRef
 from tasks.scoring import judge_shards, score_shards
 
 
@@ -19,16 +19,16 @@ async def scoring(run: RunRef, batch: str | None = None, controller: int = 0, fi
 
     Args:
         run: The run. Without an epoch (the number of the holder's lease) this flow locks the run itself.
-        batch: Batch such as `it-0003` or `eval-0010` with a stored plan. None follows the orders of the run's holder.
+        batch: Batch such as `it-0003` or `eval-0010` with a stored plan. None serves the requests of the run's holder.
         controller: Number of this controller among those that share each batch.
         first: Number of the first iteration for which this controller works.
     """
-    return await control(run, batch, work=follow, slots="scoring")
+    return await run_controller(run, batch, work=judge_and_score, slots="scoring")
 
 
-async def follow(session: Session, batch: Batch, shards: Sequence[int]) -> None:
+async def judge_and_score(open_run: OpenRun, batch: Batch, shards: Sequence[int]) -> None:
     """Judge shards by every model-based reward and then score them, each as soon as it is generated."""
     async with asyncio.TaskGroup() as group:
-        for term in session.settings.scoring.model_rewards:
-            group.create_task(judge_shards(session, batch, shards, term))
-        group.create_task(score_shards(session, batch, shards))
+        for term in open_run.settings.scoring.model_rewards:
+            group.create_task(judge_shards(open_run, batch, shards, term))
+        group.create_task(score_shards(open_run, batch, shards))

@@ -2,10 +2,10 @@
 
 from prefect import flow
 
-from flows.endings import install_state_handling
 from flows.measurement import measure_policy
-from flows.preparation import fine_tuning
-from flows.session import hold
+from flows.prefect_states import install_state_handling
+from flows.preparation import run_fine_tuning
+from flows.run_access import lock_run
 from tasks.config.run import RunConfig, require_part, with_rule_rewards_only
 from tasks.preparation import begin
 from tasks.reporting import TrainedPolicy, report_policy
@@ -22,9 +22,9 @@ async def sft(config: RunConfig, accept_change: bool = False) -> TrainedPolicy:
     """
     install_state_handling()
     require_part("sft", config)
-    async with hold(config, scope=with_rule_rewards_only(config), accept_change=accept_change) as session:
-        await begin(session)
-        before = await measure_policy(session, BASE)
-        await fine_tuning(session.ref)
-        after = await measure_policy(session, SFT)
-        return await report_policy(session, SFT, before, after)
+    async with lock_run(config, scope=with_rule_rewards_only(config), accept_change=accept_change) as open_run:
+        await begin(open_run)
+        before = await measure_policy(open_run, BASE)
+        await run_fine_tuning(open_run.ref)
+        after = await measure_policy(open_run, SFT)
+        return await report_policy(open_run, SFT, before, after)

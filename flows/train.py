@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from prefect import flow
 
 from flows.iteration import close_iteration, generate_ahead, train_iteration
-from flows.measurement import evaluation
-from flows.session import hold
-from flows.warmup import warmup
+from flows.measurement import evaluate_iteration
+from flows.run_access import lock_run
+from flows.warmup import prepare_run
 from tasks.alarms import apply_alarms, check_alarms
 from tasks.commit import retire_policies, retire_rollouts
 from tasks.config.run import RunConfig
@@ -17,7 +17,7 @@ from tasks.preparation import start_pools
 from tasks.reporting import report_run, resume_point, showing_progress
 from tasks.run.iteration import Iteration
 from tasks.run.keys import evaluation_key
-from tasks.run.session import Session
+from tasks.run.open_run import OpenRun
 from tasks.tracking.follow import tracked
 from tasks.views.summary import RunSummary
 
@@ -32,46 +32,46 @@ async def train(config: RunConfig, accept_change: bool = False) -> RunSummary:
         config: Configuration of the run.
         accept_change: Resume even if reward code, data files or library versions have changed.
     """
-    holding = hold(config, accept_change=accept_change, last=evaluation_key(config.iterations))
-    async with holding as session, tracked(session):
-        if session.is_over:
-            retire_policies(session, Iteration(session.run, config.iterations))
-            retire_rollouts(session, Iteration(session.run, config.iterations))
+    locked_run = lock_run(config, accept_change=accept_change, final_key=evaluation_key(config.iterations))
+    async with locked_run as open_run, tracked(open_run):
+        if open_run.is_finished:
+            retire_policies(open_run, Iteration(open_run.run, config.iterations))
+            retire_rollouts(open_run, Iteration(open_run.run, config.iterations))
         else:
-            await iterate(session)
-        return await report_run(session)
+            await run_iterations(open_run)
+        return await report_run(open_run)
 
 
-async def iterate(session: Session) -> None:
+async def run_iterations(open_run: OpenRun) -> None:
     """Run the remaining iterations, starting with the sealing of iterations that were interrupted before their seal.
 
     A single thread seals iterations, so seals stay in order. The run stays locked until this thread has ended.
     """
-    config, (unclosed, remaining) = session.settings, resume_point(session)
+    config, (unclosed, remaining) = open_run.settings, resume_point(open_run)
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="book-keeping") as thread:
         for number in unclosed:
-            apply_alarms(session, number)
-            await close_iteration(session, number, thread)
-        check_budget(session)
-        check_alarms(session)
-        start_pools(session)
-        await warmup(session.ref)
+            apply_alarms(open_run, number)
+            await close_iteration(open_run, number, thread)
+        check_budget(open_run)
+        check_alarms(open_run)
+        start_pools(open_run)
+        await prepare_run(open_run.ref)
         if config.evaluation.is_due(remaining.start - 1):
-            await evaluation(session, remaining.start - 1)
-        async with showing_progress(session):
+            await evaluate_iteration(open_run, remaining.start - 1)
+        async with showing_progress(open_run):
             async with asyncio.TaskGroup() as group:
                 closing_task = None
-                async for number in generate_ahead(group, session, remaining):
-                    await train_iteration(session, number)
-                    must_end = apply_alarms(session, number)
-                    must_end |= await account(session, number)
+                async for number in generate_ahead(group, open_run, remaining):
+                    await train_iteration(open_run, number)
+                    must_end = apply_alarms(open_run, number)
+                    must_end |= await account(open_run, number)
                     if closing_task is not None:
                         await closing_task
-                    closing_task = group.create_task(close_iteration(session, number, thread))
+                    closing_task = group.create_task(close_iteration(open_run, number, thread))
                     if must_end:  # rollouts generated ahead are committed and used when the run continues
                         break
                     if config.evaluation.is_due(number):
-                        await evaluation(session, number)
-            check_budget(session)
-            check_alarms(session)
-    await evaluation(session, config.iterations)
+                        await evaluate_iteration(open_run, number)
+            check_budget(open_run)
+            check_alarms(open_run)
+    await evaluate_iteration(open_run, config.iterations)

@@ -6,10 +6,10 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 
 from flows.controllers import controller_name
-from flows.session import control
+from flows.run_access import run_controller
 from tasks.run.batch import Batch
 from tasks.run.iteration import Iteration
-from tasks.run.session import RunRef, Session
+from tasks.run.open_run import OpenRun, RunRef
 from tasks.update import update_policy
 
 
@@ -19,12 +19,12 @@ async def update(run: RunRef, batch: str | None = None, first: int = 1) -> int |
 
     Args:
         run: The run. Without an epoch (the number of the holder's lease) this flow locks the run itself.
-        batch: Batch such as `it-0003` with stored credit. None follows the orders of the run's holder.
+        batch: Batch such as `it-0003` with stored credit. None serves the requests of the run's holder.
         first: Number of the first iteration for which this controller works.
     """
-    return await control(run, batch, work=learn)
+    return await run_controller(run, batch, work=train_policy)
 
 
-async def learn(session: Session, batch: Batch, shards: Sequence[int]) -> None:
+async def train_policy(open_run: OpenRun, batch: Batch, shards: Sequence[int]) -> None:
     """Train the ranks on all samples of an iteration, whose credit must be in the store. `shards` is not used."""
-    await update_policy(session, Iteration(session.run, batch.plan.number))
+    await update_policy(open_run, Iteration(open_run.run, batch.plan.number))

@@ -3,26 +3,26 @@ credit."""
 
 from prefect import flow
 
-from flows.preparation import fine_tuning, preference_learning, reward_modelling
+from flows.preparation import run_fine_tuning, run_preference_training, train_reward_models
 from tasks.auxiliary import has_critic, holds_teacher, make_critic, make_teacher
 from tasks.preparation import begin, begin_with, is_fine_tuned, is_preferring, release_preparation
-from tasks.run.session import RunRef, session_of
+from tasks.run.open_run import RunRef, get_open_run
 
 
 @flow(name="warmup", flow_run_name="warm-up")
-async def warmup(run: RunRef) -> None:
+async def prepare_run(run: RunRef) -> None:
     """Create version 0 of the policy, both splits of the prompts, the reward models, the teacher and the critic."""
-    session = session_of(run)
-    await begin(session)
-    if is_fine_tuned(session):
-        await fine_tuning(run)
-    if is_preferring(session):
-        await preference_learning(run)
-    policy = await begin_with(session)
-    if session.settings.scoring.hosted_rewards:
-        await reward_modelling(run)
-    if holds_teacher(session):
-        await make_teacher(session)
-    if has_critic(session):
-        await make_critic(session, policy)
-    await release_preparation(session)
+    open_run = get_open_run(run)
+    await begin(open_run)
+    if is_fine_tuned(open_run):
+        await run_fine_tuning(run)
+    if is_preferring(open_run):
+        await run_preference_training(run)
+    policy = await begin_with(open_run)
+    if open_run.settings.scoring.hosted_rewards:
+        await train_reward_models(run)
+    if holds_teacher(open_run):
+        await make_teacher(open_run)
+    if has_critic(open_run):
+        await make_critic(open_run, policy)
+    await release_preparation(open_run)

@@ -11,68 +11,68 @@ from infra.errors import AlarmStopped
 from tasks.events import emit_of_run
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey
-from tasks.run.ordered_returns import required_revert, revert_target, triggered_alarms
-from tasks.run.returns import has_reverted, policy_after, revert_key, reverted_version
-from tasks.run.session import Session
-from tasks.run.stages import record
+from tasks.run.open_run import OpenRun
+from tasks.run.ordered_reverts import required_revert, revert_target, triggered_alarms
+from tasks.run.reverts import has_reverted, policy_after, restored_version, revert_key
+from tasks.run.stages import commit_decision
 from tasks.views.metrics import sealed_iterations
 
 
-def apply_alarms(session: Session, number: int) -> bool:
+def apply_alarms(open_run: OpenRun, number: int) -> bool:
     """Commit the revert that an alarm requires after an iteration. Return whether an alarm ends the run there.
 
     Must be called after the update of the iteration, before any other result is derived from it.
     """
-    iteration = Iteration(session.run, number)
-    revert = required_revert(iteration, session.settings.revert_alarms)
+    iteration = Iteration(open_run.run, number)
+    revert = required_revert(iteration, open_run.settings.revert_alarms)
     if revert is not None:
-        good_policy = policy_after(session.run, revert_target(session.run, number))
-        critic = session.run.find(StageKey.critic(0)) if good_policy.key == StageKey.policy(0) else None
-        record(
-            session,
+        good_policy = policy_after(open_run.run, revert_target(open_run.run, number))
+        critic = open_run.run.find(StageKey.critic(0)) if good_policy.key == StageKey.policy(0) else None
+        commit_decision(
+            open_run,
             revert_key(number),
             parents=[iteration.credit, iteration.update, good_policy, *([] if critic is None else [critic])],
             bundles={**good_policy.bundles, **({} if critic is None else critic.bundles)},
             detail=revert,
         )
-    return number < session.settings.iterations and any(_stop_reasons(session, iteration))
+    return number < open_run.settings.iterations and any(_stop_reasons(open_run, iteration))
 
 
-def check_alarms(session: Session) -> None:
+def check_alarms(open_run: OpenRun) -> None:
     """Raise AlarmStopped if an alarm ends the run after its last sealed iteration and iterations remain."""
-    done, total, name = len(sealed_iterations(session.run)), session.settings.iterations, session.run.name
-    ending = next(_stop_reasons(session, Iteration(session.run, done)), None) if 0 < done < total else None
+    done, total, name = len(sealed_iterations(open_run.run)), open_run.settings.iterations, open_run.run.name
+    ending = next(_stop_reasons(open_run, Iteration(open_run.run, done)), None) if 0 < done < total else None
     if ending is not None:
         text = f"after iteration {done} of {total}: {ending}"
         emit_of_run(name, "alarm.stopped", told=text)
         raise AlarmStopped(f"Run {name!r} stopped {text}")
 
 
-def describe_triggered(session: Session, iteration: Iteration) -> dict[str, str]:
+def describe_triggered(open_run: OpenRun, iteration: Iteration) -> dict[str, str]:
     """Return a message for each alarm that an iteration triggers, by the name of the alarm, with the consequence."""
-    raised_now = list(triggered_alarms(session.settings.alarms, iteration))
+    raised_now = list(triggered_alarms(open_run.settings.alarms, iteration))
     consequences = {alarm.known_as: "; the run stops" for alarm, _ in raised_now if alarm.action == "stop"}
-    if has_reverted(session.run, iteration.number):
-        revert = session.run.require(revert_key(iteration.number))
-        consequences[str(revert.detail["alarm"])] = f"; the run reverts to policy {reverted_version(revert)}"
+    if has_reverted(open_run.run, iteration.number):
+        revert = open_run.run.require(revert_key(iteration.number))
+        consequences[str(revert.detail["alarm"])] = f"; the run reverts to policy {restored_version(revert)}"
     lines = {alarm.known_as: f"alarm {alarm.known_as!r}: {sentence}" for alarm, sentence in raised_now}
     return {name: f"{line}{consequences.get(name, '')}" for name, line in lines.items()}
 
 
-def _stop_reasons(session: Session, iteration: Iteration) -> Iterator[str]:
+def _stop_reasons(open_run: OpenRun, iteration: Iteration) -> Iterator[str]:
     """Yield the reasons why alarms end the run after an iteration."""
     for alarm, sentence in triggered_alarms(
-        [each for each in session.settings.alarms if each.action == "stop"], iteration
+        [each for each in open_run.settings.alarms if each.action == "stop"], iteration
     ):
         yield f"alarm {alarm.known_as!r}: {sentence}. To continue, change its bound or remove the alarm."
-    if not has_reverted(session.run, iteration.number):
+    if not has_reverted(open_run.run, iteration.number):
         return
     revert_alarms = [
-        session.run.require(revert_key(number)).detail["alarm"]
+        open_run.run.require(revert_key(number)).detail["alarm"]
         for number in range(1, iteration.number + 1)
-        if has_reverted(session.run, number)
+        if has_reverted(open_run.run, number)
     ]
-    for alarm in session.settings.revert_alarms:
+    for alarm in open_run.settings.revert_alarms:
         name, times = alarm.known_as, revert_alarms.count(alarm.known_as)
         if name == revert_alarms[-1] and times > alarm.returns:
             yield f"alarm {name!r} reverted the run {times} times. To continue, set its `returns` to {times}."

@@ -12,8 +12,8 @@ from models.records.work import CriticWork, EstimateWork, TeacherWork
 from tasks.config.run import RunConfig
 from tasks.run.iteration import Iteration
 from tasks.run.keys import BASE, PROMPTS, TEACHER, StageKey
-from tasks.run.session import Session
-from tasks.run.stages import once, stage
+from tasks.run.open_run import OpenRun
+from tasks.run.stages import run_once, stage
 
 
 def held_teacher(settings: RunConfig) -> TeacherDirectory | None:
@@ -22,38 +22,40 @@ def held_teacher(settings: RunConfig) -> TeacherDirectory | None:
     return None if distillation is None else distillation.teacher.local_model
 
 
-def holds_teacher(session: Session) -> bool:
+def holds_teacher(open_run: OpenRun) -> bool:
     """Return whether the run stores a teacher's model."""
-    return held_teacher(session.settings) is not None
+    return held_teacher(open_run.settings) is not None
 
 
 @stage("teacher", retries=2)
-async def make_teacher(session: Session) -> Manifest:
+async def make_teacher(open_run: OpenRun) -> Manifest:
     """Copy the teacher's model into the run. Raises BadInput if its tokenizer does not match the policy's."""
-    settings = session.settings
+    settings = open_run.settings
     teacher = held_teacher(settings)
     assert teacher is not None, "make_teacher where holds_teacher"
-    base, prompts = session.run.require(BASE), session.run.require(PROMPTS["train"])
+    base, prompts = open_run.run.require(BASE), open_run.run.require(PROMPTS["train"])
     longest = int(prompts.metrics["longest"]) + settings.rollout.sampling.max_new_tokens
-    pixels = session.settings.data.pixels
+    pixels = open_run.settings.data.pixels
     work = TeacherWork(teacher=teacher, policy=policy_of(base), longest_tokens=longest, pixels=pixels)
-    return await once(session, TEACHER, role="preparation", method="make_teacher", work=work, parents=[base, prompts])
+    return await run_once(
+        open_run, TEACHER, role="preparation", method="make_teacher", work=work, parents=[base, prompts]
+    )
 
 
-async def estimate(session: Session, iteration: Iteration) -> None:
+async def estimate(open_run: OpenRun, iteration: Iteration) -> None:
     """Compute the auxiliary scores that the algorithm needs. Most algorithms need none."""
-    if required_models(session.settings.algorithm).any:
-        await estimate_tokens(session, iteration)
+    if required_models(open_run.settings.algorithm).any:
+        await estimate_tokens(open_run, iteration)
 
 
 @stage("{iteration.key} estimates", retries=2)
-async def estimate_tokens(session: Session, iteration: Iteration) -> Manifest:
+async def estimate_tokens(open_run: OpenRun, iteration: Iteration) -> Manifest:
     """Let the update ranks compute the auxiliary scores of every token that the credit stage reads, including surplus
     groups of the previous iteration."""
-    needs, scored, policy = required_models(session.settings.algorithm), iteration.scored(), iteration.policy
-    reference = iteration.first_policy if needs.reference else None
+    needs, scored, policy = required_models(open_run.settings.algorithm), iteration.scored_rollouts(), iteration.policy
+    reference = iteration.initial_policy if needs.reference else None
     critic = iteration.critic if needs.critic else None
-    teacher = session.run.require(TEACHER) if holds_teacher(session) else None
+    teacher = open_run.run.require(TEACHER) if holds_teacher(open_run) else None
     work = EstimateWork(
         iteration=iteration.number,
         shards=scored.shards,
@@ -65,23 +67,23 @@ async def estimate_tokens(session: Session, iteration: Iteration) -> Manifest:
     )
     models = {manifest.key: manifest for manifest in (policy, reference, critic, teacher) if manifest is not None}
     key, parents = iteration.stage_key("estimates"), [*scored.rollouts, *models.values()]
-    return await once(session, key, role="update", method="estimate", work=work, parents=parents)
+    return await run_once(open_run, key, role="update", method="estimate", work=work, parents=parents)
 
 
-def auxiliary_of(session: Session, iteration: Iteration) -> list[Manifest]:
+def auxiliary_of(open_run: OpenRun, iteration: Iteration) -> list[Manifest]:
     """Return the manifest of the iteration's auxiliary scores, or an empty list if the algorithm needs none."""
-    return [iteration.made("estimates")] if required_models(session.settings.algorithm).any else []
+    return [iteration.stage_manifest("estimates")] if required_models(open_run.settings.algorithm).any else []
 
 
-def has_critic(session: Session) -> bool:
+def has_critic(open_run: OpenRun) -> bool:
     """Return whether the run trains a critic together with its policy."""
-    return session.settings.algorithm.value_model is not None and session.settings.iterations > 0
+    return open_run.settings.algorithm.value_model is not None and open_run.settings.iterations > 0
 
 
 @stage("initial critic", retries=2)
-async def make_critic(session: Session, policy: Manifest) -> Manifest:
+async def make_critic(open_run: OpenRun, policy: Manifest) -> Manifest:
     """Build the initial critic from the initial policy, or import the configured one."""
-    critic = session.settings.algorithm.value_model
+    critic = open_run.settings.algorithm.value_model
     assert critic is not None, "make_critic where has_critic"
     work, key = CriticWork(policy=policy_of(policy), critic=critic), StageKey.critic(0)
-    return await once(session, key, role="preparation", method="make_critic", work=work, parents=[policy])
+    return await run_once(open_run, key, role="preparation", method="make_critic", work=work, parents=[policy])

@@ -17,20 +17,20 @@ from tasks.alarms import describe_triggered
 from tasks.auxiliary import auxiliary_of
 from tasks.costs import Reservation, iteration_costs
 from tasks.run.iteration import Iteration, carry_over_after, carry_over_before
-from tasks.run.keys import StageKey, iteration_key, iterations_among
+from tasks.run.keys import StageKey, iteration_key, iteration_numbers
+from tasks.run.open_run import OpenRun
 from tasks.run.rescorings import Derived, derived_of
-from tasks.run.returns import has_reverted, policy_after
-from tasks.run.session import Session
-from tasks.run.stages import decided_here, finish, record
+from tasks.run.reverts import has_reverted, policy_after
+from tasks.run.stages import append_to_chain, commit_decision, controller_provenance
 from tasks.run.states import newest_with_state, updates_since_state
 
 
-def seal_iteration(session: Session, iteration: Iteration) -> Manifest:
+def seal_iteration(open_run: OpenRun, iteration: Iteration) -> Manifest:
     """Commit the seal of an iteration: the list of its manifests, its metrics, and the state passed on to the next
     iteration."""
-    plans = [batch.planned for batch in iteration.batches]
-    rollouts, scores = iteration.stage("rollout"), iteration.stage("scoring")
-    auxiliary, credit, update = auxiliary_of(session, iteration), iteration.credit, iteration.update
+    plans = [batch.plan_manifest for batch in iteration.batches]
+    rollouts, scores = iteration.shard_manifests("rollout"), iteration.shard_manifests("scoring")
+    auxiliary, credit, update = auxiliary_of(open_run, iteration), iteration.credit, iteration.update
     elapsed = datetime.now(UTC) - datetime.fromisoformat(plans[0].provenance.created)
     seconds = {
         "rollout": max((m.provenance.seconds["stage"] for m in rollouts), default=0.0),
@@ -46,23 +46,26 @@ def seal_iteration(session: Session, iteration: Iteration) -> Manifest:
         },
         **_environment_seconds(rollouts),
     }
-    costs = session.account.unsealed.pop(iteration.number, None) or iteration_costs(session, iteration, Reservation())
+    costs = open_run.account.unsealed.pop(iteration.number, None) or iteration_costs(open_run, iteration, Reservation())
     # policy of the update, or the policy that an alarm reverted to
-    policy = policy_after(session.run, iteration.number)
-    sealed = record(
-        session,
+    policy = policy_after(open_run.run, iteration.number)
+    sealed = commit_decision(
+        open_run,
         iteration.stage_key("seal"),
         parents=[*plans, *rollouts, *scores, *auxiliary, credit, update, *([] if policy == update else [policy])],
-        metrics={"prompts": sum(len(batch.plan.rows) for batch in iteration.batches), **iteration.measured},
+        metrics={"prompts": sum(len(batch.plan.rows) for batch in iteration.batches), **iteration.metrics},
         detail={
             "policy": policy_of(policy).digest,
-            **carry_over_after(iteration, session.settings.rollout.dynamic).detail(),
+            **carry_over_after(iteration, open_run.settings.rollout.dynamic).detail(),
         },
-        provenance=decided_here(
-            seconds=seconds, requests=session.requests(), costs=costs, alarms=describe_triggered(session, iteration)
+        provenance=controller_provenance(
+            seconds=seconds,
+            requests=open_run.count_new_requests(),
+            costs=costs,
+            alarms=describe_triggered(open_run, iteration),
         ),
     )
-    finish(session, iteration.key)
+    append_to_chain(open_run, iteration.key)
     return sealed
 
 
@@ -86,7 +89,7 @@ def _environment_seconds(rollouts: Sequence[Manifest]) -> dict[str, float]:
     return {name: sum(seconds.get(key, 0.0) for seconds in seconds_of_shards) for name, key in names.items()}
 
 
-def retire_policies(session: Session, iteration: Iteration) -> int:
+def retire_policies(open_run: OpenRun, iteration: Iteration) -> int:
     """Delete the files of policies that retention no longer keeps after an iteration. Return the number of deleted
     bundles.
 
@@ -94,48 +97,50 @@ def retire_policies(session: Session, iteration: Iteration) -> int:
     version that each iteration makes too old. The version that an update would have to start from after a restart is
     kept too.
     """
-    run, progress, keep = session.run, session.retention, session.settings.retention
+    run, progress, keep = open_run.run, open_run.retention, open_run.settings.retention
     newest = range(max(0, iteration.number + 1 - keep.keep_last), iteration.number + 1)
     old: dict[str, BundleRef] = {}
-    for version in range(progress.versions, newest.start):
+    for version in range(progress.first_unexamined_version, newest.start):
         bundles = {bundle.key: bundle for bundle in _bundles_of(run, version)}
         if is_kept(version, keep_every=keep.keep_every):
-            progress.kept |= bundles.keys()
+            progress.kept_bundles |= bundles.keys()
         else:
             old |= bundles
     loadable = _loadable_version(run, iteration.number)
-    used = progress.kept | {bundle.key for version in (*newest, loadable) for bundle in _bundles_of(run, version)}
+    used = progress.kept_bundles | {
+        bundle.key for version in (*newest, loadable) for bundle in _bundles_of(run, version)
+    }
     doubtful_versions = {newest.start - 1, newest_with_state(run, max(0, loadable - 1))} - {-1}
     doubtful_keys = {bundle.key for version in doubtful_versions for bundle in _bundles_of(run, version)}
-    retired = dict(progress.postponed)
+    retired = dict(progress.postponed_bundles)
     for key, bundle in old.items():
         known = run.find(tombstone_key(bundle.digest)) is not None
         # the last deletion may have been interrupted
         if key not in used and (not known or key in doubtful_keys):
             retired[key] = bundle
-    progress.postponed = {bundle.key: bundle for bundle in retire_bundles(run, retired.values())}
-    progress.versions = min(newest.start, loadable)
-    return len(retired) - len(progress.postponed)
+    progress.postponed_bundles = {bundle.key: bundle for bundle in retire_bundles(run, retired.values())}
+    progress.first_unexamined_version = min(newest.start, loadable)
+    return len(retired) - len(progress.postponed_bundles)
 
 
-def retire_rollouts(session: Session, iteration: Iteration) -> None:
+def retire_rollouts(open_run: OpenRun, iteration: Iteration) -> None:
     """Delete the shards of iterations that retention no longer keeps after an iteration.
 
     Rollouts that a repeated update may need, and rollouts that a kept iteration continues, are kept. Raises Damaged if
     the seal that lists the continued groups is missing.
     """
-    run, progress, keep = session.run, session.retention, session.settings.retention.rollouts_keep_last
+    run, progress, keep = open_run.run, open_run.retention, open_run.settings.retention.rollouts_keep_last
     if not keep:
         return
     loadable = _loadable_version(run, iteration.number)
     last = min(iteration.number - keep, loadable)
     while last > 0 and _is_continued(run, last):
         last -= 1
-    if not progress.iterations:  # the last deletion of an earlier process may have been interrupted
-        progress.iterations = max(iterations_among(deleted_parts(run)), default=1) - 1
-    for number in range(progress.iterations + 1, last + 1):
+    if not progress.last_deleted_iteration:  # the last deletion of an earlier process may have been interrupted
+        progress.last_deleted_iteration = max(iteration_numbers(deleted_parts(run)), default=1) - 1
+    for number in range(progress.last_deleted_iteration + 1, last + 1):
         _retire_shards(run, number)
-    progress.iterations = max(progress.iterations, last)
+    progress.last_deleted_iteration = max(progress.last_deleted_iteration, last)
 
 
 def _is_continued(run: Run, number: int) -> bool:

@@ -11,7 +11,7 @@ from tasks.events import emit_of_run
 from tasks.run.batch import Batch
 from tasks.run.iteration import Iteration
 from tasks.run.keys import reward_model_role
-from tasks.run.session import Session
+from tasks.run.open_run import OpenRun
 from tasks.views.metrics import run_costs, sealed_iterations
 
 
@@ -23,45 +23,45 @@ class Reservation:
     slots: int = 0
 
 
-async def read_reservation(session: Session) -> Reservation:
+async def read_reservation(open_run: OpenRun) -> Reservation:
     """Return the reserved worker slots of this process, and the seconds since the last call or since the run was
     opened."""
-    return Reservation(session.account.lap(), (await session.fleet()).slots)
+    return Reservation(open_run.account.lap(), (await open_run.get_fleet()).slots)
 
 
-def check_budget(session: Session) -> None:
+def check_budget(open_run: OpenRun) -> None:
     """Raise BudgetSpent if the sealed iterations have reached a limit of the budget and iterations remain. Starts the
     account from these costs."""
-    done = len(sealed_iterations(session.run))
-    session.account.spent = total(run_costs(session.run).values())
-    reached = session.settings.budget.find_spent_limit(session.account.spent)
-    if reached is not None and done < session.settings.iterations:
-        name, text = session.run.name, f"{reached} after iteration {done} of {session.settings.iterations}"
+    done = len(sealed_iterations(open_run.run))
+    open_run.account.spent = total(run_costs(open_run.run).values())
+    reached = open_run.settings.budget.find_spent_limit(open_run.account.spent)
+    if reached is not None and done < open_run.settings.iterations:
+        name, text = open_run.run.name, f"{reached} after iteration {done} of {open_run.settings.iterations}"
         emit_of_run(name, "budget.spent", told=text)
         raise BudgetSpent(f"Run {name!r}: {text}. Run the same command with a larger limit to continue.")
 
 
-async def account(session: Session, number: int) -> bool:
+async def account(open_run: OpenRun, number: int) -> bool:
     """Compute the costs of an iteration for its seal. Return whether the run must end after it because of the
     budget."""
-    iteration, settings = Iteration(session.run, number), session.settings
-    costs = iteration_costs(session, iteration, await read_reservation(session))
-    session.account.unsealed[number] = costs
-    session.account.take(costs)
-    return number < settings.iterations and settings.budget.find_spent_limit(session.account.spent) is not None
+    iteration, settings = Iteration(open_run.run, number), open_run.settings
+    costs = iteration_costs(open_run, iteration, await read_reservation(open_run))
+    open_run.account.unsealed[number] = costs
+    open_run.account.take(costs)
+    return number < settings.iterations and settings.budget.find_spent_limit(open_run.account.spent) is not None
 
 
-def iteration_costs(session: Session, iteration: Iteration, reservation: Reservation) -> dict[str, Cost]:
+def iteration_costs(open_run: OpenRun, iteration: Iteration, reservation: Reservation) -> dict[str, Cost]:
     """Return the costs of an iteration after its update, by role."""
-    trained = [*auxiliary_of(session, iteration), iteration.update]
+    trained = [*auxiliary_of(open_run, iteration), iteration.update]
     known_bundles = {bundle.key for bundle in iteration.policy.bundles.values()}
     return costs_of(
-        session, iteration.batches, reservation, credit=[iteration.credit], trained=trained, known=known_bundles
+        open_run, iteration.batches, reservation, credit=[iteration.credit], trained=trained, known=known_bundles
     )
 
 
 def costs_of(
-    session: Session,
+    open_run: OpenRun,
     batches: Sequence[Batch],
     reservation: Reservation,
     *,
@@ -75,12 +75,12 @@ def costs_of(
     earlier process committed before it was killed is included. The time of slots shared by rollout and reward models is
     divided in proportion to their work.
     """
-    pools, prices = session.settings.pools, session.settings.budget.prices
+    pools, prices = open_run.settings.pools, open_run.settings.budget.prices
     rollout, update = (
         _generation_cost(_manifests_of(batches, "rollout")),
         _update_cost(trained, ranks=pools.update_ranks, known=known),
     )
-    hosted, elsewhere = _judge_costs(session, batches)
+    hosted, elsewhere = _judge_costs(open_run, batches)
     served = total(hosted)
     other_scoring = total([_working_cost([*_manifests_of(batches, "scoring"), *credit]), *elsewhere])
     busy_seconds = rollout.busy_seconds + served.busy_seconds
@@ -107,7 +107,7 @@ def costs_of(
 
 
 def _manifests_of(batches: Sequence[Batch], stage: str) -> list[Manifest]:
-    return [manifest for batch in batches for manifest in batch.stage(stage)]
+    return [manifest for batch in batches for manifest in batch.stage_manifests(stage)]
 
 
 def _generation_cost(rollouts: Sequence[Manifest]) -> Cost:
@@ -125,12 +125,12 @@ def _update_cost(trained: Sequence[Manifest], *, ranks: int, known: Set[str]) ->
     )
 
 
-def _judge_costs(session: Session, batches: Sequence[Batch]) -> tuple[list[Cost], list[Cost]]:
+def _judge_costs(open_run: OpenRun, batches: Sequence[Batch]) -> tuple[list[Cost], list[Cost]]:
     """Return the costs of judging per reward, for models in worker slots and for models elsewhere."""
     hosted: list[Cost] = []
     elsewhere: list[Cost] = []
-    prices = session.settings.budget.prices.judges
-    for term, reward in session.settings.scoring.model_rewards.items():
+    prices = open_run.settings.budget.prices.judges
+    for term, reward in open_run.settings.scoring.model_rewards.items():
         verdicts, is_hosted = _manifests_of(batches, reward_model_role(term)), reward.endpoint is None
         read_tokens = sum(manifest.provenance.seconds.get("read_tokens", 0.0) for manifest in verdicts)
         usage = {

@@ -11,30 +11,30 @@ from tasks.auxiliary import auxiliary_of
 from tasks.run.batch import Batch
 from tasks.run.iteration import Iteration, ScoredRollouts
 from tasks.run.keys import StageKey, reward_model_role
-from tasks.run.session import Session
-from tasks.run.stages import once, stage
+from tasks.run.open_run import OpenRun
+from tasks.run.stages import run_once, stage
 from tasks.update import reward_coefficient
 
 
 @stage("{iteration.key} credit", retries=2)
-async def assign_credit(session: Session, iteration: Iteration) -> Manifest:
+async def assign_credit(open_run: OpenRun, iteration: Iteration) -> Manifest:
     """Compute the training samples from the rewards of all batches of an iteration.
 
     Raises Quarantined if too many answers of a judge are unusable, or too many known-bad completions pass a judge.
     """
-    check_verdicts(session.settings.scoring, iteration.batches, iteration=iteration.number)
+    check_verdicts(open_run.settings.scoring, iteration.batches, iteration=iteration.number)
     return await credit(
-        session,
+        open_run,
         iteration,
         iteration.stage_key("credit"),
-        iteration.scored(),
-        dynamic=session.settings.rollout.dynamic,
-        kl_coefficient=reward_coefficient(session, iteration),
+        iteration.scored_rollouts(),
+        dynamic=open_run.settings.rollout.dynamic,
+        kl_coefficient=reward_coefficient(open_run, iteration),
     )
 
 
 async def credit(
-    session: Session,
+    open_run: OpenRun,
     iteration: Iteration,
     key: StageKey,
     scored: ScoredRollouts,
@@ -42,8 +42,8 @@ async def credit(
     dynamic: DynamicSampling | None,
     kl_coefficient: float,
 ) -> Manifest:
-    """Compute and commit the training samples that scored rollouts yield under the session's algorithm."""
-    settings, auxiliary = session.settings, auxiliary_of(session, iteration)
+    """Compute and commit the training samples that scored rollouts yield under the configured algorithm."""
+    settings, auxiliary = open_run.settings, auxiliary_of(open_run, iteration)
     work = CreditWork(
         iteration=iteration.number,
         shards=scored.shards,
@@ -55,14 +55,14 @@ async def credit(
         kl_coefficient=kl_coefficient,
     )
     parents = [*scored.manifests, *auxiliary]
-    return await once(session, key, role="scoring", method="credit", work=work, parents=parents)
+    return await run_once(open_run, key, role="scoring", method="credit", work=work, parents=parents)
 
 
 def check_verdicts(scoring: ScoringConfig, batches: Iterable[Batch], *, iteration: int) -> None:
     """Raise Quarantined if too many answers of a judge are unusable, or too many known-bad completions pass a judge."""
     batches = list(batches)
     verdicts = {
-        term: [verdict for batch in batches for verdict in batch.stage(reward_model_role(term))]
+        term: [verdict for batch in batches for verdict in batch.stage_manifests(reward_model_role(term))]
         for term in scoring.model_rewards
     }
     metrics_by_term = {term: [manifest.metrics for manifest in manifests] for term, manifests in verdicts.items()}

@@ -12,8 +12,8 @@ from tasks.events import emit_of_run
 from tasks.preparation import FROM_STORE
 from tasks.run.batch import Batch
 from tasks.run.keys import StageKey
-from tasks.run.session import Session
-from tasks.run.stages import decided_here, finish, record
+from tasks.run.open_run import OpenRun
+from tasks.run.stages import append_to_chain, commit_decision, controller_provenance
 from tasks.views.metrics import Accuracy, accuracy_of
 
 logger = logging.getLogger(__name__)
@@ -24,40 +24,40 @@ def is_summarized(batch: Batch) -> bool:
     return batch.run.find(StageKey.of(batch.key, "summary")) is not None
 
 
-async def summarize_evaluation(session: Session, batch: Batch) -> Accuracy:
+async def summarize_evaluation(open_run: OpenRun, batch: Batch) -> Accuracy:
     """Commit the accuracy of an evaluated policy, log it, and return it."""
     is_stored = is_summarized(batch)
-    costs = {} if is_stored else costs_of(session, [batch], await read_reservation(session))
-    session.account.take(costs)
-    accuracy = _commit_accuracy(session, batch, costs)
-    finish(session, batch.key)
+    costs = {} if is_stored else costs_of(open_run, [batch], await read_reservation(open_run))
+    open_run.account.take(costs)
+    accuracy = _commit_accuracy(open_run, batch, costs)
+    append_to_chain(open_run, batch.key)
     if not is_stored:
         payload = accuracy.model_dump(include={"mean", "low", "high", "problems"})
-        emit_of_run(session.run.name, "evaluation.made", iterations=accuracy.number, **payload)
+        emit_of_run(open_run.run.name, "evaluation.made", iterations=accuracy.number, **payload)
     # the last accuracy is part of the summary
-    if accuracy.number == 0 or accuracy.number < session.settings.iterations:
+    if accuracy.number == 0 or accuracy.number < open_run.settings.iterations:
         suffix = FROM_STORE if is_stored else ""
         logger.info("held-out accuracy after %d iterations: %s%s", accuracy.number, accuracy.line(), suffix)
     return accuracy
 
 
-def summarize_measurement(session: Session, batch: Batch) -> Accuracy:
+def summarize_measurement(open_run: OpenRun, batch: Batch) -> Accuracy:
     """Commit the accuracy of a policy from before the first iteration, log it, and return it."""
-    accuracy = _commit_accuracy(session, batch, {})
+    accuracy = _commit_accuracy(open_run, batch, {})
     logger.info("held-out accuracy of %s: %s", batch.plan.policy, accuracy.line())
     return accuracy
 
 
-def _commit_accuracy(session: Session, batch: Batch, costs: Mapping[str, Cost]) -> Accuracy:
-    scores, term = batch.stage("scoring"), session.settings.scoring.terms[0]
-    manifest = record(
-        session,
+def _commit_accuracy(open_run: OpenRun, batch: Batch, costs: Mapping[str, Cost]) -> Accuracy:
+    scores, term = batch.stage_manifests("scoring"), open_run.settings.scoring.terms[0]
+    manifest = commit_decision(
+        open_run,
         StageKey.of(batch.key, "summary"),
-        parents=[batch.planned, *scores],
-        metrics=_sum_scores(scores, term) if batch.plan.group_size == 1 else _average_problems(session, batch, term),
-        provenance=decided_here(costs=costs),
+        parents=[batch.plan_manifest, *scores],
+        metrics=_sum_scores(scores, term) if batch.plan.group_size == 1 else _average_problems(open_run, batch, term),
+        provenance=controller_provenance(costs=costs),
     )
-    return accuracy_of(manifest, temperature=session.settings.evaluation.temperature)
+    return accuracy_of(manifest, temperature=open_run.settings.evaluation.temperature)
 
 
 def _sum_scores(scores: Sequence[Manifest], term: str) -> dict[str, float]:
@@ -68,11 +68,13 @@ def _sum_scores(scores: Sequence[Manifest], term: str) -> dict[str, float]:
     return {"accuracy": total / problems if problems else 0.0, "squares": squares, "problems": problems}
 
 
-def _average_problems(session: Session, batch: Batch, term: str) -> dict[str, float]:
+def _average_problems(open_run: OpenRun, batch: Batch, term: str) -> dict[str, float]:
     """Return the metrics of `_sum_scores` for evaluations with several completions per problem.
 
     Scores are averaged per problem first, because completions of one problem are not independent.
     """
     columns = ["prompt_row", "reward", f"reward_{term}"]
-    tables = (read_shard(session.run.store, manifest.shards[0], columns) for manifest in batch.stage("scoring"))
+    tables = (
+        read_shard(open_run.run.store, manifest.shards[0], columns) for manifest in batch.stage_manifests("scoring")
+    )
     return problem_metrics(tables, term, samples=batch.plan.group_size)

@@ -7,48 +7,50 @@ from models.data.curriculum import DynamicSamplingState, another_wave, take_rows
 from tasks.run.batch import Batch, BatchPlan
 from tasks.run.iteration import Iteration
 from tasks.run.keys import PROMPTS, evaluation_key, iteration_key
-from tasks.run.returns import policy_key
-from tasks.run.session import Session
-from tasks.run.stages import record
+from tasks.run.open_run import OpenRun
+from tasks.run.reverts import policy_key
+from tasks.run.stages import commit_decision
 
 
-def plan_iteration(session: Session, iteration: Iteration) -> Batch:
+def plan_iteration(open_run: OpenRun, iteration: Iteration) -> Batch:
     """Plan the first batch of an iteration: groups continued from the previous iteration, and the next prompts."""
-    rollout, before = session.settings.rollout, iteration.before
+    rollout, before = open_run.settings.rollout, iteration.start_state
     gap = max(0, rollout.prompts - before.num_leftover)
     ema = (before.sampling or DynamicSamplingState()).ema
     margin = 1.0 if rollout.dynamic is None else rollout.dynamic.margin
     over_dispatch = 0.0 if rollout.partial is None else rollout.partial.over_dispatch
     num_wanted = wave_size(gap, ema, margin, over_dispatch=over_dispatch) - before.num_partial
-    return plan_wave(session, iteration, 1, num_wanted)
+    return plan_wave(open_run, iteration, 1, num_wanted)
 
 
-def plan_next_wave(session: Session, iteration: Iteration, batch: Batch) -> Batch | None:
+def plan_next_wave(open_run: OpenRun, iteration: Iteration, batch: Batch) -> Batch | None:
     """Plan another batch (wave) if there are not enough informative groups and waves are left (DAPO, arXiv 2503.14476).
 
     Return None if no batch is needed or possible.
     """
-    rollout, before, wave = session.settings.rollout, iteration.before, batch.plan.wave
+    rollout, before, wave = open_run.settings.rollout, iteration.start_state, batch.plan.wave
     dynamic = rollout.dynamic
     if dynamic is None:
         return None
     ema = (before.sampling or DynamicSamplingState()).ema
     informative, cut = before.num_leftover, 0
     for earlier in iteration.batches[:wave]:
-        informative += sum(int(manifest.metrics["informative_groups"]) for manifest in earlier.stage("scoring"))
-        cut += sum(int(manifest.metrics["carried_groups"]) for manifest in earlier.rollouts)
+        informative += sum(
+            int(manifest.metrics["informative_groups"]) for manifest in earlier.stage_manifests("scoring")
+        )
+        cut += sum(int(manifest.metrics["carried_groups"]) for manifest in earlier.rollout_manifests)
     # the usual share of the groups with partial completions will become informative
     gap = rollout.prompts - informative - floor(cut / ema)
     if not another_wave(wave, gap, max_extra_waves=dynamic.max_extra_waves):
         return None
-    following = plan_wave(session, iteration, wave + 1, wave_size(gap, ema, dynamic.margin))
+    following = plan_wave(open_run, iteration, wave + 1, wave_size(gap, ema, dynamic.margin))
     return following if following.shards else None
 
 
-def plan_wave(session: Session, iteration: Iteration, wave: int, num_wanted: int) -> Batch:
+def plan_wave(open_run: OpenRun, iteration: Iteration, wave: int, num_wanted: int) -> Batch:
     """Plan a batch of up to `num_wanted` next prompts of the stream. Prompts that the iteration already has are not
     taken again."""
-    settings, before = session.settings, iteration.before
+    settings, before = open_run.settings, iteration.start_state
     earlier = [batch.plan for batch in iteration.batches[: wave - 1]]
     taken_rows = {*before.rows(), *(row for plan in earlier for row in plan.rows)}
     num_prompts = iteration.prompts.shards[0].rows
@@ -57,7 +59,7 @@ def plan_wave(session: Session, iteration: Iteration, wave: int, num_wanted: int
     count = max(0, min(num_wanted, num_prompts - len(taken_rows)))
     rows, next_cursor = tuple[int, ...](), cursor
     if count:
-        parts, seed = iteration.parts, settings.seed
+        parts, seed = iteration.data_parts, settings.seed
         rows, next_cursor = take_rows(cursor, count, taken=taken_rows, num_prompts=num_prompts, seed=seed, parts=parts)
     plan = BatchPlan(
         key=iteration_key(iteration.number, wave),
@@ -67,26 +69,26 @@ def plan_wave(session: Session, iteration: Iteration, wave: int, num_wanted: int
         group_size=settings.rollout.group_size,
         shard_prompts=settings.rollout.shard_prompts,
         sampling=settings.rollout.sampling,
-        policy=iteration.behaviour,
+        policy=iteration.generating_policy_key,
         wave=wave,
         carried=tuple(groups.rollouts for groups in before.partial_groups) if wave == 1 else (),
         cursor=next_cursor,
     )
-    return _commit_plan(session, plan)
+    return _commit_plan(open_run, plan)
 
 
-def plan_evaluation(session: Session, number: int) -> Batch:
+def plan_evaluation(open_run: OpenRun, number: int) -> Batch:
     """Plan the evaluation of the policy after `number` iterations on the first held-out problems."""
-    return _plan_heldout(session, evaluation_key(number), number, policy=policy_key(session.run, number))
+    return _plan_heldout(open_run, evaluation_key(number), number, policy=policy_key(open_run.run, number))
 
 
-def plan_measurement(session: Session, policy: str) -> Batch:
+def plan_measurement(open_run: OpenRun, policy: str) -> Batch:
     """Plan the evaluation of a policy from before the first iteration on the first held-out problems."""
-    return _plan_heldout(session, evaluation_key(0, policy=policy), 0, policy=policy)
+    return _plan_heldout(open_run, evaluation_key(0, policy=policy), 0, policy=policy)
 
 
-def _plan_heldout(session: Session, key: str, number: int, *, policy: str) -> Batch:
-    settings, prompts = session.settings, session.run.require(PROMPTS["heldout"])
+def _plan_heldout(open_run: OpenRun, key: str, number: int, *, policy: str) -> Batch:
+    settings, prompts = open_run.settings, open_run.run.require(PROMPTS["heldout"])
     sampling, samples = settings.rollout.sampling, settings.evaluation.samples
     plan = BatchPlan(
         key=key,
@@ -101,10 +103,12 @@ def _plan_heldout(session: Session, key: str, number: int, *, policy: str) -> Ba
         ),
         policy=policy,
     )
-    return _commit_plan(session, plan)
+    return _commit_plan(open_run, plan)
 
 
-def _commit_plan(session: Session, plan: BatchPlan) -> Batch:
-    batch = Batch(session.run, plan)
-    manifest = record(session, plan.plan_key, parents=[batch.policy, batch.prompts], detail=plan.as_recorded())
-    return Batch(session.run, BatchPlan.read(manifest))
+def _commit_plan(open_run: OpenRun, plan: BatchPlan) -> Batch:
+    batch = Batch(open_run.run, plan)
+    manifest = commit_decision(
+        open_run, plan.plan_key, parents=[batch.policy, batch.prompts], detail=plan.as_recorded()
+    )
+    return Batch(open_run.run, BatchPlan.read(manifest))

@@ -22,9 +22,9 @@ from models.records.work import (
 )
 from tasks.config.run import RunConfig
 from tasks.run.keys import BASE, DPO, PROMPTS, SFT, USER, USER_BASE, StageKey
+from tasks.run.open_run import OpenRun
 from tasks.run.preflight import preflight
-from tasks.run.session import Session
-from tasks.run.stages import once, record, stage
+from tasks.run.stages import commit_decision, run_once, stage
 
 logger = logging.getLogger(__name__)
 
@@ -33,17 +33,17 @@ SHOWN_PROBLEMS: Final = 3
 
 
 @stage("initial policy", retries=2)
-async def make_policy(session: Session) -> Manifest:
+async def make_policy(open_run: OpenRun) -> Manifest:
     """Build or import the initial policy."""
-    settings = session.settings
+    settings = open_run.settings
     work = PolicyWork(policy=settings.policy, data=settings.data, seed=settings.seed)
-    return await once(session, BASE, role="preparation", method="make_policy", work=work)
+    return await run_once(open_run, BASE, role="preparation", method="make_policy", work=work)
 
 
 @stage("prompts {split}", retries=2)
-async def make_prompts(session: Session, base: Manifest, split: str) -> Manifest:
+async def make_prompts(open_run: OpenRun, base: Manifest, split: str) -> Manifest:
     """Render and tokenize one split of the data."""
-    settings = session.settings
+    settings = open_run.settings
     work = PromptWork(
         data=settings.data,
         split=split,
@@ -52,8 +52,10 @@ async def make_prompts(session: Session, base: Manifest, split: str) -> Manifest
         max_new_tokens=settings.rollout.sampling.max_new_tokens,
         environment=settings.rollout.environment,
     )
-    existing = session.run.find(PROMPTS[split])
-    manifest = await once(session, PROMPTS[split], role="preparation", method="make_prompts", work=work, parents=[base])
+    existing = open_run.run.find(PROMPTS[split])
+    manifest = await run_once(
+        open_run, PROMPTS[split], role="preparation", method="make_prompts", work=work, parents=[base]
+    )
     if left_out := manifest.metrics.get("too_long"):
         num_problems = manifest.metrics["prompts"] + left_out
         what = f"{left_out:,.0f} of {num_problems:,.0f} problems left out because they are too long"
@@ -68,18 +70,18 @@ async def make_prompts(session: Session, base: Manifest, split: str) -> Manifest
     return manifest
 
 
-def start_pools(session: Session) -> None:
+def start_pools(open_run: OpenRun) -> None:
     """Start the workers that later stages need, in parallel. A finished run needs none."""
-    if session.run.find(PROMPTS["heldout"]) is None:
-        session.warm("preparation")
-    if session.run.find(StageKey.policy(session.settings.iterations)) is None:
-        session.warm("update", "scoring")
-        session.warm_slots()
+    if open_run.run.find(PROMPTS["heldout"]) is None:
+        open_run.start_pools("preparation")
+    if open_run.run.find(StageKey.policy(open_run.settings.iterations)) is None:
+        open_run.start_pools("update", "scoring")
+        open_run.start_slots()
 
 
-async def release_preparation(session: Session) -> None:
+async def release_preparation(open_run: OpenRun) -> None:
     """Stop the preparation worker, which no later stage needs."""
-    await session.release("preparation")
+    await open_run.close_pool("preparation")
 
 
 @stage("check inputs")
@@ -89,14 +91,14 @@ async def check_inputs(config: RunConfig) -> dict[str, float]:
     return await preflight(config)
 
 
-async def begin(session: Session) -> None:
+async def begin(open_run: OpenRun) -> None:
     """Create the initial policy, both splits of the prompts, and the model of the simulated user in dialogues."""
-    base = await make_policy(session)
-    await make_prompts(session, base, "train")
-    await make_prompts(session, base, "heldout")
-    if (dialogue := held_dialogue(session.settings)) is not None:
-        user = await make_user(session, dialogue)
-        await train_user(session, dialogue, user)
+    base = await make_policy(open_run)
+    await make_prompts(open_run, base, "train")
+    await make_prompts(open_run, base, "heldout")
+    if (dialogue := held_dialogue(open_run.settings)) is not None:
+        user = await make_user(open_run, dialogue)
+        await train_user(open_run, dialogue, user)
 
 
 SHOWN_LOSSES = 6
@@ -105,22 +107,22 @@ FROM_STORE: Final = " (from the store)"
 """Suffix of log lines about results of an earlier process."""
 
 
-def is_fine_tuned(session: Session) -> bool:
+def is_fine_tuned(open_run: OpenRun) -> bool:
     """Return whether the policy has a supervised warm-up (SFT)."""
-    return session.settings.warmup is not None
+    return open_run.settings.warmup is not None
 
 
-def is_preferring(session: Session) -> bool:
+def is_preferring(open_run: OpenRun) -> bool:
     """Return whether the policy is trained with direct preference optimization (DPO)."""
-    return session.settings.dpo is not None
+    return open_run.settings.dpo is not None
 
 
 @stage("fine-tuning of the policy", retries=2)
-async def fine_tune(session: Session) -> Manifest:
+async def fine_tune(open_run: OpenRun) -> Manifest:
     """Train the policy in its supervised warm-up, and commit it."""
-    settings = session.settings
+    settings = open_run.settings
     assert settings.warmup is not None, "fine_tune where is_fine_tuned"
-    base = session.run.require(BASE)
+    base = open_run.run.require(BASE)
     work = WarmupWork(
         policy=policy_of(base),
         data=settings.data,
@@ -129,15 +131,15 @@ async def fine_tune(session: Session) -> Manifest:
         max_new_tokens=settings.rollout.sampling.max_new_tokens,
     )
     course = f"{settings.warmup.steps} steps of {settings.warmup.batch_size} examples"
-    return await _train_and_log(session, SFT, "warm-up", course=course, method="warmup", work=work, parents=[base])
+    return await _train_and_log(open_run, SFT, "warm-up", course=course, method="warmup", work=work, parents=[base])
 
 
 @stage("preferences of the policy", retries=2)
-async def prefer(session: Session) -> Manifest:
+async def prefer(open_run: OpenRun) -> Manifest:
     """Train the policy with direct preference optimization, and commit it."""
-    settings = session.settings
+    settings = open_run.settings
     assert settings.dpo is not None and settings.preferences is not None, "prefer where is_preferring"
-    start = session.run.require(SFT if is_fine_tuned(session) else BASE)
+    start = open_run.run.require(SFT if is_fine_tuned(open_run) else BASE)
     work = PreferenceWork(
         policy=policy_of(start),
         data=settings.data,
@@ -146,25 +148,27 @@ async def prefer(session: Session) -> Manifest:
         seed=settings.seed,
     )
     course = f"{settings.dpo.steps} steps of {settings.dpo.batch_size} pairs"
-    return await _train_and_log(session, DPO, "DPO", course=course, method="prefer", work=work, parents=[start])
+    return await _train_and_log(open_run, DPO, "DPO", course=course, method="prefer", work=work, parents=[start])
 
 
 @stage("policy 0")
-async def begin_with(session: Session) -> Manifest:
+async def begin_with(open_run: OpenRun) -> Manifest:
     """Commit version 0, which is the policy after all training on data."""
-    trained = session.run.require(DPO if is_preferring(session) else SFT if is_fine_tuned(session) else BASE)
-    return record(session, StageKey.policy(0), parents=[trained], bundles=trained.bundles, detail={"version": 0})
+    trained = open_run.run.require(DPO if is_preferring(open_run) else SFT if is_fine_tuned(open_run) else BASE)
+    return commit_decision(
+        open_run, StageKey.policy(0), parents=[trained], bundles=trained.bundles, detail={"version": 0}
+    )
 
 
 async def _train_and_log(
-    session: Session, key: StageKey, what: str, *, course: str, method: str, work: object, parents: list[Manifest]
+    open_run: OpenRun, key: StageKey, what: str, *, course: str, method: str, work: object, parents: list[Manifest]
 ) -> Manifest:
     """Let the update ranks train a model on data, and log the result. A stored result of an earlier process is
     reused."""
-    existing = session.run.find(key)
+    existing = open_run.run.find(key)
     if existing is None:
         logger.info("%s: %s", what, course)
-    trained = await once(session, key, role="update", method=method, work=work, parents=parents)
+    trained = await run_once(open_run, key, role="update", method=method, work=work, parents=parents)
     logger.info("%s: %s%s", what, losses_line(trained), "" if existing is None else FROM_STORE)
     return trained
 
@@ -189,28 +193,28 @@ def losses_of(trained: Manifest) -> list[float]:
 
 
 @stage("{term}", retries=2)
-async def make_reward_model(session: Session, term: str, prefix: str = "") -> Manifest:
+async def make_reward_model(open_run: OpenRun, term: str, prefix: str = "") -> Manifest:
     """Build or copy the base model of a served reward. `prefix` selects the keys of a re-scoring."""
-    settings = session.settings
-    reward, key = settings.scoring.model_rewards[term], StageKey.reward_model(term, is_base=True).below(prefix)
+    settings = open_run.settings
+    reward, key = settings.scoring.model_rewards[term], StageKey.reward_model(term, is_base=True).with_prefix(prefix)
     if reward.model.begins_as_policy:
-        policy = session.run.require(StageKey.policy(0))
-        return record(session, key, parents=[policy], bundles=policy.bundles, detail={"version": 0})
+        policy = open_run.run.require(StageKey.policy(0))
+        return commit_decision(open_run, key, parents=[policy], bundles=policy.bundles, detail={"version": 0})
     work = RewardModelPreparation(reward=reward, data=settings.data, seed=settings.seed)
-    return await once(session, key, role="preparation", method="make_reward_model", work=work)
+    return await run_once(open_run, key, role="preparation", method="make_reward_model", work=work)
 
 
 @stage("{term} training", retries=2)
-async def train_reward_model(session: Session, term: str, base: Manifest, prefix: str = "") -> Manifest:
+async def train_reward_model(open_run: OpenRun, term: str, base: Manifest, prefix: str = "") -> Manifest:
     """Commit the model of a served reward: the trained model if the run trains it, otherwise `base`."""
-    settings = session.settings
-    reward, key = settings.scoring.model_rewards[term], StageKey.reward_model(term).below(prefix)
+    settings = open_run.settings
+    reward, key = settings.scoring.model_rewards[term], StageKey.reward_model(term).with_prefix(prefix)
     work = order_training(
         policy_of(base), reward, data=settings.data, preferences=settings.preferences, seed=settings.seed
     )
     if work is None:
-        return record(session, key, parents=[base], bundles=base.bundles, detail={"version": 0})
-    return await _train_and_log(session, key, term, course=work.course, method=work.method, work=work, parents=[base])
+        return commit_decision(open_run, key, parents=[base], bundles=base.bundles, detail={"version": 0})
+    return await _train_and_log(open_run, key, term, course=work.course, method=work.method, work=work, parents=[base])
 
 
 def held_dialogue(settings: RunConfig) -> DialogueEnvironment | None:
@@ -221,19 +225,19 @@ def held_dialogue(settings: RunConfig) -> DialogueEnvironment | None:
 
 
 @stage("user", retries=2)
-async def make_user(session: Session, dialogue: DialogueEnvironment) -> Manifest:
+async def make_user(open_run: OpenRun, dialogue: DialogueEnvironment) -> Manifest:
     """Build or copy the model of the simulated user."""
-    work = UserPreparation(environment=dialogue, data=session.settings.data, seed=session.settings.seed)
-    return await once(session, USER_BASE, role="preparation", method="make_user", work=work)
+    work = UserPreparation(environment=dialogue, data=open_run.settings.data, seed=open_run.settings.seed)
+    return await run_once(open_run, USER_BASE, role="preparation", method="make_user", work=work)
 
 
 @stage("user training", retries=2)
-async def train_user(session: Session, dialogue: DialogueEnvironment, base: Manifest) -> Manifest:
+async def train_user(open_run: OpenRun, dialogue: DialogueEnvironment, base: Manifest) -> Manifest:
     """Commit the model of the simulated user: the trained model if the run trains it, otherwise `base`."""
-    settings, warmup = session.settings, dialogue.model.training
+    settings, warmup = open_run.settings, dialogue.model.training
     if warmup is None:
-        return record(session, USER, parents=[base], bundles=base.bundles, detail={"version": 0})
+        return commit_decision(open_run, USER, parents=[base], bundles=base.bundles, detail={"version": 0})
     user = policy_of(base)
     work = UserWarmupWork(user=user, environment=dialogue, data=settings.data, warmup=warmup, seed=settings.seed)
     course = f"{warmup.steps} steps of {warmup.batch_size} examples"
-    return await _train_and_log(session, USER, "user", course=course, method="warm_user", work=work, parents=[base])
+    return await _train_and_log(open_run, USER, "user", course=course, method="warm_user", work=work, parents=[base])

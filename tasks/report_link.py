@@ -10,17 +10,17 @@ from prefect.artifacts import acreate_link_artifact
 from infra.errors import WorkerFailed
 from infra.processes.watch import await_answer
 from tasks.run.keys import artifact_key
-from tasks.run.session import Session
+from tasks.run.open_run import OpenRun
 
 logger = logging.getLogger(__name__)
 
 
-async def publish_report(session: Session) -> str | None:
+async def publish_report(open_run: OpenRun) -> str | None:
     """Create the run's report in a separate process, because this one loads no payload, and link it in Prefect.
 
     Return the location of the report, or None if it failed. A failure is logged and does not stop the run.
     """
-    run, request = session.run, {"store": session.ref.store, "name": session.run.name}
+    run, request = open_run.run, {"store": open_run.ref.store, "name": open_run.run.name}
     command = [sys.executable, "-P", "-m", "tasks.views.report.run"]
     try:
         code, output, errors = await asyncio.to_thread(

@@ -32,11 +32,11 @@ from models.rollouts.preview import Excerpts
 from tasks.events import emit_of_run
 from tasks.preparation import FROM_STORE, losses_of
 from tasks.report_link import publish_report
-from tasks.run.batch import pictures_of
+from tasks.run.batch import picture_shards_of
 from tasks.run.iteration import Iteration
-from tasks.run.keys import StageKey, artifact_key, iteration_key, iterations_among
-from tasks.run.returns import has_reverted, policy_after
-from tasks.run.session import Session
+from tasks.run.keys import StageKey, artifact_key, iteration_key, iteration_numbers
+from tasks.run.open_run import OpenRun
+from tasks.run.reverts import has_reverted, policy_after
 from tasks.run.stages import stage
 from tasks.views.diagnosis import summarize_warnings
 from tasks.views.metrics import (
@@ -66,14 +66,14 @@ Draw = Callable[[Run, str], Coroutine[object, object, bytes]]
 """Function that draws the curves of a run, stores them under a key, and returns them."""
 
 
-def resume_point(session: Session) -> tuple[range, range]:
+def resume_point(open_run: OpenRun) -> tuple[range, range]:
     """Return the iterations whose update exists but which may be incomplete, and the iterations that remain.
 
     The last sealed iteration is among the former, because the steps after its seal may have been interrupted. Raises
     Damaged if a seal is missing.
     """
-    run, total = session.run, session.settings.iterations
-    sealed = [number for number in iterations_among(run.folders()) if run.has(_seal_key(number))]
+    run, total = open_run.run, open_run.settings.iterations
+    sealed = [number for number in iteration_numbers(run.folders()) if run.has(_seal_key(number))]
     if sealed != list(range(1, len(sealed) + 1)):
         raise Damaged(f"run {run.name!r}: a seal is missing, because the sealed iterations are not 1 to {len(sealed)}")
     num_trained = len(sealed)
@@ -85,81 +85,81 @@ def resume_point(session: Session) -> tuple[range, range]:
     return range(max(1, len(sealed)), min(num_trained, total) + 1), range(num_trained + 1, total + 1)
 
 
-async def report_iteration(session: Session, number: int) -> None:
+async def report_iteration(open_run: OpenRun, number: int) -> None:
     """Log the line of an iteration with its new warnings, and send its event. Only the newest seals are read. Pages in
     Prefect are renewed every few seconds."""
-    total = session.settings.iterations
-    reports = _newest_reports(session, number, limit=LINE_ROWS)
+    total = open_run.settings.iterations
+    reports = _newest_reports(open_run, number, limit=LINE_ROWS)
     recent = [each.seconds["total"] for each in reports]
     line, eta = reports[-1].line(total), timedelta(seconds=round(sum(recent) / len(recent) * (total - number)))
-    sealed = session.run.require(_seal_key(number))
-    is_stored = sealed.provenance.epoch < session.run.epoch
+    sealed = open_run.run.require(_seal_key(number))
+    is_stored = sealed.provenance.epoch < open_run.run.epoch
     logger.info("%s", f"{line}{FROM_STORE}" if is_stored else line, extra={"eta": eta})
     if not is_stored:
         payload = {"reward": reports[-1].reward, "kl": reports[-1].kl, "seconds": reports[-1].seconds["total"]}
-        emit_of_run(session.run.name, "iteration.sealed", iteration=number, iterations=total, **payload)
-    earlier_warnings = reports[-2].warnings if len(reports) > 1 and not has_reverted(session.run, number) else {}
+        emit_of_run(open_run.run.name, "iteration.sealed", iteration=number, iterations=total, **payload)
+    earlier_warnings = reports[-2].warnings if len(reports) > 1 and not has_reverted(open_run.run, number) else {}
     for metric, warning in reports[-1].warnings.items():
         if metric not in earlier_warnings:
             logger.warning("iteration %d: %s", number, warning)
             if metric in sealed.provenance.alarms and not is_stored:
-                emit_of_run(session.run.name, "alarm.raised", iteration=number, alarm=metric, told=warning)
-    session.pages.newest, session.pages.reported = (number, f"{line}  eta {eta}"), number
-    every = session.settings.report_every
+                emit_of_run(open_run.run.name, "alarm.raised", iteration=number, alarm=metric, told=warning)
+    open_run.prefect_pages.pending_line, open_run.prefect_pages.last_reported = (number, f"{line}  eta {eta}"), number
+    every = open_run.settings.report_every
     if every and number % every == 0 and number < total:
-        session.pages.renew(renew_summary(session, number, draw=draw_aside))
-    if time.monotonic() - session.pages.renewed >= PAGES_SECONDS:
-        await show_progress(session)
+        open_run.prefect_pages.start_renewal(renew_summary(open_run, number, draw=draw_aside))
+    if time.monotonic() - open_run.prefect_pages.last_renewal_time >= PAGES_SECONDS:
+        await show_progress(open_run)
 
 
-async def show_progress(session: Session) -> None:
+async def show_progress(open_run: OpenRun) -> None:
     """Renew the run's progress and table artifacts, if an iteration was reported since the last renewal."""
-    pages, key = session.pages, artifact_key(session.run.name)
-    if pages.newest is None:
+    pages, key = open_run.prefect_pages, artifact_key(open_run.run.name)
+    if pages.pending_line is None:
         return
-    number, line = pages.newest
-    pages.newest, pages.renewed = None, time.monotonic()
-    progress = 100 * number / session.settings.iterations
+    number, line = pages.pending_line
+    pages.pending_line, pages.last_renewal_time = None, time.monotonic()
+    progress = 100 * number / open_run.settings.iterations
     await acreate_progress_artifact(progress=progress, key=f"{key}-progress", description=line)
-    table = iteration_table(_newest_reports(session, number, limit=TABLE_ROWS))
-    await acreate_table_artifact(table, key=f"{key}-iterations", description=f"Run {session.run.name}")
+    table = iteration_table(_newest_reports(open_run, number, limit=TABLE_ROWS))
+    await acreate_table_artifact(table, key=f"{key}-iterations", description=f"Run {open_run.run.name}")
 
 
-async def renew_summary(session: Session, number: int, *, draw: Draw, max_seconds: float | None = None) -> None:
+async def renew_summary(open_run: OpenRun, number: int, *, draw: Draw, max_seconds: float | None = None) -> None:
     """Renew the plot, the summary and some rollouts in Prefect after an iteration.
 
     Errors are logged and do not stop the run. If workers do not respond within `max_seconds`, the summary has no
     rollouts, because the workers may be the reason why the run ends.
     """
-    run, key, excerpts = session.run, artifact_key(session.run.name), Excerpts(())
+    run, key, excerpts = open_run.run, artifact_key(open_run.run.name), Excerpts(())
     try:
         async with asyncio.TaskGroup() as group:
             plot_task = group.create_task(draw(run, _plot_key(number)))
-            text_task = group.create_task(asyncio.to_thread(_describe_progress, session, number))
+            text_task = group.create_task(asyncio.to_thread(_describe_progress, open_run, number))
             with suppress(TimeoutError, RheostatError):
                 async with asyncio.timeout(max_seconds):
-                    excerpts = await _read_excerpts(session, Iteration(run, number))
-        places = [f"run `{_run_path(session)}`"]
+                    excerpts = await _read_excerpts(open_run, Iteration(run, number))
+        places = [f"run `{_run_path(open_run)}`"]
         text, warnings = text_task.result()
         page = summary_page(run.name, text, places, warnings=warnings, png=plot_task.result(), excerpts=excerpts)
         if excerpts.samples:
             await _publish_rollouts(key, excerpts, number)
         await acreate_markdown_artifact(page, key=f"{key}-summary", description=f"Run {run.name} in progress")
-        session.pages.summarised = number
+        open_run.prefect_pages.last_summarized = number
     except Exception as error:
         logger.warning("the summary after iteration %d was not updated: %r", number, error)
 
 
-def _describe_progress(session: Session, number: int) -> tuple[str, list[str]]:
+def _describe_progress(open_run: OpenRun, number: int) -> tuple[str, list[str]]:
     """Return the progress of the run as text, and its warnings. Only the newest iterations are read, so a long run
     costs no more."""
-    reports = _newest_reports(session, number, limit=TABLE_ROWS)
-    text = standing_text(reports, evaluations_of(session.run), total=session.settings.iterations)
+    reports = _newest_reports(open_run, number, limit=TABLE_ROWS)
+    text = standing_text(reports, evaluations_of(open_run.run), total=open_run.settings.iterations)
     return text, summarize_warnings([report.warnings for report in reports], first=reports[0].iteration)
 
 
 @asynccontextmanager
-async def showing_progress(session: Session) -> AsyncIterator[None]:
+async def showing_progress(open_run: OpenRun) -> AsyncIterator[None]:
     """Keep pages up to date at the end of the block: they show the last reported iteration, however the block ends. API
     errors are ignored.
 
@@ -168,40 +168,40 @@ async def showing_progress(session: Session) -> AsyncIterator[None]:
     try:
         yield
     except BaseException:
-        await _show_last(session)
-        await _summarise_last(session)
+        await _show_last(open_run)
+        await _summarise_last(open_run)
         raise
-    await _show_last(session)
+    await _show_last(open_run)
 
 
-async def _show_last(session: Session) -> None:
+async def _show_last(open_run: OpenRun) -> None:
     try:
         async with asyncio.timeout(LAST_PAGE_SECONDS):
-            await show_progress(session)
+            await show_progress(open_run)
     except Exception as error:  # the reason why the run ends is more important
         logger.warning("Prefect's pages of the last iterations were not updated: %r", error)
 
 
-async def _summarise_last(session: Session) -> None:
-    pages = session.pages
-    pages.settle()
-    if pages.reported > pages.summarised:
+async def _summarise_last(open_run: OpenRun) -> None:
+    pages = open_run.prefect_pages
+    pages.cancel_renewal()
+    if pages.last_reported > pages.last_summarized:
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_SUMMARY_SECONDS):
-                await renew_summary(session, pages.reported, draw=draw_here, max_seconds=LAST_PAGE_SECONDS)
+                await renew_summary(open_run, pages.last_reported, draw=draw_here, max_seconds=LAST_PAGE_SECONDS)
 
 
 @stage("report")
-async def report_run(session: Session) -> RunSummary:
+async def report_run(open_run: OpenRun) -> RunSummary:
     """Draw the learning curves, and publish the summary, the full table and some rollouts."""
-    session.pages.settle()
-    run, reports, evaluations = session.run, _all_reports(session), evaluations_of(session.run)
+    open_run.prefect_pages.cancel_renewal()
+    run, reports, evaluations = open_run.run, _all_reports(open_run), evaluations_of(open_run.run)
     last = policy_of(policy_after(run, len(reports)))
     png = learning_curves([Curves(run.name, reports, evaluations)])
     run.store.put(_plot_key(len(reports)), png)
     summary = RunSummary(
         run=run.name,
-        path=_run_path(session),
+        path=_run_path(open_run),
         iterations=len(reports),
         before=evaluations[0],
         after=evaluations[-1],
@@ -211,9 +211,9 @@ async def report_run(session: Session) -> RunSummary:
         plot=run.store.locate(_plot_key(len(reports))),
         cost=total(run_costs(run).values()),
         stages=mean_stages(reports),
-        report=await publish_report(session) if session.settings.report else None,
+        report=await publish_report(open_run) if open_run.settings.report else None,
     )
-    excerpts = await _read_excerpts(session, Iteration(run, len(reports))) if reports else Excerpts(())
+    excerpts = await _read_excerpts(open_run, Iteration(run, len(reports))) if reports else Excerpts(())
     key, text = artifact_key(run.name), summary_lines(summary)
     warnings = summarize_warnings([report.warnings for report in reports])
     await acreate_table_artifact(iteration_table(reports), key=f"{key}-iterations", description=f"Run {run.name}")
@@ -247,23 +247,25 @@ def _seal_key(number: int) -> StageKey:
     return StageKey.of(iteration_key(number), "seal")
 
 
-def _newest_reports(session: Session, number: int, *, limit: int) -> list[IterationReport]:
-    return newest_reports(session.run, number, limit=limit, term=session.settings.scoring.terms[0])
+def _newest_reports(open_run: OpenRun, number: int, *, limit: int) -> list[IterationReport]:
+    return newest_reports(open_run.run, number, limit=limit, term=open_run.settings.scoring.terms[0])
 
 
-def _all_reports(session: Session) -> list[IterationReport]:
-    term = session.settings.scoring.terms[0]
-    return reports_of(session.run, term=term)
+def _all_reports(open_run: OpenRun) -> list[IterationReport]:
+    term = open_run.settings.scoring.terms[0]
+    return reports_of(open_run.run, term=term)
 
 
-async def _read_excerpts(session: Session, iteration: Iteration) -> Excerpts:
+async def _read_excerpts(open_run: OpenRun, iteration: Iteration) -> Excerpts:
     """Return the first completion of each of some prompts. A worker reads and shortens them, because this process loads
     no payload."""
     shards, pictures = list[ScoredShard](), list[ShardRef]()
-    for rollouts, scores in zip(iteration.stage("rollout"), iteration.stage("scoring"), strict=True):
-        if sum(shard.rollouts.rows for shard in shards) < SAMPLE_ROWS * session.settings.rollout.group_size:
+    for rollouts, scores in zip(
+        iteration.shard_manifests("rollout"), iteration.shard_manifests("scoring"), strict=True
+    ):
+        if sum(shard.rollouts.rows for shard in shards) < SAMPLE_ROWS * open_run.settings.rollout.group_size:
             shards.append(ScoredShard(rollouts=rollouts.shards[0], scores=scores.shards[0]))
-            pictures += pictures_of(rollouts)
+            pictures += picture_shards_of(rollouts)
     work = ExcerptWork(
         iteration=iteration.number,
         shards=tuple(shards),
@@ -271,7 +273,7 @@ async def _read_excerpts(session: Session, iteration: Iteration) -> Excerpts:
         characters=SAMPLE_CHARACTERS,
         media=(*iteration.prompts.shards[1:], *pictures),
     )
-    done = await session.ask("scoring", "excerpts", work, returns=Excerpts)
+    done = await open_run.request("scoring", "excerpts", work, returns=Excerpts)
     return done.result
 
 
@@ -346,32 +348,32 @@ class TrainedRewards(Settings):
 
 
 @stage("report on {key}")
-async def report_policy(session: Session, key: str, before: Accuracy | None, after: Accuracy | None) -> TrainedPolicy:
+async def report_policy(open_run: OpenRun, key: str, before: Accuracy | None, after: Accuracy | None) -> TrainedPolicy:
     """Return the result of training the policy that was committed under a key, and draw its loss."""
-    policy = _describe_model(session, "policy", session.run.require(key))
-    plot = _draw_losses(session, key, [policy])
+    policy = _describe_model(open_run, "policy", open_run.run.require(key))
+    plot = _draw_losses(open_run, key, [policy])
     return TrainedPolicy(
-        run=session.run.name, path=_run_path(session), policy=policy, before=before, after=after, plot=plot
+        run=open_run.run.name, path=_run_path(open_run), policy=policy, before=before, after=after, plot=plot
     )
 
 
 @stage("report on reward models")
-async def report_rewards(session: Session) -> TrainedRewards:
+async def report_rewards(open_run: OpenRun) -> TrainedRewards:
     """Return the results of the reward models that the run trained, and draw their losses."""
     trained = [
-        _describe_model(session, term, session.reward_model(term))
-        for term, reward in session.settings.scoring.hosted_rewards.items()
+        _describe_model(open_run, term, open_run.reward_model(term))
+        for term, reward in open_run.settings.scoring.hosted_rewards.items()
         if reward.is_trained
     ]
-    plot = _draw_losses(session, "rewards", trained)
-    return TrainedRewards(run=session.run.name, path=_run_path(session), models=tuple(trained), plot=plot)
+    plot = _draw_losses(open_run, "rewards", trained)
+    return TrainedRewards(run=open_run.run.name, path=_run_path(open_run), models=tuple(trained), plot=plot)
 
 
-def _describe_model(session: Session, name: str, manifest: Manifest) -> TrainedModel:
+def _describe_model(open_run: OpenRun, name: str, manifest: Manifest) -> TrainedModel:
     weights = manifest.bundles["weights"]
     return TrainedModel(
         name=name,
-        path=directory_of(session.run, weights),
+        path=directory_of(open_run.run, weights),
         digest=weights.digest,
         losses=losses_of(manifest),
         pair_accuracy=manifest.metrics.get("heldout_accuracy"),
@@ -380,11 +382,11 @@ def _describe_model(session: Session, name: str, manifest: Manifest) -> TrainedM
     )
 
 
-def _run_path(session: Session) -> str:
-    return session.run.store.locate("run.json").rpartition("/")[0]
+def _run_path(open_run: OpenRun) -> str:
+    return open_run.run.store.locate("run.json").rpartition("/")[0]
 
 
-def _draw_losses(session: Session, key: str, models: list[TrainedModel]) -> str:
-    store, name = session.run.store, f"report/loss-{key.rpartition('/')[2]}.png"
-    store.put(name, loss_curves(f"Run {session.run.name}: {key}", {model.name: model.losses for model in models}))
+def _draw_losses(open_run: OpenRun, key: str, models: list[TrainedModel]) -> str:
+    store, name = open_run.run.store, f"report/loss-{key.rpartition('/')[2]}.png"
+    store.put(name, loss_curves(f"Run {open_run.run.name}: {key}", {model.name: model.losses for model in models}))
     return store.locate(name)

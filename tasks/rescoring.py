@@ -18,6 +18,7 @@ from tasks.placement.demand import workers_of
 from tasks.run.dependencies import recredit_dependencies, rescoring_dependencies
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, reward_model_role
+from tasks.run.open_run import OpenRun
 from tasks.run.rescorings import (
     Derived,
     RecreditTerms,
@@ -28,8 +29,7 @@ from tasks.run.rescorings import (
     rescored_shards,
     sealed_numbers,
 )
-from tasks.run.session import Session
-from tasks.run.stages import decided_here, record, stage
+from tasks.run.stages import commit_decision, controller_provenance, stage
 from tasks.update import reward_coefficient
 from tasks.views.metrics import format_number
 
@@ -37,82 +37,88 @@ logger = logging.getLogger(__name__)
 
 
 @stage("begin {derived.name}")
-async def begin_rescoring(session: Session, derived: Derived) -> None:
+async def begin_rescoring(open_run: OpenRun, derived: Derived) -> None:
     """Commit the rewards of a re-scoring. Raises RunChanged if it was begun with other rewards or other code."""
-    scoring = session.settings.scoring
-    _commit_terms(session, derived, RescoringTerms(scoring=scoring), rescoring_dependencies(scoring))
+    scoring = open_run.settings.scoring
+    _commit_terms(open_run, derived, RescoringTerms(scoring=scoring), rescoring_dependencies(scoring))
 
 
 @stage("begin {derived.name}")
-async def begin_recredit(session: Session, derived: Derived, scores: str | None) -> None:
+async def begin_recredit(open_run: OpenRun, derived: Derived, scores: str | None) -> None:
     """Commit the algorithm and the scores of a re-credit. Raises RunChanged if it was begun with others."""
-    algorithm = session.settings.algorithm
+    algorithm = open_run.settings.algorithm
     terms = RecreditTerms(algorithm=algorithm, scores=scores)
-    _commit_terms(session, derived, terms, recredit_dependencies(algorithm))
+    _commit_terms(open_run, derived, terms, recredit_dependencies(algorithm))
 
 
-def _commit_terms(session: Session, derived: Derived, terms: RescoringTerms | RecreditTerms, now: Dependencies) -> None:
-    check_terms(session.run, derived, terms)
-    record_dependencies(session.run, now, iteration=1, prefix=derived.prefix)
-    record(session, derived.terms_key, detail=terms.as_recorded())
+def _commit_terms(
+    open_run: OpenRun, derived: Derived, terms: RescoringTerms | RecreditTerms, now: Dependencies
+) -> None:
+    check_terms(open_run.run, derived, terms)
+    record_dependencies(open_run.run, now, iteration=1, prefix=derived.prefix)
+    commit_decision(open_run, derived.terms_key, detail=terms.as_recorded())
 
 
-async def iterations_left(session: Session, derived: Derived, numbers: tuple[int, ...]) -> list[Iteration]:
+async def iterations_left(open_run: OpenRun, derived: Derived, numbers: tuple[int, ...]) -> list[Iteration]:
     """Return the iterations that are not done yet."""
-    done = sealed_numbers(session.run, derived)
-    return [Iteration(session.run, number) for number in numbers if number not in done]
+    done = sealed_numbers(open_run.run, derived)
+    return [Iteration(open_run.run, number) for number in numbers if number not in done]
 
 
 @stage("judges of the run")
-async def adopt_reward_models(session: Session, derived: Derived) -> list[str]:
+async def adopt_reward_models(open_run: OpenRun, derived: Derived) -> list[str]:
     """Reuse the run's models for identical rewards. Return the terms whose model is not available."""
-    own_rewards = read_recorded(ScoringConfig, session.run.record.config["scoring"]).hosted_rewards
+    own_rewards = read_recorded(ScoringConfig, open_run.run.record.config["scoring"]).hosted_rewards
     missing = []
-    for term, reward in session.settings.scoring.hosted_rewards.items():
+    for term, reward in open_run.settings.scoring.hosted_rewards.items():
         key = StageKey.reward_model(term)
-        manifest = session.run.find(key) if own_rewards.get(term) == reward else None
+        manifest = open_run.run.find(key) if own_rewards.get(term) == reward else None
         if manifest is None:
             missing.append(term)
         else:
-            record(
-                session, key.below(derived.prefix), parents=[manifest], bundles=manifest.bundles, detail=manifest.detail
+            commit_decision(
+                open_run,
+                key.with_prefix(derived.prefix),
+                parents=[manifest],
+                bundles=manifest.bundles,
+                detail=manifest.detail,
             )
     return missing
 
 
-async def wake_reward_models(session: Session, derived: Derived) -> None:
+async def wake_reward_models(open_run: OpenRun, derived: Derived) -> None:
     """Give all worker slots to the reward models. Other roles are not needed."""
     for role in ("preparation", "update"):
-        await session.release(role)
-    terms = session.settings.scoring.hosted_rewards
+        await open_run.close_pool(role)
+    terms = open_run.settings.scoring.hosted_rewards
     if terms:
-        fleet = await session.fleet()
+        fleet = await open_run.get_fleet()
         slots = await fleet.look()
-        workers = workers_of(session.settings, Plan(mode="colocated", rollout=slots, scoring=slots), "scoring")
+        workers = workers_of(open_run.settings, Plan(mode="colocated", rollout=slots, scoring=slots), "scoring")
         models = {
-            reward_model_role(term): policy_of(session.reward_model(term, prefix=derived.prefix)) for term in terms
+            reward_model_role(term): policy_of(open_run.reward_model(term, prefix=derived.prefix)) for term in terms
         }
         await fleet.arrange(workers, take=models)
 
 
 @stage("{iteration.key} seal")
-async def seal_rescoring(session: Session, derived: Derived, iteration: Iteration, began: float) -> Manifest:
+async def seal_rescoring(open_run: OpenRun, derived: Derived, iteration: Iteration, began: float) -> Manifest:
     """Commit the seal of a re-scored iteration with a comparison of the rewards.
 
     Raises Quarantined if too many answers of a judge are unusable, or too many known-bad completions pass a judge.
     """
-    check_verdicts(session.settings.scoring, rescored_batches(iteration, derived), iteration=iteration.number)
+    check_verdicts(open_run.settings.scoring, rescored_batches(iteration, derived), iteration=iteration.number)
     shards = rescored_shards(iteration, derived)
     work = ComparisonWork(
         stored=tuple(stored.shards[0] for _, stored, _ in shards), new=tuple(new.shards[0] for _, _, new in shards)
     )
-    metrics = (await session.perform("scoring", "compare_rewards", work)).result.metrics or {}
-    sealed = record(
-        session,
+    metrics = (await open_run.perform("scoring", "compare_rewards", work)).result.metrics or {}
+    sealed = commit_decision(
+        open_run,
         derived.key(iteration.number, "seal"),
         parents=[manifest for manifests in shards for manifest in manifests],
         metrics=metrics,
-        provenance=decided_here(seconds={"total": time.monotonic() - began}),
+        provenance=controller_provenance(seconds={"total": time.monotonic() - began}),
     )
     logger.info(
         "iteration %3d  reward %s  stored reward %s  changed %.1f%%  missing %d  %.1fs",
@@ -127,40 +133,44 @@ async def seal_rescoring(session: Session, derived: Derived, iteration: Iteratio
 
 
 @stage("{iteration.key} credit", retries=2)
-async def credit_again(session: Session, derived: Derived, iteration: Iteration, scores: str | None) -> Manifest:
-    """Compute training samples from an iteration's stored rollouts, with the session's algorithm.
+async def credit_again(open_run: OpenRun, derived: Derived, iteration: Iteration, scores: str | None) -> Manifest:
+    """Compute training samples from an iteration's stored rollouts, with the configured algorithm.
 
     `scores` names the re-scoring whose scores are used. None uses the run's own scores.
     """
-    dynamic = session.settings.rollout.dynamic
+    dynamic = open_run.settings.rollout.dynamic
     if dynamic is not None and dynamic.on_shortfall == "fail":  # other scores may leave fewer informative groups
         dynamic = dynamic.model_copy(update={"on_shortfall": "shrink"})
     return await credit(
-        session,
+        open_run,
         iteration,
         derived.key(iteration.number, "credit"),
-        iteration.scored(prefix="" if scores is None else Derived("rescore", scores).prefix),
+        iteration.scored_rollouts(prefix="" if scores is None else Derived("rescore", scores).prefix),
         dynamic=dynamic,
-        kl_coefficient=_kl_coefficient(session, iteration),
+        kl_coefficient=_kl_coefficient(open_run, iteration),
     )
 
 
 @stage("{iteration.key} seal")
 async def seal_recredit(
-    session: Session, derived: Derived, iteration: Iteration, new: Manifest, began: float
+    open_run: OpenRun, derived: Derived, iteration: Iteration, new: Manifest, began: float
 ) -> Manifest:
     """Commit the seal of a re-credited iteration, with a comparison of new and stored advantages."""
     stored = iteration.credit
     work = ComparisonWork(stored=stored.shards, new=new.shards)
-    compared = await session.perform("scoring", "compare_advantages", work)
+    compared = await open_run.perform("scoring", "compare_advantages", work)
     metrics = {
         "samples": new.metrics["samples"],
         "informative_groups": new.metrics["informative_groups"],
         **(compared.result.metrics or {}),
     }
     key, elapsed = derived.key(iteration.number, "seal"), time.monotonic() - began
-    sealed = record(
-        session, key, parents=[stored, new], metrics=metrics, provenance=decided_here(seconds={"total": elapsed})
+    sealed = commit_decision(
+        open_run,
+        key,
+        parents=[stored, new],
+        metrics=metrics,
+        provenance=controller_provenance(seconds={"total": elapsed}),
     )
     logger.info(
         "iteration %3d  samples %d  informative groups %d  mean |advantage| %s  correlation %s  %.1fs",
@@ -174,11 +184,11 @@ async def seal_recredit(
     return sealed
 
 
-def _kl_coefficient(session: Session, iteration: Iteration) -> float:
+def _kl_coefficient(open_run: OpenRun, iteration: Iteration) -> float:
     """Return the KL coefficient. If the penalty is the run's own, it is the value adapted in the run, otherwise the
     initial value."""
-    kl = session.settings.algorithm.reward_kl
+    kl = open_run.settings.algorithm.reward_kl
     if kl is None:
         return 0.0
-    own = own_terms(session.run).algorithm.reward_kl
-    return reward_coefficient(session, iteration) if kl == own else kl.coefficient
+    own = own_terms(open_run.run).algorithm.reward_kl
+    return reward_coefficient(open_run, iteration) if kl == own else kl.coefficient

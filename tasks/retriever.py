@@ -18,7 +18,7 @@ from infra.store.runs import Run, create_run, list_runs, open_run
 from models.config.retriever import RETRIEVERS, RetrieverConfig, Terms
 from models.records.retrievals import CrossEncoderWork, Retrieval, StudentWork, TrainedRetriever
 from models.records.versions import Outcome
-from tasks.run.stages import decided_here, stage
+from tasks.run.stages import controller_provenance, stage
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ async def choose(
             parents=tuple(each.digest for each in (*students, *others)),
             metrics=chosen.metrics,
             detail={"method": chosen.key, "decision": decision},
-            provenance=decided_here(),
+            provenance=controller_provenance(),
         )
         run.commit(manifest)
     return _read_result(run)

@@ -9,19 +9,19 @@ from models.records.work import RolloutWork
 from tasks.preparation import held_dialogue
 from tasks.run.batch import Batch
 from tasks.run.keys import USER
-from tasks.run.session import Session
-from tasks.run.stages import once, side_by_side, stage
+from tasks.run.open_run import OpenRun
+from tasks.run.stages import run_concurrently, run_once, stage
 
 
 @stage("{batch.key} generate", retries=2)
-async def generate_shards(session: Session, batch: Batch, shards: Sequence[int]) -> None:
+async def generate_shards(open_run: OpenRun, batch: Batch, shards: Sequence[int]) -> None:
     """Let rollout workers complete the prompts of some shards. Each shard is committed as soon as it is complete."""
-    await side_by_side(_generate_shard(session, batch, shard) for shard in shards)
+    await run_concurrently(_generate_shard(open_run, batch, shard) for shard in shards)
 
 
-async def _generate_shard(session: Session, batch: Batch, shard: int) -> Manifest:
-    plan, policy, prompts, continued = batch.plan, batch.policy, batch.prompts, batch.continued(shard)
-    user = None if held_dialogue(session.settings) is None else session.run.require(USER)
+async def _generate_shard(open_run: OpenRun, batch: Batch, shard: int) -> Manifest:
+    plan, policy, prompts, continued = batch.plan, batch.policy, batch.prompts, batch.partial_rollouts(shard)
+    user = None if held_dialogue(open_run.settings) is None else open_run.run.require(USER)
     work = RolloutWork(
         iteration=plan.number,
         policy=policy_of(policy),
@@ -29,22 +29,22 @@ async def _generate_shard(session: Session, batch: Batch, shard: int) -> Manifes
         rows=plan.shard_rows(shard),
         group_size=plan.group_size,
         sampling=plan.sampling,
-        seed=session.settings.seed,
+        seed=open_run.settings.seed,
         media=batch.media,
         continued=None if continued is None else continued.shards[1],
-        partial=session.settings.rollout.partial if plan.split == "train" else None,
+        partial=open_run.settings.rollout.partial if plan.split == "train" else None,
         user=None if user is None else policy_of(user),
-        records_experts=session.settings.update.router_replay == "rollout" and plan.split == "train",
-        denoising=_denoising_of(session, batch),
+        records_experts=open_run.settings.update.router_replay == "rollout" and plan.split == "train",
+        denoising=_denoising_of(open_run, batch),
     )
     parents = [policy, prompts, *(each for each in (continued, user) if each is not None)]
     key = plan.shard_key("rollout", shard)
-    return await once(session, key, role="rollout", method="generate", work=work, parents=parents)
+    return await run_once(open_run, key, role="rollout", method="generate", work=work, parents=parents)
 
 
-def _denoising_of(session: Session, batch: Batch) -> DenoisingConfig | None:
+def _denoising_of(open_run: OpenRun, batch: Batch) -> DenoisingConfig | None:
     """Return the denoising settings for generating images. An evaluation may use another number of steps."""
-    settings, plan = session.settings, batch.plan
+    settings, plan = open_run.settings, batch.plan
     denoising, steps = settings.rollout.denoising, settings.evaluation.steps
     if denoising is None or plan.split == "train" or steps is None:
         return denoising

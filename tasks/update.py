@@ -15,21 +15,21 @@ from models.records.versions import critic_of, policy_of
 from models.records.work import UpdateWork
 from tasks.run.dependencies import relayout_iteration
 from tasks.run.iteration import Iteration
-from tasks.run.returns import updating_iteration
-from tasks.run.session import Session
-from tasks.run.stages import once, stage
+from tasks.run.open_run import OpenRun
+from tasks.run.reverts import updating_iteration
+from tasks.run.stages import run_once, stage
 from tasks.run.states import STATES, is_due, states_of, updates_since_state
 
 
-def reward_coefficient(session: Session, iteration: Iteration) -> float:
+def reward_coefficient(open_run: OpenRun, iteration: Iteration) -> float:
     """Return the coefficient of the KL penalty in the reward for an iteration, or 0 if there is no penalty."""
-    kl = session.settings.algorithm.reward_kl
+    kl = open_run.settings.algorithm.reward_kl
     return 0.0 if kl is None else _find_coefficient(iteration, kl.coefficient, kl.adaptive, measured="credit")
 
 
-def loss_coefficient(session: Session, iteration: Iteration) -> float:
+def loss_coefficient(open_run: OpenRun, iteration: Iteration) -> float:
     """Return the coefficient of the KL penalty in the loss for an iteration, or 0 if there is no penalty."""
-    kl = session.settings.update.kl_penalty
+    kl = open_run.settings.update.kl_penalty
     return 0.0 if kl is None else _find_coefficient(iteration, kl.coefficient, kl.adaptive, measured="update")
 
 
@@ -39,7 +39,9 @@ def _find_coefficient(
     last = Iteration(iteration.run, updating_iteration(iteration.run, iteration.number - 1))
     if adaptive is None or not last.number:
         return first
-    return adapted(last.made(measured).metrics, adaptive=adaptive, discarded=last.update.metrics["quarantined"] > 0)
+    return adapted(
+        last.stage_manifest(measured).metrics, adaptive=adaptive, discarded=last.update.metrics["quarantined"] > 0
+    )
 
 
 def adapted(measured: Mapping[str, float], *, adaptive: AdaptiveKl, discarded: bool) -> float:
@@ -53,41 +55,43 @@ def adapted(measured: Mapping[str, float], *, adaptive: AdaptiveKl, discarded: b
 
 
 @stage("{iteration.key} update", retries=2)
-async def update_policy(session: Session, iteration: Iteration) -> Manifest:
+async def update_policy(open_run: OpenRun, iteration: Iteration) -> Manifest:
     """Let the update ranks train on the iteration's samples. The new policy is committed when it is durable (fsync).
 
     Its optimizer state is stored later. If that state is lost, it is computed again from the previous state and the
     samples since then.
     """
-    run, key = session.run, iteration.stage_key("update")
+    run, key = open_run.run, iteration.stage_key("update")
     if (manifest := run.find(key)) is not None:
         return manifest
     _, way = updates_since_state(run, iteration.number - 1)
     past = [Iteration(run, number) for number in way]
     work = replace(
-        _build_work(session, iteration),
-        keeps_state=is_due(run, iteration.number, every=session.settings.update.state_every),
+        _build_work(open_run, iteration),
+        keeps_state=is_due(run, iteration.number, every=open_run.settings.update.state_every),
         was_moved=bool(way) and relayout_iteration(run) >= way[0],
-        past=tuple(replace(_build_work(session, each), keeps_state=bool(states_of(each.update))) for each in past),
+        past=tuple(replace(_build_work(open_run, each), keeps_state=bool(states_of(each.update))) for each in past),
     )
     parents = [iteration.policy, iteration.credit]
-    manifest = await once(session, key, role="update", method="update", work=work, parents=parents, early=True)
-    session.foresee("rollout", tuple(bundle for name, bundle in manifest.bundles.items() if name not in STATES))
+    manifest = await run_once(
+        open_run, key, role="update", method="update", work=work, parents=parents, returns_before_durable=True
+    )
+    open_run.prefetch("rollout", tuple(bundle for name, bundle in manifest.bundles.items() if name not in STATES))
     return manifest
 
 
-def _build_work(session: Session, iteration: Iteration) -> UpdateWork:
-    settings, critic = session.settings, session.settings.algorithm.value_model
+def _build_work(open_run: OpenRun, iteration: Iteration) -> UpdateWork:
+    settings, critic = open_run.settings, open_run.settings.algorithm.value_model
     return UpdateWork(
         iteration=iteration.number,
         policy=policy_of(iteration.policy),
-        reference=policy_of(iteration.first_policy),
+        reference=policy_of(iteration.initial_policy),
         samples=iteration.credit.shards,
         media=iteration.media,
         total_iterations=settings.iterations,
         seed=settings.seed,
         critic=None if critic is None else critic_of(iteration.critic),
         learns=critic is None or iteration.number > critic.warmup_iterations,
-        kl_coefficient=loss_coefficient(session, iteration),
+        kl_coefficient=loss_coefficient(open_run, iteration),
         exact_behaviour=settings.rollout.engine.matches_trainer(settings.update),
     )

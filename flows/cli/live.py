@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.live import Live
 
     from tasks.views.metrics import IterationReport
-    from tasks.views.standing import RunProgress, Watcher
+    from tasks.views.run_progress import RunProgress, Watcher
 
 LOOK_SECONDS: Final = 1.0
 REMOTE_SECONDS: Final = 5.0
@@ -40,7 +40,7 @@ def show_run(store: str, name: str, *, iterations: int, verbosity: Verbosity, as
         log_progress(quiet=as_json, verbosity=verbosity)
         yield
         return
-    from tasks.views.standing import Watcher
+    from tasks.views.run_progress import Watcher
 
     with _open_live(terminal) as live:
         page = _Page(live, Watcher(store, name, iterations))
@@ -177,7 +177,7 @@ def _format_duration(seconds: float) -> str:
 def follow(store: str, run: str) -> None:
     """Show a run that another process trains until the run ends or no process trains it. Without a terminal, print
     lines."""
-    from tasks.views.standing import Watcher
+    from tasks.views.run_progress import Watcher
 
     watcher, terminal = Watcher(store, run), console()
     if terminal.is_terminal and not terminal.is_dumb_terminal:

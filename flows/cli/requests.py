@@ -28,7 +28,7 @@ from models.config.job import Job, find_conflicts
 from models.config.objectives import UpdateConfig
 from models.config.rewards import ScoringConfig
 from tasks.config.run import RunConfig, override_config
-from tasks.run.batch import check_rollouts_kept, with_rollouts
+from tasks.run.batch import check_rollouts_kept, iterations_with_rollouts
 from tasks.run.dependencies import recredit_dependencies, rescoring_dependencies
 from tasks.run.iteration import carry_over_before
 from tasks.run.keys import StageKey
@@ -246,7 +246,7 @@ def parse_iterations(text: str | None, run: Run) -> tuple[int, ...]:
     if not sealed:
         raise BadInput(f"Run {run.name!r} has no sealed iteration yet.")
     if text is None:
-        return tuple(with_rollouts(run, range(1, sealed + 1)))
+        return tuple(iterations_with_rollouts(run, range(1, sealed + 1)))
     numbers: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"\s*([0-9]{1,9})\s*(?:-\s*([0-9]{1,9})\s*)?", part)

@@ -68,7 +68,7 @@ def build_key(settings: BaseModel, *contents: object) -> str:
 
 
 def _store_check(directory: Path, key: str, facts: Mapping[str, float]) -> None:
-    """Write a result to the cache and delete the oldest results beyond `KEPT`."""
+    """Write a result to the cache and delete the oldest results beyond `MAX_RESULTS`."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=directory, prefix=".", delete=False) as file:
         json.dump(facts, file)

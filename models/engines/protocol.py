@@ -208,7 +208,7 @@ class EngineFactory(Protocol):
         ...
 
 
-METHODS = ("producer", "load", "serves", "sleep", "close", "steps", "likelihoods", "generate")
+METHODS = ("producer", "load", "loaded_digest", "sleep", "close", "step_sums", "score_continuations", "generate")
 """Methods that an engine must implement."""
 
 

@@ -46,7 +46,7 @@ class ContextBuilder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StreamContext:
-    """History in which turns and observations follow each other in one token sequence."""
+    """Context builder in which turns and observations follow each other in one token sequence."""
 
     form: TurnFormat
     max_new_tokens: int
@@ -90,7 +90,7 @@ def _request(group: Group, drafts: Sequence[PartialCompletion], budget: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class PerTurnContext:
-    """History in which each turn gets a separate prompt: the chat so far, rendered by the chat template."""
+    """Context builder in which each turn gets a separate prompt: the chat so far, rendered by the chat template."""
 
     form: TurnFormat
     max_new_tokens: int

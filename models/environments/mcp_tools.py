@@ -62,7 +62,7 @@ class ToolServer:
             raise
 
     def _list_tools(self) -> list[Tool]:
-        """List all tools of the server. Raises ServerFailed if the list has more than `MOST_PAGES` pages."""
+        """List all tools of the server. Raises ServerFailed if the list has more than `MAX_PAGES` pages."""
         tools: list[Tool] = []
         cursor: str | None = None
         for _ in range(MAX_PAGES):

@@ -307,4 +307,4 @@ def _is_ours(function: RunFunction) -> bool:
 def _build_cut_function(steps: Segmentation) -> RunFunction:
     """Return the function that splits completions at the pattern of a segmentation."""
     settings = {"settings": steps.model_dump(mode="json")}
-    return RunFunction(f"{OURS}rules:made_cut", where="steps", options=settings, made=True)
+    return RunFunction(f"{OURS}rules:load_segmentation", where="steps", options=settings, made=True)

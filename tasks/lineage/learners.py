@@ -15,7 +15,7 @@ from infra.store.shards import read_shard
 from infra.store.tombstones import WHOLE_RUN, deleted_parts
 from tasks.lineage.versions import ancestry
 from tasks.promotion.draft import read_draft, trained_ids_key
-from tasks.run.batch import without_rollouts
+from tasks.run.batch import iterations_without_rollouts
 from tasks.run.iteration import Iteration
 from tasks.run.keys import PROMPTS, SFT, StageKey, iteration_key
 from tasks.run.rescorings import iterations_text
@@ -116,7 +116,9 @@ def _find_usage(registry: Registry, name: str, run: Run | None, last: int, ids: 
     if not (imitated or iterations):
         return None
     samples = (
-        None if without_rollouts(run, iterations) else sum(_count_samples(run, number, rows) for number in iterations)
+        None
+        if iterations_without_rollouts(run, iterations)
+        else sum(_count_samples(run, number, rows) for number in iterations)
     )
     return PromptUsage(run=name, prompts=len(rows), iterations=tuple(iterations), samples=samples, imitated=imitated)
 
@@ -146,7 +148,7 @@ def _uses_prompts(run: Run, number: int, rows: set[int]) -> bool:
         return False
     iteration = Iteration(run, number)
     planned_rows = {row for batch in iteration.batches for row in batch.plan.rows}
-    return not rows.isdisjoint(planned_rows | {*iteration.before.rows()})
+    return not rows.isdisjoint(planned_rows | {*iteration.start_state.rows()})
 
 
 def _count_samples(run: Run, number: int, rows: set[int]) -> int:

@@ -17,8 +17,8 @@ from infra.store.shards import ShardRef, tombstone_key
 from infra.store.tombstones import Needed, Tombstone, is_replacement, needed, tombstones
 from models.config.rewards import ScoringConfig
 from models.records.versions import policy_of
-from tasks.run.keys import StageKey, evaluation_key, iteration_key, iterations_among
-from tasks.run.returns import policy_key
+from tasks.run.keys import StageKey, evaluation_key, iteration_key, iteration_numbers
+from tasks.run.reverts import policy_key
 from tasks.run.states import STATES
 
 PartState = Literal["there", "deleted", "rewritten", "missing"]
@@ -105,7 +105,7 @@ class TracedRun(Settings):
 def trace_run(run: Run, *, iteration: int | None = None) -> TracedRun:
     """Trace the origin of a run's policy after an iteration, by default the last sealed one."""
     manifests = run.manifests()
-    last = max((number for number in iterations_among(run.folders()) if run.has(_seal_key(number))), default=0)
+    last = max((number for number in iteration_numbers(run.folders()) if run.has(_seal_key(number))), default=0)
     last = last if iteration is None else iteration
     results = [_seal_key(number) for number in range(1, last + 1)] + [policy_key(run, last)]
     results += [StageKey.of(evaluation_key(number), "summary") for number in range(last + 1)]

@@ -12,7 +12,7 @@ from infra.validation_errors import nearest
 from models.records.versions import policy_of
 from tasks.lineage.trace import TracedRun, trace_run
 from tasks.promotion.draft import read_draft
-from tasks.run.keys import StageKey, iterations_among
+from tasks.run.keys import StageKey, iteration_numbers
 
 DIGEST = re.compile(r"[0-9a-f]{6,64}")
 
@@ -149,7 +149,7 @@ def _find_records(store: str, digest: str) -> Iterator[tuple[Registry, RegistryR
 def _find_policies(store: str, digest: str) -> Iterator[tuple[str, str, int]]:
     """Yield digest, run and iteration of the matching policies of all runs. Initial policies come first."""
     runs = [open_run(store, name) for name in list_runs(store)]
-    places = [(run, 0) for run in runs] + [(run, number) for run in runs for number in iterations_among(run.folders())]
+    places = [(run, 0) for run in runs] + [(run, number) for run in runs for number in iteration_numbers(run.folders())]
     for run, number in places:
         manifest = run.find(StageKey.policy(number))
         if manifest is not None and (policy_digest := policy_of(manifest).digest).startswith(digest):

@@ -23,7 +23,7 @@ from tasks.placement.demand import add_observations, recall_measurements, rollou
 from tasks.run.batch import Batch, BatchPlan
 from tasks.run.iteration import Iteration
 from tasks.run.keys import artifact_key, reward_model_role
-from tasks.run.session import Placing, Session
+from tasks.run.open_run import OpenRun, PlacementState
 from tasks.run.stages import stage
 
 logger = logging.getLogger(__name__)
@@ -32,139 +32,139 @@ PAST_ITERATIONS = 5
 """Number of iterations whose measurements are read on resume. Older measurements have no effect."""
 
 
-async def place_stage(session: Session, batch: Batch) -> Plan:
+async def place_stage(open_run: OpenRun, batch: Batch) -> Plan:
     """Assign the worker slots for a batch, and wake the workers with the weights that the batch names.
 
     If roles share the slots, this is a Prefect task. If only rollout uses them, there is nothing to decide.
     """
-    workers = await (await session.fleet()).look()
-    if session.settings.scoring.hosted_rewards:
-        return await _decide_placement(session, batch, workers)
-    await _arrange(session, batch, {"rollout": workers})
+    workers = await (await open_run.get_fleet()).look()
+    if open_run.settings.scoring.hosted_rewards:
+        return await _decide_placement(open_run, batch, workers)
+    await _arrange(open_run, batch, {"rollout": workers})
     return Plan(mode="split", rollout=workers, scoring=0)
 
 
 @stage("place {batch.key}")
-async def _decide_placement(session: Session, batch: Batch, workers: int) -> Plan:
+async def _decide_placement(open_run: OpenRun, batch: Batch, workers: int) -> Plan:
     plan = batch.plan
-    placing = placing_of(session, before=plan.number + (plan.split == "heldout"))
-    inputs = _plan_inputs(session, placing, plan, workers=workers)
-    decision = _last_decision(session, plan, workers=workers)
+    placing = placing_of(open_run, before=plan.number + (plan.split == "heldout"))
+    inputs = _plan_inputs(open_run, placing, plan, workers=workers)
+    decision = _last_decision(open_run, plan, workers=workers)
     if decision is None:
         decision = placing.policy.plan(inputs)
-        again = f"-{session.run.epoch:04d}" if session.run.noted(f"placement/{plan.key}/plan") else ""
-        note_decision(session, f"placement/{plan.key}/plan{again}", inputs, decision)
-    if decision.plan != placing.current:
+        again = f"-{open_run.run.epoch:04d}" if open_run.run.noted(f"placement/{plan.key}/plan") else ""
+        note_decision(open_run, f"placement/{plan.key}/plan{again}", inputs, decision)
+    if decision.plan != placing.current_plan:
         logger.info("placement of %s: %s", plan.key, decision.reason)
-    placing.current, placing.memory = decision.plan, decision.memory
-    await _publish_decision(session, plan, decision)
+    placing.current_plan, placing.memory = decision.plan, decision.memory
+    await _publish_decision(open_run, plan, decision)
     turn = "rollout" if decision.plan.mode == "colocated" else None
-    await arrange(session, batch, decision.plan, turn=turn)
-    placing.began = time.monotonic()  # predicted times start with the first work
+    await arrange(open_run, batch, decision.plan, turn=turn)
+    placing.stage_start_time = time.monotonic()  # predicted times start with the first work
     return decision.plan
 
 
 @stage("turn of {role} {batch.key}")
-async def place_turn(session: Session, batch: Batch, role: Role) -> None:
+async def place_turn(open_run: OpenRun, batch: Batch, role: Role) -> None:
     """Give all slots to one role, and put the workers of the other roles to sleep. Used if roles take turns."""
-    placing = session.placing
-    assert placing is not None and placing.current is not None, "a turn follows a plan"
-    await arrange(session, batch, placing.current, turn=role)
+    placing = open_run.placement
+    assert placing is not None and placing.current_plan is not None, "a turn follows a plan"
+    await arrange(open_run, batch, placing.current_plan, turn=role)
 
 
-async def place_alone(session: Session, batch: Batch, role: Role) -> None:
+async def place_alone(open_run: OpenRun, batch: Batch, role: Role) -> None:
     """Wake the workers of one role for a batch. Used if this process runs no other role."""
-    if role == "rollout" or session.settings.scoring.hosted_rewards:
-        plan = await place_stage(session, batch)
+    if role == "rollout" or open_run.settings.scoring.hosted_rewards:
+        plan = await place_stage(open_run, batch)
         if role == "scoring" and plan.mode == "colocated":
-            await place_turn(session, batch, role)
+            await place_turn(open_run, batch, role)
 
 
 @asynccontextmanager
-async def machines_of_update(session: Session, iteration: Iteration) -> AsyncIterator[None]:
+async def machines_of_update(open_run: OpenRun, iteration: Iteration) -> AsyncIterator[None]:
     """Run the block with machines for the update: separate ones, or those of the slots, whose workers sleep
     meanwhile."""
-    if session.settings.pools.update_apart:
+    if open_run.settings.pools.update_apart:
         yield
         return
-    async with session.slots_taken:
-        fleet = await session.fleet()
+    async with open_run.slots_lock:
+        fleet = await open_run.get_fleet()
         started = time.monotonic()
         moves = await fleet.arrange({})
         if moves:
-            key = f"placement/{iteration.key}/sleep-{session.run.epoch:04d}"
-            session.run.note(key, {"moves": [asdict(move) for move in moves], "seconds": time.monotonic() - started})
+            key = f"placement/{iteration.key}/sleep-{open_run.run.epoch:04d}"
+            open_run.run.note(key, {"moves": [asdict(move) for move in moves], "seconds": time.monotonic() - started})
         yield
 
 
-def learn(session: Session, batch: Batch) -> None:
+def learn(open_run: OpenRun, batch: Batch) -> None:
     """Add the measurements of a batch to the placement, and record its duration in the journal."""
-    plan, placing = batch.plan, session.placing
+    plan, placing = batch.plan, open_run.placement
     if placing is None:
         return
-    session.run.note(f"placement/{plan.key}/stage", {"seconds": time.monotonic() - placing.began})
+    open_run.run.note(f"placement/{plan.key}/stage", {"seconds": time.monotonic() - placing.stage_start_time})
     if plan.split == "train":
-        placing.measurements = add_observations(placing.measurements, session.run, plan, stages_of(session))
+        placing.measurements = add_observations(placing.measurements, open_run.run, plan, stages_of(open_run))
 
 
-def placing_of(session: Session, *, before: int) -> Placing:
+def placing_of(open_run: OpenRun, *, before: int) -> PlacementState:
     """Return the placement of a run. On first use its measurements are read from the store."""
-    if session.placing is None:
-        placing = Placing(policy=build_policy(session.settings.placement))
+    if open_run.placement is None:
+        placing = PlacementState(policy=build_policy(open_run.settings.placement))
         placing.measurements = recall_measurements(
-            session.run, stages_of(session), before=before, iterations=PAST_ITERATIONS
+            open_run.run, stages_of(open_run), before=before, iterations=PAST_ITERATIONS
         )
-        batches = Iteration(session.run, before - 1).batches if before > 1 else ()
-        last = [decision for batch in batches if (decision := _last_decision(session, batch.plan)) is not None]
+        batches = Iteration(open_run.run, before - 1).batches if before > 1 else ()
+        last = [decision for batch in batches if (decision := _last_decision(open_run, batch.plan)) is not None]
         if last:
-            placing.current, placing.memory = last[-1].plan, last[-1].memory
-        session.placing = placing
-    return session.placing
+            placing.current_plan, placing.memory = last[-1].plan, last[-1].memory
+        open_run.placement = placing
+    return open_run.placement
 
 
-def stages_of(session: Session) -> dict[str, Role]:
+def stages_of(open_run: OpenRun) -> dict[str, Role]:
     """Return the stages whose workers share the slots, with their roles in placement."""
-    judges: dict[str, Role] = {reward_model_role(term): "scoring" for term in session.settings.scoring.hosted_rewards}
+    judges: dict[str, Role] = {reward_model_role(term): "scoring" for term in open_run.settings.scoring.hosted_rewards}
     return {"rollout": "rollout", **judges}
 
 
-async def arrange(session: Session, batch: Batch, plan: Plan, *, turn: str | None = None) -> tuple[Move, ...]:
+async def arrange(open_run: OpenRun, batch: Batch, plan: Plan, *, turn: str | None = None) -> tuple[Move, ...]:
     """Wake the workers of a plan, and record the duration of their moves in the journal."""
-    return await _arrange(session, batch, workers_of(session.settings, plan, turn))
+    return await _arrange(open_run, batch, workers_of(open_run.settings, plan, turn))
 
 
-def note_decision(session: Session, key: str, inputs: PlanInputs | DrainInputs, decision: Decision) -> None:
+def note_decision(open_run: OpenRun, key: str, inputs: PlanInputs | DrainInputs, decision: Decision) -> None:
     """Record a decision in the journal, with its inputs and the settings of the placement policy."""
-    entry = {"inputs": inputs, "decision": decision, "policy": session.settings.placement}
-    session.run.note(key, {name: value.model_dump(mode="json") for name, value in entry.items()})
+    entry = {"inputs": inputs, "decision": decision, "policy": open_run.settings.placement}
+    open_run.run.note(key, {name: value.model_dump(mode="json") for name, value in entry.items()})
 
 
-async def _arrange(session: Session, batch: Batch, workers: dict[str, int]) -> tuple[Move, ...]:
-    fleet = await session.fleet()
+async def _arrange(open_run: OpenRun, batch: Batch, workers: dict[str, int]) -> tuple[Move, ...]:
+    fleet = await open_run.get_fleet()
     take: dict[str, object] = {"rollout": policy_of(batch.policy)}
-    for term in session.settings.scoring.hosted_rewards:
-        take[reward_model_role(term)] = policy_of(session.reward_model(term))
+    for term in open_run.settings.scoring.hosted_rewards:
+        take[reward_model_role(term)] = policy_of(open_run.reward_model(term))
     started = time.monotonic()
     moves = await fleet.arrange(workers, take={role: take[role] for role in workers})
     for move in moves:
         if move.error is not None:
             logger.warning("worker slot %d keeps role %s: %s", move.slot, move.before, move.error)
-    if moves and session.placing is not None:
-        key = f"placement/{batch.key}/moves-{session.run.epoch:04d}-{session.placing.arranged:04d}"
-        session.placing.arranged += 1
+    if moves and open_run.placement is not None:
+        key = f"placement/{batch.key}/moves-{open_run.run.epoch:04d}-{open_run.placement.num_moves:04d}"
+        open_run.placement.num_moves += 1
         entry: dict[str, JsonValue] = {"moves": [asdict(move) for move in moves], "seconds": time.monotonic() - started}
-        session.run.note(key, entry)
+        open_run.run.note(key, entry)
     return moves
 
 
-def _plan_inputs(session: Session, placing: Placing, plan: BatchPlan, *, workers: int) -> PlanInputs:
+def _plan_inputs(open_run: OpenRun, placing: PlacementState, plan: BatchPlan, *, workers: int) -> PlanInputs:
     demand = {"shards": plan.num_shards, "completions": completions_of(plan)}
     return PlanInputs(
         workers=workers,
-        rollout=rollout_demand(session.settings, placing.measurements, **demand),
-        scoring=scoring_demand(session.settings, placing.measurements, **demand),
+        rollout=rollout_demand(open_run.settings, placing.measurements, **demand),
+        scoring=scoring_demand(open_run.settings, placing.measurements, **demand),
         resize=placing.measurements.resize(),
-        current=placing.current,
+        current=placing.current_plan,
         memory=placing.memory,
         seed=plan.number,
     )
@@ -175,10 +175,10 @@ def completions_of(plan: BatchPlan) -> int:
     return max(1, min(plan.shard_prompts, len(plan.rows))) * plan.group_size
 
 
-def _last_decision(session: Session, plan: BatchPlan, *, workers: int | None = None) -> Decision | None:
+def _last_decision(open_run: OpenRun, plan: BatchPlan, *, workers: int | None = None) -> Decision | None:
     """Return the last decision about a batch, of this or an earlier process, or None if there is none for this number
     of slots."""
-    entries = session.run.journal(f"placement/{plan.key}/plan")
+    entries = open_run.run.journal(f"placement/{plan.key}/plan")
     if not entries:
         return None
     entry = entries[max(entries)]  # `plan`, or for example `plan-0003` if epoch 3 decided again
@@ -187,7 +187,7 @@ def _last_decision(session: Session, plan: BatchPlan, *, workers: int | None = N
     return Decision.model_validate(entry["decision"])
 
 
-async def _publish_decision(session: Session, plan: BatchPlan, decision: Decision) -> None:
+async def _publish_decision(open_run: OpenRun, plan: BatchPlan, decision: Decision) -> None:
     """Show the decision as an artifact of the run in Prefect's UI."""
     placement = decision.plan
     text = (
@@ -196,7 +196,7 @@ async def _publish_decision(session: Session, plan: BatchPlan, decision: Decisio
         f"| {placement.mode} | {placement.rollout} | {placement.scoring} | {decision.predicted_seconds:.1f} s "
         f"| {decision.unchanged_seconds:.1f} s |\n"
     )
-    key = f"{artifact_key(session.run.name)}-placement"
+    key = f"{artifact_key(open_run.run.name)}-placement"
     await acreate_markdown_artifact(text, key=key, description=decision.reason)
 
 
@@ -205,12 +205,12 @@ LEAST_SECONDS = 0.5
 more."""
 
 
-async def correct_placement(session: Session, batch: Batch, planned: Plan) -> None:
+async def correct_placement(open_run: OpenRun, batch: Batch, planned: Plan) -> None:
     """Watch a running stage, and move workers when the placement policy decides so. Runs until canceled."""
-    placing = session.placing
+    placing = open_run.placement
     if placing is None:
         return
-    stage = _Stage(session, placing, batch.plan, await session.fleet(), planned)
+    stage = _Stage(open_run, placing, batch.plan, await open_run.get_fleet(), planned)
     try:
         while True:
             await asyncio.sleep(max(LEAST_SECONDS, placing.measurements.resize().mean_seconds / 4))
@@ -224,19 +224,19 @@ async def correct_placement(session: Session, batch: Batch, planned: Plan) -> No
                     "placement during %s: a role without workers has work again, so the plan is restored", batch.key
                 )
                 stage.moved(planned, failed=False)
-                await arrange(session, batch, planned)
-            if not session.settings.placement.corrects:
+                await arrange(open_run, batch, planned)
+            if not open_run.settings.placement.corrects:
                 continue
             decision = placing.policy.drain(inputs)
             placing.memory = decision.memory
             if decision.plan != stage.dealt:
-                note_decision(session, stage.next_key("drain"), inputs, decision)
+                note_decision(open_run, stage.next_key("drain"), inputs, decision)
                 logger.info("placement during %s: %s", batch.key, decision.reason)
-                moves = await arrange(session, batch, decision.plan)
+                moves = await arrange(open_run, batch, decision.plan)
                 stage.moved(decision.plan, failed=any(move.error is not None for move in moves))
     finally:
         if stage.queues:
-            session.run.note(stage.next_key("queues"), {"queues": stage.queues})
+            open_run.run.note(stage.next_key("queues"), {"queues": stage.queues})
 
 
 def _is_starved(inputs: DrainInputs) -> bool:
@@ -257,18 +257,20 @@ def _queue_depths(inputs: DrainInputs) -> JsonValue:
 class _Stage:
     """State of a running stage: its remaining work, and the workers that were not moved yet."""
 
-    def __init__(self, session: Session, placing: Placing, plan: BatchPlan, fleet: Fleet, planned: Plan) -> None:
+    def __init__(
+        self, open_run: OpenRun, placing: PlacementState, plan: BatchPlan, fleet: Fleet, planned: Plan
+    ) -> None:
         self.dealt = planned
-        self._session, self._placing, self._plan, self._fleet = session, placing, plan, fleet
+        self._open_run, self._placing, self._plan, self._fleet = open_run, placing, plan, fleet
         self._began, self._slots = time.monotonic(), fleet.slots
         self._movable = {"rollout": planned.rollout, "scoring": planned.scoring}
         self._noted = 0
         self.queues: list[JsonValue] = []
         self._done_before = {role: load.done for role, load in fleet.load().items()}
         self._units: dict[Role, int] = {"rollout": 0, "scoring": 0}
-        for name, role in stages_of(session).items():
+        for name, role in stages_of(open_run).items():
             keys = (plan.shard_key(name, shard) for shard in range(plan.num_shards))
-            self._units[role] += sum(session.run.find(key) is None for key in keys)
+            self._units[role] += sum(open_run.run.find(key) is None for key in keys)
 
     def inputs(self) -> DrainInputs:
         """Return the current inputs for the placement policy."""
@@ -304,14 +306,14 @@ class _Stage:
     def next_key(self, what: str) -> str:
         """Return the key of the next journal entry. A resumed stage counts from 1 under its new epoch."""
         self._noted += 1
-        return f"placement/{self._plan.key}/{what}-{self._session.run.epoch:04d}-{self._noted:04d}"
+        return f"placement/{self._plan.key}/{what}-{self._open_run.run.epoch:04d}-{self._noted:04d}"
 
     def _progress(self, role: Role) -> RoleProgress:
-        stages = [stage for stage, stage_role in stages_of(self._session).items() if stage_role == role]
+        stages = [stage for stage, stage_role in stages_of(self._open_run).items() if stage_role == role]
         all_loads = self._fleet.load()
         loads = [all_loads[stage] for stage in stages]
         demand = (rollout_demand if role == "rollout" else scoring_demand)(
-            self._session.settings,
+            self._open_run.settings,
             self._placing.measurements,
             shards=self._plan.num_shards,
             completions=completions_of(self._plan),

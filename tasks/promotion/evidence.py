@@ -50,7 +50,7 @@ def answers_of(suite: Suite, side: str) -> SuiteAnswers:
     """Read the answers of the policy labeled `side` to a suite. Its evaluation must be finished."""
     run = open_run(suite.retrain.store, suite.run_name(side))
     batch = Batch.read(run, evaluation_key(0))
-    rollouts = _read_columns(run, batch.rollouts, ["completion_tokens", "finish_reason"])
+    rollouts = _read_columns(run, batch.rollout_manifests, ["completion_tokens", "finish_reason"])
     terms = suite.scoring.terms
     scores = problem_scores(batch, terms)
     return SuiteAnswers(
@@ -73,8 +73,8 @@ def mean_score(answers: SuiteAnswers, term: str | None) -> tuple[float, float]:
 
 def problem_scores(batch: Batch, terms: Sequence[str]) -> dict[str, dict[str, list[float]]]:
     """Return the scores of the samples of each problem, by reward term and prompt_id. NaN marks a missing score."""
-    names = _read_columns(batch.run, batch.rollouts, ["prompt_id"])["prompt_id"].to_pylist()
-    values = _read_columns(batch.run, batch.stage("scoring"), [f"reward_{term}" for term in terms])
+    names = _read_columns(batch.run, batch.rollout_manifests, ["prompt_id"])["prompt_id"].to_pylist()
+    values = _read_columns(batch.run, batch.stage_manifests("scoring"), [f"reward_{term}" for term in terms])
     return {term: _group_by_problem(names, values[f"reward_{term}"]) for term in terms}
 
 

@@ -20,7 +20,7 @@ from tasks.promotion.registry import now, number_of, prune
 from tasks.promotion.suites import rules_of
 from tasks.run.dependencies import rheostat_version
 from tasks.run.keys import PROMPTS
-from tasks.run.returns import policy_after
+from tasks.run.reverts import policy_after
 from tasks.run.stages import stage
 from tasks.views.card import CARD, model_card
 from tasks.views.policy_export import export_policy

@@ -21,7 +21,7 @@ from models.config.training import EvaluationConfig
 from models.records.versions import directory_of, policy_of
 from placement.config import AdaptivePlacement
 from tasks.config.run import RunConfig, validate_again
-from tasks.run.returns import policy_after
+from tasks.run.reverts import policy_after
 
 CHALLENGER: Final = "challenger"
 """Label of the retrained policy (its side) in the names of evaluations."""

@@ -19,7 +19,7 @@ from models.data.curriculum import Cursor
 from tasks.run.keys import PROMPTS, StageKey, iteration_key
 
 
-def cut(num_prompts: int, *, shard_prompts: int) -> tuple[range, ...]:
+def split_prompts(num_prompts: int, *, shard_prompts: int) -> tuple[range, ...]:
     """Return the positions of each shard's prompts. Shards do not depend on the number of controllers or workers.
 
     >>> cut(5, shard_prompts=2)
@@ -46,7 +46,7 @@ def slice_shards(shards: Sequence[int], *, controllers: int) -> tuple[tuple[int,
     return tuple(slices)
 
 
-def pictures_of(rollouts: Manifest) -> tuple[ShardRef, ...]:
+def picture_shards_of(rollouts: Manifest) -> tuple[ShardRef, ...]:
     """Return the shards with the images that a rollout shard's completions consist of.
 
     A rollout manifest of text has no such shards. Its second shard, if any, holds groups with partial completions.
@@ -54,10 +54,10 @@ def pictures_of(rollouts: Manifest) -> tuple[ShardRef, ...]:
     return () if "carried_rows" in rollouts.detail else rollouts.shards[1:]
 
 
-def completions_of(rollouts: Manifest) -> tuple[ShardRef, ...]:
+def completion_shards_of(rollouts: Manifest) -> tuple[ShardRef, ...]:
     """Return the shards with completions of a rollout manifest: finished groups, then groups with partial completions,
     if any."""
-    return rollouts.shards[: len(rollouts.shards) - len(pictures_of(rollouts))]
+    return rollouts.shards[: len(rollouts.shards) - len(picture_shards_of(rollouts))]
 
 
 class BatchPlan(Settings):
@@ -108,7 +108,7 @@ class BatchPlan(Settings):
 
     @property
     def _fresh(self) -> tuple[range, ...]:
-        return cut(len(self.rows), shard_prompts=self.shard_prompts)
+        return split_prompts(len(self.rows), shard_prompts=self.shard_prompts)
 
     @property
     def plan_key(self) -> StageKey:
@@ -122,7 +122,7 @@ class BatchPlan(Settings):
     def rollout_key(self, shard: int) -> StageKey:
         """Return the key of the manifest with the rollouts of one shard. In a re-scoring this is the key in the run
         itself."""
-        return self.shard_key("rollout", shard).stored
+        return self.shard_key("rollout", shard).without_prefix
 
 
 class Batch:
@@ -150,7 +150,7 @@ class Batch:
         return range(self.plan.num_shards)
 
     @property
-    def planned(self) -> Manifest:
+    def plan_manifest(self) -> Manifest:
         """Manifest that committed the batch's plan."""
         return self.run.require(self.plan.plan_key)
 
@@ -170,53 +170,53 @@ class Batch:
         return self.prompts.shards[1:]
 
     @property
-    def rollouts(self) -> list[Manifest]:
+    def rollout_manifests(self) -> list[Manifest]:
         """Rollout manifests, in the order of shards. Raises Damaged if one is not committed."""
         return [self.run.require(self.plan.rollout_key(shard)) for shard in self.shards]
 
-    def stage(self, stage: str) -> list[Manifest]:
+    def stage_manifests(self, stage: str) -> list[Manifest]:
         """Return the manifests of another stage, in the order of shards. Raises Damaged if one is not committed."""
         return [self.run.require(self.plan.shard_key(stage, shard)) for shard in self.shards]
 
-    def continued(self, shard: int) -> Manifest | None:
+    def partial_rollouts(self, shard: int) -> Manifest | None:
         """Return the rollout manifest of the previous iteration whose partial completions a shard continues, or
         None."""
         carried = self.plan.carried[shard : shard + 1]
         return self.run.require(carried[0]) if carried else None
 
-    def again(self, prefix: str) -> Self:
+    def as_rescoring(self, prefix: str) -> Self:
         """Return the same rollouts as a batch of a re-scoring, whose keys start with `prefix`."""
         return type(self)(self.run, self.plan.model_copy(update={"key": f"{prefix}{self.key}", "rescoring": prefix}))
 
 
 def rollouts_of(run: Run, number: int) -> list[Manifest]:
     """Return the manifests of all rollouts of an iteration that have been committed so far."""
-    return rollouts_under(run, iteration_key(number))
+    return rollouts_of_batch(run, iteration_key(number))
 
 
-def rollouts_under(run: Run, key: str) -> list[Manifest]:
+def rollouts_of_batch(run: Run, key: str) -> list[Manifest]:
     """Return the rollout manifests of an iteration or evaluation, by its key."""
     manifests = run.manifests(f"{key}/")
     return [manifest for manifest in manifests if StageKey.parse(manifest.key).stage == "rollout"]
 
 
-def without_rollouts(run: Run, numbers: Iterable[int]) -> set[int]:
+def iterations_without_rollouts(run: Run, numbers: Iterable[int]) -> set[int]:
     """Return the iterations among `numbers` whose rollouts were deleted. Needs one store request."""
     deleted = deleted_parts(run)
     return {number for number in numbers if WHOLE_RUN in deleted or iteration_key(number) in deleted}
 
 
-def with_rollouts(run: Run, numbers: Iterable[int]) -> list[int]:
+def iterations_with_rollouts(run: Run, numbers: Iterable[int]) -> list[int]:
     """Return the iterations among `numbers` whose rollouts are stored. Raises BadInput if there is none."""
     numbers = list(numbers)
-    deleted = without_rollouts(run, numbers)
+    deleted = iterations_without_rollouts(run, numbers)
     check_rollouts_kept(run, numbers if len(deleted) == len(numbers) else ())
     return [number for number in numbers if number not in deleted]
 
 
 def check_rollouts_kept(run: Run, numbers: Iterable[int]) -> None:
     """Raise BadInput if the rollouts of one of these iterations were deleted."""
-    for number in sorted(without_rollouts(run, numbers))[:1]:
+    for number in sorted(iterations_without_rollouts(run, numbers))[:1]:
         stone = find_tombstone(run, iteration_key(number))
         assert stone is not None, "a part that was deleted has a tombstone"
         raise BadInput(

@@ -40,7 +40,7 @@ from models.config.engines import EngineSettings
 from models.config.job import slot_engines
 from models.config.rewards import ScoringConfig
 from tasks.config.run import LAYOUT, RunConfig
-from tasks.run.keys import StageKey, evaluation_key, iteration_key, iterations_among
+from tasks.run.keys import StageKey, evaluation_key, iteration_key, iteration_numbers
 
 LIBRARIES: Final = (
     "deepspeed",
@@ -169,7 +169,7 @@ def relayout_iteration(run: Run) -> int:
 
 def next_iteration(run: Run) -> int:
     """Return the number of the first iteration that is not sealed."""
-    numbers = iterations_among(run.folders())
+    numbers = iteration_numbers(run.folders())
     return 1 + sum(run.has(StageKey.of(iteration_key(number), "seal")) for number in numbers)
 
 

@@ -19,9 +19,9 @@ from infra.store.shards import ShardRef
 from models.config.rollout import DynamicSampling, RolloutConfig
 from models.data.curriculum import Cursor, DynamicSamplingState, Part, give_back, read_parts
 from models.records.work import ScoredShard
-from tasks.run.batch import Batch, pictures_of
+from tasks.run.batch import Batch, picture_shards_of
 from tasks.run.keys import PROMPTS, StageKey, iteration_key
-from tasks.run.returns import critic_after, policy_after, policy_key
+from tasks.run.reverts import critic_after, policy_after, policy_key
 
 
 class LeftoverGroups(Settings):
@@ -89,7 +89,7 @@ def carry_over_before(run: Run, number: int) -> CarryOver:
     return CarryOver.model_validate({name: value for name, value in sealed.detail.items() if name in names})
 
 
-def partial_rows(rollouts: Manifest) -> tuple[int, ...]:
+def partial_prompt_rows(rollouts: Manifest) -> tuple[int, ...]:
     """Return the row numbers of prompts whose completions a rollout shard cut off."""
     rows = rollouts.detail["carried_rows"]
     assert isinstance(rows, list)
@@ -165,7 +165,7 @@ class Iteration:
         return tuple(self._batches)
 
     @cached_property
-    def before(self) -> CarryOver:
+    def start_state(self) -> CarryOver:
         """State that the iteration starts from. It is read from the previous seal, or computed if that seal is not
         written yet.
 
@@ -182,7 +182,7 @@ class Iteration:
         return carry_over_after(self.previous, self.rollout.dynamic)
 
     @property
-    def after(self) -> CarryOver:
+    def end_state(self) -> CarryOver:
         """State that the iteration's seal passes on to the next iteration."""
         return carry_over_before(self.run, self.number + 1)
 
@@ -192,7 +192,7 @@ class Iteration:
         return self.run.require(PROMPTS["train"])
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def data_parts(self) -> tuple[Part, ...]:
         """Weighted parts of the training prompts, or empty if the data has only one part."""
         return read_parts(self.prompts.detail)
 
@@ -200,17 +200,19 @@ class Iteration:
     def media(self) -> tuple[ShardRef, ...]:
         """Shards with the images of prompts, and with the images that the policy generated."""
         picture_shards = (
-            (pictures_of(manifest) for manifest in self.scored().rollouts) if self.rollout.denoising else ()
+            (picture_shards_of(manifest) for manifest in self.scored_rollouts().rollouts)
+            if self.rollout.denoising
+            else ()
         )
         return (*self.prompts.shards[1:], *chain.from_iterable(picture_shards))
 
     @property
-    def first_policy(self) -> Manifest:
+    def initial_policy(self) -> Manifest:
         """Manifest of the run's initial policy, which serves as the reference."""
         return self.run.require(StageKey.policy(0))
 
     @property
-    def behaviour(self) -> StageKey:
+    def generating_policy_key(self) -> StageKey:
         """Key of the policy that generates the rollouts of this iteration."""
         return policy_key(self.run, max(0, self.number - 1 - self.rollout.staleness))
 
@@ -227,21 +229,21 @@ class Iteration:
     @property
     def credit(self) -> Manifest:
         """Manifest of the training samples."""
-        return self.made("credit")
+        return self.stage_manifest("credit")
 
     @property
     def update(self) -> Manifest:
         """Manifest of the trained policy."""
-        return self.made("update")
+        return self.stage_manifest("update")
 
     @property
-    def measured(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Metrics of credit and update, under their names in the seal, such as `update/kl`."""
         manifests = {"credit": self.credit, "update": self.update}
         return {f"{stage}/{name}": value for stage, each in manifests.items() for name, value in each.metrics.items()}
 
     @property
-    def surplus(self) -> list[SurplusGroups]:
+    def surplus_groups(self) -> list[SurplusGroups]:
         """Surplus groups, as recorded by the credit stage."""
         return surplus_groups(self.credit)
 
@@ -261,27 +263,27 @@ class Iteration:
         """Return the key of a stage's manifest for the whole iteration."""
         return StageKey.of(self.key, stage)
 
-    def made(self, stage: str) -> Manifest:
+    def stage_manifest(self, stage: str) -> Manifest:
         """Return a stage's manifest for the whole iteration. Raises Damaged if it is not committed."""
         return self.run.require(self.stage_key(stage))
 
-    def stage(self, stage: str) -> list[Manifest]:
+    def shard_manifests(self, stage: str) -> list[Manifest]:
         """Return the manifests of a stage for each shard of each batch, in order."""
-        return [manifest for batch in self.batches for manifest in batch.stage(stage)]
+        return [manifest for batch in self.batches for manifest in batch.stage_manifests(stage)]
 
     def shards(self) -> Iterator[tuple[Batch, int]]:
         """Yield every shard of every batch, in order."""
         return ((batch, shard) for batch in self.batches for shard in batch.shards)
 
-    def scored(self, *, prefix: str = "") -> ScoredRollouts:
+    def scored_rollouts(self, *, prefix: str = "") -> ScoredRollouts:
         """Return all rollouts and scores that the credit computation reads: surplus groups of the previous iteration
         first, then new groups. `prefix` selects the scores of a re-scoring."""
-        surplus, plans = self.before.leftover_groups, [batch.plan for batch in self.batches]
+        surplus, plans = self.start_state.leftover_groups, [batch.plan for batch in self.batches]
         keys = [(StageKey.parse(groups.rollouts), StageKey.parse(groups.scores)) for groups in surplus]
         keys += [(plan.rollout_key(n), plan.shard_key("scoring", n)) for plan in plans for n in range(plan.num_shards)]
         return ScoredRollouts(
             rollouts=tuple(self.run.require(rollouts) for rollouts, _ in keys),
-            scores=tuple(self.run.require(scores.below(prefix)) for _, scores in keys),
+            scores=tuple(self.run.require(scores.with_prefix(prefix)) for _, scores in keys),
             rows=(*(groups.rows for groups in surplus), *(None for _ in keys[len(surplus) :])),
         )
 
@@ -289,7 +291,11 @@ class Iteration:
 def carry_over_after(iteration: Iteration, dynamic: DynamicSampling | None) -> CarryOver:
     """Return the state that an iteration passes on. Surplus groups are kept only once: groups that were surplus before
     are returned to the stream of prompts."""
-    before, rollouts, scores = iteration.before, iteration.stage("rollout"), iteration.stage("scoring")
+    before, rollouts, scores = (
+        iteration.start_state,
+        iteration.shard_manifests("rollout"),
+        iteration.shard_manifests("scoring"),
+    )
     cursor, cut_manifests = (
         iteration.batches[-1].plan.cursor,
         [each for each in rollouts if "carried_rows" in each.detail],
@@ -297,7 +303,7 @@ def carry_over_after(iteration: Iteration, dynamic: DynamicSampling | None) -> C
     assert cursor is not None, "an iteration's batches have a cursor"
     leftover: list[LeftoverGroups] = []
     returned_rows: list[int] = []
-    for groups in iteration.surplus:
+    for groups in iteration.surplus_groups:
         # credit reads the surplus groups of the previous iteration first
         new = groups.shard - len(before.leftover_groups)
         if dynamic is not None and dynamic.surplus == "keep" and new >= 0:
@@ -314,6 +320,6 @@ def carry_over_after(iteration: Iteration, dynamic: DynamicSampling | None) -> C
         sampling=sampling,
         leftover_groups=tuple(leftover),
         partial_groups=tuple(
-            PartialGroups(rollouts=manifest.key, rows=partial_rows(manifest)) for manifest in cut_manifests
+            PartialGroups(rollouts=manifest.key, rows=partial_prompt_rows(manifest)) for manifest in cut_manifests
         ),
     )

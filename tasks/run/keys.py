@@ -63,22 +63,22 @@ class StageKey(str):
         """Return the key of the model that scores a reward, or with `is_base` of its base model before training."""
         return cls.parse(f"{reward_model_role(term)}/{'base' if is_base else 'model'}")
 
-    def below(self, prefix: str) -> Self:
+    def with_prefix(self, prefix: str) -> Self:
         """Return the corresponding key in the re-scoring or re-credit with this prefix. An empty prefix changes
         nothing."""
         return self.parse(f"{prefix}{self}")
 
     @property
-    def derived(self) -> str:
+    def derived_prefix(self) -> str:
         """Prefix of the re-scoring or re-credit of this key. Empty for the run itself."""
         return self._parts()["derived"] or ""
 
     @property
-    def stored(self) -> Self:
+    def without_prefix(self) -> Self:
         """Corresponding key in the run itself."""
-        return self.parse(self.removeprefix(self.derived))
+        return self.parse(self.removeprefix(self.derived_prefix))
 
-    def at(self, stage: str) -> Self:
+    def with_stage(self, stage: str) -> Self:
         """Return the key of another stage for the same batch and shard."""
         return self.of(self.rpartition(f"/{self.stage}")[0], stage, self.shard)
 
@@ -103,7 +103,7 @@ class StageKey(str):
         return self._parts()["evaluation"] is not None
 
     @property
-    def after(self) -> int:
+    def number(self) -> int:
         """Number of the iteration, or number of iterations before the evaluation. Raises ValueError if the key belongs
         to neither."""
         return self.iteration if self._parts()["iteration"] else self.evaluation
@@ -157,7 +157,7 @@ def evaluation_key(number: int, *, policy: str = "") -> str:
     return f"{policy}/eval-{number:04d}" if policy else f"eval-{number:04d}"
 
 
-def iterations_among(folders: Iterable[str]) -> list[int]:
+def iteration_numbers(folders: Iterable[str]) -> list[int]:
     """Return the numbers of the iterations among the top-level folders of a run's manifests."""
     matches = (re.fullmatch(f"it-({_NUMBER})", folder) for folder in folders)
     return [int(folder[1]) for folder in matches if folder is not None]

@@ -14,7 +14,7 @@ from models.config.teachers import TeacherConfig
 from tasks.config.run import RunConfig
 from tasks.run.batch import Batch
 from tasks.run.iteration import Iteration
-from tasks.run.keys import StageKey, iteration_key, iterations_among
+from tasks.run.keys import StageKey, iteration_key, iteration_numbers
 
 Kind = Literal["rescore", "recredit"]
 
@@ -110,7 +110,7 @@ def iterations_text(numbers: Sequence[int]) -> str:
 
 def sealed_numbers(run: Run, derived: Derived) -> tuple[int, ...]:
     """Return the numbers of the iterations that a re-scoring or re-credit has completed."""
-    numbers = iterations_among(run.folders(derived.prefix))
+    numbers = iteration_numbers(run.folders(derived.prefix))
     return tuple(number for number in numbers if run.find(derived.key(number, "seal")) is not None)
 
 
@@ -147,14 +147,14 @@ def check_terms(run: Run, derived: Derived, terms: RescoringTerms | RecreditTerm
 
 def rescored_batches(iteration: Iteration, derived: Derived) -> list[Batch]:
     """Return the batches of a stored iteration under the keys of a re-scoring."""
-    return [batch.again(derived.prefix) for batch in iteration.batches]
+    return [batch.as_rescoring(derived.prefix) for batch in iteration.batches]
 
 
 def rescored_shards(iteration: Iteration, derived: Derived) -> list[tuple[Manifest, Manifest, Manifest]]:
     """Return rollouts, stored scores and new scores of a re-scored iteration, shard by shard. Raises Damaged if one is
     missing."""
-    new = [manifest for batch in rescored_batches(iteration, derived) for manifest in batch.stage("scoring")]
-    return list(zip(iteration.stage("rollout"), iteration.stage("scoring"), new, strict=True))
+    new = [manifest for batch in rescored_batches(iteration, derived) for manifest in batch.stage_manifests("scoring")]
+    return list(zip(iteration.shard_manifests("rollout"), iteration.shard_manifests("scoring"), new, strict=True))
 
 
 class Rescoring(Settings):

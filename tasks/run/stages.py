@@ -26,7 +26,7 @@ from infra.store.manifests import Manifest, Provenance, provenance_here
 from infra.store.runs import Run
 from infra.store.shards import verify_shard
 from models.records.versions import Outcome, bundles_of, critic_bundles_of
-from tasks.run.session import Session
+from tasks.run.open_run import OpenRun
 from tasks.run.states import STATES
 
 logger = logging.getLogger(__name__)
@@ -35,15 +35,15 @@ P = ParamSpec("P")
 
 R = TypeVar("R")
 
-TRANSIENT = (WorkerLost, OSError)
+TRANSIENT_ERRORS = (WorkerLost, OSError)
 """Errors after which a retry can succeed: a lost worker, or an error of the operating system or network."""
 
-LOOK_SECONDS = {"nested": (1, 30), "deployment": (0.02, 0.25)}
+POLL_SECONDS = {"nested": (1, 30), "deployment": (0.02, 0.25)}
 """Minimum and maximum pause in seconds between checks for a commit of another process, by location of the controllers.
 
 The pause grows from the first to the second value. Commits of this process wake the waiting task at once.
 """
-LOOKS_LATE = 40
+POLL_DIVISOR = 40
 """Divisor of the pause in long waits: the pause may grow to the time waited so far divided by this number."""
 
 _BATCH: ContextVar[str | None] = ContextVar("batch", default=None)
@@ -78,7 +78,7 @@ def stage(
 
 
 @contextmanager
-def within(batch: str) -> Iterator[None]:
+def tag_tasks(batch: str) -> Iterator[None]:
     """Run the block such that its tasks get a tag with the name of their iteration or evaluation once they run.
 
     Prefect looks up tags that a task has before it runs as concurrency limits. For each new set of tags it opens a
@@ -91,28 +91,28 @@ def within(batch: str) -> Iterator[None]:
         _BATCH.reset(before)
 
 
-async def once(
-    session: Session,
+async def run_once(
+    open_run: OpenRun,
     key: str,
     *,
     role: str,
     method: str,
     work: object,
     parents: Sequence[Manifest] = (),
-    early: bool = False,
+    returns_before_durable: bool = False,
 ) -> Manifest:
     """Return the manifest under `key` if it exists. Otherwise let a worker of `role` do the work, and commit and return
     the manifest.
 
-    Optimizer states may be stored later than the commit. With `early`, the manifest is returned at once and is
-    committed after the role has made its bundles durable (fsync), so that rollouts can start with weights that are not
-    durable yet.
+    Optimizer states may be stored later than the commit. With `returns_before_durable`, the manifest is returned at
+    once and is committed after the role has made its bundles durable (fsync), so that rollouts can start with weights
+    that are not durable yet.
     """
-    done_before = await session.query_store(lambda: session.run.find(key))
+    done_before = await open_run.query_store(lambda: open_run.run.find(key))
     if done_before is not None:
         return done_before
     start = time.monotonic()
-    done = await session.perform(role, method, work)
+    done = await open_run.perform(role, method, work)
     outcome = done.result
     waited = {"worker": done.seconds, "stage": time.monotonic() - start}
     manifest = Manifest(
@@ -127,23 +127,23 @@ async def once(
             seconds={**(outcome.timings or {}), **waited},
         ),
     )
-    if session.run.expects(manifest.parents):
-        await session.settled()
-    if not early:
-        return await _commit_aside(session, manifest)
-    expected = _expect_manifest(session, manifest)
-    session.settle(_commit_when_durable(session, role, expected))
+    if open_run.run.expects(manifest.parents):
+        await open_run.wait_for_commits()
+    if not returns_before_durable:
+        return await _commit_aside(open_run, manifest)
+    expected = _expect_manifest(open_run, manifest)
+    open_run.commit_in_background(_commit_when_durable(open_run, role, expected))
     return expected
 
 
-async def _commit_when_durable(session: Session, role: str, manifest: Manifest) -> None:
+async def _commit_when_durable(open_run: OpenRun, role: str, manifest: Manifest) -> None:
     """Let a role make its bundles durable (fsync), then commit all manifests that wait for this."""
-    await session.perform(role, "sync", [bundle for name, bundle in manifest.bundles.items() if name not in STATES])
-    while pending := session.run.expected():  # more manifests may be added during a commit
-        await _commit_aside(session, pending[0])
+    await open_run.perform(role, "sync", [bundle for name, bundle in manifest.bundles.items() if name not in STATES])
+    while pending := open_run.run.expected():  # more manifests may be added during a commit
+        await _commit_aside(open_run, pending[0])
 
 
-def recover(run: Run) -> None:
+def commit_pending_results(run: Run) -> None:
     """Commit the results that the previous process of the run had computed but not committed when it was killed, unless
     their data is damaged."""
     try:
@@ -159,27 +159,27 @@ def recover(run: Run) -> None:
     run.forget(left=True)
 
 
-def _commit_manifest(session: Session, manifest: Manifest) -> Manifest:
-    committed = session.run.commit(manifest, promised=STATES)
-    session.commits.announce(manifest.key)
+def _commit_manifest(open_run: OpenRun, manifest: Manifest) -> Manifest:
+    committed = open_run.run.commit(manifest, promised=STATES)
+    open_run.commits.announce(manifest.key)
     return committed
 
 
-async def _commit_aside(session: Session, manifest: Manifest) -> Manifest:
+async def _commit_aside(open_run: OpenRun, manifest: Manifest) -> Manifest:
     """Commit a manifest without blocking other tasks, and announce the commit. Optimizer states may be stored later."""
-    committed = await session.query_store(lambda: session.run.commit(manifest, promised=STATES))
-    session.commits.announce(manifest.key)
+    committed = await open_run.query_store(lambda: open_run.run.commit(manifest, promised=STATES))
+    open_run.commits.announce(manifest.key)
     return committed
 
 
-def _expect_manifest(session: Session, manifest: Manifest) -> Manifest:
-    expected = session.run.expect(manifest)
-    session.commits.announce(manifest.key)
+def _expect_manifest(open_run: OpenRun, manifest: Manifest) -> Manifest:
+    expected = open_run.run.expect(manifest)
+    open_run.commits.announce(manifest.key)
     return expected
 
 
-def record(
-    session: Session,
+def commit_decision(
+    open_run: OpenRun,
     key: str,
     *,
     parents: Sequence[Manifest] = (),
@@ -192,7 +192,7 @@ def record(
 
     If a parent is not committed yet, the decision is committed after the parent.
     """
-    if (done_before := session.run.find(key)) is not None:
+    if (done_before := open_run.run.find(key)) is not None:
         return done_before
     manifest = Manifest(
         key=key,
@@ -200,16 +200,16 @@ def record(
         parents=tuple(parent.digest for parent in parents),
         metrics=dict(metrics or {}),
         detail=dict(detail or {}),
-        provenance=provenance or decided_here(),
+        provenance=provenance or controller_provenance(),
     )
     return (
-        _expect_manifest(session, manifest)
-        if session.run.expects(manifest.parents)
-        else _commit_manifest(session, manifest)
+        _expect_manifest(open_run, manifest)
+        if open_run.run.expects(manifest.parents)
+        else _commit_manifest(open_run, manifest)
     )
 
 
-def decided_here(
+def controller_provenance(
     *,
     seconds: Mapping[str, float] | None = None,
     requests: Mapping[str, int] | None = None,
@@ -221,13 +221,13 @@ def decided_here(
     return provenance_here(worker=worker, seconds=seconds, requests=requests, costs=costs, alarms=alarms)
 
 
-def finish(session: Session, part: str) -> None:
+def append_to_chain(open_run: OpenRun, part: str) -> None:
     """Append a finished iteration or evaluation to the run's chain, together with its placement journal and
     dependencies."""
-    session.chain.link(part, journal=[f"placement/{part}/", DEPENDENCIES])
+    open_run.chain.link(part, journal=[f"placement/{part}/", DEPENDENCIES])
 
 
-async def side_by_side(works: Iterable[Coroutine[object, object, object]]) -> None:
+async def run_concurrently(works: Iterable[Coroutine[object, object, object]]) -> None:
     """Run the works of a stage concurrently. An error that a retry cannot fix cancels all other works at once.
 
     After a transient error the other works are finished first, because the retry reuses everything that they commit.
@@ -239,7 +239,7 @@ async def side_by_side(works: Iterable[Coroutine[object, object, object]]) -> No
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_EXCEPTION)
             for ended in done:
                 error = ended.exception()
-                if error is not None and not isinstance(error, TRANSIENT):
+                if error is not None and not isinstance(error, TRANSIENT_ERRORS):
                     raise error
     finally:
         for unfinished in pending:
@@ -249,24 +249,24 @@ async def side_by_side(works: Iterable[Coroutine[object, object, object]]) -> No
         ended.result()
 
 
-async def committed(session: Session, key: str) -> Manifest:
+async def wait_for_manifest(open_run: OpenRun, key: str) -> Manifest:
     """Return the manifest under `key` after another controller has committed it.
 
     Raises WorkerStalled if this process sees no commit at all for `controllers.silence_seconds`.
     """
-    silence, began = session.settings.controllers.silence_seconds, time.monotonic()
-    pause, longest = LOOK_SECONDS[session.settings.controllers.where]
-    while (manifest := await session.query_store(lambda: session.run.find(key))) is None:
+    silence, began = open_run.settings.controllers.silence_seconds, time.monotonic()
+    pause, longest = POLL_SECONDS[open_run.settings.controllers.where]
+    while (manifest := await open_run.query_store(lambda: open_run.run.find(key))) is None:
         now = time.monotonic()
-        remaining_seconds = max(began, session.commits.newest) + silence - now
+        remaining_seconds = max(began, open_run.commits.last_commit_time) + silence - now
         if remaining_seconds <= 0:
             raise WorkerStalled(
                 f"No controller has committed {key} within {silence:g} s (controllers.silence_seconds)."
             )
-        await session.commits.wait(key, seconds=min(pause, remaining_seconds))
-        pause = min(2 * pause, max(longest, (now - began) / LOOKS_LATE))
+        await open_run.commits.wait(key, seconds=min(pause, remaining_seconds))
+        pause = min(2 * pause, max(longest, (now - began) / POLL_DIVISOR))
     # a commit of another process shows other waiting tasks that the controllers are alive
-    session.commits.announce(key)
+    open_run.commits.announce(key)
     return manifest
 
 
@@ -286,7 +286,7 @@ async def is_transient(task: Task[..., object], task_run: TaskRun, state: State[
     wrong result."""
     try:
         await state.aresult()
-    except TRANSIENT:
+    except TRANSIENT_ERRORS:
         return True
     except Exception:  # aresult raises the error of the task, and no other error is transient
         return False

@@ -11,7 +11,7 @@ from infra.store.bundles import BundleRef, has_bundle
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from tasks.run.keys import StageKey
-from tasks.run.returns import policy_after, version_before
+from tasks.run.reverts import policy_after, version_before
 
 STATES = ("state", "critic_state")
 """Names under which manifests store the optimizer states of a policy and of its critic."""

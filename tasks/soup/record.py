@@ -22,7 +22,7 @@ from tasks.config.run import RunConfig
 from tasks.promotion.registry import now
 from tasks.promotion.suites import directory_after
 from tasks.run.dependencies import dependencies_of
-from tasks.run.returns import policy_after
+from tasks.run.reverts import policy_after
 from tasks.soup.merging import MergedPolicy, write_merged
 from tasks.soup.parts import (
     PreferencePoint,

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from infra.errors import BadInput, Damaged
 from infra.store.runs import Run, list_runs, open_run
-from tasks.run.keys import StageKey, evaluation_key, iteration_key, iterations_among
+from tasks.run.keys import StageKey, evaluation_key, iteration_key, iteration_numbers
 from tasks.tracking.points import evaluation_scalars, iteration_scalars
 
 PREFIX: Final = "rheostat_"
@@ -51,7 +51,7 @@ def numbers_of(run: Run) -> dict[str, float]:
     """Return the scalars of the last sealed iteration and of the last evaluation, together with their numbers."""
     folders = run.folders()
     numbers: dict[str, float] = {}
-    seals = (StageKey.of(iteration_key(number), "seal") for number in reversed(iterations_among(folders)))
+    seals = (StageKey.of(iteration_key(number), "seal") for number in reversed(iteration_numbers(folders)))
     if (sealed := next(filter(None, map(run.find, seals)), None)) is not None:
         sealed_at = datetime.fromisoformat(sealed.provenance.created).timestamp()
         numbers |= iteration_scalars(sealed) | {"iteration": float(StageKey.parse(sealed.key).iteration)}

@@ -11,15 +11,15 @@ from contextvars import ContextVar
 
 from infra.errors import RheostatError
 from infra.store.runs import Run
-from infra.trackers.feed import Feed
-from tasks.run.session import Session
+from infra.trackers.processes import TrackerProcesses
+from tasks.run.open_run import OpenRun
 from tasks.run.stages import stage
 from tasks.tracking.metrics_file import extend_metrics, renew_metrics
-from tasks.tracking.mirror import feed_of
+from tasks.tracking.mirror import tracker_processes_of
 
 logger = logging.getLogger(__name__)
 
-_FEED: ContextVar[Feed | None] = ContextVar("feed", default=None)
+_TRACKERS: ContextVar[TrackerProcesses | None] = ContextVar("trackers", default=None)
 """Trackers of the run that is open in this context, or None if it has none."""
 
 
@@ -35,45 +35,45 @@ def note_metrics(run: Run, *, is_over: bool = False) -> None:
         logger.warning("metrics.jsonl is not up to date: %s", error)
 
 
-async def track_iteration(session: Session, number: int) -> None:
+async def track_iteration(open_run: OpenRun, number: int) -> None:
     """Notify the trackers, if any, of a sealed iteration."""
-    if (feed := _FEED.get()) is not None:
-        await _notify_trackers(session, feed, number)
+    if (trackers := _TRACKERS.get()) is not None:
+        await _notify_trackers(open_run, trackers, number)
 
 
 @stage("track it-{number:04d}")
-async def _notify_trackers(session: Session, feed: Feed, number: int) -> None:
-    feed.look()
-    _log_warnings(feed)
+async def _notify_trackers(open_run: OpenRun, trackers: TrackerProcesses, number: int) -> None:
+    trackers.request_sync()
+    _log_warnings(trackers)
 
 
 @asynccontextmanager
-async def tracked(session: Session) -> AsyncIterator[None]:
+async def tracked(open_run: OpenRun) -> AsyncIterator[None]:
     """Mirror the run to its trackers during the block. At the end, even after an error, the trackers may catch up as
     long as they respond."""
-    if not session.settings.tracking:
+    if not open_run.settings.tracking:
         yield
-        note_metrics(session.run, is_over=True)
+        note_metrics(open_run.run, is_over=True)
         return
-    feed = feed_of(session.run, session.settings.tracking)
-    token = _FEED.set(feed)
-    feed.look()
+    trackers = tracker_processes_of(open_run.run, open_run.settings.tracking)
+    token = _TRACKERS.set(trackers)
+    trackers.request_sync()
     try:
         yield
-        note_metrics(session.run, is_over=True)
+        note_metrics(open_run.run, is_over=True)
     finally:
-        _FEED.reset(token)
-        await _finish_trackers(session, feed)
+        _TRACKERS.reset(token)
+        await _finish_trackers(open_run, trackers)
 
 
-async def _finish_trackers(session: Session, feed: Feed) -> None:
-    reports = await asyncio.get_running_loop().run_in_executor(None, feed.finish)
-    _log_warnings(feed)
+async def _finish_trackers(open_run: OpenRun, trackers: TrackerProcesses) -> None:
+    reports = await asyncio.get_running_loop().run_in_executor(None, trackers.finish)
+    _log_warnings(trackers)
     for behind in (report.tracker for report in reports if report.problem):
-        command = f"rheostat track {session.run.name} --tracking CONFIG"
+        command = f"rheostat track {open_run.run.name} --tracking CONFIG"
         logger.warning("tracker %r is missing a part of the run. Send it with `%s`", behind, command)
 
 
-def _log_warnings(feed: Feed) -> None:
-    for line in feed.warnings():
+def _log_warnings(trackers: TrackerProcesses) -> None:
+    for line in trackers.warnings():
         logger.warning("%s; the run continues", line)

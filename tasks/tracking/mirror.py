@@ -17,11 +17,11 @@ from infra.config import fingerprint_of
 from infra.errors import BadInput, RheostatError
 from infra.store.runs import TRACKERS, Run, open_run
 from infra.trackers.config import Tracker
-from infra.trackers.feed import STUCK, Feed, MirrorOrder, MirrorReport, send
+from infra.trackers.processes import STUCK, MirrorOrder, MirrorReport, TrackerProcesses, send
 from infra.trackers.records import Mirror, OpenMirror, Product
 from infra.variants import implementation_of
 from models.records.versions import policy_of
-from tasks.run.returns import policy_after
+from tasks.run.reverts import policy_after
 from tasks.tracking.points import PointName, places_after, point_at, subject_of
 
 COMMAND: Final = (sys.executable, "-P", "-m", "tasks.tracking.mirror")
@@ -34,12 +34,12 @@ COMPUTES_SECONDS: Final = 0.02  # processor seconds between two checks; a waitin
 SHOWN: Final = 300  # characters of an error message
 
 
-def feed_of(run: Run, trackers: Sequence[Tracker]) -> Feed:
-    """Return the feed that starts one mirror process per tracker of a run."""
+def tracker_processes_of(run: Run, trackers: Sequence[Tracker]) -> TrackerProcesses:
+    """Return the tracker processes of a run, which are not started yet."""
     home = run.store.uri.rpartition("/")[0]
     patience = PATIENCE_SECONDS
     orders = [MirrorOrder(store=home, run=run.name, tracker=each, patience_seconds=patience) for each in trackers]
-    return Feed(COMMAND, orders)
+    return TrackerProcesses(COMMAND, orders)
 
 
 class Watchdog:

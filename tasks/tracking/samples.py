@@ -12,7 +12,7 @@ from models.records.columns import Floats
 from models.records.seeds import derive_seed
 from models.records.work import ScoredShard
 from models.rollouts.preview import RolloutPreview, read_rows
-from tasks.run.batch import rollouts_of, without_rollouts
+from tasks.run.batch import iterations_without_rollouts, rollouts_of
 from tasks.run.keys import StageKey
 from tasks.views.runs import media_of
 
@@ -25,7 +25,7 @@ COLUMNS: Final = ("why", "reward", "prompt", "completion", "answer", "tokens", "
 def sample_table(run: Run, iteration: int) -> TextTable | None:
     """Return some completions of an iteration as a table, the same on each call, or None if its rollouts were
     deleted."""
-    if without_rollouts(run, [iteration]):
+    if iterations_without_rollouts(run, [iteration]):
         return None
     pairs = [_scored_shard(run, StageKey.parse(rollouts.key)) for rollouts in rollouts_of(run, iteration)]
     rewards = [np.asarray(read_shard(run.store, pair.scores, ["reward"])["reward"], np.float64) for pair in pairs]
@@ -54,7 +54,7 @@ def chosen_rows(rewards_N: Floats, *, seed: int) -> dict[int, str]:
 
 
 def _scored_shard(run: Run, rollouts: StageKey) -> ScoredShard:
-    rollout_manifest, scored = run.require(rollouts), run.require(rollouts.at("scoring"))
+    rollout_manifest, scored = run.require(rollouts), run.require(rollouts.with_stage("scoring"))
     return ScoredShard(rollouts=rollout_manifest.shards[0], scores=scored.shards[0])
 
 

@@ -21,7 +21,7 @@ from models.config.environments import EpisodeSettings
 from models.records.replays import Difference, ReplayWork
 from models.records.seeds import derive_seed
 from models.records.versions import policy_of
-from tasks.run.batch import without_rollouts
+from tasks.run.batch import iterations_without_rollouts
 from tasks.run.iteration import Iteration
 from tasks.views.metrics import sealed_iterations
 
@@ -80,9 +80,9 @@ def _reason_against(environment: EpisodeSettings | None) -> str:
 def _sample_episodes(run: Run, sealed: int) -> Iterator[tuple[ShardRef, int]]:
     """Yield rollout shards and rows of all sealed iterations in random order, except rows whose prompts were
     forgotten."""
-    deleted = without_rollouts(run, range(1, sealed + 1))
+    deleted = iterations_without_rollouts(run, range(1, sealed + 1))
     iterations = [Iteration(run, number) for number in range(1, sealed + 1) if number not in deleted]
-    shards = [manifest.shards[0] for iteration in iterations for manifest in iteration.stage("rollout")]
+    shards = [manifest.shards[0] for iteration in iterations for manifest in iteration.shard_manifests("rollout")]
     rows = [(shard, row) for shard in shards for row in range(shard.rows)]
     random.Random(derive_seed("replay", Iteration(run, 1).seed)).shuffle(rows)
     prompts: dict[str, list[str]] = {}

@@ -17,13 +17,13 @@ from models.config.rewards import ScoringConfig
 from models.credit.comparison import compare_rewards, rewards_of
 from models.data.curriculum import DynamicSamplingState, give_back, take_rows
 from models.records.versions import policy_of
-from tasks.run.batch import Batch, without_rollouts
+from tasks.run.batch import Batch, iterations_without_rollouts
 from tasks.run.dependencies import relayout_iteration
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, iteration_key, reward_model_role
-from tasks.run.ordered_returns import recorded_revert_alarms, required_revert
+from tasks.run.ordered_reverts import recorded_revert_alarms, required_revert
 from tasks.run.rescorings import Derived, derived_of, recredit_terms, rescored_batches, rescored_shards, rescoring_terms
-from tasks.run.returns import policy_after, revert_key, reverted_version
+from tasks.run.reverts import policy_after, restored_version, revert_key
 from tasks.run.states import coming_states, is_due, state_every, states_of, took_steps
 from tasks.verification.samples import check_credit, check_rollouts, check_samples, finished_in
 from tasks.views.metrics import sealed_iterations
@@ -69,7 +69,7 @@ def check_invariants(run: Run) -> list[str]:
     digests = {manifest.digest for manifest in run.manifests()}
     problems: list[str] = []
     seals = sealed_iterations(run)
-    deleted = without_rollouts(run, range(1, len(seals) + 1))
+    deleted = iterations_without_rollouts(run, range(1, len(seals) + 1))
     for number, seal in enumerate(seals, start=1):
         expected = StageKey.of(iteration_key(number), "seal")
         if seal.key != expected:
@@ -88,14 +88,18 @@ def check_invariants(run: Run) -> list[str]:
 def _check_prompts(iteration: Iteration) -> Iterator[str]:
     """Check that each batch has the next prompts of the stream, without gaps and without prompts that the iteration
     already has."""
-    cursor, taken_rows, num_prompts = iteration.before.cursor, iteration.before.rows(), iteration.prompts.shards[0].rows
+    cursor, taken_rows, num_prompts = (
+        iteration.start_state.cursor,
+        iteration.start_state.rows(),
+        iteration.prompts.shards[0].rows,
+    )
     if len(set(taken_rows)) < len(taken_rows):
         yield f"{iteration.key}/seal: the previous iteration passed on the same prompt twice"
     for plan in (batch.plan for batch in iteration.batches):
         if len(plan.rows) > num_prompts - len(set(taken_rows)):
             yield f"{plan.plan_key}: {len(plan.rows)} and {len(taken_rows)} other prompts exceed all {num_prompts}"
             return
-        parts, seed = iteration.parts, iteration.seed
+        parts, seed = iteration.data_parts, iteration.seed
         count, others = len(plan.rows), set(taken_rows)
         rows, cursor = take_rows(cursor, count, taken=others, num_prompts=num_prompts, seed=seed, parts=parts)
         if plan.rows != rows or plan.cursor != cursor:
@@ -107,23 +111,24 @@ def _check_prompts(iteration: Iteration) -> Iterator[str]:
 def _check_carry_over(iteration: Iteration) -> Iterator[str]:
     """Check that unused groups pass to the next iteration: none is lost or doubled, and partial completions continue in
     the first shards."""
-    key, after = iteration.stage_key("seal"), iteration.after
-    expected = tuple(groups.rollouts for groups in iteration.before.partial_groups)
+    key, after = iteration.stage_key("seal"), iteration.end_state
+    expected = tuple(groups.rollouts for groups in iteration.start_state.partial_groups)
     for plan in (batch.plan for batch in iteration.batches):
         if plan.carried != (expected if plan.wave == 1 else ()):
             yield f"{plan.plan_key}: the first shards do not continue the partial groups of the previous iteration"
-    rollouts, scores = iteration.stage("rollout"), iteration.stage("scoring")
+    rollouts, scores = iteration.shard_manifests("rollout"), iteration.shard_manifests("scoring")
     surplus_rows = {
         (rollouts[index].key, scores[index].key): surplus.rows
-        for surplus in iteration.surplus
-        if (index := surplus.shard - len(iteration.before.leftover_groups)) >= 0  # surplus groups are kept only once
+        for surplus in iteration.surplus_groups
+        if (index := surplus.shard - len(iteration.start_state.leftover_groups))
+        >= 0  # surplus groups are kept only once
     }
     kept = {(groups.rollouts, groups.scores): groups.rows for groups in after.leftover_groups}
     for pair, rows in kept.items():
         if surplus_rows.get(pair) != rows:
             yield f"{key}: keeps groups of {pair[0]} that are not surplus groups of this iteration"
     waiting = {row for rows in kept.values() for row in rows}
-    returned_rows = [row for surplus in iteration.surplus for row in surplus.rows if row not in waiting]
+    returned_rows = [row for surplus in iteration.surplus_groups for row in surplus.rows if row not in waiting]
     last = iteration.batches[-1].plan.cursor
     if last is None or after.cursor != give_back(last, returned_rows):
         yield f"{key}: the cursor does not follow from the last batch and {len(returned_rows)} returned prompts"
@@ -135,18 +140,20 @@ def _check_carry_over(iteration: Iteration) -> Iterator[str]:
 def _check_sampling(iteration: Iteration) -> Iterator[str]:
     """Check that the number of waves is allowed and that the state of dynamic sampling follows from the issued
     groups."""
-    dynamic, after = iteration.rollout.dynamic, iteration.after
+    dynamic, after = iteration.rollout.dynamic, iteration.end_state
     max_batches = 1 if dynamic is None else 1 + dynamic.max_extra_waves
     if len(iteration.batches) > max_batches:
         yield f"{iteration.key}/seal: {len(iteration.batches)} batches, expected at most {max_batches}"
     expected = None
     if dynamic is not None:
-        num_issued = sum(int(manifest.metrics["groups"]) for manifest in iteration.stage("rollout"))
-        informative = sum(int(manifest.metrics["informative_groups"]) for manifest in iteration.stage("scoring"))
-        expected = (iteration.before.sampling or DynamicSamplingState()).after(num_issued, informative)
+        num_issued = sum(int(manifest.metrics["groups"]) for manifest in iteration.shard_manifests("rollout"))
+        informative = sum(
+            int(manifest.metrics["informative_groups"]) for manifest in iteration.shard_manifests("scoring")
+        )
+        expected = (iteration.start_state.sampling or DynamicSamplingState()).after(num_issued, informative)
     if after.sampling != expected:
         yield f"{iteration.key}/seal: the state of dynamic sampling is {after.sampling}, expected {expected}"
-    if iteration.surplus and dynamic is None:
+    if iteration.surplus_groups and dynamic is None:
         yield f"{iteration.key}/credit: has surplus groups without dynamic sampling"
     keeps = dynamic is not None and dynamic.surplus == "keep"
     if after.leftover_groups and not keeps:
@@ -176,9 +183,9 @@ def _check_return(iteration: Iteration) -> Iterator[str]:
         yield f"{key}: expected {'none' if expected is None else expected}, found {actual}"
     elif (
         manifest is not None
-        and policy_of(manifest).digest != policy_of(policy_after(run, reverted_version(manifest))).digest
+        and policy_of(manifest).digest != policy_of(policy_after(run, restored_version(manifest))).digest
     ):
-        yield f"{key}: the weights are not those of policy {reverted_version(manifest)}"
+        yield f"{key}: the weights are not those of policy {restored_version(manifest)}"
 
 
 def check_derived(run: Run) -> Iterator[str]:
@@ -192,7 +199,7 @@ def check_derived(run: Run) -> Iterator[str]:
                 if parent not in digests:
                     yield f"{manifest.key}: no manifest has the parent digest {parent}"
         check = _check_rescored if line.kind == "rescore" else _check_recredited
-        deleted = without_rollouts(run, line.iterations)
+        deleted = iterations_without_rollouts(run, line.iterations)
         for number in line.iterations:
             yield from () if number in deleted else check(Iteration(run, number), derived)
 
@@ -231,7 +238,9 @@ def _check_scores(run: Run, rollouts: Manifest, scores: Manifest, scoring: Scori
 def _check_verdicts(batch: Batch, scoring: ScoringConfig) -> Iterator[str]:
     """Check that every verdict shard belongs to its rollouts."""
     for term in scoring.model_rewards:
-        for rollouts, verdicts in zip(batch.rollouts, batch.stage(reward_model_role(term)), strict=True):
+        for rollouts, verdicts in zip(
+            batch.rollout_manifests, batch.stage_manifests(reward_model_role(term)), strict=True
+        ):
             if rollouts.digest not in verdicts.parents:
                 yield f"{verdicts.key}: {rollouts.key} is not among the parents"
 
@@ -244,11 +253,11 @@ def _check_recredited(iteration: Iteration, derived: Derived) -> Iterator[str]:
         yield f"{derived.terms_key}: the manifest is missing"
         return
     credit = derived.made(run, iteration.number, "credit")
-    scored = iteration.scored(prefix="" if terms.scores is None else Derived("rescore", terms.scores).prefix)
+    scored = iteration.scored_rollouts(prefix="" if terms.scores is None else Derived("rescore", terms.scores).prefix)
     parents = [manifest.digest for manifest in scored.manifests]
     if list(credit.parents[: len(parents)]) != parents:
         yield f"{credit.key}: the parents are not the iteration's rollouts and their scores"
-    if len(credit.parents) > len(parents) and credit.parents[-1] != iteration.made("estimates").digest:
+    if len(credit.parents) > len(parents) and credit.parents[-1] != iteration.stage_manifest("estimates").digest:
         yield f"{credit.key}: the last parent is not {iteration.stage_key('estimates')}"
     finished = {name: each.samples for part in scored.rollouts for name, each in finished_in(run, part).items()}
     if any(count != finished.get(name) for name, count in Counter(_read_names(run, credit.shards[0])).items()):

@@ -27,7 +27,7 @@ from models.credit.inputs import TermColumns, term_columns
 from models.credit.selection import group_columns, informative_by
 from models.records.columns import Mask, row_arrays
 from models.records.schemas import EXPERTS
-from tasks.run.batch import rollouts_of, with_rollouts
+from tasks.run.batch import iterations_with_rollouts, rollouts_of
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, iteration_key
 from tasks.run.rescorings import Derived, rescoring_terms, sealed_numbers
@@ -54,7 +54,7 @@ def export_run(store: str, name: str, *, scores: str | None = None) -> list[str]
                 raise BadInput(f"Run {name!r} has no sealed iteration to export yet.")
             return [
                 export_parquet(run, export_tables(run, number), iteration_key(number))
-                for number in with_rollouts(run, numbers)
+                for number in iterations_with_rollouts(run, numbers)
             ]
         derived = known_rescoring(run, scores)
         numbers = sealed_numbers(run, derived)
@@ -62,7 +62,7 @@ def export_run(store: str, name: str, *, scores: str | None = None) -> list[str]
             raise BadInput(f"{derived.label} of run {name!r} has no complete iteration to export yet.")
         return [
             export_parquet(run, export_tables(run, number, derived), derived.iteration_key(number))
-            for number in with_rollouts(run, numbers)
+            for number in iterations_with_rollouts(run, numbers)
         ]
 
 
@@ -98,7 +98,7 @@ def export_tables(run: Run, number: int, derived: Derived | None = None) -> Iter
     prefix = "" if derived is None else derived.prefix
     informative, terms = _informative_rule(run, derived)
     manifest = run.find(iteration.stage_key("estimates"))
-    scored = iteration.scored()
+    scored = iteration.scored_rollouts()
     estimates = (
         {} if manifest is None else dict(zip((each.key for each in scored.rollouts), manifest.shards, strict=True))
     )
@@ -120,7 +120,7 @@ def export_tables(run: Run, number: int, derived: Derived | None = None) -> Iter
 
 
 def _read_scores(run: Run, rollouts: Manifest, prefix: str) -> pa.Table:
-    scored = run.find(StageKey.parse(rollouts.key).at("scoring").below(prefix))
+    scored = run.find(StageKey.parse(rollouts.key).with_stage("scoring").with_prefix(prefix))
     assert scored is not None, "a sealed iteration has scores for every rollout shard"
     return read_shard(run.store, scored.shards[0])
 

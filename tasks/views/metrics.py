@@ -13,7 +13,7 @@ from infra.statistics import mean_interval
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from models.config.training import EvaluationConfig
-from tasks.run.keys import StageKey, iteration_key, iterations_among
+from tasks.run.keys import StageKey, iteration_key, iteration_numbers
 from tasks.views.diagnosis import WAITED, warnings_of
 
 _TERM_MEAN = re.compile(r"credit/term_(.+)_mean")
@@ -347,7 +347,7 @@ def _evaluation_summaries(run: Run) -> list[Manifest]:
 
 def sealed_iterations(run: Run) -> list[Manifest]:
     """Return the seals of all sealed iterations, in order. Seals that were read before cost no store request."""
-    numbers = iterations_among(run.folders())
+    numbers = iteration_numbers(run.folders())
     seals = (run.find(StageKey.of(iteration_key(number), "seal")) for number in numbers)
     return [sealed for sealed in seals if sealed is not None]
 

@@ -30,7 +30,7 @@ from models.records.merges import MergeWork
 from models.records.versions import ModelVersion, policy_of
 from models.records.work import ExportWork
 from tasks.run.keys import DPO, SFT, StageKey
-from tasks.run.returns import policy_key
+from tasks.run.reverts import policy_key
 from tasks.views.card import CARD, model_card
 from tasks.views.metrics import evaluations_of, sealed_iterations
 

@@ -17,7 +17,7 @@ from infra.errors import BadInput
 from infra.processes.guard import guarded_directory
 from infra.store.runs import Run, list_runs
 from infra.store.storage import open_store
-from tasks.run.batch import without_rollouts
+from tasks.run.batch import iterations_without_rollouts
 from tasks.run.keys import iteration_key
 from tasks.views.export import export_file, export_tables, write_export
 from tasks.views.metrics import sealed_iterations
@@ -116,7 +116,7 @@ def _view_files(run: Run, view: str, scratch: Path) -> Iterator[Path]:
 def _rollout_files(run: Run, scratch: Path) -> Iterator[Path]:
     """Yield one Parquet file for each iteration whose rollouts are stored. An already exported file is reused."""
     numbers = range(1, len(sealed_iterations(run)) + 1)
-    deleted = without_rollouts(run, numbers)
+    deleted = iterations_without_rollouts(run, numbers)
     for number in numbers:
         key = iteration_key(number)
         if run.store.exists(export_file(key)):

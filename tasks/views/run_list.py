@@ -13,7 +13,7 @@ from infra.store.manifests import Manifest
 from infra.store.run_record import RECORD
 from infra.store.runs import Run, list_runs, open_run
 from infra.store.storage import is_key, open_store
-from tasks.run.keys import StageKey, iteration_key, iterations_among
+from tasks.run.keys import StageKey, iteration_key, iteration_numbers
 from tasks.views.metrics import format_number
 
 RunStatus = Literal["running", "done", "crashed", "stopped", "damaged"]
@@ -127,7 +127,9 @@ def _creation_time(opened: Run | RunLine) -> tuple[bool, str]:
 def _read_line(run: Run) -> RunLine:
     try:
         folders, holding = run.folders(), run.holding()
-        sealed = [number for number in iterations_among(folders) if run.has(StageKey.of(iteration_key(number), "seal"))]
+        sealed = [
+            number for number in iteration_numbers(folders) if run.has(StageKey.of(iteration_key(number), "seal"))
+        ]
         evaluations = _read_evaluations(run, folders)
         last = [run.require(StageKey.of(iteration_key(number), "seal")) for number in sealed[-1:]]
         means = [each.metrics["accuracy"] for each in evaluations]

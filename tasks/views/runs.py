@@ -21,10 +21,16 @@ from models.config.rewards import ScoringConfig
 from models.records.media import Media, ShownImage
 from models.records.versions import directory_of, policy_of
 from models.rollouts.preview import RolloutPreview, read_samples
-from tasks.run.batch import check_rollouts_kept, pictures_of, rollouts_of, rollouts_under, without_rollouts
-from tasks.run.keys import PROMPTS, StageKey, iteration_key, iterations_among
+from tasks.run.batch import (
+    check_rollouts_kept,
+    iterations_without_rollouts,
+    picture_shards_of,
+    rollouts_of,
+    rollouts_of_batch,
+)
+from tasks.run.keys import PROMPTS, StageKey, iteration_key, iteration_numbers
 from tasks.run.rescorings import Derived, DerivedLine, derived_of
-from tasks.run.returns import policy_key
+from tasks.run.reverts import policy_key
 from tasks.views.metrics import (
     Accuracy,
     IterationReport,
@@ -48,7 +54,7 @@ def sample_rollouts(
     check_rollouts_kept(run, [iteration])
     rollouts = rollouts_of(run, iteration)
     if not rollouts:
-        started = [iteration_key(number) for number in iterations_among(run.folders()) if rollouts_of(run, number)]
+        started = [iteration_key(number) for number in iteration_numbers(run.folders()) if rollouts_of(run, number)]
         existing = f"{started[0]} to {started[-1]}" if started else "none yet"
         raise BadInput(
             f"Run {run.name!r} has no rollouts of iteration {iteration}. Iterations with rollouts: {existing}"
@@ -66,7 +72,7 @@ def sample_rollouts(
 
 
 def _read_previews(run: Run, manifest: Manifest, iteration: int, *, limit: int | None) -> list[RolloutPreview]:
-    scored = run.find(StageKey.parse(manifest.key).at("scoring"))
+    scored = run.find(StageKey.parse(manifest.key).with_stage("scoring"))
     scores = None if scored is None else scored.shards[0]
     media = media_of(run, "train", rollouts=[manifest])
     return read_samples(run.store, manifest.shards[0], scores, iteration=iteration, media=media, limit=limit)
@@ -76,7 +82,7 @@ def media_of(run: Run, *splits: str, rollouts: Iterable[Manifest] = ()) -> Media
     """Return the images of the prompts of these splits, and the images that the given rollouts consist of."""
     manifests = filter(None, (run.find(PROMPTS[split]) for split in splits))
     shards = [shard for prompts in manifests for shard in prompts.shards[1:]]
-    return Media(run.store, [*shards, *(shard for each in rollouts for shard in pictures_of(each))])
+    return Media(run.store, [*shards, *(shard for each in rollouts for shard in picture_shards_of(each))])
 
 
 def write_image(run: Run, digest: str, target: Path) -> ShownImage:
@@ -104,10 +110,10 @@ def write_image(run: Run, digest: str, target: Path) -> ShownImage:
 
 def _stored_rollouts(run: Run) -> list[Manifest]:
     """Return the rollout manifests of all iterations and evaluations whose shards still exist."""
-    iterations = [*iterations_among(run.folders())]
-    keys = [iteration_key(number) for number in {*iterations} - without_rollouts(run, iterations)]
+    iterations = [*iteration_numbers(run.folders())]
+    keys = [iteration_key(number) for number in {*iterations} - iterations_without_rollouts(run, iterations)]
     keys += [key for key in run.folders() if key.startswith("eval-")]
-    return [manifest for key in sorted(keys) for manifest in rollouts_under(run, key)]
+    return [manifest for key in sorted(keys) for manifest in rollouts_of_batch(run, key)]
 
 
 def producers_of(run: Run) -> dict[str, list[str]]:

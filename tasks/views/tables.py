@@ -19,10 +19,10 @@ from infra.store.shards import read_shard
 from models.config.rewards import ScoringConfig
 from models.records.schemas import VERDICT_SCHEMA
 from models.records.versions import policy_of
-from tasks.run.batch import rollouts_of, without_rollouts
+from tasks.run.batch import iterations_without_rollouts, rollouts_of
 from tasks.run.keys import StageKey, iteration_key, reward_model_role
 from tasks.run.rescorings import Derived, Kind, derived_of, rescoring_terms
-from tasks.run.returns import policy_after
+from tasks.run.reverts import policy_after
 from tasks.views.metrics import sealed_iterations
 
 PLACE: Final = ("prompt_row", "sample")
@@ -89,7 +89,7 @@ def _policy_tables(run: Run) -> Iterator[pa.Table]:
 def _sample_tables(run: Run) -> Iterator[pa.Table]:
     """Yield tables with the credit of every training sample, of the run itself and of its re-credits."""
     for number, name, prefix in _stored_iterations(run, "recredit"):
-        credit = run.require(StageKey.of(iteration_key(number), "credit").below(prefix))
+        credit = run.require(StageKey.of(iteration_key(number), "credit").with_prefix(prefix))
         values = {"run": run.name, "iteration": number, "name": name}
         columns = ("prompt_row", "sample", "num_prompt_tokens", "advantages", "staleness")
         for shard in credit.shards:
@@ -113,9 +113,9 @@ def _score_tables(run: Run) -> Iterator[pa.Table]:
 
 def _term_table(run: Run, rollouts: StageKey, term: str, *, prefix: str) -> pa.Table:
     """Return one reward term of a shard's completions, with the verdicts of the model that scores it."""
-    scored = run.require(rollouts.at("scoring").below(prefix))
+    scored = run.require(rollouts.with_stage("scoring").with_prefix(prefix))
     scores = read_shard(run.store, scored.shards[0], (*PLACE, "reward", f"reward_{term}", "error"))
-    judged, verdict_lists = run.find(rollouts.at(reward_model_role(term)).below(prefix)), None
+    judged, verdict_lists = run.find(rollouts.with_stage(reward_model_role(term)).with_prefix(prefix)), None
     if judged is not None:
         by_completion = _verdicts_by_completion(read_shard(run.store, judged.shards[0]))
         verdict_lists = [
@@ -138,7 +138,10 @@ def _stored_iterations(run: Run, kind: Kind) -> Iterator[tuple[int, str | None, 
     """Yield (iteration, name, prefix) for each sealed iteration with stored shards: first with no name for the run
     itself, then with the name of each re-scoring or re-credit."""
     numbers = range(1, len(sealed_iterations(run)) + 1)
-    deleted, derived = without_rollouts(run, numbers), [line for line in derived_of(run) if line.kind == kind]
+    deleted, derived = (
+        iterations_without_rollouts(run, numbers),
+        [line for line in derived_of(run) if line.kind == kind],
+    )
     for number in (number for number in numbers if number not in deleted):
         yield number, None, ""
         for line in derived:

@@ -26,7 +26,7 @@ def evaluate(policy: Path, *arguments: str, home: Path) -> str:
     return subprocess.run(command, cwd=home, env=environment, stdout=subprocess.PIPE, check=True, text=True).stdout
 
 
-def test_every_version_has_the_initial_weights_and_its_own_adapter(adapted):
+def test_every_version_consists_of_the_initial_weights_and_a_separate_adapter(adapted):
     first, one, two = (bundles_of(adapted.run, key) for key in ("policy/initial", "it-0001/update", "it-0002/update"))
     assert first.keys() == {"weights"}
     assert first["weights"] == one["weights"] == two["weights"]

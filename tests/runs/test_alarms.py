@@ -6,7 +6,7 @@ from flows.cli.app import main
 from infra.errors import AlarmStopped
 from models.records.versions import policy_of
 from tasks.run.iteration import Iteration
-from tasks.run.returns import policy_after
+from tasks.run.reverts import policy_after
 from tasks.verification.invariants import verify_run
 from tests.support.checker import problems_of
 from tests.support.in_process import InProcessJob
@@ -37,7 +37,7 @@ def test_a_revert_continues_from_the_last_good_policy_with_its_critic_and_its_kl
     assert [run.require(f"it-000{number}/return").detail["to"] for number in (3, 4, 5)] == [1, 3, 4]
     assert run.find("it-0002/return") is None
     fourth = Iteration(run, 4)
-    assert fourth.behaviour == "it-0003/return" == run.require("it-0004/plan").detail["policy"]
+    assert fourth.generating_policy_key == "it-0003/return" == run.require("it-0004/plan").detail["policy"]
     assert fourth.update.parents[0] == run.require("it-0003/return").digest
     coefficients = [run.require(f"it-000{number}/credit").metrics["kl_coefficient"] for number in (1, 2, 3, 4, 5)]
     assert coefficients[0] != coefficients[1] == coefficients[3] == coefficients[4] != coefficients[2]

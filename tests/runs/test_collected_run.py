@@ -65,7 +65,7 @@ def test_gc_deletes_only_files_that_no_manifest_names(copied, reference):
 @pytest.mark.parametrize(
     "lost", ["manifests/it-0001", "manifests", "manifests/it-0002/update.json", "chain+manifests/it-0001"]
 )
-def test_a_run_that_lost_records_is_neither_collected_nor_given_up_nor_forgotten_nor_copied(copied, lost):
+def test_gc_forget_and_copy_refuse_a_run_with_lost_records(copied, lost):
     (prompt_id,) = chosen(copied)[:1]
     (copied.home / "ids").write_text(prompt_id)
     for name in lost.split("+"):

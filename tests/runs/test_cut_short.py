@@ -28,10 +28,10 @@ def continued(reference, tmp_path_factory):
     (job.home / "left").write_text(json.dumps(sorted(manifests_of(job.run))))
     seal = flows.iteration.seal_iteration
 
-    def late(session, iteration):
+    def late(open_run, iteration):
         if iteration.number == 3:
             assert wait_for((job.run / "manifests/it-0004/update.json").exists, seconds=120)
-        return seal(session, iteration)
+        return seal(open_run, iteration)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flows.iteration, "seal_iteration", late)

@@ -22,7 +22,7 @@ def test_heldout_accuracy_rises_by_at_least_30_points(tmp_path, seed):
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_job_that_init_writes_learns_and_has_no_warnings(tmp_path, seed):
+def test_the_job_that_init_writes_improves_the_policy_without_warnings(tmp_path, seed):
     assert main(["init", str(tmp_path / "job")]) == 0
     summary = demo(tmp_path, f"seed={seed}", config=str(tmp_path / "job/job.toml"))
     assert summary["after"]["mean"] - summary["before"]["mean"] >= 0.3
@@ -36,7 +36,7 @@ def test_the_job_that_init_writes_learns_and_has_no_warnings(tmp_path, seed):
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_policy_learns_to_ask_its_calculator(tmp_path, seed):
+def test_a_policy_learns_to_call_its_calculator(tmp_path, seed):
     summary = demo(tmp_path, f"seed={seed}", config="configs/tools.toml")
     assert summary["before"]["mean"] <= 0.1
     assert summary["after"]["mean"] >= 0.85
@@ -53,7 +53,7 @@ def test_a_policy_learns_to_ask_its_user_first(tmp_path, seed):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
-def test_without_a_learning_rate_nothing_is_learnt(tmp_path):
+def test_with_a_learning_rate_of_zero_the_policy_does_not_improve(tmp_path):
     still = ("update.learning_rate=0", "iterations=2", "evaluation.temperature=1.0", "warmup.steps=200")
     summary = demo(tmp_path, *still)
     before, after = summary["before"], summary["after"]

@@ -23,7 +23,7 @@ from models.records.media import Gallery, Media
 from models.records.model_input import ModelInput, rollout_inputs
 from models.records.versions import policy_of
 from models.text.tokenizer import load_tokenizer
-from tasks.run.batch import pictures_of
+from tasks.run.batch import picture_shards_of
 from tasks.run.keys import StageKey
 from tasks.verification.invariants import verify_run
 from tests.support import checker
@@ -40,10 +40,12 @@ FAMILY = "diffusion"
 def drawn_in(run):
     """Completions and pictures of each shard of rollouts, by key."""
     made = [each for each in run.manifests() if "/rollout/" in each.key]
-    return {each.key: (read_shard(run.store, each.shards[0]), Media(run.store, pictures_of(each))) for each in made}
+    return {
+        each.key: (read_shard(run.store, each.shards[0]), Media(run.store, picture_shards_of(each))) for each in made
+    }
 
 
-def test_every_completion_has_its_own_image_and_the_states_of_its_trained_steps(whole):
+def test_every_completion_has_an_image_and_the_states_of_its_trained_steps(whole):
     run = open_tiny(whole)
     for key, (table, media) in drawn_in(run).items():
         digests = [digest for images in table["images"].to_pylist() for digest in images]
@@ -243,7 +245,9 @@ def engine_tokens(directory, text):
     ],
     ids=["zero2", "zero3", "lora-kl", "kl-batch-std", "sde-guidance", "dance-bfloat16"],
 )
-def test_a_diffusion_policy_trains_with(changed, tmp_path, together, prefect_api):
+def test_a_diffusion_policy_trains_with_other_parallelism_precision_and_samplers(
+    changed, tmp_path, together, prefect_api
+):
     job = InProcessJob(tmp_path, prefect_api)
     keys = {each.partition("=")[0] for each in changed}
     settings = read_families()["diffusion"].settings(together)

@@ -131,7 +131,7 @@ def test_a_failing_environment_loses_only_its_episodes_until_too_many_are_missin
         job.train(*settings, *HOSTILE, "scoring.max_missing=0.05", "name=stricter")
 
 
-def test_verify_says_that_a_run_without_environment_has_no_episodes(reference):
+def test_verify_reports_that_a_run_without_environment_has_no_episodes(reference):
     checked = reference.command("verify", "--environment")
     assert checked.code == 0
     assert checked.output.splitlines()[1:] == ["no episode was replayed: the run has no environment"]

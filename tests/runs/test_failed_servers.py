@@ -67,7 +67,7 @@ def strike(job: Job, failure: Failure) -> None:
     assert wait_for(lambda: not alive(family), seconds=15), alive(family)
 
 
-def test_a_server_that_fails_at_any_moment_ends_the_run_by_name_and_the_same_command_continues(reference, tmp_path):
+def test_a_failed_server_ends_the_run_with_its_name_and_the_same_command_continues_the_run(reference, tmp_path):
     for failure in FAILURES:
         job = Job(tmp_path, ignores=(signal.SIGINT,) if failure.interrupt == signal.SIGTERM else ())
         strike(job, failure)

@@ -43,7 +43,7 @@ def stopped_inside(reference, home, *, without):
 
 
 @pytest.mark.slow
-def test_a_damaged_shard_of_an_unsealed_iteration_stops_by_name_and_changes_nothing(reference, tmp_path):
+def test_a_damaged_shard_of_an_unsealed_iteration_stops_the_run_and_is_named(reference, tmp_path):
     stages = ("scoring/0001", "credit", "update", "seal")
     job = stopped_inside(reference, tmp_path, without=[f"it-0003/{stage}" for stage in stages])
     shard = job.run / manifest_of(job.run, "it-0003/rollout/0001")["shards"][0]["key"]
@@ -60,7 +60,7 @@ def test_a_damaged_shard_of_an_unsealed_iteration_stops_by_name_and_changes_noth
 
 
 @pytest.mark.slow
-def test_a_missing_policy_file_stops_by_name(reference, tmp_path):
+def test_a_missing_policy_file_stops_the_run_and_is_named(reference, tmp_path):
     stages = ("rollout/*", "scoring/*", "credit", "update", "seal")
     job = stopped_inside(reference, tmp_path, without=[f"it-0003/{stage}" for stage in stages])
     policy = bundles_of(job.run, "it-0002/update")["weights"]
@@ -72,7 +72,7 @@ def test_a_missing_policy_file_stops_by_name(reference, tmp_path):
 
 
 @pytest.mark.slow
-def test_one_damaged_bit_in_the_weights_to_be_served_stops_by_name(reference, tmp_path):
+def test_one_damaged_bit_in_the_weights_stops_the_run_and_is_named(reference, tmp_path):
     stages = ("rollout/*", "scoring/*", "credit", "update", "seal")
     job = stopped_inside(reference, tmp_path, without=[f"it-0003/{stage}" for stage in stages])
     policy = bundles_of(job.run, "it-0002/update")["weights"]
@@ -90,7 +90,7 @@ def test_one_damaged_bit_in_the_weights_to_be_served_stops_by_name(reference, tm
 
 
 @pytest.mark.slow
-def test_workers_that_die_whenever_they_start_end_the_job_by_name_and_leave_nothing(reference, tmp_path):
+def test_workers_that_die_at_every_start_end_the_job_with_a_named_error_and_leave_nothing(reference, tmp_path):
     job = Job(tmp_path, reference.api)
     ended = job.train(faults=[Fault("rollout", "start", "")] * 40)
     assert ended.code == 1
@@ -105,7 +105,7 @@ def test_workers_that_die_whenever_they_start_end_the_job_by_name_and_leave_noth
 @pytest.mark.parametrize(
     ("number", "ignored"),
     [(signal.SIGINT, ()), (signal.SIGTERM, ()), (signal.SIGTERM, (signal.SIGINT,))],
-    ids=["SIGINT", "SIGTERM", "SIGTERM where SIGINT is ignored, as by a script's &"],
+    ids=["SIGINT", "SIGTERM", "SIGTERM if SIGINT is ignored, as in a background job of a script"],
 )
 def test_a_signal_ends_the_job_in_order_and_the_command_continues_it(number, ignored, reference, tmp_path):
     job = Job(tmp_path, ignores=ignored)
@@ -125,7 +125,7 @@ def test_a_signal_ends_the_job_in_order_and_the_command_continues_it(number, ign
 
 @pytest.mark.slow
 @pytest.mark.timeout(6000)
-def test_a_driver_killed_at_every_manifest_makes_the_same_run(reference, tmp_path):
+def test_a_driver_killed_at_every_manifest_ends_with_the_same_run(reference, tmp_path):
     """One chain: each resumed job is killed at the next moment; the last one ends."""
     whole = Job(tmp_path / "whole", reference.api, counts_works=True)
     ended = whole.train()
@@ -161,7 +161,7 @@ def driver_moments(whole):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1])
-def test_a_random_schedule_of_kills_makes_the_same_run(seed, reference, tmp_path):
+def test_a_random_schedule_of_kills_ends_with_the_same_run(seed, reference, tmp_path):
     choose = random.Random(seed)
     job = Job(tmp_path, reference.api, counts_works=True)
     struck = 0
@@ -178,7 +178,7 @@ def test_a_random_schedule_of_kills_makes_the_same_run(seed, reference, tmp_path
 
 
 @pytest.mark.slow
-def test_without_a_learning_rate_the_policy_stays_the_initial_one(reference, tmp_path):
+def test_with_a_learning_rate_of_zero_the_policy_stays_the_initial_policy(reference, tmp_path):
     job = Job(tmp_path, reference.api)
     ended = job.train("update.learning_rate=0", "iterations=1")
     assert ended.code == 0, ended.output

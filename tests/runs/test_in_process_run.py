@@ -7,13 +7,13 @@ import pytest
 from prefect import flow
 from prefect.runtime import flow_run
 
-import tasks.run.session
+import tasks.run.open_run
 from flows.cli.train import run_flow
 from infra.errors import BadInput
 from infra.store.runs import open_run
 from tasks.config.run import parse_config
 from tasks.reporting import report_iteration, showing_progress
-from tasks.run.pages import Pages
+from tasks.run.prefect_pages import PrefectPages
 from tests.support.in_process import InProcessJob, copy_job
 from tests.support.jobs import PASSWORD, leftovers_of, manifests_of
 
@@ -30,14 +30,14 @@ def test_progress_pages_are_throttled_but_show_the_last_iteration_of_a_failed_ru
     settings = parse_config(
         {**run.record.config, "name": "tiny", "store": str(reference.store), "iterations": 3}, source="tiny"
     )
-    session, ids = SimpleNamespace(run=run, settings=settings, pages=Pages()), []
+    opened, ids = SimpleNamespace(run=run, settings=settings, prefect_pages=PrefectPages()), []
 
     @flow
     async def failing():
         ids.append(str(flow_run.id))
-        async with showing_progress(session):
+        async with showing_progress(opened):
             for number in (1, 2, 3):
-                await report_iteration(session, number)
+                await report_iteration(opened, number)
             raise BadInput("nothing goes on")
 
     with reference.prefect(), pytest.raises(BadInput, match="nothing goes on"):
@@ -60,10 +60,10 @@ def test_a_flow_that_fails_does_not_affect_the_next_flow_of_the_process(tmp_path
 def test_resuming_a_finished_run_reserves_no_workers_and_changes_nothing(reference, tmp_path, monkeypatch):
     job = copy_job(reference, tmp_path / "job", counts_works=True)
 
-    async def refuse(session):
+    async def refuse(*arguments):
         raise AssertionError("worker slots of a finished run")
 
-    monkeypatch.setattr(tasks.run.session, "_open_fleet", refuse)
+    monkeypatch.setattr(tasks.run.open_run, "open_worker_slots", refuse)
     job.train()
     assert {work.partition("(")[0] for work in job.works()} <= {"excerpts"}
     assert manifests_of(job.run) == manifests_of(reference.run)

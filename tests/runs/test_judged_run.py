@@ -32,7 +32,7 @@ def test_a_judge_begins_before_the_last_completion_of_its_iteration_is_generated
         assert min(judged) < max(generated)
 
 
-def test_a_run_whose_roles_take_turns_is_the_same_run(side_by_side, tmp_path, together, prefect_api):
+def test_a_run_whose_roles_take_turns_has_the_same_results(side_by_side, tmp_path, together, prefect_api):
     job = InProcessJob(tmp_path, prefect_api)
     job.train(*read_families()["judge"].settings(together), "placement.kind=colocated")
     judged, generated = (commit_times(job, f"it-0001/{role}") for role in ("judge-judge", "rollout"))
@@ -40,7 +40,7 @@ def test_a_run_whose_roles_take_turns_is_the_same_run(side_by_side, tmp_path, to
     check_same_run(job.run, side_by_side.run)
 
 
-def test_each_judge_of_a_run_has_its_own_number_of_votes(undisturbed):
+def test_each_judge_of_a_run_has_a_separate_number_of_votes(undisturbed):
     votes = manifest_of(undisturbed("two judges").run, "it-0001/judge-large/0000")["metrics"]
     assert votes["answers"] == 3 * (4 - votes["empty"]) > 0
 

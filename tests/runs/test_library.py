@@ -17,7 +17,7 @@ def test_the_notebook_is_kept_without_outputs():
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
 
 
-def test_the_notebook_imports_what_is_there():
+def test_the_notebook_imports_only_existing_names():
     code = "\n".join(cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code")
     imports = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom)]
     named = {(str(node.module), alias.name) for node in imports for alias in node.names}
@@ -27,7 +27,7 @@ def test_the_notebook_imports_what_is_there():
 
 @pytest.mark.system
 @pytest.mark.timeout(900)
-def test_the_notebook_trains_reads_and_measures_a_policy_in_its_own_process(tmp_path, prefect_api, monkeypatch):
+def test_the_notebook_trains_reads_and_measures_a_policy_in_a_separate_process(tmp_path, prefect_api, monkeypatch):
     for variable, value in {
         "PREFECT_API_URL": prefect_api,
         **AUTH,

@@ -81,7 +81,7 @@ def behind(store, ends):
     return found
 
 
-def test_a_champion_is_traced_to_all_that_its_seals_stand_on_and_to_the_champion_before(store, given):
+def test_a_champion_is_traced_to_all_parents_of_its_seals_and_to_the_previous_champion(store, given):
     code, said = given("assistant@champion", "--json")
     assert code == 0
     champion, before = json.loads(said)
@@ -124,12 +124,12 @@ def test_a_version_is_found_by_registry_number_run_and_policy(store, given):
         (["--prompt", "short"], "must be a prompt_id of 16 digits 0-9 a-f"),
     ],
 )
-def test_what_is_not_there_is_refused_in_one_line(given, words, message):
+def test_an_unknown_policy_is_refused_in_one_line(given, words, message):
     code, said = given(*words)
     assert code == 2 and message in said and len(said.splitlines()) == 1
 
 
-def test_after_the_runs_shards_are_deleted_lineage_says_so_and_has_every_digest(store, given):
+def test_after_gc_deletes_shards_lineage_reports_the_deletion_and_has_every_digest(store, given):
     before = json.loads(given("assistant", "--json")[1])[0]["run"]
     with open_run(str(store), "tiny").hold() as run:
         delete_run(run, why="rheostat gc --keep 0")
@@ -141,9 +141,7 @@ def test_after_the_runs_shards_are_deleted_lineage_says_so_and_has_every_digest(
     assert digests[0] == digests[1]
 
 
-def test_a_prompt_is_found_in_the_promoted_policies_that_learnt_from_it_and_in_their_iterations(
-    reference, store, given
-):
+def test_a_prompt_is_found_in_the_promoted_policies_and_iterations_that_were_trained_on_it(reference, store, given):
     run, (asked, _, heldout) = open_run(str(store), "tiny"), chosen(reference)
     row = prompts(run).index(asked)
     iterations = [number for number in (1, 2, 3) if row in run.require(f"it-{number:04d}/plan").detail["rows"]]
@@ -159,9 +157,7 @@ def test_a_prompt_is_found_in_the_promoted_policies_that_learnt_from_it_and_in_t
     assert code == 0 and f"No promoted policy in {store} was trained on prompt {heldout}" in said
 
 
-def test_openlineage_events_lead_from_the_champion_to_its_prompts_and_are_the_same_wherever_they_go(
-    store, given, tmp_path
-):
+def test_openlineage_events_trace_the_champion_to_its_prompts_in_a_file_and_at_an_address(store, given, tmp_path):
     code, said = given("assistant", "--openlineage", str(tmp_path / "events.ndjson"))
     events = [json.loads(line) for line in (tmp_path / "events.ndjson").read_text().splitlines()]
     assert code == 0 and f"{len(events)} OpenLineage events" in said

@@ -10,12 +10,12 @@ ALL_STEPS = "rollout.denoising={steps=10, sampler={kind='cps', noise=0.8}, text_
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_what_is_drawn_without_noise_is_right_three_tenths_more_often_after_learning(seed, tmp_path):
+def test_training_raises_the_share_of_right_paintings_by_three_tenths(seed, tmp_path):
     summary = demo(tmp_path, f"seed={seed}", config="configs/paint.toml")
     assert summary["after"]["mean"] >= summary["before"]["mean"] + 0.3
 
 
-def test_a_window_of_three_steps_keeps_four_fifths_of_what_all_steps_gain(tmp_path):
+def test_training_on_a_window_of_three_steps_keeps_four_fifths_of_the_gain_of_all_steps(tmp_path):
     window, whole = (
         demo(tmp_path / name, *more, config="configs/paint.toml")
         for name, more in (("window", []), ("whole", [ALL_STEPS]))

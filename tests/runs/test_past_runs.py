@@ -51,7 +51,7 @@ def test_a_copy_of_a_run_of_a_past_version_is_verified(past, tmp_path):
 
 
 @pytest.mark.system
-def test_a_run_of_a_past_version_is_credited_again(own, prefect_api):
+def test_a_run_of_a_past_version_is_recredited(own, prefect_api):
     with prefect_at(prefect_api):
         ended = run_command("recredit", NAME, "--algorithm", "rloo", "--as", "again", "--store", str(own))
     assert ended.code == 0 and re.search(r"\n1 +8 ", ended.output), ended.output
@@ -70,7 +70,7 @@ def test_a_run_of_a_past_version_is_continued_by_the_unchanged_job(own, prefect_
 
 
 @pytest.mark.parametrize("override", ["update.epochs=2", 'scoring.rewards=[{kind="regex",pattern="[a-z]",scale=2}]'])
-def test_another_value_of_a_key_that_is_younger_than_the_run_is_refused(past, tmp_path, override):
+def test_another_value_of_a_key_newer_than_the_run_is_refused(past, tmp_path, override):
     (tmp_path / "job.toml").write_text(JOB)
     ended = run_command("train", str(tmp_path / "job.toml"), override, "--store", str(past))
     assert ended.code == 2 and f"{override.partition('=')[0]} was" in ended.output, ended.output

@@ -54,7 +54,7 @@ def watched(home, api, size: int, *, searched: bool) -> tuple[list[Watched], lis
     return [each for each in seen.values() if each.kind != "worker"], workers
 
 
-def test_the_driver_holds_no_byte_of_an_image_and_its_memory_does_not_grow_with_them(tmp_path, prefect_api):
+def test_the_driver_loads_no_image_and_its_memory_does_not_grow_with_the_images(tmp_path, prefect_api):
     few, _ = watched(tmp_path / "few", prefect_api, SMALL, searched=False)
     many, workers = watched(tmp_path / "many", prefect_api, LARGE, searched=True)
     for process in many:

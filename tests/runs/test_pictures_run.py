@@ -151,7 +151,7 @@ def test_rollouts_opens_a_page_with_images_in_the_browser(whole, tmp_path, monke
     assert stat.S_IMODE(page.stat().st_mode) == 0o600
 
 
-def test_the_prefect_summary_shows_small_images_and_the_table_names_them(whole):
+def test_the_prefect_summary_shows_thumbnails_and_the_table_names_the_images(whole):
     found = json.loads((whole.home / "artifacts.json").read_text())
     known = media_of(open_tiny(whole)).digests
     shown = {digest[:16] for digest in known}

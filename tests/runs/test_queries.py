@@ -62,13 +62,13 @@ def rows(job, sql, *names):
 
 @pytest.mark.system
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda text: " ".join(text.split())[:60])
-def test_every_question_of_the_documentation_has_an_answer(asked, question):
+def test_every_query_in_the_documentation_returns_rows(asked, question):
     answer = rows(asked, question)
     assert answer
     sys.stdout.write(f"{question}{table(answer_rows(answer))}\n")
 
 
-def test_the_page_has_ten_questions_and_they_name_every_view():
+def test_the_documentation_has_ten_queries_that_use_every_view():
     assert len(QUESTIONS) >= 10
     assert all(any(re.search(rf"\b{view}\b", question) for question in QUESTIONS) for view in VIEWS)
 
@@ -90,7 +90,7 @@ def test_the_view_of_scores_equals_the_score_shards_with_their_verdicts(asked):
 
 
 @pytest.mark.system
-def test_an_exported_rescoring_has_its_own_groups_and_no_advantages(asked):
+def test_an_exported_rescoring_has_separate_groups_and_no_advantages(asked):
     ended = asked.command("export", "--scores", "short", "--json")
     assert ended.code == 0, ended.output
     for path in json.loads(ended.output):
@@ -129,7 +129,7 @@ def test_the_view_of_samples_equals_the_sample_shards(asked, recredit, prefix):
         assert (row["advantage_min"], row["advantage_max"]) == (min(advantages), max(advantages))
 
 
-def test_the_view_of_samples_leaves_out_tokens_of_the_environment():
+def test_the_view_of_samples_omits_tokens_of_the_environment():
     samples = pa.table({
         "prompt_row": [0], "sample": [0], "num_prompt_tokens": [1],
         "advantages": [[1.0, 0.0, 3.0]], "staleness": [[0, -1, 2]],
@@ -140,7 +140,7 @@ def test_the_view_of_samples_leaves_out_tokens_of_the_environment():
     assert (row["tokens"], row["advantage_mean"], row["advantage_min"], row["staleness"]) == (2, 2.0, 1.0, 2)
 
 
-def test_the_view_of_policies_says_which_versions_are_stored(reference):
+def test_the_view_of_policies_shows_which_versions_are_stored(reference):
     versions = rows(reference, "select * from policies order by version")
     manifests = manifests_of(reference.run)
     assert [row["iteration"] for row in versions] == [None, 1, 2, 3]
@@ -189,7 +189,7 @@ def test_a_query_writes_nothing_to_the_store(asked):
     assert files_of(asked.run) == before
 
 
-def test_views_leave_out_iterations_whose_shards_were_deleted(copied):
+def test_views_omit_iterations_whose_shards_were_deleted(copied):
     copied.train("retention.rollouts_keep_last=1")
     for view, left in (("rollouts", [3]), ("scores", [3]), ("samples", [3]), ("iterations", [1, 2, 3])):
         found = rows(copied, f"select distinct iteration from {view} order by all")
@@ -226,7 +226,7 @@ FORBIDDEN = (
 """Queries for other files than those of a view, with the file of a view in the store, and a file elsewhere."""
 
 
-def test_a_query_reads_and_writes_no_file_but_those_of_its_views(copied, tmp_path):
+def test_a_query_reads_and_writes_no_files_except_those_of_its_views(copied, tmp_path):
     other = tmp_path / "other"
     other.write_text("canary")
     ended = copied.command("export", "--json")

@@ -65,7 +65,7 @@ def test_every_format_gives_the_same_problems_from_columns_of_any_name(suffix, s
     assert problem.answer == ANSWERS[0]
 
 
-def test_every_problem_of_the_gsm8k_that_ships_is_read_by_its_configuration(tmp_path, monkeypatch):
+def test_every_problem_of_the_bundled_gsm8k_is_read_by_its_configuration(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load_config(GSM8K)
     train, heldout = (load_problems(config.data, split, 0) for split in ("train", "heldout"))

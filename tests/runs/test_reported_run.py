@@ -18,7 +18,7 @@ async def links(key):
         return [artifact.data for artifact in await client.read_artifacts(artifact_filter=wanted)]
 
 
-def test_a_run_leaves_its_report_and_a_link_to_it_until_a_prompt_is_forgotten(tmp_path, prefect_api):
+def test_a_run_stores_its_report_and_a_link_until_a_prompt_is_forgotten(tmp_path, prefect_api):
     job = InProcessJob(tmp_path, prefect_api)
     job.train("report=true", "name=reported", "iterations=2")
     run = job.store / "reported"

@@ -69,7 +69,7 @@ def interrupted(tmp_path_factory, together, prefect_api):
     return Interrupted(job, listening, left, resumed, job.struck())
 
 
-def test_a_killed_job_continues_to_the_run_that_was_never_killed(interrupted, whole):
+def test_a_killed_job_ends_with_the_same_run_as_an_undisturbed_job(interrupted, whole):
     assert interrupted.resumed.code == 0, interrupted.resumed.output
     assert interrupted.struck == 1
     check_same_run(interrupted.job.run, whole.run)

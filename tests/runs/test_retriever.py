@@ -68,7 +68,7 @@ def made(job):
 
 
 @pytest.mark.system
-def test_killed_in_any_part_it_ends_with_the_same_bits_and_does_nothing_twice(job, made, tmp_path):
+def test_a_retriever_killed_in_any_stage_ends_with_the_same_bits_and_repeats_no_stage(job, made, tmp_path):
     from flows.retriever import retriever
 
     config = small(tmp_path, "method=cascade")
@@ -85,7 +85,7 @@ def test_killed_in_any_part_it_ends_with_the_same_bits_and_does_nothing_twice(jo
 
 
 @pytest.mark.system
-def test_a_retriever_that_is_done_is_told_again_and_under_another_configuration_refused(job, made):
+def test_a_finished_retriever_is_reported_again_and_another_configuration_is_refused(job, made):
     from flows.retriever import retriever
 
     with job.prefect():
@@ -95,7 +95,7 @@ def test_a_retriever_that_is_done_is_told_again_and_under_another_configuration_
 
 
 @pytest.mark.system
-def test_its_directory_is_one_of_sentence_transformers_and_worth_what_was_measured(job, made):
+def test_sentence_transformers_loads_a_retriever_and_measures_the_reported_metrics(job, made):
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 
@@ -117,7 +117,7 @@ def test_its_directory_is_one_of_sentence_transformers_and_worth_what_was_measur
 
 
 @pytest.mark.system
-def test_training_problems_that_are_nearly_held_out_ones_are_left_out_and_told(made, tmp_path):
+def test_training_problems_near_held_out_problems_are_excluded_and_reported(made, tmp_path):
     from sentence_transformers import SentenceTransformer
 
     def written(name, *prompts):
@@ -142,7 +142,7 @@ def test_training_problems_that_are_nearly_held_out_ones_are_left_out_and_told(m
 
 
 @pytest.mark.system
-def test_the_similarity_of_a_completion_is_the_cosine_of_its_embedding_and_the_answers(made):
+def test_the_similarity_reward_is_the_cosine_of_the_embeddings_of_completion_and_answer(made):
     from sentence_transformers import SentenceTransformer
 
     reward = build_reward(SimilarityReward(retriever=made.path))
@@ -154,7 +154,7 @@ def test_the_similarity_of_a_completion_is_the_cosine_of_its_embedding_and_the_a
 
 
 @pytest.mark.system
-def test_the_policy_searches_a_file_and_is_told_what_is_nearest(made, tmp_path):
+def test_the_search_tool_returns_the_nearest_passages_of_a_file(made, tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     texts = ["red dog forest", "blue cat river", "white horse house", "green bird cave"]
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -179,7 +179,7 @@ def test_the_policy_searches_a_file_and_is_told_what_is_nearest(made, tmp_path):
         ).ready()
 
 
-def test_what_cannot_be_trained_is_refused_in_one_line_and_nothing_is_written(job, tmp_path, capsys, monkeypatch):
+def test_invalid_retriever_settings_are_refused_in_one_line_and_nothing_is_written(job, tmp_path, capsys, monkeypatch):
     (tmp_path / "pairs.jsonl").write_text('{"query": "a", "text": "b"}\n')
     (tmp_path / "folder").mkdir()
     (tmp_path / "code").mkdir()
@@ -215,7 +215,7 @@ def test_what_cannot_be_trained_is_refused_in_one_line_and_nothing_is_written(jo
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_of_few_pairs_more_is_learnt_with_self_distillation(job, seed, tmp_path):
+def test_self_distillation_improves_a_retriever_trained_on_few_pairs(job, seed, tmp_path):
     from flows.retriever import retriever
 
     config = ROOT / "configs/retriever.toml"

@@ -41,7 +41,7 @@ def job(far, prefect_api, tmp_path):
 
 
 @pytest.mark.smoke
-def test_a_run_in_a_bucket_whose_driver_is_killed_ends_as_the_run_on_disk(far, job, undisturbed, together):
+def test_a_run_in_a_bucket_with_a_killed_driver_ends_as_the_run_on_disk(far, job, undisturbed, together):
     place, weather = far
     small = (*read_families()["small text"].settings(together), THREADS)
     with job.started(*small) as process:
@@ -52,7 +52,7 @@ def test_a_run_in_a_bucket_whose_driver_is_killed_ends_as_the_run_on_disk(far, j
     assert place.manifests() == manifests_of(undisturbed("small text").run)
 
 
-def test_a_driver_that_is_killed_at_any_write_and_a_server_that_goes_away_lose_nothing(far, job, reference):
+def test_a_driver_killed_at_any_write_and_an_unavailable_server_lose_no_results(far, job, reference):
     place, weather = far
     for when, write in MOMENTS:
         with job.started(THREADS) as process:
@@ -72,7 +72,7 @@ def test_a_driver_that_is_killed_at_any_write_and_a_server_that_goes_away_lose_n
     assert job.command("verify").code == 0
 
 
-def test_a_driver_that_stopped_wakes_to_a_run_that_another_has_finished(far, job, reference):
+def test_a_suspended_driver_fails_after_another_driver_has_finished_the_run(far, job, reference):
     place, weather = far
     second = replace(job, home=job.home.parent / "second")
     with job.started(THREADS) as process:

@@ -54,7 +54,7 @@ def files_below(*homes: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("kind", ["moto", "rgw"])
-def test_a_run_in_a_bucket_is_the_run_on_disk(kind, s3_servers, reference, prefect_api, together, tmp_path):
+def test_a_run_in_a_bucket_equals_the_run_on_disk(kind, s3_servers, reference, prefect_api, together, tmp_path):
     server = s3_servers.start(kind)
     with s3_proxy(server.endpoint) as (endpoint, weather):
         place = server.place(endpoint=endpoint)
@@ -86,9 +86,7 @@ def test_a_run_in_a_bucket_is_the_run_on_disk(kind, s3_servers, reference, prefe
         assert not [request for request in weather.seen[again:] if request.startswith("PUT") and "manifests" in request]
 
 
-def test_an_iteration_of_many_shards_asks_a_bounded_number_of_questions_and_tells_of_them(
-    s3_servers, prefect_api, tmp_path
-):
+def test_an_iteration_of_many_shards_sends_and_reports_a_bounded_number_of_requests(s3_servers, prefect_api, tmp_path):
     server, shards = s3_servers.start("moto"), 16
     with s3_proxy(server.endpoint) as (endpoint, weather):
         place = server.place(endpoint=endpoint)
@@ -105,7 +103,7 @@ def test_an_iteration_of_many_shards_asks_a_bounded_number_of_questions_and_tell
         assert second["GET"] <= verbs["GET"] and first["LIST"] > 0
 
 
-def test_on_a_bad_day_a_run_is_the_run_of_a_good_one(s3_servers, reference, prefect_api, tmp_path):
+def test_a_run_with_many_failed_requests_equals_a_run_without_failures(s3_servers, reference, prefect_api, tmp_path):
     server = s3_servers.start("moto")
     with s3_proxy(server.endpoint) as (endpoint, weather):
         place = server.place(endpoint=endpoint)
@@ -123,7 +121,7 @@ KILLS = (
 )
 
 
-def test_processes_of_ray_of_which_some_are_killed_make_the_same_run_and_write_no_key_anywhere(
+def test_killed_ray_workers_do_not_change_a_run_in_a_bucket_and_no_process_writes_the_key(
     s3_servers, reference, prefect_api, tmp_path
 ):
     server, told = s3_servers.start("rgw"), []
@@ -148,7 +146,7 @@ def test_processes_of_ray_of_which_some_are_killed_make_the_same_run_and_write_n
     assert len(told) > 20 and not [text for text in told if SECRET_KEY.encode() in text]
 
 
-def test_a_secret_block_of_prefect_has_the_keys_and_nothing_that_is_written_has_them(
+def test_keys_from_a_secret_block_of_prefect_are_used_and_written_nowhere(
     s3_servers, prefect_api, monkeypatch, tmp_path
 ):
     place = s3_servers.start("rgw").place()
@@ -171,7 +169,7 @@ def test_a_secret_block_of_prefect_has_the_keys_and_nothing_that_is_written_has_
     assert all(SECRET_KEY.encode() not in path.read_bytes() for path in files_below(tmp_path))
 
 
-def test_a_copy_in_a_bucket_goes_on_as_a_copy_on_disk_and_comes_back_to_the_byte(
+def test_a_copy_in_a_bucket_continues_like_a_copy_on_disk_and_is_copied_back_byte_for_byte(
     s3_servers, reference, prefect_api, tmp_path, capsys
 ):
     place = s3_servers.start("moto").place()
@@ -193,7 +191,9 @@ def test_a_copy_in_a_bucket_goes_on_as_a_copy_on_disk_and_comes_back_to_the_byte
     assert main(["copy", "tiny", store, place.uri]) == 0
 
 
-def test_data_and_a_policy_in_a_bucket_are_those_of_this_machine(s3_servers, reference, prefect_api, tmp_path):
+def test_data_and_a_policy_in_a_bucket_give_the_same_weights_as_local_files(
+    s3_servers, reference, prefect_api, tmp_path
+):
     place = s3_servers.start("moto").place()
     store, rows = place.open(), [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(40)]
     (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -218,7 +218,7 @@ def test_data_and_a_policy_in_a_bucket_are_those_of_this_machine(s3_servers, ref
         trained("far", place.uri)
 
 
-def test_images_in_a_bucket_are_those_of_this_machine(s3_servers, tmp_path):
+def test_images_in_a_bucket_equal_local_images(s3_servers, tmp_path):
     place = s3_servers.start("moto").place()
     store = place.open()
     (tmp_path / "pictures/warm").mkdir(parents=True)
@@ -244,7 +244,7 @@ def test_images_in_a_bucket_are_those_of_this_machine(s3_servers, tmp_path):
         read(place.uri, "lacking")
 
 
-def test_what_is_deleted_of_a_run_in_a_bucket_is_nowhere_in_it_nor_in_the_cache(
+def test_forgotten_prompts_of_a_run_in_a_bucket_are_in_neither_the_bucket_nor_the_cache(
     s3_servers, reference, prefect_api, tmp_path
 ):
     place = s3_servers.start("moto").place()
@@ -293,7 +293,7 @@ primary = {suite = "sums", min_gain = -1}
 """
 
 
-def test_a_registry_in_a_bucket_promotes_rolls_back_and_hands_its_champion_out(s3_servers, prefect_api, tmp_path):
+def test_a_registry_in_a_bucket_promotes_rolls_back_and_checks_out_its_champion(s3_servers, prefect_api, tmp_path):
     place = s3_servers.start("moto").place()
     place.open()
     job = InProcessJob(tmp_path, prefect_api, address=place.uri)

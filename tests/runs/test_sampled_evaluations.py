@@ -24,7 +24,7 @@ def sampled(undisturbed):
 def rewards_of(batch):
     """Scores of each problem, by its row, as the shards have them."""
     found = {}
-    for manifest in batch.stage("scoring"):
+    for manifest in batch.stage_manifests("scoring"):
         for row in read_shard(batch.run.store, manifest.shards[0]).to_pylist():
             found.setdefault(row["prompt_row"], []).append((row["sample"], row["reward"]))
     return found

@@ -127,7 +127,7 @@ def test_a_soup_that_is_killed_while_it_trains_backbones_ends_with_the_same_weig
         assert manifests_of(store / name) == manifests_of(tmp_path / "whole" / name)
 
 
-def test_the_newest_record_of_a_soup_is_missed_when_it_is_deleted(soup, tmp_path):
+def test_a_deleted_newest_record_of_a_soup_is_reported(soup, tmp_path):
     copytree(Path(soup.store) / "soups", tmp_path / "soups")
     assert main(["verify", "soup", "--store", str(tmp_path)]) == 0
     newest = max(tmp_path.glob("soups/soup/records/*.json"))
@@ -150,7 +150,10 @@ def test_only_the_candidate_with_the_largest_hypervolume_is_trained_to_the_end(s
 def test_rewards_are_standardized_by_the_initial_policy_and_mixed_by_the_matrix(soup):
     record, statistics = soup.record, soup.record.statistics
     start = open_run(soup.store, "soup.statistics.start")
-    tables = [read_shard(start.store, made.shards[0]) for made in Batch.read(start, evaluation_key(0)).stage("scoring")]
+    tables = [
+        read_shard(start.store, made.shards[0])
+        for made in Batch.read(start, evaluation_key(0)).stage_manifests("scoring")
+    ]
     for place, term in enumerate(record.terms):
         values = [value for table in tables for value in table[f"reward_{term}"].to_pylist()]
         assert len(values) == 4 * 8

@@ -34,7 +34,7 @@ def waited_for(job):
 
 
 @pytest.mark.system
-def test_overlap_changes_no_bit(overlapped, undisturbed):
+def test_overlapping_iterations_change_no_bit(overlapped, undisturbed):
     check_same_run(overlapped.run, undisturbed("stale rollouts").run)
 
 
@@ -57,7 +57,7 @@ def test_rollouts_are_one_policy_version_older_than_the_policy_that_they_train(o
 
 
 @pytest.mark.system
-def test_no_prompt_is_left_out_or_repeated(overlapped):
+def test_no_prompt_is_skipped_or_repeated(overlapped):
     run = open_tiny(overlapped)
     rows = [row for number in (1, 2, 3) for row in Iteration(run, number).batches[0].plan.rows]
     assert len(rows) == len(set(rows)) == 18

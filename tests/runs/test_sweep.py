@@ -71,7 +71,7 @@ def test_a_killed_sweep_continues_and_a_failed_point_stops_no_other(command, tmp
     for name in (KILLED, OTHER):
         run = open_run(str(store), name)
         assert check_invariants(run) == []
-    few, many = Iteration(open_run(str(store), KILLED), 1).parts
+    few, many = Iteration(open_run(str(store), KILLED), 1).data_parts
     assert (few.weight, many.weight, few.rows.stop) == (3, 1, many.rows.start)
 
     again = subprocess.run([*words, "--json"], cwd=ROOT, env=environment, capture_output=True, text=True)

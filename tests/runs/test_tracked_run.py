@@ -65,7 +65,7 @@ def test_the_metrics_page_explains_every_name_in_the_metrics_file(reference):
 
 
 @pytest.mark.parametrize("damage", ["gone", "torn", "cut", "another", "whole"])
-def test_a_missing_or_torn_metrics_file_is_written_again_to_the_byte(copied, damage):
+def test_a_missing_or_torn_metrics_file_is_restored_byte_for_byte(copied, damage):
     path, run = copied.run / METRICS, open_run(str(copied.store), "tiny")
     whole = path.read_text()
     lines = whole.splitlines(keepends=True)
@@ -95,7 +95,7 @@ def test_points_are_ordered_and_an_evaluation_follows_its_iteration(reference):
 # ---- identity
 
 
-def test_tracking_is_no_part_of_what_a_run_is_and_a_run_made_again_is_another_to_trackers(tmp_path):
+def test_tracking_is_not_in_the_identity_of_a_run_and_a_recreated_run_is_new_to_trackers(tmp_path):
     plain = parse_config({}, source="plain")
     tracked = parse_config({"tracking": [{"kind": "wandb", "project": "assistant"}]}, source="tracked")
     assert plain.identity() == tracked.identity()
@@ -129,7 +129,7 @@ def test_tracked_samples_are_the_best_the_worst_and_some_at_random(reference):
         ]
 
 
-def test_few_completions_are_shown_once_each_and_those_without_a_reward_at_random(reference):
+def test_few_completions_are_shown_once_each_and_completions_without_reward_at_random(reference):
     import numpy as np
 
     nan = float("nan")
@@ -142,7 +142,7 @@ def test_few_completions_are_shown_once_each_and_those_without_a_reward_at_rando
 # ---- Prometheus
 
 
-def test_prometheus_is_told_the_newest_numbers_of_every_run_and_the_dashboard_asks_for_no_others(reference):
+def test_prometheus_gets_the_newest_metrics_of_every_run_and_the_dashboard_queries_no_others(reference):
     told = {family.name: family for family in RunsCollector(str(reference.store), []).collect()}
     last = lines_of(reference.run / METRICS)
     values = {name: family.samples[0].value for name, family in told.items()}
@@ -215,10 +215,10 @@ def test_a_run_continues_while_trackers_fail_and_the_trackers_catch_up_later(
 KILLED = """
 import os, signal, sys
 from infra.store.runs import open_run
-from tasks.tracking.mirror import feed_of
+from tasks.tracking.mirror import tracker_processes_of
 from tests.support.trackers import FileTracker
-feed = feed_of(open_run(sys.argv[1], "tiny"), [FileTracker(path=sys.argv[2])])
-feed.look()
+trackers = tracker_processes_of(open_run(sys.argv[1], "tiny"), [FileTracker(path=sys.argv[2])])
+trackers.request_sync()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -234,7 +234,7 @@ def test_trackers_receive_every_sealed_iteration_of_a_killed_run(copied):
 
 
 @pytest.mark.system
-def test_a_command_says_which_tracker_is_behind_and_why(copied, monkeypatch):
+def test_a_command_reports_which_tracker_is_behind_and_why(copied, monkeypatch):
     monkeypatch.setattr(mirror, "PATIENCE_SECONDS", 15.0)
     blocker = copied.home / "blocker"
     blocker.touch()

@@ -54,13 +54,13 @@ def test_heldout_accuracy_rises_from_a_fifth_at_most_to_nine_tenths_at_least(tra
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_what_a_judge_says_that_reads_the_pictures_itself_teaches_the_policy_to_count(seed, tmp_path):
+def test_verdicts_of_a_vision_judge_train_the_policy_to_count(seed, tmp_path):
     summary = demo(tmp_path, f"seed={seed}", config="configs/vision-judge.toml")
     assert summary["before"]["mean"] <= 0.3
     assert summary["after"]["mean"] >= 0.7
 
 
-def test_with_blank_pictures_the_policy_is_right_where_the_answer_is_zero(trained):
+def test_with_blank_pictures_the_policy_is_right_only_if_the_answer_is_zero(trained):
     home, seed, _ = trained
     command = [RHEOSTAT, "export-policy", "vision", "--store", str(home / "runs"), "--to", str(home / "policy")]
     subprocess.run(command, check=True)

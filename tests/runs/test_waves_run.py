@@ -44,7 +44,7 @@ def test_an_export_marks_informative_and_trained_groups(waves):
         rows = pa.concat_tables(export_tables(run, number)).to_pylist()
         marked = {row["prompt_row"] for row in rows if row["group_informative"]}
         trained = {row["prompt_row"] for row in rows if row["advantages"] is not None}
-        before = {row for groups in Iteration(run, number).before.leftover_groups for row in groups.rows}
+        before = {row for groups in Iteration(run, number).start_state.leftover_groups for row in groups.rows}
         counted = manifest_of(waves.run, f"it-{number:04d}/seal")["metrics"]
         assert len(marked) + len(before) == counted["credit/informative_groups"]
         assert trained <= marked and len(trained | before) >= counted["credit/trained_groups"]

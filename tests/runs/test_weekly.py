@@ -18,7 +18,7 @@ def said(*words):
     return json.loads(done.stdout)
 
 
-def test_the_week_whose_reward_was_spoilt_is_rejected_and_a_rollback_takes_back_the_second(tmp_path):
+def test_a_week_with_a_faulty_reward_is_rejected_and_a_rollback_reverts_the_second_promotion(tmp_path):
     store = ("--store", str(tmp_path))
     weeks = said("retrain", "configs/weekly.toml", "--times", "3", "--day", "2026-11-02", *store)
     assert [week["record"]["kind"] for week in weeks] == ["promote", "promote", "reject"]

@@ -338,7 +338,7 @@ def test_an_adapter_gives_the_log_probs_of_the_merged_policy(loaded: Loaded, pol
     require_plain_logprobs(policy, MIXED, loaded(policy).generate(MIXED, SAMPLING), 1.0)
 
 
-def test_an_engine_that_slept_computes_as_before_after_a_load(loaded: Loaded, policy):
+def test_an_engine_gives_the_same_outputs_after_sleep_and_a_load(loaded: Loaded, policy):
     engine = loaded(policy)
     before = engine.score_continuations(PROMPTS, CONTINUATIONS)
     engine.sleep()

@@ -198,14 +198,14 @@ def plant(spec: PoolSpec) -> PoolSpec:
 @contextmanager
 def planted(home: Path) -> Iterator[None]:
     """Have every pool that this process opens host its workers with the faults of a directory."""
-    from tasks.run import session
+    from tasks.run import worker_pools
 
-    make_spec = session._spec
+    make_spec = worker_pools._build_spec
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RHEOSTAT_FAULTS", str(home))
         now = infra.store.storage.publish_file
         patch.setattr(infra.store.storage, "publish_file", now)  # workers that are threads replace it here
-        patch.setattr(session, "_spec", lambda *args, **options: plant(make_spec(*args, **options)))
+        patch.setattr(worker_pools, "_build_spec", lambda *args, **options: plant(make_spec(*args, **options)))
         yield
 
 

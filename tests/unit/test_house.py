@@ -46,17 +46,17 @@ VARIANTS = (
 TRACKED = subprocess.run(["git", "ls-files"], cwd=HOME, capture_output=True, text=True, check=True).stdout.split()
 
 
-def test_imports_go_down_the_rooms_only():
+def test_imports_follow_the_layers_of_the_packages():
     lint = Path(sys.executable).with_name("lint-imports")
     checked = subprocess.run([lint], cwd=HOME, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stdout
 
 
-def test_the_configuration_page_is_the_one_that_the_models_generate():
+def test_the_configuration_page_is_up_to_date():
     assert (HOME / "docs/configuration.md").read_text() == reference(), "run `make docs`"
 
 
-def test_every_table_of_the_configuration_is_printed_once_and_links_to_tables_lead_there():
+def test_every_table_of_the_configuration_is_printed_once_and_links_to_tables_are_valid():
     page = reference()
     titles = re.findall(r"^## (.*)$", page, re.MULTILINE)
     assert len(set(titles)) == len(titles)
@@ -95,7 +95,7 @@ def test_a_public_class_name_has_one_meaning():
     assert [name for name, count in Counter(names).items() if count > 1 and not name.startswith("_")] == []
 
 
-def test_nobody_asks_a_variant_what_it_is():
+def test_no_code_tests_the_class_of_a_variant():
     """Only what it says of itself: a class of a user's own would be none of those that are asked for."""
     for base in VARIANTS:
         assert len(_below(base)) > 1
@@ -114,7 +114,7 @@ def _below(base: type[Variant]) -> list[type[Variant]]:
     return [found for child in base.__subclasses__() for found in (child, *_below(child))]
 
 
-def test_small_modules_with_one_importer_are_named(graph):
+def test_small_modules_with_one_importer_give_a_warning(graph):
     """A warning, not a verdict: such a module may belong to the one that imports it."""
     small = []
     for module in sorted(graph.modules):
@@ -141,7 +141,7 @@ def test_no_file_has_grown_past_400_lines():
 
 
 @pytest.mark.parametrize("module", ["flows.cli.app", "tasks.config.run", "tasks.views.runs", "flows.cli.train"])
-def test_what_the_command_line_needs_to_start_loads_neither_prefect_nor_torch(module):
+def test_starting_the_command_line_imports_neither_prefect_nor_torch(module):
     code = f"import sys, {module}; sys.exit(any(name in sys.modules for name in ('prefect', 'torch', 'ray')))"
     assert subprocess.run([sys.executable, "-c", code], cwd=HOME, check=False).returncode == 0
 
@@ -151,7 +151,7 @@ def test_flows_and_tasks_load_without_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=HOME, check=False).returncode == 0
 
 
-def test_links_between_pages_lead_somewhere():
+def test_links_between_pages_have_existing_targets():
     pages = [HOME / name for name in TRACKED if name.endswith(".md")]
     broken = [
         f"{page.name}: {target}"
@@ -162,7 +162,7 @@ def test_links_between_pages_lead_somewhere():
     assert broken == []
 
 
-def test_the_page_on_faults_names_tests_that_are_there_and_no_run_that_ended_otherwise():
+def test_the_page_on_faults_names_existing_tests_and_only_runs_that_ended_as_expected():
     page = (HOME / "docs/faults.md").read_text()
     named = re.findall(r"`(tests/[^`]+)`", page)
     assert len(named) > 10
@@ -179,12 +179,12 @@ def test_no_machine_leaves_its_paths_in_the_repository():
     assert found == []
 
 
-def test_no_warning_begins_with_the_word_that_the_terminal_puts_before_it():
+def test_no_warning_begins_with_the_prefix_that_the_terminal_adds():
     doubled = re.compile(r"""\.warning\(\s*f?["']warning\b""")
     assert [str(path) for path in SOURCES if doubled.search(path.read_text())] == []
 
 
-def test_no_file_has_the_marks_of_a_merge():
+def test_no_file_contains_merge_conflict_markers():
     marks = re.compile(r"^(<{7}|>{7}) ", re.MULTILINE)
     files = [HOME / name for name in TRACKED]
     assert [str(file) for file in files if file.is_file() and marks.search(file.read_text(errors="replace"))] == []

@@ -90,5 +90,5 @@ def test_pages_use_plain_terms(page):
         ("Digest of the shard; of a bundle, its name.", CLIPPED),
     ],
 )
-def test_the_patterns_find_what_they_are_for(text, pattern):
+def test_the_patterns_match_their_examples(text, pattern):
     assert pattern.search(text) if pattern is not OPENING else pattern.match(text)

@@ -62,7 +62,7 @@ def test_a_part_that_fails_is_in_the_table_and_the_other_parts_run(start, tmp_pa
     assert lines_of(tmp_path / "starts-third") == [str(int(branch.read_text()[:7], 16))]
 
 
-def test_an_interrupted_suite_goes_on_with_the_parts_that_have_not_passed(start, tmp_path):
+def test_an_interrupted_suite_continues_with_the_parts_that_have_not_passed(start, tmp_path):
     with start("sleep 600") as runner:
         begun = wait_for(lambda: lines_of(tmp_path / "starts-second") and lines_of(tmp_path / "starts-third"))
         assert begun, "the second part has not started"

@@ -70,7 +70,7 @@ def require_own_choices(policy: Published, requests, groups) -> None:
     assert alike / found > 0.999, (alike, found)
 
 
-def test_the_experts_of_every_token_equal_those_of_a_pass_over_the_whole_sequence(engine, policy):
+def test_the_experts_of_every_token_equal_those_of_a_forward_pass_over_the_sequence(engine, policy):
     require_own_choices(policy, MIXED, engine.generate(MIXED, SAMPLING))
     groups = engine.generate(LONG, LONG_SAMPLING)
     assert sum(len(completion.tokens) for group in groups for completion in group) > 32 * 100

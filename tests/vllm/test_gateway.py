@@ -199,7 +199,7 @@ def test_weights_of_another_architecture_are_not_served_and_do_no_lasting_harm(
     require_served(loaded, untied[1])
 
 
-def test_a_policy_from_elsewhere_may_omit_defaults_and_store_a_tied_head_twice(tied_server, tied, tmp_path):
+def test_an_external_policy_may_omit_defaults_and_store_a_tied_head_twice(tied_server, tied, tmp_path):
     defaults = ("attention_bias", "attention_dropout", "hidden_act", "use_cache", "transformers_version", "dtype")
 
     def rewrite(directory):
@@ -224,7 +224,7 @@ def test_parameters_that_were_changed_without_a_load_are_noticed(tied_server, ti
     require_served(tied_server, tied[0])
 
 
-def test_a_server_that_sleeps_proves_nothing_until_it_is_loaded_again(loaded, untied, digest):
+def test_a_sleeping_server_proves_no_policy_until_a_policy_is_loaded_again(loaded, untied, digest):
     assert loaded.post("/rheostat/sleep").json() == {"slept": False}  # a CPU has no GPU memory to release
     assert loaded.proof() == ""
     assert loaded.load(untied[0])["bytes"] == 0
@@ -280,7 +280,7 @@ def test_work_for_other_weights_is_refused(loaded, untied, digest, route, body):
         ({"id": 1, "tokens": list(SHORT), "seed": 1}, "max_tokens: expected int"),
     ],
 )
-def test_one_wrong_request_refuses_the_work_in_one_line(loaded, digest, wrong, reason):
+def test_one_invalid_request_refuses_the_work_in_one_line(loaded, digest, wrong, reason):
     answer = loaded.try_generate(digest, [asked(0, SHORT), wrong])
     assert answer.status_code == 400, answer.text
     assert reason in answer.json()["error"]

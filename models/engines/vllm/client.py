@@ -1,9 +1,9 @@
 """HTTP client of one vLLM server: the routes that `plugin/` adds to vLLM, and the records exchanged on them.
 
 Both ends are part of this repository and change together. Every failure of a server is raised as one of five errors:
-EndpointDown (no answer or an incomplete one, so another attempt may help), Stale (the server serves other weights than
-the work requires), WorkerFailed (the server refuses the work), Quarantined (the server produces other tokens for images
-than the work contains), BadInput (the key is wrong).
+EndpointDown (no answer or an incomplete one, so another attempt may help), StaleWeights (the server serves other
+weights than the work requires), WorkerFailed (the server refuses the work), Quarantined (the server produces other
+tokens for images than the work contains), BadInput (the key is wrong).
 """
 
 import contextlib
@@ -264,7 +264,7 @@ class ServerClient:
     ) -> Generator[Chunk | RequestDone, None, None]:
         """Yield the chunks of the answer as they arrive. The answer is complete when `RequestDone` arrives.
 
-        Raises Stale if the server serves another digest, and EndpointDown if the answer ends early.
+        Raises StaleWeights if the server serves another digest, and EndpointDown if the answer ends early.
         """
         body: dict[str, JsonValue] = {
             "digest": digest,

@@ -173,7 +173,7 @@ def call_servers(
     """Distribute the items over the servers, call all servers in parallel, and wait for every call to end.
 
     If calls failed, one of their errors is raised after all calls have ended. Errors that a retry may fix
-    (EndpointDown, Stale) are raised only if there is no other error.
+    (EndpointDown, StaleWeights) are raised only if there is no other error.
     """
     shares = [(client, items[index :: len(clients)]) for index, client in enumerate(clients)]
     shares = [(client, share) for client, share in shares if share]

@@ -17,7 +17,7 @@ from infra.errors import Damaged, RheostatError
 from infra.store.runs import Run
 from models.config.rewards import ScoringConfig
 from models.data.images import data_address, thumbnail
-from tasks.run.batch import rollouts_under
+from tasks.run.batch import rollouts_of_batch
 from tasks.views.metrics import sealed_iterations
 from tasks.views.report import sections
 from tasks.views.report.numbers import columns_of, plans_of
@@ -98,7 +98,7 @@ def _thumbnails(run: Run, groups: list[BrowsedGroup]) -> dict[str, str]:
     batches: dict[str, list[BrowsedGroup]] = {}
     for group in groups:
         batches.setdefault(group.batch, []).append(group)
-    manifests = [manifest for batch in batches for manifest in rollouts_under(run, batch)]
+    manifests = [manifest for batch in batches for manifest in rollouts_of_batch(run, batch)]
     media, thumbnails, num_bytes = media_of(run, "train", "heldout", rollouts=manifests), dict[str, str](), 0
     turns = (group for turn in zip_longest(*batches.values()) for group in turn if group is not None)
     for digest in dict.fromkeys(digest for group in turns for digest in _digests(group)):

@@ -25,7 +25,7 @@ from models.records.columns import Floats, Mask
 from models.records.media import Media
 from models.records.versions import policy_of
 from models.text.token_offsets import find_token_starts, open_tokenizer
-from tasks.run.batch import Batch, pictures_of, without_rollouts
+from tasks.run.batch import Batch, iterations_without_rollouts, picture_shards_of
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, evaluation_key, iteration_key, reward_model_role
 
@@ -166,7 +166,7 @@ def browsed_groups(run: Run, *, iterations: Sequence[int], evaluations: Sequence
 
     Prompts that recur in several of them are preferred, so that a reader can compare their completions over time.
     """
-    kept = sorted(set(iterations) - without_rollouts(run, iterations))
+    kept = sorted(set(iterations) - iterations_without_rollouts(run, iterations))
     sources = [_iteration_source(run, number) for number in spread(kept, ITERATIONS)]
     sources += [
         _Source(evaluation_key(n), (Batch.read(run, evaluation_key(n)),), None)
@@ -227,13 +227,13 @@ def _read_shard_data(run: Run, manifest: Manifest, source: _Source, rows: Sequen
     key = StageKey.parse(manifest.key)
     table = read_shard(run.store, manifest.shards[0])
     chosen = pc.is_in(table["prompt_row"], pa.array(rows, pa.int32()))
-    scores = read_shard(run.store, run.require(key.at("scoring")).shards[0])
+    scores = read_shard(run.store, run.require(key.with_stage("scoring")).shards[0])
     return _Shard(
         rollouts=table.select([*_Row.__annotations__]).filter(chosen),
         scores=scores.filter(chosen),
         advantages={} if source.credit is None else _read_advantages(run, source.credit, rows),
         judged=_read_answers(run, key, rows),
-        drawn=frozenset(Media(run.store, pictures_of(manifest)).digests),
+        drawn=frozenset(Media(run.store, picture_shards_of(manifest)).digests),
     )
 
 
@@ -253,7 +253,7 @@ def _read_answers(run: Run, key: StageKey, rows: Sequence[int]) -> dict[tuple[in
     """Return the judges' answers by prompt row and sample. Of each vote only the last attempt is kept."""
     answers: dict[tuple[int, int], list[JudgedText]] = defaultdict(list)
     for term in read_recorded(ScoringConfig, run.record.config["scoring"]).model_rewards:
-        manifest = run.find(key.at(reward_model_role(term)))
+        manifest = run.find(key.with_stage(reward_model_role(term)))
         if manifest is None:
             continue
         table = read_shard(run.store, manifest.shards[0])

@@ -18,7 +18,7 @@ from models.config.rewards import ScoringConfig
 from models.gate.comparison import PairedDifference, PairedScores, compare
 from tasks.lineage.trace import traced_rewards
 from tasks.promotion.evidence import problem_scores
-from tasks.run.batch import Batch, without_rollouts
+from tasks.run.batch import Batch, iterations_without_rollouts
 from tasks.run.iteration import Iteration
 from tasks.run.keys import evaluation_key
 from tasks.views.diagnosis import summarize_warnings
@@ -175,9 +175,9 @@ def missing(run: Run, description: RunDescription) -> PageSection:
 
 def _count_reasons(run: Run, numbers: Sequence[int]) -> list[tuple[str, int]]:
     """Count the reasons for missing scores in some iterations. The most frequent reason comes first."""
-    deleted, counts = without_rollouts(run, numbers), Counter[str]()
+    deleted, counts = iterations_without_rollouts(run, numbers), Counter[str]()
     for number in (number for number in numbers if number not in deleted):
-        for manifest in Iteration(run, number).stage("scoring"):
+        for manifest in Iteration(run, number).shard_manifests("scoring"):
             errors = read_shard(run.store, manifest.shards[0], ["error"])["error"].drop_null().to_pylist()
             counts.update(error[:REASON] for error in errors)
     return counts.most_common(SEARCHED)

@@ -35,7 +35,7 @@ def test_a_policy_and_rewards_that_read_the_images_are_accepted(place, reward):
 
 
 @pytest.mark.parametrize("kind", ["idefics3", "smolvlm", "llava"])
-def test_an_image_that_the_model_would_take_for_padding_is_found_before_the_run(place, kind):
+def test_an_image_that_the_model_treats_as_padding_is_refused_before_the_run(place, kind):
     write_seeing(place / kind, kind)
     (place / "black.png").write_bytes(picture("black"))
     (place / "train.jsonl").write_text('{"prompt": "How many?", "answer": "4", "images": "black.png"}')
@@ -50,7 +50,7 @@ def test_an_image_that_the_model_would_take_for_padding_is_found_before_the_run(
 
 
 @pytest.mark.system
-def test_a_judge_that_ignores_images_ends_the_command_although_all_other_checks_are_remembered(place):
+def test_a_judge_that_ignores_images_is_refused_even_if_all_other_checks_are_cached(place):
     with chat_server(looks) as server:
         reward = (
             "scoring.rewards=[{kind='judge',name='eyes',images='prompt',verdict={kind='choice',constrained=false},"

@@ -64,7 +64,7 @@ def test_the_installed_command_checks_a_job_and_writes_nothing(place, arguments,
     assert done.stderr.endswith(errors)
 
 
-def test_a_default_larger_than_the_data_gives_way_in_the_plan_that_a_dry_run_shows(place, capsys):
+def test_a_dry_run_reduces_a_default_that_exceeds_the_number_of_problems(place, capsys):
     document = Path("job.toml").read_text()
     Path("job.toml").write_text(document.replace("prompts = 1\n", "").replace("problems = 1\n", ""))
     assert main(["train", "job.toml", "--dry-run"]) == 0
@@ -74,7 +74,7 @@ def test_a_default_larger_than_the_data_gives_way_in_the_plan_that_a_dry_run_sho
     assert "note: evaluation.problems is 2 instead of its default 256: there are 2 held-out problems.\n" in shown
 
 
-def test_a_dry_run_notes_the_settings_that_cannot_take_full_effect(place, capsys, monkeypatch):
+def test_a_dry_run_reports_settings_that_cannot_take_full_effect(place, capsys, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # rewards of tests are not installed
     first, *others = Path("train.jsonl").read_text().strip().splitlines()
     Path("train.jsonl").write_text("\n".join([first, *others[:-1], first]))
@@ -97,12 +97,12 @@ def test_a_dry_run_notes_the_settings_that_cannot_take_full_effect(place, capsys
 
 @pytest.mark.skipif(os.access("/proc/sys", os.W_OK), reason="needs a directory that even root cannot write to")
 @pytest.mark.parametrize("arguments", [[], ["--dry-run"]])
-def test_a_store_that_cannot_be_written_is_refused_by_a_dry_run_as_by_a_run(refuse_job, arguments):
+def test_a_dry_run_and_a_run_both_refuse_a_store_that_cannot_be_written(refuse_job, arguments):
     line = refuse_job("--store", "/proc/sys/runs", *arguments)
     assert "'/proc/sys/runs'" in line and "no write permission for /proc/sys" in line
 
 
-def test_a_run_of_another_configuration_is_refused_with_the_difference_once_it_has_results(place, refuse_job, capsys):
+def test_a_run_with_results_refuses_another_configuration_and_names_the_difference(place, refuse_job, capsys):
     make_run("seed=1")
     assert main(["train", "job.toml", "--dry-run"]) == 0
     assert re.search(r"^state +new$", capsys.readouterr().out, re.MULTILINE)
@@ -112,7 +112,7 @@ def test_a_run_of_another_configuration_is_refused_with_the_difference_once_it_h
 
 
 @pytest.mark.system
-def test_a_run_that_another_process_holds_is_refused_with_its_process_id(place, refuse_job):
+def test_a_run_locked_by_another_process_is_refused_with_the_process_id(place, refuse_job):
     make_run()
     with process(_hold, str(place / "runs"), "job", str(place / "held")) as holder:
         while not (place / "held").exists():

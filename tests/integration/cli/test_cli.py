@@ -83,7 +83,7 @@ def test_show_reports_metrics_digests_and_seconds_of_every_iteration(run_command
     assert lines[-1] == f"policy {described.policy}"
 
 
-def test_plot_draws_the_curves_of_one_run_or_of_several_runs(run_command, copied_store, tmp_path, monkeypatch):
+def test_plot_shows_the_curves_of_one_or_several_runs(run_command, copied_store, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, out, _ = run_command("plot", "tiny", store=copied_store)
     assert (code, out) == (0, "tiny.svg\n")
@@ -111,7 +111,9 @@ def test_plot_draws_the_curves_of_one_run_or_of_several_runs(run_command, copied
         (["query", "select rewards from rollouts"], '"reward"'),
     ],
 )
-def test_a_wrong_name_is_answered_with_the_valid_names(run_command, reference, tmp_path, monkeypatch, arguments, names):
+def test_an_unknown_name_is_refused_with_the_valid_names(
+    run_command, reference, tmp_path, monkeypatch, arguments, names
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file.png").touch()
     places = {"run": reference.run, "store": reference.store}
@@ -146,7 +148,7 @@ def test_rollouts_sorts_completions_by_reward_and_length(run_command):
     assert out.isprintable() or set(filter(lambda c: not c.isprintable(), out)) <= set("\n\t")
 
 
-def test_commands_that_read_accept_a_run_without_a_sealed_iteration(run_command, tmp_path):
+def test_read_only_commands_accept_a_run_without_a_sealed_iteration(run_command, tmp_path):
     create_run(str(tmp_path), "young", {"scoring": {"rewards": [{"kind": "numeric"}]}})
     before = files_of(tmp_path)
     assert run_command("show", "young", store=tmp_path)[:2][1].endswith("no sealed iteration yet\n")
@@ -198,7 +200,7 @@ def test_a_query_agrees_with_exports_and_seals_and_writes_nothing(run_command, c
     assert means["a"] == pytest.approx(means["b"])
 
 
-def test_a_query_shows_control_characters_escaped_and_long_texts_cut(run_command):
+def test_a_query_escapes_control_characters_and_truncates_long_texts(run_command):
     code, out, _ = run_command("query", "select chr(27) || chr(10) as a, repeat('x', 99) as b, null as c")
     assert (code, out.splitlines()[1].split()) == (0, [r"\u001b\n", "x" * 59 + "…", "-"])
     assert run_command("query", "select 1 from rollouts where false")[:2] == (0, "no rows\n")
@@ -223,7 +225,7 @@ def test_verify_names_damaged_files_and_ends_with_code_1(run_command, copied_sto
     assert "names manifest 'it-0002/seal'" in run_command("verify", "tiny", store=copied_store)[1]
 
 
-def test_commands_that_read_import_no_heavy_library_and_change_nothing(reference, copied_store):
+def test_read_only_commands_import_no_heavy_library_and_change_nothing(reference, copied_store):
     before = files_of(copied_store)
     calls = [["runs"], ["show", "tiny"], ["rollouts", "tiny"], ["verify", "tiny"], ["rollouts", "tiny", "--json"]]
     code = f"""
@@ -319,7 +321,7 @@ def test_a_plan_names_the_workers_that_a_run_begins_with(show_plan):
     assert max(map(len, out.splitlines())) <= WIDTH
 
 
-def test_a_plan_estimates_an_iteration_on_gpus_that_are_not_here(show_plan):
+def test_a_plan_estimates_an_iteration_on_gpus_of_another_machine(show_plan):
     code, out, _ = show_plan("demo.toml", "--device", "h100", "--tokens", "20", "pools.update_ranks=2")
     assert code == 0
     assert "H100: 989 TFLOP/s in bfloat16" in out and "2 for rollout, 2 for the update" in out
@@ -327,12 +329,12 @@ def test_a_plan_estimates_an_iteration_on_gpus_that_are_not_here(show_plan):
     assert "for completions of 20 tokens" in out and max(map(len, out.splitlines())) <= WIDTH
 
 
-def test_a_plan_without_an_answer_is_refused(show_plan):
+def test_a_plan_for_more_tokens_than_max_new_tokens_is_refused(show_plan):
     code, _, err = show_plan("demo.toml", "--device", "h100", "--tokens", "33")
     assert code == 2 and all(name in err for name in ("--tokens 33", "max_new_tokens, which is 32"))
 
 
-def test_a_plan_as_json_has_the_memory_also_if_there_is_nothing_to_place(show_plan):
+def test_a_plan_as_json_has_the_memory_even_without_a_placement_decision(show_plan):
     code, out, _ = show_plan("demo.toml", "--json")
     plan = json.loads(out)
     assert (code, plan["decision"], set(plan["memory"])) == (0, None, {"rollout worker", "update rank", "this machine"})
@@ -392,7 +394,7 @@ def test_evaluate_measures_a_policy_of_a_run_or_of_a_directory_and_writes_nothin
         (ExceptionGroup("rollout", [Damaged("torn")]), Damaged, "torn"),
     ],
 )
-def test_the_most_telling_error_of_parallel_controllers_is_raised(error, expected, message):
+def test_the_most_specific_error_of_parallel_controllers_is_raised(error, expected, message):
     async def flow():
         others = [] if expected is ApiFailed else [ValueError("other")]
         raise ExceptionGroup("controllers", [*others, ExceptionGroup("role", [error])])

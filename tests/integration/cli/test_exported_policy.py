@@ -70,7 +70,7 @@ def while_copied(monkeypatch, *, before=lambda: None, after=lambda: None):
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("iteration", [None, 1])
-def test_retention_leaves_the_files_of_a_policy_while_it_is_exported(run, tmp_path, monkeypatch, moment, iteration):
+def test_retention_keeps_the_files_of_a_policy_during_its_export(run, tmp_path, monkeypatch, moment, iteration):
     commit_version(run, 1, tmp_path)
 
     def continue_run():
@@ -87,7 +87,9 @@ def test_retention_leaves_the_files_of_a_policy_while_it_is_exported(run, tmp_pa
 
 
 @pytest.mark.parametrize("iteration", [None, 1])
-def test_a_policy_that_is_retired_before_its_files_are_kept_is_not_exported(run, tmp_path, monkeypatch, iteration):
+def test_a_policy_that_retention_deletes_before_the_export_locks_its_files_is_not_exported(
+    run, tmp_path, monkeypatch, iteration
+):
     commit_version(run, 1, tmp_path)
     keep = policy_export.keep_while_read
 

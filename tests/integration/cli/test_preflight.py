@@ -39,7 +39,7 @@ def write_rows(name: str, *answers: str, question: str = "question") -> None:
     Path(name).write_text("\n".join(lines))
 
 
-def test_the_command_answers_in_one_line_and_writes_nothing(place):
+def test_the_input_check_prints_one_line_and_writes_nothing(place):
     before = sorted(place.rglob("*"))
     answer = ask_command(json.dumps(read_inputs().model_dump(mode="json") | {"name": "a key that the check ignores"}))
     assert answer.returncode == 0, answer.stderr
@@ -63,7 +63,7 @@ def test_bad_input_gives_exit_code_2_and_one_line_without_the_output_of_rewards(
 SMALL = ("policy.hidden_size=16", "policy.intermediate_size=16", "policy.layers=2", "policy.heads=2")
 
 
-def test_memory_estimates_follow_from_the_shape():
+def test_memory_estimates_follow_from_the_model_shape():
     facts = check_job(*SMALL, "policy.kv_heads=1", "rollout.sampling.max_new_tokens=30")
     # Embeddings, two blocks of (q, k, v, o, three MLP matrices, two norms), the last norm.
     assert facts["parameters"] == 354 * 16 + 2 * (256 + 128 + 128 + 256 + 3 * 256 + 32) + 16
@@ -73,7 +73,7 @@ def test_memory_estimates_follow_from_the_shape():
     assert facts["rollout_cache_bytes"] == 2 * 2 * 8 * 4 * 512 * (facts["longest_prompt_tokens"] + 30)
 
 
-def test_adapters_need_gradients_and_optimizer_state_for_themselves_alone():
+def test_only_the_adapters_need_gradients_and_optimizer_state_if_there_are_adapters():
     facts = check_job(*SMALL, "policy.kv_heads=1", "update.lora.rank=4")
     # Per block: q and o are 16 x 16, k and v 8 x 16, the three MLP matrices 16 x 16.
     assert facts["trained_parameters"] == 2 * 4 * (5 * 32 + 2 * 24)
@@ -113,7 +113,7 @@ def test_a_vllm_server_with_room_for_the_policy_is_accepted(make_job, overrides)
 
 
 @pytest.mark.parametrize("override", ["pools.ray_address=10.0.0.1:6379", ELSEWHERE])
-def test_vllm_is_not_required_here_if_workers_or_servers_are_on_other_machines(make_job, monkeypatch, override):
+def test_vllm_need_not_be_installed_if_workers_or_servers_are_on_other_machines(make_job, monkeypatch, override):
     make_job("vllm")
     monkeypatch.setenv("RHEOSTAT_ENGINES", "none")
     assert check_job(override)
@@ -127,7 +127,7 @@ def test_zero_stages_divide_what_they_shard_among_the_ranks():
         assert found == pytest.approx(held, rel=1e-3)  # from 1 on, DeepSpeed steps a float32 copy of its own: 12 over 4
 
 
-def test_layers_are_recomputed_from_a_certain_size_on_unless_configured_otherwise():
+def test_layers_are_recomputed_above_a_certain_size_unless_configured_otherwise():
     large = ("policy.hidden_size=512", "policy.intermediate_size=1536", "policy.layers=16", "policy.context=1024")
     rollout = ("rollout.prompts=32", "rollout.group_size=64", "rollout.sampling.max_new_tokens=200")
 
@@ -157,7 +157,7 @@ def test_prompts_that_are_dropped_as_too_long_are_not_counted():
         check_job(data.format("refuse"), *small, "rollout.prompts=9")
 
 
-def test_a_mixture_is_as_large_as_its_files_and_an_iteration_as_its_weights_allow():
+def test_the_weights_of_a_mixture_limit_the_number_of_prompts_of_an_iteration():
     write_rows("few.jsonl", *("1",) * 4, question="another question")
     write_rows("many.jsonl", *("1",) * 60)
     write_rows("heldout.jsonl", "1", question="held out")
@@ -168,7 +168,7 @@ def test_a_mixture_is_as_large_as_its_files_and_an_iteration_as_its_weights_allo
     assert (facts["train_problems"], facts["heldout_problems"], facts["max_prompts"]) == (64, 2, 20)
 
 
-def test_an_optimizer_in_8_bits_holds_a_quarter_of_the_state_of_a_policy_with_experts(place):
+def test_an_8_bit_optimizer_has_a_quarter_of_the_state_of_a_policy_with_experts(place):
     write_policy(place / "mixtral", "mixtral")
     job = ("policy.kind=directory", "policy.path=mixtral", "update.router_loss=0.01")
     usual, small = (
@@ -185,7 +185,7 @@ def test_warm_up_without_answers_is_refused():
         check(job.model_copy(update={"data": job.data.model_copy(update={"answer_column": None})}))
 
 
-def test_every_problem_of_the_gsm8k_that_ships_is_checked():
+def test_every_problem_of_the_bundled_gsm8k_is_checked():
     files = f"path='{GSM8K}/train.jsonl',heldout_path='{GSM8K}/heldout.jsonl'"
     facts = check_job(
         f"data={{kind='file',{files},prompt_column='question'}}", "policy.vocab_size=2048", "policy.context=768"
@@ -201,7 +201,7 @@ def test_every_problem_of_the_gsm8k_that_ships_is_checked():
         ("vllm", "{kind='trained',shape={kind='scratch',heads=1,kv_heads=1},engine={kind='vllm'}}", None),
     ],
 )
-def test_the_size_of_a_judge_is_known_before_the_run(make_job, folder, model, parameters):
+def test_the_input_check_estimates_the_size_of_a_judge(make_job, folder, model, parameters):
     make_job(folder)
     judge = f"{{kind='judge',name='honest',model={model},template='{{answer}} {{completion}}'}}"
     job = (f"scoring.rewards=[{{kind='numeric'}},{judge}]", "rollout.engine.kind=transformers")
@@ -210,7 +210,7 @@ def test_the_size_of_a_judge_is_known_before_the_run(make_job, folder, model, pa
     assert parameters is None or facts["honest_parameters"] == facts[parameters]
 
 
-def test_a_teacher_is_counted_whole_on_every_update_rank_unless_it_is_behind_an_endpoint(place):
+def test_a_teacher_is_counted_in_full_on_every_update_rank_unless_it_is_behind_an_endpoint(place):
     problems = load_problems(ArithmeticData(train_problems=64, heldout_problems=8, operations=4), "train", 0)
     tokenizer = scratch_tokenizer(ScratchPolicy(), problems)
     save_policy(build_scratch(ScratchPolicy(), tokenizer, seed=1), tokenizer, place / "teacher")
@@ -222,7 +222,7 @@ def test_a_teacher_is_counted_whole_on_every_update_rank_unless_it_is_behind_an_
     assert "teacher_parameters" not in check_job(*job, f"algorithm.distillation.teacher={endpoint}")
 
 
-def test_a_critic_is_counted_as_the_policy_is():
+def test_a_critic_needs_as_much_memory_as_the_policy():
     facts = check_job("algorithm.kind=ppo")
     assert facts["critic_parameters"] == facts["parameters"] + ScratchPolicy().hidden_size
     assert facts["update_critic_bytes"] == 16 * facts["critic_parameters"]

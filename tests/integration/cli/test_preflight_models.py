@@ -34,7 +34,7 @@ def test_flash_attention_is_refused_for_heads_that_are_too_large(place):
         check(job.model_copy(update={"update": flash}))
 
 
-def test_a_sequence_parallel_rank_holds_its_share_of_a_forward_pass():
+def test_a_sequence_parallel_rank_needs_memory_for_its_share_of_a_forward_pass():
     one, two, both = (
         check_job(f"update.sequence_parallel={group}", "update.minibatches=1", f"pools.update_ranks={ranks}")
         for group, ranks in ((1, 1), (2, 2), (2, 4))
@@ -57,7 +57,7 @@ def test_images_for_the_warm_up_must_be_as_large_as_the_images_of_the_policy():
     assert facts["update_activations_bytes"] > 0 == facts["update_head_bytes"]
 
 
-def test_layers_of_a_denoiser_are_recomputed_from_a_certain_size_on_unless_configured_otherwise():
+def test_layers_of_a_denoiser_are_recomputed_above_a_certain_size_unless_configured_otherwise():
     large = ("policy.layers=6", "policy.heads=8")
 
     def check_update(*overrides: str, recomputes: str = "") -> dict[str, float]:

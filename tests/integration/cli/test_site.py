@@ -33,7 +33,7 @@ def site(tmp_path) -> Path:
     return site
 
 
-def test_search_finds_text_in_a_site_that_is_opened_from_disk_and_asks_nobody_else(site):
+def test_search_works_in_a_site_opened_from_disk_without_network_requests(site):
     with opened(site / "index.html") as seen:
         seen.page.locator("[data-md-component=search-query]").click()
         seen.page.locator("[data-md-component=search-query]").press_sequentially("needle")

@@ -52,7 +52,7 @@ def write_snapshot() -> Path:
     return directory
 
 
-def test_a_snapshot_of_the_hugging_face_cache_is_read_as_its_model():
+def test_a_snapshot_in_the_hugging_face_cache_is_accepted_as_a_model():
     directory, model = write_snapshot(), Path("model")
     assert inspect_directory(directory).shape == inspect_directory(model).shape
     assert check_directory(directory)[2] == check_directory(model)[2]
@@ -89,7 +89,7 @@ def test_a_configuration_of_a_gigabyte_is_not_read():
 
 
 @pytest.mark.parametrize("implementation", [None, "eager", "sdpa"])
-def test_an_attention_implementation_of_transformers_may_be_named(implementation):
+def test_a_configuration_may_name_an_attention_implementation_of_transformers(implementation):
     edit(Path("model/config.json"), attn_implementation=implementation)
     assert check_directory(Path("model"))
 

@@ -35,7 +35,7 @@ def command(folder: Path, *arguments: str, api: str | None = None) -> "subproces
     return subprocess.run([RHEOSTAT, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
 
 
-def test_rewards_in_modules_with_the_names_of_our_packages_are_found(folder: Path, monkeypatch):
+def test_rewards_in_user_modules_named_like_rheostats_packages_are_found(folder: Path, monkeypatch):
     monkeypatch.chdir(folder)
     rewards = tuple(TargetReward(name=name, target=f"{name}:shared") for name in NAMES)
     evaluator = Evaluator(ScoringConfig(rewards=rewards))
@@ -45,7 +45,7 @@ def test_rewards_in_modules_with_the_names_of_our_packages_are_found(folder: Pat
         evaluator.close()
 
 
-def test_a_job_is_checked_next_to_modules_with_the_names_of_our_packages(folder: Path):
+def test_a_job_is_checked_next_to_user_modules_named_like_rheostats_packages(folder: Path):
     done = command(folder, "train", "job.toml", "--dry-run")
     assert done.returncode == 0, done.stderr
     misspelt = command(
@@ -68,7 +68,7 @@ print(models.config.data.__file__, users.__file__)
 """
 
 
-def test_a_worker_of_an_editable_installation_imports_our_packages_next_to_modules_with_their_names(folder: Path):
+def test_an_editable_install_imports_rheostats_packages_despite_user_modules_of_the_same_name(folder: Path):
     """The finder of an editable installation comes after the path, on which the user's folder is the last."""
     (folder / "prefect.py").rename(folder / "users_module.py")
     code = EDITABLE.format(packages=PACKAGES, root=ROOT)
@@ -79,7 +79,7 @@ def test_a_worker_of_an_editable_installation_imports_our_packages_next_to_modul
 
 
 @pytest.mark.system
-def test_the_documented_installation_trains_next_to_modules_with_the_names_of_our_packages(folder: Path):
+def test_the_documented_installation_trains_next_to_user_modules_named_like_rheostats_packages(folder: Path):
     done = command(folder, "train", "job.toml", "iterations=1")
     assert done.returncode == 0, done.stderr
     assert command(folder, "verify", "tiny").returncode == 0

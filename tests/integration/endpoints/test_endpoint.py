@@ -66,7 +66,7 @@ def test_answers_keep_the_order_of_their_questions_and_the_cap_on_concurrent_req
     assert server.most_at_once == 4
 
 
-def test_a_server_that_fails_now_and_then_answers_all_in_the_end():
+def test_all_requests_succeed_on_a_server_with_temporary_failures():
     def fail_three_of_ten(asked, before):
         return Reply(status=503) if derive_seed(asked.text, before) % 10 < 3 else echo(asked, before)
 
@@ -88,7 +88,7 @@ def test_a_server_that_fails_now_and_then_answers_all_in_the_end():
     ],
     ids=["reset", "408", "409", "500", "502", "stalled", "slow"],
 )
-def test_a_request_with_a_passing_fault_is_sent_again(fault, settings):
+def test_a_request_with_a_temporary_failure_is_retried(fault, settings):
     with chat_server(lambda asked, before: fault if before == 0 else echo(asked, before)) as server:
         answers = judge_at(server.url, **settings).answer(questions(3))
     assert [answer.error for answer in answers] == [None] * 3
@@ -107,7 +107,7 @@ def test_retry_after_is_obeyed():
 
 
 @pytest.mark.parametrize("status", [500, 503])
-def test_an_endpoint_that_stays_down_is_given_up_after_the_first_lost_question(status):
+def test_judging_stops_after_the_first_question_lost_to_an_endpoint_that_stays_down(status):
     with chat_server(lambda asked, before: Reply(status=status)) as server:
         judge = judge_at(server.url, retries=3)
         with pytest.raises(EndpointDown, match=r"127\.0\.0\.1:\d+/v1/chat/completions is down: .*50") as caught:
@@ -116,7 +116,7 @@ def test_an_endpoint_that_stays_down_is_given_up_after_the_first_lost_question(s
     assert isinstance(caught.value, OSError)  # stages try an OSError again later
 
 
-def test_nobody_listening_is_an_endpoint_that_is_down():
+def test_a_refused_connection_means_that_the_endpoint_is_down():
     with chat_server(echo) as server:
         pass
     with pytest.raises(EndpointDown, match="attempt 2 of 2"):
@@ -144,7 +144,7 @@ def test_a_question_that_the_server_cannot_answer_fails_alone():
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 422])
-def test_a_refusal_is_raised_at_once(status):
+def test_a_refused_request_is_raised_without_retries(status):
     reply = Reply(status=status, body=b'{"error": "no such model"}')
     with (
         chat_server(lambda asked, before: reply) as server,
@@ -190,13 +190,13 @@ def test_a_reply_without_an_answer_is_an_error_and_never_a_value(reply, error):
     assert len(requests) == 1
 
 
-def test_an_unfinished_answer_is_an_error_next_to_its_text():
+def test_an_unfinished_answer_is_reported_as_an_error_with_its_text():
     answer, _ = ask_once(says("score: 1", finish_reason="length"))
     assert answer.text == "score: 1"  # the first digit of 10, perhaps
     assert "not finished" in answer.error
 
 
-def test_a_long_answer_is_read_whole():
+def test_a_long_answer_is_read_in_full():
     assert ask_once(says("x" * (1 << 20)))[0].text == "x" * (1 << 20)
 
 
@@ -231,7 +231,7 @@ def test_an_invalid_log_prob_is_an_error(logprob):
     assert (answer.probabilities, "logprob" in answer.error) == (None, True)
 
 
-def test_neither_choice_among_the_likely_tokens_is_an_error():
+def test_a_verdict_is_an_error_if_neither_choice_is_among_the_likely_tokens():
     answer, _ = ask_once(with_top_logprobs("maybe", maybe=-0.1), verdict=LogprobVerdict())
     assert answer.probabilities is None
     assert "among the likely first tokens" in answer.error
@@ -254,7 +254,7 @@ def test_a_constrained_choice_is_requested_from_vllm_and_refused_elsewhere():
     ],
     ids=["plain", "escaped", "base64"],
 )
-def test_the_key_is_sent_and_shows_nowhere_else(monkeypatch, caplog, capfd, spell):
+def test_the_key_is_sent_and_appears_nowhere_else(monkeypatch, caplog, capfd, spell):
     monkeypatch.setenv("JUDGE_KEY", CANARY)
     caplog.set_level(logging.DEBUG)
     repeats = Reply(status=403, body=f'{{"error": "the key {spell(CANARY)} is not known"}}'.encode())
@@ -272,7 +272,7 @@ def test_the_key_is_sent_and_shows_nowhere_else(monkeypatch, caplog, capfd, spel
 
 
 @pytest.mark.parametrize("key", ["", f"{CANARY} and more", f"{CANARY}\nX-Other: 1", f"{CANARY}é"])
-def test_a_key_that_cannot_be_sent_is_bad_input_and_is_not_repeated(monkeypatch, key):
+def test_a_key_that_cannot_be_sent_is_refused_without_repeating_the_key(monkeypatch, key):
     monkeypatch.setenv("JUDGE_KEY", key)
     with pytest.raises(BadInput, match="JUDGE_KEY") as caught:
         judge_at("http://127.0.0.1:1/v1", api_key_variable="JUDGE_KEY")

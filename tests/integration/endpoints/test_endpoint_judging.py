@@ -60,7 +60,7 @@ def test_verdicts_from_an_endpoint_become_rewards(tmp_path):
     assert len(set(seeds)) == 6
 
 
-def test_the_same_work_gives_the_same_shard_however_the_endpoint_fails_meanwhile(tmp_path):
+def test_the_same_work_gives_the_same_shard_despite_failures_of_the_endpoint(tmp_path):
     def shaky(asked, before):
         return Reply(reset=True) if before % 3 == 0 and asked.text[0] in "02" else is_right(asked, before)
 
@@ -72,7 +72,7 @@ def test_the_same_work_gives_the_same_shard_however_the_endpoint_fails_meanwhile
     assert (steady.shards, steady.metrics) == (shaken.shards, shaken.metrics)
 
 
-def test_an_answer_that_is_garbage_is_asked_again_and_then_invalid(tmp_path):
+def test_a_garbage_answer_is_requested_again_and_then_invalid(tmp_path):
     def garbage(asked, before):
         return Reply(body=b"<html>") if asked.text.startswith("1") else is_right(asked, before)
 
@@ -84,7 +84,7 @@ def test_an_answer_that_is_garbage_is_asked_again_and_then_invalid(tmp_path):
     assert (outcome.metrics["answers"], outcome.metrics["invalid"]) == (6, 2)
 
 
-def test_an_endpoint_that_is_down_writes_no_verdicts_and_arrives_by_name(tmp_path):
+def test_an_endpoint_that_is_down_is_a_named_error_and_no_verdicts_are_written(tmp_path):
     with chat_server(lambda asked, before: Reply(status=503)) as server:
         bench = Bench(tmp_path, server.url, retries=1)
         host, work = Host(), bench.work("1")
@@ -96,7 +96,7 @@ def test_an_endpoint_that_is_down_writes_no_verdicts_and_arrives_by_name(tmp_pat
     assert len(kinds) == 1  # the rollouts alone
 
 
-def test_no_shard_holds_the_key(tmp_path, monkeypatch):
+def test_no_shard_contains_the_key(tmp_path, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", CANARY)
     repeats = Reply(status=400, body=json.dumps({"error": f"bad key {CANARY}"}).encode())
     with chat_server(lambda asked, before: repeats) as server:
@@ -121,7 +121,7 @@ def certificate(tmp_path_factory):
     return certificate, key
 
 
-def test_a_certificate_is_checked_against_the_name_though_the_address_is_asked(certificate, monkeypatch):
+def test_a_certificate_is_checked_against_the_host_name_although_the_address_is_connected(certificate, monkeypatch):
     file, key = certificate
     monkeypatch.setenv("SSL_CERT_FILE", str(file))
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -144,7 +144,7 @@ def _note_lookup(event, arguments):
         LOOKUPS.append(arguments[0])
 
 
-def test_a_name_is_resolved_once_and_connected_to_by_address():
+def test_a_host_name_is_resolved_once_and_the_connection_uses_the_address():
     sys.addaudithook(_note_lookup)
     with chat_server(lambda asked, before: Reply(reset=True) if before == 0 else says("fine")) as server:
         judge = judge_at(server.url.replace("127.0.0.1", "localhost"), allowed_hosts=("localhost",))
@@ -155,7 +155,7 @@ def test_a_name_is_resolved_once_and_connected_to_by_address():
     assert set(seen) - {"localhost"} <= {"127.0.0.1", b"127.0.0.1", "::1", b"::1"}
 
 
-def test_a_name_that_leads_to_a_private_address_is_refused_before_anything_is_sent():
+def test_a_host_name_that_resolves_to_a_private_address_is_refused_before_anything_is_sent():
     with chat_server(lambda asked, before: says("fine")) as server:
         port = server.url.split(":")[2]
         judge = judge_at(f"https://localhost:{port}", allowed_hosts=("localhost",), allow_private=False)
@@ -165,7 +165,7 @@ def test_a_name_that_leads_to_a_private_address_is_refused_before_anything_is_se
     assert judge.progress <= 3, "refused, not tried again"
 
 
-def test_a_name_that_does_not_resolve_is_asked_again_and_then_down():
+def test_a_host_name_that_does_not_resolve_is_retried_and_then_counts_as_down():
     judge = judge_at("https://nowhere.invalid/v1", allowed_hosts=("nowhere.invalid",), retries=1)
     with pytest.raises(EndpointDown, match=r"nowhere\.invalid cannot be resolved: .* at attempt 2 of 2"):
         judge.answer(questions(2))

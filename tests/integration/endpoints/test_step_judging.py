@@ -59,7 +59,7 @@ def table_of(home: Path, outcome: Outcome) -> pa.Table:
     return read_shard(open_store(f"{home}/run"), outcome.shards[0])
 
 
-def test_a_local_judge_is_asked_k_times_about_all_steps_at_once(home, model):
+def test_a_local_judge_is_queried_k_times_about_all_steps_at_once(home, model):
     outcome = judge(home, LOCAL, *COMPLETIONS, model=model)
     table = table_of(home, outcome)
     assert table.schema.remove_metadata() == VERDICT_SCHEMA
@@ -79,7 +79,7 @@ def test_a_local_judge_is_asked_k_times_about_all_steps_at_once(home, model):
     assert judge(home, LOCAL, *COMPLETIONS, model=model).shards == outcome.shards
 
 
-def test_counters_say_how_much_was_flagged_dropped_and_unusable(home, model):
+def test_counters_report_flagged_steps_dropped_indices_and_unusable_critiques(home, model):
     reward = LOCAL.model_copy(update={"retries": 0, "votes": 1})
     outcome = judge(home, reward, *COMPLETIONS[:3], *["One.\n\nTwo."] * 30, model=model)
     rows = table_of(home, outcome).to_pylist()
@@ -111,7 +111,7 @@ def test_a_canary_passes_when_no_step_of_it_is_flagged(home, model, said, passed
     assert outcome.metrics["completions"] == 2
 
 
-def test_a_judge_that_only_babbles_is_unusable_and_flags_nothing(home, model):
+def test_a_judge_without_a_valid_answer_is_unusable_and_flags_nothing(home, model):
     babble = {"model": DirectoryJudge(path="judge"), "template": "{steps}"}
     changes = babble | {"votes": 2, "sampling": SamplingConfig(temperature=0, max_new_tokens=8)}
     outcome = judge(home, LOCAL.model_copy(update=changes), *COMPLETIONS, model=model)

@@ -48,7 +48,7 @@ def generate_with_steps(directory: Path, places: int) -> tuple[list[list[Complet
 
 
 @pytest.mark.parametrize("places", [1, 4, 16, 29, 30])
-def test_rows_are_admitted_when_a_quarter_of_the_places_is_free(places, directory):
+def test_rows_are_admitted_when_a_quarter_of_the_batch_is_free(places, directory):
     groups, steps = generate_with_steps(directory, places)
     by_length = sorted(range(len(WORK)), key=lambda index: WORK[index].num_prompt_tokens)
     assert steps == expected_steps([len(one.tokens) for index in by_length for one in groups[index]], places)
@@ -56,7 +56,7 @@ def test_rows_are_admitted_when_a_quarter_of_the_places_is_free(places, director
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt2", "mistral"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_an_admitted_row_gets_the_completion_that_it_gets_alone(architecture, temperature, tmp_path):
+def test_an_admitted_row_gets_the_same_completion_as_alone(architecture, temperature, tmp_path):
     write_policy(tmp_path, architecture, eos_share=0.08 if temperature else 1e-6)
     few, alone = engine_of(tmp_path, max_batch_rows=4), engine_of(tmp_path)
     sampling = SamplingConfig(max_new_tokens=40, temperature=temperature)
@@ -70,7 +70,7 @@ def test_an_admitted_row_gets_the_completion_that_it_gets_alone(architecture, te
             assert group[sample].finish_reason is expected.finish_reason
 
 
-def test_rows_that_outlast_many_admissions_keep_the_cache_as_narrow_as_one_pass(tmp_path, monkeypatch):
+def test_rows_that_outlast_many_admissions_do_not_widen_the_cache(tmp_path, monkeypatch):
     write_policy(tmp_path, eos_share=1e-6)
     monkeypatch.setattr("models.engines.local.decoding.ROOM", 2)
     widths = []

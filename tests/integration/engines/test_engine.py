@@ -92,7 +92,7 @@ def test_step_counts_include_every_sequence_of_each_decoding_step(directory):
     assert 0 < sums.seconds <= sums.sequence_seconds <= max(live) * sums.seconds
 
 
-def test_the_same_work_gives_the_same_bits_whatever_work_came_before(directory, engine):
+def test_the_same_work_gives_the_same_bits_after_any_other_work(directory, engine):
     engine.generate([request(99, 50)], SamplingConfig(max_new_tokens=5))
     assert engine.generate(MIXED, SAMPLING) == engine_of(directory).generate(MIXED, SAMPLING)
 
@@ -118,7 +118,7 @@ def test_finished_rows_leave_the_batch(engine):
     assert alive[-1] < 0.75 * 64
 
 
-def test_progress_moves_with_every_step(directory):
+def test_progress_grows_with_every_step(directory):
     engine = engine_of(directory)
     before = engine.progress
     assert before > 0

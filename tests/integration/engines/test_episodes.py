@@ -74,7 +74,7 @@ def test_on_an_engine_that_batches_continuously_episodes_are_equal_and_do_not_wa
         ("lie", "found 5"),
     ],
 )
-def test_a_failing_environment_loses_only_its_own_episodes(episodes, how, reason):
+def test_a_failing_environment_loses_only_the_episodes_that_it_runs(episodes, how, reason):
     settings = target_environment("Bad", options={"how": how}, step_seconds=0.5 if how == "hang" else 20)
     good = index_rows(episodes.play_rows(target_environment(), rows=(7, 2, 11)))
     rows = episodes.play_rows(settings, rows=(7, 2, 11))

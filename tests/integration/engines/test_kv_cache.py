@@ -21,7 +21,7 @@ def random_states(generator: torch.Generator, rows: int, tokens: int) -> tuple[t
     return torch.randn(rows, 2, tokens, 8, generator=generator), torch.randn(rows, 2, tokens, 4, generator=generator)
 
 
-def test_it_equals_a_growing_layer_while_rows_join_and_leave():
+def test_the_preallocated_cache_equals_a_growing_layer_while_rows_join_and_leave():
     generator = torch.Generator().manual_seed(0)
     grown, other = DynamicLayer(), DynamicLayer()
     first = random_states(generator, 3, 5)
@@ -40,7 +40,7 @@ def test_it_equals_a_growing_layer_while_rows_join_and_leave():
             held.reorder_cache(kept)
 
 
-def test_a_new_token_is_written_behind_the_others_without_a_copy():
+def test_a_new_token_is_appended_without_a_copy():
     layer = DynamicLayer()
     layer.update(*random_states(torch.Generator(), 2, 5))
     held = InPlaceLayer(layer)

@@ -103,7 +103,7 @@ def test_the_prompt_of_a_turn_is_the_template_rendered_with_the_messages_before_
     assert num_later > 10 and num_without_thoughts > 5
 
 
-def test_log_probs_equal_those_of_a_forward_pass_over_the_turn_and_its_own_prompt(episodes, table):
+def test_log_probs_equal_those_of_a_forward_pass_over_the_prompt_and_tokens_of_the_turn(episodes, table):
     cut, _ = split_at_prompts(table)
     for computed, recorded in forward_logprobs(episodes.policy, cut):
         np.testing.assert_allclose(computed, recorded, atol=2e-5)

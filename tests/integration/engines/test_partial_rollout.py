@@ -206,7 +206,7 @@ def test_an_iteration_may_begin_new_groups_next_to_those_that_continue(iteration
         generating.generate(replace(work, rows=(min(begun),)))
 
 
-def test_an_iteration_whose_groups_are_all_cut_scores_and_trains_nothing(iterations):
+def test_an_iteration_with_only_cut_groups_scores_and_trains_nothing(iterations):
     outcome = worker(iterations.home).generate(replace(iterations.whole, partial=PartialRollout(tokens=2)))
     assert [shard.rows for shard in outcome.shards] == [0, 20]
     assert outcome.metrics["groups"] == 0

@@ -131,7 +131,7 @@ def test_damaged_weights_generate_nothing_and_the_worker_stays_usable(tmp_path):
 
 
 @pytest.mark.parametrize("rows", [(), (1, 1), (12,), (-1, 3)])
-def test_rows_that_are_not_different_rows_of_the_shard_are_refused(work, rows, home):
+def test_rows_that_repeat_or_are_not_in_the_shard_are_refused(work, rows, home):
     with pytest.raises(BadInput, match="rollout work"):
         worker(home).generate(replace(work, rows=rows))
 

@@ -45,7 +45,7 @@ def test_completions_are_those_that_the_server_generates_for_the_seeds(serve):
     assert server.asked[0]["sampling"]["stop_token_ids"] == [small_tokenizer().eos_token_id]
 
 
-def test_an_engine_serves_only_a_policy_that_the_server_proves(serve, policy):
+def test_an_engine_uses_a_server_only_if_the_server_proves_its_policy(serve, policy):
     engine, [server] = serve()
     assert engine.loaded_digest() == policy.version.digest
     server.proofs = [""]
@@ -302,7 +302,7 @@ def test_router_replay_refuses_a_server_that_does_not_report_experts(serve):
 # ---- lengths, steps and settings
 
 
-def test_sampled_lengths_replace_the_policys_own_end(serve):
+def test_sampled_lengths_replace_the_end_of_sequence_of_the_policy(serve):
     lengths = DrawnLengths(median_tokens=6, sigma=0.8)
     engine, [server] = serve(settings={"lengths": lengths.model_dump()})
     prompt = request(0, 9, group=64)

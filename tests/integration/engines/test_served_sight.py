@@ -111,7 +111,7 @@ def test_images_that_are_not_in_files_are_refused(serve):
         (None, "idefics3", 0, {}),
     ],
 )
-def test_vllm_serves_the_vision_models_on_which_it_was_compared(message, vision_model, gpus, settings):
+def test_vllm_serves_only_the_vision_models_that_were_compared_with_transformers(message, vision_model, gpus, settings):
     shape = ModelShape(
         parameters=100, context=96, layers=1, heads=1, kv_heads=1, head_size=32, vision_model_type=vision_model
     )

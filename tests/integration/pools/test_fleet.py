@@ -233,7 +233,7 @@ async def test_a_worker_that_fails_during_a_move_costs_no_other_worker(shared, b
     assert len(await asyncio.gather(*works)) == 2
 
 
-async def test_a_worker_that_cannot_load_gives_its_slot_back_and_is_an_error_if_its_role_has_no_other(shared):
+async def test_a_worker_that_cannot_load_frees_its_slot_and_raises_if_its_role_has_no_other_worker(shared):
     await shared.arrange(2, 0)
     before = set(shared.rollout.pids)
     shared.tell("fail-{role}-take", 1)
@@ -243,7 +243,7 @@ async def test_a_worker_that_cannot_load_gives_its_slot_back_and_is_an_error_if_
     assert set(shared.rollout.pids) == before
 
 
-async def test_a_role_whose_workers_die_at_every_start_is_an_error(cluster, tmp_path):
+async def test_a_role_whose_workers_die_at_every_start_raises_an_error(cluster, tmp_path):
     shared = await Shared.of(cluster, tmp_path, slots=1, targets=("Turning", "Doomed"))
     await shared.arrange(1, 0)
     with pytest.raises(WorkerLost, match=r"died.*\. No other judge\d+ worker is available"):
@@ -252,7 +252,7 @@ async def test_a_role_whose_workers_die_at_every_start_is_an_error(cluster, tmp_
     await shared.fleet.close()
 
 
-async def test_a_worker_that_cannot_be_built_gives_the_slot_back(cluster, tmp_path):
+async def test_a_worker_that_cannot_be_built_frees_its_slot(cluster, tmp_path):
     shared = await Shared.of(cluster, tmp_path, slots=1, targets=("Turning", "Untrue"))
     await shared.arrange(1, 0)
     unbuildable = shared.tell("unbuildable-{role}", 1)
@@ -266,7 +266,7 @@ async def test_a_worker_that_cannot_be_built_gives_the_slot_back(cluster, tmp_pa
     await shared.fleet.close()
 
 
-async def test_a_slot_whose_old_worker_cannot_come_back_is_tried_again_when_work_waits(shared):
+async def test_a_slot_whose_worker_cannot_be_restored_is_retried_when_work_waits(shared):
     await shared.arrange(2, 0)
     for role in (0, 1):
         shared.tell("fail-{role}-take", role)
@@ -418,7 +418,7 @@ async def test_after_random_arrangements_and_kills_every_slot_has_one_role_and_a
     assert len(names) == 60
 
 
-async def test_another_process_uses_the_workers_that_are_awake_and_moves_none(cluster, shared):
+async def test_another_process_uses_the_awake_workers_and_moves_no_worker(cluster, shared):
     await shared.arrange(2, 0)
     other = await start_driver(
         f"""
@@ -446,14 +446,14 @@ async def test_another_process_uses_the_workers_that_are_awake_and_moves_none(cl
     assert attempts == 1
 
 
-async def test_a_cluster_without_room_for_the_slots_says_so(cluster):
+async def test_a_cluster_without_room_for_the_slots_is_a_named_error(cluster):
     berths = ReservedSlots(SlotCount(2, first=2), widest=1, gpus=1, machines=Machines())
     with pytest.raises(ClusterFailed, match=r"could not reserve 2 worker slots with .*'GPU': 1.* each within"):
         await berths.reserve(0.3)
 
 
 @pytest.mark.slow
-async def test_workers_of_all_roles_see_the_gpus_of_their_slots():
+async def test_workers_of_all_roles_have_access_to_the_gpus_of_their_slots():
     """The GPUs exist only as a number that Ray counts."""
     program = """
 import asyncio, ray
@@ -486,7 +486,7 @@ asyncio.run(main())
 
 
 @pytest.mark.slow
-async def test_on_an_external_cluster_every_slot_books_a_cpu():
+async def test_every_slot_on_an_external_cluster_reserves_a_cpu():
     """One process keeps a cluster of two CPUs, and another process arranges two slots there."""
     keep = """
 import os, tempfile

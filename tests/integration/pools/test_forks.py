@@ -94,7 +94,7 @@ async def test_forks_use_jemalloc_and_do_not_pass_it_to_their_children(cluster):
 
 
 @pytest.mark.system
-async def test_a_pool_with_its_own_number_of_threads_is_not_forked(cluster):
+async def test_a_pool_with_a_separate_number_of_threads_is_not_forked(cluster):
     pool = await cluster.pool(spec(threads=2))
     assert nursery_of(pool.pids[0]) is None
     assert (await pool.run("environment", ("OMP_NUM_THREADS",), returns=dict)).result == {"OMP_NUM_THREADS": "2"}
@@ -102,7 +102,7 @@ async def test_a_pool_with_its_own_number_of_threads_is_not_forked(cluster):
 
 
 @pytest.mark.system
-async def test_a_fork_has_the_properties_of_a_started_worker_and_pools_start_workers_after_the_nursery_died(cluster):
+async def test_a_fork_equals_a_started_worker_and_pools_start_workers_after_the_forkserver_died(cluster):
     forked = await cluster.pool(spec())
     nursery = nursery_of(forked.pids[0])
     nursery.kill()
@@ -145,7 +145,7 @@ def parent_in(answer):
     return int(answer.stdout.split()[1])
 
 
-async def test_a_worker_that_may_see_a_gpu_is_never_forked():
+async def test_a_worker_with_access_to_a_gpu_is_never_forked():
     with nursery() as (process, ask, _):
         assert parent_in(ask()) == process.pid
         for visible in ("0", "0,1"):
@@ -154,7 +154,7 @@ async def test_a_worker_that_may_see_a_gpu_is_never_forked():
             assert "the worker may use a GPU" in answer.stderr
 
 
-async def test_a_process_with_a_second_thread_forks_nothing():
+async def test_a_process_with_a_second_thread_does_not_fork():
     with nursery("tests.support.thread") as (_, ask, directory):
         answer = ask()
         assert parent_in(answer) == os.getpid()
@@ -162,7 +162,7 @@ async def test_a_process_with_a_second_thread_forks_nothing():
         assert "no worker was forked" in (directory / "nursery.log").read_text()
 
 
-async def test_a_request_that_was_given_up_is_not_forked_later():
+async def test_an_abandoned_request_is_not_forked_later():
     with nursery() as (process, ask, directory):
         parent_in(ask())
         process.send_signal(signal.SIGSTOP)

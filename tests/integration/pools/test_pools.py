@@ -266,7 +266,7 @@ async def test_ranks_start_again_together_when_one_dies(ring, tmp_path):
     assert (await ring.run("meet", tmp_path / "died", returns=tuple)).result == (0, port)
 
 
-async def test_what_one_rank_raises_ends_its_peers_and_is_not_tried_again(ring, tmp_path):
+async def test_an_error_of_one_rank_ends_its_peers_and_is_not_retried(ring, tmp_path):
     await ring.run("meet", tmp_path, returns=tuple)
     before, restarts = ring.pids, ring.restarts
     with pytest.raises(WorkerFailed, match="ValueError: loss is not finite"):
@@ -275,7 +275,7 @@ async def test_what_one_rank_raises_ends_its_peers_and_is_not_tried_again(ring, 
     assert ring.restarts == restarts
 
 
-async def test_work_cancelled_on_ranks_ends_them_and_the_next_work_has_new_ones(ring, tmp_path):
+async def test_cancelled_work_ends_its_ranks_and_the_next_work_has_new_ranks(ring, tmp_path):
     await ring.run("meet", tmp_path, returns=tuple)
     before = ring.pids
     call = asyncio.create_task(ring.run("hang_on_one", tmp_path / "hung", returns=tuple))

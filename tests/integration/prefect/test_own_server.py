@@ -43,7 +43,7 @@ except KeyboardInterrupt as interrupt:
         (signal.SIGSTOP, signal.SIGTERM, 143, "interrupted"),
     ],
 )
-def test_a_flow_ends_with_a_named_error_if_its_own_server_fails_and_still_obeys_signals(
+def test_a_flow_ends_with_a_named_error_if_its_prefect_server_fails_and_still_obeys_signals(
     fate, interrupt, code, told, tmp_path
 ):
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}

@@ -9,7 +9,7 @@ from prefect import flow, task
 from prefect._internal import control_listener
 from prefect.client.orchestration import get_client
 
-from flows.endings import CANCELLED, install_state_handling
+from flows.prefect_states import CANCELLED, install_state_handling
 from infra.errors import BadInput
 from tests.support.in_process import prefect_at
 

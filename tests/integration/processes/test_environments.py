@@ -90,7 +90,7 @@ def engines(tmp_path, monkeypatch, wheels):
     return tmp_path / "engines"
 
 
-def test_an_environment_is_made_once_and_then_found_with_its_versions(engines, wheels, monkeypatch, tmp_path):
+def test_an_environment_is_created_once_and_then_reused_with_its_versions(engines, wheels, monkeypatch, tmp_path):
     shadow(tmp_path / "ours", monkeypatch)
     made = install("tiny", platform="cpu")
     assert made.python == engines / "tiny-1.0-cpu" / "bin" / "python"
@@ -160,7 +160,7 @@ def test_a_second_concurrent_install_waits_for_the_first(engines, caplog):
     assert sum("waiting for another install" in record.message for record in caplog.records) == 1
 
 
-def test_a_directory_that_the_command_did_not_make_is_not_changed(engines, tmp_path):
+def test_a_directory_that_the_command_did_not_create_is_not_changed(engines, tmp_path):
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.txt").write_text("years of work")

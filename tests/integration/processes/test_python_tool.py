@@ -136,7 +136,7 @@ def test_a_failure_of_the_sandbox_fails_the_episode(tool, monkeypatch):
         (ToolsEnvironment(tools=("tests.support.games:price",), sandbox="bubblewrap"), "rollout.environment.sandbox"),
     ],
 )
-def test_without_bubblewrap_an_environment_is_refused_by_the_setting_that_asks_for_it(
+def test_without_bubblewrap_an_environment_is_refused_with_the_setting_that_requires_it(
     settings, key, tmp_path: Path, monkeypatch
 ):
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -118,7 +118,7 @@ time.sleep(1000)
 """
 
 
-@pytest.mark.parametrize("forks", [False, True], ids=["alone", "with a fork that holds its pipes"])
+@pytest.mark.parametrize("forks", [False, True], ids=["alone", "with a fork that keeps its pipes open"])
 def test_nothing_of_a_server_survives_the_sigkill_of_its_owner(forks):
     with python(OWNER.format(forks=forks)) as (owner, (pid, directory)):
         members, forked = family(int(pid)), psutil.Process(owner.pid).children()
@@ -186,7 +186,7 @@ with guarded_directory("rheostat-test-") as directory:
 
 
 @pytest.mark.parametrize("stays", [False, True])
-def test_a_guarded_directory_is_gone_however_its_process_ends(stays):
+def test_a_guarded_directory_is_deleted_however_its_process_ends(stays):
     with python(HOLDER.format(stays=stays)) as (holder, [directory]):
         guards = guards_of(Path(directory))
         if stays:
@@ -226,7 +226,7 @@ asyncio.run(main())
 """
 
 
-def test_a_workers_server_ends_with_the_worker_however_that_ends():
+def test_the_server_of_a_worker_ends_with_the_worker_however_the_worker_ends():
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     driver = subprocess.Popen([sys.executable, "-c", WITH_WORKER], text=True, **pipes)
     try:
@@ -302,7 +302,7 @@ def test_a_missing_program_is_reported():
         serve("", command=lambda port: ["/no/such/python"])
 
 
-def test_progress_is_a_growing_log_or_a_busy_core():
+def test_a_growing_log_or_a_busy_core_counts_as_progress():
     process = OwnedProcess([sys.executable, "-c", OBEDIENT], environment=dict(os.environ))
     assert wait_for(lambda: process.tail(1) == ("waits",))
     write, busy = process.directory / "write", process.directory / "busy"
@@ -340,7 +340,7 @@ while True:
     assert any(beat > begun + 0.6 for beat in beats) == works  # before that, the interpreter itself starts
 
 
-def test_a_port_that_is_taken_meanwhile_is_replaced_by_the_next_one():
+def test_a_port_that_is_no_longer_free_is_replaced_by_the_next_port():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -352,7 +352,7 @@ def test_a_port_that_is_taken_meanwhile_is_replaced_by_the_next_one():
             serve(SERVE, ports=[first], ready=lambda port: False)
 
 
-def test_a_server_has_only_the_environment_that_it_was_given(monkeypatch):
+def test_a_server_gets_only_the_environment_variables_that_are_passed(monkeypatch):
     monkeypatch.setenv("SECRET_OF_THE_OWNER", "1")
     program = "import os; print(sorted(os.environ)); print(os.environ['TMPDIR'] == os.getcwd())" + SERVE
     process, _ = serve(program, environment={"KEY": "k", "PATH": os.environ["PATH"]})

@@ -67,7 +67,7 @@ def test_the_options_of_a_server_follow_from_its_platform_and_configuration(plat
     assert not set(absent.split()) & {option.partition("=")[0] for option in found}
 
 
-def test_adapters_get_the_next_rank_that_vllm_takes():
+def test_the_rank_of_an_adapter_is_rounded_up_to_a_rank_that_vllm_supports():
     assert [lora_rank(rank) for rank in (0, 1, 2, 8, 9, 33, 257, 512)] == [0, 1, 8, 8, 16, 64, 320, 512]
     with pytest.raises(BadInput, match=r"rank 513, .* rank 512"):
         lora_rank(513)
@@ -108,7 +108,7 @@ def test_a_model_directory_without_a_configuration_has_no_context(tmp_path):
 STRANGERS = ("RAY_ADDRESS", "VIRTUAL_ENV", "PYTHONHOME", "VLLM_SERVER_DEV_MODE", "VLLM_CPU_KVCACHE_SPACE")
 
 
-def test_vllm_sees_our_threads_and_devices_and_no_other_variable_of_ours(monkeypatch):
+def test_vllm_gets_the_variables_for_threads_and_devices_and_no_unrelated_variables(monkeypatch):
     ours = {"OMP_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": "5", "RHEOSTAT_CLUSTER": "/tmp/cluster"}
     for name, value in {**ours, **dict.fromkeys(STRANGERS, "1")}.items():
         monkeypatch.setenv(name, value)

@@ -159,7 +159,7 @@ def test_a_retrain_trains_on_problems_that_no_champion_was_trained_on(weeks):
     assert not first & second
 
 
-def test_later_gates_know_the_problems_that_champions_were_trained_on(weeks):
+def test_later_gates_are_checked_against_the_problems_that_champions_were_trained_on(weeks):
     job, _, _ = weeks
     registry = open_registry(str(job.store), "assistant")
     before = ids_trained_before(registry, "tiny-20261109", Opponent(number=3, policy=""))

@@ -84,7 +84,7 @@ def test_every_vote_on_every_completion_has_a_row_in_order(judging):
 
 
 @pytest.mark.parametrize("reward", [REWARD, FREE, REWARD.model_copy(update={"verdict": LogprobVerdict()})])
-def test_the_same_work_gives_the_same_shard_whatever_work_came_before(judging, reward):
+def test_the_same_work_gives_the_same_shard_after_any_other_work(judging, reward):
     work = judging.work("a", "b", "", "c")
     busy = judging.worker(reward)
     first = busy.judge(work)
@@ -124,7 +124,7 @@ def test_an_empty_completion_has_the_lowest_reward_and_is_not_judged(judging):
     assert outcome.metrics["answers"] == 3
 
 
-def test_canaries_come_first_and_have_their_own_counts(judging):
+def test_canaries_come_first_and_are_counted_separately(judging):
     canaries = Canaries(answers=("I pass.", "No idea."), per_shard=3, passing=0.5)
     outcome = judging.judge("a", "b", "c", reward=REWARD.model_copy(update={"canaries": canaries}))
     rows = judging.rows(outcome)

@@ -351,7 +351,7 @@ def test_an_iteration_without_a_finished_group_gives_no_samples(store, worker):
 # ---- killed processes
 
 
-def test_a_reward_process_that_is_killed_twice_leaves_the_digest_as_it_was(store, make_worker, tmp_path):
+def test_a_reward_process_that_is_killed_twice_does_not_change_the_digest(store, make_worker, tmp_path):
     path = tmp_path / "pids"
     work = ScoringWork(iteration=0, rollouts=write_rollouts(store, rollout(0, 0, str(path))))
     reward = TargetReward(target="tests.support.rewards:wait_to_be_killed_twice")

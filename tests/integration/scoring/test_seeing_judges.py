@@ -141,7 +141,7 @@ def test_steps_are_judged_with_the_image(tmp_path):
     assert values(tmp_path, outcome) == [0, 0, -0.5, -0.5]
 
 
-def test_an_image_that_the_work_does_not_name_is_damage_and_is_not_judged(tmp_path):
+def test_an_image_that_the_work_does_not_name_is_damage_and_its_completion_is_not_judged(tmp_path):
     with chat_server(looks) as server, pytest.raises(Damaged, match="missing from the media shards"):
         judge(tmp_path, endpoint_reward(server.url), rows_with(("red", (RED,))), None, BLUE)
     assert server.asked == []
@@ -181,9 +181,7 @@ def test_a_judge_that_uses_images_is_accepted():
         (fail_with(503), EndpointDown, []),
     ],
 )
-def test_a_judge_that_ignores_or_refuses_images_is_refused_and_one_that_is_down_is_reported_as_down(
-    reply, error, parts
-):
+def test_a_judge_that_ignores_or_refuses_images_is_refused_and_a_judge_that_is_down_is_named(reply, error, parts):
     with chat_server(reply) as server, pytest.raises(error) as raised:
         check_sight(endpoint_reward(server.url))
     message = str(raised.value)
@@ -191,7 +189,7 @@ def test_a_judge_that_ignores_or_refuses_images_is_refused_and_one_that_is_down_
     assert "\n" not in message
 
 
-def test_a_judge_that_answers_only_yes_or_no_can_have_its_own_question():
+def test_a_judge_that_answers_only_yes_or_no_can_have_a_separate_question():
     with chat_server(answer_yes_or_no) as server:
         check_sight(endpoint_reward(server.url, sight_question="Is it red? Answer yes or no."))
 

@@ -78,7 +78,7 @@ def open_elsewhere(place, cache, **changes):
 
 
 @pytest.mark.parametrize("fault", ["lost answer", "500 after", "duplicate"])
-def test_a_put_that_succeeded_without_an_acknowledgement_counts_as_ours(store, weather, fault):
+def test_a_put_that_succeeded_without_an_acknowledgement_counts_as_successful(store, weather, fault):
     weather.faults = [Fault(fault, "^PUT", times=2)]
     assert store.put("name", b"mine")
     assert not store.put("name", b"mine") and not store.put("name", b"another's")
@@ -106,7 +106,7 @@ def test_transient_faults_are_retried_and_no_object_is_torn(place, weather, faul
     ]
 
 
-def test_a_page_that_is_no_listing_is_asked_for_again(store, place, weather):
+def test_an_invalid_page_of_a_listing_is_requested_again(store, place, weather):
     for number in range(3):
         store.put(f"manifests/it-000{number}/seal.json", b"{}")
     for names in (lambda: store.entries("manifests/"), lambda: store.children("manifests")):
@@ -406,7 +406,7 @@ def _write_all(place, number, names, start, results):
 
 
 @pytest.mark.parametrize("seed", [1])
-def test_with_many_faults_each_name_has_one_writer_who_knows_it(place, weather, seed):
+def test_with_many_faults_exactly_one_writer_of_each_name_reports_success(place, weather, seed):
     place.open().put("warm", b"")
     weather.seed, weather.share = seed, 0.3
     names, racers = 12, 4
@@ -502,7 +502,7 @@ def test_a_clock_that_is_wrong_by_an_hour_changes_nothing(place, weather, server
             assert run.epoch == 2
 
 
-def test_a_driver_that_cannot_renew_its_lease_does_not_go_on_and_notices_that_another_has_taken_it(server):
+def test_a_driver_that_cannot_renew_its_lease_stops_and_detects_a_new_holder(server):
     with s3_proxy(server.endpoint) as (endpoint, weather):
         place = server.place()
         behind = replace(place, environment={**place.environment, "AWS_ENDPOINT_URL": endpoint}, patience=SHORT)
@@ -519,7 +519,7 @@ def test_a_driver_that_cannot_renew_its_lease_does_not_go_on_and_notices_that_an
                 taken.check()
 
 
-def test_a_lease_that_nobody_took_is_kept_when_the_server_was_away_longer_than_its_term(server):
+def test_a_lease_is_kept_if_the_server_was_down_longer_than_its_term_and_nobody_took_it(server):
     with s3_proxy(server.endpoint) as (endpoint, weather):
         place = server.place()
         behind = replace(place, environment={**place.environment, "AWS_ENDPOINT_URL": endpoint}, patience=SHORT)

@@ -41,7 +41,7 @@ def gets(weather, what):
     return [request for request in weather.seen if request.startswith("GET") and what in request]
 
 
-async def test_the_next_shard_of_a_busy_worker_is_fetched_ahead_once(far):
+async def test_the_next_shard_of_a_busy_worker_is_prefetched_once(far):
     place, shards, weather = far
     weather.faults = [Fault("slow", f"GET .*{shard.digest}") for shard in shards[:2]]
     second = open_store(f"{place.uri}/run")._cached(shards[1].key)
@@ -66,7 +66,7 @@ def test_the_shards_of_a_work_unit_are_fetched_concurrently(far):
     assert len(gets(weather, "/shards/")) == len(shards) and not [each for each in weather.seen if "HEAD" in each]
 
 
-def test_a_policy_is_fetched_ahead_if_the_cache_has_room(far, tmp_path):
+def test_a_policy_is_prefetched_if_the_cache_has_room(far, tmp_path):
     place, _, weather = far
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy/model.safetensors").write_bytes(bytes(5000))

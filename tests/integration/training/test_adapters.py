@@ -85,7 +85,7 @@ def by_hand(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
-def test_the_merged_model_is_base_and_delta_to_the_bit(pair):
+def test_the_merged_model_equals_base_plus_delta_bit_for_bit(pair):
     expected, merged = by_hand(*pair), load_merged(*pair).state_dict()
     assert expected.keys() <= merged.keys()
     for name, weight in expected.items():
@@ -112,7 +112,7 @@ def answers(directory: Path, *, adapter: Path | None = None, dtype: str = "float
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_engine_with_an_adapter_answers_bit_for_bit_as_with_the_merged_directory(pair, dtype, tmp_path):
+def test_an_engine_with_an_adapter_gives_the_same_bits_as_with_the_merged_model(pair, dtype, tmp_path):
     base, adapter = pair
     write_merged(base, adapter, tmp_path, dtype=torch.float32)
     served = answers(base, adapter=adapter, dtype=dtype)
@@ -192,7 +192,7 @@ def test_new_adapters_depend_on_the_base_alone(pair, tmp_path):
 @pytest.mark.parametrize(
     ("targets", "layers"), [(("q_proj", "v_proj"), 6), (("layers.0.mlp.up_proj",), 1), ("all-linear", 21)]
 )
-def test_targets_are_the_ends_of_names_and_peft_reads_them_as_we_do(targets, layers, tmp_path):
+def test_adapter_targets_match_the_ends_of_module_names_as_in_peft(targets, layers, tmp_path):
     write_policy(tmp_path / "base")
     model = load_policy(tmp_path / "base")
     add_adapters(model, change(LORA, targets=targets), base=BASE)
@@ -266,7 +266,7 @@ def test_the_optimizer_state_is_of_the_adapters_alone(adapted):
     assert size == sum(tensor.numel() for tensor in load_trained(uri, outcome.model).values())
 
 
-def test_the_merged_weights_compute_what_the_trainer_computes(adapted):
+def test_the_merged_weights_have_the_outputs_of_the_trainer(adapted):
     """The trainer adds the delta's output to the base's, an engine adds the delta to the weights: float32 apart."""
     uri, _, outcome = adapted
     store, tokens_BT = open_store(f"{uri}/run"), torch.arange(3, 60)[None]

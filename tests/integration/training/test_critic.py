@@ -83,7 +83,7 @@ def test_values_are_the_logits_of_the_classifier_at_every_position(architecture,
 # ---- where a critic starts
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 @torch.no_grad()
-def test_a_critic_made_from_a_policy_has_the_policys_trunk_and_predicts_zero(architecture, tmp_path):
+def test_a_critic_built_from_a_policy_has_the_policys_trunk_and_predicts_zero(architecture, tmp_path):
     write_policy(tmp_path / "policy", architecture)
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -248,12 +248,12 @@ def test_an_update_with_a_critic_gives_the_same_bits_repeated_and_in_a_new_worke
     assert values != pytest.approx(earlier)
 
 
-def test_the_policy_learns_the_same_with_and_without_a_critic(uri, policy, critic):
+def test_the_policy_is_trained_to_the_same_weights_with_and_without_a_critic(uri, policy, critic):
     work = critic_work(uri, policy, critic)
     assert start_critic(uri).update(work).model == start_critic(uri).update(replace(work, critic=None)).model
 
 
-def test_the_policy_keeps_its_bits_while_the_critic_warms_up(uri, policy, critic):
+def test_the_policy_does_not_change_while_the_critic_warms_up(uri, policy, critic):
     worker = start_critic(uri)
     trained = worker.update(critic_work(uri, policy, critic))
     work = critic_work(uri, trained.model, trained.critic)
@@ -283,7 +283,7 @@ def test_the_critics_loss_is_the_mean_of_clipped_token_losses(uri, policy, criti
     assert metrics["value_clip_fraction"] == pytest.approx(np.mean(clipped))
 
 
-def test_the_critic_learns_the_returns(uri, policy, critic):
+def test_the_critic_is_trained_to_predict_the_returns(uri, policy, critic):
     algorithm = Ppo(critic=CriticConfig(learning_rate=3e-3, clip=100.0))
     worker, losses = start_critic(uri, change(CONFIG, microbatch_tokens=9999), algorithm=algorithm), []
     for _ in range(12):
@@ -334,7 +334,9 @@ def assert_same_after_restart(uri: str, policy: ModelVersion, critic: ModelVersi
 
 @pytest.mark.system
 @pytest.mark.parametrize("slices", [1, 2])
-def test_two_ranks_estimate_and_value_as_one_does_and_continue_with_the_same_bits(uri, policy, critic, slices):
+def test_two_ranks_compute_the_same_estimates_and_values_as_one_and_continue_with_equal_bits(
+    uri, policy, critic, slices
+):
     configs = [change(UNCLIPPED, sequence_parallel=slices)]
     outcomes = assert_same_after_restart(uri, policy, critic, configs)[:2]
     worker = start_critic(uri, UNCLIPPED)

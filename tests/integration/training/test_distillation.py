@@ -174,7 +174,7 @@ def elsewhere(url: str, **changes) -> DistillationOnly:
     return DistillationOnly(distillation=Distillation(teacher=teacher_at(url, **changes)))
 
 
-def test_attempts_to_reach_an_endpoint_count_as_progress_and_an_endpoint_that_stays_down_is_named(uri, student):
+def test_attempts_to_reach_an_endpoint_count_as_progress_and_a_dead_endpoint_is_named(uri, student):
     work = estimate_work(uri, student, None)
     with teacher_server(Path(uri, "student"), faults=lambda asked, before: Reply(status=503)) as server:
         worker = start(uri, MICROBATCHES, algorithm=elsewhere(server.url, retries=2))

@@ -273,7 +273,7 @@ REPLAYING = change(UNCLIPPED, router_replay="rollout", router_loss=0.5)
 SMALL = change(REPLAYING, microbatch_tokens=60)
 
 
-def test_neither_the_size_of_a_micro_batch_nor_recomputing_layers_changes_what_a_replay_teaches(uri):
+def test_neither_micro_batch_size_nor_recomputing_layers_changes_the_gradients_of_a_replay(uri):
     work = replayed_work(uri, publish_mixture(uri))
     small, large, again, chosen = (
         start_worker(uri, config).update(work)
@@ -290,7 +290,7 @@ def test_neither_the_size_of_a_micro_batch_nor_recomputing_layers_changes_what_a
     assert np.abs(gradients(uri, chosen) - gradients(uri, large)).max() > 1e-4
 
 
-def test_the_reference_chooses_its_own_experts_whether_a_second_model_or_the_policy_without_adapters(uri):
+def test_the_reference_routes_without_replay_as_a_second_model_and_as_the_base_of_adapters(uri):
     work = replayed_work(uri, publish_mixture(uri))
     whole, adapted = (
         start_worker(uri, change(REPLAYING, lora=lora)).update(work).metrics for lora in (None, LoraConfig())

@@ -47,7 +47,7 @@ SAMPLES = {"stalest": 3, "seed": 4, "group": 3}
 
 
 @pytest.mark.system
-def test_two_ranks_and_many_micro_batches_learn_by_every_loss_what_one_rank_learns_in_one(uri, policy):
+def test_every_loss_gives_the_same_update_on_two_ranks_with_many_micro_batches_as_on_one_rank(uri, policy):
     work = update_work(uri, policy, **SAMPLES)
     jobs = {name: Job(change(config, microbatch_tokens=90), [work]) for name, config in CONFIGS.items()}
     many = {name: outcome for name, [outcome] in run_on_ranks(uri, jobs).items()}

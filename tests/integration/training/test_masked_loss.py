@@ -92,7 +92,7 @@ def trl_gradients(directory: Path, rows: list[dict], out: Path, **settings: obje
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_gradient_of_episodes_is_that_of_trl_with_its_mask_of_tools(uri, policy, tmp_path, name):
+def test_the_gradient_of_episodes_is_that_of_trl_with_its_tool_mask(uri, policy, tmp_path, name):
     loss, settings = CASES[name]
     work, config = mask_observations(uri, policy), change(UNCLIPPED, loss=loss, correction=NoCorrection(), kl=NoKl())
     directory = fetch_bundle(open_store(f"{uri}/run"), policy.weights)

@@ -140,7 +140,7 @@ def test_pixel_limits_are_written_to_the_policys_directory(tmp_path):
     assert load_processor(directory).count_tokens(ImageSize(8, 8)) == before.count_tokens(ImageSize(8, 8))
 
 
-def test_pixel_limits_are_refused_for_a_policy_without_them(policy):
+def test_pixel_limits_are_refused_for_a_policy_that_does_not_support_them(policy):
     with pytest.raises(BadInput, match=r"min_pixels .*qwen2_vl, .*idefics3"):
         load_limited_processor(policy, PixelLimits(min_pixels=64))
 

@@ -87,14 +87,14 @@ def test_8_bit_moments_give_nearly_the_weights_of_float32_moments():
         assert apart < (0.05 if parameter.numel() >= 4096 else 1e-4), (name, apart)  # smaller ones stay in float32
 
 
-def test_a_state_in_eight_bits_is_a_third_of_one_in_float32(uri, policy):
+def test_an_8_bit_optimizer_state_is_a_third_of_a_float32_state(uri, policy):
     plain, eight = (update_once(uri, policy, change(config, zero_stage=1)).model.state for config in (CONFIG, EIGHT))
     assert eight.bytes < plain.bytes / 3
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_a_state_respread_to_other_ranks_and_back_has_the_same_bits(ranks, stage, tmp_path):
+def test_a_state_resharded_to_other_ranks_and_back_has_the_same_bits(ranks, stage, tmp_path):
     sizes, vectors = [7, 15, 1, 12], ("exp_avg", "exp_avg_sq", "master")
     one, there = (
         StateLayout(world_size=1, zero_stage=0, dtype="float32"),

@@ -83,13 +83,13 @@ def test_the_same_pairs_give_the_same_bits_and_no_optimizer_state(uri, policy, k
 
 
 @pytest.mark.parametrize("kind", ["dpo", "rewards"])
-def test_the_size_of_a_micro_batch_does_not_change_what_is_learnt(uri, policy, kind):
+def test_the_size_of_a_micro_batch_does_not_change_the_trained_weights(uri, policy, kind):
     small, large = (learn(uri, policy, kind, microbatch_tokens=size) for size in (1, 99_999))
     assert_alike(uri, small, large)
 
 
 @pytest.mark.system
-def test_two_ranks_learn_what_one_does(uri, policy):
+def test_two_ranks_train_the_same_weights_as_one_rank(uri, policy):
     kinds = [{"microbatch_tokens": 150}, {"zero_stage": 2}, {"sequence_parallel": 2}]
     configs, works = [change(CONFIG, **kind) for kind in kinds], works_of(policy)
     jobs = {f"{kind} {number}": Job(config, [works[kind]]) for kind in works for number, config in enumerate(configs)}

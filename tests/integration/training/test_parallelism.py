@@ -188,7 +188,7 @@ def moments_of(uri: str, outcome: Outcome) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("group", "settings"), rows_of(*GROUPS))
-def test_ranks_learn_what_one_rank_learns(uri, works, one_rank, run_group, group, settings):
+def test_parallel_ranks_train_the_same_weights_as_one_rank(uri, works, one_rank, run_group, group, settings):
     found, alone = run_group(group)[name_of(settings)][0], one_rank(settings)
     optimizer, kind = settings.get("optimizer"), settings.get("samples", "dense")
     exact = settings.get("dtype") != "bfloat16"
@@ -249,7 +249,7 @@ def test_an_optimizer_state_continues_on_other_ranks_and_stages(uri, works, one_
     assert distance(weights[0], weights[1]) <= share * distance(weights[2], weights[1])
 
 
-def test_a_whole_state_continues_on_one_rank_and_sharded_8_bit_moments_do_not(uri, run_group):
+def test_an_unsharded_state_continues_on_one_rank_and_sharded_8_bit_moments_do_not(uri, run_group):
     whole, sharded = (run_group("optimizers")[name_of(row)][0].model for row in (MUON, EIGHT | STAGES[2]))
     assert update_once(uri, whole, config_of(MUON)).metrics["quarantined"] == 0
     with pytest.raises(BadInput, match=r"adam8bit .* The state has 2 ranks at"):

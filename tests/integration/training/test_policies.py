@@ -88,7 +88,7 @@ def make_elsewhere(folder: Path, told: Path) -> None:
     told.write_text(make_policy(folder, TINY, seed=7).model.weights.digest)
 
 
-def test_two_processes_make_the_same_bytes_from_one_seed(tmp_path):
+def test_two_processes_build_the_same_bytes_from_one_seed(tmp_path):
     with process(make_elsewhere, tmp_path / "there", tmp_path / "told") as elsewhere:
         here = make_policy(tmp_path / "here", TINY, seed=7)
         elsewhere.join()
@@ -96,7 +96,7 @@ def test_two_processes_make_the_same_bytes_from_one_seed(tmp_path):
     assert make_policy(tmp_path / "here", TINY, seed=8).model.weights.digest != here.model.weights.digest
 
 
-def test_making_a_policy_leaves_the_callers_random_state_alone(tmp_path):
+def test_building_a_policy_does_not_change_the_callers_random_state(tmp_path):
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
@@ -147,7 +147,7 @@ def test_a_policy_that_a_run_published_is_imported_without_its_list_of_contents(
     assert {path.name for path in target.iterdir()} == {path.name for path in spoilt.iterdir()} - {"bundle.json"}
 
 
-def test_a_directory_of_several_weight_files_is_imported_whole(model_directory, tmp_path):
+def test_all_weight_files_of_a_directory_are_imported(model_directory, tmp_path):
     split = tmp_path / "split"
     load_policy(model_directory).save_pretrained(split, max_shard_size="10KB")
     load_tokenizer(model_directory).save_pretrained(split)
@@ -276,7 +276,7 @@ def test_an_empty_prompt_is_not_too_long():
         enforce_prompt_length(asked, max_tokens=9, too_long="drop", split="train")
 
 
-def test_progress_moves_with_the_work(tmp_path):
+def test_progress_grows_with_the_work(tmp_path):
     worker = PreparationWorker(str(tmp_path), "run", threads=1)
     before = worker.progress()
     worker.make_policy(PolicyWork(policy=TINY, data=DATA, seed=0))

@@ -181,7 +181,7 @@ def test_patches_count_towards_the_size_of_a_micro_batch_if_the_tower_is_trained
         assert batch.tokens_BT.size + 36 * sum(len(images) for _, images in shown) <= budget
 
 
-def test_freezing_the_tower_of_a_policy_that_has_none_is_refused(uri):
+def test_freezing_the_tower_of_a_policy_without_a_tower_is_refused(uri):
     policy = publish_scratch(f"{uri}/run", Path(uri, "scratch"))
     with pytest.raises(BadInput, match=r"update\.freeze 'vision': LlamaForCausalLM"):
         update_once(uri, policy, change(CONFIG, freeze=("vision",)))
@@ -336,7 +336,7 @@ def test_a_teacher_without_a_vision_tower_is_refused_if_problems_have_images(tmp
     check_teacher_images(TeacherDirectory(path=tmp_path / "text"), text, load_processor(policy), limits=PixelLimits())
 
 
-def test_a_teacher_with_another_number_of_image_tokens_is_refused_unless_pixel_limits_equalize_them(tmp_path):
+def test_a_teacher_with_other_image_token_counts_is_refused_unless_pixel_limits_equalize_them(tmp_path):
     policy, teacher = (write_seeing(tmp_path / name, "qwen2_5_vl") for name in ("policy", "teacher"))
     settings = policy / "preprocessor_config.json"
     settings.write_text(settings.read_text().replace("1024", "144"))

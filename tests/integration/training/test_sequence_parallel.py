@@ -80,5 +80,5 @@ def slice_each(rank: int, ranks: int, port: int, uri: str) -> None:
 
 
 @pytest.mark.system
-def test_slices_on_two_ranks_have_the_outputs_and_gradients_of_the_whole_row_at_double_precision(tmp_path):
+def test_two_sequence_parallel_ranks_have_the_outputs_and_gradients_of_one_rank_in_float64(tmp_path):
     start_ranks(slice_each, str(tmp_path))

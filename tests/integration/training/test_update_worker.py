@@ -112,7 +112,7 @@ def test_an_update_writes_its_weights_once_reads_none_and_writes_its_state_later
     assert fetch_bundle(open_store(f"{uri}/run"), made[0].state).is_dir()
 
 
-def test_a_state_is_stored_before_the_next_update_ends_and_the_last_state_before_its_own_update_ends(uri, policy):
+def test_each_state_is_stored_before_the_next_update_ends_and_the_last_state_with_its_update(uri, policy):
     _, outcomes = chain(uri, policy, 2, kept=(1, 2))
     assert all(has_bundle(open_store(f"{uri}/run"), outcome.model.state) for outcome in outcomes)
 
@@ -174,7 +174,7 @@ def test_policy_and_reference_compute_the_configured_attention(uri, policy):
     assert outcome.metrics["loss"] == pytest.approx(plain.metrics["loss"], abs=1e-5)
 
 
-def test_without_samples_the_policy_stays_as_it_is(uri, policy):
+def test_an_update_without_samples_does_not_change_the_policy(uri, policy):
     outcome = update_once(uri, policy, prompts=0)
     assert outcome.model == ModelVersion(version=1, weights=policy.weights, state=None)
     assert outcome.metrics == {"quarantined": 0, "steps": 0, "samples": 0, "kl_coefficient": 0.1}
@@ -194,7 +194,7 @@ def test_minibatches_without_a_trained_token_take_no_step(uri, policy):
     assert one.metrics["steps"] == 1
 
 
-def test_tokens_that_are_too_stale_take_no_step_and_change_no_count(uri, policy):
+def test_tokens_that_are_too_stale_cause_no_step_and_change_no_count(uri, policy):
     config, work = change(UNCLIPPED, max_staleness=0), update_work(uri, policy, prompts=2)
     rows = read_rows(uri, work)
     for row in rows[1:]:
@@ -303,7 +303,7 @@ def test_an_update_of_a_model_that_overflows_is_quarantined(uri, tmp_path):
 
 
 @pytest.mark.parametrize("lora", [None, LORA])
-def test_a_policy_that_is_its_own_reference_has_no_kl_at_the_first_step(uri, policy, lora):
+def test_the_kl_is_zero_at_the_first_step_if_the_policy_is_the_reference(uri, policy, lora):
     worker = start_worker(uri, change(CONFIG, minibatches=1, lora=lora))
     first = worker.update(update_work(uri, policy))
     assert first.metrics["kl"] == pytest.approx(0, abs=1e-6)

@@ -304,7 +304,7 @@ def test_a_mergekit_file_describes_the_same_sum(tmp_path, adapted, parents):
 
 
 @pytest.mark.slow
-def test_a_sum_of_parents_of_two_gigabytes_takes_the_memory_of_a_tensor_of_each(tmp_path):
+def test_summing_parents_of_two_gigabytes_needs_memory_for_one_tensor_of_each(tmp_path):
     config = LlamaConfig(
         hidden_size=2048, intermediate_size=8192, num_hidden_layers=8, num_attention_heads=16, vocab_size=354,
         tie_word_embeddings=True, dtype="float32", architectures=["LlamaForCausalLM"],

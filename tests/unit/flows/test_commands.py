@@ -62,16 +62,16 @@ def test_the_help_shows_defaults_and_choices(capsys, monkeypatch):
     assert "None" not in shown and "False" not in shown
 
 
-def test_readme_has_the_table_of_the_commands():
+def test_the_table_of_commands_in_the_readme_is_up_to_date():
     assert README.read_text() == replace_table(README.read_text()), "run `make docs`"
 
 
-def test_the_reference_of_the_commands_is_as_they_are():
+def test_the_command_reference_is_up_to_date():
     assert PAGE.read_text() == reference(), "run `make docs`"
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_is_given_by_some_test(name):
+def test_every_command_is_run_by_a_test(name):
     words = name.split()
     assert words in [given[: len(words)] for given in _given()]
 
@@ -136,7 +136,7 @@ def completion(tmp_path_factory):
     return path
 
 
-def test_a_configured_prefect_server_that_does_not_answer_is_one_error_that_says_what_to_do():
+def test_an_unreachable_prefect_server_is_one_error_with_the_next_step():
     with (
         temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}),
         pytest.raises(ApiFailed, match=r"127\.0\.0\.1:9/api.* Start that server, or unset PREFECT_API_URL"),
@@ -146,7 +146,7 @@ def test_a_configured_prefect_server_that_does_not_answer_is_one_error_that_says
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_no_option_rounds_its_number(name):
+def test_options_with_whole_numbers_do_not_round(name):
     arguments = COMMANDS[name].assemble_argument_collection()
     for argument in arguments:
         if int in (argument.hint, *get_args(argument.hint)):

@@ -116,7 +116,7 @@ def inodes_of(store, ref):
 
 
 @pytest.mark.parametrize("is_published_again", [False, True])
-def test_a_bundle_published_early_is_complete_and_durable_once_it_is_synced_or_published_durably(
+def test_a_bundle_published_early_becomes_durable_when_synced_or_published_durably(
     store, policy, synced, is_published_again
 ):
     early = publish(store, policy, durable=False)
@@ -256,7 +256,7 @@ def _publish_for_ever(uri, root, ready):
         ready.set()
 
 
-def test_every_bundle_that_exists_is_whole_when_its_publisher_is_killed(store, tmp_path):
+def test_every_existing_bundle_is_complete_after_its_publisher_is_killed(store, tmp_path):
     for attempt in range(4):
         ready = CONTEXT.Event()
         with process(_publish_for_ever, store.uri, tmp_path / f"source-{attempt}", ready):

@@ -21,7 +21,7 @@ def enter(cache, name, size, *, unused_seconds=0):
     return path
 
 
-def test_a_file_stands_for_the_object_of_its_size_and_tag_alone(tmp_path):
+def test_a_cached_file_is_used_only_for_the_object_of_its_size_and_etag(tmp_path):
     cache = Cache(tmp_path / "cache", 1000)
     path = enter(cache, "a", 10)
     assert cache.holds(path, 10, TAG) and cache.holds(path, 10, TAG.strip('"'))
@@ -29,7 +29,7 @@ def test_a_file_stands_for_the_object_of_its_size_and_tag_alone(tmp_path):
     assert not cache.holds(path.with_name("b"), 10, TAG)
 
 
-def test_beyond_its_limit_a_cache_drops_what_was_used_longest_ago_and_nothing_that_is_in_use(tmp_path):
+def test_a_full_cache_deletes_the_least_recently_used_file_and_no_file_in_use(tmp_path):
     cache = Cache(tmp_path / "cache", 100)
     oldest, used, recent = (
         enter(cache, name, 40, unused_seconds=seconds)
@@ -40,14 +40,14 @@ def test_beyond_its_limit_a_cache_drops_what_was_used_longest_ago_and_nothing_th
     assert not used.exists() and recent.exists()
 
 
-def test_what_may_be_used_later_takes_the_place_of_nothing_that_is_in_use(tmp_path):
+def test_making_room_for_a_prefetched_file_deletes_no_file_in_use(tmp_path):
     cache = Cache(tmp_path / "cache", 100)
     old, used = enter(cache, "a", 40, unused_seconds=9 * KEPT_SECONDS), enter(cache, "b", 40)
     assert cache.make_room(60) and not old.exists() and used.exists()
     assert not cache.make_room(61) and used.exists()
 
 
-def test_one_at_a_time_fetches_a_file_and_nothing_is_left_of_its_turn(tmp_path):
+def test_one_thread_at_a_time_fetches_a_file_and_leaves_no_lock_file(tmp_path):
     cache, inside, most = Cache(tmp_path / "cache", 100), [], []
 
     def fetch(_: int) -> None:
@@ -62,7 +62,7 @@ def test_one_at_a_time_fetches_a_file_and_nothing_is_left_of_its_turn(tmp_path):
     assert max(most) == 1 and len(most) == 20 and not list(cache.root.iterdir())
 
 
-def test_the_environment_says_where_the_cache_is_and_how_large(tmp_path, monkeypatch):
+def test_environment_variables_set_the_location_and_size_of_the_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("RHEOSTAT_CACHE", raising=False)
     assert open_cache().root == tmp_path / "rheostat" / "objects", "engines and checks lie beside it"

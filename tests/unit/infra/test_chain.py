@@ -30,7 +30,7 @@ def problems(root):
     return [*check_chain(open_run(str(root), "r"))]
 
 
-def test_a_whole_chain_has_no_problem_and_a_part_is_linked_once(root):
+def test_an_undamaged_chain_has_no_problems_and_each_part_is_linked_once(root):
     assert problems(root) == []
     run = open_run(str(root), "r")
     assert linked_parts(run) == ["eval-0000", "it-0001", "it-0002", "eval-0002"]
@@ -39,7 +39,7 @@ def test_a_whole_chain_has_no_problem_and_a_part_is_linked_once(root):
     assert len(linked_parts(run)) == 4
 
 
-def test_a_process_reads_the_chain_once_and_goes_on_where_another_ended(root, monkeypatch):
+def test_a_process_reads_the_chain_once_and_appends_after_the_last_record(root, monkeypatch):
     looked = []
     children = LocalStore.children
     monkeypatch.setattr(LocalStore, "children", lambda store, folder: looked.append(folder) or children(store, folder))
@@ -54,7 +54,7 @@ def test_a_process_reads_the_chain_once_and_goes_on_where_another_ended(root, mo
     assert problems(root) == []
 
 
-def test_every_manifest_and_every_entry_of_the_journal_that_is_deleted_is_missed(root):
+def test_every_deleted_manifest_and_journal_entry_is_reported(root):
     home = root / "r"
     found = [*home.glob("manifests/**/*.json"), *home.glob("journal/**/*.json")]
     assert len(found) == 13
@@ -67,7 +67,7 @@ def test_every_manifest_and_every_entry_of_the_journal_that_is_deleted_is_missed
         path.write_bytes(whole)
 
 
-def test_an_accuracy_that_was_edited_with_a_right_seal_is_missed(root):
+def test_an_edited_accuracy_with_a_valid_seal_is_reported(root):
     fingerprint = open_run(str(root), "r").record.fingerprint
     edited = Manifest(key="eval-0002/last", metrics={"accuracy": 0.9}, run=fingerprint)
     (root / "r/manifests/eval-0002/last.json").write_bytes(edited.encode())
@@ -75,7 +75,7 @@ def test_an_accuracy_that_was_edited_with_a_right_seal_is_missed(root):
     assert "'eval-0002/last'" in problem
 
 
-def test_a_record_of_the_chain_that_is_deleted_or_edited_is_missed_by_its_successor(root):
+def test_the_successor_of_a_deleted_or_edited_chain_record_reveals_the_damage(root):
     links = sorted((root / "r/chain").iterdir())
     for path in links[:-1]:
         whole = path.read_bytes()
@@ -87,7 +87,7 @@ def test_a_record_of_the_chain_that_is_deleted_or_edited_is_missed_by_its_succes
     assert problems(root) == []
 
 
-def test_foreign_files_are_ignored_and_a_lost_or_malformed_record_is_reported_and_does_not_stop_the_next(root):
+def test_foreign_files_are_ignored_and_the_chain_continues_after_a_lost_or_malformed_record(root):
     home = root / "r/chain"
     (home / ".DS_Store").write_bytes(b"x")
     (home / "notes.txt").write_bytes(b"x")
@@ -103,7 +103,7 @@ def test_foreign_files_are_ignored_and_a_lost_or_malformed_record_is_reported_an
     assert "'chain/000002-it-0001.json'" in problem and "not a valid record of the chain" in problem
 
 
-def test_records_that_two_threads_append_at_once_follow_one_another(tmp_path, monkeypatch):
+def test_records_appended_by_two_threads_at_once_form_one_sequence(tmp_path, monkeypatch):
     run = create_run(str(tmp_path), "r", {})
     with run.hold():
         chain = Chain(run)

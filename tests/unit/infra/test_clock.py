@@ -20,7 +20,7 @@ sleep(60)
 """
 
 
-def test_the_family_of_a_process_is_all_that_it_and_its_threads_started_and_what_those_did():
+def test_the_family_of_a_process_contains_all_descendants_also_those_of_its_threads():
     with subprocess.Popen([sys.executable, "-c", TREE], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         process.stdout.readline()
@@ -37,5 +37,5 @@ def test_the_family_of_a_process_is_all_that_it_and_its_threads_started_and_what
     assert list(family_of(process.pid)) == [process.pid]
 
 
-def test_a_long_call_is_looked_at_less_often_than_a_short_one_and_each_second():
+def test_a_long_call_is_polled_less_often_than_a_short_call_but_at_least_every_second():
     assert [CallClock(1, seconds).slice for seconds in (0.5, 5, 20, 600)] == [0.05, 0.05, 0.2, 1.0]

@@ -40,7 +40,7 @@ def copy(source, target):
     return copy_run("r", str(source), str(target))
 
 
-def test_a_copy_has_every_file_and_a_second_one_brings_over_what_is_new(source, tmp_path):
+def test_a_copy_has_every_file_and_a_second_copy_adds_only_new_files(source, tmp_path):
     open_run(str(source), "r").store.put("orders/000001/some-controller/000000.json", b"{}")
     made = copy(source, tmp_path / "target")
     open_run(str(source), "r").store.delete("orders/000001/some-controller/000000.json")
@@ -65,7 +65,7 @@ def copy_and_die(source, target, write):
 
 
 @pytest.mark.parametrize("write", range(1, 9))
-def test_a_copy_that_is_killed_is_no_run_and_the_next_one_goes_on(source, tmp_path, write):
+def test_a_killed_copy_is_not_a_run_and_the_next_copy_continues(source, tmp_path, write):
     target = tmp_path / "target"
     with process(copy_and_die, source, target, write) as child:
         child.join(250)
@@ -103,7 +103,7 @@ def test_a_listing_that_lacks_a_named_object_copies_nothing(source, tmp_path, mo
     assert not (tmp_path / "target/r/run.json").exists()
 
 
-def test_a_run_that_is_held_is_not_copied_and_none_is_copied_onto_one(source, tmp_path):
+def test_a_locked_run_is_neither_copied_nor_overwritten_by_a_copy(source, tmp_path):
     with open_run(str(source), "r").hold(), pytest.raises(RunHeld, match="is locked by process"):
         copy(source, tmp_path / "target")
     copy(source, tmp_path / "target")

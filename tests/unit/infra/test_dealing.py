@@ -25,7 +25,7 @@ def counts(draw, slots):
 
 
 @given(st.data())
-def test_whatever_is_wanted_in_turn_is_dealt_without_two_workers_in_one_slot(data):
+def test_successive_assignments_never_put_two_workers_into_one_slot(data):
     slots = data.draw(st.integers(1, 9))
     current = set()
     for _ in range(4):
@@ -44,7 +44,7 @@ def test_whatever_is_wanted_in_turn_is_dealt_without_two_workers_in_one_slot(dat
 
 
 @given(st.integers(0, 6), st.integers(0, 6))
-def test_workers_of_one_slot_move_no_more_than_they_must(before, after):
+def test_an_assignment_moves_as_few_single_slot_workers_as_possible(before, after):
     widths = {"rollout": 1, "judge": 1}
     nodes = ["one"] * 6
     current = assign_slots([], {"rollout": before, "judge": 6 - before}, widths=widths, nodes=nodes, asleep=set())
@@ -54,7 +54,7 @@ def test_workers_of_one_slot_move_no_more_than_they_must(before, after):
     assert len(target - current) == abs(after - before)
 
 
-def test_the_last_of_the_list_leaves_and_a_sleeping_worker_is_woken():
+def test_surplus_workers_leave_from_the_end_of_the_list_and_sleeping_workers_are_preferred():
     current = [Assignment("rollout", slot, 1) for slot in (2, 0, 3, 1)]
     free = assign_slots(current, {"rollout": 2}, widths=WIDTHS, nodes=["one"] * 4, asleep=set())
     assert free == {Assignment("rollout", 2, 1), Assignment("rollout", 0, 1)}
@@ -62,7 +62,7 @@ def test_the_last_of_the_list_leaves_and_a_sleeping_worker_is_woken():
     assert assign_slots([], {"rollout": 1}, widths=WIDTHS, nodes=["one"] * 4, asleep=asleep) == asleep
 
 
-def test_no_worker_lies_on_two_nodes():
+def test_no_worker_spans_two_nodes():
     nodes = ["one"] * 3 + ["two"] * 3
     dealt = assign_slots([], {"judge": 2, "rollout": 2}, widths=WIDTHS, nodes=nodes, asleep=set())
     judges = [post for post in dealt if post.role == "judge"]
@@ -71,7 +71,7 @@ def test_no_worker_lies_on_two_nodes():
 
 
 @given(st.data())
-def test_where_slots_are_lost_every_wanted_role_keeps_a_worker_or_nothing_is_dealt(data):
+def test_after_a_loss_of_slots_every_role_keeps_a_worker_or_there_is_no_assignment(data):
     slots = data.draw(st.integers(1, 9))
     wanted = data.draw(counts(slots))
     current = assign_slots([], wanted, widths=WIDTHS, nodes=["one"] * slots, asleep=set())

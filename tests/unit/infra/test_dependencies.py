@@ -71,7 +71,7 @@ def test_a_change_that_is_not_accepted_is_not_recorded(run):
     assert {*after} - {*before} == {"lease/000002.json"}
 
 
-def test_an_accepted_change_is_recorded_and_compared_with_from_then_on(run):
+def test_an_accepted_change_is_recorded_and_later_starts_are_compared_with_the_new_record(run):
     with run.hold():
         for _ in range(2):  # the second finds nothing new
             record_dependencies(run, found(torch="2.9.1"), iteration=3, accept_change=True)

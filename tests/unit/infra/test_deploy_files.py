@@ -40,7 +40,7 @@ def cluster():
     return yaml.safe_load((DEPLOY / "kuberay.yaml").read_text())
 
 
-def test_every_documented_command_deploys_without_a_question():
+def test_every_documented_deploy_command_runs_without_prompts():
     pages = [*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.*"), *DEPLOY.glob("*.yaml"), *(ROOT / "infra").glob("*.yaml")]
     lines = [
         line for page in pages if page.is_file() for line in page.read_text().splitlines() if "deploy --all" in line
@@ -65,7 +65,7 @@ def test_a_wheel_has_the_files_of_deployments_and_init_writes_them(tmp_path):
     assert (tmp_path / "there/prefect.yaml").read_text() == (ROOT / "prefect.yaml").read_text()
 
 
-def test_the_image_copies_what_is_there_and_all_that_the_project_is_installed_from(steps):
+def test_the_image_copies_only_existing_files_and_all_files_that_the_installation_needs(steps):
     copied = {source for step, words in steps if step == "COPY" for source in words[:-1]}
     assert all((ROOT / source).exists() for source in copied)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -77,7 +77,7 @@ def test_the_image_copies_what_is_there_and_all_that_the_project_is_installed_fr
     assert not [line for line in kept if fnmatch(line, "**/__pycache__")]
 
 
-def test_the_image_installs_extras_that_exist_at_the_pinned_versions_and_runs_as_nobody_special(steps):
+def test_the_image_installs_existing_extras_at_pinned_versions_and_does_not_run_as_root(steps):
     (install,) = [words for step, words in steps if step == "RUN" and "install.sh" in words[0]]
     script, _, *extras = install[: install.index("&&")]
     assert (ROOT / script).stat().st_mode & 0o100 and "--constraint constraints.txt" in (ROOT / script).read_text()
@@ -93,7 +93,7 @@ def test_the_image_installs_extras_that_exist_at_the_pinned_versions_and_runs_as
     assert "://" not in (DEPLOY / "Dockerfile").read_text(), "nothing is fetched from a place of ours"
 
 
-def test_every_service_waits_for_what_tells_that_it_is_ready_and_mounts_what_is_declared(compose):
+def test_every_service_waits_for_services_that_report_readiness_and_mounts_declared_volumes(compose):
     services = compose["services"]
     assert services.keys() == {"database", "server", "deploy", "worker"}
     for service in services.values():
@@ -108,7 +108,7 @@ def test_every_service_waits_for_what_tells_that_it_is_ready_and_mounts_what_is_
     assert (DEPLOY / build["context"]).resolve() == ROOT and (ROOT / build["dockerfile"]).is_file()
 
 
-def test_no_password_is_written_in_the_compose_file_and_one_that_is_not_set_is_asked_for(compose):
+def test_the_compose_file_contains_no_password_and_fails_if_a_password_is_not_set(compose):
     text = (DEPLOY / "compose.yaml").read_text()
     assert set(re.findall(r"\$\{(\w+)", text)) == {"RHEOSTAT_PASSWORD", "POSTGRES_PASSWORD"}
     assert not re.search(r"\$\{\w+(?!\w|:\?)", text) and "$$" not in text
@@ -117,7 +117,7 @@ def test_no_password_is_written_in_the_compose_file_and_one_that_is_not_set_is_a
     assert len(secret) == 4 and all(value.startswith("${") for value in secret)
 
 
-def test_the_worker_serves_the_pool_of_the_deployments_from_where_they_look_for_runs(compose, steps):
+def test_the_worker_serves_the_pool_of_the_deployments_and_mounts_their_store(compose, steps):
     pool = yaml.safe_load((ROOT / "prefect.yaml").read_text())["definitions"]["work_pool"]["name"]
     worker, deploy = compose["services"]["worker"], compose["services"]["deploy"]
     assert worker["command"][:5] == ["prefect", "worker", "start", "--pool", pool]
@@ -128,7 +128,7 @@ def test_the_worker_serves_the_pool_of_the_deployments_from_where_they_look_for_
     assert deploy["working_dir"] == next(words[0] for step, words in steps if step == "WORKDIR")
 
 
-def test_every_placeholder_of_the_job_template_has_a_variable_and_every_variable_a_placeholder():
+def test_the_job_template_has_exactly_one_variable_for_each_placeholder():
     properties = KUBERNETES["variables"]["properties"]
     placed = PLACEHOLDER.findall(json.dumps(KUBERNETES["job_configuration"]))
     assert {*placed} == properties.keys()
@@ -138,7 +138,7 @@ def test_every_placeholder_of_the_job_template_has_a_variable_and_every_variable
     assert validate(defaults, KUBERNETES["variables"]) == []
 
 
-async def test_the_job_template_makes_a_job_with_what_was_asked_for():
+async def test_the_job_template_builds_a_job_with_the_requested_values():
     class Configuration(BaseJobConfiguration):
         job_manifest: dict
         namespace: str
@@ -155,7 +155,7 @@ async def test_the_job_template_makes_a_job_with_what_was_asked_for():
     assert PLACEHOLDER.findall(json.dumps(pod | {"containers": []})) == []
 
 
-def test_the_ray_cluster_has_what_its_definition_requires_and_the_version_of_ray_that_is_installed(cluster, compose):
+def test_the_ray_cluster_has_the_required_fields_and_the_installed_version_of_ray(cluster, compose):
     assert (cluster["apiVersion"], cluster["kind"]) == ("ray.io/v1", "RayCluster")
     spec = cluster["spec"]
     assert spec["rayVersion"] == version("ray")

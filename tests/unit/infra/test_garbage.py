@@ -54,7 +54,7 @@ def collect(home, name="r"):
         return collect_garbage(run)
 
 
-def test_garbage_is_what_no_manifest_names_be_it_committed_or_expected(home):
+def test_files_that_no_committed_or_expected_manifest_names_are_garbage(home):
     run = open_run(str(home), "r")
     before = files_of(home / "r")
     garbage = find_garbage(run)
@@ -67,7 +67,7 @@ def test_garbage_is_what_no_manifest_names_be_it_committed_or_expected(home):
     assert find_garbage(run) == {} and verify_store(run) == []
 
 
-def test_nothing_of_a_damaged_or_held_run_is_deleted(home):
+def test_nothing_of_a_damaged_or_locked_run_is_deleted(home):
     before = {*files_of(home / "r")}
     with open_run(str(home), "r").hold(), pytest.raises(RunHeld):
         collect(home)
@@ -77,7 +77,7 @@ def test_nothing_of_a_damaged_or_held_run_is_deleted(home):
     assert before <= {*files_of(home / "r")}
 
 
-def test_an_unfinished_part_whose_manifests_are_gone_is_no_garbage(home):
+def test_collection_is_refused_if_manifests_of_an_unfinished_iteration_are_missing(home):
     with open_run(str(home), "r").hold() as run:
         run.commit(parts(run, "it-0003/plan", 3))
         run.note("placement/it-0003/plan", {"workers": 2})
@@ -114,7 +114,7 @@ def collect_and_die(home, deletion, what):
 @pytest.mark.parametrize(
     ("target", "deletion"), [*(("garbage", number) for number in range(1, 7)), ("run", 1), ("run", 4), ("run", 8)]
 )
-def test_a_process_killed_while_it_deletes_damages_nothing_and_the_next_one_finishes(home, target, deletion):
+def test_a_collector_killed_while_deleting_damages_nothing_and_the_next_collector_finishes(home, target, deletion):
     with process(collect_and_die, home, deletion, target) as child:
         child.join(250)
     assert child.exitcode == -signal.SIGKILL
@@ -126,7 +126,7 @@ def test_a_process_killed_while_it_deletes_damages_nothing_and_the_next_one_fini
     assert bool(parts) == (target == "garbage")
 
 
-def test_a_commit_that_the_collector_overtook_is_taken_back(home, monkeypatch):
+def test_a_commit_is_withdrawn_if_the_collector_deleted_its_shard(home, monkeypatch):
     """The worst moment: all is checked, and the manifest not yet written, when another process takes the run."""
     with open_run(str(home), "r").hold() as holder:
         epoch = holder.epoch
@@ -145,7 +145,7 @@ def test_a_commit_that_the_collector_overtook_is_taken_back(home, monkeypatch):
     assert verify_store(open_run(str(home), "r")) == []
 
 
-def test_the_collector_takes_back_what_was_committed_while_it_deleted(home, monkeypatch):
+def test_the_collector_removes_a_manifest_committed_during_the_deletion_of_its_shard(home, monkeypatch):
     """As the test before, but whoever committed too late was killed there."""
     left = create_run(str(home), "r", {})
     manifest = Manifest(key="it-0003/credit", run=left.record.fingerprint, shards=(write_number_shard(left, 3),))
@@ -161,7 +161,7 @@ def test_the_collector_takes_back_what_was_committed_while_it_deleted(home, monk
     assert verify_store(open_run(str(home), "r")) == []
 
 
-def test_a_deleted_run_keeps_what_proves_it_and_says_who_deleted_the_rest(home):
+def test_a_deleted_run_keeps_its_manifests_and_names_the_command_that_deleted_the_rest(home):
     with open_run(str(home), "r").hold() as run:
         made = run.require("it-0001/credit")
         delete_run(run, why="rheostat gc --keep 0")
@@ -190,7 +190,7 @@ def names(home, **rules):
     return {*given_up(str(home), ["r", "s", "t"], Rules(**rules))}
 
 
-def test_rules_give_up_runs_by_age_number_and_tag(home):
+def test_rules_select_runs_to_delete_by_age_number_and_tag(home):
     for number, name in enumerate(("s", "t"), start=1):
         make(home, name)
         age(home, name, 20 * number)
@@ -207,7 +207,7 @@ def test_rules_give_up_runs_by_age_number_and_tag(home):
     assert names(home, keep=1) == {"t"}, "what is deleted does not count"
 
 
-def test_a_run_that_another_one_begins_with_is_kept_until_that_has_its_own_copy(home):
+def test_a_run_is_kept_until_a_run_that_starts_from_its_policy_has_copied_the_policy(home):
     make(home, "s", {"policy": {"path": str(home / "r/policies/0123456789abcdef")}})
     make(home, "t")
     assert names(home, keep=0) == {"s", "t"}
@@ -216,7 +216,7 @@ def test_a_run_that_another_one_begins_with_is_kept_until_that_has_its_own_copy(
     assert names(home, keep=0) == {"r", "s", "t"}
 
 
-def test_what_is_no_run_is_never_looked_at(home):
+def test_folders_that_are_not_runs_are_never_changed(home):
     (home / "registry/policies/0123456789abcdef").mkdir(parents=True)
     (home / "registry/policies/0123456789abcdef/model.safetensors").write_bytes(b"promoted")
     before = files_of(home / "registry")

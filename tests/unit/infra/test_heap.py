@@ -25,14 +25,14 @@ print(full - resident())
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Ray has jemalloc on Linux only")
 
 
-def test_a_process_on_it_gives_back_what_it_has_freed():
+def test_a_process_with_jemalloc_returns_freed_memory():
     environment = os.environ | heap_variables()
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True)
     assert int(done.stdout) >= 99
     assert done.stderr == ""  # nothing is wrong with its settings
 
 
-def test_what_else_is_preloaded_stays(monkeypatch):
+def test_another_preloaded_library_is_kept(monkeypatch):
     assert heap_variables().keys() == {"LD_PRELOAD"}
     monkeypatch.setenv("LD_PRELOAD", "another.so")
     assert heap_variables() == {}

@@ -128,6 +128,6 @@ async def test_a_fleet_without_enough_slots_waits_for_machines_and_continues_whe
     assert len(fleet.allocation()["rollout"]) == 4
 
 
-def test_the_reason_of_a_lost_worker_keeps_the_cause_at_its_beginning_and_the_advice_at_its_end():
+def test_a_shortened_reason_of_a_lost_worker_keeps_the_cause_and_the_advice():
     reason = _first_cause(RuntimeError(f"Ray's page\nWorker exit detail: out of memory {'because ' * 99}: set a limit"))
     assert len(reason) < 310 and reason.startswith("out of memory because") and reason.endswith("because : set a limit")

@@ -24,7 +24,7 @@ def registry(tmp_path):
     return open_registry(str(tmp_path), "assistant")
 
 
-def test_twenty_concurrent_promotions_get_twenty_numbers_and_each_has_the_champion_before_it(registry):
+def test_twenty_concurrent_promotions_get_twenty_numbers_and_name_their_previous_champions(registry):
     def promote(run):
         return registry.append(lambda number, champion: record(number, champion, run=f"run-{run}"))
 
@@ -69,7 +69,7 @@ def test_a_changed_torn_deleted_or_copied_record_is_reported(registry, tmp_path,
         registry.records()
 
 
-def test_the_newest_record_is_missed_when_it_is_deleted_or_replaced(registry, tmp_path):
+def test_a_deleted_or_replaced_newest_record_is_reported(registry, tmp_path):
     for run in ("first", "second"):
         registry.append(lambda number, champion, run=run: record(number, champion, run=run))
     path = tmp_path / "registry/assistant/records/000002.json"
@@ -82,7 +82,7 @@ def test_the_newest_record_is_missed_when_it_is_deleted_or_replaced(registry, tm
     assert ["record 2 is missing" in problem for problem in verify_registry(registry)] == [True]
 
 
-def test_an_entry_of_the_chain_that_is_deleted_or_edited_is_reported(registry, tmp_path):
+def test_a_deleted_or_edited_chain_entry_is_reported(registry, tmp_path):
     for _ in range(3):
         registry.append(record)
     path = tmp_path / "registry/assistant/chain/000002.json"
@@ -92,9 +92,7 @@ def test_an_entry_of_the_chain_that_is_deleted_or_edited_is_reported(registry, t
         assert "'chain/000002.json'" in problem
 
 
-def test_a_registry_without_a_chain_is_readable_and_its_end_protected_from_the_next_record_on(
-    registry, tmp_path, capsys
-):
+def test_a_registry_without_a_chain_is_readable_and_protected_from_the_next_record_on(registry, tmp_path, capsys):
     """A registry of an older Rheostat, or one whose last writer was killed between a record and its entry."""
     for _ in range(2):
         registry.append(record)
@@ -106,13 +104,13 @@ def test_a_registry_without_a_chain_is_readable_and_its_end_protected_from_the_n
     assert verify_registry(registry) == [] and registry.numbered.unprotected() == 0
 
 
-def test_a_draft_that_began_with_a_missing_record_is_reported(registry):
+def test_a_draft_whose_champion_has_no_record_is_reported(registry):
     registry.append(record)
     registry.store.put("retrains/weekly.json", seal({"run": "weekly", "champion": 2}))
     assert ["'retrains/weekly.json'" in problem for problem in verify_registry(registry)] == [True]
 
 
-def test_a_registry_that_is_not_there_is_named_with_those_that_are(registry, tmp_path):
+def test_an_unknown_registry_is_refused_with_the_names_of_existing_registries(registry, tmp_path):
     registry.append(record)
     assert registries(str(tmp_path)) == ["assistant"]
     with pytest.raises(BadInput, match=r"no registry 'asistant' in .*: assistant"):

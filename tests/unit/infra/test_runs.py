@@ -50,7 +50,7 @@ def test_a_run_name_that_is_not_safe_is_bad_input_that_states_the_rule(tmp_path,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_without_results_takes_another_configuration_and_forgets_what_the_earlier_one_depended_on(tmp_path):
+def test_a_run_without_results_accepts_another_configuration_and_drops_old_dependencies(tmp_path):
     with make(tmp_path).hold() as run:
         run.note("dependencies/0001", {"iteration": 1})
         with pytest.raises(RunHeld):
@@ -63,7 +63,7 @@ def test_a_run_without_results_takes_another_configuration_and_forgets_what_the_
 
 
 @pytest.mark.parametrize("key", ["shards/ab/left.arrow", "journal/placement/it-0001/plan.json", "chain/000001-it.json"])
-def test_a_run_that_lost_its_manifests_does_not_take_another_configuration(tmp_path, key):
+def test_a_run_with_lost_manifests_does_not_accept_another_configuration(tmp_path, key):
     make(tmp_path).store.put(key, b"")
     with pytest.raises(RunChanged):
         make(tmp_path, config=CONFIG | {"extra": True})
@@ -83,7 +83,7 @@ def test_another_configuration_is_refused_with_the_keys_and_values_that_differ(t
     assert all(part in str(caught.value) for part in parts) and "rewards" not in str(caught.value)
 
 
-def test_a_record_whose_configuration_or_fingerprint_was_edited_with_a_right_seal_is_damage(tmp_path):
+def test_an_edited_configuration_or_fingerprint_is_damage_even_with_a_valid_seal(tmp_path):
     path = make(tmp_path).store.local("run.json")
     whole = unseal(path.read_bytes(), where="run.json")
     for edited in ({**whole, "fingerprint": "0" * 16}, {**whole, "config": {**CONFIG, "rewards": ["mathematics"]}}):
@@ -96,7 +96,7 @@ def test_a_record_whose_configuration_or_fingerprint_was_edited_with_a_right_sea
         open_run(str(tmp_path), "first")
 
 
-def test_a_record_that_was_made_anew_has_none_of_the_manifests_that_lie_there(tmp_path):
+def test_a_replaced_run_record_does_not_accept_existing_manifests(tmp_path):
     with make(tmp_path).hold() as run:
         run.commit(Manifest(key="policy/base"))
     run.store.local("run.json").unlink()
@@ -109,7 +109,7 @@ def test_a_record_that_was_made_anew_has_none_of_the_manifests_that_lie_there(tm
         open_run(str(tmp_path), "first").require("policy/base")
 
 
-def test_a_manifest_is_committed_if_its_shards_are_stored_and_then_found_by_everyone(tmp_path):
+def test_a_manifest_with_stored_shards_is_committed_and_visible_to_all_processes(tmp_path):
     with make(tmp_path).hold() as run:
         shard = write_shard(run.store, pa.table({"a": [1]}), kind="test", metadata={})
         missing = ShardRef(key="shards/00.arrow", bytes=1, rows=1, digest="00")
@@ -127,7 +127,7 @@ def test_a_manifest_is_committed_if_its_shards_are_stored_and_then_found_by_ever
     assert len(reader.manifests()) == 3 and reader.manifests("it-0003/") == []
 
 
-def test_an_expected_manifest_is_found_here_alone_and_nothing_is_committed_before_its_parents(tmp_path):
+def test_an_expected_manifest_is_visible_only_in_its_process_and_commits_after_its_parents(tmp_path):
     with make(tmp_path).hold() as run:
         parent = run.expect(Manifest(key="it-0001/update"))
         child = run.expect(Manifest(key="it-0002/plan", parents=(parent.digest,)))
@@ -160,7 +160,7 @@ def _commit_at_once(uri, epoch, number, start, results):
     results.put(run.commit(manifest).provenance.worker)
 
 
-def test_of_one_attempt_run_by_eight_processes_at_once_there_is_one_manifest(tmp_path):
+def test_eight_processes_that_commit_one_attempt_at_once_store_one_manifest(tmp_path):
     start, results = CONTEXT.Barrier(8), CONTEXT.Queue()
     with make(tmp_path).hold() as run:
         arguments = [(str(tmp_path), run.epoch, number, start, results) for number in range(8)]
@@ -184,7 +184,7 @@ def reads(monkeypatch):
     return keys
 
 
-def test_a_sole_committer_does_not_look_for_manifests_that_are_not_there(tmp_path, reads):
+def test_a_sole_committer_does_not_query_the_store_for_missing_manifests(tmp_path, reads):
     with make(tmp_path).hold() as run:
         run.commit(Manifest(key="it-0001/rollout/0000"))
     again = open_run(str(tmp_path), "first")
@@ -223,14 +223,14 @@ def test_a_controller_of_an_older_epoch_is_fenced(tmp_path):
         assert newer.find("b") is None and newer.find("a") is not None
 
 
-def test_a_controller_of_a_deleted_run_is_fenced_and_says_that_the_run_was_deleted(tmp_path):
+def test_a_controller_of_a_deleted_run_is_fenced_with_an_error_that_names_the_deletion(tmp_path):
     with make(tmp_path).hold() as run:
         shutil.rmtree(tmp_path / "first")
         with pytest.raises(Fenced, match="epoch 1 is over, the run was deleted from the store"):
             run.commit(Manifest(key="a"))
 
 
-def test_an_epoch_that_has_begun_can_be_joined_and_epochs_depend_on_no_clock_and_no_foreign_file(tmp_path):
+def test_an_epoch_can_be_joined_once_begun_and_ignores_clocks_and_foreign_files(tmp_path):
     run = make(tmp_path)
     for epoch in (1, 2, 3):
         with run.hold():
@@ -253,7 +253,7 @@ def _control(uri, ready):
             time.sleep(0.01)
 
 
-def test_a_run_held_by_a_live_or_stopped_process_is_refused_by_name_and_free_when_it_is_killed(tmp_path):
+def test_a_run_locked_by_a_live_or_stopped_process_is_refused_until_the_process_is_killed(tmp_path):
     run = make(tmp_path)
     ready = CONTEXT.Event()
     with process(_control, str(tmp_path), ready) as holder:
@@ -267,7 +267,7 @@ def test_a_run_held_by_a_live_or_stopped_process_is_refused_by_name_and_free_whe
         run.commit(Manifest(key="epoch-2"))
 
 
-def test_a_run_directory_is_held_by_one_of_two_runs_in_one_process(tmp_path):
+def test_only_one_of_two_open_runs_in_a_process_can_lock_the_directory(tmp_path):
     first, second = make(tmp_path), make(tmp_path)
     with first.hold(), pytest.raises(RunHeld, match=f"process {os.getpid()}"), second.hold():
         pass
@@ -301,7 +301,7 @@ def test_a_stopped_controller_that_continues_after_a_takeover_commits_nothing(tm
             assert run.find("after") is None and run.find("before") is not None
 
 
-def test_of_thousands_of_manifests_each_is_read_once(tmp_path, reads):
+def test_each_of_thousands_of_manifests_is_read_once(tmp_path, reads):
     with make(tmp_path).hold() as run:
         run.commit(Manifest(key="it/0000"))
         folder = run.store.local("manifests/it/0000.json").parent
@@ -314,7 +314,7 @@ def test_of_thousands_of_manifests_each_is_read_once(tmp_path, reads):
 
 
 @pytest.mark.parametrize("name", ["lock", "lease", "manifests", "journal"])
-def test_nothing_is_written_through_a_symbolic_link_that_lies_in_a_run(tmp_path, name):
+def test_nothing_is_written_through_a_symbolic_link_inside_a_run(tmp_path, name):
     run, outside = make(tmp_path / "store"), tmp_path / "outside"
     if name == "lock":
         outside.write_bytes(b"precious")
@@ -336,7 +336,7 @@ def test_a_store_and_a_run_may_be_links_themselves(tmp_path):
             assert run.note(name, {"seconds": 1}) == run.noted(name) == {"seconds": 1}
 
 
-def test_a_process_remembers_a_bounded_number_of_manifests_and_finds_all(tmp_path, monkeypatch):
+def test_a_process_caches_a_bounded_number_of_manifests_and_finds_all(tmp_path, monkeypatch):
     monkeypatch.setattr(infra.store.runs, "KNOWN_MANIFESTS", 3)
     keys = [f"it-{number:04d}/credit" for number in range(1, 11)]
     run = make(tmp_path)

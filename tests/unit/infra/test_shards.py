@@ -58,7 +58,7 @@ def test_a_shard_reads_back_equal_with_its_metadata(store):
     ]
 
 
-def test_a_shard_of_an_older_run_which_lies_in_no_folder_of_its_digits_is_read(store):
+def test_a_shard_of_an_older_run_without_digest_folders_is_read(store):
     new = put(store)
     old = new.model_copy(update={"key": f"shards/{new.digest}.arrow"})
     store.put(old.key, store.read(new.key))
@@ -66,7 +66,7 @@ def test_a_shard_of_an_older_run_which_lies_in_no_folder_of_its_digits_is_read(s
     assert read_shard(store, old).equals(TABLE)
 
 
-def test_columns_can_be_chosen_and_others_can_open_the_file_which_is_uncompressed_arrow(store):
+def test_columns_can_be_selected_and_the_file_is_uncompressed_arrow(store):
     ref = put(store)
     assert read_shard(store, ref, ["text", "row"]).equals(TABLE.select(["text", "row"]))
     with pa.ipc.open_file(store.local(ref.key)) as reader:
@@ -107,7 +107,7 @@ def test_equal_rows_and_metadata_give_one_digest_whatever_the_chunks_and_slices(
     assert len(set(refs)) == 1 and read_shard(store, refs[0]).to_pylist() == rows
 
 
-def test_what_lies_under_a_null_is_not_part_of_the_digest(store):
+def test_values_under_nulls_are_not_part_of_the_digest(store):
     def with_hidden(value, bitmap):
         values = pa.array([1.0, value, 2.0], pa.float32()).buffers()[1]
         return pa.table({"x": pa.Array.from_buffers(pa.float32(), 3, [pa.py_buffer(bytes([bitmap])), values])})
@@ -128,7 +128,7 @@ def test_other_rows_metadata_or_kind_give_another_digest(store):
     assert len({ref.digest for ref in refs}) == len(refs)
 
 
-def test_metadata_cannot_replace_what_the_shard_says_of_itself(store):
+def test_metadata_cannot_replace_reserved_keys_of_the_shard(store):
     with pytest.raises(BadInput, match=r"rheostat\."):
         write_shard(store, TABLE, kind="test", metadata={"rheostat.rows": "7"})
 
@@ -151,7 +151,7 @@ def test_a_file_cut_at_any_byte_is_damage_even_after_it_was_verified(store):
             read_shard(store, ref)
 
 
-def test_a_process_remembers_a_bounded_number_of_verified_shards(store, monkeypatch):
+def test_a_process_caches_a_bounded_number_of_verified_shards(store, monkeypatch):
     monkeypatch.setattr(infra.store.shards, "_verified", set())
     monkeypatch.setattr(infra.store.shards, "MAX_VERIFIED", 2)
     refs = [put(store, number=str(number)) for number in range(3)]
@@ -193,7 +193,7 @@ def test_a_shard_of_a_newer_schema_version_is_refused_with_both_versions(store):
         read_shard(store, ref)
 
 
-def test_a_shard_of_an_older_layout_has_the_younger_columns_with_their_declared_values(store, monkeypatch):
+def test_a_shard_of_an_older_layout_has_newer_columns_with_their_declared_values(store, monkeypatch):
     monkeypatch.setattr(infra.store.shards, "_KINDS", {})
     declare_kinds(ShardKind("test", TABLE.schema))
     ref = put(store)

@@ -6,7 +6,7 @@ import pytest
 from infra.statistics import Z95, mean_interval, normal_cdf, normal_quantile, student_quantile, wilson_interval
 
 
-def test_wilson_interval_is_that_of_the_textbook():
+def test_the_wilson_interval_equals_textbook_values():
     low, high = wilson_interval(8, 10)
     assert (round(low, 4), round(high, 4)) == (0.4902, 0.9433)
     assert wilson_interval(0, 0) == (0.0, 1.0)
@@ -20,17 +20,17 @@ def test_a_reward_on_any_scale_has_the_normal_interval_of_its_mean():
     assert mean_interval(0.5, 0.25, 1) == wilson_interval(0.5, 1)
 
 
-def test_the_interval_of_a_perfect_score_holds_it():
+def test_the_interval_of_a_perfect_score_contains_the_score():
     assert {wilson_interval(trials, trials)[1] for trials in range(1, 2000)} == {1.0}
     assert {wilson_interval(0, trials)[0] for trials in range(1, 2000)} == {0.0}
 
 
-def test_quantiles_are_those_of_the_tables():
+def test_quantiles_equal_published_tables():
     assert normal_quantile(0.975) == pytest.approx(Z95, abs=1e-15)
     assert [round(student_quantile(0.975, freedom), 3) for freedom in (1, 2, 8, 30)] == [12.706, 4.303, 2.306, 2.042]
 
 
-def test_the_normal_distribution_holds_far_out_and_both_ways():
+def test_the_normal_distribution_and_its_inverse_are_accurate_in_the_tails():
     assert normal_cdf(-6.0) == pytest.approx(9.8659e-10, rel=1e-4)
     z = np.linspace(-6, 4, 101)
     assert normal_quantile(normal_cdf(z)) == pytest.approx(z, abs=1e-9)

@@ -109,7 +109,7 @@ def test_listings_are_recursive_sorted_and_by_prefix(place):
     assert store.entries("nothing/here/") == store.children("nothing") == []
 
 
-def test_the_uri_of_a_store_opens_the_same_store_and_reading_creates_none(place, uri):
+def test_the_uri_of_a_store_opens_the_same_store_and_reading_creates_no_store(place, uri):
     assert open_store(uri).entries("") == open_store(uri).children("") == [] and not open_store(uri).exists("key")
     assert not Path(uri).exists()
     store = place.open()
@@ -146,7 +146,7 @@ def _race(place, number, start, results):
     results.put((number, wins))
 
 
-def test_of_sixteen_racing_processes_exactly_one_wins_each_name(place):
+def test_exactly_one_of_sixteen_racing_processes_writes_each_name(place):
     start, results = CONTEXT.Barrier(16), CONTEXT.Queue()
     racers = [CONTEXT.Process(target=_race, args=(place, number, start, results)) for number in range(16)]
     try:
@@ -268,7 +268,7 @@ def _stay_in_a_scratch_directory(uri, ready):
         time.sleep(600)
 
 
-def test_a_scratch_directory_is_not_listed_and_is_deleted_by_its_process_or_at_the_next_hold(uri):
+def test_a_scratch_directory_is_not_listed_and_is_deleted_by_its_process_or_the_next_lock(uri):
     store, dead, live = open_store(uri), CONTEXT.Event(), CONTEXT.Event()
     root = Path(store.root)
     with store.scratch() as scratch:
@@ -313,7 +313,7 @@ def _hold(place, ready):
         time.sleep(600)
 
 
-def test_a_lock_is_refused_while_its_holder_lives_and_everybody_sees_who_holds_it_and_how_it_ended(place):
+def test_a_lock_is_refused_while_its_holder_lives_and_every_process_can_read_its_state(place):
     ready, store = CONTEXT.Event(), place.open()
     assert store.look_at("lock").state == "free"
     with process(_hold, place, ready) as holder:
@@ -346,7 +346,7 @@ def _hold_and_fork(place, results):
         time.sleep(600)
 
 
-def test_a_forked_child_that_outlives_the_holder_does_not_keep_the_name(place):
+def test_a_forked_child_that_outlives_the_holder_does_not_keep_the_lock(place):
     results = CONTEXT.Queue()
     with process(_hold_and_fork, place, results):
         child = results.get(timeout=250)

@@ -16,14 +16,14 @@ def test_a_table_with_room_has_all_columns():
     assert len(lines) == 3
 
 
-def test_columns_without_room_are_left_out_from_the_right_and_named():
+def test_columns_without_room_are_omitted_from_the_right_and_named():
     lines = table(ROWS, width=58).splitlines()
     assert [line.split()[-1] for line in lines[:3]] == ["took", "0:01:02", "0:00:59"]
     assert " ".join(lines[3:]).startswith("columns that do not fit: created (")
     assert all(len(line) <= 58 for line in lines[:3])
 
 
-def test_the_least_important_columns_are_left_out_first():
+def test_the_least_important_columns_are_omitted_first():
     lines = table(ROWS, width=40, least=("took", "reason")).splitlines()
     assert lines[0] == "run     accuracy     took  created", "a wide column keeps no narrower one out"
     assert lines[1] == "first      0.875  0:01:02   Monday"

@@ -45,13 +45,13 @@ async def test_each_worker_does_one_piece_of_work_after_another(cluster):
     assert sum(one.result for one in totals) == 8 + 2 * 3
 
 
-async def test_a_counter_that_moves_is_read_while_its_worker_works(cluster):
+async def test_progress_of_a_worker_is_read_while_it_works(cluster):
     pool = await cluster.pool(PoolSpec("slow", COUNTING, stall_seconds=1.0))
     done = await pool.run("slow_but_steady", 1.5, returns=int)
     assert done.result > 0
 
 
-async def test_errors_of_ours_stay_what_they_are_and_others_come_with_their_traceback(cluster):
+async def test_rheostat_errors_keep_their_type_and_other_errors_include_their_traceback(cluster):
     pool = await cluster.pool(PoolSpec("faulty", COUNTING))
     with pytest.raises(Damaged, match="shard 7 is torn"):
         await pool.run("raise_damaged", 7, returns=int)
@@ -63,7 +63,7 @@ async def test_errors_of_ours_stay_what_they_are_and_others_come_with_their_trac
         await cluster.pool(PoolSpec("unbuildable", "tests.support.workers:Unbuildable", {"path": "nowhere"}))
 
 
-async def test_a_worker_that_stands_still_is_told_of_and_neither_replaced_nor_waited_for(tmp_path):
+async def test_a_stalled_worker_is_reported_and_neither_replaced_nor_awaited(tmp_path):
     async with ThreadCluster.open(threads=1) as cluster:
         pool = await cluster.pool(PoolSpec("stuck", COUNTING, stall_seconds=0.2))
         with pytest.raises(WorkerFailed, match=r"stuck\.hang_once .* A thread cannot be killed"):
@@ -113,14 +113,14 @@ async def test_a_worker_that_cannot_load_its_model_leaves_the_slot_unchanged(fle
     assert fleet.allocation() == {"rollout": (0,), "judge": ()}
 
 
-async def test_ranks_are_one_and_more_are_refused(cluster):
+async def test_a_cluster_of_threads_refuses_more_than_one_rank(cluster):
     ranks = await cluster.ranks(PoolSpec("update", "tests.support.workers:Ring"))
     assert (await ranks.run("fail_on_one", None, returns=tuple)).result[0] == 0
     with pytest.raises(BadInput, match="ranks need 2 processes"):
         await cluster.ranks(PoolSpec("pair", "tests.support.workers:Ring", size=2))
 
 
-async def test_workers_find_their_environment_and_the_process_keeps_its_own(monkeypatch):
+async def test_workers_get_their_environment_variables_and_those_of_the_process_do_not_change(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     for threads in (3, 1):
         async with ThreadCluster.open(threads=threads) as cluster:
@@ -132,11 +132,11 @@ async def test_workers_find_their_environment_and_the_process_keeps_its_own(monk
 
 
 def test_threads_need_no_ray():
-    program = "import sys, infra.pools.threads, tasks.run.session; sys.exit('ray' in sys.modules)"
+    program = "import sys, infra.pools.threads, tasks.run.open_run; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_a_worker_elsewhere_finds_stores_by_its_controllers_keys_alone_and_keeps_its_own_cache(monkeypatch):
+def test_a_remote_worker_uses_only_its_controllers_store_keys_and_keeps_its_local_cache(monkeypatch):
     def found_with(**variables: str) -> dict[str, str]:
         for name in store_variables():
             monkeypatch.delenv(name)

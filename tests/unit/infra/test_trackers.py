@@ -23,7 +23,7 @@ POINTS = [EVALUATION, iteration(1), iteration(2)]
 
 
 def fed(mirror, points) -> int:
-    """Feed points as a run does; return how many something was missing of."""
+    """TrackerProcesses points as a run does; return how many something was missing of."""
     missing = [point for point in points if mirror.lacks(point)]
     for point in missing:
         mirror.write(point, None if point.samples is None else point.samples())
@@ -48,7 +48,7 @@ def test_tensorboard_has_every_scalar_once_and_samples_as_text_however_often_a_r
     assert "| data.path | a.jsonl |" in str(values["config/text_summary", 0])
 
 
-def test_a_tag_that_is_new_is_added_to_steps_that_are_there(tmp_path):
+def test_a_new_tag_is_added_to_existing_steps(tmp_path):
     settings = TensorBoardTracker(directory=str(tmp_path))
     fed(open_mirror(SUBJECT, settings), [iteration(1)])
     fed(open_mirror(SUBJECT, settings), [iteration(1, tokens_per_second=9.0)])
@@ -56,7 +56,7 @@ def test_a_tag_that_is_new_is_added_to_steps_that_are_there(tmp_path):
     assert found["tokens_per_second", 1] == found["credit/reward_mean", 1] == found["samples/text_summary", 1] == 1
 
 
-def test_what_a_killed_writer_left_torn_is_written_again(tmp_path):
+def test_a_record_torn_by_a_killed_writer_is_written_again(tmp_path):
     settings = TensorBoardTracker(directory=str(tmp_path))
     fed(open_mirror(SUBJECT, settings), [EVALUATION])
     [file] = (tmp_path / SUBJECT.identity).iterdir()
@@ -66,14 +66,14 @@ def test_what_a_killed_writer_left_torn_is_written_again(tmp_path):
     assert set(tensorboard_series(tmp_path / SUBJECT.identity)) == {("eval/low", 0)}
 
 
-def test_what_a_policy_wrote_is_text_in_a_table():
+def test_completions_are_shown_as_text_in_a_table():
     assert TABLE.markdown().splitlines()[2:] == [
         "| 1 | 4 + 4 = 8<br>#### 8 |",
         "|  | &lt;script&gt;alert(1)&lt;/script&gt; &#124; &#91;a](b) |",
     ]
 
 
-def test_a_configuration_is_spelt_by_dotted_keys_the_tables_of_lists_too():
+def test_a_configuration_is_flattened_to_dotted_keys_also_for_tables_in_lists():
     nested = {"scoring": {"rewards": [{"kind": "math"}]}, "tags": ["a", "b"], "warmup": None, "empty": {}}
     assert dict(flattened(nested)) == {
         "scoring.rewards.0.kind": "math", "tags": "['a', 'b']", "warmup": "None", "empty": "{}",
@@ -92,7 +92,7 @@ def test_a_missing_package_is_reported_with_the_command_that_installs_it(kind, r
         check_tracker(tracker)
 
 
-def test_a_tracker_of_a_users_own_is_checked_by_what_it_is_called_with():
+def test_a_user_tracker_must_accept_the_arguments_of_its_call():
     asked = {"kind": "target", "target": "tests.support.trackers:FileTracker", "options": {"path": "x"}}
     tracker = TypeAdapter(TrackerConfig).validate_python(asked)
     assert isinstance(tracker, FileTracker)
@@ -136,7 +136,7 @@ def test_mlflow_has_every_step_once_the_samples_as_tables_and_the_last_policy_in
 
 
 @pytest.mark.system
-def test_an_offline_run_of_wandb_goes_on_where_its_files_end(tmp_path):
+def test_an_offline_run_of_wandb_continues_where_its_files_end(tmp_path):
     from infra.trackers.config import WandbTracker
     from infra.trackers.wandb import open_mirror, rows_of
 

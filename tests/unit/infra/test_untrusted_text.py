@@ -45,7 +45,7 @@ SPELLINGS = [
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_a_secret_is_redacted_however_it_is_spelled(spelling):
+def test_a_secret_is_redacted_in_every_encoding(spelling):
     shown = redact(f"the key {spelling} is not known", KEY)
     assert "***" in shown
     assert shown.startswith("the key ") and shown.endswith(" is not known")
@@ -59,12 +59,12 @@ def test_a_text_without_the_secret_stays_as_it_is(text):
     assert redact(text, "") == text
 
 
-def test_visible_text_has_no_character_that_a_terminal_obeys_and_keeps_lines_and_spaces():
+def test_escaping_removes_control_characters_and_keeps_lines_and_spaces():
     assert visible(HOSTILE) == ESCAPED
     assert visible("größer,\n\t日本\u3000語 🙂") == "größer,\n\t日本\u3000語 🙂"
 
 
-def test_what_a_command_prints_is_visible_and_json_stays_json(capsys):
+def test_control_characters_are_escaped_in_command_output_and_json_stays_json(capsys):
     write(HOSTILE)
     write(json.dumps([HOSTILE], ensure_ascii=False))
     plain, document = capsys.readouterr().out.splitlines()
@@ -73,7 +73,7 @@ def test_what_a_command_prints_is_visible_and_json_stays_json(capsys):
 
 
 @pytest.mark.parametrize("error", [WorkerFailed, ValueError])
-def test_the_last_line_of_an_error_is_visible_and_so_is_its_traceback(error, capsys):
+def test_control_characters_are_escaped_in_the_last_line_of_an_error_and_its_traceback(error, capsys):
     app = command_app("program", "An app.")
 
     @app.default
@@ -86,14 +86,14 @@ def test_the_last_line_of_an_error_is_visible_and_so_is_its_traceback(error, cap
     assert r"\u001b[2J" in shown and r"\u202eabc" in shown
 
 
-def test_the_words_of_a_command_line_are_visible_in_its_refusal(capsys):
+def test_control_characters_are_escaped_in_the_refusal_of_a_command_line(capsys):
     app = command_app("program", "An app.")
     app.default(lambda: None)
     assert run_command(app, [HOSTILE[:-1]], again="") == 2
     assert capsys.readouterr().err.rstrip("\n").isprintable()
 
 
-def test_a_rollout_is_visible_with_its_turns():
+def test_control_characters_are_escaped_in_the_turns_of_a_rollout():
     turn = TurnRecord(tokens=1, error=HOSTILE)
     sample = RolloutPreview.model_construct(
         iteration=1, prompt_id=HOSTILE, sample=0, reward=None, tokens=1, finish_reason="stop", answer=HOSTILE,
@@ -102,7 +102,7 @@ def test_a_rollout_is_visible_with_its_turns():
     assert all(line.isprintable() for line in rollout_text(sample).split("\n"))
 
 
-def test_log_records_and_their_tracebacks_are_visible():
+def test_control_characters_are_escaped_in_log_records_and_their_tracebacks():
     before = logging.getLogRecordFactory()
     try:
         log_visibly("prefect")

@@ -46,7 +46,7 @@ def test_a_dead_server_has_failed(started):
     assert wait_for(lambda: here.failure() == f"the server (pid {process.pid}) has died")
 
 
-def test_a_server_that_stays_stopped_has_failed_and_one_that_goes_on_has_not(started):
+def test_a_server_that_stays_suspended_has_failed_and_a_server_that_resumes_has_not(started):
     process = started(IDLE)
     here = server(process)
     process.send_signal(signal.SIGSTOP)
@@ -91,7 +91,7 @@ def test_a_silent_server_has_failed_unless_it_computes(started, monkeypatch):
     assert wait_for(lambda: "neither responded nor used CPU time" in failure_after_a_second())
 
 
-def test_a_watch_tells_once_what_has_failed(started):
+def test_a_watch_reports_a_failure_once(started):
     process, told, heard = started(IDLE), [], threading.Event()
     here = server(process)
 
@@ -126,7 +126,7 @@ with watch.on_signals(lambda number: ending.begin(128 + number, "interrupted")):
     assert (process.returncode, errors) == (143, b"interrupted\n")
 
 
-def test_a_command_whose_first_thread_has_ended_still_answers():
+def test_a_command_whose_main_thread_has_ended_still_returns_its_output():
     """Where a process has threads, its end takes a moment in which it counts as dead and cannot be waited for yet."""
     program = f"""
 import ctypes, os, threading, time

@@ -65,7 +65,11 @@ def test_an_alarm_is_raised_beyond_its_bound_and_names_the_numbers(alarm, iterat
     [
         pytest.param(LengthCollapse(window=2), lengths(1000, 90, 110, 50), id="exactly half of the mean"),
         pytest.param(LengthCollapse(window=3), lengths(100, 100, 1), id="the window is not full"),
-        pytest.param(MetricAlarm(metric="update/loss", bound=0, window=2), metric("update/loss", 5), id="nor is this"),
+        pytest.param(
+            MetricAlarm(metric="update/loss", bound=0, window=2),
+            metric("update/loss", 5),
+            id="the window of a metric is not full",
+        ),
         pytest.param(LengthCollapse(window=1), lengths(100, 100, None, 40), id="no iteration left to compare with"),
         pytest.param(DIP, rewards((0.9, 0.1), (0.5, 0.2), (0.4, 0.2), (0.25, 0.1)), id="within 1.5 * 0.2 of 0.5"),
         pytest.param(DIP, rewards((0.5, 0.2), (0.4, 0.2), (0.19, 0.3)), id="within the larger deviation of the two"),

@@ -31,7 +31,7 @@ def groups_per_rank(plan, *, group_size):
 
 
 @given(LENGTHS, st.integers(1, 4), st.integers(1, 5), BUDGETS, st.integers(0, 9))
-def test_every_row_is_in_one_micro_batch_and_every_rank_has_as_many_micro_batches(
+def test_every_row_is_in_one_micro_batch_and_all_ranks_have_equally_many_micro_batches(
     lengths, ranks, minibatches, budget, seed
 ):
     sequences = build_sequences(lengths, group_size=4)
@@ -156,7 +156,7 @@ def test_context_tokens_between_completion_tokens_are_read_and_not_predicted():
     assert batch.targets_N.tolist() == [3, 6, 7]
 
 
-def test_a_layout_without_padding_has_every_prompt_once_and_every_sequence_in_the_blocks_of_attention():
+def test_an_unpadded_layout_has_every_prompt_once_and_every_sequence_in_the_attention_blocks():
     prompt, other = ModelInput.from_prompt([1, 2, 3]), ModelInput.from_prompt([1, 2])
     inputs = [prompt.with_completion([4, 5, 6, 7]), other.with_completion([3]), prompt.with_completion([8]), prompt]
     shared = lay_out(inputs).shared

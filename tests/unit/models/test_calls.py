@@ -127,7 +127,7 @@ def parsers():
 @given(TEXTS)
 @example("<tool_call>")
 @example('{"name":')
-def test_no_text_makes_a_parser_or_a_response_template_raise(parsers, text):
+def test_parsers_and_response_templates_raise_for_no_text(parsers, text):
     for parse in parsers:
         parsed = parse(text)
         assert len(parsed.text) <= len(text)
@@ -189,7 +189,7 @@ UNKNOWN = r"hermes, llama3_json, none or a target pkg\.mod:function"
         (f"{__name__}:digit", "plain", "'digits'"),
     ],
 )
-def test_a_parser_that_cannot_be_found_is_refused_with_the_known_names(parser, tokenizer, parts):
+def test_an_unknown_parser_is_refused_with_the_valid_names(parser, tokenizer, parts):
     with pytest.raises(BadInput, match=parts) as refused:
         build_parser(parser, tokenizer_of(tokenizer))
     assert "\n" not in str(refused.value)
@@ -207,7 +207,7 @@ def test_a_response_template_reads_the_same_as_transformers():
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("string", "3"), ("integer", 3)])
-def test_a_response_template_gives_arguments_the_types_of_the_tool_schema(kind, expected):
+def test_a_response_template_converts_arguments_to_the_types_of_the_tool_schema(kind, expected):
     schema = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": kind}}}}
     template = json.loads(json.dumps(XML))
     del template["fields"]["tool_calls"]["content_args"]["value_parser"]

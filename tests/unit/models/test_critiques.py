@@ -190,7 +190,7 @@ def fill_ballot(reward: JudgeReward, vote: int, *, sample: int = 0, attempt: int
     return Ballot(judged, vote).build_question(reward, seed_parts=("steps", 0), attempt=attempt)
 
 
-def test_every_vote_and_attempt_has_its_own_seed():
+def test_every_vote_and_attempt_has_a_different_seed():
     seeds = {fill_ballot(JUDGE, vote, attempt=attempt).seed for vote in range(4) for attempt in range(2)}
     assert len(seeds) == 8
 

@@ -45,7 +45,7 @@ def test_log_probs_that_differ_by_more_than_rounding_stop_the_benchmark():
             steps_table(logprobs_NT, logprobs_NT + error)
 
 
-def test_a_missing_trl_environment_is_named_with_the_command_that_makes_it(monkeypatch, tmp_path, capsys):
+def test_a_missing_trl_environment_is_named_with_the_command_that_creates_it(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("BENCH_DDPO_PYTHON", str(tmp_path / "python"))
     assert bench.main(["--only", "ddpo"]) == 2
     assert "make bench-ddpo" in capsys.readouterr().err

@@ -109,7 +109,7 @@ def test_configured_eager_attention_is_used(family):
         ("sinks", ("eager",)),  # the kernels of the packages do not support sinks
     ],
 )
-def test_the_attention_implementations_of_a_model_class_are_known(family, implementations):
+def test_the_attention_implementations_of_a_model_class_are_listed(family, implementations):
     assert attentions_of(build(FAMILIES[family])) == implementations
 
 

@@ -124,7 +124,7 @@ def test_skewed_scores_of_equal_policies_are_rarely_called_better():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("draw", "problems"), list(product(GRADED, (40, 250))))
-def test_graded_scores_of_equal_policies_are_called_better_or_worse_at_most_as_often_as_alpha_says(draw, problems):
+def test_equal_policies_with_graded_scores_are_called_better_or_worse_at_most_at_rate_alpha(draw, problems):
     most = stats.binom.ppf(0.9999, 300, 0.05)
     assert max(count_false_claims(draw, problems, 0.05, 300)) <= most
 

@@ -111,8 +111,8 @@ BETTER, WORSE = difference(holm=(0.02, 0.01)), difference(-0.05, -0.08, -0.01, h
 @pytest.mark.parametrize(
     ("gains", "others", "verdict"),
     [
-        pytest.param([GAIN], {"min_gain": 0.012}, "keep", id="the bound equals the least gain"),
-        pytest.param([GAIN], {"min_gain": 0.011}, "promote", id="the bound exceeds the least gain"),
+        pytest.param([GAIN], {"min_gain": 0.012}, "keep", id="the bound equals the minimum gain"),
+        pytest.param([GAIN], {"min_gain": 0.011}, "promote", id="the bound exceeds the minimum gain"),
         pytest.param([FEW], {"min_gain": -0.01}, "promote", id="the test of no gain does not matter"),
         pytest.param([difference(-0.02, -0.04, -0.01, p=1.0)], {"min_gain": -0.05}, "promote", id="an allowed loss"),
         pytest.param([GAIN], {"limits": (limit(300),)}, "promote", id="exactly the limit"),
@@ -120,7 +120,7 @@ BETTER, WORSE = difference(holm=(0.02, 0.01)), difference(-0.05, -0.08, -0.01, h
         pytest.param([GAIN], {"guards": (guard(-0.0099),)}, "promote", id="a guard above its margin"),
         pytest.param([GAIN], {"guards": (guard(-0.01),)}, "reject", id="a guard at its margin"),
         pytest.param([UNBOUNDED] * 2, {}, "keep", id="p is above Holm's level of 0.005"),
-        pytest.param([difference(p=0.3)], {}, "promote", id="an exact bound needs no test beside it"),
+        pytest.param([difference(p=0.3)], {}, "promote", id="an exact bound needs no further test"),
         pytest.param([BETTER, SAME], {}, "promote", id="one suite of two is better"),
         pytest.param([BETTER, WORSE], {}, "reject", id="one suite is better and another is worse"),
         pytest.param([difference(missing=5)], {}, "promote", id="2% of the scores are missing"),

@@ -76,7 +76,7 @@ def test_rows_with_one_text_are_split_by_their_images(tmp_path):
     assert {problem.images for problem in train}.isdisjoint(problem.images for problem in heldout)
 
 
-def test_messages_say_where_their_images_are(folder):
+def test_messages_mark_the_positions_of_their_images(folder):
     parts = [{"type": "text", "text": "Look: "}, {"type": "image"}, {"type": "text", "text": " What?"}]
     [problem] = load_problems(write_rows(folder, "red.png", prompt=[{"role": "user", "content": parts}]), "train", 0)
     assert problem.prompt == (Message("user", ("Look: ", ImagePlace(), " What?")),)
@@ -185,7 +185,7 @@ def test_the_tokens_of_images_come_before_the_text_of_a_plain_prompt(tokenizer, 
         ((Message("system", "s"), Message("user", "a")), (RED,), "system:s;user:<image>a;"),
         ((Message("user", "hi"),), (), "user:hi;"),
     ],
-    ids=["where the message says", "before the first text of the user", "no image"],
+    ids=["at the placeholder of the message", "before the first text of the user", "no image"],
 )
 def test_the_images_of_a_chat_are_put_into_its_messages(tokenizer, processor, messages, images, text):
     [prompt] = tokenize_problems([Problem("a:1", messages, "", images=images)], tokenizer, processor)

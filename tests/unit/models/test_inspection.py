@@ -154,6 +154,6 @@ def test_a_damaged_directory_is_refused_with_the_same_message_as_by_building_the
     assert str(refused.value) == str(expected.value)
 
 
-def test_weights_of_more_layers_than_the_configuration_has_are_left_to_transformers(directory):
+def test_weights_of_more_layers_than_configured_are_inspected_as_transformers_loads_them(directory):
     change_files(directory, {"config.json": {"num_hidden_layers": 1, "layer_types": ["full_attention"]}})
     assert inspect_directory(directory).shape.parameters == check_directory(directory)[2]

@@ -23,7 +23,7 @@ def test_a_schema_is_the_one_that_is_listed_for_its_version(kind):
 
 
 @pytest.mark.parametrize(("kind", "columns"), OLDER, ids=lambda value: getattr(value, "name", ""))
-def test_shards_of_an_older_layout_have_today_s_columns_when_they_are_read(kind, columns, tmp_path):
+def test_shards_of_an_older_layout_are_read_with_the_current_columns(kind, columns, tmp_path):
     names = [column.partition(":")[0] for column in columns]
     older = pa.schema([kind.schema.field(name) for name in names])
     store = open_store(str(tmp_path))

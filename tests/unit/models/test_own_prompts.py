@@ -43,7 +43,7 @@ def test_a_published_template_is_accepted_and_a_prompt_is_the_rendered_chat_befo
         assert render_prompt(form, [QUESTION], done) == tuple(templated(name, chat))
 
 
-def test_thoughts_of_earlier_turns_are_left_out_if_the_template_does_so():
+def test_thoughts_of_earlier_turns_are_omitted_if_the_template_omits_them():
     form, tokenizer = format_of("qwen-3"), tokenizer_of("qwen-3")
     text = '<think>\nWhere?\n</think>\n\nI look.<tool_call>{"name": "find", "arguments": {"what": "it"}}</tool_call>'
     asking, answering = hermes(text), hermes("<think>\nSo.\n</think>\n\nThere.")

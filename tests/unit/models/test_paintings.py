@@ -132,7 +132,7 @@ def block_at(top, left):
 
 @pytest.mark.parametrize("scale", [1, 8])
 @pytest.mark.parametrize("motif", MOTIFS, ids="-".join)
-def test_a_painting_is_right_for_its_own_colour_and_place_alone(motif, scale):
+def test_a_painting_is_right_only_for_its_colour_and_place(motif, scale):
     rng = Random(1)
     for _ in range(8):
         encoded = encode_png((paint(*motif, rng) + 1) * 127.5, scale)

@@ -110,7 +110,7 @@ def test_wrong_completions_are_miscounts_worked_answers_of_other_images_and_othe
     assert min(shown.values()) > 0.04 * shown.total()
 
 
-def test_half_of_the_right_completions_are_worked_answers_and_answers_in_other_words_are_unchanged():
+def test_half_of_the_right_completions_are_worked_answers_and_other_answers_are_unchanged():
     problems, rng = load_problems(DATA, "train", 0), Random(0)
     completions = [(problem, right_completion(problem, rng)) for problem in problems]
     assert all(completion in (problem.worked, problem.answer) for problem, completion in completions)

@@ -68,7 +68,7 @@ def test_the_last_number_in_the_expected_form_is_the_answer(completion: str, ans
     assert judge(NumericReward(), completion, answer) == reward
 
 
-def test_a_bare_reference_is_read_whole_if_the_pattern_would_read_only_a_part():
+def test_a_bare_reference_is_read_in_full_if_the_pattern_matches_only_a_part():
     assert judge(NumericReward(pattern=r"(\d+)"), "17", "-17") == 0.0
 
 
@@ -112,7 +112,7 @@ def test_terms_before_the_one_that_fails_keep_their_values(start_evaluator):
     assert verdicts[1] == Verdict((1.0, 7.0, 1.0), None)
 
 
-def test_what_a_function_prints_is_visible(start_evaluator, capfd):
+def test_control_characters_are_escaped_in_the_output_of_a_reward_function(start_evaluator, capfd):
     evaluator = start_evaluator(TargetReward(target="tests.support.rewards:printing"))
     assert evaluator.evaluate(cases_of("\x1b[2Jhere")) == [Verdict((0.0,), None)]
     shown: list[str] = []
@@ -180,7 +180,7 @@ while True:
 """
 
 
-def test_only_time_that_the_machine_gives_to_a_reward_counts_against_its_limit(start_evaluator):
+def test_only_processor_time_of_a_reward_counts_against_its_time_limit(start_evaluator):
     """The reward needs 0.4 s of a processor that it shares with five other processes."""
     reward = TargetReward(target="tests.support.rewards:in_a_queue", options={"seconds": 0.4})
     evaluator = start_evaluator(reward, timeout_seconds=1)

@@ -37,7 +37,7 @@ def sample_at(logits_BV, fractions, **settings):
         ([0.5, 0.25, 0.125, 0.125], {"temperature": 0}, [0.99], [0]),
     ],
 )
-def test_a_uniform_chooses_the_token_whose_share_of_the_line_it_is_in(shares, settings, fractions, tokens):
+def test_a_uniform_number_selects_the_token_whose_interval_contains_it(shares, settings, fractions, tokens):
     assert sample_at(torch.tensor([shares]).log(), fractions, **settings) == tokens
 
 
@@ -64,7 +64,7 @@ def test_frequencies_follow_the_softmax():
     assert (np.abs(found_V - shares_V) < 4 * np.sqrt(shares_V * (1 - shares_V) / count)).all()
 
 
-def test_a_large_vocabulary_is_sampled_in_pieces_as_it_would_be_as_a_whole(monkeypatch):
+def test_sampling_a_large_vocabulary_in_pieces_equals_sampling_all_of_it(monkeypatch):
     logits_BV = torch.randn(7, 50, generator=torch.Generator().manual_seed(1))
     uniforms_B = torch.from_numpy(sample_uniforms(3, 7))
     whole = sample_tokens(logits_BV, uniforms_B, SamplingConfig())
@@ -93,7 +93,7 @@ def test_seeds_distinguish_neighbouring_parts_and_numbers_from_texts():
     assert all(0 <= derive_seed(*parts) < 2**64 for parts in ways)
 
 
-def test_every_completion_of_a_run_has_its_own_seed():
+def test_every_completion_of_a_run_has_a_different_seed():
     seeds = {
         sample_seed(run, iteration, prompt_row=row, sample=sample)
         for run in range(2)

@@ -79,7 +79,7 @@ def test_context_tokens_inside_a_completion_keep_their_positions():
         MambaConfig(vocab_size=300, hidden_size=32, num_hidden_layers=2, pad_token_id=0),
         Lfm2Config(**SHAPE, layer_types=["conv", "full_attention", "conv"]),
     ],
-    ids=["recurrent", "convolutions beside attention"],
+    ids=["recurrent", "convolutions and attention"],
 )
 def test_models_that_mix_tokens_outside_of_attention_use_padded_rows(config):
     model = build(config)

@@ -116,7 +116,7 @@ def test_credit_is_that_of_the_tokens_of_the_policy_alone(algorithm):
     assert any(any(row["advantages"]) for row in whole)
 
 
-def test_each_turn_is_a_sample_with_its_own_prompt_and_the_tokens_that_were_sampled_after_it():
+def test_each_turn_is_a_sample_with_its_prompt_and_the_tokens_sampled_after_the_prompt():
     rollouts, *_ = build_tables(WITH_PROMPTS)
     samples = assign_credit(DrGrpo()).samples.to_pylist()
     expected = [

@@ -41,7 +41,7 @@ LENGTHS = st.lists(st.integers(0, 6), min_size=1, max_size=8).filter(any)
         (MaskedImportance(low=0.2, high=5.0), [3.0, 0.25, 1.2], 0, 0),
     ],
 )
-def test_corrections_weigh_tokens_by_the_ratio_of_the_trainer_to_what_generated_them(
+def test_corrections_weigh_tokens_by_the_ratio_of_the_trainer_to_the_generating_policy(
     correction, weights, truncated, masked
 ):
     # The trainer finds the tokens 3, 1/4 and 1.2 times as likely as what generated them.
@@ -76,7 +76,7 @@ def test_stale_tokens_have_a_separate_correction():
     assert gradient.tolist() == pytest.approx([-1.5] * 3)
 
 
-def test_uncorrected_tokens_are_compared_with_what_generated_them_and_corrected_ones_with_the_old_policy():
+def test_uncorrected_tokens_use_the_generating_policy_and_corrected_tokens_the_old_policy():
     # π is twice π_behaviour and 1.25 times π_old, for a fresh and for a stale token.
     tokens = pass_tokens(
         [2], behaviour=[math.log(0.2)] * 2, advantages=[1, 1], old=[math.log(0.32)] * 2, staleness=[0, 1]
@@ -91,7 +91,7 @@ def test_uncorrected_tokens_are_compared_with_what_generated_them_and_corrected_
     ("correction", "stale", "needed"),
     [(NONE, None, False), (NONE, NONE, False), (NONE, MASKED, True), (TRUNCATED, NONE, True), (MASKED, None, True)],
 )
-def test_old_log_probs_are_needed_where_any_correction_in_use_needs_them(correction, stale, needed):
+def test_old_log_probs_are_required_if_any_correction_in_use_needs_them(correction, stale, needed):
     assert needs_old(UpdateConfig(correction=correction, stale_correction=stale)) is needed
 
 
@@ -225,7 +225,7 @@ def test_micro_batches_of_any_size_and_order_add_up_to_the_same_loss(config, len
     assert added == pytest.approx(metrics)
 
 
-def test_gspo_differs_from_ppo_where_tokens_of_a_sequence_move_apart():
+def test_gspo_differs_from_ppo_if_tokens_of_a_sequence_have_different_ratios():
     tokens = random_tokens([6, 6], seed=0)
     logprobs_N = moved(tokens, seed=0)
     wide = [

@@ -23,7 +23,7 @@ def dialogue(model=TRAINED, instructions="width {width}\nheight {height}\n"):
     return DialogueEnvironment(model=model, instructions=instructions, sampling=sampling, prompts="text")
 
 
-def test_the_worked_turns_of_a_problem_ask_for_the_measure_in_its_question():
+def test_the_worked_turns_of_a_problem_request_the_measure_in_its_question():
     problems = load_problems(DATA, "train", 3)
     asked = set()
     for problem in problems:
@@ -47,7 +47,7 @@ def test_a_user_trains_on_the_replies_of_worked_episodes():
         assert completion == f"\n{instruction.split()[1]}\n"
 
 
-def test_the_context_of_a_user_has_swapped_roles_as_a_chat_and_none_as_text():
+def test_the_context_of_a_simulated_user_has_swapped_roles_as_a_chat_and_no_roles_as_text():
     transcript = Transcript("Be brief.", ("How?", "Why?"), ("So.",))
     expected = [("system", "Be brief."), ("user", "How?"), ("assistant", "So."), ("user", "Why?")]
     assert transcript.messages == tuple(Message(role, text) for role, text in expected)

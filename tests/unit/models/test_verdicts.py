@@ -73,7 +73,7 @@ def test_an_answer_without_a_single_valid_score_or_choice_is_invalid_with_a_reas
     assert re.search(reason, judgement.error)
 
 
-def test_an_answer_that_never_came_is_invalid_with_its_own_reason_in_one_line():
+def test_a_missing_answer_is_invalid_with_its_reason_in_one_line():
     answer = Answer(text="score: 3", probabilities=None, tokens=0, error="cut\n off")
     assert read_verdict(answer, SCORE) == Judgement(None, "cut off")
 

@@ -44,7 +44,7 @@ def test_the_yield_is_smoothed_as_worked_by_hand(ema, issued, informative, expec
     assert next_ema(ema, issued, informative) == pytest.approx(expected)
 
 
-def test_the_state_begins_with_one_prompt_per_group_is_kept_without_prompts_and_is_restored_from_json():
+def test_the_state_starts_at_one_prompt_per_group_and_round_trips_through_json():
     assert DynamicSamplingState().ema == 1.0
     assert DynamicSamplingState(ema=2.0).after(0, 0) == DynamicSamplingState(ema=2.0)
     state = DynamicSamplingState().after(77, 35).after(3, 1)

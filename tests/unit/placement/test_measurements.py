@@ -35,7 +35,7 @@ def stage(count=8, *, median=100, seed=0, size=32, **others):
     return [observed(lengths=np.ceil(median * np.exp(0.5 * rng.standard_normal(b))), **others) for b in sizes]
 
 
-def test_the_pace_is_that_of_the_engine_and_the_time_outside_its_steps_stays_the_same_for_units_of_one_size():
+def test_the_pace_is_fitted_to_engine_steps_and_other_time_is_a_constant_per_unit():
     known = Measurements().observe(stage(size=(16, 32, 64)))
     pace = known.demand("rollout", units=8, sequences=32).pace
     assert (pace.base_seconds, pace.per_sequence_seconds) == pytest.approx((0.005, 0.0002))
@@ -44,7 +44,7 @@ def test_the_pace_is_that_of_the_engine_and_the_time_outside_its_steps_stays_the
     assert equal.unit_seconds + 32 * equal.setup_seconds == pytest.approx(0.5 + 0.32)
 
 
-def test_a_batch_that_never_varied_keeps_the_prior_ratio_and_the_measured_mean():
+def test_a_constant_batch_size_keeps_the_prior_ratio_and_the_measured_mean():
     sums = LineSums(count=100, x=800, xx=6400, y=10.0, xy=80.0)
     base, slope = fit_line(sums, prior=(0.02, 0.0025))
     assert base + 8 * slope == pytest.approx(0.1)
@@ -59,21 +59,21 @@ def test_no_pace_is_negative(points):
     assert min(fit_line(sums, prior=(0.01, 0.001))) >= 0
 
 
-def test_a_new_engine_is_believed_within_a_few_stages():
+def test_the_pace_of_a_new_engine_is_adopted_within_a_few_stages():
     known = Measurements().observe(stage())
     for seed in range(5):
         known = known.observe(stage(base=0.05, seed=seed))
     assert known.demand("rollout", units=8, sequences=32).pace.base_seconds == pytest.approx(0.05, rel=0.1)
 
 
-def test_lengths_are_a_sorted_sample_in_which_the_last_stage_has_half_a_say():
+def test_lengths_are_a_sorted_sample_half_of_which_comes_from_the_last_stage():
     known = Measurements().observe(stage(40, median=100)).observe(stage(40, median=1000))
     lengths = np.array(known.demand("rollout", units=8, sequences=32).lengths)
     assert len(lengths) <= 512 and (np.diff(lengths) >= 0).all()
     assert 0.4 < (lengths > 400).mean() < 0.6
 
 
-def test_thinning_keeps_the_mean_and_the_tail():
+def test_thinning_a_sample_of_lengths_keeps_its_mean_and_its_tail():
     rng = np.random.default_rng(1)
     units = [np.ceil(100 * np.exp(rng.standard_normal(64))) for _ in range(64)]
     everything = np.concatenate(units)
@@ -83,14 +83,14 @@ def test_thinning_keeps_the_mean_and_the_tail():
     assert np.quantile(kept, 0.99) == pytest.approx(np.quantile(everything, 0.99), rel=0.1)
 
 
-def test_order_statistics_stand_for_all_sequences_of_their_unit():
+def test_order_statistics_represent_all_sequences_of_their_unit():
     few, many = observed(lengths=[10] * 4), observed(lengths=range(100, 356), detail=16)
     lengths = Measurements().observe([few, many]).rollout.lengths
     assert len(lengths) == 4 + 256
     assert lengths[-1] == 355
 
 
-def test_alike_lengths_are_noticed():
+def test_similar_lengths_within_a_unit_are_detected():
     rng = np.random.default_rng(2)
     alike = [
         observed(lengths=np.ceil(np.exp(5 + 0.4 * rng.standard_normal() + 0.4 * rng.standard_normal(32))))
@@ -101,7 +101,7 @@ def test_alike_lengths_are_noticed():
     assert Measurements().observe(free).rollout.likeness == pytest.approx(0, abs=0.02)
 
 
-def test_drift_is_told_from_chance():
+def test_drift_is_distinguished_from_chance():
     still, moving = Measurements(), Measurements()
     for number in range(8):
         still = still.observe(stage(16, seed=number))
@@ -110,21 +110,21 @@ def test_drift_is_told_from_chance():
     assert moving.demand("rollout", units=8, sequences=32).drift == 1.0  # bounded
 
 
-def test_busy_seconds_are_an_average_that_keeps_seven_tenths_of_the_old():
+def test_busy_seconds_are_a_moving_average_with_seven_tenths_of_the_old_value():
     unit = UnitObservation(role="scoring", sequences=1, seconds=100)
     known = Measurements().observe([unit]).observe([unit.model_copy(update={"seconds": 200.0})])
     assert known.scoring.busy_seconds == pytest.approx(0.7 * 100 + 0.3 * 200)
     assert known.rollout.busy_seconds == 0
 
 
-def test_a_role_without_steps_takes_all_its_time_beside_them():
+def test_all_time_of_a_role_without_steps_is_time_outside_of_steps():
     units = [UnitObservation(role="scoring", sequences=b, seconds=1 + 0.1 * b) for b in (8, 16, 32)]
     pace = Measurements().observe(units).demand("scoring", units=3, sequences=8).pace
     assert (pace.base_seconds, pace.per_sequence_seconds) == (0, 0)
     assert (pace.unit_seconds, pace.setup_seconds) == pytest.approx((1, 0.1))
 
 
-def test_before_the_first_measurement_the_prior_speaks():
+def test_the_prior_is_used_before_the_first_measurement():
     prior = Prior(median_tokens=50, sigma=1.0, max_tokens=200, pace=Pace(base_seconds=1, per_sequence_seconds=2))
     demand = Measurements().demand("rollout", units=4, sequences=8, prior=prior)
     assert demand.pace == prior.pace and not demand.measured
@@ -139,7 +139,7 @@ def test_moves_are_averaged_and_their_95th_percentile_is_kept():
     assert Measurements().resize().mean_seconds > 0
 
 
-def test_measurements_survive_json_and_the_same_stages_give_the_same():
+def test_measurements_round_trip_through_json_and_depend_only_on_the_stages():
     known = Measurements().observe(stage(40), moves=[2.0]).observe(stage(40, seed=1))
     assert Measurements.model_validate_json(known.model_dump_json()) == known
     assert Measurements().observe(stage(40), moves=[2.0]).observe(stage(40, seed=1)) == known

@@ -21,7 +21,7 @@ def starved(**others):
     return drain_inputs(**{**given, **others})
 
 
-def test_workers_go_to_the_role_that_would_end_late():
+def test_workers_move_to_the_role_that_would_end_late():
     decision = ADAPTIVE.drain(starved())
     assert decision.plan.rollout > 2
     assert decision.plan.rollout + decision.plan.scoring == 8
@@ -32,7 +32,7 @@ def test_workers_go_to_the_role_that_would_end_late():
     assert decision.memory.moved == decision.plan.rollout - 2 and decision.memory.moved_at == 10.0
 
 
-def test_workers_whose_queue_is_empty_for_good_go_to_the_other_role():
+def test_workers_of_a_role_without_further_work_move_to_the_other_role():
     # Rollout is done but for one long unit: its idle workers score.
     inputs = drain_inputs(
         plan=split(6, 2), waiting=0, coming=1, flying=(9.0,), scoring_waiting=20, scoring_flying=(1, 1)
@@ -41,7 +41,7 @@ def test_workers_whose_queue_is_empty_for_good_go_to_the_other_role():
     assert decision.plan.scoring >= 6
 
 
-def test_a_role_that_still_has_work_keeps_its_least_slots():
+def test_a_role_that_still_has_work_keeps_its_minimum_of_slots():
     inputs = starved(scoring=demand(lengths=(1.0,), base=0.0, slope=0.0, least_slots=4))
     assert ADAPTIVE.drain(inputs).plan.scoring == 4
 
@@ -55,13 +55,13 @@ def test_a_role_that_still_has_work_keeps_its_least_slots():
         ({"memory": Memory(misses=2)}, "two predictions were wrong by more than 30%"),
     ],
 )
-def test_a_move_is_held_back_by_name(change, reason):
+def test_a_rejected_move_has_a_reason(change, reason):
     decision = ADAPTIVE.drain(starved(**change))
     assert decision.plan == split(2, 6)
     assert reason in decision.reason
 
 
-def test_two_misses_in_a_row_make_the_plan_stand_and_one_does_not():
+def test_two_wrong_predictions_in_a_row_freeze_the_plan_and_one_does_not():
     memory = Memory(predicted_seconds=1.0, moved=1)
     once = ADAPTIVE.drain(starved(memory=memory, movable=(0, 0)))
     assert once.memory.misses == 1
@@ -72,7 +72,7 @@ def test_two_misses_in_a_row_make_the_plan_stand_and_one_does_not():
     assert twice.memory.misses == 2 and twice.plan == split(2, 6)
 
 
-def test_a_stage_is_not_looked_at_again_before_it_can_have_changed():
+def test_a_stage_is_not_evaluated_again_before_it_can_have_changed():
     first = ADAPTIVE.drain(starved(movable=(0, 0)))
     assert first.memory.look_at > 10
     again = ADAPTIVE.drain(starved(memory=first.memory))
@@ -91,11 +91,11 @@ def test_a_stage_is_not_looked_at_again_before_it_can_have_changed():
         (AdaptivePlacement(), turns(8)),
     ],
 )
-def test_other_policies_and_roles_that_take_turns_leave_a_stage_as_it_is(config, plan):
+def test_other_policies_and_roles_that_take_turns_are_not_corrected_during_a_stage(config, plan):
     assert build_policy(config).drain(starved().model_copy(update={"plan": plan})).plan == plan
 
 
-def test_a_correction_can_be_made_again_from_its_inputs():
+def test_a_correction_is_reproducible_from_its_inputs():
     inputs = starved()
     first, second = ADAPTIVE.drain(inputs), ADAPTIVE.drain(DrainInputs.model_validate_json(inputs.model_dump_json()))
     assert first == second == Decision.model_validate_json(first.model_dump_json())
@@ -122,7 +122,7 @@ def test_only_workers_that_may_still_move_are_moved(rollout, movable, waiting, c
         assert decision.predicted_seconds < decision.unchanged_seconds
 
 
-def test_the_remaining_time_of_a_unit_follows_from_the_units_that_took_longer_than_it_has_so_far():
+def test_the_remaining_time_of_a_unit_is_sampled_from_units_that_took_longer():
     pool_BP = np.array([[1.0, 1.0, 1.0, 10.0]])
     young, old = (residuals(pool_BP, np.full(2000, elapsed), seed=(0,)) for elapsed in (0.5, 2.0))
     assert young.mean() == pytest.approx((3 * 0.5 + 9.5) / 4, rel=0.1)
@@ -131,14 +131,14 @@ def test_the_remaining_time_of_a_unit_follows_from_the_units_that_took_longer_th
     assert older_than_all.min() > 0 and older_than_all.mean() == pytest.approx(2.0, rel=0.15)
 
 
-def test_a_longer_stage_is_noticed_before_its_first_unit_ends():
+def test_a_longer_stage_is_detected_before_its_first_unit_ends():
     pool_BP = np.exp(0.3 * np.random.default_rng(0).standard_normal((4, 200)))
     assert stage_factor(pool_BP, np.full(8, 0.1), done=0, done_seconds=0) == pytest.approx(1, abs=0.15)
     assert stage_factor(pool_BP, np.full(8, 3.0), done=0, done_seconds=0) > 2
     assert stage_factor(pool_BP, np.array([]), done=50, done_seconds=4.0) == pytest.approx(3.8, rel=0.1)
 
 
-def test_those_that_finish_first_do_not_make_a_stage_look_short():
+def test_units_that_finish_first_do_not_bias_the_estimate_of_a_stage():
     """Eight workers, one unit each: those that are done after 0.8 s do not speak for those that go on."""
     seconds = np.sort(np.exp(0.5 * np.random.default_rng(3).standard_normal(4000)).reshape(500, 8), axis=1)
     factors = []
@@ -149,7 +149,7 @@ def test_those_that_finish_first_do_not_make_a_stage_look_short():
     assert np.mean(factors) == pytest.approx(1, abs=0.1)
 
 
-def test_workers_on_their_way_are_counted_where_they_will_be():
+def test_workers_that_are_moving_count_in_their_new_role():
     settled = drain_inputs(plan=split(4, 4), waiting=20, coming=24, flying=(1.0,) * 4, cost=0.01)
     leaving = settled.rollout.model_copy(update={"slots": 6})
     way = settled.model_copy(update={"rollout": leaving, "scoring": settled.scoring.model_copy(update={"slots": 2})})

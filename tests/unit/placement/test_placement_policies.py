@@ -50,7 +50,7 @@ class Planner:
 
 
 @pytest.mark.parametrize("config", KINDS, ids=lambda config: config.kind)
-def test_the_same_inputs_give_the_same_decision_also_after_a_journey_through_json(config):
+def test_the_same_inputs_give_the_same_decision_also_after_a_round_trip_through_json(config):
     inputs = plan_inputs(current=split(4, 4))
     again = PlanInputs.model_validate_json(inputs.model_dump_json())
     first, second = build_policy(config).plan(inputs), build_policy(config).plan(again)
@@ -58,7 +58,7 @@ def test_the_same_inputs_give_the_same_decision_also_after_a_journey_through_jso
     assert first.reason
 
 
-def test_fixed_splits_make_whole_workers():
+def test_fixed_splits_are_rounded_to_whole_workers():
     fixed = build_policy(FixedPlacement(rollout=0.6))
     inputs = plan_inputs(workers=16, rollout=demand(slots=2), scoring=demand(slots=4, least_slots=4))
     assert fixed.plan(inputs).plan == split(8, 8)
@@ -78,21 +78,21 @@ def test_proportional_gives_the_worked_example_and_moves_only_for_more_than_a_te
     assert build_policy(ProportionalPlacement()).plan(inputs.model_copy(update=even)).plan == split(8, 8)
 
 
-def test_roles_take_turns_as_long_as_nothing_is_measured():
+def test_roles_take_turns_until_there_are_measurements():
     guessed = demand().model_copy(update={"measured": False})
     decision = ADAPTIVE.plan(plan_inputs(rollout=guessed))
     assert decision.plan == turns(8)
     assert "nothing is measured yet" in decision.reason
 
 
-def test_a_gain_of_a_quarter_is_taken_at_once():
+def test_a_predicted_gain_of_a_quarter_changes_the_plan_at_once():
     decision = ADAPTIVE.plan(plan_inputs(rollout=demand(units=64), scoring=demand(base=0.0001), current=split(2, 6)))
     assert decision.plan != split(2, 6)
     assert decision.predicted_seconds < 0.75 * decision.unchanged_seconds
     assert "instead of" in decision.reason
 
 
-def test_a_smaller_gain_is_taken_when_it_has_held_twice():
+def test_a_smaller_gain_changes_the_plan_if_two_predictions_agree():
     # Turning costs 40 s per stage here: the best split gains about 20 of 200 s, more than a quarter of 40 s.
     policy = build_policy(AdaptivePlacement(threshold=0.25))
     inputs = plan_inputs(rollout=demand(base=0.02), scoring=demand(base=0.02), cost=40.0, current=turns(8))
@@ -103,7 +103,7 @@ def test_a_smaller_gain_is_taken_when_it_has_held_twice():
     assert second.reason.startswith("changed from taking turns to 4/4: predicted")
 
 
-def test_right_after_a_change_no_gain_is_taken_at_once():
+def test_right_after_a_change_no_gain_changes_the_plan_at_once():
     policy = build_policy(AdaptivePlacement(threshold=0.1))
     inputs = plan_inputs(rollout=demand(base=0.02), scoring=demand(base=0.02), cost=100.0, current=turns(8))
     settled, changed = (policy.plan(inputs.model_copy(update={"memory": Memory(held=held)})) for held in (0, -1))
@@ -111,13 +111,13 @@ def test_right_after_a_change_no_gain_is_taken_at_once():
     assert changed.plan == turns(8) and changed.memory.held == 1
 
 
-def test_a_gain_below_the_cost_of_moving_is_left():
+def test_a_gain_below_the_cost_of_moving_does_not_change_the_plan():
     inputs = plan_inputs(cost=1000.0, current=split(4, 4))
     decision = ADAPTIVE.plan(inputs.model_copy(update={"memory": Memory(wanted=split(5, 3), held=5)}))
     assert decision.plan == split(4, 4)
 
 
-def test_a_plan_for_another_number_of_workers_is_forgotten():
+def test_a_plan_for_another_number_of_workers_is_discarded():
     assert ADAPTIVE.plan(plan_inputs(workers=4, current=split(6, 2))).plan in candidates(plan_inputs(workers=4))
     handed_over = ADAPTIVE.plan(plan_inputs(current=split(0, 8)))
     assert handed_over.plan in candidates(plan_inputs()) and "predicted" in handed_over.reason
@@ -158,7 +158,7 @@ def test_the_loss_against_taking_turns_is_bounded_per_change(history, cost, thre
 
 @given(st.integers(0, 50))
 @settings(max_examples=5, deadline=None)
-def test_lengths_that_alternate_move_workers_in_every_second_stage_at_most(seed):
+def test_alternating_lengths_move_workers_at_most_in_every_second_stage(seed):
     current, memory, changed = turns(8), Memory(), []
     for stage in range(12):
         long_rollout = stage % 2 == 0
@@ -176,7 +176,7 @@ def test_lengths_that_alternate_move_workers_in_every_second_stage_at_most(seed)
     assert not any(first and second for first, second in pairwise(changed))
 
 
-def test_frozen_measurements_change_the_plan_once_at_most():
+def test_constant_measurements_change_the_plan_at_most_once():
     current, memory, changes = split(1, 7), Memory(), 0
     for _ in range(10):
         decision = ADAPTIVE.plan(plan_inputs(current=current, memory=memory, rollout=demand(units=64)))

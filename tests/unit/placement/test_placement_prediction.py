@@ -55,7 +55,7 @@ def test_a_handover_of_workers_is_predicted(workers, units):
     assert seconds[2] < 0.5 * predicted(inputs, *plans)[2]
 
 
-def test_lengths_that_drift_spread_the_prediction_and_leave_its_mean():
+def test_drifting_lengths_widen_the_prediction_and_keep_its_mean():
     steady, drifting = (
         forecast(plan_inputs(rollout=demand(units=64, drift=drift)), (turns(8),), bootstraps=32).seconds_KB
         for drift in (0.0, 0.5)
@@ -64,14 +64,14 @@ def test_lengths_that_drift_spread_the_prediction_and_leave_its_mean():
     assert drifting.mean() == pytest.approx(steady.mean(), rel=0.05)
 
 
-def test_a_unit_takes_its_longest_sequence_and_all_its_tokens():
+def test_the_time_of_a_unit_depends_on_its_longest_sequence_and_on_all_its_tokens():
     # Lengths 10, 20, 30: 30 steps of 2 s, 60 sequence-steps of 0.1 s, 3 × 0.5 s of setup, 4 s for the unit.
     pace = Pace(base_seconds=2.0, per_sequence_seconds=0.1, setup_seconds=0.5, unit_seconds=4.0)
     role = demand(sequences=3).model_copy(update={"pace": pace})
     assert float(unit_seconds(role, np.array(30.0), np.array(60.0))) == pytest.approx(60 + 6 + 1.5 + 4)
 
 
-def test_units_of_like_lengths_differ_more_and_have_shorter_tails():
+def test_units_of_similar_lengths_differ_more_and_have_shorter_tails():
     free, alike = (
         sample_units(demand(sequences=32, likeness=likeness), 512, bootstraps=8, seed=(0,)) for likeness in (0.0, 0.5)
     )
@@ -80,7 +80,7 @@ def test_units_of_like_lengths_differ_more_and_have_shorter_tails():
     assert alike.tokens_BU.mean() == pytest.approx(free.tokens_BU.mean(), rel=0.1)
 
 
-def test_forgetting_the_judges_own_tail_picks_a_worse_split():
+def test_ignoring_the_tail_of_the_judge_picks_a_worse_split():
     judged = (20.0,) * 95 + (800.0,) * 5  # one verdict in twenty is long: most units have one
     flat = (float(np.mean(judged)),) * 100  # as many tokens, no tail
     rollout, scoring = demand(units=16), demand(units=16, lengths=judged, base=0.02, slope=0.0001)
@@ -138,7 +138,9 @@ def test_taking_turns_ends_within_the_bound_of_list_scheduling(units, workers, t
 
 @given(st.integers(1, 32), st.integers(1, 32), st.integers(2, 8), st.integers(0, 99))
 @settings(max_examples=30, deadline=None)
-def test_every_predicted_stage_in_turns_keeps_that_bound(rollout_units, scoring_units, workers, seed):
+def test_every_predicted_stage_with_roles_in_turns_is_within_the_bound_of_list_scheduling(
+    rollout_units, scoring_units, workers, seed
+):
     rollout, scoring = demand(units=rollout_units), demand(units=scoring_units, base=0.01)
     inputs = plan_inputs(workers=workers, rollout=rollout, scoring=scoring, seed=seed, cost=3.0)
     seconds_B = forecast(inputs, (turns(workers),), bootstraps=8).seconds_KB[0]
@@ -150,7 +152,7 @@ def test_every_predicted_stage_in_turns_keeps_that_bound(rollout_units, scoring_
     assert (seconds_B <= bound_B + 1e-9).all()
 
 
-def test_workers_that_decode_units_together_share_the_base_of_the_steps():
+def test_units_that_are_decoded_together_share_the_base_time_of_each_step():
     alone, together = demand(units=32, slope=0.0), demand(units=32, slope=0.0, units_at_once=4)
     scoring = demand(units=32, base=0.0, slope=0.0)
     seconds = [

@@ -57,7 +57,7 @@ def work():
     return StageWork(rollout=rollout, scoring=scoring, units_at_once=1)
 
 
-def test_waiting_is_in_no_step_and_does_not_grow_with_what_is_written(inputs):
+def test_waiting_for_tools_is_outside_of_steps_and_does_not_grow_with_the_tokens(inputs):
     pace = inputs.rollout.pace
     assert pace.base_seconds + 4 * pace.per_sequence_seconds == pytest.approx(0.014)
     assert pace.unit_seconds + 4 * pace.setup_seconds == pytest.approx(6.0)
@@ -65,7 +65,7 @@ def test_waiting_is_in_no_step_and_does_not_grow_with_what_is_written(inputs):
     assert twice == pytest.approx(2.8 + 6.0)  # and not 2 x 7.4
 
 
-def test_slots_are_dealt_by_how_long_they_are_occupied_which_ends_soonest(inputs, work):
+def test_proportional_splits_slots_by_occupied_time_which_ends_the_stage_soonest(inputs, work):
     slowness_N = np.ones(SLOTS)
     ends = {rollout: split_seconds(work, slowness_N, rollout) for rollout in range(1, SLOTS)}
     # 6 slots: units end at 7.4 and 14.8 s, of which two slots score the last six by 14.8 + 3 x 2 s.
@@ -78,7 +78,7 @@ def test_slots_are_dealt_by_how_long_they_are_occupied_which_ends_soonest(inputs
     assert Proportional().plan(inputs).plan == Plan(mode="split", rollout=6, scoring=2)
 
 
-def test_whether_roles_overlap_is_predicted_as_the_simulator_plays_it(inputs, work):
+def test_predictions_for_overlapping_and_alternating_roles_equal_the_simulator(inputs, work):
     slowness_N = np.ones(SLOTS)
     plans = (
         Plan(mode="colocated", rollout=8, scoring=8),

@@ -32,7 +32,7 @@ SLOW_MEMORY = Device(flops=1e9, bandwidth=100)
 SLOW_ARITHMETIC = Device(flops=1000, bandwidth=1e9)
 
 
-def test_weights_are_counted_by_what_they_do():
+def test_weights_are_counted_by_their_use():
     assert SMALL.matmul_parameters == 48 + 96 + 40
     assert SMALL.parameters == 184 + 2 * (4 + 2) + 4
     assert SMALL.kv_values_per_token == 2 * 1 * 1 * 2
@@ -40,7 +40,7 @@ def test_weights_are_counted_by_what_they_do():
     assert QWEN3_1_7B.parameters == 1_720_574_976
 
 
-def test_a_pass_costs_two_per_weight_and_token_and_half_a_square_of_attention():
+def test_a_forward_pass_costs_two_flops_per_weight_and_token_and_half_of_square_attention():
     # Two sequences of 5 and 4 tokens: 2·184·9, and 2·1·4·(25 + 16).
     assert forward_flops(SMALL, [5, 4]) == 2 * 184 * 9 + 2 * 4 * 41
     assert train_flops(SMALL, [5, 4]) == 3 * (2 * 184 * 9 + 2 * 4 * 41)
@@ -96,11 +96,11 @@ def test_one_optimizer_step_needs_no_log_probs_and_a_group_of_one_costs_one_sequ
         ("some other device", None),
     ],
 )
-def test_a_devices_peak_is_known_by_its_name(name, peak):
+def test_the_peak_performance_of_a_device_is_found_by_its_name(name, peak):
     assert peak_flops(name) == peak
 
 
-def test_a_server_gets_what_a_trainer_that_stays_leaves_of_the_gpu():
+def test_a_server_gets_the_gpu_memory_that_a_resident_trainer_does_not_use():
     # 22 bytes for each of 1,720,574,976 weights and 6 GiB of slack, of 80 GiB.
     left = 80 * 2**30 - 22 * 1_720_574_976 - 6 * 2**30
     assert server_share(80 * 2**30, QWEN3_1_7B) == round(left / (80 * 2**30), 2) == 0.48

@@ -4,12 +4,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.slots import allot, least_slots
-from tasks.run.batch import cut, slice_shards
+from tasks.run.batch import slice_shards, split_prompts
 
 
 @given(st.integers(1, 500), st.integers(1, 64))
 def test_shards_contain_every_prompt_once_and_in_order(num_prompts, shard_prompts):
-    shards = cut(num_prompts, shard_prompts=shard_prompts)
+    shards = split_prompts(num_prompts, shard_prompts=shard_prompts)
     assert [position for shard in shards for position in shard] == list(range(num_prompts))
     assert all(len(shard) == shard_prompts for shard in shards[:-1])
 

@@ -6,7 +6,9 @@ from tests.support.refusals import read_cases, refusal, write_folder
 
 
 @pytest.mark.parametrize(("case", "folder"), read_cases())
-def test_an_input_of_the_tables_is_refused_and_what_is_wrong_is_named(case, folder, tmp_path, capsys, monkeypatch):
+def test_every_input_of_the_tables_is_refused_with_a_message_that_names_the_fault(
+    case, folder, tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     write_folder(case, folder, tmp_path)
     message = refusal(case, tmp_path, capsys)

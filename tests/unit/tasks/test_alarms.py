@@ -11,9 +11,9 @@ from models.config.alarms import MEASURED
 from models.records.versions import policy_of
 from tasks.commit import retire_policies
 from tasks.run.iteration import Iteration
-from tasks.run.ordered_returns import revert_target
-from tasks.run.returns import policy_after, revert_key, updating_iteration
-from tasks.run.session import Session
+from tasks.run.open_run import OpenRun
+from tasks.run.ordered_reverts import revert_target
+from tasks.run.reverts import policy_after, revert_key, updating_iteration
 from tasks.run.states import newest_with_state, updates_since_state
 from tests.support.configurations import accepted
 from tests.support.versions import commit_version, empty_bundle, stored_bundles
@@ -33,7 +33,7 @@ def test_a_run_without_configured_alarms_has_two_that_warn():
     ]
 
 
-def test_results_depend_on_alarms_that_return_but_not_on_others_nor_on_how_often():
+def test_only_alarms_that_revert_are_part_of_the_identity_of_a_run():
     plain, returning = accepted(), accepted(alarms(f"{DIP}, action = 'return'"))
     for alike in ("alarms=[]", alarms(f"{DIP}, action = 'stop'"), alarms(DIP, "kind = 'length_collapse', bound = 0.9")):
         assert accepted(alike).identity() == plain.identity()
@@ -43,7 +43,7 @@ def test_results_depend_on_alarms_that_return_but_not_on_others_nor_on_how_often
     assert accepted(alarms(f"{DIP}, action = 'return', bound = 2")).identity() != returning.identity()
 
 
-def test_every_number_that_a_run_measures_has_a_name_that_an_alarm_takes(reference):
+def test_an_alarm_accepts_the_name_of_every_metric_of_a_run(reference):
     sealed = json.loads((reference.run / "manifests/it-0002/seal.json").read_text())
     known = {f"{stage}/{name}" for stage, names in MEASURED.items() for name in names}
     measured = {name for name in sealed["metrics"] if name.startswith(("credit/", "update/"))}
@@ -51,7 +51,7 @@ def test_every_number_that_a_run_measures_has_a_name_that_an_alarm_takes(referen
     assert len(measured) > 20
 
 
-def test_a_healthy_run_raises_none_of_the_alarms_that_every_run_has(reference):
+def test_a_healthy_run_raises_no_default_alarm(reference):
     run = open_run(str(reference.store), "tiny")
     assert [run.require(f"it-000{number}/seal").provenance.alarms for number in (1, 2, 3)] == [{}, {}, {}]
 
@@ -78,7 +78,7 @@ def go_back(run, number):
     run.commit(Manifest(key=revert_key(number), bundles=bundles, detail={"to": to, "version": number}))
 
 
-def test_the_last_good_version_generated_the_newest_iteration_without_a_return(run):
+def test_the_last_good_version_generated_the_newest_iteration_without_a_revert(run):
     for version in range(8):
         train_to(run, version)
     assert [revert_target(run, number) for number in (1, 2, 3, 4)] == [0, 0, 1, 2]
@@ -90,7 +90,7 @@ def test_the_last_good_version_generated_the_newest_iteration_without_a_return(r
     assert policy_after(run, 4).bundles == policy_after(run, 1).bundles
 
 
-def test_the_way_to_a_version_leads_through_what_was_returned_to_and_not_through_what_was_discarded(run):
+def test_the_updates_since_a_stored_state_skip_versions_that_a_revert_discarded(run):
     for version in range(6):
         train_to(run, version)
     go_back(run, 5)  # to version 3, whose state is not in the store
@@ -114,8 +114,8 @@ def test_the_way_to_a_version_leads_through_what_was_returned_to_and_not_through
         (5, {5: [2, 3, 4, 5], 6: [2, 3, 5, 6], 8: [6, 7, 8]}),
     ],
 )
-def test_retention_keeps_what_was_returned_to_while_a_version_needs_it_and_then_deletes_it(run, returns, expected):
-    session = Session(run, accepted("name=r", "retention.keep_last=2"), ThreadCluster(), store="here")
+def test_retention_keeps_the_policy_of_a_revert_as_long_as_a_version_needs_its_files(run, returns, expected):
+    opened = OpenRun(run, accepted("name=r", "retention.keep_last=2"), ThreadCluster(), store="here")
     stored = {}
     train_to(run, 0)
     for number in range(1, 9):
@@ -124,6 +124,6 @@ def test_retention_keeps_what_was_returned_to_while_a_version_needs_it_and_then_
             go_back(run, number)
         seal = {"policy": policy_of(policy_after(run, number)).digest}
         run.commit(Manifest(key=f"it-{number:04d}/seal", detail=seal))
-        retire_policies(session, Iteration(run, number))
+        retire_policies(opened, Iteration(run, number))
         stored[number] = stored_bundles(run, range(1, number + 1))
     assert {number: stored[number] for number in expected} == expected

@@ -41,7 +41,7 @@ def test_a_rollback_makes_the_previous_champion_the_champion_and_is_recorded_onc
         (("promote", "reject", "promote"), None, "files of record 1 were deleted"),
     ],
 )
-def test_a_rollback_without_a_promotion_to_go_back_to_is_refused_and_writes_nothing(
+def test_a_rollback_without_an_earlier_promotion_is_refused_and_writes_nothing(
     registry, home, tmp_path, kinds, to, message
 ):
     records = [appended(registry, tmp_path, policy, kind=kind) for policy, kind in zip("abc", kinds, strict=False)]
@@ -59,7 +59,7 @@ def test_a_proposal_that_was_compared_with_another_champion_cannot_be_promoted(r
         promote(home, "assistant", "run-b", reason="why not")
 
 
-def test_the_newest_promoted_policies_the_champion_and_what_waits_keep_their_files(registry, home, tmp_path):
+def test_the_newest_promotions_the_champion_and_open_proposals_keep_their_files(registry, home, tmp_path):
     records = {policy: appended(registry, tmp_path, policy) for policy in "abcde"}
     rollback(home, "assistant", to=1, reason="back to the first")
     records["f"] = appended(registry, tmp_path, "f", kind="proposal")

@@ -82,11 +82,11 @@ DIFFUSION = (
         ("dpo.steps=10", "preferences={kind='file',path='pairs.jsonl'}", "data={kind='file',path='p.jsonl'}"),
     ],
 )  # fmt: skip
-def test_settings_that_go_together_are_accepted(overrides):
+def test_compatible_settings_are_accepted(overrides):
     accepted(*overrides)
 
 
-def test_what_follows_from_settings_is_known_from_the_configuration():
+def test_derived_settings_follow_from_the_configuration():
     assert accepted("update.optimizer.kind=adam8bit", "update.dtype=bfloat16").update.running_stage == 2
     assert accepted(CAPO, OUTCOME_AND_STEPS).scoring.process_terms == ("target",)
     assert accepted(DISTILLATION, WEIGHTLESS, TEACHER).algorithm.distillation.coefficient == 1
@@ -96,7 +96,7 @@ def test_what_follows_from_settings_is_known_from_the_configuration():
     assert list(trained) == ["liked"]
 
 
-def test_an_optimizer_whose_package_is_missing_is_refused_with_what_installs_it(monkeypatch):
+def test_an_optimizer_without_its_package_is_refused_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setattr(Adam8bit, "package", ("no_such_bits", "no-such-bits>=1"))
     message = refusal("update.optimizer.kind=adam8bit")
     assert "no_such_bits" in message and "pip install 'no-such-bits>=1'" in message

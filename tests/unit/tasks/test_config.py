@@ -73,7 +73,7 @@ def test_overrides_are_toml_or_bare_text_and_the_last_one_counts():
     assert config.update.learning_rate == 1e-4
 
 
-def test_an_empty_override_goes_back_to_the_default():
+def test_an_empty_override_restores_the_default():
     document = {"seed": 7, "warmup": {"steps": 3}}
     kept = copy.deepcopy(document)
     config = override_config(document, ["seed=", "warmup="], source="run.toml")

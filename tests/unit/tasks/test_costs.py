@@ -41,7 +41,7 @@ def bundle(key, size):
 class OneBatch:
     """An iteration's stages."""
 
-    def stage(self, name):
+    def stage_manifests(self, name):
         stages = {
             "rollout": [made(3, 100, tokens=30, prompt_tokens=8), made(1, 50, tokens=12, prompt_tokens=4)],
             "scoring": [made(0.5, 10), made(0.5, 10)],
@@ -54,10 +54,10 @@ class OneBatch:
 @pytest.fixture(scope="module")
 def costs():
     """Ten seconds of four slots, two pools of three processes, and two ranks."""
-    session = SimpleNamespace(settings=accepted(JUDGES, *POOLS, *GPUS, *PRICES))
+    open_run = SimpleNamespace(settings=accepted(JUDGES, *POOLS, *GPUS, *PRICES))
     update = made(2, bundles={"weights": bundle("new", 1000), "base": bundle("old", 5000)}, tokens=42.0, steps=2.0)
     return costs_of(
-        session,
+        open_run,
         [OneBatch()],
         Reservation(seconds=10, slots=4),
         credit=[made(1, 30, tokens=99)],
@@ -77,12 +77,12 @@ def test_generation_shares_the_slots_with_a_judge_in_proportion_to_their_work(co
     assert costs["update"].busy_seconds == pytest.approx(2 * (3 + 2))
 
 
-def test_gpus_count_while_their_workers_are_held_and_bytes_of_new_shards_and_bundles_count(costs):
+def test_gpu_seconds_count_reserved_workers_and_bytes_count_new_shards_and_bundles(costs):
     assert [costs[role].bytes for role in ("rollout", "scoring", "update")] == [150, 90, 1007]
     assert [costs[role].gpu_seconds for role in ("rollout", "scoring", "update")] == pytest.approx([10, 10, 20])
 
 
-def test_tokens_are_counted_where_they_are_read_written_and_learnt(costs):
+def test_prompt_completion_and_trained_tokens_are_counted_by_role(costs):
     rollout, scoring, update = costs["rollout"], costs["scoring"], costs["update"]
     assert (rollout.prompt_tokens, rollout.written_tokens, rollout.learnt_tokens) == (12, 42, 0)
     # Of a judge here only what it writes is known, and where it chooses among given answers it writes nothing.
@@ -90,28 +90,28 @@ def test_tokens_are_counted_where_they_are_read_written_and_learnt(costs):
     assert (update.prompt_tokens, update.written_tokens, update.learnt_tokens) == (0, 0, 42)
 
 
-def test_prices_are_those_of_held_workers_gpus_and_the_judge_elsewhere(costs):
+def test_prices_include_reserved_workers_gpus_and_a_judge_behind_an_endpoint(costs):
     assert costs["scoring"].judge_calls == 8
     assert costs["rollout"].price == pytest.approx(20 * 3.6 / 3600 + 10 * 36 / 3600)
     judge = 4 * 500 / 1000 + 5 * 1000 / 1e6
     assert costs["scoring"].price == pytest.approx(80 * 3.6 / 3600 + 10 * 36 / 3600 + judge)
 
 
-def test_what_was_done_before_a_kill_counts_as_held():
-    session = SimpleNamespace(settings=accepted())
-    batch = SimpleNamespace(stage=lambda name: [made(3, 100, tokens=1, prompt_tokens=1)])
-    costs = costs_of(session, [batch], Reservation(), trained=[made(2)])
+def test_work_done_before_a_kill_counts_as_reserved_time():
+    open_run = SimpleNamespace(settings=accepted())
+    batch = SimpleNamespace(stage_manifests=lambda name: [made(3, 100, tokens=1, prompt_tokens=1)])
+    costs = costs_of(open_run, [batch], Reservation(), trained=[made(2)])
     assert [costs[role].worker_seconds for role in ("rollout", "scoring", "update")] == [3, 3, 2]
 
 
-def test_costs_are_in_a_manifest_but_neither_in_its_digest_nor_a_budget_in_the_identity_of_the_run():
+def test_costs_are_not_in_the_digest_of_a_manifest_and_budgets_not_in_the_identity_of_a_run():
     assert accepted("budget.tokens=5", "budget.prices.per_worker_hour=1").fingerprint() == accepted().fingerprint()
     sealed = Manifest(key="it-0001/seal", provenance=provenance_here(costs={"rollout": Cost(written_tokens=3)}))
     assert decode_manifest(sealed.encode(), key="it-0001/seal").provenance.costs["rollout"].written_tokens == 3
     assert sealed.digest == Manifest(key="it-0001/seal").digest
 
 
-def test_an_account_adds_up_what_it_takes():
+def test_an_account_sums_the_costs_of_all_roles():
     account = Account()
     account.take({"rollout": Cost(written_tokens=2, price=0.5), "update": Cost(learnt_tokens=2)})
     account.take({"rollout": Cost(written_tokens=3, price=0.25)})
@@ -138,5 +138,5 @@ def test_an_account_adds_up_what_it_takes():
         ({}, Cost(price=1e9, bytes=10**15), None),
     ],
 )
-def test_a_limit_that_is_reached_is_named_with_what_was_spent(limits, spent, said):
+def test_a_reached_limit_is_named_with_the_spent_amount(limits, spent, said):
     assert BudgetConfig(**limits).find_spent_limit(spent) == said

@@ -12,7 +12,7 @@ from tests.support.configurations import accepted
 FEW = {"train_problems": 47.0, "max_prompts": 47.0, "heldout_problems": 3.0}
 
 
-def test_what_nobody_has_set_becomes_as_much_as_there_is_and_says_so():
+def test_unset_sizes_are_reduced_to_the_number_of_problems_and_reported():
     config, told = with_data_sized_defaults(accepted("data.kind=file", "data.path=a.jsonl"), FEW)
     assert (config.rollout.prompts, config.evaluation.problems) == (47, 3)
     assert told == [
@@ -22,7 +22,7 @@ def test_what_nobody_has_set_becomes_as_much_as_there_is_and_says_so():
     assert with_data_sized_defaults(config, FEW) == (config, []), "what was chosen once is chosen"
 
 
-def test_shards_and_minibatches_follow_where_nobody_has_set_them():
+def test_unset_shard_and_minibatch_sizes_follow_the_number_of_prompts():
     two = FEW | {"train_problems": 2.0, "max_prompts": 2.0}
     config, _ = with_data_sized_defaults(accepted(), two)
     assert (config.rollout.prompts, config.rollout.shard_prompts, config.update.minibatches) == (2, 2, 2)
@@ -40,7 +40,7 @@ def test_a_set_value_stays_even_if_it_is_the_default_and_enough_problems_change_
     assert with_data_sized_defaults(config, FEW) == (config, [])
 
 
-def test_weights_may_leave_fewer_prompts_than_there_are_problems():
+def test_weights_may_allow_fewer_prompts_than_there_are_problems():
     config, [told] = with_data_sized_defaults(
         accepted("evaluation.problems=1"), FEW | {"train_problems": 90.0, "max_prompts": 10.0}
     )
@@ -48,7 +48,7 @@ def test_weights_may_leave_fewer_prompts_than_there_are_problems():
     assert told.endswith("there are 90 training problems, and their weights allow no more.")
 
 
-def test_a_run_goes_on_with_what_it_recorded_whatever_its_files_have_by_then(tmp_path):
+def test_a_run_continues_with_its_recorded_sizes_after_a_change_of_its_files(tmp_path):
     asked = accepted(f"store={tmp_path}", "name=few")
     assert with_recorded_defaults(asked) is asked, "there is no such run yet"
     begun, _ = with_data_sized_defaults(asked, FEW)
@@ -63,7 +63,7 @@ def test_a_run_goes_on_with_what_it_recorded_whatever_its_files_have_by_then(tmp
     assert with_recorded_defaults(other).rollout.prompts == 64, "what is asked for is compared with the record as ever"
 
 
-def test_a_key_that_gives_way_is_not_refused_and_one_that_was_set_is():
+def test_a_default_that_exceeds_the_problems_is_not_refused_and_a_set_value_is():
     few, data = {"max_prompts": 47.0, "heldout_problems": 3.0}, ArithmeticData()
     check_sizes(data, few, prompts=64, evaluated=256, giving_way=("rollout.prompts", "evaluation.problems"))
     with pytest.raises(BadInput, match=r"rollout.prompts 64 exceeds the 47 training problems"):
@@ -72,7 +72,7 @@ def test_a_key_that_gives_way_is_not_refused_and_one_that_was_set_is():
         check_sizes(data, few, prompts=47, evaluated=256, giving_way=("rollout.prompts",))
 
 
-def test_problems_that_are_made_are_no_reason_to_refuse_a_default():
+def test_a_default_that_exceeds_the_generated_problems_is_reduced():
     made = accepted("data.kind=arithmetic", "data.heldout_problems=8")
     config, told = with_data_sized_defaults(made, {"train_problems": 4096, "max_prompts": 4096, "heldout_problems": 8})
     assert config.evaluation.problems == 8

@@ -71,7 +71,7 @@ def write_metadata(packages, name, version):
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
-def test_targets_data_files_and_libraries_are_found_and_what_no_result_depends_on_is_not(config):
+def test_dependencies_are_the_targets_data_files_and_libraries_that_results_depend_on(config):
     found = dependencies_of(config)
     modules = {target: {*modules} for target, modules in found.code.items()}
     assert modules == {
@@ -83,7 +83,7 @@ def test_targets_data_files_and_libraries_are_found_and_what_no_result_depends_o
     assert "none" not in found.libraries.values()
 
 
-def test_what_environments_and_tools_are_made_of_is_part_of_it(config):
+def test_dependencies_include_the_modules_of_environments_and_tools(config):
     Path("dependent_game.py").write_text("import dependent_rules\n")
     Path("dependent_rules.py").write_text("")
     for settings in ({"kind": "target", "target": "dependent_game:Game"}, {"tools": ("dependent_game:f",)}):
@@ -96,7 +96,7 @@ def test_what_environments_and_tools_are_made_of_is_part_of_it(config):
 
 
 @pytest.mark.parametrize("name", ["tasks", "models", "infra"])
-def test_a_reward_whose_module_has_the_name_of_a_package_of_ours_is_found(name):
+def test_a_reward_in_a_module_named_like_a_package_of_rheostat_is_found(name):
     Path(f"{name}.py").write_text("import placement\n")
     Path("placement.py").write_text("")
     Path("train.jsonl").write_text("")
@@ -106,7 +106,7 @@ def test_a_reward_whose_module_has_the_name_of_a_package_of_ours_is_found(name):
     assert {target: {*modules} for target, modules in code.items()} == {f"reward {name}:judge": {name, "placement"}}
 
 
-def test_an_edited_file_and_another_library_are_changes_and_a_touched_one_is_none(config, tmp_path, monkeypatch):
+def test_an_edited_file_and_another_library_are_changes_and_a_touched_file_is_not(config, tmp_path, monkeypatch):
     before = dependencies_of(config)
     os.utime("train.jsonl", ns=(1, 1))
     assert before.changes(dependencies_of(config)) == []
@@ -137,7 +137,7 @@ def test_a_large_file_is_read_again_only_when_its_size_or_time_changed(config, t
     assert change.startswith("data file train.jsonl has changed")
 
 
-def test_an_engine_in_an_environment_of_its_own_is_known_by_what_is_installed_there(config, tmp_path):
+def test_an_engine_in_a_separate_environment_is_recorded_with_the_versions_installed_there(config, tmp_path):
     python = tmp_path / "vllm/bin/python"
     python.parent.mkdir(parents=True)
     python.touch(mode=0o755)
@@ -174,7 +174,7 @@ def seeing(path: str, *images: object, lies: str = "") -> RunConfig:
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "arrow"])
 @pytest.mark.parametrize("shape", ["one", "several", "structs"])
-def test_image_files_that_rows_name_are_part_of_what_a_run_depends_on(suffix, shape):
+def test_dependencies_include_the_image_files_that_rows_name(suffix, shape):
     Path("pictures/deep").mkdir(parents=True)
     Path("pictures/red.png").write_bytes(RED)
     Path("pictures/deep/blue.png").write_bytes(BLUE)

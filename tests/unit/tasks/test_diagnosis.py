@@ -15,7 +15,7 @@ FIRST = GOOD | {"update/entropy": 0.9, "credit/length_mean": 10.0, "credit/rewar
 """The first iteration of a run that has learnt to answer at length."""
 
 
-def test_an_iteration_that_goes_well_and_one_without_episodes_are_warned_of_nothing():
+def test_a_good_iteration_and_an_iteration_without_episodes_give_no_warnings():
     assert warnings_of(GOOD) == warnings_of(GOOD, first=FIRST, accuracy=0.4) == {}
     assert warnings_of({"update/kl_old": 0.002}) == warnings_of({}) == {}
 
@@ -48,23 +48,23 @@ def test_each_symptom_of_one_iteration_is_reported_with_its_number(metric, value
         ("credit/term_right_std", {"credit/term_right_std": 0.0}, "Reward 'right' gave every completion 0.4"),
     ],
 )
-def test_what_collapses_runs_away_or_never_differs_is_named_with_its_number(symptom, changed, says):
+def test_collapsing_diverging_and_constant_metrics_are_reported_with_their_number(symptom, changed, says):
     [(found, warning)] = warnings_of(GOOD | changed, first=FIRST, accuracy=0.4).items()
     assert found == symptom and says in warning
 
 
-def test_a_policy_that_is_nearly_always_right_may_be_sure_of_itself_and_agree():
+def test_a_nearly_perfect_policy_may_have_low_entropy_and_uninformative_groups():
     settled = GOOD | {"credit/informative_groups": 0.0, "update/entropy": 0.01, "credit/reward_mean": 0.95}
     assert warnings_of(settled, first=FIRST, accuracy=0.95) == {}
     assert warnings_of(settled, first=FIRST, accuracy=0.5).keys() == {INFORMATIVE, ENTROPY_LEFT}
 
 
-def test_groups_that_cannot_differ_since_no_reward_does_are_told_of_by_the_reward_alone():
+def test_a_constant_reward_gives_one_warning_and_none_about_uninformative_groups():
     flat = GOOD | {"credit/term_right_std": 0.0, "credit/informative_groups": 0.0}
     assert warnings_of(flat, first=FIRST, accuracy=0.4).keys() == {"credit/term_right_std"}
 
 
-def test_a_run_says_each_warning_once_and_where_it_was_last():
+def test_a_run_reports_each_warning_once_with_its_last_iteration():
     bad = [warnings_of(GOOD | {"update/kl_old": kl}) for kl in (2.0, 0.1, 3.0)]
     bad[1] = warnings_of(GOOD | {WAITED: 0.9})
     kl, waited = summarize_warnings(bad)

@@ -31,7 +31,7 @@ def reckoned(*overrides, **facts):
     return {stage.stage: stage for stage in found.stages}, found
 
 
-def test_stages_take_what_their_tokens_cost():
+def test_the_time_of_a_stage_follows_from_its_tokens():
     stages, found = reckoned("pools.workers=1")
     tokens = 4 * 10 + 4 * 3 * 5  # each prompt once, each completion
     assert stages["prefill"].seconds == pytest.approx(4 * 10 * 2e-3) and stages["prefill"].tokens == 40
@@ -43,7 +43,7 @@ def test_stages_take_what_their_tokens_cost():
     assert "log-probs of reference and teacher" not in stages
 
 
-def test_ranks_workers_precision_epochs_and_adapters_count():
+def test_estimates_depend_on_ranks_workers_precision_epochs_and_adapters():
     plain, _ = reckoned("pools.workers=1")
     stages, _ = reckoned("pools.workers=2", "update.dtype=bfloat16", "update.epochs=2", "update.kl.kind=k3")
     assert stages["decode"].seconds == pytest.approx(plain["decode"].seconds / 2)
@@ -54,7 +54,7 @@ def test_ranks_workers_precision_epochs_and_adapters_count():
     assert adapted["optimizer"].seconds == pytest.approx(plain["optimizer"].seconds / 100)
 
 
-def test_the_memory_of_workers_is_compared_with_the_device_and_offloaded_state_is_memory_of_the_machine():
+def test_worker_memory_is_compared_with_the_device_and_offloaded_state_counts_as_host_memory():
     _, found = reckoned()
     assert [memory.text for memory in found.memory] == [
         "rollout worker: 8e-06 GB of 0 GB (without libraries); this does not fit",
@@ -71,7 +71,7 @@ def test_the_memory_of_workers_is_compared_with_the_device_and_offloaded_state_i
     assert found.memory[1].gigabytes == pytest.approx(1.212e-06)
 
 
-def test_weights_that_multiply_are_counted_alike_with_and_without_the_model():
+def test_matmul_parameters_are_the_same_with_and_without_building_the_model():
     from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
     from transformers.initialization import no_init_weights
 

@@ -12,7 +12,7 @@ from prefect.server.events.actions import SendNotification
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.cli.prefect_api import DEFAULTS
-from flows.session import _report_run
+from flows.run_access import _report_run
 from infra.errors import BadInput
 from infra.store.registry import Kind
 from infra.store.runs import create_run
@@ -40,14 +40,14 @@ def told():
     EventsWorker.set_client_override(None)
 
 
-def test_a_run_that_is_held_tells_of_its_start_and_of_how_it_ended(tmp_path, told):
-    session = SimpleNamespace(run=create_run(str(tmp_path), "held", {}))
-    with pytest.raises(BadInput), _report_run(session):
+def test_a_locked_run_emits_events_for_its_start_and_its_end(tmp_path, told):
+    open_run = SimpleNamespace(run=create_run(str(tmp_path), "held", {}))
+    with pytest.raises(BadInput), _report_run(open_run):
         emit_of_run("held", "iteration.sealed", iteration=1, reward=0.5)
         raise BadInput("a slip")
-    with _report_run(session):
+    with _report_run(open_run):
         pass
-    with pytest.raises(KeyboardInterrupt), _report_run(session):
+    with pytest.raises(KeyboardInterrupt), _report_run(open_run):
         raise KeyboardInterrupt
     started, sealed = ("run.started", {"iterations": 0}), ("iteration.sealed", {"iteration": 1, "reward": 0.5})
     failed, done, stopped = (("run.ended", {"how": how}) for how in ("BadInput: a slip", "done", "stopped"))
@@ -60,7 +60,7 @@ def automations(name):
     return [AutomationCore.model_validate(each) for each in (found if isinstance(found, list) else [found])]
 
 
-def test_every_automation_is_one_that_prefect_reads_and_its_templates_are_ones_that_the_server_renders():
+def test_prefect_accepts_every_automation_and_renders_its_templates():
     made = [*automations("automations.yaml"), *automations("notifications.yaml")]
     assert len(made) == 6
     sent = [action for each in made for action in each.actions if action.type == "send-notification"]
@@ -77,7 +77,7 @@ def test_the_zombie_automation_waits_for_three_heartbeats_of_commands_and_of_dep
         assert zombies.trigger.within.total_seconds() == 3 * int(environment["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"])
 
 
-def test_automations_listen_to_events_that_are_told():
+def test_automations_expect_only_events_that_are_emitted():
     told = {f"rheostat.{event}" for event in get_args(RunEvent)} | {
         f"rheostat.registry.{kind}" for kind in get_args(Kind)
     }
@@ -87,7 +87,7 @@ def test_automations_listen_to_events_that_are_told():
             assert is_told or event.startswith("prefect.flow-run."), event
 
 
-def test_a_run_that_stands_still_is_one_that_told_of_itself_and_neither_went_on_nor_ended():
+def test_the_no_progress_automation_fires_for_runs_whose_events_stop_before_their_end():
     (stuck,) = [each for each in automations("notifications.yaml") if each.name == "no progress"]
     trigger = stuck.trigger
     assert (trigger.posture, trigger.threshold) == (Posture.Proactive, 1)
@@ -95,7 +95,7 @@ def test_a_run_that_stands_still_is_one_that_told_of_itself_and_neither_went_on_
     assert trigger.expect - trigger.after == {"rheostat.run.ended"} and trigger.after < trigger.expect
 
 
-def test_whatever_is_deployed_tells_of_its_failure_but_controllers_whose_run_does():
+def test_every_deployment_except_controllers_notifies_of_its_failure():
     (failed,) = [each for each in automations("notifications.yaml") if each.name == "run failed"]
     deployed = {each["name"] for each in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]}
     assert {*failed.trigger.match_related["prefect.resource.name"]} == deployed - {"controller"}

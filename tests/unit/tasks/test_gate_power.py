@@ -22,7 +22,7 @@ guards = [{{suite = "sums", term = "marked", margin = 0.02}}]
 """
 
 
-def test_rules_report_what_their_problems_show(tmp_path, capsys):
+def test_rules_report_the_effects_that_their_number_of_problems_can_show(tmp_path, capsys):
     """With 20% of problems different, 256 problems are far too few for a margin of 0.02."""
     (tmp_path / "job.toml").write_text(JOB.format(store=tmp_path / "runs"))
     assert main(["gate", str(tmp_path / "job.toml"), "--json"]) == 0
@@ -36,7 +36,7 @@ def test_rules_report_what_their_problems_show(tmp_path, capsys):
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_rules_of_a_shipped_configuration_are_reported_in_lines(capsys, tmp_path):
+def test_the_rules_of_a_bundled_configuration_are_reported_in_lines(capsys, tmp_path):
     assert main(["gate", str(ROOT / "configs/weekly.toml"), "--store", str(tmp_path)]) == 0
     assert capsys.readouterr().out == (
         "sums: with 256 problems, a gain of 0.104 is shown with power 0.8 "

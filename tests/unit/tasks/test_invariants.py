@@ -85,7 +85,7 @@ class Story:
         self._commit(StageKey.policy(0), Outcome(model=ModelVersion(version=0, weights=self.weights)))
 
     def _iterate(self, number: int) -> None:
-        before, informative = Iteration(self.run, number).before, 0
+        before, informative = Iteration(self.run, number).start_state, 0
         kept = [(self._find(g.rollouts), self._find(g.scores), g.rows) for g in before.leftover_groups]
         informative += sum(len(rows) for _, _, rows in kept)
         made: list[tuple[Manifest, Manifest, None]] = []
@@ -198,7 +198,7 @@ def seal_with(run: Run, name: str) -> Manifest:
     return next(seal for seal in seals if seal is not None and name in seal.detail)
 
 
-def test_a_run_with_waves_and_cut_completions_keeps_its_promises(run):
+def test_a_run_with_waves_and_cut_completions_satisfies_all_invariants(run):
     assert check_invariants(run) == []
     assert any("/wave-2/" in manifest.key for manifest in run.manifests())
     assert cut_shards(run)
@@ -206,7 +206,7 @@ def test_a_run_with_waves_and_cut_completions_keeps_its_promises(run):
     seal_with(run, "kept")
 
 
-def test_a_prompt_that_is_skipped_is_told(run):
+def test_a_skipped_prompt_is_reported(run):
     cursor = run.find("it-0002/seal").detail["cursor"]
     moved = detail(cursor={**cursor, "position": cursor["position"] + 1})
     problems = "\n".join(spoil(run, "it-0002/seal", moved))
@@ -214,15 +214,15 @@ def test_a_prompt_that_is_skipped_is_told(run):
     assert "it-0003/plan: the prompts are not the" in problems
 
 
-def test_credit_of_other_scores_than_the_iterations_is_told(run):
+def test_credit_without_all_scores_of_the_iteration_is_reported(run):
     fewer = spoil(run, "it-0002/credit", lambda m: m.model_copy(update={"parents": m.parents[:-1]}))
     assert (
         "it-0002/credit: the parents are not the iteration's rollouts with their scores and auxiliary scores" in fewer
     )
 
 
-def test_estimates_of_other_completions_than_credit_looks_at_are_told(run):
-    looked_at = Iteration(run, 2).scored().rollouts
+def test_auxiliary_scores_of_other_completions_than_those_of_the_credit_are_reported(run):
+    looked_at = Iteration(run, 2).scored_rollouts().rollouts
     shards = tuple(rollouts.shards[0] for rollouts in looked_at)
     with run.hold():
         run.commit(Manifest(key="it-0002/estimates", shards=(shards[1], *shards[1:-1])))
@@ -231,32 +231,32 @@ def test_estimates_of_other_completions_than_credit_looks_at_are_told(run):
     assert f"it-0002/estimates: contains auxiliary scores of completions that are not in {looked_at[0].key}" in problems
 
 
-def test_cut_groups_that_do_not_go_on_are_told(run):
+def test_cut_groups_that_do_not_continue_are_reported(run):
     seal = seal_with(run, "carried")
     problems = "\n".join(spoil(run, seal.key, detail(carried=[])))
     assert f"{seal.key}: the partial groups passed on are not the groups" in problems
     assert "the first shards do not continue the partial groups" in problems
 
 
-def test_groups_that_are_kept_without_being_surplus_are_told(run):
+def test_kept_groups_that_are_not_surplus_are_reported(run):
     seal = seal_with(run, "kept")
     kept = [{**groups, "rows": [*groups["rows"], 39]} for groups in seal.detail["kept"]]
     assert any("not surplus groups of this iteration" in line for line in spoil(run, seal.key, detail(kept=kept)))
 
 
-def test_a_state_of_sampling_that_does_not_follow_is_told(run):
+def test_an_inconsistent_state_of_dynamic_sampling_is_reported(run):
     problems = spoil(run, "it-0001/seal", detail(sampling={"ema": 3.0}))
     assert any(line.startswith("it-0001/seal: the state of dynamic sampling is") for line in problems)
 
 
-def test_a_sample_that_is_trained_twice_or_was_never_finished_is_told(run):
+def test_a_sample_that_is_trained_twice_or_was_never_finished_is_reported(run):
     twice = rows_changed(run, 0, lambda rows: rows.append(rows[0]))
     assert any("is repeated, incomplete or was never finished" in line for line in spoil(run, "it-0002/credit", twice))
     other = rows_changed(run, 0, lambda rows: rows[0].update(sample=9))
     assert any("is repeated, incomplete or was never finished" in line for line in spoil(run, "it-0003/credit", other))
 
 
-def test_a_sample_that_is_too_old_is_told(run):
+def test_a_sample_that_is_too_stale_is_reported(run):
     credit = run.find("it-0004/credit")
     prompt = read_shard(run.store, credit.shards[0])["prompt_row"][0].as_py()
     keys = [m.key for m in run.manifests("it-0004/") if "/rollout/" in m.key]
@@ -269,7 +269,7 @@ def test_a_sample_that_is_too_old_is_told(run):
     assert any("too old" in line for line in spoil(run, key, rows_changed(run, 0, age)))
 
 
-def test_a_completion_that_does_not_go_on_from_what_it_was_is_told(run):
+def test_a_completion_that_does_not_continue_its_earlier_part_is_reported(run):
     key = cut_shards(run)[0]
 
     def rewrite(rows: list[dict[str, object]]) -> None:
@@ -278,13 +278,13 @@ def test_a_completion_that_does_not_go_on_from_what_it_was_is_told(run):
     assert any("does not continue its earlier part" in line for line in spoil(run, key, rows_changed(run, 1, rewrite)))
 
 
-def test_a_cut_completion_among_finished_groups_is_told(run):
+def test_a_cut_completion_among_finished_groups_is_reported(run):
     cut = rows_changed(run, 0, lambda rows: rows[0].update(finish_reason="cut"))
     keys = [m.key for m in run.manifests() if "/rollout/" in m.key and m.shards[0].rows]
     assert any("are not in separate shards" in line for line in spoil(run, keys[0], cut))
 
 
-def test_segments_that_do_not_make_up_a_completion_are_told(run):
+def test_segments_that_do_not_match_the_tokens_of_a_completion_are_reported(run):
     keys = [m.key for m in run.manifests() if "/rollout/" in m.key and m.shards[0].rows]
     none = rows_changed(run, 0, lambda rows: rows[0]["segments"].append({"policy_version": 9, "tokens": 1}))
     assert any("do not match its tokens" in line for line in spoil(run, keys[0], none))

@@ -1,4 +1,4 @@
-"""Iterations, batches and sessions, which tasks receive as arguments."""
+"""Iterations, batches and open runs, which tasks receive as arguments."""
 
 import importlib
 import pkgutil
@@ -21,7 +21,7 @@ from tasks.placement.stage import placing_of
 from tasks.run.batch import Batch, BatchPlan
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, iteration_key
-from tasks.run.session import Session, open_session
+from tasks.run.open_run import OpenRun, open_with_workers
 
 
 def plan(run: Run, wave: int) -> BatchPlan:
@@ -34,7 +34,7 @@ def plan(run: Run, wave: int) -> BatchPlan:
     return planned
 
 
-def test_an_iteration_sees_batches_that_are_planned_later(run):
+def test_an_iteration_finds_batches_that_are_planned_later(run):
     iteration = Iteration(run, 3)
     assert iteration.batches == ()
     first = plan(run, 1)
@@ -46,7 +46,7 @@ def test_an_iteration_sees_batches_that_are_planned_later(run):
     ]
 
 
-def test_a_batch_is_known_by_its_key_in_another_process(run):
+def test_a_batch_is_found_by_its_key_in_another_process(run):
     planned = plan(run, 2)
     assert Batch.read(run, "it-0003/wave-2").plan == planned
 
@@ -57,8 +57,8 @@ def test_a_batch_is_known_by_its_key_in_another_process(run):
         ("it-0004/plan", lambda iteration: Batch.read(iteration.run, "it-0004")),
         ("it-0002/update", lambda iteration: iteration.policy),
         ("it-0003/credit", lambda iteration: iteration.credit),
-        ("it-0003/rollout/0000", lambda iteration: iteration.stage("rollout")),
-        ("it-0003/scoring/0000", lambda iteration: iteration.batches[0].stage("scoring")),
+        ("it-0003/rollout/0000", lambda iteration: iteration.shard_manifests("rollout")),
+        ("it-0003/scoring/0000", lambda iteration: iteration.batches[0].stage_manifests("scoring")),
     ],
 )
 def test_a_manifest_that_is_not_committed_yet_is_reported_as_missing(run, missing, read):
@@ -67,27 +67,29 @@ def test_a_manifest_that_is_not_committed_yet_is_reported_as_missing(run, missin
         read(Iteration(run, 3))
 
 
-def test_a_rescoring_has_the_stored_rollouts_and_scores_of_its_own(run):
+def test_a_rescoring_has_the_stored_rollouts_and_separate_scores(run):
     plan(run, 1)
     [batch] = Iteration(run, 3).batches
     for shard in range(3):
         run.commit(Manifest(key=f"it-0003/rollout/{shard:04d}"))
         run.commit(Manifest(key=f"rescore/strict/it-0003/scoring/{shard:04d}"))
-    again = batch.again("rescore/strict/")
-    scores = [manifest.key for manifest in again.stage("scoring")]
-    assert [manifest.key for manifest in again.rollouts] == [f"it-0003/rollout/{shard:04d}" for shard in range(3)]
+    again = batch.as_rescoring("rescore/strict/")
+    scores = [manifest.key for manifest in again.stage_manifests("scoring")]
+    assert [manifest.key for manifest in again.rollout_manifests] == [
+        f"it-0003/rollout/{shard:04d}" for shard in range(3)
+    ]
     assert scores == [f"rescore/strict/it-0003/scoring/{shard:04d}" for shard in range(3)]
 
 
-def test_prefect_does_not_look_inside_the_arguments_of_tasks(run):
+def test_prefect_does_not_traverse_the_arguments_of_tasks(run):
     plan(run, 1)
     iteration = Iteration(run, 3)
     for handed in (iteration, *iteration.batches):
         seen: list[object] = []
         visit_collection(handed, seen.append)
         assert seen == [handed]
-    assert not is_dataclass(Session)
-    assert not issubclass(Session, BaseModel)
+    assert not is_dataclass(OpenRun)
+    assert not issubclass(OpenRun, BaseModel)
 
 
 def test_no_task_has_a_cache_in_prefect():
@@ -99,15 +101,17 @@ def test_no_task_has_a_cache_in_prefect():
 
 async def test_there_is_no_current_placement_before_the_first_iteration(run, tmp_path):
     config = override_config({}, ("pools.cluster=threads",), source="run.toml")
-    async with open_session(run, config, store=str(tmp_path)) as session:
-        placing = placing_of(session, before=0)
-        assert placing.current is None
-        assert placing is session.placing
+    async with open_with_workers(run, config, store=str(tmp_path)) as open_run:
+        placement = placing_of(open_run, before=0)
+        assert placement.current_plan is None
+        assert placement is open_run.placement
 
 
 async def test_a_finished_run_opens_no_cluster(run, tmp_path):
     config = override_config({}, ("pools.cluster=ray", "pools.gpus_per_worker=1"), source="run.toml")
-    async with open_session(run, config, store=str(tmp_path), whole=True, over=True) as session:
-        assert session.is_over
-        assert isinstance(session.cluster, ThreadCluster)
-        assert session.ref.cluster is None
+    async with open_with_workers(
+        run, config, store=str(tmp_path), preloads_all_roles=True, is_finished=True
+    ) as open_run:
+        assert open_run.is_finished
+        assert isinstance(open_run.cluster, ThreadCluster)
+        assert open_run.ref.cluster is None

@@ -102,7 +102,7 @@ def test_options_of_a_user_class_can_have_paths_too(tmp_path, monkeypatch):
     assert config.identity()["data"]["options"]["where"] == "x"
 
 
-def test_a_path_that_only_the_working_directory_has_is_refused_with_the_right_one(job, tmp_path):
+def test_a_path_that_exists_only_in_the_working_directory_is_refused_with_the_right_path(job, tmp_path):
     job.with_name("train.jsonl").rename("train.jsonl")
     with pytest.raises(BadInput) as refused:
         load_config(job)
@@ -155,7 +155,7 @@ def test_a_run_is_kept_for_another_whose_job_names_its_policy_by_a_relative_path
     assert needs(second, first) and not needs(first, second)
 
 
-def test_parts_that_are_replaced_later_leave_the_other_paths_as_they_are(job):
+def test_parts_that_are_replaced_later_do_not_change_the_other_paths(job):
     config = load_config(job)
     again = validate_again(config.model_copy(update={"seed": 1}), source="again")
     assert again.identity() == config.model_copy(update={"seed": 1}).identity()

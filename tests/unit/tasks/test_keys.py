@@ -31,7 +31,7 @@ REAL = (
 def test_keys_of_finished_runs_are_parsed_and_written_unchanged(text):
     key = StageKey.parse(text)
     assert str(key) == text
-    assert key.stored.below(key.derived) == text
+    assert key.without_prefix.with_prefix(key.derived_prefix) == text
 
 
 @given(
@@ -42,19 +42,25 @@ def test_keys_of_finished_runs_are_parsed_and_written_unchanged(text):
     prefix=PREFIXES,
 )
 def test_the_key_of_a_shard_has_its_iteration_wave_stage_and_prefix(number, wave, stage, shard, prefix):
-    key = StageKey.of(iteration_key(number, wave), stage, shard).below(prefix)
+    key = StageKey.of(iteration_key(number, wave), stage, shard).with_prefix(prefix)
     read = StageKey.parse(str(key))
     assert read == key
-    assert (read.iteration, read.wave, read.stage, read.shard, read.derived) == (number, wave, stage, shard, prefix)
-    assert read.at("scoring").at(stage) == read
-    assert read.stored == StageKey.of(iteration_key(number, wave), stage, shard)
+    assert (read.iteration, read.wave, read.stage, read.shard, read.derived_prefix) == (
+        number,
+        wave,
+        stage,
+        shard,
+        prefix,
+    )
+    assert read.with_stage("scoring").with_stage(stage) == read
+    assert read.without_prefix == StageKey.of(iteration_key(number, wave), stage, shard)
     with pytest.raises(ValueError, match="not the key of an evaluation"):
         _ = read.evaluation
 
 
 @given(number=NUMBERS, stage=STAGES, prefix=PREFIXES)
-def test_a_stage_of_an_iteration_as_a_whole_has_no_shard(number, stage, prefix):
-    key = StageKey.parse(StageKey.of(iteration_key(number), stage).below(prefix))
+def test_a_key_without_a_shard_number_names_a_whole_stage(number, stage, prefix):
+    key = StageKey.parse(StageKey.of(iteration_key(number), stage).with_prefix(prefix))
     assert (key.iteration, key.wave, key.stage, key.shard) == (number, 1, stage, None)
 
 
@@ -67,8 +73,8 @@ def test_the_key_of_an_evaluation_has_the_number_of_iterations_for_every_policy(
 
 
 @given(number=st.integers(1, 10**6), term=TERMS, prefix=PREFIXES)
-def test_models_have_their_own_keys_before_the_first_iteration_and_the_keys_of_updates_after_it(number, term, prefix):
+def test_models_have_separate_keys_before_the_first_iteration_and_keys_of_updates_later(number, term, prefix):
     assert [StageKey.policy(0), StageKey.critic(0)] == ["policy/initial", "critic/initial"]
     assert StageKey.policy(number) == StageKey.critic(number) == StageKey.of(iteration_key(number), "update")
     made = [*PROMPTS.values(), TEACHER, StageKey.reward_model(term), StageKey.reward_model(term, is_base=True)]
-    assert [StageKey.parse(key.below(prefix)) for key in made] == [f"{prefix}{key}" for key in made]
+    assert [StageKey.parse(key.with_prefix(prefix)) for key in made] == [f"{prefix}{key}" for key in made]

@@ -15,7 +15,7 @@ from models.data.images import data_address, digest_of, thumbnail
 from models.records.media import Media
 from models.records.work import ExcerptWork, ScoredShard
 from models.rollouts.preview import PICTURED, read_excerpts
-from tasks.run.batch import pictures_of, rollouts_of
+from tasks.run.batch import picture_shards_of, rollouts_of
 from tasks.run.keys import StageKey
 from tasks.views.report.run import report_page
 from tests.support.long_runs import write_long_run
@@ -43,15 +43,15 @@ def ask(store, capsys):
     return give
 
 
-def test_the_shards_behind_the_first_are_pictures_unless_groups_are_carried_on(store):
+def test_the_shards_after_the_first_contain_pictures_unless_groups_are_carried_over(store):
     [made] = rollouts_of(open_run(store, "painted"), 1)
-    assert pictures_of(made) == made.shards[1:] != ()
-    assert pictures_of(made.model_copy(update={"detail": {"carried_rows": []}})) == ()
+    assert picture_shards_of(made) == made.shards[1:] != ()
+    assert picture_shards_of(made.model_copy(update={"detail": {"carried_rows": []}})) == ()
     [made] = rollouts_of(open_run(store, "written"), 1)
-    assert pictures_of(made) == ()
+    assert picture_shards_of(made) == ()
 
 
-def test_listed_rollouts_name_their_pictures_and_their_sheet_has_them_by_prompt_the_best_first(ask, tmp_path):
+def test_listed_rollouts_name_their_pictures_and_a_contact_sheet_sorts_pictures_by_reward(ask, tmp_path):
     sheet = tmp_path / "sheet.png"
     told = ("rollouts", "painted", "--sort", "reward", "--limit", "256")
     code, out, err = ask(*told, "--json", "--sheet", str(sheet))
@@ -82,21 +82,21 @@ def test_listed_rollouts_name_their_pictures_and_their_sheet_has_them_by_prompt_
         ("written", "sheet.png", "none of the 10"),
     ],
 )
-def test_a_sheet_that_cannot_be_is_refused_in_one_line(ask, tmp_path, run, name, said):
+def test_an_invalid_contact_sheet_is_refused_in_one_line(ask, tmp_path, run, name, said):
     (tmp_path / "taken.png").write_bytes(b"")
     code, out, err = ask("rollouts", run, "--sheet", str(tmp_path / name))
     assert (code, out, err.count("\n")) == (2, "", 1) and said in err
     assert (tmp_path / "taken.png").read_bytes() == b"" and len([*tmp_path.iterdir()]) == 1
 
 
-def test_a_picture_is_written_as_it_came_by_the_beginning_of_its_digest(ask, tmp_path):
+def test_a_picture_is_found_by_the_beginning_of_its_digest_and_written_unchanged(ask, tmp_path):
     digest, encoded = next(iter(DIGESTS.items()))
     assert ask("media", "painted", digest[:12], "--to", str(tmp_path / "one.png"))[0] == 0
     assert (tmp_path / "one.png").read_bytes() == encoded
     assert "matches none of 4 images" in ask("media", "painted", "zz", "--to", str(tmp_path / "two.png"))[2]
 
 
-def test_the_page_of_rollouts_shows_them(ask, monkeypatch, tmp_path):
+def test_the_page_of_rollouts_shows_the_pictures(ask, monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("webbrowser.open", lambda address: True)
     code, out, _ = ask("rollouts", "painted", "--limit", "8", "--open")
@@ -107,10 +107,10 @@ def test_the_page_of_rollouts_shows_them(ask, monkeypatch, tmp_path):
 def test_excerpts_have_small_copies_of_their_pictures(store):
     run = open_run(store, "painted")
     [made] = rollouts_of(run, 1)
-    scored = run.require(StageKey.parse(made.key).at("scoring")).shards[0]
+    scored = run.require(StageKey.parse(made.key).with_stage("scoring")).shards[0]
     work = ExcerptWork(
         iteration=1, shards=(ScoredShard(rollouts=made.shards[0], scores=scored),), prompts=6, characters=9,
-        media=pictures_of(made),
+        media=picture_shards_of(made),
     )  # fmt: skip
     found = read_excerpts(run.store, work)
     assert len(found.samples) == 6
@@ -118,7 +118,7 @@ def test_excerpts_have_small_copies_of_their_pictures(store):
     assert found.thumbnails == {digest: data_address(thumbnail(DIGESTS[digest])) for digest in shown}
 
 
-def test_the_report_shows_each_completion_its_own_picture_and_the_prompt_none(store):
+def test_the_report_shows_one_picture_for_each_completion_and_none_for_the_prompt(store):
     html = report_page(store, "painted")
     [text] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
     data = json.loads(text)
@@ -131,4 +131,6 @@ def test_the_report_shows_each_completion_its_own_picture_and_the_prompt_none(st
     assert {batch for batch, _ in seen} == {"it-0001", "it-0002", "eval-0000", "eval-0001", "eval-0002"}
     run = open_run(store, "painted")
     [made] = rollouts_of(run, 1)
-    assert {digest for batch, digest in seen if batch == "it-0001"} == {*Media(run.store, pictures_of(made)).digests}
+    assert {digest for batch, digest in seen if batch == "it-0001"} == {
+        *Media(run.store, picture_shards_of(made)).digests
+    }

@@ -21,8 +21,8 @@ from tasks.views.report.page import toml
 from tasks.views.report.run import report_page
 from tasks.views.report.samples import CHARACTERS, spread
 from tasks.views.run_list import list_run_lines
+from tasks.views.run_progress import Watcher
 from tasks.views.runs import describe_run
-from tasks.views.standing import Watcher
 from tests.support.in_process import run_command
 from tests.support.jobs import ROOT
 from tests.support.long_runs import write_long_run
@@ -80,7 +80,7 @@ def test_a_run_that_is_deleted_while_a_command_reads_it_is_named(store, tmp_path
 
 
 @pytest.mark.parametrize(("moment", "limit"), [("list_runs", None), ("list_runs", 1), ("_read_evaluations", None)])
-def test_a_run_that_is_deleted_while_runs_are_listed_is_left_out(store, tmp_path, monkeypatch, moment, limit):
+def test_a_run_that_is_deleted_while_runs_are_listed_is_omitted(store, tmp_path, monkeypatch, moment, limit):
     shutil.copytree(store, tmp_path / "store")
     original = getattr(run_list, moment)
 
@@ -94,7 +94,7 @@ def test_a_run_that_is_deleted_while_runs_are_listed_is_left_out(store, tmp_path
     assert [line.run for line in lines] == ["other"]
 
 
-def test_a_run_that_is_deleted_in_part_between_two_looks_is_named(store, tmp_path):
+def test_a_run_that_is_deleted_in_part_between_two_reads_is_named(store, tmp_path):
     shutil.copytree(store, tmp_path / "store")
     watcher = Watcher(str(tmp_path / "store"), "long")
     watcher.read_progress()
@@ -108,7 +108,7 @@ def data_of(html):
     return json.loads(text)
 
 
-def test_every_number_of_the_page_is_one_that_show_tells(store, html):
+def test_every_number_on_the_page_equals_the_output_of_show(store, html):
     columns, told = data_of(html)["columns"], json.loads(describe_run(store, "long").model_dump_json())
     for accuracy in told["evaluations"]:
         assert columns["held-out accuracy"][accuracy["number"]] == accuracy["mean"]
@@ -123,7 +123,7 @@ def test_every_number_of_the_page_is_one_that_show_tells(store, html):
     assert {"credit/truncated_fraction", "update/entropy", "credit/term_short_mean"} <= sealed
 
 
-def test_what_a_policy_wrote_is_in_the_page_as_data_alone(html):
+def test_completions_are_in_the_page_only_as_data(html):
     texts = {completion["text"] for group in data_of(html)["groups"] for completion in group["completions"]}
     assert set(HOSTILE[:4]) <= texts
     assert html.count("<script") == 2 and html.count("</script>") == 2
@@ -137,7 +137,7 @@ def test_a_page_names_its_one_script_and_no_address(html):
     assert not re.search(r"<link|src=\"http|@import|url\((?!#)", html)
 
 
-def test_of_a_long_text_the_middle_is_left_out_where_a_token_begins(html):
+def test_the_middle_of_a_long_text_is_omitted_at_token_boundaries(html):
     every = [each for group in data_of(html)["groups"] for each in group["completions"]]
     cut = next(each for each in every if "cut" in each)
     begin, count = cut["cut"]
@@ -145,7 +145,7 @@ def test_of_a_long_text_the_middle_is_left_out_where_a_token_begins(html):
     assert "the middle" not in cut["text"] and cut["tokens"] == len(HOSTILE[4])
 
 
-def test_tokens_spell_the_text_and_have_advantages_and_log_probs(html):
+def test_tokens_add_up_to_the_text_and_have_advantages_and_log_probs(html):
     for group in (each for each in data_of(html)["groups"] if each["batch"].startswith("it-")):
         for completion in group["completions"]:
             assert sum(completion["pieces"]) == len(completion["text"])
@@ -154,12 +154,12 @@ def test_tokens_spell_the_text_and_have_advantages_and_log_probs(html):
             assert {value for _, value in completion["advantages"]} == {completion["terms"]["right"] - 0.5}
 
 
-def test_the_first_and_the_last_are_among_those_that_are_shown():
+def test_the_selection_of_iterations_includes_the_first_and_the_last():
     assert spread(range(1, 1001), 5) == [1, 251, 501, 750, 1000]
     assert spread([3, 4], 5) == [3, 4]
 
 
-def test_the_configuration_of_a_page_makes_the_same_run_again(store):
+def test_the_configuration_of_a_page_reproduces_the_run(store):
     rewards = [{"kind": "regex", "pattern": '"\\d\x7f\n'}, {"kind": "code", "name": "runs", "weight": 0.5}]
     config = override_config({"name": "x", "scoring": {"rewards": rewards}}, [], source="x")
     again = override_config({"name": "x", **tomllib.loads(toml(config.identity()))}, [], source="page")
@@ -170,7 +170,7 @@ CONFIGS = sorted({*ROOT.glob("configs/*.toml")} - {ROOT / "configs/retriever.tom
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_a_shipped_configuration_is_valid_named_after_its_file_and_reproduced_by_the_page_of_its_run(path):
+def test_a_bundled_configuration_is_valid_named_after_its_file_and_reproduced_by_its_report(path):
     config = load_config(path)
     assert config.name == path.stem
     identity = config.identity()
@@ -192,7 +192,7 @@ def test_a_comparison_names_settings_that_differ_and_pairs_problems(store):
         compare_runs(store, ["long"])
 
 
-def test_the_commands_write_pages_and_refuse_places_where_none_can_go(store, tmp_path, capsys):
+def test_the_commands_write_pages_and_refuse_invalid_output_paths(store, tmp_path, capsys):
     where = ("--store", store)
     assert main(["compare", "long", "other", *where, "--to", str(tmp_path / "both.html")]) == 0
     shown = capsys.readouterr().out
@@ -206,7 +206,7 @@ def test_the_commands_write_pages_and_refuse_places_where_none_can_go(store, tmp
     assert [path.name for path in tmp_path.iterdir()] == ["both.html"]
 
 
-def test_the_list_of_runs_says_where_each_stands(tmp_path):
+def test_the_list_of_runs_shows_the_status_of_each_run(tmp_path):
     store = str(tmp_path)
     run = write_long_run(tmp_path, iterations=2)
     ([line], _) = list_run_lines(store)

@@ -132,7 +132,7 @@ def test_the_table_of_iterations_has_the_costs_of_all_roles_and_each_of_several_
     assert (row["reward right"], row["reward brief"]) == ("0.250", "-0.500")
 
 
-def test_the_page_of_a_run_shows_long_warnings_whole_because_no_fenced_line_is_wider_than_prefects_page():
+def test_the_page_of_a_run_shows_long_warnings_in_full_within_the_width_of_prefects_page():
     text = standing_text([REPORT.model_copy(update={"iteration": 4})], [ACCURACY], total=9)
     assert text.splitlines() == [
         "iteration 4 of 9: sampled accuracy 0.250",
@@ -212,7 +212,7 @@ def test_a_tiny_picture_is_enlarged_pixel_by_pixel():
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_a_summary_shows_images_of_prompts_and_the_learning_curve_but_nothing_that_a_completion_links_to(attack):
+def test_a_summary_shows_prompt_images_and_the_learning_curve_but_no_links_of_completions(attack):
     red, blue = picture("red"), picture("blue")
     addresses = {digest_of(red): data_address(thumbnail(red))}
     page = page_of(SUMMARY, Excerpts((shows(attack, red, blue), shows(attack)), addresses))

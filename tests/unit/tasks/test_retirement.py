@@ -18,7 +18,7 @@ from infra.store.verify import verify_store
 from tasks.commit import retire_bundles, retire_policies, retire_rollouts
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey
-from tasks.run.session import Session
+from tasks.run.open_run import OpenRun
 from tests.support.configurations import accepted
 from tests.support.processes import preload, process
 from tests.support.versions import commit_version, empty_bundle, stored_bundles
@@ -26,9 +26,9 @@ from tests.support.versions import commit_version, empty_bundle, stored_bundles
 preload(__name__)
 
 
-def open_session(run, **retention):
+def in_process(run, **retention):
     config = accepted("name=r", *(f"retention.{key}={value}" for key, value in retention.items()))
-    return Session(run, config, ThreadCluster(), store="here")
+    return OpenRun(run, config, ThreadCluster(), store="here")
 
 
 def kept_versions(number, *, keep_last, keep_every):
@@ -40,16 +40,16 @@ def kept_versions(number, *, keep_last, keep_every):
 def test_an_iteration_reads_the_newest_versions_and_the_one_that_becomes_too_old(run, monkeypatch):
     keys = set()
     monkeypatch.setattr(Run, "find", lambda self, key, find=Run.find: keys.add(key) or find(self, key))
-    session = open_session(run, keep_last=2, keep_every=3)
+    opened = in_process(run, keep_last=2, keep_every=3)
     commit_version(run, 0, weights=0, state=10_000)
     for number in range(1, 30):
         commit_version(run, number, weights=number, state=10_000 + number)
         keys.clear()
-        retire_policies(session, Iteration(run, number))
+        retire_policies(opened, Iteration(run, number))
         versions = {key for key in keys if not key.startswith(("retention/", "critic/"))}
         assert versions <= {StageKey.policy(max(0, number - age)) for age in range(3)}
     keys.clear()
-    assert retire_policies(open_session(run, keep_last=2, keep_every=3), Iteration(run, 29)) == 0
+    assert retire_policies(in_process(run, keep_last=2, keep_every=3), Iteration(run, 29)) == 0
     assert {StageKey.policy(version) for version in range(30)} <= keys, "another process reads all of them once"
 
 
@@ -58,20 +58,20 @@ def test_a_version_keeps_its_files_while_retention_or_another_version_needs_them
     rng, contents, deleted = random.Random(seed), {0: 0}, set()
     commit_version(run, 0, weights=0, state=10_000)
     retention = {"keep_last": 3, "keep_every": 5}
-    session = open_session(run, **retention)
+    opened = in_process(run, **retention)
     for number in range(1, 25):
         same = rng.random() < 0.3  # a quarantined update leaves the weights
         contents[number] = contents[number - 1] if same else number
         commit_version(run, number, weights=contents[number], state=10_000 + contents[number])
         if rng.random() < 0.2:
             retention = {"keep_last": rng.choice((2, 3, 5)), "keep_every": rng.choice((0, 2, 5))}
-            session = open_session(run, **retention)
-        retire_policies(session, Iteration(run, number))
+            opened = in_process(run, **retention)
+        retire_policies(opened, Iteration(run, number))
         deleted |= {*contents.values()} - {contents[version] for version in kept_versions(number, **retention)}
         assert {*stored_bundles(run, range(25))} == {*contents.values()} - deleted
 
 
-def test_a_retired_bundle_stays_deleted_and_is_reported_as_retired_even_if_its_deletion_was_interrupted(run, tmp_path):
+def test_a_retired_bundle_is_reported_as_retired_even_if_its_deletion_was_interrupted(run, tmp_path):
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy/config.json").write_bytes(b"{}")
     bundle = publish_bundle(run.store, tmp_path / "policy", prefix="policies")
@@ -89,12 +89,12 @@ def test_a_retired_bundle_stays_deleted_and_is_reported_as_retired_even_if_its_d
 def test_a_policy_that_a_live_process_reads_keeps_its_files_until_the_next_iteration_after_that(run):
     for number in range(4):
         commit_version(run, number, weights=number)
-    session = open_session(run, keep_last=2)
+    opened = in_process(run, keep_last=2)
     with keep_while_read(run.store, [empty_bundle(1)]):
-        assert retire_policies(session, Iteration(run, 3)) == 0
+        assert retire_policies(opened, Iteration(run, 3)) == 0
         assert find_garbage(run) == {} and stored_bundles(run, range(4)) == [0, 1, 2, 3]
     commit_version(run, 4, weights=4)
-    assert retire_policies(session, Iteration(run, 4)) == 2
+    assert retire_policies(opened, Iteration(run, 4)) == 2
     assert stored_bundles(run, range(5)) == [0, 3, 4] and run.store.entries("readers/") == []
 
 
@@ -120,7 +120,7 @@ def test_no_policy_is_deleted_while_the_manifest_that_replaced_one_is_missing(tm
                 detail = {"policy": empty_bundle(0 if number == 3 else number).digest}
                 run.commit(Manifest(key=f"it-{number:04d}/seal", detail=detail))
         with pytest.raises(Damaged, match=r"the seal of iteration 3 names policy 0{16}.*Restore the missing manifest"):
-            retire_policies(open_session(run, keep_last=2), Iteration(run, 3))
+            retire_policies(in_process(run, keep_last=2), Iteration(run, 3))
         assert stored_bundles(run, range(4)) == [0, 1, 2, 3]
 
 
@@ -128,4 +128,4 @@ def test_no_rollouts_are_deleted_while_the_seal_that_continues_them_is_missing(r
     for number in range(5):
         commit_version(run, number, weights=number, state=10_000 + number)
     with pytest.raises(Damaged, match="manifest 'it-0003/seal' is missing"):
-        retire_rollouts(open_session(run, rollouts_keep_last=1), Iteration(run, 4))
+        retire_rollouts(in_process(run, rollouts_keep_last=1), Iteration(run, 4))

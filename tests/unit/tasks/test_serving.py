@@ -62,7 +62,7 @@ def test_the_previous_copy_stays_and_older_copies_are_deleted(registry, checkout
     assert copies == ["b", "c"]
 
 
-def test_what_no_checkout_made_stays_next_to_the_link(registry, checkout, link, tmp_path):
+def test_files_that_no_checkout_created_stay_next_to_the_link(registry, checkout, link, tmp_path):
     neighbours = [".current-notes", ".current-new-features", f".current-{'0' * 16}", ".current-old-link"]
     for name in neighbours[:3]:
         (link.parent / name).mkdir(parents=True)
@@ -89,7 +89,7 @@ def test_checkouts_at_the_same_time_take_turns(registry, link, tmp_path):
 
 
 @pytest.mark.parametrize("name", [".current.checkout", "copy"])
-def test_a_checkout_does_not_replace_what_has_the_name_of_its_copy_or_working_directory(
+def test_a_checkout_does_not_replace_a_file_with_the_name_of_its_copy_or_scratch_directory(
     registry, checkout, link, tmp_path, name
 ):
     record = appended(registry, tmp_path, "a")

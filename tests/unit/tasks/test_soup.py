@@ -13,11 +13,11 @@ REWARDS = 'scoring.rewards=[{kind="numeric"}, {kind="math"}]'
 TERMS = 'soup.terms=["numeric", "math"]'
 
 
-def test_a_soup_changes_nothing_of_what_a_run_computes():
+def test_settings_of_a_soup_do_not_change_the_fingerprint_of_a_run():
     assert accepted(REWARDS, TERMS).fingerprint() == accepted(REWARDS).fingerprint()
 
 
-def test_a_total_weighs_standardised_terms_and_columns_keep_the_numbers_as_they_were():
+def test_the_total_reward_weighs_standardized_terms_and_columns_keep_the_raw_rewards():
     rewards = [
         {"kind": "numeric", "weight": 0.7, "shift": -2.0, "scale": 4.0},
         {"kind": "math", "weight": 0.3, "shift": 1.0, "scale": 0.5},
@@ -30,6 +30,6 @@ def test_a_total_weighs_standardised_terms_and_columns_keep_the_numbers_as_they_
     assert table["reward_numeric"].to_pylist() == [6.0] and table["reward_math"].to_pylist() == [2.0]
 
 
-def test_advantages_are_of_standardised_terms_too():
+def test_advantages_are_computed_from_standardized_terms():
     term = Term("numeric", 2.0, np.array([1.0, 3.0, np.nan]), shift=1.0, scale=4.0)
     np.testing.assert_array_equal(term.standardised, [0.0, 0.5, np.nan])

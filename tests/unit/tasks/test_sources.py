@@ -27,7 +27,7 @@ def modules(target):
     return {*sources_of(target, sys.path).modules}
 
 
-def test_a_target_is_its_module_its_packages_and_what_they_import_wherever_that_is_written(write):
+def test_sources_of_a_target_are_its_module_its_packages_and_all_their_imports(write):
     write("app_a/__init__.py", "from . import early")
     write("app_a/early.py")
     write("app_a/inner/__init__.py")
@@ -41,7 +41,7 @@ def test_a_target_is_its_module_its_packages_and_what_they_import_wherever_that_
     assert modules("app_c:g") == {"app_c"}
 
 
-def test_an_edited_module_has_another_digest_and_the_others_the_same(write):
+def test_editing_a_module_changes_its_digest_and_no_other_digest(write):
     write("app_d.py", "import app_e")
     write("app_e.py", "x = 1")
     before = sources_of("app_d:f", sys.path).modules
@@ -51,7 +51,7 @@ def test_an_edited_module_has_another_digest_and_the_others_the_same(write):
     assert before["app_e"] != after["app_e"]
 
 
-def test_nothing_is_imported_and_what_cannot_be_read_imports_nothing(write):
+def test_sources_are_parsed_without_being_imported_and_invalid_modules_have_no_imports(write):
     write("app_f.py", "import app_g\nraise SystemExit")
     write("app_g.py", "def (:")
     assert modules("app_f:f") == {"app_f", "app_g"}
@@ -59,7 +59,7 @@ def test_nothing_is_imported_and_what_cannot_be_read_imports_nothing(write):
     assert modules("app_nowhere:f") == set()
 
 
-def test_libraries_are_named_not_read_and_what_ships_with_us_is_neither(write):
+def test_libraries_are_named_and_not_read_and_rheostats_modules_are_neither(write):
     write("app_h.py", "import os, numpy.linalg\nfrom yaml import safe_load\nfrom models.rewards import values\n")
     found = sources_of("app_h:f", sys.path)
     assert {*found.modules} == {"app_h"}
@@ -67,7 +67,7 @@ def test_libraries_are_named_not_read_and_what_ships_with_us_is_neither(write):
     assert modules("models.rewards.arithmetic_steps:wrong_steps") == set()
 
 
-def test_a_target_that_is_installed_is_read_with_its_own_package(write):
+def test_an_installed_target_is_read_together_with_its_package(write):
     write("site-packages/app_i/__init__.py", "import app_j")
     write("site-packages/app_i/rules.py", "import app_i.more")
     write("site-packages/app_i/more.py")
@@ -81,7 +81,7 @@ def test_a_target_that_is_installed_is_read_with_its_own_package(write):
     assert found.libraries == {"app_j"}
 
 
-def test_a_library_has_the_version_of_its_distribution_also_where_that_has_another_name():
+def test_a_library_has_the_version_of_its_distribution_even_if_the_names_differ():
     assert library_version("yaml") == version("PyYAML")
     assert library_version("numpy") == version("numpy")
     assert library_version("no_such_library") == "none"

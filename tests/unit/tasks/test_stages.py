@@ -8,16 +8,16 @@ from infra.errors import BadInput, WorkerLost, WorkerStalled
 from infra.pools.threads import ThreadCluster
 from infra.store.manifests import Manifest, provenance_here
 from infra.store.runs import open_run
-from tasks.run.session import Session
-from tasks.run.stages import committed, record, side_by_side
+from tasks.run.open_run import OpenRun
+from tasks.run.stages import commit_decision, run_concurrently, wait_for_manifest
 from tests.support.configurations import accepted
 
 
 @pytest.fixture
-def session(run, tmp_path):
-    """A session whose controllers may be silent for 0.3 s, after the 1,000 s in which nothing counts as silence."""
-    opened = Session(run, accepted("controllers.silence_seconds=0.3"), ThreadCluster(), store=str(tmp_path))
-    opened.commits.newest += 1000
+def opened(run, tmp_path):
+    """An open run whose controllers may be silent for 0.3 s, after the 1,000 s in which nothing counts as silence."""
+    opened = OpenRun(run, accepted("controllers.silence_seconds=0.3"), ThreadCluster(), store=str(tmp_path))
+    opened.commits.last_commit_time += 1000
     return opened
 
 
@@ -31,7 +31,7 @@ async def test_after_a_lost_worker_the_other_work_units_finish_before_it_is_repo
         done.append(number)
 
     with pytest.raises(WorkerLost):
-        await side_by_side(work(number) for number in range(4))
+        await run_concurrently(work(number) for number in range(4))
     assert done == [0, 2, 3]
 
 
@@ -49,7 +49,7 @@ async def test_an_error_that_a_retry_cannot_fix_or_a_cancellation_ends_the_other
         finally:
             ended.append(number)
 
-    works = asyncio.ensure_future(side_by_side(work(number) for number in range(3)))
+    works = asyncio.ensure_future(run_concurrently(work(number) for number in range(3)))
     while len(begun) < 2:
         await asyncio.sleep(0)
     _ = works.cancel() if is_cancelled else fail.set()
@@ -58,27 +58,27 @@ async def test_an_error_that_a_retry_cannot_fix_or_a_cancellation_ends_the_other
     assert sorted(ended) == [0, 2]
 
 
-async def test_a_commit_of_this_process_wakes_everything_that_waits_for_it(session, monkeypatch):
-    monkeypatch.setattr("tasks.run.stages.LOOK_SECONDS", {"nested": (1000, 1000)})  # nobody looks again by itself
-    waiting = [asyncio.ensure_future(committed(session, "it-0001/plan")) for _ in range(2)]
+async def test_a_commit_of_this_process_wakes_everything_that_waits_for_it(opened, monkeypatch):
+    monkeypatch.setattr("tasks.run.stages.POLL_SECONDS", {"nested": (1000, 1000)})  # nobody looks again by itself
+    waiting = [asyncio.ensure_future(wait_for_manifest(opened, "it-0001/plan")) for _ in range(2)]
     await asyncio.sleep(0.05)
-    made = record(session, "it-0001/plan")
+    made = commit_decision(opened, "it-0001/plan")
     async with asyncio.timeout(60):
         assert [await found for found in waiting] == [made, made]
 
 
-async def test_a_commit_of_another_process_is_found(session, tmp_path):
-    waiting = asyncio.ensure_future(committed(session, "it-0001/plan"))
+async def test_a_commit_of_another_process_is_found(opened, tmp_path):
+    waiting = asyncio.ensure_future(wait_for_manifest(opened, "it-0001/plan"))
     await asyncio.sleep(0.05)
-    other = open_run(str(tmp_path), "r").join(session.run.epoch)
+    other = open_run(str(tmp_path), "r").join(opened.run.epoch)
     made = other.commit(Manifest(key="it-0001/plan", provenance=provenance_here(worker="another")))
     assert (await waiting).digest == made.digest
 
 
-async def test_every_commit_restarts_the_limit_on_silence_and_the_limit_is_reported(session):
-    waiting = asyncio.ensure_future(committed(session, "it-0001/plan"))
+async def test_every_commit_restarts_the_limit_on_silence_and_the_limit_is_reported(opened):
+    waiting = asyncio.ensure_future(wait_for_manifest(opened, "it-0001/plan"))
     await asyncio.sleep(0.6)
     assert not waiting.done()
-    session.commits.newest -= 2000
+    opened.commits.last_commit_time -= 2000
     with pytest.raises(WorkerStalled, match=r"it-0001/plan.* 0\.3 s"):
         await waiting

@@ -61,7 +61,7 @@ def test_a_points_name_depends_on_its_values_alone():
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "toml"])
-def test_a_list_holds_dotted_keys_or_tables(suffix, tmp_path):
+def test_a_list_contains_dotted_keys_or_tables(suffix, tmp_path):
     path = tmp_path / f"points.{suffix}"
     texts = {
         "jsonl": '{"update.learning_rate": 1e-3, "report": false}\n\n'

@@ -45,7 +45,7 @@ def test_a_gated_retrain_is_finished_with_its_record_and_not_with_its_draft(tmp_
     assert find_unfinished(config, WEDNESDAY) is None
 
 
-def test_the_message_names_the_retrain_and_both_ways_to_go_on(tmp_path):
+def test_the_message_names_the_retrain_and_both_ways_to_continue(tmp_path):
     begin(tmp_path, "job-20261109")
     with pytest.raises(BadInput, match=r"job-20261109 .* 2026-11-10 .*--day 2026-11-09, .* --new"):
         require_finished(job(tmp_path), today=TUESDAY)

@@ -105,27 +105,27 @@ BEFORE = {"rules": [{"kind": "plain"}, {"kind": "rule"}]}
 """What a version without `sharpness` and `limit` recorded."""
 
 
-def test_settings_that_an_older_version_recorded_mean_as_before():
+def test_settings_that_an_older_version_recorded_keep_their_meaning():
     job = read_recorded(Job, BEFORE)
     assert (job.rules[1].sharpness, job.limit) == (1, None)
     assert Job.model_validate(BEFORE) == Job() != job, "a user's document has the default"
 
 
-def test_a_value_that_means_as_before_is_not_recorded_and_any_other_is():
+def test_a_value_with_the_meaning_of_a_missing_key_is_not_recorded_and_other_values_are():
     assert read_recorded(Job, BEFORE).as_recorded() == BEFORE
     assert Job().as_recorded() == Job().model_dump(mode="json")
     explicit = read_recorded(Job, BEFORE).model_dump(mode="json")
     assert omit_unchanged_keys(explicit, Job()) == BEFORE, "as a version recorded that did not leave keys out"
 
 
-def test_a_key_that_nobody_set_means_as_before_in_a_run_that_lacks_it():
+def test_an_unset_key_has_its_old_meaning_in_a_run_recorded_without_the_key():
     assert adopt_recorded(Job(), BEFORE) == read_recorded(Job, BEFORE)
     chosen = Job(rules=(Plain(), Rule(sharpness=7)))
     assert adopt_recorded(chosen, BEFORE).rules == chosen.rules
     assert adopt_recorded(Job(), {"rules": [], "limit": None}) == Job(), "other shapes are left to the comparison"
 
 
-def test_a_run_without_a_younger_key_continues_and_refuses_another_value_of_the_key(tmp_path):
+def test_a_run_older_than_a_key_continues_and_refuses_another_value_of_the_key(tmp_path):
     config = accepted("name=old", f"store={tmp_path}", 'scoring.rewards=[{kind="math"}]')
     recorded = config.identity()
     assert "scale" not in recorded["scoring"]["rewards"][0] and "staleness" not in recorded["rollout"]

@@ -1,7 +1,7 @@
 """Experts that the routers of a mixture-of-experts model choose for each token, recorded and reported to callers.
 
 On GPUs vLLM records them itself (`--enable-return-routed-experts`) with a model runner that requires Triton. On a CPU,
-where Triton is not available, vLLM's worker records them with `NotedExperts`. The gateway reports them.
+where Triton is not available, vLLM's worker records them with `ExpertRecorder`. The gateway reports them.
 
 Shapes: L tokens of a forward pass, T tokens of a sequence, F experts of a token in all layers, layer after layer.
 """

@@ -17,7 +17,7 @@ from infra.store.progress import newest_goal, newest_note
 from infra.store.runs import LOCK, Run, open_run
 from models.config.rewards import ScoringConfig
 from tasks.run.batch import Batch
-from tasks.run.keys import BASE, StageKey, evaluation_key, iteration_key, iterations_among
+from tasks.run.keys import BASE, StageKey, evaluation_key, iteration_key, iteration_numbers
 from tasks.views.metrics import Accuracy, IterationReport, accuracy_of, evaluation_temperature, report_of
 from tasks.views.runs import detect_deletion
 
@@ -81,7 +81,7 @@ class Watcher:
             return self._read_progress(run, folders, now or datetime.now(UTC))
 
     def _read_progress(self, run: Run, folders: list[str], now: datetime) -> RunProgress:
-        started, total = iterations_among(folders), self.iterations or newest_goal(run.store)
+        started, total = iteration_numbers(folders), self.iterations or newest_goal(run.store)
         term = read_recorded(ScoringConfig, run.record.config["scoring"]).terms[0]
         for number in started[len(self._reports) :]:
             if (sealed := run.find(StageKey.of(iteration_key(number), "seal"))) is None:

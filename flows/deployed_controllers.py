@@ -1,4 +1,4 @@
-"""Controllers in separate processes: runs of their deployments, which follow the orders of the run's holder."""
+"""Controllers in separate processes: runs of their deployments, which serve the requests of the run's holder."""
 
 import asyncio
 import logging
@@ -17,27 +17,27 @@ from prefect.states import Cancelling
 
 from infra.errors import WorkerFailed, WorkerLost
 from tasks.run.keys import StageKey
-from tasks.run.orders import (
-    SILENT_SECONDS,
-    BatchOrder,
+from tasks.run.open_run import OpenRun
+from tasks.run.work_queue import (
+    MAX_SILENT_SECONDS,
+    BatchRequest,
     ControllerMessage,
     ControllerSpan,
     Outbox,
     messages_folder,
     pause_seconds,
 )
-from tasks.run.session import Session
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
 """Interval in seconds at which Prefect is queried for ended controllers, with one request for all of them."""
 END_SECONDS = 60.0
-"""Time limit in seconds for a controller to end after its last order."""
+"""Time limit in seconds for a controller to end after its last request."""
 CANCEL_SECONDS = 10.0
 """Time limit in seconds for cancelling a flow run in Prefect."""
 
-ENDS = (StateType.COMPLETED, StateType.FAILED, StateType.CRASHED, StateType.CANCELLED)
+FINAL_STATES = (StateType.COMPLETED, StateType.FAILED, StateType.CRASHED, StateType.CANCELLED)
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class FlowRuns:
     _last_query: float = field(default_factory=time.monotonic)
 
     @asynccontextmanager
-    async def started(self, deployment: str, parameters: dict[str, object], *, tag: str) -> AsyncIterator[FlowRun]:
+    async def start(self, deployment: str, parameters: dict[str, object], *, tag: str) -> AsyncIterator[FlowRun]:
         """Run the block with a new run of a deployment. The flow run is canceled if it has not ended when the block
         ends."""
         child = await arun_deployment(deployment, client=self.client, parameters=parameters, tags=[tag], timeout=0)
@@ -62,13 +62,13 @@ class FlowRuns:
             if self._ended.pop(child.id, None) is None:
                 await self._cancel(child)
 
-    async def ended(self, child: FlowRun) -> FlowRun | None:
+    async def find_ended(self, child: FlowRun) -> FlowRun | None:
         """Return the flow run in its final state, or None if it has not ended. One request to Prefect serves all
         callers."""
         if time.monotonic() - self._last_query > POLL_SECONDS:
             self._last_query = time.monotonic()
             open_ids = FlowRunFilterId(any_=[*(self._open - self._ended.keys())])
-            ends = FlowRunFilterState(type=FlowRunFilterStateType(any_=[*ENDS]))
+            ends = FlowRunFilterState(type=FlowRunFilterStateType(any_=[*FINAL_STATES]))
             ended_runs = await self.client.read_flow_runs(flow_run_filter=FlowRunFilter(id=open_ids, state=ends))
             self._ended |= {run.id: run for run in ended_runs if run.id in self._open}
         return self._ended.get(child.id)
@@ -82,17 +82,17 @@ class FlowRuns:
 
 
 @asynccontextmanager
-async def flow_runs() -> AsyncIterator[FlowRuns]:
+async def connect_to_prefect() -> AsyncIterator[FlowRuns]:
     """Connect to Prefect to start flow runs."""
     async with get_client() as client:
         yield FlowRuns(client)
 
 
 @dataclass(slots=True)
-class _OpenOrder:
-    """An order, and the manifests that are still missing for it, the first one last."""
+class _OpenRequest:
+    """A request, and the manifests that are still missing for it, the first one last."""
 
-    order: BatchOrder
+    request: BatchRequest
     missing: list[StageKey]
 
 
@@ -100,23 +100,23 @@ class DeployedController:
     """Span of a controller as seen by the holder of the run: one flow run, replaced each time that it is lost."""
 
     def __init__(
-        self, role: str, session: Session, number: int | None, *, controller_span: ControllerSpan, started: FlowRuns
+        self, role: str, open_run: OpenRun, number: int | None, *, controller_span: ControllerSpan, flow_runs: FlowRuns
     ) -> None:
-        self._role, self._session, self._number = role, session, number
-        self._span, self._started = controller_span, started
-        self._open_orders: list[_OpenOrder] = []
+        self._role, self._open_run, self._number = role, open_run, number
+        self._span, self._started = controller_span, flow_runs
+        self._open_requests: list[_OpenRequest] = []
         self._last_progress = time.monotonic()
-        """Time of the last order, or of the last detected progress."""
+        """Time of the last request, or of the last detected progress."""
         self._parts = 0
         """Number of times that progress was detected."""
         self._is_over = False
-        """Whether there will be no more orders."""
+        """Whether there will be no more requests."""
 
     async def serve(self) -> None:
-        """Carry out all orders. Raises WorkerFailed if an order fails, WorkerLost if too many flow runs in a row are
+        """Serve all requests. Raises WorkerFailed if a request fails, WorkerLost if too many flow runs in a row are
         lost."""
-        lost_runs, progress, max_lost = 0, 0, self._session.settings.pools.max_restarts
-        while self._open_orders or not self._is_over:
+        lost_runs, progress, max_lost = 0, 0, self._open_run.settings.pools.max_restarts
+        while self._open_requests or not self._is_over:
             try:
                 await self._follow()
             except WorkerLost as lost:
@@ -126,78 +126,80 @@ class DeployedController:
                 logger.warning("%s; attempt %d of %d was lost", lost, lost_runs, max_lost + 1)
 
     async def _follow(self) -> None:
-        """Send the orders to one flow run until it has ended."""
-        session = self._session
-        for pool in session.pools_of(self._role):  # started here: workers end with their parent
-            await session.ready(pool)
+        """Send the requests to one flow run until it has ended."""
+        open_run = self._open_run
+        for pool in open_run.get_controller_pools(self._role):  # started here: workers end with their parent
+            await open_run.get_pool(pool)
         share = {} if self._number is None else {"controller": self._number}
-        parameters: dict[str, object] = {"run": session.ref, "first": self._first_iteration(), **share}
-        async with self._started.started(f"{self._role}/controller", parameters, tag=session.run.name) as child:
-            outbox = Outbox(session.run, messages_folder(session.run, child.id))
+        parameters: dict[str, object] = {"run": open_run.ref, "first": self._first_iteration(), **share}
+        async with self._started.start(f"{self._role}/controller", parameters, tag=open_run.run.name) as child:
+            outbox = Outbox(open_run.run, messages_folder(open_run.run, child.id))
             try:
-                for open_order in self._open_orders:
-                    outbox.put(_build_message(open_order.order))
+                for open_request in self._open_requests:
+                    outbox.put(_build_message(open_request.request))
                 if self._is_over:
                     outbox.put(ControllerMessage(kind="end"))
                 while not await self._has_ended(child, outbox):
                     self._check_commits()
-                    await self._pass_on_order(outbox)
+                    await self._pass_on_request(outbox)
             finally:
                 outbox.close()
 
     def _first_iteration(self) -> int:
         """Return the number of the iteration with which a flow run begins."""
-        return max(self._span.first, *(_iteration_of(open_order.order) for open_order in self._open_orders[:1]), 1)
+        return max(
+            self._span.first, *(_iteration_of(open_request.request) for open_request in self._open_requests[:1]), 1
+        )
 
     def _check_commits(self) -> None:
         """Check which manifests were committed since the last check, and notify the tasks that wait for finished
-        orders."""
-        for open_order in self._open_orders:
-            before = len(open_order.missing)
-            while open_order.missing and self._session.run.has(open_order.missing[-1]):
-                open_order.missing.pop()
-            if len(open_order.missing) < before:
+        requests."""
+        for open_request in self._open_requests:
+            before = len(open_request.missing)
+            while open_request.missing and self._open_run.run.has(open_request.missing[-1]):
+                open_request.missing.pop()
+            if len(open_request.missing) < before:
                 self._parts, self._last_progress = self._parts + 1, time.monotonic()
-            if not open_order.missing:
-                open_order.order.complete()
-        self._open_orders = [open_order for open_order in self._open_orders if open_order.missing]
+            if not open_request.missing:
+                open_request.request.complete()
+        self._open_requests = [open_request for open_request in self._open_requests if open_request.missing]
 
-    async def _pass_on_order(self, outbox: Outbox) -> None:
-        """Wait for the next order for a limited time, and pass it on to the flow run."""
+    async def _pass_on_request(self, outbox: Outbox) -> None:
+        """Wait for the next request for a limited time, and pass it on to the flow run."""
         waited = time.monotonic() - self._last_progress
-        pause = min(pause_seconds(waited), POLL_SECONDS) if self._open_orders or self._is_over else POLL_SECONDS
+        pause = min(pause_seconds(waited), POLL_SECONDS) if self._open_requests or self._is_over else POLL_SECONDS
         if self._is_over:
             await asyncio.sleep(pause)
             return
         with suppress(TimeoutError):
-            order = await asyncio.wait_for(self._span.orders.get(), pause)
+            request = await asyncio.wait_for(self._span.requests.get(), pause)
             self._last_progress = time.monotonic()
-            if order is None:
+            if request is None:
                 self._is_over = True
                 outbox.put(ControllerMessage(kind="end"))
             else:
-                self._open_orders.append(_OpenOrder(order, self._keys_of(order)))
-                outbox.put(_build_message(order))
+                self._open_requests.append(_OpenRequest(request, self._keys_of(request)))
+                outbox.put(_build_message(request))
 
-    def _keys_of(self, order: BatchOrder) -> list[StageKey]:
-        """Return the keys of the manifests that an order requests, the first one last."""
-        if order.shards is None:
-            return [StageKey.of(order.batch, self._role)]
-        return [StageKey.of(order.batch, self._role, shard) for shard in reversed(order.shards)]
+    def _keys_of(self, request: BatchRequest) -> list[StageKey]:
+        """Return the keys of the manifests that a request needs, the first one last."""
+        if request.shards is None:
+            return [StageKey.of(request.batch, self._role)]
+        return [StageKey.of(request.batch, self._role, shard) for shard in reversed(request.shards)]
 
     async def _has_ended(self, child: FlowRun, outbox: Outbox) -> bool:
-        """Return whether there are no more orders and the flow run has ended.
+        """Return whether there are no more requests and the flow run has ended.
 
         Raises WorkerLost if the flow run is lost, WorkerFailed if it failed.
         """
         outbox.check()
-        ended = await self._started.ended(child)
+        ended = await self._started.find_ended(child)
         if ended is None:
             self._check_alive(child, outbox)
             return False
         assert ended.state is not None
         self._check_commits()
-        done = self._is_over and not self._open_orders
+        done = self._is_over and not self._open_requests
         if done and ended.state.is_completed():
             return True
         outcome = (
@@ -208,24 +210,24 @@ class DeployedController:
     def _check_alive(self, child: FlowRun, outbox: Outbox) -> None:
         """Check that the flow run is alive.
 
-        Raises WorkerFailed if it does not start in time, WorkerLost if it no longer reads its orders or does not end.
+        Raises WorkerFailed if it does not start in time, WorkerLost if it no longer reads its requests or does not end.
         """
         label, silent_seconds = f"controller {self._role}/controller ({child.name})", outbox.silent_seconds
-        start_seconds = self._session.settings.controllers.silence_seconds
-        if outbox.unread and not outbox.has_begun and silent_seconds > start_seconds:
+        start_seconds = self._open_run.settings.controllers.silence_seconds
+        if outbox.num_unread and not outbox.has_begun and silent_seconds > start_seconds:
             raise WorkerFailed(
                 f"{label} was not started within {start_seconds:g} s (controllers.silence_seconds). Check that a "
                 "Prefect worker serves its work pool."
             )
-        if outbox.unread and outbox.has_begun and silent_seconds > SILENT_SECONDS:
+        if outbox.num_unread and outbox.has_begun and silent_seconds > MAX_SILENT_SECONDS:
             raise WorkerLost(f"{label} has read no message for {silent_seconds:.0f} s")
-        if self._is_over and not (outbox.unread or self._open_orders) and silent_seconds > END_SECONDS:
+        if self._is_over and not (outbox.num_unread or self._open_requests) and silent_seconds > END_SECONDS:
             raise WorkerLost(f"{label} has not ended within {END_SECONDS:g} s")
 
 
-def _build_message(order: BatchOrder) -> ControllerMessage:
-    return ControllerMessage(kind="order", batch=order.batch, shards=order.shards)
+def _build_message(request: BatchRequest) -> ControllerMessage:
+    return ControllerMessage(kind="order", batch=request.batch, shards=request.shards)
 
 
-def _iteration_of(order: BatchOrder) -> int:
-    return StageKey.of(order.batch, "plan").after
+def _iteration_of(request: BatchRequest) -> int:
+    return StageKey.of(request.batch, "plan").number

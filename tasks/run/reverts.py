@@ -37,16 +37,16 @@ def updating_iteration(run: Run, number: int) -> int:
     """Return the iteration whose update produced the current policy after `number` iterations, or 0 for the initial
     policy."""
     while has_reverted(run, number):
-        number = reverted_version(run.require(revert_key(number)))
+        number = restored_version(run.require(revert_key(number)))
     return number
 
 
 def version_before(run: Run, number: int) -> int:
     """Return the version that a version is based on: its predecessor, or for a revert the version that was restored."""
-    return reverted_version(run.require(revert_key(number))) if has_reverted(run, number) else number - 1
+    return restored_version(run.require(revert_key(number))) if has_reverted(run, number) else number - 1
 
 
-def reverted_version(revert: Manifest) -> int:
+def restored_version(revert: Manifest) -> int:
     """Return the version that a revert restored."""
     version = revert.detail["to"]
     assert isinstance(version, int), f"{revert.key}: expected the number of a version"

@@ -73,7 +73,7 @@ class MirrorProcess:
         """Name of the tracker in messages."""
         return self.order.tracker.known_as
 
-    def look(self) -> None:
+    def request_sync(self) -> None:
         """Request the process to look for new data, without waiting for it."""
         if self.process is None or self.process.poll() is not None:
             self._start()
@@ -105,7 +105,7 @@ class MirrorProcess:
             self._listener.join(_MORE_SECONDS)
         self._read_reports()
 
-    def news(self) -> list[str]:
+    def new_problems(self) -> list[str]:
         """Return the problems that were not returned before. A problem is returned once, until it changes."""
         self._read_reports()
         problems, self._news = self._news, []
@@ -151,29 +151,31 @@ class MirrorProcess:
             )
 
 
-class Feed:
+class TrackerProcesses:
     """Trackers of one run, as used by the process that trains or reads the run."""
 
     def __init__(self, command: Sequence[str], orders: Sequence[MirrorOrder]) -> None:
-        """Prepare the trackers. Their processes start at the first call of `look`."""
+        """Prepare the trackers. Their processes start at the first call of `request_sync`."""
         self.mirrors = [MirrorProcess(command, order) for order in orders]
 
-    def look(self) -> None:
+    def request_sync(self) -> None:
         """Request all trackers to look for new data, without waiting for them."""
         for mirror in self.mirrors:
-            mirror.look()
+            mirror.request_sync()
 
     def warnings(self) -> list[str]:
         """Return one line for each new problem."""
         return [
-            f"tracker {mirror.name!r} is not up to date: {line}" for mirror in self.mirrors for line in mirror.news()
+            f"tracker {mirror.name!r} is not up to date: {line}"
+            for mirror in self.mirrors
+            for line in mirror.new_problems()
         ]
 
     def finish(self) -> list[MirrorReport]:
         """Request all trackers to mirror the remaining data, wait until they end, and return the last report
         of each."""
         for mirror in self.mirrors:
-            mirror.look()
+            mirror.request_sync()
             mirror.end()
         for mirror in self.mirrors:
             mirror.wait()

@@ -12,7 +12,7 @@ from infra.config import RECORDED
 from infra.store.runs import Run
 from models.config.alarms import Alarm, AlarmConfig, Measured
 from tasks.run.iteration import Iteration
-from tasks.run.returns import has_reverted
+from tasks.run.reverts import has_reverted
 
 _ALARMS: Final = TypeAdapter(tuple[AlarmConfig, ...])
 
@@ -53,7 +53,7 @@ def _metrics_reader(iteration: Iteration) -> Measured:
 
     def measured(number: int) -> Mapping[str, float]:
         if number == iteration.number:
-            return iteration.measured
-        return {} if has_reverted(iteration.run, number) else Iteration(iteration.run, number).measured
+            return iteration.metrics
+        return {} if has_reverted(iteration.run, number) else Iteration(iteration.run, number).metrics
 
     return measured

@@ -18,31 +18,31 @@ from infra.store.runs import ORDERS, Run
 
 Shards = tuple[int, ...] | None
 
-PerformBatch = Callable[[str, Shards], Awaitable[object]]
+RunBatch = Callable[[str, Shards], Awaitable[object]]
 """Function with which a controller performs a batch, or some of its shards."""
 
 PAUSE_SECONDS = (0.02, 1.0)
 """Minimum and maximum pause in seconds between two checks for files of another process. The pause is a tenth of the
 time waited so far, within these bounds."""
-WORD_SECONDS = 15.0
+HEARTBEAT_SECONDS = 15.0
 """Number of seconds without a request after which the sender writes a message that it is alive."""
-SILENT_SECONDS = 90.0
+MAX_SILENT_SECONDS = 90.0
 """Number of seconds without a message, or with an unread message, after which the other process is considered dead."""
-EPOCH_SECONDS = 1.0
+LEASE_CHECK_SECONDS = 1.0
 """Interval in seconds at which a controller checks whether another process has taken over the run."""
 
 
 @dataclass(frozen=True, slots=True)
-class BatchOrder:
+class BatchRequest:
     """Work request to a controller in this process. The work is canceled if the caller stops waiting for it."""
 
     batch: str
     shards: Shards
     done: "asyncio.Future[None]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
-    async def carry_out(self, perform: PerformBatch) -> None:
+    async def run(self, run_batch: RunBatch) -> None:
         """Perform the request and pass its result or error to the caller that waits."""
-        work = asyncio.ensure_future(perform(self.batch, self.shards))
+        work = asyncio.ensure_future(run_batch(self.batch, self.shards))
         self.done.add_done_callback(lambda done: work.cancel() if done.cancelled() else None)
         try:
             await work
@@ -69,7 +69,7 @@ class ControllerSpan:
     """Number of the first iteration of the span."""
     last: int
     """Number of the last iteration of the span, after which a successor takes over."""
-    orders: "asyncio.Queue[BatchOrder | None]" = field(default_factory=asyncio.Queue)
+    requests: "asyncio.Queue[BatchRequest | None]" = field(default_factory=asyncio.Queue)
 
 
 class ControllerMessage(SealedRecord):
@@ -100,24 +100,24 @@ class Outbox:
         self._since = time.monotonic()
         """Time on the monotonic clock at which the last message was written, or was seen to be read."""
 
-    def put(self, letter: ControllerMessage) -> None:
+    def put(self, message: ControllerMessage) -> None:
         """Write the next message. Raises Fenced if another process has taken over the run."""
-        if not self.unread:
+        if not self.num_unread:
             self._since = time.monotonic()
-        self._run.put_record(_message_key(self._folder, self._written), letter)
-        self._written, self._last = self._written + 1, letter
+        self._run.put_record(_message_key(self._folder, self._written), message)
+        self._written, self._last = self._written + 1, message
 
     def check(self) -> None:
-        """Check which messages were read. If all were read and nothing was written for `WORD_SECONDS`, write a message
-        that the sender is alive."""
-        while self.unread and not self._run.store.exists(_message_key(self._folder, self._read)):
+        """Check which messages were read. If all were read and nothing was written for `HEARTBEAT_SECONDS`, write a
+        message that the sender is alive."""
+        while self.num_unread and not self._run.store.exists(_message_key(self._folder, self._read)):
             self._read, self._since = self._read + 1, time.monotonic()
         is_over = self._last is not None and self._last.kind == "end"
-        if not (self.unread or is_over) and self.silent_seconds > WORD_SECONDS:
+        if not (self.num_unread or is_over) and self.silent_seconds > HEARTBEAT_SECONDS:
             self.put(ControllerMessage(kind="word"))
 
     @property
-    def unread(self) -> int:
+    def num_unread(self) -> int:
         """Number of messages that were unread at the last check."""
         return self._written - self._read
 
@@ -141,31 +141,31 @@ async def read_messages(run: Run, folder: str) -> AsyncIterator[ControllerMessag
     """Yield the work requests to this process in order, until the message that ends them.
 
     Raises Fenced if another process has taken over the run. Raises HolderLost if the sender is silent for more than
-    `SILENT_SECONDS`.
+    `MAX_SILENT_SECONDS`.
     """
     number, last_message = 0, time.monotonic()
     last_order = checked = last_message
     while True:
         key, now = _message_key(folder, number), time.monotonic()
-        if now - checked > EPOCH_SECONDS:
+        if now - checked > LEASE_CHECK_SECONDS:
             run.check_lease()
             checked = now
         if not run.store.exists(key):
-            if now - last_message > SILENT_SECONDS:
+            if now - last_message > MAX_SILENT_SECONDS:
                 raise HolderLost(
                     f"run {run.name!r}: the process that trains it (epoch {run.epoch}) sent no message for "
                     f"{now - last_message:.0f} s"
                 )
             await asyncio.sleep(pause_seconds(now - last_order))
             continue
-        letter = ControllerMessage.unseal(run.store.read(key), where=f"{key!r} in {run.store.uri}")
+        message = ControllerMessage.unseal(run.store.read(key), where=f"{key!r} in {run.store.uri}")
         run.store.delete(key)
         number, last_message = number + 1, now
-        if letter.kind == "end":
+        if message.kind == "end":
             return
-        if letter.kind == "order":
+        if message.kind == "order":
             last_order = now
-            yield letter
+            yield message
 
 
 def messages_folder(run: Run, flow_run: UUID | str) -> str:

@@ -15,7 +15,7 @@ from infra.store.progress import StepNotes, newest_note
 from infra.store.runs import open_run
 from infra.store.storage import open_store
 from infra.terminal import WIDTH
-from tasks.views.standing import Watcher, holder_of
+from tasks.views.run_progress import Watcher, holder_of
 
 LEFT = {
     "manifests/it-0003/seal.json": "iteration 3: seal",
@@ -45,7 +45,7 @@ def text_of(standing):
     return out.getvalue()
 
 
-def test_a_run_is_at_what_is_missing_first(store):
+def test_the_activity_of_a_run_is_its_first_missing_stage(store):
     told = []
     for path in LEFT:
         (store / "tiny" / path).unlink()
@@ -81,7 +81,7 @@ def test_the_page_has_the_stage_the_shards_and_the_remaining_time_and_fits_its_c
         assert part in page
 
 
-def test_who_watches_from_elsewhere_learns_from_the_store_how_far_the_run_is_to_go(store, reference):
+def test_a_watcher_without_the_configuration_reads_the_number_of_iterations_from_the_store(store, reference):
     progress = Watcher(str(store), "tiny").read_progress()
     assert (progress.iterations, progress.is_over) == (3, False)
     whole = Watcher(str(reference.store), "tiny").read_progress()
@@ -89,7 +89,7 @@ def test_who_watches_from_elsewhere_learns_from_the_store_how_far_the_run_is_to_
     assert [accuracy.number for accuracy in whole.evaluations] == [0, 3]
 
 
-def test_a_warm_up_under_way_shows_its_steps_and_its_loss_and_leaves_nothing(store):
+def test_a_running_warm_up_shows_its_steps_and_its_loss_and_leaves_no_files(store):
     run = store / "tiny"
     shutil.rmtree(run / "manifests")
     shutil.copytree(store / "tiny", store / "other")
@@ -107,7 +107,7 @@ def test_a_warm_up_under_way_shows_its_steps_and_its_loss_and_leaves_nothing(sto
     notes.end()
 
 
-def test_a_run_is_held_by_a_process_that_lives(store):
+def test_only_a_live_process_counts_as_the_holder_of_a_run(store):
     run = open_run(str(store), "tiny")
     lock = store / "tiny" / "lock"
     lock.write_text(json.dumps({"pid": os.getppid(), "host": socket.gethostname()}))
@@ -118,7 +118,7 @@ def test_a_run_is_held_by_a_process_that_lives(store):
     assert holder_of(run) is None
 
 
-def test_sparks_go_from_the_least_to_the_greatest_and_skip_what_is_missing():
+def test_sparklines_range_from_the_minimum_to_the_maximum_and_skip_missing_values():
     assert sparks([0.0, None, 0.5, 1.0]) == "▁▅█"
     assert sparks([0.2, 0.2]) == "▁▁"
     assert sparks([None]) == ""

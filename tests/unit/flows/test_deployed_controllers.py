@@ -8,15 +8,15 @@ from uuid import uuid4
 import pytest
 from prefect.states import Cancelled, Completed, Crashed, Failed
 
-from flows import deployed
-from flows.deployed import DeployedController
+from flows import deployed_controllers
+from flows.deployed_controllers import DeployedController
 from infra.errors import WorkerFailed, WorkerLost
 from infra.store.manifests import Manifest, provenance_here
 from infra.store.runs import create_run, open_run
 from tasks.config.run import RunConfig
-from tasks.run import orders
+from tasks.run import work_queue
 from tasks.run.keys import StageKey
-from tasks.run.orders import BatchOrder, ControllerSpan, messages_folder, read_messages
+from tasks.run.work_queue import BatchRequest, ControllerSpan, messages_folder, read_messages
 
 REWARDS = {"rewards": [{"kind": "numeric"}]}
 
@@ -29,7 +29,7 @@ class Starter:
         self.begun, self.cancelled, self._ends = [], [], {}
 
     @asynccontextmanager
-    async def started(self, deployment, parameters, *, tag):
+    async def start(self, deployment, parameters, *, tag):
         child = SimpleNamespace(id=uuid4(), name=deployment, state=None)
         joined = open_run(str(self._home), tag).join(self._held.epoch)
         self.begun.append(parameters["first"])
@@ -43,7 +43,7 @@ class Starter:
             with suppress(asyncio.CancelledError):
                 await running
 
-    async def ended(self, child):
+    async def find_ended(self, child):
         return self._ends.get(child.id)
 
     async def _run(self, child, run, body):
@@ -57,11 +57,11 @@ def commit(run, batch, shard):
 
 async def obey(run, asked, batches=None):
     """Carry out all orders; add the batch of each order to `batches`."""
-    async for letter in asked:
+    async for message in asked:
         if batches is not None:
-            batches.append(letter.batch)
-        for shard in letter.shards:
-            commit(run, letter.batch, shard)
+            batches.append(message.batch)
+        for shard in message.shards:
+            commit(run, message.batch, shard)
     return Completed()
 
 
@@ -69,11 +69,11 @@ def until(batch, shards, state):
     """Obey until so many shards of a batch are committed; then end in a state."""
 
     async def body(run, asked):
-        async for letter in asked:
-            for shard in letter.shards:
-                if letter.batch == batch and shard >= shards:
+        async for message in asked:
+            for shard in message.shards:
+                if message.batch == batch and shard >= shards:
                     return state
-                commit(run, letter.batch, shard)
+                commit(run, message.batch, shard)
         raise AssertionError(f"{batch} was never asked for")
 
     return body
@@ -98,16 +98,16 @@ def serve(tmp_path, held):
 
     async def serve(*bodies, **controllers):
         config = RunConfig.model_validate({"scoring": REWARDS, "controllers": controllers})
-        session = SimpleNamespace(run=held, settings=config, ref=None, pools_of=lambda role: ())
+        opened = SimpleNamespace(run=held, settings=config, ref=None, get_controller_pools=lambda role: ())
         starter, controller_span = Starter(tmp_path, held, bodies), ControllerSpan(1, 3)
-        controller = DeployedController("rollout", session, 0, controller_span=controller_span, started=starter)
-        asked = [BatchOrder(f"it-{number:04d}", (0, 1, 2)) for number in (1, 2, 3)]
+        controller = DeployedController("rollout", opened, 0, controller_span=controller_span, flow_runs=starter)
+        asked = [BatchRequest(f"it-{number:04d}", (0, 1, 2)) for number in (1, 2, 3)]
 
         async def ask():
             for order in asked:
-                controller_span.orders.put_nowait(order)
+                controller_span.requests.put_nowait(order)
                 await order.done
-            controller_span.orders.put_nowait(None)
+            controller_span.requests.put_nowait(None)
 
         async with asyncio.timeout(60):
             asking = asyncio.ensure_future(ask())
@@ -158,9 +158,9 @@ async def test_a_controller_that_fails_or_is_cancelled_ends_the_run_with_its_mes
 
 
 async def test_a_controller_that_stops_reading_orders_is_cancelled_and_replaced(held, serve, monkeypatch):
-    for module in (orders, deployed):
-        monkeypatch.setattr(module, "SILENT_SECONDS", 0.3)
-    monkeypatch.setattr(orders, "WORD_SECONDS", 0.05)
+    for module in (work_queue, deployed_controllers):
+        monkeypatch.setattr(module, "MAX_SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(work_queue, "HEARTBEAT_SECONDS", 0.05)
     starter = await serve(sulk, *[obey] * 99)  # on a busy machine a successor may be silent for too long as well
     assert len(starter.begun) == len(starter.cancelled) + 1 >= 2
     assert len(rollouts(held)) == 9

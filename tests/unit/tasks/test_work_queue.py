@@ -6,8 +6,8 @@ import pytest
 
 from infra.errors import Fenced, HolderLost
 from infra.store.runs import create_run, open_run
-from tasks.run import orders
-from tasks.run.orders import (
+from tasks.run import work_queue
+from tasks.run.work_queue import (
     ControllerMessage,
     Outbox,
     delete_old_messages,
@@ -31,7 +31,7 @@ def joined(run, tmp_path):
 
 
 async def read(run, folder):
-    return [letter async for letter in read_messages(run, folder)]
+    return [message async for message in read_messages(run, folder)]
 
 
 def left(run):
@@ -42,16 +42,16 @@ async def test_orders_are_read_once_in_their_order_and_deleted(run, joined):
     folder = messages_folder(run, "one")
     outbox = Outbox(run, folder)
     reading = asyncio.ensure_future(read(joined, folder))
-    for letter in (order("it-0001"), HERE, order("it-0002"), END):
-        outbox.put(letter)
+    for message in (order("it-0001"), HERE, order("it-0002"), END):
+        outbox.put(message)
         await asyncio.sleep(0.01)
     async with asyncio.timeout(60):
         assert await reading == [order("it-0001"), order("it-0002")]
     outbox.check()
-    assert (outbox.unread, left(run)) == (0, [])
+    assert (outbox.num_unread, left(run)) == (0, [])
 
 
-async def test_each_flow_run_gets_its_own_orders(run, joined):
+async def test_each_flow_run_gets_only_the_orders_for_it(run, joined):
     one, other = (messages_folder(run, name) for name in ("one", "other"))
     Outbox(run, one).put(order("it-0001"))
     outbox = Outbox(run, other)
@@ -63,7 +63,7 @@ async def test_each_flow_run_gets_its_own_orders(run, joined):
 
 
 async def test_a_controller_of_an_epoch_that_is_over_is_fenced(tmp_path, monkeypatch):
-    monkeypatch.setattr(orders, "EPOCH_SECONDS", 0.01)
+    monkeypatch.setattr(work_queue, "LEASE_CHECK_SECONDS", 0.01)
     run = create_run(str(tmp_path), "r", {})
     with run.hold():
         old = open_run(str(tmp_path), "r").join(run.epoch)
@@ -73,18 +73,18 @@ async def test_a_controller_of_an_epoch_that_is_over_is_fenced(tmp_path, monkeyp
             await read(old, folder)
 
 
-async def test_a_controller_whose_holder_is_silent_fails(run, joined, monkeypatch):
-    monkeypatch.setattr(orders, "SILENT_SECONDS", 0.1)
+async def test_a_controller_fails_if_its_driver_stays_silent(run, joined, monkeypatch):
+    monkeypatch.setattr(work_queue, "MAX_SILENT_SECONDS", 0.1)
     with pytest.raises(HolderLost, match=r"\(epoch 1\) sent no message for"):
         async with asyncio.timeout(60):
             await read(joined, messages_folder(run, "one"))
 
 
-async def test_a_holder_without_orders_keeps_a_controller_waiting(run, joined, monkeypatch):
-    monkeypatch.setattr(orders, "WORD_SECONDS", 0.05)
+async def test_a_driver_without_orders_keeps_a_controller_waiting(run, joined, monkeypatch):
+    monkeypatch.setattr(work_queue, "HEARTBEAT_SECONDS", 0.05)
     folder = messages_folder(run, "one")
     outbox = Outbox(run, folder)
-    monkeypatch.setattr(orders, "SILENT_SECONDS", 10.0)
+    monkeypatch.setattr(work_queue, "MAX_SILENT_SECONDS", 10.0)
     reading = asyncio.ensure_future(read(joined, folder))
     while outbox._written < 3:
         await asyncio.sleep(0.02)
@@ -93,20 +93,20 @@ async def test_a_holder_without_orders_keeps_a_controller_waiting(run, joined, m
     outbox.put(END)
     async with asyncio.timeout(60):
         assert await reading == []
-    monkeypatch.setattr(orders, "WORD_SECONDS", 0.0)
+    monkeypatch.setattr(work_queue, "HEARTBEAT_SECONDS", 0.0)
     outbox.check()
     assert left(run) == []  # nothing more is written after the end
 
 
-def test_a_holder_sees_whether_its_orders_are_read(run):
+def test_a_driver_detects_whether_its_orders_are_read(run):
     outbox = Outbox(run, messages_folder(run, "one"))
     outbox.put(order("it-0001"))
     outbox.put(order("it-0002"))
     outbox.check()
-    assert (outbox.unread, outbox.has_begun) == (2, False)
+    assert (outbox.num_unread, outbox.has_begun) == (2, False)
     run.store.delete(left(run)[0])
     outbox.check()
-    assert (outbox.unread, outbox.has_begun) == (1, True)
+    assert (outbox.num_unread, outbox.has_begun) == (1, True)
     outbox.close()
     assert left(run) == []
 

@@ -18,8 +18,8 @@ from prefect.runtime import deployment
 from prefect.states import Crashed
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
-from flows.controllers import controllers, serve
-from flows.endings import install_state_handling
+from flows.controllers import open_controllers, serve_requests
+from flows.prefect_states import install_state_handling
 from infra.errors import BadInput, HolderLost, first_cause
 from infra.plugins import PACKAGES
 from infra.store.chain import linked_parts
@@ -27,7 +27,8 @@ from infra.store.dependencies import check_dependencies, record_dependencies, re
 from infra.store.garbage import tag_run
 from infra.store.inputs import PathNames
 from infra.store.run_record import has_results
-from infra.store.runs import create_run, open_run
+from infra.store.runs import create_run
+from infra.store.runs import open_run as open_stored_run
 from infra.untrusted_text import log_visibly
 from placement.measurements import Role
 from tasks.config.run import RunConfig, parse_config
@@ -36,32 +37,32 @@ from tasks.placement.stage import place_alone
 from tasks.preparation import check_inputs
 from tasks.run.batch import Batch
 from tasks.run.dependencies import dependencies_of, find_run, layout_of, next_iteration
-from tasks.run.orders import Shards
+from tasks.run.open_run import OpenRun, RunRef, get_open_run, is_open, open_with_workers
 from tasks.run.preflight import with_data_sized_defaults, with_recorded_defaults
-from tasks.run.session import RunRef, Session, is_open, open_session, session_of
-from tasks.run.stages import recover, within
+from tasks.run.stages import commit_pending_results, tag_tasks
+from tasks.run.work_queue import Shards
 
 logger = logging.getLogger(__name__)
 
-SECRETS: Final = "RHEOSTAT_SECRETS"
+SECRETS_VARIABLE: Final = "RHEOSTAT_SECRETS"
 """Environment variable with the names of Prefect Secret blocks, separated by commas, that contain keys for deployed
 flows."""
 _VALUES: Final = TypeAdapter(dict[str, str])
 
-Work = Callable[[Session, Batch, Sequence[int]], Awaitable[object]]
+BatchWork = Callable[[OpenRun, Batch, Sequence[int]], Awaitable[object]]
 """Function that does the work of a role for some shards of a batch."""
 
 
 @asynccontextmanager
-async def hold(
-    config: RunConfig, *, scope: RunConfig | None = None, accept_change: bool = False, last: str | None = None
-) -> AsyncIterator[Session]:
+async def lock_run(
+    config: RunConfig, *, scope: RunConfig | None = None, accept_change: bool = False, final_key: str | None = None
+) -> AsyncIterator[OpenRun]:
     """Create or resume the configured run, lock it for this process, and open its worker pools.
 
-    `scope` is the configuration used by the session if it needs less than the whole run. With `accept_change` the run
-    continues with the current code, data and libraries. `last` is the last manifest of the run. If it is already in the
-    chain, no cluster is started. Raises BadInput before anything is written, RunHeld if another process holds the run,
-    RunChanged if the run was created with another configuration.
+    `scope` is the configuration that the open run uses if it needs less than the whole run. With `accept_change` the
+    run continues with the current code, data and libraries. `final_key` is the key of the last manifest of the run. If
+    it is already in the chain, no cluster is started. Raises BadInput before anything is written, RunHeld if another
+    process holds the run, RunChanged if the run was created with another configuration.
     """
     await _prepare_process()
     with tags(config.name, *config.tags):
@@ -77,7 +78,7 @@ async def hold(
         dependencies = dependencies_of(config, existing)
         run = existing or create_run(config.store, config.name, config.identity())
         with run.hold(alone=config.controllers.where == "nested"):
-            await asyncio.to_thread(recover, run)
+            await asyncio.to_thread(commit_pending_results, run)
             record_dependencies(
                 run,
                 dependencies,
@@ -86,17 +87,19 @@ async def hold(
                 accept_change=accept_change or not has_results(run.store),
             )
             tag_run(run, config.tags)
-            is_over = last in linked_parts(run)
-            opening = open_session(run, scope or config, store=config.store, whole=True, over=is_over)
-            async with opening as session, controllers(session):
-                with _report_run(session):
-                    yield session
+            is_finished = final_key in linked_parts(run)
+            opening = open_with_workers(
+                run, scope or config, store=config.store, preloads_all_roles=True, is_finished=is_finished
+            )
+            async with opening as open_run, open_controllers(open_run):
+                with _report_run(open_run):
+                    yield open_run
 
 
 @contextmanager
-def _report_run(session: Session) -> Iterator[None]:
+def _report_run(open_run: OpenRun) -> Iterator[None]:
     """Report to Prefect that a run has started, after how many iterations, and how it ended."""
-    run = session.run
+    run = open_run.run
     emit_of_run(run.name, "run.started", iterations=next_iteration(run) - 1)
     outcome = "stopped"
     try:
@@ -110,34 +113,36 @@ def _report_run(session: Session) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def reopen_run(config: RunConfig) -> AsyncIterator[Session]:
+async def reopen_run(config: RunConfig) -> AsyncIterator[OpenRun]:
     """Lock an existing run for this process to derive more from it with `config`. The recorded configuration is kept.
 
     Raises RunHeld if another process holds the run.
     """
     await _prepare_process()
-    run = open_run(config.store, config.name)
+    run = open_stored_run(config.store, config.name)
     with tags(config.name), run.hold():
-        async with open_session(run, config, store=config.store) as session:
-            yield session
+        async with open_with_workers(run, config, store=config.store) as open_run:
+            yield open_run
 
 
 @asynccontextmanager
-async def join_run(ref: RunRef) -> AsyncIterator[Session]:
-    """Open the run for a controller: use the session of this process, or join the run from a separate process.
+async def join_run(ref: RunRef) -> AsyncIterator[OpenRun]:
+    """Open the run for a controller: use the run that this process has open, or join the run from a separate process.
 
     If several tasks of a controller fail together, the first cause is raised, and its message is shown in the flow's
     state.
     """
     try:
-        async with _join(ref) as session:
-            yield session
+        async with _join(ref) as open_run:
+            yield open_run
     except BaseExceptionGroup as several:
         raise first_cause(several) from several
 
 
-async def control(run: RunRef, batch: str | None, *, work: Work, slots: Role | None = None) -> int | State[int]:
-    """Do a role's work for one batch, or for all orders of the run's holder. Return the number of batches.
+async def run_controller(
+    run: RunRef, batch: str | None, *, work: BatchWork, slots: Role | None = None
+) -> int | State[int]:
+    """Do a role's work for one batch, or for all requests of the run's holder. Return the number of batches.
 
     `slots` is the role that has workers in the slots; for a single batch of a run that nobody holds, they are placed
     here. If the controller no longer receives messages from the holder, the flow run ends as crashed. The holder, if it
@@ -149,32 +154,32 @@ async def control(run: RunRef, batch: str | None, *, work: Work, slots: Role | N
             "start a controller without a batch."
         )
     try:
-        async with join_run(run) as session:
-            perform = partial(_carry_out, session, work)
+        async with join_run(run) as open_run:
+            run_batch = partial(_carry_out, open_run, work)
             if batch is None:
-                return await serve(session, perform)
+                return await serve_requests(open_run, run_batch)
             if slots is not None and run.epoch is None:
-                await place_alone(session, Batch.read(session.run, batch), slots)
-            await perform(batch, None)
+                await place_alone(open_run, Batch.read(open_run.run, batch), slots)
+            await run_batch(batch, None)
             return 1
     except HolderLost as lost:
         return Crashed(message=f"{type(lost).__name__}: {lost}")
 
 
-async def _carry_out(session: Session, work: Work, batch: str, shards: Shards) -> None:
+async def _carry_out(open_run: OpenRun, work: BatchWork, batch: str, shards: Shards) -> None:
     """Do the work for some shards of a planned batch, or for all if `shards` is None."""
-    planned = Batch.read(session.run, batch)
-    with within(batch):
-        await work(session, planned, planned.shards if shards is None else shards)
+    planned = Batch.read(open_run.run, batch)
+    with tag_tasks(batch):
+        await work(open_run, planned, planned.shards if shards is None else shards)
 
 
 @asynccontextmanager
-async def _join(ref: RunRef) -> AsyncIterator[Session]:
+async def _join(ref: RunRef) -> AsyncIterator[OpenRun]:
     if is_open(ref):
-        yield session_of(ref)
+        yield get_open_run(ref)
         return
     await _prepare_process()
-    run = open_run(ref.store, ref.name)
+    run = open_stored_run(ref.store, ref.name)
     document = {**recorded_config(run), "name": ref.name, "store": ref.store}
     config = parse_config(document, source=f"run {ref.name}", recorded=True)
     overrides = {"pools": ref.pools, "controllers": ref.controllers}
@@ -184,13 +189,13 @@ async def _join(ref: RunRef) -> AsyncIterator[Session]:
         if ref.epoch is None:
             check_dependencies(run, dependencies_of(config, run))
             with run.hold():
-                async with open_session(run, config, store=ref.store) as session:
-                    yield session
+                async with open_with_workers(run, config, store=ref.store) as open_run:
+                    yield open_run
         else:
             run = run.join(ref.epoch)
             run.check_lease()
-            async with open_session(run, config, store=ref.store, join=ref.cluster) as session:
-                yield session
+            async with open_with_workers(run, config, store=ref.store, cluster_address=ref.cluster) as open_run:
+                yield open_run
 
 
 async def _prepare_process() -> None:
@@ -208,17 +213,20 @@ async def _load_secrets() -> None:
 
     Raises BadInput if a block is missing or has other content. The message does not repeat the content.
     """
-    for name in filter(None, map(str.strip, os.environ.get(SECRETS, "").split(","))):
+    for name in filter(None, map(str.strip, os.environ.get(SECRETS_VARIABLE, "").split(","))):
         try:
             block = cast(Secret[str], await Secret.aload(name))
         except ValueError:
-            raise BadInput(f"{SECRETS} names {name!r}, but Prefect has no Secret block with this name.") from None
+            raise BadInput(
+                f"{SECRETS_VARIABLE} names {name!r}, but Prefect has no Secret block with this name."
+            ) from None
         value: JsonValue = block.value.get_secret_value()  # a block created in the UI contains text
         try:
             values = _VALUES.validate_json(value) if isinstance(value, str) else _VALUES.validate_python(value)
         except ValidationError:
             raise BadInput(
-                f"{SECRETS}: the Secret block {name!r} must be a JSON object of environment variables and their values."
+                f"{SECRETS_VARIABLE}: the Secret block {name!r} must be a JSON object of environment variables and "
+                "their values."
             ) from None
         for variable, text in values.items():
             os.environ.setdefault(variable, text)

@@ -1,0 +1,309 @@
+"""Run that is open in this process: its store, lease, settings and worker pools.
+
+Flows receive a `RunRef`, which is small and serializable. `get_open_run` returns the open run for it, which the tasks
+of the flow receive.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from infra.config import PoolsConfig, Settings
+from infra.costs import Account
+from infra.errors import RheostatError
+from infra.pools.fleet import Fleet
+from infra.pools.pool import Pool
+from infra.pools.ranks import RankGroup
+from infra.pools.worker import Done
+from infra.store.bundles import BundleRef
+from infra.store.chain import Chain
+from infra.store.manifests import Manifest
+from infra.store.runs import Run
+from models.records.versions import Outcome
+from placement.measurements import Measurements
+from placement.records import Memory, Plan, Policy
+from tasks.config.run import ControllersConfig, RunConfig
+from tasks.run.keys import StageKey, reward_model_role
+from tasks.run.prefect_pages import PrefectPages
+from tasks.run.worker_pools import Cluster, open_cluster, open_worker_slots, start_pool
+
+
+@dataclass(slots=True)
+class PlacementState:
+    """Placement state of a run that is open in this process."""
+
+    policy: Policy
+    measurements: Measurements = field(default_factory=Measurements)
+    current_plan: Plan | None = None
+    """Latest assignment of roles to slots, or None before the first."""
+    memory: Memory = field(default_factory=Memory)
+    num_moves: int = 0
+    """Number of times that this process has moved workers. Numbers the entries of the journal."""
+    stage_start_time: float = 0.0
+    """Start time of the current stage, on the monotonic clock."""
+
+
+@dataclass(slots=True)
+class RetentionProgress:
+    """Progress of retention in this process: the policies and iterations that it has examined."""
+
+    first_unexamined_version: int = 0
+    """Number of the first version that is not examined yet."""
+    kept_bundles: set[str] = field(default_factory=set)
+    """Keys of the bundles that keep their files, among the examined versions."""
+    postponed_bundles: dict[str, BundleRef] = field(default_factory=dict)
+    """Bundles by key that have a tombstone but keep their files while other processes read them."""
+    last_deleted_iteration: int = 0
+    """Number of the last iteration whose shards are deleted."""
+
+
+class CommitNotifier:
+    """Commits that this process has made or seen. An announced commit wakes the tasks that wait for it."""
+
+    def __init__(self) -> None:
+        self.last_commit_time = time.monotonic()
+        """Time of the newest commit, on the monotonic clock."""
+        self._waiting: dict[str, asyncio.Event] = {}
+
+    def announce(self, key: str) -> None:
+        """Wake the tasks that wait for a key."""
+        self.last_commit_time = time.monotonic()
+        if (waiting := self._waiting.pop(key, None)) is not None:
+            waiting.set()
+
+    async def wait(self, key: str, *, seconds: float) -> None:
+        """Wait until a key is announced or the time has passed. Commits of other processes are not announced."""
+        waiting = self._waiting.setdefault(key, asyncio.Event())
+        with suppress(TimeoutError):
+            await asyncio.wait_for(waiting.wait(), seconds)
+
+
+R = TypeVar("R")
+
+MAX_STORE_REQUESTS = 32
+"""Maximum number of concurrent requests to a remote store."""
+
+
+class RunRef(Settings):
+    """Reference to a run that is locked by this process, or by the process that calls a flow."""
+
+    store: str
+    """Directory or address of the store that contains the run."""
+    name: str
+    """Name of the run."""
+    epoch: int | None = None
+    """Epoch of the process that has locked the run. None makes the called flow lock the run itself."""
+    cluster: str | None = None
+    """Address of the Ray cluster with the pools of the locking process. None makes the called flow open separate
+    pools."""
+    pools: PoolsConfig | None = None
+    """Worker pools of the locking process, which a joining process shares. None selects the recorded pools of the
+    run."""
+    controllers: ControllersConfig | None = None
+    """Controller settings of the locking process. None selects the recorded settings of the run."""
+
+
+class OpenRun:
+    """Open run. Pools start in the background when they are first needed and stay alive between stages.
+
+    This is a plain class, because Prefect would traverse a dataclass or model that a task receives.
+    """
+
+    def __init__(
+        self, run: Run, settings: RunConfig, cluster: Cluster, *, store: str, is_finished: bool = False
+    ) -> None:
+        self.run, self.settings, self.cluster = run, settings, cluster
+        self.is_finished = is_finished
+        """Whether the run is finished, so that only reporting is left."""
+        self.ref = RunRef(
+            store=store,
+            name=run.name,
+            epoch=run.epoch,
+            cluster=cluster.address,
+            pools=settings.pools,
+            controllers=settings.controllers,
+        )
+        """Reference to this run that flows receive."""
+        self.chain = Chain(run)
+        """Chain of records of finished iterations and evaluations."""
+        self.commits = CommitNotifier()
+        """Announcements that wake stages that wait for the commits of other controllers."""
+        self.slots_lock = asyncio.Lock()
+        """Lock on the worker slots, for generation and scoring of a batch or an update on the slots' machines."""
+        self.placement: PlacementState | None = None
+        """State of the placement, or None before its first decision."""
+        self.prefect_pages = PrefectPages()
+        self.account = Account()
+        self.retention = RetentionProgress()
+        """Progress of retention."""
+        self._pools: dict[str, asyncio.Task[Pool | RankGroup]] = {}
+        self._fleet: asyncio.Task[Fleet] | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._background_commit: asyncio.Task[None] | None = None
+        self._last_requests: Mapping[str, int] = {}
+        self._store_threads = ThreadPoolExecutor(MAX_STORE_REQUESTS, thread_name_prefix="store")
+
+    async def query_store(self, query: Callable[[], R]) -> R:
+        """Call a function that queries the run's store. If the store is remote, other tasks run meanwhile."""
+        if not self.run.store.is_remote:
+            return query()
+        return await asyncio.get_running_loop().run_in_executor(self._store_threads, query)
+
+    def reward_model(self, term: str, *, prefix: str = "") -> Manifest:
+        """Return the manifest of the model that serves a reward. `prefix` selects the models of a re-scoring."""
+        return self.run.require(StageKey.reward_model(term).with_prefix(prefix))
+
+    def prefetch(self, role: str, record: object) -> None:
+        """Tell the workers in the slots to prefetch a record that a role will need, if the store is remote."""
+        opened = self._fleet
+        is_open = opened is not None and opened.done() and not opened.cancelled() and opened.exception() is None
+        if opened is not None and is_open and self.run.store.is_remote:
+            opened.result().role(role).foresee(record)
+
+    def count_new_requests(self) -> dict[str, int]:
+        """Return the number of store requests of this process since the last call, by verb."""
+        now, before = self.run.store.requests(), self._last_requests
+        self._last_requests = now
+        return {verb: new for verb, count in sorted(now.items()) if (new := count - before.get(verb, 0))}
+
+    def start_pools(self, *roles: str) -> None:
+        """Start the pools of these roles in the background."""
+        for role in roles:
+            if role not in self._pools:
+                self._pools[role] = asyncio.create_task(
+                    start_pool(self.cluster, self.run, self.settings, role), name=f"start {role}"
+                )
+
+    def start_slots(self) -> None:
+        """Start the rollout workers in the background, because they are needed first."""
+
+        async def start() -> None:
+            await (await self.get_fleet()).arrange({"rollout": self.settings.pools.workers.max})
+
+        if self._starting is None:
+            self._starting = asyncio.create_task(start(), name="start the slots")
+
+    async def get_pool(self, role: str) -> Pool | RankGroup:
+        """Return the pool of a role after it has started. Other processes that join then share its workers."""
+        self.start_pools(role)
+        starting = self._pools[role]
+        try:
+            return await asyncio.shield(starting)
+        except RheostatError:
+            if self._pools.get(role) is starting:  # a later call, for example by a retried task, starts the pool again
+                del self._pools[role]
+            raise
+
+    async def get_fleet(self) -> Fleet:
+        """Return the worker slots, which placement assigns to the roles that serve models."""
+        if self._fleet is None:
+            self._fleet = asyncio.create_task(
+                open_worker_slots(self.cluster, self.run, self.settings), name="open the fleet"
+            )
+        opening = self._fleet
+        try:
+            return await asyncio.shield(opening)
+        except RheostatError:
+            if self._fleet is opening:
+                self._fleet = None
+            raise
+
+    async def perform(self, role: str, method: str, work: object) -> Done[Outcome]:
+        """Let a worker of the role, or all ranks of the role, do the work, and return the outcome."""
+        return await self.request(role, method, work, returns=Outcome)
+
+    async def request(self, role: str, method: str, work: object, *, returns: type[R]) -> Done[R]:
+        """Let a worker do work whose result is not stored or not committed yet, and return the result."""
+        if role in self.slot_roles:
+            pool: Pool | RankGroup = (await self.get_fleet()).role(role)
+        else:
+            pool = await self.get_pool(role)
+        return await pool.run(method, work, returns=returns)
+
+    @property
+    def slot_roles(self) -> dict[str, int]:
+        """Number of slots that one worker needs, by role. Lists the roles that share the worker slots."""
+        local = self.settings.scoring.hosted_rewards
+        return {"rollout": 1} | {reward_model_role(term): reward.slots for term, reward in local.items()}
+
+    def get_controller_pools(self, controller: str) -> tuple[str, ...]:
+        """Return the pools that a controller of a role needs in addition to the worker slots."""
+        served = self.settings.scoring.model_rewards
+        elsewhere = tuple(reward_model_role(term) for term in served if reward_model_role(term) not in self.slot_roles)
+        return {"rollout": (), "scoring": ("scoring", *elsewhere)}.get(controller, (controller,))
+
+    def commit_in_background(self, commits: Coroutine[object, object, None]) -> None:
+        """Start to commit, in the background, results that this process already uses (expected manifests)."""
+        self._background_commit = asyncio.create_task(commits, name="settle")
+
+    async def wait_for_commits(self) -> None:
+        """Wait until all expected manifests are committed. Raises the error of the commits if they failed."""
+        if self._background_commit is not None:
+            await asyncio.shield(self._background_commit)
+
+    async def close_pool(self, role: str) -> None:
+        """Close the pool of a role that no later stage needs."""
+        if role in self._pools:
+            await (await self._pools.pop(role)).close()
+
+    async def close(self) -> None:
+        """Cancel the start of pools. Running pools end with the cluster, and uncommitted work is repeated later."""
+        started = (
+            *self._pools.values(),
+            self._fleet,
+            self._starting,
+            self._background_commit,
+            self.prefect_pages.renewal_task,
+        )
+        tasks = [task for task in started if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        # Commits in progress still need the lock on the run.
+        await asyncio.to_thread(self._store_threads.shutdown, cancel_futures=True)
+
+
+_OPEN: dict[tuple[str, str], OpenRun] = {}
+
+
+def get_open_run(ref: RunRef) -> OpenRun:
+    """Return the open run of a reference. A sub-flow is called only while the run is open."""
+    return _OPEN[ref.store, ref.name]
+
+
+def is_open(ref: RunRef) -> bool:
+    """Return whether this process has the run open."""
+    return (ref.store, ref.name) in _OPEN
+
+
+@asynccontextmanager
+async def open_with_workers(
+    run: Run,
+    settings: RunConfig,
+    *,
+    store: str,
+    cluster_address: str | None = None,
+    preloads_all_roles: bool = False,
+    is_finished: bool = False,
+) -> AsyncIterator[OpenRun]:
+    """Open the cluster of a run and register the open run for `get_open_run` until the end of the block.
+
+    `cluster_address` is the address of another process's Ray cluster whose pools are shared. With
+    `preloads_all_roles`, an embedded cluster imports the modules of all roles only once. Set it if the run has work for
+    all roles. With `is_finished`, workers are needed only for reporting, so they are threads.
+    """
+    pools = settings.pools.model_copy(update={"cluster": "threads"}) if is_finished else settings.pools
+    async with open_cluster(
+        run, pools, cluster_address=cluster_address, preloads_all_roles=preloads_all_roles
+    ) as cluster:
+        open_run = _OPEN[store, run.name] = OpenRun(run, settings, cluster, store=store, is_finished=is_finished)
+        try:
+            yield open_run
+            await open_run.wait_for_commits()
+        finally:
+            del _OPEN[store, run.name]
+            await open_run.close()

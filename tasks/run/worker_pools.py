@@ -1,0 +1,132 @@
+"""Worker pools of a run: the cluster that hosts them, and the worker class, size and options of each role."""
+
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from typing import Protocol
+
+from infra.config import PoolsConfig
+from infra.pools.cluster import Preload, RayCluster
+from infra.pools.fleet import Fleet
+from infra.pools.launcher import SlotCount
+from infra.pools.pool import Pool
+from infra.pools.ranks import RankGroup
+from infra.pools.threads import ThreadCluster
+from infra.pools.worker import PoolSpec
+from infra.store.runs import Run
+from models.config.judges import ServedReward
+from tasks.config.run import RunConfig
+from tasks.run.keys import reward_model_role
+
+PRELOADED_MODULES = (
+    "deepspeed",
+    "deepspeed.ops",
+    *(f"models.workers.{role}" for role in ("preparation", "rollout", "scoring", "update")),
+)
+"""Modules that the workers of every run import."""
+
+
+class Cluster(Protocol):
+    """Host of a run's worker pools, which end with its context: Ray processes, or threads of this process."""
+
+    @property
+    def address(self) -> str | None:
+        """Address under which other processes find the same pools, or None if they cannot."""
+        ...
+
+    async def pool(self, spec: PoolSpec) -> Pool:
+        """Return a pool whose workers have started."""
+        ...
+
+    async def fleet(self, specs: Sequence[PoolSpec], *, slots: SlotCount, gpus_per_slot: float) -> Fleet:
+        """Return worker slots that these roles share. No worker starts before the slots are arranged."""
+        ...
+
+    async def ranks(self, spec: PoolSpec) -> RankGroup:
+        """Return a group of ranks that have connected to each other."""
+        ...
+
+
+def open_cluster(
+    run: Run, pools: PoolsConfig, *, cluster_address: str | None, preloads_all_roles: bool
+) -> AbstractAsyncContextManager[Cluster]:
+    """Open the cluster that hosts the run's workers."""
+    if pools.cluster == "threads":
+        return ThreadCluster.open(threads=pools.threads)
+    preload = Preload(PRELOADED_MODULES, threads=pools.threads) if preloads_all_roles else None
+    address = cluster_address or pools.ray_address
+    return RayCluster.open(f"rheostat-{run.name}", address=address, preload=preload, start_seconds=pools.start_seconds)
+
+
+async def start_pool(cluster: Cluster, run: Run, settings: RunConfig, role: str) -> Pool | RankGroup:
+    """Start the pool of a role. This is the only place that maps roles to worker classes."""
+    pools = settings.pools
+    threads: dict[str, object] = {"threads": pools.threads}
+    match role:
+        case "preparation":
+            return await cluster.pool(
+                _build_spec(run, settings, role, "models.workers.preparation:PreparationWorker", 1, options=threads)
+            )
+        case "scoring":
+            options: dict[str, object] = {"scoring": settings.scoring, "algorithm": settings.algorithm}
+            spec = _build_spec(
+                run, settings, role, "models.workers.scoring:ScoringWorker", pools.scoring_workers, options=options
+            )
+            return await cluster.pool(spec)
+        case "update":
+            learning: dict[str, object] = {"update": settings.update, "algorithm": settings.algorithm}
+            options = {**threads, **learning, "temperature": settings.rollout.sampling.temperature}
+            options["denoising"] = settings.rollout.denoising
+            spec = _build_spec(
+                run, settings, role, "models.workers.update:UpdateWorker", pools.update_ranks, options=options
+            )
+            return await cluster.ranks(spec)
+    for term, reward in settings.scoring.model_rewards.items():
+        if role == reward_model_role(term):
+            return await cluster.pool(_reward_model_spec(run, settings, term, reward, size=pools.scoring_workers))
+    raise AssertionError(f"no worker class serves the role {role!r}")
+
+
+async def open_worker_slots(cluster: Cluster, run: Run, settings: RunConfig) -> Fleet:
+    """Open the worker slots for rollout and for hosted reward models. No worker starts before placement requests it."""
+    pools, lora, rollout = settings.pools, settings.update.lora, settings.rollout
+    options: dict[str, object] = {"engine": rollout.engine, "environment": rollout.environment}
+    options |= {"threads": pools.threads, "adapter_rank": 0 if lora is None else lora.rank}
+    options["records_experts"] = settings.update.router_replay == "rollout"
+    slots = SlotCount(
+        most=pools.workers.max,
+        first=pools.workers.fewest,
+        least=settings.min_slots,
+        wait_seconds=pools.wait_seconds,
+    )
+    specs = [_build_spec(run, settings, "rollout", "models.workers.rollout:RolloutWorker", slots.most, options=options)]
+    for term, reward in settings.scoring.hosted_rewards.items():
+        specs.append(_reward_model_spec(run, settings, term, reward, size=slots.most // reward.slots))
+    return await cluster.fleet(specs, slots=slots, gpus_per_slot=pools.gpus_per_worker)
+
+
+def _reward_model_spec(run: Run, settings: RunConfig, term: str, reward: ServedReward, *, size: int) -> PoolSpec:
+    threads = settings.pools.threads * reward.slots
+    options: dict[str, object] = {"term": term, "reward": reward, "threads": threads}
+    spec = _build_spec(run, settings, reward_model_role(term), reward.implementation, size, options=options)
+    return replace(spec, threads=threads, slots=reward.slots)
+
+
+def _build_spec(
+    run: Run, settings: RunConfig, role: str, target: str, size: int, *, options: dict[str, object]
+) -> PoolSpec:
+    pools = settings.pools
+    gpus = {"update": pools.gpus_per_update_rank}
+    home, _, name = run.store.uri.rstrip("/").rpartition("/")
+    return PoolSpec(
+        role=role,
+        target=target,
+        options={"store_uri": home, "run": name, **options},
+        size=size,
+        threads=pools.threads,
+        gpus=gpus.get(role, 0),
+        start_seconds=pools.start_seconds,
+        stall_seconds=pools.stall_seconds,
+        max_restarts=pools.max_restarts,
+        looks_ahead=run.store.is_remote,
+    )
