@@ -32,9 +32,9 @@ from models.records.columns import (
     lengths_of,
     lists,
 )
-from models.records.count_turn_prompts import count_turn_prompts, split_at_prompts
 from models.records.model_input import ENVIRONMENT, ROLLOUT_INPUT, completion_lengths, sample_columns
 from models.records.schemas import EXPERTS, PER_TOKEN, SAMPLE_SCHEMA, FinishReason
+from models.records.turn_prompts import count_turn_prompts, split_at_prompts
 
 
 def sample_table(

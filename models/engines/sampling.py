@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from models.config.engines import SamplingConfig
-from models.vision.vision import mask_tokens
+from models.vision.tower import mask_tokens
 
 _ELEMENTS: Final = (
     1 << 24

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from infra.errors import BadInput
 from models.config.objectives import chunk_elements_of
 from models.modeling.logit_shapes import LogitShape, logit_shape
-from models.vision.vision import mask_tokens
+from models.vision.tower import mask_tokens
 
 LossGradient = Callable[[Tensor, Tensor], Tensor]
 """Per-token gradient of the loss of a micro-batch: a function of the log-probs (C) of some completion tokens and their

@@ -30,7 +30,7 @@ from models.modeling.shared_prompts import (
     set_attention,
     shared_states,
 )
-from models.vision.vision import ImageRows, VisionInputs, encode_images, prepare_rows
+from models.vision.tower import ImageRows, VisionInputs, encode_images, prepare_rows
 
 
 class ForwardInput(NamedTuple):

@@ -30,7 +30,7 @@ from models.records.media import ImageSource
 from models.vision.families import FAMILIES
 from models.vision.parts import Part, frozen_names, part_of
 from models.vision.processor import is_vision_model, load_processor
-from models.vision.vision import VisionInputs
+from models.vision.tower import VisionInputs
 
 _MAKING = threading.RLock()
 

@@ -33,7 +33,7 @@ from models.modeling.flash import KernelOptions, KernelRows, RowsAttention, atte
 from models.modeling.layout import SharedRows, lay_out
 from models.modeling.sequence_parallel import SequenceParallelGroup
 from models.records.model_input import ModelInput
-from models.vision.vision import treats_images_as_text
+from models.vision.tower import treats_images_as_text
 
 _ENDING: Final = "_of_shared_prompts"
 _INSIDE: Final = ("sdpa", "eager")

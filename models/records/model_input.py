@@ -90,7 +90,7 @@ class ModelInput:
         """Return this input with an observation (context inside the completion), without recorded experts."""
         return type(self)(self.chunks + _build_chunk(tokens, is_trained=False), self.images)
 
-    def attach_experts(self, experts: Experts) -> Self:
+    def with_experts(self, experts: Experts) -> Self:
         """Return this input with recorded experts. Appending tokens later discards them."""
         return replace(self, experts=experts)
 

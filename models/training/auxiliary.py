@@ -22,7 +22,6 @@ from models.endpoints.prompt_logprobs import TokenScorer
 from models.modeling.batching import Sequences, StepPlan, plan_step
 from models.modeling.layout import AuxiliaryPass, MicroBatch, lay_out
 from models.records.columns import Mask, concatenate_tables, lists, select_rows
-from models.records.count_turn_prompts import split_at_prompts
 from models.records.model_input import (
     ROLLOUT_INPUT,
     completion_lengths,
@@ -31,6 +30,7 @@ from models.records.model_input import (
     select_with_experts,
 )
 from models.records.schemas import ESTIMATE_SCHEMA
+from models.records.turn_prompts import split_at_prompts
 from models.records.work import EstimateWork
 from models.text.tokenizer import build_token_decoder, load_tokenizer
 from models.training.ranks import Ranks, broadcast_bytes, gather_bytes

@@ -9,9 +9,9 @@ from operator import itemgetter
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from infra.store.shards import ShardRef, read_shard
-from models.records.count_turn_prompts import count_turn_prompts
 from models.records.model_input import COMPLETION_TOKENS
 from models.records.schemas import FinishReason
+from models.records.turn_prompts import count_turn_prompts
 from models.records.versions import policy_of
 from tasks.run.batch import Batch, completion_shards_of
 from tasks.run.iteration import Iteration

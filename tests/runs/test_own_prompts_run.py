@@ -6,8 +6,8 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from models.records.count_turn_prompts import count_turn_prompts, split_at_prompts
 from models.records.model_input import TURN_PROMPT
+from models.records.turn_prompts import count_turn_prompts, split_at_prompts
 from tasks.run.iteration import Iteration
 from tasks.verification.invariants import verify_run
 from tasks.verification.samples import check_samples

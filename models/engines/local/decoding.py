@@ -26,7 +26,7 @@ from models.engines.requests import CompletionRow, decode_texts, length_finish_r
 from models.engines.sampling import sample_tokens, sample_uniforms
 from models.records.model_input import ModelInput
 from models.records.schemas import FinishReason
-from models.vision.vision import VisionInputs, encode_images, mask_tokens, prepare_rows
+from models.vision.tower import VisionInputs, encode_images, mask_tokens, prepare_rows
 
 _KEEP_SHARE: Final = 0.75  # with fewer live rows, copying the cache is cheaper than decoding finished rows
 

@@ -91,10 +91,10 @@ def score(tmp_path: Path, store: Store, tokenizer: BundleRef) -> Iterator[Score]
         worker.close()
 
 
-def write_completions(store: Store, *completions: str, split_tokens: tuple[str, ...] = ()) -> ShardRef:
+def write_completions(store: Store, *completions: str, texts: tuple[str, ...] = ()) -> ShardRef:
     """Write rollouts in groups of two; the tokens encode other texts if any are passed."""
     tokenizer, rows = small_tokenizer(), []
-    for index, (completion, text) in enumerate(zip(completions, split_tokens or completions, strict=True)):
+    for index, (completion, text) in enumerate(zip(completions, texts or completions, strict=True)):
         tokens = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         columns = {"completion_tokens": tokens, "logprobs": [-1.0] * len(tokens), "prompt_tokens": [5]}
         columns["segments"] = [{"policy_version": 0, "tokens": len(tokens)}]
@@ -141,7 +141,7 @@ def test_a_term_that_fails_is_missing_with_its_spans_and_the_reason_is_stored(st
 
 @pytest.mark.parametrize("reward", [STEPWISE, TOKENS])
 def test_a_term_is_missing_if_the_tokens_do_not_decode_to_the_completion(store, score, reward):
-    found = read_columns(store, score(write_completions(store, "1\n1", "2", split_tokens=("1\n2", "2")), reward))
+    found = read_columns(store, score(write_completions(store, "1\n1", "2", texts=("1\n2", "2")), reward))
     assert found["reward"][0] is None
     assert found["reward"][1] is not None
     assert re.search(f"^{reward.name}: .*tokens", found["error"][0])

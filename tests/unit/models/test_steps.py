@@ -87,7 +87,7 @@ def test_steps_are_shown_in_tags_numbered_from_zero_and_tags_in_their_text_are_e
 
 
 @pytest.mark.parametrize(
-    ("find_token_starts", "lengths", "values", "spans"),
+    ("starts", "lengths", "values", "spans"),
     [
         ([0, 1, 4], (3, 2), (0.0, -1.0), Spans((0, 2), (0.0, -1.0))),  # "ab.|cd" in tokens a, b.c, d: by first letter
         ([0, 3, 5, 5], (3, 2), (0.0, -1.0), Spans((0, 1), (0.0, -1.0))),  # tokens after the text are of the last step
@@ -98,8 +98,8 @@ def test_steps_are_shown_in_tags_numbered_from_zero_and_tags_in_their_text_are_e
         ([], (0,), (-1.0,), Spans((), ())),
     ],
 )
-def test_a_token_belongs_to_the_step_with_its_first_character(find_token_starts, lengths, values, spans):
-    assert assign_spans(find_token_starts, StepValues(lengths, values)) == spans
+def test_a_token_belongs_to_the_step_with_its_first_character(starts, lengths, values, spans):
+    assert assign_spans(starts, StepValues(lengths, values)) == spans
 
 
 def test_values_of_steps_are_aggregated():

@@ -15,9 +15,9 @@ from models.credit.inputs import TermColumns
 from models.judges.verdicts import Judgement
 from models.modeling.batching import Sequences, plan_steps
 from models.modeling.layout import TrainingSample, lay_out_samples
-from models.records.count_turn_prompts import count_turn_prompts, split_at_prompts
 from models.records.model_input import TURN_PROMPT, ModelInput, rollout_inputs
 from models.records.schemas import ESTIMATE_SCHEMA, ROLLOUT_SCHEMA, score_schema
+from models.records.turn_prompts import count_turn_prompts, split_at_prompts
 from models.rewards.environment import environment_rewards, returns_to_go
 from models.rollouts.groups import TurnRecord
 from models.text.steps import Spans

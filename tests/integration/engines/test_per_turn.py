@@ -14,8 +14,8 @@ from models.config.engines import SamplingConfig
 from models.config.environments import ToolsEnvironment
 from models.config.rewards import ScoringConfig
 from models.data.problems import Message
-from models.records.count_turn_prompts import split_at_prompts
 from models.records.schemas import PROMPT_SCHEMA, ROLLOUT_SCHEMA
+from models.records.turn_prompts import split_at_prompts
 from models.records.versions import ModelVersion
 from models.records.work import CreditWork, RolloutWork, ScoredShard, ScoringWork
 from models.text.calls import Call, ParsedTurn
@@ -156,7 +156,7 @@ def test_max_new_tokens_limits_each_turn_together_with_the_growth_of_its_prompt(
 
 def test_the_answer_of_a_tool_follows_its_call(episodes):
     tools = ToolsEnvironment(
-        tools=("tests.support.games:price",), parser="tests.integration.engines.test_own_prompts:always_calls",
+        tools=("tests.support.games:price",), parser="tests.integration.engines.test_per_turn:always_calls",
         turn_tokens=24, processes=1, history="per_turn",
     )  # fmt: skip
     tokenizer = tokenizer_of("qwen-3")

@@ -34,7 +34,7 @@ from models.training import versions
 from models.training.offline import Listener, imitate
 from models.training.samples import open_samples
 from models.training.versions import Learner
-from models.vision import vision
+from models.vision import tower
 from models.vision.parts import part_of
 from models.vision.processor import load_processor
 from models.workers.rollout import RolloutWorker
@@ -149,8 +149,8 @@ def test_a_frozen_tower_encodes_an_image_once_and_the_update_is_the_same(uri, mo
         change(UNCLIPPED, freeze=("vision", "projector")),
     )
     work = seen_work(uri, policy, Path(uri, kind), SHOWN)
-    calls, read = [], vision._read
-    monkeypatch.setattr(vision, "_read", lambda *arguments: calls.append(0) or read(*arguments))
+    calls, read = [], tower._read
+    monkeypatch.setattr(tower, "_read", lambda *arguments: calls.append(0) or read(*arguments))
     worker = start_worker(uri, frozen)
     first = worker.update(work)
     assert len(calls) == 2 * len(PICTURES)  # once by the policy and once by the reference, though there are more passes
