@@ -139,9 +139,9 @@ class StepModule(TokenModule):
         self.drawing, self.pictures = drawing, pictures
         self.denoising_steps = drawing.learnt(None)
 
-    def checkpoint_layers(self, *, again: bool) -> None:
+    def checkpoint_layers(self, *, is_enabled: bool) -> None:
         """Enable gradient checkpointing of the denoiser's layers."""
-        checkpoint_denoiser(self.model, is_enabled=again)
+        checkpoint_denoiser(self.model, is_enabled=is_enabled)
 
     def to_device(self, batch: MicroBatch, device: torch.device) -> Any:  # noqa: ANN401 -- StepInput
         """Move a micro-batch to the device, with the states of its images."""

@@ -66,7 +66,7 @@ class ForwardInput(NamedTuple):
         *,
         shares: bool,
         slicing: SequenceParallelGroup | None = None,
-        seen: ImageRows | None = None,
+        images: ImageRows | None = None,
     ) -> Self:
         """Move a micro-batch to the device, for a model that shares prompts (`shares`) or needs padded rows.
 
@@ -86,8 +86,8 @@ class ForwardInput(NamedTuple):
             torch.from_numpy(array).to(device) for array in (tokens, positions, targets)
         )
         own_M = None if own is None else torch.from_numpy(own).to(device)
-        inputs = cls(tokens_BT, positions_N, targets_N, shared, seen)
-        return inputs._replace(own_M=own_M, written=len(batch.targets_N))
+        inputs = cls(tokens_BT, positions_N, targets_N, shared, images)
+        return inputs._replace(own_M=own_M, num_completion_tokens=len(batch.targets_N))
 
     def own_slopes(self) -> LossGradient | None:
         """Return the per-token gradient of the completion tokens predicted here, indexed among these tokens."""
@@ -102,7 +102,7 @@ class ForwardInput(NamedTuple):
         """
         if self.own_M is None or self.shared is None or self.shared.slicing is None:
             return values
-        return self.shared.slicing.gather(values, self.own_M, written=self.num_completion_tokens)
+        return self.shared.slicing.gather(values, self.own_M, num_completion_tokens=self.num_completion_tokens)
 
 
 class TokenModule(nn.Module):
@@ -147,14 +147,14 @@ class TokenModule(nn.Module):
         Raises BadInput if the model is text-only and the micro-batch has images, and Damaged if experts to be replayed
         are missing.
         """
-        seen = None
+        images = None
         if self.vision is not None:
             shows = batch.shared.prompts if self.shares_prompts and batch.shared is not None else batch.inputs
             width = batch.tokens_BT.shape[1]
-            seen = prepare_rows(self.vision, self.model, shows, device=device, width=width, runs_always=True)
+            images = prepare_rows(self.vision, self.model, shows, device=device, width=width, runs_always=True)
         elif any(each.images for each in batch.inputs):
             raise BadInput(f"{type(self.model).__name__} reads only text, but the prompts have images")
-        read = ForwardInput.from_batch(batch, device, shares=self.shares_prompts, slicing=self.slicing, seen=seen)
+        read = ForwardInput.from_batch(batch, device, shares=self.shares_prompts, slicing=self.slicing, images=images)
         if self.replay is None:
             return read
         return read._replace(chosen_LF=self.replay.lay_out(batch, device, shares=self.shares_prompts))

@@ -285,6 +285,8 @@ def outputs_match(model: PreTrainedModel, *, slicing: SequenceParallelGroup | No
     expected_NH = expected_BTH.flatten(0, 1)[positions_N.to(device)].float()
     actual_NH = actual_LH[torch.from_numpy(row.predicting_N).to(device)].float()
     if slicing is not None and own_M is not None:
-        actual_NH = slicing.gather(actual_NH, torch.from_numpy(own_M).to(device), written=len(expected_NH))
+        actual_NH = slicing.gather(
+            actual_NH, torch.from_numpy(own_M).to(device), num_completion_tokens=len(expected_NH)
+        )
     difference = (actual_NH - expected_NH).abs().max() / expected_NH.abs().max().clamp(min=1e-6)
     return bool(difference < _CLOSE.get(model.dtype, 5e-2))

@@ -341,7 +341,7 @@ class ServedEngine:
         first = [CompletionRequest(id=0, input=ModelInput.from_prompt([0]), seed=0, max_tokens=1)]
         try:
             for answer in client.generate(
-                self._digest(), first, SamplingConfig(), stops=Stops((), ()), vision=self._sight()
+                self._digest(), first, SamplingConfig(), stops=Stops((), ()), vision=self._served().vision
             ):
                 if isinstance(answer, RequestDone):
                     self._counts[client.url] = answer

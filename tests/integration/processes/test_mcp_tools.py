@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from infra.errors import BadInput
 from models.config.environments import McpEnvironment
-from models.environments.pool import Answered, EnvironmentPool
+from models.environments.pool import EnvironmentPool, TurnAnswer
 from models.environments.runtime import tool_schemas
 from models.text.calls import Call
 from tests.support.environments import episode_with_calls
@@ -75,7 +75,7 @@ def key(monkeypatch):
     monkeypatch.setenv("OTHER_KEY", "another")
 
 
-def answered(pool: EnvironmentPool, *calls: Call) -> Answered:
+def answered(pool: EnvironmentPool, *calls: Call) -> TurnAnswer:
     [found] = pool.answer([episode_with_calls(*calls)], [0])
     pool.end(["0"], [0])
     return found
