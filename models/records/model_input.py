@@ -1,8 +1,8 @@
 """Model inputs from data to the forward pass, used by engines, auxiliary passes, update, critics and judges alike.
 
 This module is the only one that knows the columns of prompts, rollouts and samples that store tokens. A token is
-"written" if a model generated it or is trained to generate it (a completion token), and "given" if it is context, such
-as a prompt or an observation. Shapes: K rows.
+"trained" if a model generated it or is trained to generate it. All other tokens are context, such as a prompt or an
+observation. Shapes: K rows.
 """
 
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ class TextChunk:
 class ModelInput:
     """Input sequence of a model: the prompt, which is context, and the completion so far, if any.
 
-    The completion starts with the first written token. Observations inside the completion are context again. Every
+    The completion starts with the first trained token. Observations inside the completion are context again. Every
     chunk knows its number of tokens, from which lengths, budgets and micro-batches are computed. No chunk is empty.
     """
 
@@ -83,7 +83,7 @@ class ModelInput:
         return cls(_build_chunk(tokens, is_trained=False), tuple(images))
 
     def with_completion(self, tokens: ArrayLike) -> Self:
-        """Return this input with additional written tokens, without recorded experts."""
+        """Return this input with additional trained tokens, without recorded experts."""
         return type(self)(self.chunks + _build_chunk(tokens, is_trained=True), self.images)
 
     def with_observation(self, tokens: ArrayLike) -> Self:
@@ -109,23 +109,23 @@ class ModelInput:
 
     @property
     def prompt(self) -> Tokens:
-        """Tokens before the first written token."""
+        """Tokens before the first trained token."""
         return _concatenate_tokens(self.chunks[: self._begin])
 
     @property
     def completion(self) -> Tokens:
-        """Tokens from the first written token to the end."""
+        """Tokens from the first trained token to the end."""
         return _concatenate_tokens(self.chunks[self._begin :])
 
     @property
     def trained_indices(self) -> NDArray[np.int64]:
-        """Indices of the written tokens, which models score and are trained on."""
+        """Indices of the trained tokens, which models score and are trained on."""
         are_written = [chunk.is_trained for chunk in self.chunks]
         return np.flatnonzero(np.repeat(np.array(are_written, np.bool_), [len(chunk.tokens) for chunk in self.chunks]))
 
     @property
     def weights(self) -> NDArray[np.float32]:
-        """Loss weight of each written token: the weights of a turn sum to its number of tokens, in equal parts for its
+        """Loss weight of each trained token: the weights of a turn sum to its number of tokens, in equal parts for its
         chunks."""
         parts: list[NDArray[np.float32]] = []
         for is_written, turn in groupby(self.chunks, lambda chunk: chunk.is_trained):
@@ -135,12 +135,12 @@ class ModelInput:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Number of tokens before the first written token."""
+        """Number of tokens before the first trained token."""
         return _count_tokens(self.chunks[: self._begin])
 
     @property
     def num_completion_tokens(self) -> int:
-        """Number of tokens from the first written token to the end."""
+        """Number of tokens from the first trained token to the end."""
         return _count_tokens(self.chunks[self._begin :])
 
     @property
@@ -325,7 +325,7 @@ def _build_inputs(
 
 
 def _split_turns(completion: Tokens, is_written_T: Mask) -> tuple[TextChunk, ...]:
-    """Split a completion at every change between written and context tokens."""
+    """Split a completion at every change between trained and context tokens."""
     cuts = np.flatnonzero(np.diff(is_written_T)) + 1
     parts = zip(np.split(completion, cuts), np.split(is_written_T, cuts), strict=True)
     return tuple(TextChunk(tokens, bool(is_written[0])) for tokens, is_written in parts if len(tokens))
