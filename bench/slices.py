@@ -75,7 +75,7 @@ def main(rank: int, ranks: int, port: int) -> None:
     trainer = Trainer(TokenLogprobs(build_scratch(SHAPE, tokenizer, seed=0), temperature=1.0), update, ranks=joined)
     tokens = np.random.default_rng(0).integers(0, 256, TOKENS - 16)
     for length in (16, TOKENS - 16):
-        batch = lay_out([ModelInput.from_prompt(range(16)).with_completion(tokens[:length])])
+        batch = lay_out([ModelInput.from_prompt(range(16)).append_completion(tokens[:length])])
         before = resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         began = time.perf_counter()

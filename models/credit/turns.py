@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from models.algorithms.experience import Advantages, Estimates, ScoredGroups, SpanColumns
 from models.records.columns import Floats, Integers, Mask
-from models.records.model_input import completion_lengths, policy_token_mask
+from models.records.model_input import completion_lengths, generated_tokens_mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class WrittenTokens:
     @classmethod
     def of(cls, rollouts: pa.Table) -> Self:
         """Read the mask from a table of rollouts."""
-        return cls(policy_token_mask(rollouts), completion_lengths(rollouts))
+        return cls(generated_tokens_mask(rollouts), completion_lengths(rollouts))
 
     @property
     def counts_N(self) -> Integers:  # noqa: N802 -- a shape

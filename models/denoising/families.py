@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from infra.errors import BadInput
 from infra.validation_errors import nearest
-from models.modeling.policy import build_exclusively
+from models.modeling.policy import lock_model_construction
 
 Condition = Mapping[str, Tensor]
 """Text conditioning: the outputs of the text encoders by name, with one row for each prompt."""
@@ -170,7 +170,7 @@ def class_of(name: str) -> Any:  # noqa: ANN401 -- diffusers has few types
         raise BadInput(
             "text-to-image policies need the package diffusers, which is missing. Run: pip install 'rheostat[images]'"
         )
-    with build_exclusively():
+    with lock_model_construction():
         import diffusers
         from diffusers.utils import logging
 

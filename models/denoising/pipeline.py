@@ -26,7 +26,7 @@ from models.config.denoising import DenoisingConfig
 from models.denoising.families import Condition, DenoiserFamily, PromptLimit, class_of, family_of
 from models.denoising.samplers import NoiseSchedule, noisy_steps
 from models.denoising.schedulers import check_scheduler, schedule_of
-from models.modeling.policy import build_exclusively
+from models.modeling.policy import lock_model_construction
 from models.modeling.weight_files import read_header
 from models.records.pictures import Picture, States, encode_picture
 
@@ -165,7 +165,7 @@ def _parts(index: Mapping[str, Any], *, where: str) -> tuple[str, ...]:
 def _loading(model: PictureModel, part: str) -> Iterator[None]:
     """Run the block under the lock for model construction. Convert errors of libraries to BadInput with one line."""
     try:
-        with build_exclusively():
+        with lock_model_construction():
             yield
     except _LOADING as error:
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -200,7 +200,7 @@ def load_part(model: PictureModel, part: str) -> Any:  # noqa: ANN401 -- what mo
 def outlined_denoiser(model: PictureModel) -> nn.Module:
     """Return the denoiser on the meta device: names and shapes of its weights, without memory."""
     kind = class_of(model.family.denoiser)
-    with build_exclusively(), torch.device("meta"):
+    with lock_model_construction(), torch.device("meta"):
         return cast(nn.Module, kind.from_config(dict(model.denoiser)))
 
 

@@ -33,7 +33,7 @@ from models.inspection.directory import Inspected
 from models.modeling.adapters import linear_layers
 from models.modeling.checkpointing import checkpoint_denoiser
 from models.modeling.merging import merge, read_adapter
-from models.modeling.policy import build_exclusively, policy_shape
+from models.modeling.policy import lock_model_construction, policy_shape
 from models.modeling.safetensors import save_tensors
 from models.text.tokenizer import train_tokenizer
 
@@ -174,7 +174,7 @@ def _check_drawing(model: PictureModel, denoising: DenoisingConfig, prompts: Ite
 
 
 def _describe(family: DenoiserFamily, config: Mapping[str, Any], *, text: int) -> Inspected:
-    with build_exclusively(), FakeTensorMode(allow_non_fake_inputs=True):
+    with lock_model_construction(), FakeTensorMode(allow_non_fake_inputs=True):
         model = class_of(family.denoiser).from_config(dict(config))
         measured = _measure_activations(model, family, text=text)
     layers = {name: sum(layer.weight.shape) for name, layer in linear_layers(model).items()}

@@ -18,7 +18,7 @@ from infra.errors import BadInput
 from models.config.policy import ScratchDiffusionPolicy
 from models.denoising.families import class_of, family_of
 from models.denoising.pipeline import PictureModel
-from models.modeling.policy import build_exclusively
+from models.modeling.policy import lock_model_construction
 from models.text.tokenizer import EOS, PAD
 
 BEGIN: Final = "<|begin|>"
@@ -65,7 +65,7 @@ def write_scratch_pipeline(policy: ScratchDiffusionPolicy, directory: Path, *, t
     `policy.words`.
     """
     tokenizer = word_tokenizer(texts, context=policy.words)
-    with build_exclusively():
+    with lock_model_construction():
         torch.manual_seed(seed)
         denoiser = class_of("SD3Transformer2DModel").from_config(denoiser_config(policy))
         encoders = [_encoder(policy, tokenizer) for _ in range(ENCODERS)]

@@ -143,7 +143,7 @@ class StepModule(TokenModule):
         """Enable gradient checkpointing of the denoiser's layers."""
         checkpoint_denoiser(self.model, is_enabled=is_enabled)
 
-    def to_device(self, batch: MicroBatch, device: torch.device) -> Any:  # noqa: ANN401 -- StepInput
+    def prepare_inputs(self, batch: MicroBatch, device: torch.device) -> Any:  # noqa: ANN401 -- StepInput
         """Move a micro-batch to the device, with the states of its images."""
         drawing, dimensions = self.drawing, int(np.prod(self.drawing.shape))
         count = len(batch.targets_N)
@@ -154,7 +154,7 @@ class StepModule(TokenModule):
             return StepInput(nothing, nothing, steps_N, told, drawing.unconditioned(1, self.model), 0)
         states, following = [], []
         for each in batch.inputs:
-            num_trained = len(each.trained_indices)
+            num_trained = len(each.trained_positions)
             if not num_trained:
                 continue
             led = torch.from_numpy(self.pictures.states(each.images[-1], steps=num_trained).copy())
@@ -169,9 +169,9 @@ class StepModule(TokenModule):
             learnt=count,
         )
 
-    def to_device_without_replay(self, batch: MicroBatch, device: torch.device) -> Any:  # noqa: ANN401 -- StepInput
+    def prepare_inputs_without_replay(self, batch: MicroBatch, device: torch.device) -> Any:  # noqa: ANN401 -- StepInput
         """Return the same as `read`, because denoisers have no expert routers to replay."""
-        return self.to_device(batch, device)
+        return self.prepare_inputs(batch, device)
 
     def transitions(self, read: StepInput) -> tuple[Tensor, Tensor]:
         """Return the mean (N x D) and standard deviation (N) of the next state of each state."""
@@ -220,10 +220,10 @@ class Imitation(StepModule):
     flow matching (arXiv 2210.02747, eq. 9), with levels sampled as in Stable Diffusion 3 (arXiv 2403.03206, eq. 19).
     """
 
-    def to_device(self, batch: MicroBatch, device: torch.device) -> Any:  # noqa: ANN401 -- StepInput
+    def prepare_inputs(self, batch: MicroBatch, device: torch.device) -> Any:  # noqa: ANN401 -- StepInput
         """Sample the noise and noise level of each row from its seed."""
         if not len(batch.targets_N):
-            return super().to_device(batch, device)
+            return super().prepare_inputs(batch, device)
         noised = [_add_noise(self.pictures.encoded(each.images[-1]), int(each.completion[0])) for each in batch.inputs]
         pictures, noises, levels = (np.stack(part) for part in zip(*noised, strict=True))
         clean_ND, noise_ND = torch.from_numpy(pictures).to(device), torch.from_numpy(noises).to(device)
@@ -258,7 +258,7 @@ def picture_inputs(
     """Encode captions and images as the inputs on which `Imitation` is trained."""
     bound = 2**31
     return [
-        ModelInput.from_prompt(tokenizer(caption)["input_ids"], (digest_of(picture),)).with_completion(
+        ModelInput.from_prompt(tokenizer(caption)["input_ids"], (digest_of(picture),)).append_completion(
             [derive_seed("imitated", seed, row) % bound]
         )
         for row, (caption, picture) in enumerate(examples)

@@ -104,7 +104,7 @@ class TokenScorer:
         candidates = choice.prompt_logprobs
         if len(candidates) != len(text):
             self._refuse(text, f"expected log-probs at {len(text)} positions, found {len(candidates)}")
-        places, tokens = text.trained_indices.tolist(), text.tokens.tolist()
+        places, tokens = text.trained_positions.tolist(), text.tokens.tolist()
         logprobs = [self._candidate(text, place, tokens[place], candidates[place]).logprob for place in places]
         return np.minimum(np.array(logprobs, np.float32), np.float32(0))
 

@@ -119,7 +119,7 @@ class PerTurnContext:
         """Build one request for each distinct prompt and budget. The seed depends on the sample and the turn."""
         alike: dict[tuple[bytes, int], list[int]] = {}
         for index, (draft, budget) in enumerate(zip(drafts, budgets, strict=True)):
-            alike.setdefault((draft.input.keep_last_context().tokens.tobytes(), budget), []).append(index)
+            alike.setdefault((draft.input.last_context().tokens.tobytes(), budget), []).append(index)
         return [
             (self._request(group, [drafts[index] for index in members], budget), members)
             for (_, budget), members in alike.items()
@@ -127,7 +127,7 @@ class PerTurnContext:
 
     def _request(self, group: Group, drafts: Sequence[PartialCompletion], budget: int) -> Request:
         """Build a request for turns after the drafts' last prompts, limited by the budget and the room left."""
-        inputs = tuple(draft.input.keep_last_context() for draft in drafts)
+        inputs = tuple(draft.input.last_context() for draft in drafts)
         room = self.max_new_tokens - (len(inputs[0]) - drafts[0].input.num_prompt_tokens)
         return Request(
             row=group.prompt_row,

@@ -186,7 +186,7 @@ class Episodes:
         messages = self._shorten_messages(step)
         tokens = self.form.encode_observation(messages)
         episode.draft = replace(
-            episode.draft, input=episode.draft.input.with_observation(tokens), messages=_append_to_chat(messages)
+            episode.draft, input=episode.draft.input.append_observation(tokens), messages=_append_to_chat(messages)
         )
 
     def _write(self, live: Sequence[_Episode], generate: Generate) -> None:

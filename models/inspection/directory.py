@@ -262,14 +262,14 @@ def _built(directory: Path) -> Inspected:
     from models.modeling.experts import count_experts
     from models.modeling.policy import policy_shape
     from models.modeling.replayed_experts import can_replay
-    from models.modeling.shared_prompts import can_split_heads
+    from models.modeling.shared_prompts import supports_sequence_parallelism
 
     config, tokenizer, parameters = check_directory(directory)
     model = meta_policy(directory)
     shape = policy_shape(config, parameters=parameters, source=str(directory))
     experts = count_experts(model)
     replays = bool(experts) and can_replay(model)
-    shape = replace(shape, experts=experts, replays_experts=replays, slices=can_split_heads(model))
+    shape = replace(shape, experts=experts, replays_experts=replays, slices=supports_sequence_parallelism(model))
     return Inspected(shape, outline(model), tokenizer, lambda: outline(build_meta_critic(config)))
 
 

@@ -42,11 +42,11 @@ def inspect_critic(source: Path | None, policy: Inspected, *, longest_tokens: in
     from models.modeling.adapters import outline
     from models.modeling.critic import check_critic
     from models.modeling.policy import policy_shape
-    from models.modeling.shared_prompts import can_split_heads
+    from models.modeling.shared_prompts import supports_sequence_parallelism
 
     model = check_critic(source, policy.tokenizer, longest_tokens=longest_tokens)
     shape = policy_shape(model.config, parameters=0, source=str(source))
-    replace(shape, slices=can_split_heads(model)).check_slices(slices, what=f"the critic {source}")
+    replace(shape, slices=supports_sequence_parallelism(model)).check_slices(slices, what=f"the critic {source}")
     return outline(model)
 
 

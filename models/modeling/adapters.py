@@ -24,7 +24,7 @@ from models.config.policy import ModelOutline
 from models.modeling.checkpointing import layers_to_recompute
 from models.modeling.flash import attentions_of
 from models.modeling.merging import PREFIX, SETTINGS, TENSORS
-from models.modeling.policy import build_exclusively
+from models.modeling.policy import lock_model_construction
 from models.modeling.safetensors import save_tensors
 from models.records.seeds import derive_seed
 from models.records.versions import ModelVersion
@@ -74,7 +74,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, base: BundleRef) -
         base_model_name_or_path=f"../../{base.key}",  # relative to the adapter's bundle, wherever the store is
         inference_mode=False,
     )
-    with build_exclusively():  # peft also samples random numbers, which are replaced
+    with lock_model_construction():  # peft also samples random numbers, which are replaced
         peft.inject_adapter_in_model(settings, model)
     generator = torch.Generator().manual_seed(derive_seed("adapter", base.digest) >> 1)
     for name, parameter in model.named_parameters():

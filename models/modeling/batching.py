@@ -47,13 +47,13 @@ class Sequences:
     """
 
     @classmethod
-    def from_lengths(cls, lengths: Sequence[int], patches: Sequence[int] | None = None) -> Self:
+    def unrelated(cls, lengths: Sequence[int], patches: Sequence[int] | None = None) -> Self:
         """Return sizes of sequences that have no tokens in common."""
         none = [0] * len(lengths)
         return cls(lengths=lengths, prompts=none, groups=range(len(lengths)), patches=patches or none)
 
     @classmethod
-    def from_images(cls, learnt: Sequence[int], groups: Sequence[int], *, step_tokens: int) -> Self:
+    def for_images(cls, learnt: Sequence[int], groups: Sequence[int], *, step_tokens: int) -> Self:
         """Return sizes of generated images.
         The denoiser reads each trained step of an image as `step_tokens` tokens.
         """

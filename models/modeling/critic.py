@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from infra.errors import BadInput
 from models.config.attention import Attention
 from models.modeling.logprobs import ForwardInput, TokenModule
-from models.modeling.policy import build_exclusively, load_policy, load_weights, save_policy
+from models.modeling.policy import lock_model_construction, load_policy, load_weights, save_policy
 from models.modeling.reward_model import load_reward_model
 from models.modeling.shared_prompts import set_attention
 from models.text.tokenizer import load_tokenizer
@@ -38,7 +38,7 @@ class TokenValues(TokenModule):
 
     def forward(self, read: ForwardInput) -> Tensor:
         """Return the float32 value of the state before each completion token. The token itself has no influence."""
-        return read.gather(cast(Tensor, self.model.score(self.states(read))).float().squeeze(-1))
+        return read.gather_outputs(cast(Tensor, self.model.score(self.states(read))).float().squeeze(-1))
 
 
 def load_critic(directory: Path) -> PreTrainedModel:
@@ -49,7 +49,7 @@ def load_critic(directory: Path) -> PreTrainedModel:
 def critic_from_policy(policy: Path) -> PreTrainedModel:
     """Build a critic from a policy's decoder and a head of zeros, so that every value is 0."""
     config = AutoConfig.from_pretrained(str(policy), local_files_only=True, trust_remote_code=False)
-    with build_exclusively():  # random weights are overwritten
+    with lock_model_construction():  # random weights are overwritten
         critic = _build_classifier(config)
     critic.base_model.load_state_dict(load_policy(policy).base_model.state_dict())
     for parameter in _require_head(critic, source=f"of {config.model_type}").parameters():
@@ -73,7 +73,7 @@ def build_meta_critic(policy: PretrainedConfig) -> PreTrainedModel:
     Raises BadInput if none can be built.
     """
     try:
-        with build_exclusively(), torch.device("meta"):
+        with lock_model_construction(), torch.device("meta"):
             critic = _build_classifier(copy.deepcopy(policy))
         _require_head(critic, source=f"of {policy.model_type}")
     except BadInput as error:

@@ -74,7 +74,7 @@ class ExpertRouting:
         probabilities_RE, share_RE = torch.stack(sums), (counts_RE / rows).to(sums[0].dtype)
         return experts * (share_RE * probabilities_RE).sum() / (num_routers * rows).to(sums[0].dtype)
 
-    def store_output(self, number: int, router: nn.Module, read: object, output: Routed) -> None:
+    def record_output(self, number: int, router: nn.Module, read: object, output: Routed) -> None:
         """Store a router's outputs. This is the forward hook of router `number`."""
         if self.positions_N is not None:
             logits_LE, _, chosen_LK = output
@@ -86,7 +86,7 @@ def watch_routers(model: PreTrainedModel) -> ExpertRouting | None:
     """Attach hooks that store the routers' outputs. Return None for a model without routers."""
     routing, modules = ExpertRouting(), routers(model)
     for number, module in enumerate(modules):
-        module.register_forward_hook(partial(routing.store_output, number))
+        module.register_forward_hook(partial(routing.record_output, number))
     return routing if modules else None
 
 
@@ -105,18 +105,18 @@ class ChosenExperts:
         experts: Experts = chosen_LF.cpu().numpy().astype(self.dtype)
         return experts
 
-    def store_output(self, number: int, router: nn.Module, read: object, output: Routed) -> None:
+    def record_output(self, number: int, router: nn.Module, read: object, output: Routed) -> None:
         """Store a router's choice. This is the forward hook of router `number`."""
         self._chosen_LK[number] = output[2].flatten(0, -2).to(torch.int16)
 
 
 @contextmanager
-def store_choices(model: nn.Module) -> Iterator[ChosenExperts]:
+def record_chosen_experts(model: nn.Module) -> Iterator[ChosenExperts]:
     """Run the block with hooks that store which experts the routers choose. The model must have routers."""
     modules = routers(model)
     choices = ChosenExperts(modules, num_experts=count_experts(model))
     hooks = [
-        router.register_forward_hook(partial(choices.store_output, number)) for number, router in enumerate(modules)
+        router.register_forward_hook(partial(choices.record_output, number)) for number, router in enumerate(modules)
     ]
     try:
         yield choices

@@ -24,9 +24,9 @@ from models.modeling.safetensors import save_pretrained
 from models.modeling.sequence_parallel import SequenceParallelGroup
 from models.modeling.shared_prompts import (
     SharedTokens,
-    can_split_heads,
+    supports_sequence_parallelism,
     on_device,
-    outputs_match,
+    matches_padded_rows,
     set_attention,
     shared_states,
 )
@@ -53,13 +53,13 @@ class ForwardInput(NamedTuple):
     """With sequence parallelism, indices of the completion tokens that this rank's slice predicts, else None.
     Positions and targets then cover only these tokens.
     """
-    num_completion_tokens: int = 0
+    num_tokens: int = 0
     """Number of completion tokens in the whole micro-batch."""
     slopes: LossGradient | None = None
     """Per-token gradient of the loss, if it is known. The head then computes its gradient while its logits exist."""
 
     @classmethod
-    def from_batch(
+    def from_microbatch(
         cls,
         batch: MicroBatch,
         device: torch.device,
@@ -77,7 +77,7 @@ class ForwardInput(NamedTuple):
         if slicing is not None and batch.inputs:
             shared_row = batch.shared or lay_out(batch.inputs, in_one_row=True).shared
             assert shared_row is not None, "inputs that are laid out in one row share it"
-            row, own = slicing.split_row(shared_row)
+            row, own = slicing.slice_row(shared_row)
             targets = targets[own]
         if row is not None:
             tokens, positions = row.tokens_L[None], row.predicting_N
@@ -87,7 +87,7 @@ class ForwardInput(NamedTuple):
         )
         own_M = None if own is None else torch.from_numpy(own).to(device)
         inputs = cls(tokens_BT, positions_N, targets_N, shared, images)
-        return inputs._replace(own_M=own_M, num_completion_tokens=len(batch.targets_N))
+        return inputs._replace(own_M=own_M, num_tokens=len(batch.targets_N))
 
     def own_slopes(self) -> LossGradient | None:
         """Return the per-token gradient of the completion tokens predicted here, indexed among these tokens."""
@@ -96,13 +96,13 @@ class ForwardInput(NamedTuple):
             return slopes
         return lambda logprobs_C, places_C: slopes(logprobs_C, own_M[places_C])
 
-    def gather(self, values: Tensor) -> Tensor:
+    def gather_outputs(self, values: Tensor) -> Tensor:
         """Return the outputs for all completion tokens, from the slices of all ranks.
         Collective with sequence parallelism.
         """
         if self.own_M is None or self.shared is None or self.shared.slicing is None:
             return values
-        return self.shared.slicing.gather(values, self.own_M, num_completion_tokens=self.num_completion_tokens)
+        return self.shared.slicing.gather_outputs(values, self.own_M, num_tokens=self.num_tokens)
 
 
 class TokenModule(nn.Module):
@@ -134,14 +134,14 @@ class TokenModule(nn.Module):
             return
         kind = type(self.model).__name__
         shape = policy_shape(self.model.config, parameters=0, source=kind)
-        replace(shape, slices=self.shares_prompts and can_split_heads(self.model)).check_slices(slicing.size, what=kind)
-        if not outputs_match(self.model, slicing=slicing):
+        replace(shape, slices=self.shares_prompts and supports_sequence_parallelism(self.model)).check_slices(slicing.size, what=kind)
+        if not matches_padded_rows(self.model, slicing=slicing):
             raise BadInput(
                 f"update.sequence_parallel is {slicing.size}, but {kind} gives other results for split sequences"
             )
         self.slicing = slicing
 
-    def to_device(self, batch: MicroBatch, device: torch.device) -> ForwardInput:
+    def prepare_inputs(self, batch: MicroBatch, device: torch.device) -> ForwardInput:
         """Move a micro-batch with its images to the device.
 
         Raises BadInput if the model is text-only and the micro-batch has images, and Damaged if experts to be replayed
@@ -154,14 +154,14 @@ class TokenModule(nn.Module):
             images = prepare_rows(self.vision, self.model, shows, device=device, width=width, runs_always=True)
         elif any(each.images for each in batch.inputs):
             raise BadInput(f"{type(self.model).__name__} reads only text, but the prompts have images")
-        read = ForwardInput.from_batch(batch, device, shares=self.shares_prompts, slicing=self.slicing, images=images)
+        read = ForwardInput.from_microbatch(batch, device, shares=self.shares_prompts, slicing=self.slicing, images=images)
         if self.replay is None:
             return read
         return read._replace(chosen_LF=self.replay.lay_out(batch, device, shares=self.shares_prompts))
 
-    def to_device_without_replay(self, batch: MicroBatch, device: torch.device) -> ForwardInput:
+    def prepare_inputs_without_replay(self, batch: MicroBatch, device: torch.device) -> ForwardInput:
         """Move a micro-batch to the device for a forward pass in which routers choose freely."""
-        return self.to_device(batch, device)._replace(chosen_LF=None)
+        return self.prepare_inputs(batch, device)._replace(chosen_LF=None)
 
     def checkpoint_layers(self, *, is_enabled: bool) -> None:
         """Turn on activation checkpointing if `again` is set. The gradients are the same either way, bit for bit."""
@@ -228,4 +228,4 @@ class TokenLogprobs(TokenModule):
             self.routing.reset(inputs.positions_N)
         if self.replay is not None:
             self.replay.set_choices(inputs.chosen_LF)
-        return inputs.gather(self.head(self.states(inputs), inputs.targets_N, inputs.own_slopes()))
+        return inputs.gather_outputs(self.head(self.states(inputs), inputs.targets_N, inputs.own_slopes()))

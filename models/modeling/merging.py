@@ -181,7 +181,7 @@ def _iter_merged(model: PreTrainedModel, adapter: Adapter) -> Iterator[tuple[str
     yield from adapter.replaced.items()
 
 
-def apply_adapter(weight: Tensor, name: str, *, adapter: Adapter, model: PreTrainedModel) -> Tensor:
+def add_adapter(weight: Tensor, name: str, *, adapter: Adapter, model: PreTrainedModel) -> Tensor:
     """Return a parameter of the base after applying the adapter. The model may be on the `meta` device.
 
     The sum is float32. A parameter that the adapter replaces or leaves unchanged is returned in its stored precision.

@@ -36,7 +36,7 @@ _MAKING = threading.RLock()
 
 
 @contextmanager
-def build_exclusively() -> Iterator[None]:
+def lock_model_construction() -> Iterator[None]:
     """Run the block as the only model construction in the process, and restore the CPU's random state afterwards.
 
     Meanwhile transformers replaces torch's initialization functions and default dtype for all threads.
@@ -65,7 +65,7 @@ def load_weights(
     where = f"{what} {directory}"
     stored = read_stored_weights(directory, what=what)
     try:
-        with build_exclusively(), _no_reports():
+        with lock_model_construction(), _no_reports():
             model, loading = architecture.from_pretrained(
                 str(directory),
                 dtype=dtype,
@@ -121,7 +121,7 @@ def scratch_config(policy: ScratchPolicy, tokenizer: PreTrainedTokenizerFast) ->
 
 def build_scratch(policy: ScratchPolicy, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> PreTrainedModel:
     """Build the decoder with random weights from the seed. The caller's random state on the CPU stays unchanged."""
-    with build_exclusively():
+    with lock_model_construction():
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(scratch_config(policy, tokenizer))
 
@@ -154,7 +154,7 @@ def freeze(model: PreTrainedModel, parts: Collection[Part]) -> None:
         parameters[name].requires_grad_(False)
 
 
-def trains_vision_tower(model: PreTrainedModel) -> bool:
+def trains_vision(model: PreTrainedModel) -> bool:
     """Return whether the vision tower or the projector of a model is trained."""
     return any(each.requires_grad and part_of(name) != "language" for name, each in model.named_parameters())
 

@@ -79,7 +79,7 @@ class ExpertReplay:
         """
         chosen_BTF = np.full((*batch.tokens_BT.shape, self._width), _OWN, np.int32)
         for chosen_TF, each in zip(chosen_BTF, batch.inputs, strict=False):
-            if each.experts is None and not len(each.trained_indices):
+            if each.experts is None and not len(each.trained_positions):
                 continue
             problem = "none" if each.experts is None else self._find_problem(each.experts)
             if problem or each.experts is None:

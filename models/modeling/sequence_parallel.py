@@ -29,7 +29,7 @@ class SequenceParallelGroup:
     size: int
     rank: int
 
-    def split_row(self, row: SharedRows) -> tuple[SharedRows, Indexes]:
+    def slice_row(self, row: SharedRows) -> tuple[SharedRows, Indexes]:
         """Return this rank's slice of a row and the indices of the completion tokens that it predicts (M).
 
         The attention indices still describe the whole row. Rows are padded with unused tokens to a multiple of the
@@ -56,13 +56,13 @@ class SequenceParallelGroup:
         """Return all heads for this rank's slice (1 x S x H x D), given its heads for all tokens. Collective."""
         return self._exchanged(states_1LAD, scattered=1, gathered=2)
 
-    def gather(self, values_M: Tensor, own_M: Tensor, *, num_completion_tokens: int) -> Tensor:
+    def gather_outputs(self, values_M: Tensor, own_M: Tensor, *, num_tokens: int) -> Tensor:
         """Return the outputs of all ranks for all completion tokens (N).
         Only this rank's own outputs receive gradients.
 
         Collective: all ranks of the group must call this.
         """
-        values_N = values_M.new_zeros(num_completion_tokens, *values_M.shape[1:]).index_copy(
+        values_N = values_M.new_zeros(num_tokens, *values_M.shape[1:]).index_copy(
             0, own_M, values_M.detach()
         )
         dist.all_reduce(values_N, group=self.group)

@@ -210,7 +210,7 @@ def _mixes_in_attention(model: PreTrainedModel) -> bool:
     return takes_positions and not convolves
 
 
-def can_split_heads(model: PreTrainedModel) -> bool:
+def supports_sequence_parallelism(model: PreTrainedModel) -> bool:
     """Return whether attention heads may be split over ranks, judging by all that is known without a trial.
 
     Models with attention sinks are excluded: sinks are one weight per head, and every rank holds those of all heads.
@@ -228,12 +228,12 @@ def set_attention(model: PreTrainedModel, attention: Attention | None) -> bool:
     if attention not in attentions_of(model):
         raise BadInput(f"update.attention = {attention!r} is not supported by {type(model).__name__}")
     if attention in FLASH:
-        return set_flash_attention(flash_kernel(attention), model, name=f"rows_{attention[-1]}")
+        return use_attention_kernel(flash_kernel(attention), model, name=f"rows_{attention[-1]}")
     model.set_attn_implementation(attention)
     return enable_shared_prompts(model)
 
 
-def set_flash_attention(kernel: RowsAttention, model: PreTrainedModel, *, name: str) -> bool:
+def use_attention_kernel(kernel: RowsAttention, model: PreTrainedModel, *, name: str) -> bool:
     """Set a flash kernel as a model's attention. Return whether the model accepts micro-batches with shared prompts.
 
     Prompt sharing is tried with the model's own attention, on any device, because it depends only on the rest of the
@@ -259,34 +259,34 @@ def enable_shared_prompts(model: PreTrainedModel) -> bool:
     if inside not in _INSIDE or not _mixes_in_attention(model):
         return False
     model.set_attn_implementation(inside + _ENDING)
-    if not outputs_match(model):
+    if not matches_padded_rows(model):
         model.set_attn_implementation(inside)
         return False
     return True
 
 
 @torch.no_grad()
-def outputs_match(model: PreTrainedModel, *, slicing: SequenceParallelGroup | None = None) -> bool:
+def matches_padded_rows(model: PreTrainedModel, *, slicing: SequenceParallelGroup | None = None) -> bool:
     """Return whether states of one shared row, or of its slices on several ranks, equal those of padded rows.
 
     Collective with `slicing`: all ranks of the group must call this.
     """
     prompt, other = ModelInput.from_prompt([1, 2, 3]), ModelInput.from_prompt([3, 1])
     batch = lay_out(
-        [prompt.with_completion([2, 0, 1, 3]), prompt.with_completion([0]), other.with_completion([1, 2]), prompt]
+        [prompt.append_completion([2, 0, 1, 3]), prompt.append_completion([0]), other.append_completion([1, 2]), prompt]
     )
     assert batch.shared is not None, "rows with one prompt share it"
     device = model.device
     tokens_BT, positions_N = torch.from_numpy(batch.tokens_BT).to(device), torch.from_numpy(batch.positions_N)
     expected_BTH = model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
-    row, own_M = (batch.shared, None) if slicing is None else slicing.split_row(batch.shared)
+    row, own_M = (batch.shared, None) if slicing is None else slicing.slice_row(batch.shared)
     tokens_1L = torch.from_numpy(row.tokens_L)[None].to(device)
     actual_LH = shared_states(model, tokens_1L, on_device(row, device, slicing=slicing))
     expected_NH = expected_BTH.flatten(0, 1)[positions_N.to(device)].float()
     actual_NH = actual_LH[torch.from_numpy(row.predicting_N).to(device)].float()
     if slicing is not None and own_M is not None:
-        actual_NH = slicing.gather(
-            actual_NH, torch.from_numpy(own_M).to(device), num_completion_tokens=len(expected_NH)
+        actual_NH = slicing.gather_outputs(
+            actual_NH, torch.from_numpy(own_M).to(device), num_tokens=len(expected_NH)
         )
     difference = (actual_NH - expected_NH).abs().max() / expected_NH.abs().max().clamp(min=1e-6)
     return bool(difference < _CLOSE.get(model.dtype, 5e-2))

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from models.config.policy import VisionScratchPolicy
-from models.modeling.policy import build_exclusively, save_policy, scratch_config
+from models.modeling.policy import lock_model_construction, save_policy, scratch_config
 from models.text.tokenizer import train_tokenizer
 
 IMAGE, AROUND, WHOLE = "<image>", "<fake_token_around_image>", "<global-img>"
@@ -34,14 +34,14 @@ def build_vision_scratch(
     policy: VisionScratchPolicy, tokenizer: PreTrainedTokenizerFast, *, seed: int
 ) -> PreTrainedModel:
     """Build the model with random weights from the seed. The caller's random state on the CPU stays unchanged."""
-    with build_exclusively():
+    with lock_model_construction():
         torch.manual_seed(seed)
         return AutoModelForImageTextToText.from_config(_build_config(policy, tokenizer))
 
 
 def outline_vision_scratch(policy: VisionScratchPolicy, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     """Build the model on the `meta` device, without weights."""
-    with build_exclusively(), torch.device("meta"):
+    with lock_model_construction(), torch.device("meta"):
         return AutoModelForImageTextToText.from_config(_build_config(policy, tokenizer))
 
 

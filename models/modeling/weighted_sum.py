@@ -22,7 +22,7 @@ from infra.store.bundles import CONTENTS, Contents, describe_pieces, write_hashe
 from infra.store.inputs import fetched, written
 from models.config.policy import MergePolicy
 from models.modeling.directory import INDEX, KEPT, check_directory, copy_config_files, meta_policy, weight_files
-from models.modeling.merging import SETTINGS, TENSORS, Adapter, apply_adapter, find_base, is_adapter, read_adapter
+from models.modeling.merging import SETTINGS, TENSORS, Adapter, add_adapter, find_base, is_adapter, read_adapter
 from models.modeling.safetensors import DTYPES, TensorOutline, save_tensors, streamed_pieces
 from models.records.merges import MERGE, Merge, MergedParent, MergeWork, Parent, start_of
 
@@ -223,7 +223,7 @@ def _build_reader(directory: Path) -> Callable[[str], Tensor]:
             f"merge: adapter {directory} changes {missing[0]}, which the files of its base {outline.directory} do not "
             "contain. Export it as one model first (`rheostat export-policy`)"
         )
-    return lambda name: apply_adapter(read(name), name, adapter=adapter, model=model)
+    return lambda name: add_adapter(read(name), name, adapter=adapter, model=model)
 
 
 # ---- adapters over one base, written as one adapter

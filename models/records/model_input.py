@@ -82,11 +82,11 @@ class ModelInput:
         """Create an input that consists of a prompt."""
         return cls(_build_chunk(tokens, is_trained=False), tuple(images))
 
-    def with_completion(self, tokens: ArrayLike) -> Self:
+    def append_completion(self, tokens: ArrayLike) -> Self:
         """Return this input with additional trained tokens, without recorded experts."""
         return type(self)(self.chunks + _build_chunk(tokens, is_trained=True), self.images)
 
-    def with_observation(self, tokens: ArrayLike) -> Self:
+    def append_observation(self, tokens: ArrayLike) -> Self:
         """Return this input with an observation (context inside the completion), without recorded experts."""
         return type(self)(self.chunks + _build_chunk(tokens, is_trained=False), self.images)
 
@@ -98,7 +98,7 @@ class ModelInput:
         """Return the number of tokens of all chunks."""
         return _count_tokens(self.chunks)
 
-    def keep_last_context(self) -> Self:
+    def last_context(self) -> Self:
         """Return an input with only the last chunk, which must be context: the separate prompt of a turn."""
         return type(self)(self.chunks[-1:], self.images)
 
@@ -118,7 +118,7 @@ class ModelInput:
         return _concatenate_tokens(self.chunks[self._begin :])
 
     @property
-    def trained_indices(self) -> NDArray[np.int64]:
+    def trained_positions(self) -> NDArray[np.int64]:
         """Indices of the trained tokens, which models score and are trained on."""
         are_written = [chunk.is_trained for chunk in self.chunks]
         return np.flatnonzero(np.repeat(np.array(are_written, np.bool_), [len(chunk.tokens) for chunk in self.chunks]))
@@ -189,7 +189,7 @@ def rollout_inputs(rollouts: pa.Table) -> list[ModelInput]:
     """Return the inputs of a rollout table, including unfinished completions. Raises Damaged if columns do not
     match."""
     prompts, completions = (row_arrays(rollouts[name], np.int32) for name in _HALVES)
-    inputs = _build_inputs(prompts, completions, image_digests(rollouts), is_written_T=policy_token_mask(rollouts))
+    inputs = _build_inputs(prompts, completions, image_digests(rollouts), is_written_T=generated_tokens_mask(rollouts))
     return attach_experts(inputs, rollouts, range(rollouts.num_rows))
 
 
@@ -203,7 +203,7 @@ def rollout_columns(inputs: Sequence[ModelInput]) -> dict[str, pa.Array]:
     )
 
 
-def policy_token_mask(rollouts: pa.Table) -> Mask:
+def generated_tokens_mask(rollouts: pa.Table) -> Mask:
     """Return for each completion token of a rollout table, row after row, whether a policy generated it (T)."""
     tokens_S, versions_S = read_segments(rollouts)
     is_written_T: Mask = np.repeat(versions_S >= 0, tokens_S)
@@ -216,7 +216,7 @@ def read_segments(rollouts: pa.Table) -> tuple[Integers, Integers]:
     return integers(pc.struct_field(parts, "tokens")), integers(pc.struct_field(parts, "policy_version"))
 
 
-def trained_token_mask(samples: pa.Table) -> Mask:
+def trained_tokens_mask(samples: pa.Table) -> Mask:
     """Return for each completion token of a sample table, row after row, whether it is trained on (T)."""
     learnt_T: Mask = flat(samples["staleness"]) != ENVIRONMENT
     return learnt_T
@@ -250,7 +250,7 @@ def sample_inputs(samples: pa.Table) -> list[ModelInput]:
     counts = samples["num_prompt_tokens"].to_pylist()
     rows = [*zip(row_arrays(samples["tokens"], np.int32), counts, strict=True)]
     prompts, completions = [tokens[:count] for tokens, count in rows], [tokens[count:] for tokens, count in rows]
-    return _build_inputs(prompts, completions, image_digests(samples), is_written_T=trained_token_mask(samples))
+    return _build_inputs(prompts, completions, image_digests(samples), is_written_T=trained_tokens_mask(samples))
 
 
 def select_with_experts(table: pa.Table, columns: Sequence[str]) -> pa.Table:
@@ -333,7 +333,7 @@ def _split_turns(completion: Tokens, is_written_T: Mask) -> tuple[TextChunk, ...
 
 def _build_input(prompt: Tokens, completion: Tokens, images: tuple[str, ...]) -> ModelInput:
     if not len(prompt) or not len(completion):
-        return ModelInput.from_prompt(prompt, images).with_completion(completion)
+        return ModelInput.from_prompt(prompt, images).append_completion(completion)
     return ModelInput((TextChunk(prompt, False), TextChunk(completion, True)), images)  # twice as fast as appending
 
 

@@ -83,7 +83,7 @@ class PartialCompletion:
 
         Tokens that already have expert routing keep it.
         """
-        model_input, picture = self.input.with_completion(completion.tokens), completion.picture
+        model_input, picture = self.input.append_completion(completion.tokens), completion.picture
         if completion.experts is not None:
             before = completion.experts[:0] if self.input.experts is None else self.input.experts
             model_input = model_input.with_experts(np.concatenate([before, completion.experts[len(before) :]]))
@@ -134,7 +134,7 @@ class PartialCompletion:
         """Append tokens that no policy wrote. `author` marks their origin in the segments."""
         return replace(
             self,
-            input=self.input.with_observation(tokens),
+            input=self.input.append_observation(tokens),
             logprobs=self.logprobs + (0.0,) * len(tokens),
             segments=(*self.segments, Segment(policy_version=author, tokens=len(tokens))),
         )

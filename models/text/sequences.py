@@ -61,10 +61,10 @@ def example_inputs(
 def _build_input(model_input: ModelInput, example: Example, tokens: Mapping[str, list[int]], *, end: int) -> ModelInput:
     """Build the model input of one example from its tokenized texts. `end` is the EOS token."""
     if example.verdict:
-        return model_input.with_completion(tokens[example.completion]).with_completion([*tokens[example.verdict], end])
-    model_input = model_input.with_completion([*tokens[example.completion], end])
+        return model_input.append_completion(tokens[example.completion]).append_completion([*tokens[example.verdict], end])
+    model_input = model_input.append_completion([*tokens[example.completion], end])
     for observation, turn in zip(example.continuation[::2], example.continuation[1::2], strict=True):
-        model_input = model_input.with_observation(tokens[observation]).with_completion([*tokens[turn], end])
+        model_input = model_input.append_observation(tokens[observation]).append_completion([*tokens[turn], end])
     return model_input
 
 
@@ -146,7 +146,7 @@ def _mark_last_token(model_input: ModelInput, pad: int | None) -> ModelInput:
     end = len(tokens)
     while end and tokens[end - 1] == pad:
         end -= 1
-    return ModelInput.from_prompt(tokens[:end]).with_completion([0])
+    return ModelInput.from_prompt(tokens[:end]).append_completion([0])
 
 
 def _build_pairs(

@@ -25,7 +25,7 @@ from models.records.columns import Mask, concatenate_tables, lists, select_rows
 from models.records.model_input import (
     ROLLOUT_INPUT,
     completion_lengths,
-    policy_token_mask,
+    generated_tokens_mask,
     rollout_inputs,
     select_with_experts,
 )
@@ -78,7 +78,7 @@ def ask_endpoint(
     scorer = TokenScorer(teacher, spell=build_token_decoder(load_tokenizer(directory)), on_progress=on_progress)
 
     def ask(batches: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
-        queries = [[each for each in batch.inputs if len(each.trained_indices)] for batch in batches if asks]
+        queries = [[each for each in batch.inputs if len(each.trained_positions)] for batch in batches if asks]
         scores = iter(scorer.score([each for part in queries for each in part]))
         return [np.concatenate([np.zeros(0, np.float32), *(next(scores) for _ in part)]) for part in queries]
 
@@ -106,7 +106,7 @@ def write_estimates(
         for shard in work.shards
     ]
     table = concatenate_tables(tables).combine_chunks()
-    completions, is_written_T = completion_lengths(table), policy_token_mask(table)
+    completions, is_written_T = completion_lengths(table), generated_tokens_mask(table)
     prompt_table, _ = split_at_prompts(table)
     inputs = rollout_inputs(prompt_table)
     rows = tuple(range(len(inputs)))
@@ -117,8 +117,8 @@ def write_estimates(
         patches=[0 if images is None else images.patches(each.prompt) for each in inputs],
     )
     if step_tokens is not None:
-        sequences = Sequences.from_images(
-            [len(each.trained_indices) for each in inputs], sequences.groups, step_tokens=step_tokens
+        sequences = Sequences.for_images(
+            [len(each.trained_positions) for each in inputs], sequences.groups, step_tokens=step_tokens
         )
     plan = plan_step(rows, sequences, ranks=ranks.parts, microbatch_tokens=microbatch_tokens)
     passes = [lay_out([inputs[row] for row in part]) for part in plan.passes[ranks.part]]
@@ -126,7 +126,7 @@ def write_estimates(
     gathered = gather_bytes(np.stack(outputs).tobytes() if outputs and ranks.counts else b"", ranks)
     encoded = b""
     if ranks.rank == 0:
-        counts = np.array([len(each.trained_indices) for each in inputs], np.int64)
+        counts = np.array([len(each.trained_positions) for each in inputs], np.int64)
         columns = {
             name: lists(_spread_over_tokens(values_W, is_written_T), completions)
             for name, values_W in zip(

@@ -84,7 +84,7 @@ def imitate(
 
     def sequences(selected: Sequence[ModelInput]) -> Sequences:
         patches = None if images is None else [images.patches(each.prompt) for each in selected]
-        return Sequences.from_lengths([len(each) for each in selected], patches)
+        return Sequences.unrelated([len(each) for each in selected], patches)
 
     return imitate_inputs(
         trainer,
@@ -128,7 +128,7 @@ def imitate_inputs(
         "loss_first": float(losses[0]),
         "loss_last": float(losses[-LAST_STEPS:].mean()),
         "steps": float(warmup.steps),
-        "tokens": float(sum(len(each.trained_indices) for each in inputs)),
+        "tokens": float(sum(len(each.trained_positions) for each in inputs)),
         "samples": float(len(inputs)),
     }
     return Learnt(metrics=metrics, losses=losses.tolist())
@@ -193,7 +193,7 @@ def _imitate_step(
 
     The loss is the weighted mean over completion tokens.
     """
-    weight = 1 / sum(len(each.trained_indices) for each in inputs)
+    weight = 1 / sum(len(each.trained_positions) for each in inputs)
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     for number, rows in enumerate(passes):
         selected = [inputs[row] for row in rows]
@@ -296,7 +296,7 @@ class _Pairs:
         Both completions of a pair are always in the same micro-batch.
         """
         places = tuple(range(len(rows)))  # by position, because a pair may occur twice in a step
-        sizes = Sequences.from_lengths([pairs[row].size for row in rows])
+        sizes = Sequences.unrelated([pairs[row].size for row in rows])
         plan = plan_step(places, sizes, ranks=self._ranks.parts, microbatch_tokens=self._microbatch_tokens)
         return tuple(tuple(rows[place] for place in part) for part in plan.passes[self._ranks.part])
 

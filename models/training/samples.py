@@ -22,7 +22,7 @@ from models.records.model_input import (
     sample_inputs,
     sample_lengths,
     select_with_experts,
-    trained_token_mask,
+    trained_tokens_mask,
 )
 from models.records.schemas import PER_TOKEN, SAMPLE_SCHEMA
 from models.vision.families import ImageTokens
@@ -46,7 +46,7 @@ class TrainingSamples:
     @property
     def is_fresh(self) -> bool:
         """Whether the newest policy generated every token that is trained on."""
-        return not flat(self.table["staleness"])[trained_token_mask(self.table)].any()
+        return not flat(self.table["staleness"])[trained_tokens_mask(self.table)].any()
 
     def sequences(self, images: ImageTokens | None, *, step_tokens: int | None = None) -> Sequences:
         """Return the sizes of the samples for planning.
@@ -55,7 +55,7 @@ class TrainingSamples:
         for text-to-image policies: the number of tokens as which their denoiser reads one state.
         """
         if step_tokens is not None:
-            return Sequences.from_images(self.learnt_lengths, self.groups, step_tokens=step_tokens)
+            return Sequences.for_images(self.learnt_lengths, self.groups, step_tokens=step_tokens)
         patches = (0,) * len(self.lengths)
         if images is not None:  # the policy never generates an image placeholder token
             are_images_T = flat(self.table["tokens"]) == images.token
@@ -90,7 +90,7 @@ def open_samples(store: Store, shards: Sequence[ShardRef]) -> TrainingSamples:
         completions=tuple(zip(table["prompt_row"].to_pylist(), table["sample"].to_pylist(), strict=True)),
         lengths=tuple(lengths.tolist()),
         prompt_lengths=tuple(prompts.tolist()),
-        learnt_lengths=_count_per_row(trained_token_mask(table), completions),
+        learnt_lengths=_count_per_row(trained_tokens_mask(table), completions),
     )
 
 
@@ -99,12 +99,12 @@ def weighted_lengths(samples: TrainingSamples, max_staleness: int | None) -> tup
     if max_staleness is None:
         return samples.learnt_lengths
     recent_T = flat(samples.table["staleness"]) <= max_staleness
-    return _count_per_row(trained_token_mask(samples.table) & recent_T, lengths_of(samples.table["staleness"]))
+    return _count_per_row(trained_tokens_mask(samples.table) & recent_T, lengths_of(samples.table["staleness"]))
 
 
 def stale_shares(samples: TrainingSamples, max_staleness: int | None) -> dict[str, float]:
     """Return the share of completion tokens that an earlier policy generated, and the share that is too stale."""
-    ages_T = flat(samples.table["staleness"])[trained_token_mask(samples.table)]
+    ages_T = flat(samples.table["staleness"])[trained_tokens_mask(samples.table)]
     too_stale = 0.0 if max_staleness is None else float((ages_T > max_staleness).mean())
     return {"stale_fraction": float((ages_T > 0).mean()), "too_stale_fraction": too_stale}
 
@@ -139,7 +139,7 @@ def read_training_rows(samples: TrainingSamples, rows: Sequence[int]) -> dict[in
 
 def _keep_trained_tokens(table: pa.Table) -> pa.Table:
     """Remove, from the columns with one value per completion token, the values of tokens that no policy generated."""
-    learnt_T, lengths_K = trained_token_mask(table), lengths_of(table["staleness"])
+    learnt_T, lengths_K = trained_tokens_mask(table), lengths_of(table["staleness"])
     if learnt_T.all():
         return table
     counts_K = np.array(_count_per_row(learnt_T, lengths_K), np.int64)

@@ -90,7 +90,7 @@ class Trainer:
         `slopes` is the per-token gradient of the loss that the next `backward` receives, if that gradient is known
         token by token. Collective: every rank must call this the same number of times.
         """
-        inputs = self._module.to_device(batch, self._ranks.device)
+        inputs = self._module.prepare_inputs(batch, self._ranks.device)
         # The input of a denoiser has no language-model head.
         if slopes is not None and isinstance(inputs, ForwardInput):
             inputs = inputs._replace(slopes=self._scale_slopes(slopes))
@@ -106,7 +106,7 @@ class Trainer:
         Routers choose their experts freely. Collective.
         """
         with disable_adapters(self._model):
-            return self._run_engine(self._module.to_device_without_replay(batch, self._ranks.device))
+            return self._run_engine(self._module.prepare_inputs_without_replay(batch, self._ranks.device))
 
     def _run_engine(self, inputs: ForwardInput) -> Tensor:
         return cast(Tensor, self._engine(inputs))
@@ -253,7 +253,7 @@ class Trainer:
 @torch.no_grad()
 def frozen_forward(module: TokenModule, batch: MicroBatch) -> Tensor:
     """Compute one value per completion token of a micro-batch with a module that is not trained."""
-    return cast(Tensor, module(module.to_device(batch, module.model.device)))
+    return cast(Tensor, module(module.prepare_inputs(batch, module.model.device)))
 
 
 def _build_engine_config(update: UpdateConfig) -> dict[str, object]:

@@ -25,7 +25,7 @@ from models.modeling.adapters import load_trainable
 from models.modeling.critic import TokenValues, load_critic
 from models.modeling.layout import MicroBatch
 from models.modeling.logprobs import TokenLogprobs, TokenModule
-from models.modeling.policy import freeze, load_policy, load_vision, trains_vision_tower
+from models.modeling.policy import freeze, load_policy, load_vision, trains_vision
 from models.records.media import Gallery, ImageSource
 from models.records.versions import ModelVersion
 from models.training.ranks import Ranks, any_rank, broadcast_bytes
@@ -343,7 +343,7 @@ class LoadedModels:
         model = load_trainable(self._store, version, load=load_policy, lora=self._update.lora)
         freeze(model, self._update.freeze)
         # Under ZeRO-3 every rank must take part in the gathering of weights, so the tower runs in every micro-batch.
-        stays = self._update.zero_stage < 3 and not trains_vision_tower(model)
+        stays = self._update.zero_stage < 3 and not trains_vision(model)
         vision = load_vision(fetch_bundle(self._store, version.weights), source=self.images, is_frozen=stays)
         return TokenLogprobs(
             model,

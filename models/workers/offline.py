@@ -169,7 +169,7 @@ class OfflineTrainer:
                 trainer,
                 inputs,
                 warmup=warmup,
-                sequences=lambda selected: Sequences.from_lengths([tokens] * len(selected)),
+                sequences=lambda selected: Sequences.unrelated([tokens] * len(selected)),
                 microbatch_tokens=self._update.microbatch_tokens,
                 ranks=self._ranks,
                 listener=listener,

@@ -107,7 +107,7 @@ def test_before_the_first_step_the_ratio_is_1_for_any_micro_batch_size(whole, si
         said = []
         for start in range(0, len(inputs), size):
             with torch.no_grad():
-                said.append(module(module.to_device(lay_out(inputs[start : start + size]), torch.device("cpu"))))
+                said.append(module(module.prepare_inputs(lay_out(inputs[start : start + size]), torch.device("cpu"))))
         ratios = (torch.cat(said) - torch.from_numpy(behaviour)).exp()
         assert (ratios - 1).abs().max() <= 1e-6
         compared += len(ratios)

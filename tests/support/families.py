@@ -81,14 +81,14 @@ def batch():
     inputs = []
     for lengths in ((9, 1, 24, 13), (0, 30, 6), (11,)):
         prompt = ModelInput.from_prompt(rng.integers(2, 300, 17))
-        inputs += [prompt.with_completion(rng.integers(2, 300, length)) for length in lengths]
+        inputs += [prompt.append_completion(rng.integers(2, 300, length)) for length in lengths]
     return lay_out(inputs)
 
 
 def ask(module, read, *, shares, device="cpu"):
     """Return the log-probs of a micro-batch and the gradients of a weighted sum of the log-probs."""
     module.zero_grad()
-    found_N = module(ForwardInput.from_batch(read, torch.device(device), shares=shares))
+    found_N = module(ForwardInput.from_microbatch(read, torch.device(device), shares=shares))
     (found_N * torch.linspace(-1, 1, len(found_N), device=device)).sum().backward()
     gradients = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
     return found_N.detach(), gradients

@@ -15,4 +15,4 @@ def asking(row: int, prompt: Sequence[int], seeds: Sequence[int], *, budget: int
 def going_on(asked: Request, prefixes: Sequence[Sequence[int]], *, budget: int | None = None) -> Request:
     """Ask for what follows after the first tokens of each completion."""
     prompt = ModelInput.from_prompt(asked.inputs[0].prompt)
-    return replace(asked, inputs=tuple(prompt.with_completion(prefix) for prefix in prefixes), budget=budget)
+    return replace(asked, inputs=tuple(prompt.append_completion(prefix) for prefix in prefixes), budget=budget)

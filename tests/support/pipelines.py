@@ -317,7 +317,7 @@ def learnt_from(completions: Sequence[Completion], directory: Path) -> tuple[lis
     gallery.source = Shown({each.picture.digest: each.picture for each in completions if each.picture is not None})
     asked = [each.inputs[0] for each in requests(directory)]
     rows = [
-        type(each)(each.chunks, (made.picture.digest,)).with_completion(made.tokens)
+        type(each)(each.chunks, (made.picture.digest,)).append_completion(made.tokens)
         for each, made in zip(asked, completions, strict=True)
         if made.picture is not None
     ]

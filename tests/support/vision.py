@@ -21,7 +21,7 @@ from transformers import (
     SmolVLMImageProcessorPil,
 )
 
-from models.modeling.policy import build_exclusively
+from models.modeling.policy import lock_model_construction
 from models.text.tokenizer import train_tokenizer
 
 SPECIALS: Final = (
@@ -166,7 +166,7 @@ def write_seeing(directory: Path, kind: str, *, seed: int = 0) -> Path:
     settings, images = FAMILIES[kind]
     tokenizer = tiny_tokenizer()
     ids = {token: int(tokenizer.convert_tokens_to_ids(token)) for token in SPECIALS}
-    with build_exclusively():
+    with lock_model_construction():
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **settings(kind, ids, tokenizer)))
         for name, parameter in model.named_parameters():  # far enough from 0 that mistakes show

@@ -13,7 +13,7 @@ from infra.store.runs import open_run
 from infra.store.shards import read_shard
 from models.config.engines import SamplingConfig
 from models.engines.vllm.engine import ServedEngine
-from models.modeling.experts import store_choices
+from models.modeling.experts import record_chosen_experts
 from models.records.schemas import EXPERTS, FinishReason
 from tests.support.engines import (
     MIXED,
@@ -59,8 +59,8 @@ def require_own_choices(policy: Published, requests, groups) -> None:
     model, found, alike = policy.model(), 0, 0
     for each, group in zip(requests, groups, strict=True):
         for given, completion in zip(each.inputs, group, strict=True):
-            read = given.with_completion(completion.tokens).tokens[:-1]
-            with torch.no_grad(), store_choices(model) as heard:
+            read = given.append_completion(completion.tokens).tokens[:-1]
+            with torch.no_grad(), record_chosen_experts(model) as heard:
                 model(torch.from_numpy(read)[None].long())
             own, reported = (
                 np.sort(chosen.reshape(-1, LAYERS, CHOSEN)) for chosen in (heard.pop_choices(), completion.experts)

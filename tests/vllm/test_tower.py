@@ -131,7 +131,7 @@ def test_a_completion_continues_after_its_images(engine, policy, media):
     further = [
         replace(
             each,
-            inputs=tuple(given.with_completion(one.tokens) for given, one in zip(each.inputs, group, strict=True)),
+            inputs=tuple(given.append_completion(one.tokens) for given, one in zip(each.inputs, group, strict=True)),
         )
         for each, group in zip(requests, begun, strict=True)
     ]

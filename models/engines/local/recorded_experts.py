@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from infra.errors import BadInput
 from models.engines.requests import CompletionRow
-from models.modeling.experts import ChosenExperts, routers, store_choices
+from models.modeling.experts import ChosenExperts, routers, record_chosen_experts
 from models.records.model_input import Experts
 
 
@@ -59,5 +59,5 @@ def record_experts(model: PreTrainedModel, rows: Sequence[CompletionRow], *, pol
     """
     if not routers(model):
         raise BadInput(f"policy {policy} has no experts to record. Remove update.router_replay")
-    with store_choices(model) as choices:
+    with record_chosen_experts(model) as choices:
         yield ExpertRecorder(choices, rows)

@@ -57,7 +57,7 @@ class PendingRequest:
         num_done = self.row.num_existing_tokens + len(self.tokens)
         return CompletionRequest(
             id=number,
-            input=self.row.input.with_completion(self.tokens),
+            input=self.row.input.append_completion(self.tokens),
             seed=derive_seed("continued", self.row.seed, num_done) if num_done else self.row.seed,
             max_tokens=self.end - num_done,
             experts=self.records_experts,

@@ -75,7 +75,7 @@ def test_a_request_has_the_files_of_images_and_one_placeholder_token_for_each(se
 def test_the_tokens_of_a_completion_that_continues_follow_the_placeholders(served, policy):
     engine, server = served
     [[prompt]] = [each.inputs for each in requests_of(policy, [1])]
-    engine.generate([Request(0, (prompt.with_completion([30, 31]),), (0,))], SAMPLING)
+    engine.generate([Request(0, (prompt.append_completion([30, 31]),), (0,))], SAMPLING)
     [request] = server.asked[0]["requests"]
     assert request["tokens"] == [*prompt.tokens.tolist(), 30, 31]
     assert request["collapsed"][-4:] == [7, 8, 30, 31]

@@ -27,7 +27,7 @@ def test_recomputed_layers_have_bitwise_equal_gradients(directory, adapters):
             add_adapters(model, LoraConfig(rank=2), base=BundleRef(key="policies/base", digest="base", bytes=0))
         module = StepLogprobs(model, drawing, gallery)
         module.checkpoint_layers(again=again)
-        read = module.to_device(lay_out(rows), torch.device("cpu"))
+        read = module.prepare_inputs(lay_out(rows), torch.device("cpu"))
         found.append(learnt(module, read))
         assert not model.training, "nothing is dropped out"
         with torch.no_grad():

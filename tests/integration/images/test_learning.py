@@ -32,7 +32,7 @@ SILENT = {
 def logprobs_of(module, rows, size):
     """What the trainer says of each step, in passes of so many rows."""
     passes = [lay_out(rows[start : start + size]) for start in range(0, len(rows), size)]
-    return torch.cat([module(module.to_device(each, torch.device("cpu"))) for each in passes])
+    return torch.cat([module(module.prepare_inputs(each, torch.device("cpu"))) for each in passes])
 
 
 @pytest.mark.parametrize("learnt", [range(1, 3), None], ids=["window", "all"])

@@ -229,8 +229,8 @@ def test_the_policy_without_its_adapters_computes_the_bits_of_a_second_base(uri,
     )
     batch = lay_out(
         [
-            ModelInput.from_prompt([5, 6, 7]).with_completion([8, 9]),
-            ModelInput.from_prompt([5, 6, 7]).with_completion([10]),
+            ModelInput.from_prompt([5, 6, 7]).append_completion([8, 9]),
+            ModelInput.from_prompt([5, 6, 7]).append_completion([10]),
         ]
     )
     found = worker._models.reference(policy, policy=version)(batch)

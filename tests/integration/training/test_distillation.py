@@ -87,7 +87,7 @@ def estimate_work(uri: str, student: ModelVersion, teacher: ModelVersion | None,
 def sequences_of(uri: str, work: EstimateWork) -> list[ModelInput]:
     """Return prompts and completions of the rollouts, as models read each."""
     rows = [row for shard in work.shards for row in read_shard(open_store(f"{uri}/run"), shard.rollouts).to_pylist()]
-    return [ModelInput.from_prompt(row["prompt_tokens"]).with_completion(row["completion_tokens"]) for row in rows]
+    return [ModelInput.from_prompt(row["prompt_tokens"]).append_completion(row["completion_tokens"]) for row in rows]
 
 
 def give_credit(uri: str, work: EstimateWork, estimates: tuple[ShardRef, ...], algorithm) -> Outcome:
@@ -225,7 +225,7 @@ def passes(counts=((3, 5), (4, 1), (2, 9), (6, 0), (1, 2)), *, rows=2):
     inputs = []
     for prompt, completion in counts:
         tokens = rng.integers(2, 300, prompt + completion)
-        inputs.append(ModelInput.from_prompt(tokens[:prompt]).with_completion(tokens[prompt:]))
+        inputs.append(ModelInput.from_prompt(tokens[:prompt]).append_completion(tokens[prompt:]))
     parts = [inputs[start : start + rows] for start in range(0, len(inputs), rows)]
     return inputs, [lay_out(part) for part in [*parts, []]]
 
@@ -258,7 +258,7 @@ def test_an_endpoint_scores_tokens_as_the_model_behind_it_does(directory):
 
 
 def test_an_endpoint_receives_token_ids_and_no_sampling_settings(directory):
-    only = ModelInput.from_prompt([5, 6]).with_completion([7, 8])
+    only = ModelInput.from_prompt([5, 6]).append_completion([7, 8])
     with teacher_server(directory) as server:
         query(directory, server.url)([lay_out([only])])
     [request] = server.asked
@@ -349,7 +349,7 @@ def every_candidate(**changes):
     ],
 )
 def test_an_incomplete_answer_of_an_endpoint_is_an_error_and_never_a_log_prob(directory, alter, reason):
-    only = ModelInput.from_prompt([5, 6]).with_completion([7, 8])
+    only = ModelInput.from_prompt([5, 6]).append_completion([7, 8])
     with (
         teacher_server(directory, alter=alter) as server,
         pytest.raises(WorkerFailed, match=r"teacher at endpoint http.*for a text of 4 tokens, 2 of them") as caught,
@@ -378,7 +378,7 @@ def test_a_refused_request_ends_the_work_with_the_reason(directory, reply, reaso
 
 
 def test_log_probs_of_prompt_tokens_are_ignored(directory):
-    only = ModelInput.from_prompt([5, 6, 7]).with_completion([8])
+    only = ModelInput.from_prompt([5, 6, 7]).append_completion([8])
     with teacher_server(directory, alter=position(1, None)) as server:
         [found] = query(directory, server.url)([lay_out([only])])
     assert len(found) == 1

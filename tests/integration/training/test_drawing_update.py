@@ -114,11 +114,11 @@ def test_an_update_of_a_diffusion_policy_has_the_gradient_of_its_loss(drawn):
     gallery.source = Media(open_store(f"{uri}/run"), work.media)
     policy, reference = (loaded(uri, version, gallery) for version in (work.policy, work.reference))
     given = [ModelInput.from_prompt(row["tokens"][: row["num_prompt_tokens"]], tuple(row["images"])) for row in rows]
-    batch, cpu = lay_out([each.with_completion(LEARNT) for each in given]), torch.device("cpu")
-    read = policy.to_device(batch, cpu)
+    batch, cpu = lay_out([each.append_completion(LEARNT) for each in given]), torch.device("cpu")
+    read = policy.prepare_inputs(batch, cpu)
     mean_ND, std_N = policy.transitions(read)
     with torch.no_grad():
-        reference_ND, _ = reference.transitions(reference.to_device(batch, cpu))
+        reference_ND, _ = reference.transitions(reference.prepare_inputs(batch, cpu))
     behaviour_N, advantages_N = (
         torch.tensor([number for row in rows for number in row[name]]) for name in ("logprobs", "advantages")
     )

@@ -19,7 +19,7 @@ from models.config.engines import SamplingConfig
 from models.config.lora import LoraConfig
 from models.config.rollout import PartialRollout
 from models.config.teachers import TeacherDirectory
-from models.modeling.experts import routers, store_choices
+from models.modeling.experts import routers, record_chosen_experts
 from models.modeling.layout import lay_out
 from models.modeling.logprobs import ForwardInput, TokenLogprobs
 from models.modeling.policy import load_policy
@@ -54,7 +54,7 @@ def mixture(request, uri: str) -> ModelVersion:
 def inputs(count: int, *, seed: int) -> list[ModelInput]:
     rng = np.random.default_rng(seed)
     prompt = ModelInput.from_prompt(rng.integers(2, 300, 7))
-    return [prompt.with_completion(rng.integers(2, 300, rng.integers(1, 20))) for _ in range(count)]
+    return [prompt.append_completion(rng.integers(2, 300, rng.integers(1, 20))) for _ in range(count)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,7 +66,7 @@ def test_router_losses_of_micro_batches_add_up_to_that_of_transformers_over_all_
     passes = [lay_out(inputs(count, seed=count)) for count in (3, 1, 5)]
 
     def run(batch, *, shares):
-        module(ForwardInput.from_batch(batch, torch.device("cpu"), shares=shares))
+        module(ForwardInput.from_microbatch(batch, torch.device("cpu"), shares=shares))
 
     logits = []
     for batch in passes:
@@ -177,7 +177,7 @@ def rolled_out(directory: Path) -> list[tuple[ModelInput, tuple[float, ...]]]:
     engine.record_experts(True)
     groups = engine.generate(MIXED, SamplingConfig(max_new_tokens=24, temperature=0.8))
     return [
-        (given.with_completion(completion.tokens).with_experts(completion.experts), completion.logprobs)
+        (given.append_completion(completion.tokens).with_experts(completion.experts), completion.logprobs)
         for asked, group in zip(MIXED, groups, strict=True)
         for given, completion in zip(asked.inputs, group, strict=True)
     ]
@@ -187,8 +187,8 @@ def chosen_by(module: TokenLogprobs, inputs: list[ModelInput]) -> list[np.ndarra
     """What the routers of a module choose in a padded pass, of all tokens of each input but the last."""
     module.shares_prompts = False
     batch = lay_out(inputs)
-    with torch.no_grad(), store_choices(module.model) as heard:
-        module(module.to_device(batch, CPU))
+    with torch.no_grad(), record_chosen_experts(module.model) as heard:
+        module(module.prepare_inputs(batch, CPU))
     chosen_BTF = heard.pop_choices().reshape(*batch.tokens_BT.shape, -1)
     return [chosen_TF[: len(each) - 1] for chosen_TF, each in zip(chosen_BTF, inputs, strict=True)]
 
@@ -201,7 +201,7 @@ def test_the_trainer_chooses_the_experts_of_the_rollout_and_computes_its_log_pro
     for replays in (False, True):
         module = TokenLogprobs(load_policy(tmp_path), temperature=0.8, replays_experts=replays)
         with torch.no_grad():
-            assert module(module.to_device(lay_out(inputs), CPU)).tolist() == expected
+            assert module(module.prepare_inputs(lay_out(inputs), CPU)).tolist() == expected
     alone = chosen_by(TokenLogprobs(load_policy(tmp_path), temperature=0.8), inputs)
     assert all(np.array_equal(*both) for both in zip(alone, noted, strict=True))
     assert len(np.unique(np.concatenate(noted), axis=0)) > 2
@@ -246,7 +246,7 @@ def test_replay_computes_outputs_and_gradients_through_the_recorded_experts(kind
     )
     module = TokenLogprobs(model, temperature=1.0, replays_experts=True)
     module.shares_prompts &= shares
-    read = module.to_device(lay_out(inputs), CPU)
+    read = module.prepare_inputs(lay_out(inputs), CPU)
     assert (read.shared is not None) == module.shares_prompts
     module.replay.set_choices(read.chosen_LF)
     states_NH = module.states(read)
@@ -256,7 +256,7 @@ def test_replay_computes_outputs_and_gradients_through_the_recorded_experts(kind
     for each in inputs:
         forced(plain, torch.from_numpy(np.pad(each.experts.astype(np.int64), ((0, 1), (0, 0)))))
         said_TH = plain.base_model(torch.from_numpy(each.tokens[None].astype(np.int64)), use_cache=False)[0][0]
-        expected.append(said_TH[each.trained_indices - 1])
+        expected.append(said_TH[each.trained_positions - 1])
     expected_NH = torch.cat(expected)
     (expected_NH.tanh() @ signs_H).sum().backward()
     torch.testing.assert_close(states_NH, expected_NH, rtol=1e-5, atol=1e-6)

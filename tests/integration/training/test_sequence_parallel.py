@@ -30,7 +30,7 @@ def passes() -> list[MicroBatch]:
     prompt = ModelInput.from_prompt(np.random.default_rng(1).integers(2, 300, 5))
     return [
         families.batch(),
-        lay_out([prompt.with_completion(np.random.default_rng(2).integers(2, 300, 40))]),
+        lay_out([prompt.append_completion(np.random.default_rng(2).integers(2, 300, 40))]),
         lay_out([]),
     ]
 
@@ -52,7 +52,7 @@ def modules() -> dict[str, TokenModule]:
 
 def learnt(module: TokenModule, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     module.zero_grad()
-    found_N = module(module.to_device(batch, torch.device("cpu")))
+    found_N = module(module.prepare_inputs(batch, torch.device("cpu")))
     (found_N * torch.linspace(-1, 1, len(found_N))).sum().backward()
     return found_N.detach(), {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
 

@@ -159,7 +159,7 @@ def test_a_frozen_tower_encodes_an_image_once_and_the_update_is_the_same(uri, mo
     assert len(calls) == 2 * len(PICTURES)
     assert start_worker(uri, frozen).update(later).model == second.model  # without the embeddings in memory
     with monkeypatch.context() as patch:
-        patch.setattr(versions, "trains_vision_tower", lambda _: True)
+        patch.setattr(versions, "trains_vision", lambda _: True)
         again = start_worker(uri, frozen).update(work)
     np.testing.assert_allclose(gradients(uri, first), gradients(uri, again), atol=1e-6)
 

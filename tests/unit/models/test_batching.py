@@ -55,7 +55,7 @@ def test_fewer_groups_than_steps_make_fewer_steps():
     assert len(split_minibatches([7, 7, 9], [3, 3, 3], minibatches=4, seed=0)) == 2
     assert split_minibatches([], [], minibatches=4, seed=0) == []
     for ranks in (1, 3):
-        assert plan_steps(Sequences.from_lengths([]), minibatches=4, ranks=ranks, microbatch_tokens=100, seed=0) == []
+        assert plan_steps(Sequences.unrelated([]), minibatches=4, ranks=ranks, microbatch_tokens=100, seed=0) == []
 
 
 def test_the_seed_decides_which_groups_are_in_a_step():
@@ -131,7 +131,7 @@ def test_images_that_exceed_a_micro_batch_leave_half_of_it_for_tokens():
 def build_sample(prompt: int, completion: int) -> TrainingSample:
     tokens = np.arange(1, prompt + completion + 1)
     return TrainingSample(
-        input=ModelInput.from_prompt(tokens[:prompt]).with_completion(tokens[prompt:]),
+        input=ModelInput.from_prompt(tokens[:prompt]).append_completion(tokens[prompt:]),
         logprobs=np.full(completion, -1, np.float32),
         advantages=np.full(completion, 2, np.float32),
         staleness=np.zeros(completion, np.int16),
@@ -149,7 +149,7 @@ def test_each_completion_token_is_predicted_from_the_token_before_it():
 
 
 def test_context_tokens_between_completion_tokens_are_read_and_not_predicted():
-    turns = ModelInput.from_prompt([1, 2]).with_completion([3]), ModelInput.from_prompt([4, 5]).with_completion([6, 7])
+    turns = ModelInput.from_prompt([1, 2]).append_completion([3]), ModelInput.from_prompt([4, 5]).append_completion([6, 7])
     batch = lay_out([ModelInput(turns[0].chunks + turns[1].chunks)])
     assert batch.tokens_BT.tolist() == [[1, 2, 3, 4, 5, 6, 7]]
     assert batch.positions_N.tolist() == [1, 4, 5]
@@ -158,7 +158,7 @@ def test_context_tokens_between_completion_tokens_are_read_and_not_predicted():
 
 def test_an_unpadded_layout_has_every_prompt_once_and_every_sequence_in_the_attention_blocks():
     prompt, other = ModelInput.from_prompt([1, 2, 3]), ModelInput.from_prompt([1, 2])
-    inputs = [prompt.with_completion([4, 5, 6, 7]), other.with_completion([3]), prompt.with_completion([8]), prompt]
+    inputs = [prompt.append_completion([4, 5, 6, 7]), other.append_completion([3]), prompt.append_completion([8]), prompt]
     shared = lay_out(inputs).shared
     assert shared is not None
     assert sorted(shared.tokens_L.tolist()) == [1, 1, 2, 2, 3, 3, 4, 5, 6, 7, 8]
@@ -175,7 +175,7 @@ def test_an_unpadded_layout_has_every_prompt_once_and_every_sequence_in_the_atte
 
 
 def test_a_micro_batch_that_would_save_too_little_is_padded():
-    assert lay_out([ModelInput.from_prompt([row, 2]).with_completion([3, 4]) for row in range(8)]).shared is None
+    assert lay_out([ModelInput.from_prompt([row, 2]).append_completion([3, 4]) for row in range(8)]).shared is None
 
 
 def test_an_empty_micro_batch_has_tokens_to_run_and_nothing_to_train_on():

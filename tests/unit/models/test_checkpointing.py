@@ -38,7 +38,7 @@ def build_module(family, *, adapters=False, is_checkpointed=False):
 
 
 def build_input(*, shares):
-    return ForwardInput.from_batch(families.batch(), CPU, shares=shares)
+    return ForwardInput.from_microbatch(families.batch(), CPU, shares=shares)
 
 
 @pytest.mark.parametrize("shares", [False, True])
@@ -70,8 +70,8 @@ def test_the_estimate_of_kept_activations_is_within_ten_percent(architecture, co
     if adapters:
         families.add_adapters(model, rank=2)
     prompts, rng = [ModelInput.from_prompt([5, 6])] * 4 + [ModelInput.from_prompt([6, 5])] * 4, np.random.default_rng(0)
-    reads = lay_out([prompt.with_completion(rng.integers(2, 300, 60)) for prompt in prompts])
-    *_, kept_bytes = learnt(TokenLogprobs(model, temperature=0.9), ForwardInput.from_batch(reads, CPU, shares=False))
+    reads = lay_out([prompt.append_completion(rng.integers(2, 300, 60)) for prompt in prompts])
+    *_, kept_bytes = learnt(TokenLogprobs(model, temperature=0.9), ForwardInput.from_microbatch(reads, CPU, shares=False))
     estimate = micro_batch_bytes(
         UpdateConfig(lora=lora if adapters else None), sizes.outline(), PassSizes(reads.tokens_BT.size), held=0
     )

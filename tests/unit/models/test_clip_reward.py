@@ -17,7 +17,7 @@ from infra.errors import BadInput
 from models.config.reward_terms import ClipReward
 from models.config.rewards import ScoringConfig
 from models.data.images import digest_of
-from models.modeling.policy import build_exclusively
+from models.modeling.policy import lock_model_construction
 from models.records.media import InMemoryImages
 from models.rewards.evaluate import Case, Evaluator
 from models.rewards.rules import build_reward
@@ -49,7 +49,7 @@ def clip(tmp_path_factory):
         projection_dim=WIDTH,
     )
     torch.manual_seed(0)
-    with build_exclusively():
+    with lock_model_construction():
         model = CLIPModel(config)
     model.logit_scale.data.fill_(3.0)  # exp(3) = 20.1
     model.save_pretrained(directory)

@@ -11,7 +11,7 @@ from models.modeling.adapters import outline
 from models.modeling.flash import attentions_of, flash_kernel
 from models.modeling.layout import lay_out
 from models.modeling.logprobs import TokenLogprobs
-from models.modeling.shared_prompts import set_attention, set_flash_attention
+from models.modeling.shared_prompts import set_attention, use_attention_kernel
 from models.records.model_input import ModelInput
 from tests.support.families import FAMILIES, SHAPE, add_adapters, ask, assert_same_results, batch, build
 
@@ -61,7 +61,7 @@ def build_module(config, *, adapters=False, is_reference=False):
         add_adapters(model)
     module = TokenLogprobs(model, temperature=0.8)
     if is_reference:
-        module.shares_prompts = set_flash_attention(reference_kernel, module.model, name="reference")
+        module.shares_prompts = use_attention_kernel(reference_kernel, module.model, name="reference")
         assert module.shares_prompts
     return module
 
@@ -81,10 +81,10 @@ def test_one_kernel_call_over_rows_of_different_lengths_gives_the_results_of_pad
 def test_shared_prompts_have_queries_once_and_rows_without_own_tokens_have_none():
     prompt, other = ModelInput.from_prompt([5, 6, 7, 8]), ModelInput.from_prompt([9, 10])
     rows = [
-        prompt.with_completion([11]),
+        prompt.append_completion([11]),
         prompt,
-        other.with_completion([12, 13]),
-        prompt.with_completion([14, 15]),
+        other.append_completion([12, 13]),
+        prompt.append_completion([14, 15]),
         other,
     ]
     shared = lay_out(rows).shared

@@ -22,7 +22,7 @@ PAIRS = st.lists(st.tuples(IDS, IDS), max_size=6)
 
 
 def inputs_of(pairs: list[tuple[list[int], list[int]]]) -> list[ModelInput]:
-    return [ModelInput.from_prompt(prompt).with_completion(completion) for prompt, completion in pairs]
+    return [ModelInput.from_prompt(prompt).append_completion(completion) for prompt, completion in pairs]
 
 
 def halves(inputs: list[ModelInput]) -> list[tuple[list[int], list[int]]]:
@@ -49,7 +49,7 @@ def samples_of(rollouts: pa.Table, *, emptied: list[bool], staleness: list[list[
 
 
 def test_a_completion_begins_with_the_first_token_of_the_policy():
-    read = ModelInput.from_prompt([5, 6]).with_completion([7]).with_completion([8, 9])
+    read = ModelInput.from_prompt([5, 6]).append_completion([7]).append_completion([8, 9])
     assert read.tokens.tolist() == [5, 6, 7, 8, 9]
     assert (read.prompt.tolist(), read.completion.tolist()) == ([5, 6], [7, 8, 9])
     assert (len(read), read.num_prompt_tokens, read.num_completion_tokens) == (5, 2, 3)
@@ -57,19 +57,19 @@ def test_a_completion_begins_with_the_first_token_of_the_policy():
 
 def test_context_after_a_token_of_the_policy_belongs_to_the_completion():
     turns = (
-        ModelInput.from_prompt([1]).with_completion([2]).chunks
-        + ModelInput.from_prompt([3]).with_completion([4]).chunks
+        ModelInput.from_prompt([1]).append_completion([2]).chunks
+        + ModelInput.from_prompt([3]).append_completion([4]).chunks
     )
     read = ModelInput(turns)
     assert (read.prompt.tolist(), read.completion.tolist()) == ([1], [2, 3, 4])
-    assert read.trained_indices.tolist() == [1, 3]
+    assert read.trained_positions.tolist() == [1, 3]
 
 
 def build_episode(*parts: list[int]) -> ModelInput:
     """Build an input from a prompt, and then in turn tokens of the policy and of its environment."""
     read = ModelInput.from_prompt(parts[0])
     for number, part in enumerate(parts[1:]):
-        read = read.with_observation(part) if number % 2 else read.with_completion(part)
+        read = read.append_observation(part) if number % 2 else read.append_completion(part)
     return read
 
 
@@ -95,7 +95,7 @@ def test_the_present_turn_begins_after_the_last_context_token():
 
 def test_parts_of_a_turn_have_equal_weight_and_a_turn_has_its_number_of_tokens():
     judged = (
-        ModelInput.from_prompt([1]).with_completion([2, 3, 4, 5]).with_completion([6, 7])
+        ModelInput.from_prompt([1]).append_completion([2, 3, 4, 5]).append_completion([6, 7])
     )  # six tokens, three for each part
     assert judged.weights.tolist() == [0.75, 0.75, 0.75, 0.75, 1.5, 1.5]
     assert build_episode([1], [2, 3, 4], [5], [6]).weights.tolist() == [1, 1, 1, 1]
@@ -103,12 +103,12 @@ def test_parts_of_a_turn_have_equal_weight_and_a_turn_has_its_number_of_tokens()
 
 
 def test_inputs_are_equal_if_tokens_and_their_authors_are_equal():
-    assert ModelInput.from_prompt([1, 2]).with_completion([3]) == ModelInput.from_prompt(
+    assert ModelInput.from_prompt([1, 2]).append_completion([3]) == ModelInput.from_prompt(
         np.array([1, 2])
-    ).with_completion((3,))
-    assert ModelInput.from_prompt([1, 2, 3]) != ModelInput.from_prompt([1, 2]).with_completion([3])
-    assert ModelInput.from_prompt([1, 2, 3]) != ModelInput().with_completion([1, 2, 3])
-    assert ModelInput.from_prompt([1]).with_completion([]) == ModelInput.from_prompt([1])
+    ).append_completion((3,))
+    assert ModelInput.from_prompt([1, 2, 3]) != ModelInput.from_prompt([1, 2]).append_completion([3])
+    assert ModelInput.from_prompt([1, 2, 3]) != ModelInput().append_completion([1, 2, 3])
+    assert ModelInput.from_prompt([1]).append_completion([]) == ModelInput.from_prompt([1])
     with pytest.raises(TypeError):
         hash(ModelInput.from_prompt([1]))
 
@@ -138,7 +138,7 @@ def test_inputs_are_restored_from_samples_except_for_emptied_completions(pairs, 
 def test_digests_of_images_are_passed_from_prompts_to_rollouts_and_samples_in_order():
     prompts = [ModelInput.from_prompt([7, 7, 1], ["b" * 64, "a" * 64]), ModelInput.from_prompt([2])]
     assert prompt_inputs(in_chunks(prompt_columns(prompts), PROMPT_SCHEMA)) == prompts
-    inputs = [prompt.with_completion([5]) for prompt in prompts]
+    inputs = [prompt.append_completion([5]) for prompt in prompts]
     rollouts = rollouts_of(inputs)
     assert rollout_inputs(rollouts) == inputs
     samples = samples_of(rollouts, emptied=[True, False], staleness=[[], [0]])

@@ -9,7 +9,7 @@ from models.config.lora import LoraConfig
 from models.modeling.adapters import add_adapters
 from models.modeling.layout import lay_out
 from models.modeling.logprobs import ForwardInput, TokenLogprobs
-from models.modeling.shared_prompts import can_split_heads, enable_shared_prompts
+from models.modeling.shared_prompts import supports_sequence_parallelism, enable_shared_prompts
 from models.records.model_input import ModelInput
 from tests.support.families import FAMILIES, SHAPE, ask, batch, build
 
@@ -43,7 +43,7 @@ def test_at_double_precision_states_and_gradients_are_those_of_padded_rows(famil
     answers = []
     for shares in (False, True):
         module.zero_grad()
-        states_NH = module.states(ForwardInput.from_batch(batch(), torch.device("cpu"), shares=shares))
+        states_NH = module.states(ForwardInput.from_microbatch(batch(), torch.device("cpu"), shares=shares))
         (states_NH * torch.linspace(-1, 1, states_NH.numel(), dtype=torch.float64).view_as(states_NH)).sum().backward()
         gradients = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
         answers.append((states_NH.detach(), gradients))
@@ -66,9 +66,9 @@ def test_log_probs_and_gradients_of_adapters_are_those_of_padded_rows(family):
 
 def test_context_tokens_inside_a_completion_keep_their_positions():
     module = TokenLogprobs(build(FAMILIES["llama"]), temperature=1.0)
-    prompt, turn = ModelInput.from_prompt([5, 6, 7, 8]), ModelInput.from_prompt([9, 10]).with_completion([11])
-    first = prompt.with_completion([12, 13])
-    read = lay_out([ModelInput(first.chunks + turn.chunks), prompt.with_completion([14]), prompt.with_completion([15])])
+    prompt, turn = ModelInput.from_prompt([5, 6, 7, 8]), ModelInput.from_prompt([9, 10]).append_completion([11])
+    first = prompt.append_completion([12, 13])
+    read = lay_out([ModelInput(first.chunks + turn.chunks), prompt.append_completion([14]), prompt.append_completion([15])])
     (padded_N, _), (shared_N, _) = (ask(module, read, shares=shares) for shares in (False, True))
     torch.testing.assert_close(shared_N, padded_N, rtol=0, atol=2e-6)
 
@@ -90,7 +90,7 @@ def test_models_that_mix_tokens_outside_of_attention_use_padded_rows(config):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_heads_may_be_on_other_ranks_unless_they_have_sinks(family):
-    assert can_split_heads(build(FAMILIES[family])) == (family != "sinks")
+    assert supports_sequence_parallelism(build(FAMILIES[family])) == (family != "sinks")
 
 
 def test_padded_rows_give_the_same_bits_in_a_model_that_shares_prompts():

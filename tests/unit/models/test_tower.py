@@ -81,13 +81,13 @@ def generate(policy, *, places):
     ]
     completions = decode(policy, rows, SamplingConfig(max_new_tokens=6), places=places, on_step=lambda _: None)
     return [
-        (row.input.with_completion(done.tokens), done.logprobs) for row, done in zip(rows, completions, strict=True)
+        (row.input.append_completion(done.tokens), done.logprobs) for row, done in zip(rows, completions, strict=True)
     ]
 
 
 def compute_logprobs(module, inputs):
     with torch.no_grad():
-        return module(module.to_device(lay_out(inputs), torch.device("cpu")))
+        return module(module.prepare_inputs(lay_out(inputs), torch.device("cpu")))
 
 
 @pytest.mark.parametrize("places", [64, 4], ids=["all rows at once", "rows that wait"])
@@ -101,13 +101,13 @@ def test_the_log_probs_of_the_update_are_those_of_the_engine(policy, module, pla
 def test_likelihoods_are_the_log_probs_of_the_update(policy, module):
     inputs = build_prompts(policy)
     found = continuation_logprobs(policy, inputs, [[20], [21, 22]])
-    ones = compute_logprobs(module, [each.with_completion([20]) for each in inputs])
-    twos = compute_logprobs(module, [each.with_completion([21, 22]) for each in inputs]).view(-1, 2).sum(1)
+    ones = compute_logprobs(module, [each.append_completion([20]) for each in inputs])
+    twos = compute_logprobs(module, [each.append_completion([21, 22]) for each in inputs]).view(-1, 2).sum(1)
     assert torch.allclose(found.float(), torch.stack([ones, twos], dim=1), atol=1e-5, rtol=0)
 
 
 def test_log_probs_are_those_of_the_model_in_transformers(policy, module):
-    whole = build_prompt(policy, "b", "a").with_completion([20, 21])
+    whole = build_prompt(policy, "b", "a").append_completion([20, 21])
     tokens = torch.from_numpy(whole.tokens.astype(np.int64))[None]
     images = [policy.vision.prepare(name).arrays for name in whole.images]
     arrays = {name: torch.from_numpy(np.concatenate([each[name] for each in images])) for name in images[0]}
@@ -138,9 +138,9 @@ def test_banned_tokens_have_probability_0_in_the_update(policy, chunk):
     module = TokenLogprobs(policy.model, temperature=0.7, vision=policy.vision, chunk_elements=chunk)
     module.model.requires_grad_(False)
     allowed, banned = next(token for token in range(300) if token not in policy.banned), policy.banned[0]
-    assert compute_logprobs(module, [build_prompt(policy, "a").with_completion([allowed])]).isfinite().all()
+    assert compute_logprobs(module, [build_prompt(policy, "a").append_completion([allowed])]).isfinite().all()
     if banned != policy.vision.processor.image_id:
-        assert compute_logprobs(module, [build_prompt(policy, "a").with_completion([banned])]).item() == -torch.inf
+        assert compute_logprobs(module, [build_prompt(policy, "a").append_completion([banned])]).item() == -torch.inf
 
 
 def test_the_vision_tower_encodes_each_distinct_image_of_a_micro_batch_once(policy, module, monkeypatch):
@@ -152,7 +152,7 @@ def test_the_vision_tower_encodes_each_distinct_image_of_a_micro_batch_once(poli
         calls.append(next(iter(arrays.values())).numel())
         return run(**arrays)
 
-    group = [build_prompt(policy, "a").with_completion([20 + sample, 30]) for sample in range(8)]
+    group = [build_prompt(policy, "a").append_completion([20 + sample, 30]) for sample in range(8)]
     alone = policy.vision.prepare("a").arrays["pixel_values"].size
     monkeypatch.setattr(base, "get_image_features", counted)
     compute_logprobs(module, group)
@@ -168,13 +168,13 @@ def test_shared_prompts_give_the_log_probs_and_gradients_of_padded_rows(policy, 
         build_prompt(policy, "b", "a", before=()),
         build_prompt(policy),
     ]
-    batch = lay_out([each.with_completion(range(20, 22 + 3 * row)) for each in shown for row in range(3)])
+    batch = lay_out([each.append_completion(range(20, 22 + 3 * row)) for each in shown for row in range(3)])
     assert batch.shared is not None and batch.shared.prompts == tuple(batch.inputs[::3])
     found = []
     for shares in {in_line, False}:
         module.shares_prompts = shares
         module.zero_grad()
-        read = module.to_device(batch, torch.device("cpu"))
+        read = module.prepare_inputs(batch, torch.device("cpu"))
         assert (read.shared is not None) is shares
         logprobs_N = module(read)
         (logprobs_N * torch.linspace(-1, 1, len(logprobs_N))).sum().backward()
@@ -189,7 +189,7 @@ def test_gradients_of_the_vision_tower_are_zero_without_an_image(policy, module)
     tower = [p for name, p in module.model.named_parameters() if "vision" in name or "visual" in name]
     for inputs, moves in ((build_prompt(policy, "a"), True), (build_prompt(policy), False)):
         module.zero_grad()
-        module(module.to_device(lay_out([inputs.with_completion([20, 21])]), torch.device("cpu"))).sum().backward()
+        module(module.prepare_inputs(lay_out([inputs.append_completion([20, 21])]), torch.device("cpu"))).sum().backward()
         norms = [float(p.grad.abs().sum()) for p in tower if p.grad is not None]
         assert norms and (sum(norms) > 0) is moves
 
@@ -198,4 +198,4 @@ def test_a_text_policy_refuses_prompts_with_images(tmp_path):
     write_policy(tmp_path)
     module = TokenLogprobs(load_policy(tmp_path), temperature=1.0)
     with pytest.raises(BadInput, match=r"text.*images"):
-        module.to_device(lay_out([ModelInput.from_prompt([1], ("a",)).with_completion([2])]), torch.device("cpu"))
+        module.prepare_inputs(lay_out([ModelInput.from_prompt([1], ("a",)).append_completion([2])]), torch.device("cpu"))

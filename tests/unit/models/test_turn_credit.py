@@ -210,7 +210,7 @@ def test_a_plan_counts_prompts_of_one_length_as_shared_and_others_separately(pro
 
 
 def test_tokens_of_an_environment_are_inputs_and_no_targets():
-    read = ModelInput.from_prompt([1, 2]).with_completion([3, 4]).with_observation([8, 9]).with_completion([5])
+    read = ModelInput.from_prompt([1, 2]).append_completion([3, 4]).append_observation([8, 9]).append_completion([5])
     numbers = np.array([1, 2, 3], np.float32)
     sample = TrainingSample(input=read, logprobs=-numbers, advantages=numbers, staleness=np.zeros(3, np.int16))
     batch = lay_out_samples([sample], [1.0])

@@ -215,7 +215,7 @@ def test_the_engine_of_the_page_samples_by_seed_independently_of_the_batch(folde
         assert completion.logprobs == (-math.log(VOCABULARY),) * len(completion.tokens)
     [[whole]] = engine.generate([Request(row=0, inputs=(prompt,), seeds=(3,))], sampling)
     [[cut]] = engine.generate([Request(row=0, inputs=(prompt,), seeds=(3,), budget=3)], sampling)
-    [[rest]] = engine.generate([Request(row=0, inputs=(prompt.with_completion(cut.tokens),), seeds=(3,))], sampling)
+    [[rest]] = engine.generate([Request(row=0, inputs=(prompt.append_completion(cut.tokens),), seeds=(3,))], sampling)
     assert (cut.tokens + rest.tokens, rest.text) == (whole.tokens, whole.text)
 
 
