@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from bench.tables import Table
 from models.algorithms.advantages import informative_groups, token_advantages
-from models.algorithms.experience import Estimates, Experience, ScoredGroups, SpanColumns, Term
+from models.algorithms.experience import AuxiliaryScores, Experience, ScoredGroups, SpanColumns, Term
 from models.config.algorithms import (
     AlgorithmConfig,
     Capo,
@@ -90,7 +90,7 @@ def experience() -> Experience:
         scored=scored,
         logprobs_T=policy_T,
         counted_N=np.ones(COMPLETIONS, np.bool_),
-        estimates=Estimates(*(policy_T + random.normal(0, 0.1, tokens) for _ in range(4))),
+        auxiliary_scores=AuxiliaryScores(*(policy_T + random.normal(0, 0.1, tokens) for _ in range(4))),
         kl_coefficient=1e-2,
     )
 
@@ -106,13 +106,13 @@ def _credit_seconds(batch: Experience, algorithm: AlgorithmConfig) -> float:
     rule = CreditRule(terms=terms, algorithm=algorithm, kl_coefficient=batch.kl_coefficient)
     rollouts, scores, estimates = _tables(batch)
     started = time.perf_counter()
-    credit_completions([rollouts], [scores], rule, estimates=[estimates])
+    credit_completions([rollouts], [scores], rule, auxiliary_scores=[estimates])
     return time.perf_counter() - started
 
 
 def _tables(batch: Experience) -> tuple[pa.Table, pa.Table, pa.Table]:
     """Convert the same data to tables of rollouts, scores and estimates."""
-    scored, models = batch.scored, batch.estimates
+    scored, models = batch.scored, batch.auxiliary_scores
     lengths_N, spans = scored.lengths_N, scored.terms[1].spans
     assert spans is not None
     places = {

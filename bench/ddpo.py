@@ -25,11 +25,11 @@ from bench.ddpo_rheostat import denoising_of
 from bench.ddpo_workload import DrawingWorkload, EpochCost, running
 from bench.tables import Table
 from infra.errors import BadInput
-from models.denoising.families import gather
+from models.denoising.families import select_conditions
 from models.denoising.pipeline import FrozenParts, load_denoiser
 from models.denoising.policy import byte_tokenizer
 from models.denoising.samplers import transition
-from models.denoising.steps import Drawing
+from models.denoising.steps import GenerationSetup
 
 PYTHON_VARIABLE = "BENCH_DDPO_PYTHON"
 """Environment variable with the Python of TRL's environment.
@@ -106,17 +106,17 @@ def said_of_trail(workload: DrawingWorkload) -> tuple[Tensor, Tensor]:
     """
     trail = np.load(workload.trail)
     byte_tokenizer().save_pretrained(workload.pipeline)  # added when a policy is imported
-    drawing = Drawing.of(workload.pipeline, denoising_of(workload), FrozenParts(device="cpu"))
+    setup = GenerationSetup.load(workload.pipeline, denoising_of(workload), FrozenParts(device="cpu"))
     model = load_denoiser(workload.pipeline).eval()
     states, following, theirs_NT = (torch.from_numpy(trail[name]) for name in ("latents", "next_latents", "log_probs"))
     count = len(states)
-    condition = gather([drawing.prompts.read(text) for text in trail["prompts"].tolist()], range(count))
-    without, predictions = drawing.unconditioned(count, model), []
+    condition = select_conditions([setup.prompts.encode(text) for text in trail["prompts"].tolist()], range(count))
+    empty_condition, predictions = setup.encode_empty_prompt(count, model), []
     for step in range(workload.steps):
         steps_N, x_ND = torch.full((count,), step), states[:, step].flatten(1)
-        prediction_ND = drawing.say(model, x_ND, steps_N, condition, without)
-        mean_ND, std_N = transition(drawing.config.sampler, x_ND, prediction_ND, steps_N, drawing.schedule)
-        logprobs_N = drawing.logprobs(following[:, step].flatten(1), mean_ND, std_N)
+        prediction_ND = setup.predict(model, x_ND, steps_N, condition, empty_condition)
+        mean_ND, std_N = transition(setup.config.sampler, x_ND, prediction_ND, steps_N, setup.schedule)
+        logprobs_N = setup.logprobs(following[:, step].flatten(1), mean_ND, std_N)
         predictions.append(logprobs_N - std_N.log() - math.log(2 * math.pi) / 2)
     return torch.stack(predictions, dim=1), theirs_NT
 

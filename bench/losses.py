@@ -38,7 +38,7 @@ from models.records.work import UpdateWork
 from models.training.ranks import Ranks, join_ranks
 from models.training.samples import open_samples
 from models.training.trainer import Trainer
-from models.training.update_steps import StepPasses, extra_logprobs, policy_steps, take_steps
+from models.training.update_steps import StepBatches, compute_extra_logprobs, plan_policy_steps, take_steps
 from tests.support.training import publish_scratch, write_samples
 from tests.support.update_workers import free_port
 
@@ -140,7 +140,8 @@ def _seconds(store_uri: str, policy: ModelVersion, ranks: Ranks) -> dict[str, li
     trained = Trainer(trainer, BASE, ranks=ranks)
     configs = {name: BASE.model_copy(update=changes) for name, changes in VARIANTS.items()}
     steps = {
-        name: policy_steps(samples, work, config=config, ranks=ranks, images=None) for name, config in configs.items()
+        name: plan_policy_steps(samples, work, config=config, ranks=ranks, images=None)
+        for name, config in configs.items()
     }
     durations: dict[str, list[float]] = {name: [] for name in VARIANTS}
     for turn in range(-1, ROUNDS):  # the first round is a warm-up
@@ -155,10 +156,10 @@ def _seconds(store_uri: str, policy: ModelVersion, ranks: Ranks) -> dict[str, li
 
 
 def _update(
-    trainer: Trainer, reference: TokenLogprobs, steps: list[StepPasses], *, config: UpdateConfig, ranks: Ranks
+    trainer: Trainer, reference: TokenLogprobs, steps: list[StepBatches], *, config: UpdateConfig, ranks: Ranks
 ) -> None:
     reference_model = reference if isinstance(config.kl, KlPenalty) else None
-    extras = extra_logprobs(trainer, steps, reference=reference_model, on_progress=_nothing)
+    extras = compute_extra_logprobs(trainer, steps, reference=reference_model, on_progress=_nothing)
     take_steps(trainer, steps, extras, config=config, kl_coefficient=1e-3, ranks=ranks, on_progress=_nothing)
 
 

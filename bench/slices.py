@@ -18,7 +18,7 @@ import torch
 
 from bench.tables import Table
 from infra.processes.heap import heap_variables
-from models.commands.memory import PassSizes, micro_batch_bytes
+from models.commands.memory import MicrobatchSizes, microbatch_bytes
 from models.config.objectives import UpdateConfig
 from models.config.policy import ScratchPolicy
 from models.inspection.directory import DecoderSizes
@@ -47,8 +47,8 @@ def measure() -> Iterator[Table]:
         started = [subprocess.Popen(each, stdout=subprocess.PIPE, text=True, env=environment) for each in commands]
         outputs = [each.communicate()[0].split()[-2:] for each in started]
         update = UpdateConfig(sequence_parallel=slices)
-        sizes = PassSizes.compute(update, longest=TOKENS, completions=4, ranks=slices)
-        foretold = micro_batch_bytes(update, outline, sizes, held=float("inf"))
+        sizes = MicrobatchSizes.compute(update, longest=TOKENS, completions=4, ranks=slices)
+        foretold = microbatch_bytes(update, outline, sizes, held=float("inf"))
         total = foretold["update_activations_bytes"] + foretold["update_head_bytes"]
         peak, seconds = (max(float(each[column]) for each in outputs) for column in (0, 1))
         rows.append((slices, f"{peak / 1e6:,.0f}", f"{total / 1e6:,.0f}", f"{seconds:.1f}"))
@@ -70,7 +70,7 @@ def main(rank: int, ranks: int, port: int) -> None:
     """Take two steps as one rank, and print the bytes and seconds of the last."""
     torch.set_num_threads(1)
     update = UpdateConfig(sequence_parallel=ranks, activation_checkpointing=False)
-    joined = join_ranks(rank, ranks, address="127.0.0.1", port=port, slices=ranks)
+    joined = join_ranks(rank, ranks, address="127.0.0.1", port=port, sequence_parallel=ranks)
     tokenizer = train_tokenizer(["0123456789 + - ="], vocab_size=SHAPE.vocab_size, context=TOKENS)
     trainer = Trainer(TokenLogprobs(build_scratch(SHAPE, tokenizer, seed=0), temperature=1.0), update, ranks=joined)
     tokens = np.random.default_rng(0).integers(0, 256, TOKENS - 16)

@@ -1,4 +1,4 @@
-"""Whole runs that several tests look at, and how tests spread over parallel processes that share them."""
+"""Fixtures that several test modules share, and the distribution of tests over parallel processes."""
 
 import fcntl
 import functools
@@ -26,21 +26,21 @@ from tests.support.jobs import prefect_server  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def same_environment() -> Iterator[None]:
-    """Take back the variables that a test sets, such as those of a command given in this process."""
+    """Restore the environment variables that a test sets, such as those of a command run in this process."""
     with patch.dict(os.environ):
         yield
 
 
 @pytest.fixture(scope="session")
 def together(tmp_path_factory) -> Path:
-    """A directory that all test processes of this session have."""
+    """Directory that all test processes of this session share."""
     own = tmp_path_factory.getbasetemp()
     return own.parent if own.name.startswith("popen-") else own
 
 
 @pytest.fixture(scope="session")
 def prefect_api(together, pytestconfig):
-    """One Prefect API for all jobs that need not start their own; it serves until no test process uses it."""
+    """Prefect API for all jobs that do not need a server of their own. It serves until no test process uses it."""
     told, server = together / "prefect-url", ExitStack()
     using = (together / "prefect-users").open("a")
     with locked(together / "prefect-lock"):
@@ -59,7 +59,7 @@ def prefect_api(together, pytestconfig):
 
 @pytest.fixture(scope="session")
 def reference(together, prefect_api):
-    """The tiny job, never disturbed; nothing may change it."""
+    """Finished run of the tiny job without any faults. Tests must not change it."""
     from tests.support.in_process import InProcessJob
 
     job, made = InProcessJob(together / "reference", prefect_api, counts_works=True), together / "reference-made"
@@ -72,7 +72,7 @@ def reference(together, prefect_api):
 
 @pytest.fixture(scope="session")
 def s3_servers(together, pytestconfig):
-    """S3 servers by kind, which start when they are first asked for and serve until no test process uses them."""
+    """S3 servers by kind. A server starts on its first request and serves until no test process uses it."""
     from tests.support.s3_servers import S3Servers
 
     stack = ExitStack()
@@ -82,16 +82,16 @@ def s3_servers(together, pytestconfig):
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Be the only test process here."""
+    """Lock a file, so that only one test process runs the block at a time."""
     with path.open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 FORKING = {"kills": ("chaos",), "forks": ("processes", "update_workers")}
-"""Names that modules import which fork processes, in two scopes of about the same length."""
+"""Support modules whose importers fork processes, in two scopes of about the same length."""
 WHOLE_RUNS = "tests/runs/test_whole_runs.py"
-"""Module whose tests are cases of a table; a family of cases shares an undisturbed run."""
+"""Module whose tests are cases of a table. The cases of one family share an undisturbed run."""
 
 
 def scope_of(nodeid: str) -> str:
@@ -136,11 +136,11 @@ LONGEST = (
     "tests/integration/cli/test_cli.py",
     "tests/runs/test_rescoring.py",
 )
-"""Scopes that take longest. They begin first, after the families of whole runs: what begins last should be short."""
+"""Scopes that take longest. They start first, after the families of whole runs, so that short ones end the session."""
 
 
 def pytest_ignore_collect(collection_path: Path, config) -> bool | None:
-    """Leave out modules of which no test is asked for by its mark: importing all takes 12 CPU seconds a process."""
+    """Skip modules without a test that the mark selects. Importing all modules takes 12 CPU seconds per process."""
     asked = re.fullmatch(r"(?:not )?(\w+)( and not \w+)*", config.getoption("markexpr"))
     if asked is None or not collection_path.name.startswith("test_"):
         return None
@@ -155,14 +155,14 @@ gc.set_threshold(50_000, 20, 50)  # collection makes millions of objects that st
 
 
 def pytest_collection_finish() -> None:
-    """Leave what was imported and collected out of every later collection of garbage, each of which took 0.4 s."""
+    """Exclude imported and collected objects from later garbage collections, each of which took 0.4 s."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*DEFAULT_THRESHOLDS)
 
 
 def pytest_collection_modifyitems(config, items: list[pytest.Item]) -> None:
-    """If tests spread over processes, begin with the longest scopes and end with the shortest."""
+    """Sort the tests of parallel processes so that the longest scopes begin first and the shortest end the session."""
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: _rank_of(item.nodeid))
 

@@ -108,7 +108,7 @@ def plan_device(config: RunConfig, device: str, *, completion_tokens: int | None
     same cases as the run itself.
     """
     kind, longest = accelerator(device), config.rollout.sampling.max_new_tokens
-    if config.policy.draws:
+    if config.policy.generates_images:
         raise BadInput(
             f"--device {device} can only estimate language policies, but policy.kind {config.policy.known_as!r} "
             "generates images."

@@ -27,7 +27,7 @@ from models.records.columns import Floats, Mask
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class RequiredModels:
     """Auxiliary models whose per-token outputs the credit computation needs."""
 
     reference: bool
@@ -43,9 +43,9 @@ class Needs:
         return any(astuple(self))
 
 
-def required_models(algorithm: Algorithm) -> Needs:
+def required_models(algorithm: Algorithm) -> RequiredModels:
     """Return the auxiliary models whose per-token outputs the algorithm needs."""
-    return Needs(
+    return RequiredModels(
         reference=algorithm.reward_kl is not None,
         critic=algorithm.value_model is not None,
         teacher=algorithm.distillation is not None,
@@ -106,7 +106,7 @@ def distillation_metrics(experience: Experience) -> dict[str, float]:
 
 
 def _preference(experience: Experience) -> Floats:
-    teacher_T, policy_T = experience.estimates.teacher_T, experience.estimates.policy_T
+    teacher_T, policy_T = experience.auxiliary_scores.teacher_T, experience.auxiliary_scores.policy_T
     assert teacher_T is not None, "distillation needs the teacher's log-probs"
     assert policy_T is not None, "distillation needs the policy's log-probs from the trainer"
     preference_T: Floats = teacher_T - policy_T

@@ -42,7 +42,7 @@ class Term:
     """Value by which each shifted reward is divided."""
 
     @property
-    def standardised(self) -> Floats:
+    def standardized(self) -> Floats:
         """Rewards after shift and scale, before weighting: (reward − shift) / scale."""
         return (self.rewards_N - self.shift) / self.scale
 
@@ -84,12 +84,12 @@ class ScoredGroups:
         outcome_N = np.where(self.is_scored, 0.0, np.nan)
         for term in self.terms:
             if term.spans is None:
-                outcome_N += term.weight * term.standardised
+                outcome_N += term.weight * term.standardized
         return outcome_N
 
 
 @dataclass(frozen=True, slots=True)
-class Estimates:
+class AuxiliaryScores:
     """Per-token outputs of auxiliary models, each None if it was not requested. Log-probs are in nats."""
 
     policy_T: Floats | None = None
@@ -113,7 +113,7 @@ class Experience:
     counted_N: Mask
     """Whether each completion is trained on. Batch normalization uses the statistics of these completions."""
     """Per-token outputs of auxiliary models."""
-    estimates: Estimates = Estimates()
+    auxiliary_scores: AuxiliaryScores = AuxiliaryScores()
     max_new_tokens: int = 0
     """Maximum length of completions in tokens."""
     kl_coefficient: float = 0.0

@@ -12,7 +12,7 @@ import numpy as np
 
 from infra.plugins import find_target
 from models.algorithms.experience import Advantages, Experience, ScoredGroups
-from models.algorithms.ragged import MIN_STD, discounted_sums, group_statistics, normalised
+from models.algorithms.ragged import MIN_STD, discounted_sums, group_statistics, normalize_tokens
 from models.algorithms.shaping import penalties, token_rewards
 from models.config.algorithms import GroupRelative, ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from models.records.columns import Floats, Integers, Mask
@@ -113,7 +113,7 @@ def _relative(algorithm: GroupRelative) -> Relative:
 def _sum_of_terms(scored: ScoredGroups, relative: Relative) -> Floats:
     sum_N = np.where(scored.is_scored, 0.0, np.nan)
     for term in scored.terms:
-        rewards_N = np.where(scored.is_scored, term.standardised, np.nan)  # completions lacking any term are excluded
+        rewards_N = np.where(scored.is_scored, term.standardized, np.nan)  # completions lacking any term are excluded
         sum_N += term.weight * relative(rewards_N, scored.group_N, scored.num_groups)
     return sum_N
 
@@ -122,7 +122,7 @@ def reinforce_pp(experience: Experience, algorithm: ReinforcePlusPlus) -> Advant
     """Sum the discounted rewards from each token to the end, and normalize over all trained tokens."""
     lengths_N = experience.scored.lengths_N
     sums_T = discounted_sums(token_rewards(experience, algorithm, algorithm.kl), lengths_N, algorithm.gamma)
-    return Advantages(normalised(sums_T, lengths_N, experience.counted_N))
+    return Advantages(normalize_tokens(sums_T, lengths_N, experience.counted_N))
 
 
 def reinforce_pp_baseline(experience: Experience, algorithm: ReinforcePlusPlusBaseline) -> Advantages:
@@ -130,4 +130,4 @@ def reinforce_pp_baseline(experience: Experience, algorithm: ReinforcePlusPlusBa
     scored = experience.scored
     centred_N = dr_grpo(scored.total_N - penalties(experience, algorithm), scored.group_N, scored.num_groups)
     centred_T = np.repeat(centred_N, scored.lengths_N)
-    return Advantages(normalised(centred_T, scored.lengths_N, experience.counted_N))
+    return Advantages(normalize_tokens(centred_T, scored.lengths_N, experience.counted_N))

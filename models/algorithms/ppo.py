@@ -6,13 +6,13 @@ Shapes: N completions, T completion tokens.
 import numpy as np
 
 from models.algorithms.experience import Advantages, Experience
-from models.algorithms.ragged import MIN_STD, discounted_sums, last_tokens, normalised
+from models.algorithms.ragged import MIN_STD, discounted_sums, last_tokens, normalize_tokens
 from models.algorithms.shaping import token_rewards
 from models.config.algorithms import Ppo
 from models.records.columns import Floats, Integers
 
 
-def generalised_advantages(
+def compute_generalized_advantages(
     rewards_T: Floats, values_T: Floats, lengths_N: Integers, *, gamma: float, lam: float
 ) -> Floats:
     """Return the generalized advantages Σ_k (γλ)^k δ_{t+k} with δ_t = r_t + γ V_{t+1} - V_t (T).
@@ -30,13 +30,15 @@ def generalised_advantages(
 
 def ppo(experience: Experience, algorithm: Ppo) -> Advantages:
     """Compute advantages and returns. Returns are computed before advantages are normalized."""
-    values_T, lengths_N = experience.estimates.values_T, experience.scored.lengths_N
+    values_T, lengths_N = experience.auxiliary_scores.values_T, experience.scored.lengths_N
     assert values_T is not None, "PPO needs the critic's values"
     rewards_T = token_rewards(experience, algorithm, algorithm.kl)
-    advantages_T = generalised_advantages(rewards_T, values_T, lengths_N, gamma=algorithm.gamma, lam=algorithm.lam)
+    advantages_T = compute_generalized_advantages(
+        rewards_T, values_T, lengths_N, gamma=algorithm.gamma, lam=algorithm.lam
+    )
     returns_T = advantages_T + values_T
     if algorithm.whiten:
-        advantages_T = normalised(advantages_T, lengths_N, experience.counted_N)
+        advantages_T = normalize_tokens(advantages_T, lengths_N, experience.counted_N)
     counted_T = np.repeat(experience.counted_N, lengths_N)
     return Advantages(advantages_T, returns_T, _metrics(values_T[counted_T], returns_T[counted_T]))
 

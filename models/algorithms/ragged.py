@@ -83,7 +83,7 @@ def discounted_sums(values_T: Floats, lengths_N: Integers, factor: float) -> Flo
     return sums_T
 
 
-def normalised(values_T: Floats, lengths_N: Integers, counted_N: Mask) -> Floats:
+def normalize_tokens(values_T: Floats, lengths_N: Integers, counted_N: Mask) -> Floats:
     """Subtract the mean and divide by the population standard deviation of the tokens of completions in `counted_N`.
 
     Returns 0 for all tokens if the values are equal.

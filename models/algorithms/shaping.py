@@ -81,7 +81,7 @@ def shaping_metrics(experience: Experience, algorithm: Algorithm, kl: RewardKl |
 
 
 def _divergence(experience: Experience, kl: RewardKl) -> Floats:
-    reference_T = experience.estimates.reference_T
+    reference_T = experience.auxiliary_scores.reference_T
     assert reference_T is not None, "a penalty on divergence needs the reference's log-probs"
     return divergence(experience.logprobs_T, reference_T, kl.kind)
 

@@ -20,21 +20,21 @@ CHECKPOINTING_BYTES: Final = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class PassSizes:
+class MicrobatchSizes:
     """Size of the largest micro-batch of an update."""
 
     tokens: int
     """Number of tokens that one rank computes, in all rows and including prompts."""
 
     @staticmethod
-    def compute(update: UpdateConfig, *, longest: int, completions: int, ranks: int) -> "PassSizes":
+    def compute(update: UpdateConfig, *, longest: int, completions: int, ranks: int) -> "MicrobatchSizes":
         """Compute the size for `completions` completions in an iteration, each of at most `longest` tokens."""
         slices = update.sequence_parallel
         step = -(-completions * slices // (update.minibatches * ranks)) * longest
-        return PassSizes(tokens=-(-min(max(update.microbatch_tokens, longest), step) // slices))
+        return MicrobatchSizes(tokens=-(-min(max(update.microbatch_tokens, longest), step) // slices))
 
 
-def model_state_bytes(update: UpdateConfig, model: ModelOutline, *, ranks: int) -> dict[str, float]:
+def resident_bytes(update: UpdateConfig, model: ModelOutline, *, ranks: int) -> dict[str, float]:
     """Return the bytes of a model under training on one rank.
 
     Gradients and optimizer state cover trained parameters only. `trained_parameters` is their number, not bytes.
@@ -51,7 +51,9 @@ def model_state_bytes(update: UpdateConfig, model: ModelOutline, *, ranks: int) 
     }
 
 
-def micro_batch_bytes(update: UpdateConfig, model: ModelOutline, sizes: PassSizes, *, held: float) -> dict[str, float]:
+def microbatch_bytes(
+    update: UpdateConfig, model: ModelOutline, sizes: MicrobatchSizes, *, held: float
+) -> dict[str, float]:
     """Return the bytes that the largest micro-batch adds at its peak, between its forward and backward pass.
 
     `held` are the bytes that the rank holds permanently. When a CPU rank writes the trained weights, it makes a copy

@@ -24,7 +24,7 @@ from infra.runner import die_with
 from infra.trackers.config import TrackerConfig, check_tracker
 from infra.variants import check_implementation
 from models.algorithms.advantages import check_algorithm, required_models
-from models.commands.memory import PassSizes, micro_batch_bytes, model_state_bytes
+from models.commands.memory import MicrobatchSizes, microbatch_bytes, resident_bytes
 from models.commands.preflight_cache import build_key, checks_directory, find_or_compute
 from models.commands.sizes import check_sizes, count_problems
 from models.config.algorithms import AlgorithmConfig
@@ -99,7 +99,7 @@ def check(inputs: Inputs, *, cache: Path | None = None) -> dict[str, float]:
     counts = count_problems(inputs.data, train, heldout)
     _check_sizes(inputs, counts)
     _check_data(inputs, train, heldout)
-    images.check_reward_images(inputs.scoring, [*train, *heldout], draws=inputs.policy.draws)
+    images.check_reward_images(inputs.scoring, [*train, *heldout], generates_images=inputs.policy.generates_images)
     if inputs.checked is not None:
         _check_suite(inputs, inputs.checked, heldout)
 
@@ -260,7 +260,7 @@ def _update_memory(inputs: Inputs, model: ModelOutline, *, longest_tokens: int) 
     """Return the bytes that each rank needs for the policy, its reference model and the largest micro-batch."""
     update, ranks = inputs.update, inputs.pools.update_ranks
     model = model.guided(1 if inputs.rollout.denoising is None else inputs.rollout.denoising.guidance)
-    bytes_needed = model_state_bytes(update, model, ranks=ranks)
+    bytes_needed = resident_bytes(update, model, ranks=ranks)
     if update.activation_checkpointing and not model.recomputes:
         raise BadInput(
             f"update.activation_checkpointing: transformers cannot recompute layers of {model.kind}. Remove the key, "
@@ -269,9 +269,9 @@ def _update_memory(inputs: Inputs, model: ModelOutline, *, longest_tokens: int) 
     compared = update.kl_penalty is not None or required_models(inputs.algorithm).reference
     reference = {"update_reference_bytes": model.parameters * 4} if compared and update.lora is None else {}
     completions = inputs.rollout.prompts * inputs.rollout.group_size
-    sizes = PassSizes.compute(update, longest=longest_tokens, completions=completions, ranks=ranks)
+    sizes = MicrobatchSizes.compute(update, longest=longest_tokens, completions=completions, ranks=ranks)
     together = sum(value for name, value in bytes_needed.items() if name.endswith("_bytes"))
-    return {**bytes_needed, **reference, **micro_batch_bytes(update, model, sizes, held=together)}
+    return {**bytes_needed, **reference, **microbatch_bytes(update, model, sizes, held=together)}
 
 
 def _check_critic(inputs: Inputs, policy: "Inspected", *, longest_tokens: int) -> dict[str, float]:
@@ -283,7 +283,7 @@ def _check_critic(inputs: Inputs, policy: "Inspected", *, longest_tokens: int) -
         return {}
     slices = inputs.update.sequence_parallel
     critic = inspect_critic(value_model.path, policy, longest_tokens=longest_tokens, slices=slices)
-    sizes = model_state_bytes(inputs.update, critic, ranks=inputs.pools.update_ranks)
+    sizes = resident_bytes(inputs.update, critic, ranks=inputs.pools.update_ranks)
     return {
         "critic_parameters": critic.parameters,
         "update_critic_bytes": sum(value for name, value in sizes.items() if name.endswith("_bytes")),

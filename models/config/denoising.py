@@ -16,7 +16,7 @@ from infra.variants import Variant
 class Sampler(Variant):
     """Fields common to all samplers. `implementation` names a `models.denoising.samplers.Transition`."""
 
-    reads: ClassVar[Literal["velocity", "noise"]] = "velocity"
+    prediction_type: ClassVar[Literal["velocity", "noise"]] = "velocity"
     """Prediction type of the models that this sampler supports: the velocity of flow matching, or the noise."""
 
     @property
@@ -70,7 +70,7 @@ class DdimSampler(Sampler):
     """DDIM with noise (arXiv 2010.02502, eq. 16; DDPO, arXiv 2305.13301), for models that predict the noise."""
 
     implementation = "models.denoising.samplers:ddim"
-    reads = "noise"
+    prediction_type = "noise"
 
     kind: Literal["ddim"] = "ddim"
     noise: Annotated[float, Field(gt=0, le=1)] = 1.0

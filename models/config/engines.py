@@ -78,7 +78,7 @@ class EngineSettings(Variant):
 
     records_experts: ClassVar[bool] = False
     """Whether the engine can report the experts that routers chose, as a `models.engines.protocol.RecordsExperts`."""
-    draws: ClassVar[bool] = False
+    generates_images: ClassVar[bool] = False
     """Whether the engine serves text-to-image policies and not policies that generate text."""
 
     def find_conflicts(self, job: "Job") -> Iterator[str]:
@@ -365,8 +365,8 @@ class DiffusersEngine(EngineSettings):
     """Generation of pictures inside the worker, with the denoiser, text encoders and VAE of a directory in diffusers
     format."""
 
-    implementation = "models.engines.drawing:PictureEngine"
-    draws = True
+    implementation = "models.engines.image_generation:PictureEngine"
+    generates_images = True
 
     kind: Literal["diffusers"] = "diffusers"
     dtype: Literal["float32", "bfloat16"] = "float32"

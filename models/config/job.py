@@ -75,13 +75,13 @@ def find_image_generation_conflicts(
 ) -> Iterator[str]:
     """Yield one line per setting that a text-to-image policy needs or forbids, or that needs a text-to-image policy."""
     denoising, engine = job.rollout.denoising, job.rollout.engine
-    if not policy.draws:
+    if not policy.generates_images:
         if denoising is not None:
             yield (
                 f"rollout.denoising needs a text-to-image policy, but policy.kind is {policy.known_as!r}. Remove it, "
                 "or set policy.kind = 'diffusion'"
             )
-        if engine.draws:
+        if engine.generates_images:
             yield (
                 f"rollout.engine.kind = {engine.known_as!r} generates pictures, but policy.kind = {policy.known_as!r} "
                 "generates text. Use another engine, such as 'transformers'"
@@ -90,7 +90,7 @@ def find_image_generation_conflicts(
     kind = f"policy.kind = {policy.known_as!r}"
     if denoising is None:
         yield f"{kind} generates pictures and needs [rollout.denoising] with its steps and sampler. Set it"
-    if not engine.draws:
+    if not engine.generates_images:
         yield f"rollout.engine.kind is {engine.known_as!r}, but {kind} generates pictures. Use 'diffusers'"
     if warmup is not None:
         yield from _find_warmup_conflicts(policy, data)

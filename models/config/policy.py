@@ -23,7 +23,7 @@ class PolicySource(Variant):
     `models.inspection.directory.Inspection`."""
     brings_tokens: ClassVar[bool] = False
     """Whether the tokenizer comes with the policy and is not trained on the data."""
-    draws: ClassVar[bool] = False
+    generates_images: ClassVar[bool] = False
     """Whether this is a text-to-image policy, which generates no text."""
 
     @property
@@ -34,7 +34,7 @@ class PolicySource(Variant):
 
     def with_path(self, path: Location) -> "DirectoryPolicy | DiffusionPolicy":
         """Return a source for a directory that contains a trained version of such a policy."""
-        return DiffusionPolicy(path=path) if self.draws else DirectoryPolicy(path=path)
+        return DiffusionPolicy(path=path) if self.generates_images else DirectoryPolicy(path=path)
 
 
 class ScratchPolicy(PolicySource):
@@ -207,7 +207,7 @@ class DiffusionPolicy(PolicySource):
     implementation = "models.denoising.policy:write_diffusion"
     inspection = "models.denoising.policy:inspect_diffusion"
     brings_tokens = True
-    draws = True
+    generates_images = True
 
     kind: Literal["diffusion"] = "diffusion"
     path: Location
@@ -219,7 +219,7 @@ class ScratchDiffusionPolicy(PolicySource):
 
     implementation = "models.denoising.policy:write_scratch_diffusion"
     inspection = "models.denoising.policy:inspect_scratch_diffusion"
-    draws = True
+    generates_images = True
 
     kind: Literal["scratch_diffusion"] = "scratch_diffusion"
     side: Annotated[int, Field(ge=4, le=256)] = 8
@@ -345,11 +345,11 @@ class ModelOutline:
     """Attention implementations that its class supports."""
     recomputes: bool = True
     """Whether its blocks can be recomputed in the backward pass."""
-    takes_guidance: bool = False
+    has_guidance_input: bool = False
     """Whether a denoiser takes guidance as an input."""
 
     def guided(self, guidance: float) -> "ModelOutline":
         """Return the outline for a guidance scale. Guidance doubles the computation per state, because it also needs a
         prediction without the prompt, except if guidance is an input of the denoiser."""
-        reads = 1 if guidance == 1 or self.takes_guidance else 2
+        reads = 1 if guidance == 1 or self.has_guidance_input else 2
         return replace(self, hidden_size=reads * self.hidden_size, kept_numbers=reads * self.kept_numbers)

@@ -17,9 +17,16 @@ from models.algorithms.advantages import informative_groups, token_advantages
 from models.algorithms.experience import Advantages, Experience, ScoredGroups
 from models.algorithms.ragged import group_statistics
 from models.config.algorithms import AlgorithmConfig
-from models.credit.inputs import TermColumns, check_needed, not_finite, read_estimates, scored_groups, unusable
+from models.credit.inputs import (
+    TermColumns,
+    check_required_outputs,
+    has_nonfinite_logprobs,
+    has_nonfinite_scores,
+    read_auxiliary_scores,
+    scored_groups,
+)
 from models.credit.selection import GroupQuota, Selection, select_groups
-from models.credit.turns import WrittenTokens
+from models.credit.turns import GeneratedTokens
 from models.records.columns import (
     Floats,
     Integers,
@@ -37,7 +44,7 @@ from models.records.schemas import EXPERTS, PER_TOKEN, SAMPLE_SCHEMA, FinishReas
 from models.records.turn_prompts import count_turn_prompts, split_at_prompts
 
 
-def sample_table(
+def build_sample_table(
     rollouts: pa.Table,
     made: Advantages,
     values_T: Floats | None,
@@ -129,7 +136,7 @@ def reward_metrics(scored: ScoredGroups, informative_G: Mask) -> dict[str, float
 
 def length_metrics(rollouts: pa.Table) -> dict[str, float]:
     """Return metrics of the lengths of all completions, including missing ones, in tokens that the policy generated."""
-    lengths_N = WrittenTokens.of(rollouts).counts_N.astype(np.float64)
+    lengths_N = GeneratedTokens.of(rollouts).counts_N.astype(np.float64)
     return _mean("length_mean", lengths_N) | _mean("truncated_fraction", truncated(rollouts).astype(np.float64))
 
 
@@ -163,7 +170,7 @@ def truncated(rollouts: pa.Table) -> Mask:
     return truncated_N
 
 
-def missing_reasons(scores: pa.Table, unusable: Mapping[str, Mask]) -> Counter[str]:
+def count_missing_reasons(scores: pa.Table, unusable: Mapping[str, Mask]) -> Counter[str]:
     """Count the reasons for missing completions. A completion with several reasons counts only for the first."""
     missing_N = np.isnan(floats(scores["reward"]))
     reasons = Counter(error for error, missing in zip(scores["error"].to_pylist(), missing_N, strict=True) if missing)
@@ -205,7 +212,7 @@ class CreditRule:
     """Reward terms."""
     algorithm: AlgorithmConfig
     """Settings of the algorithm."""
-    wanted: GroupQuota | None = None
+    quota: GroupQuota | None = None
     """Groups that dynamic sampling needs. None selects every group that the algorithm trains on."""
     policy_version: int = 0
     """Version of the policy that is trained on the samples."""
@@ -234,37 +241,40 @@ def credit_completions(
     scores: Sequence[pa.Table],
     rule: CreditRule,
     *,
-    estimates: Sequence[pa.Table] = (),
+    auxiliary_scores: Sequence[pa.Table] = (),
 ) -> Credit:
     """Compute the advantage of each token of each scored completion, and build the training samples.
 
     The tables of rollouts, scores and estimates at the same position must contain the same completions in the same
     order. Missing completions are omitted. Uninformative groups are omitted too, unless the algorithm keeps them. With
-    dynamic sampling, the groups selected by `rule.wanted` are trained on instead. Raises Damaged if the tables do not
+    dynamic sampling, the groups selected by `rule.quota` are trained on instead. Raises Damaged if the tables do not
     match, and BadInput if the algorithm needs estimates that are missing.
     """
     _check_paired(rollouts, scores, "scores")
-    if estimates:
-        _check_paired(rollouts, estimates, "estimates")
+    if auxiliary_scores:
+        _check_paired(rollouts, auxiliary_scores, "estimates")
     _check_disjoint(rollouts)
     table, score_table = concatenate_tables(rollouts).combine_chunks(), pa.concat_tables(scores).combine_chunks()
-    lengths_N, completion_tokens = completion_lengths(table), WrittenTokens.of(table)
-    models = read_estimates(estimates, lengths_N)
-    check_needed(models, rule.algorithm)
-    bad = {BAD_LOGPROBS: not_finite(table["logprobs"], lengths_N), BAD_ESTIMATES: unusable(models, lengths_N)}
+    lengths_N, completion_tokens = completion_lengths(table), GeneratedTokens.of(table)
+    models = read_auxiliary_scores(auxiliary_scores, lengths_N)
+    check_required_outputs(models, rule.algorithm)
+    bad = {
+        BAD_LOGPROBS: has_nonfinite_logprobs(table["logprobs"], lengths_N),
+        BAD_ESTIMATES: has_nonfinite_scores(models, lengths_N),
+    }
     unusable_N = bad[BAD_LOGPROBS] | bad[BAD_ESTIMATES]
-    scored = completion_tokens.of_groups(scored_groups(score_table, lengths_N, rule.terms, unusable_N=unusable_N))
+    scored = completion_tokens.select_groups(scored_groups(score_table, lengths_N, rule.terms, unusable_N=unusable_N))
     chosen = _choose_completions(table, scored, rule)
     experience = Experience(
         scored=scored,
-        logprobs_T=completion_tokens.taken(flat(table["logprobs"]).astype(np.float64)),
+        logprobs_T=completion_tokens.select(flat(table["logprobs"]).astype(np.float64)),
         counted_N=chosen.kept_N & ~chosen.filling_N,
-        estimates=completion_tokens.of_estimates(models),
+        auxiliary_scores=completion_tokens.select_scores(models),
         max_new_tokens=rule.max_new_tokens,
         kl_coefficient=rule.kl_coefficient,
     )
-    advantages = completion_tokens.spread(token_advantages(experience, rule.algorithm))
-    samples = sample_table(
+    advantages = completion_tokens.expand_to_all_tokens(token_advantages(experience, rule.algorithm))
+    samples = build_sample_table(
         table,
         advantages,
         models.values_T,
@@ -276,7 +286,7 @@ def credit_completions(
         "samples": float(samples.num_rows),
         "tokens": float(lengths_of(samples["tokens"]).sum()),
         "bad_logprobs": float(bad[BAD_LOGPROBS].sum()),
-        **({"bad_estimates": float(bad[BAD_ESTIMATES].sum())} if estimates else {}),
+        **({"bad_estimates": float(bad[BAD_ESTIMATES].sum())} if auxiliary_scores else {}),
         **reward_metrics(scored, chosen.informative_G),
         **length_metrics(table),
         **turn_metrics(table),
@@ -285,7 +295,7 @@ def credit_completions(
         **(chosen.selection.metrics() if chosen.selection else {}),
     }
     surplus = _surplus(rollouts, chosen.selection) if chosen.selection else ()
-    return Credit(samples=samples, metrics=metrics, errors=missing_reasons(score_table, bad), surplus=surplus)
+    return Credit(samples=samples, metrics=metrics, errors=count_missing_reasons(score_table, bad), surplus=surplus)
 
 
 def _check_paired(rollouts: Sequence[pa.Table], others: Sequence[pa.Table], what: str) -> None:
@@ -325,7 +335,7 @@ class _Chosen:
 def _choose_completions(rollouts: pa.Table, scored: ScoredGroups, rule: CreditRule) -> _Chosen:
     algorithm, scored_N, group_N = rule.algorithm, scored.is_scored, scored.group_N
     informative_G = informative_groups(scored, algorithm)
-    selection = None if rule.wanted is None else select_groups(scored, algorithm, rule.wanted)
+    selection = None if rule.quota is None else select_groups(scored, algorithm, rule.quota)
     if selection is not None:
         filling_N = selection.filling_G[group_N]
         is_trained_N = scored_N & (selection.trained_G[group_N] | filling_N)

@@ -17,7 +17,7 @@ from infra.store.storage import Store
 from models.records.columns import Floats, Integers
 
 
-def rewards_of(store: Store, scores: Sequence[ShardRef]) -> Floats:
+def read_total_rewards(store: Store, scores: Sequence[ShardRef]) -> Floats:
     """Return the total rewards of the rows of some score shards, concatenated. Missing rewards are NaN."""
     columns = [read_shard(store, ref, ("reward",))["reward"].to_numpy() for ref in scores]
     return np.concatenate([np.empty(0), *(np.asarray(column, np.float64) for column in columns)])

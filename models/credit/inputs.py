@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from infra.errors import BadInput, Damaged
 from models.algorithms.advantages import required_models
-from models.algorithms.experience import Estimates, ScoredGroups, SpanColumns, Term
+from models.algorithms.experience import AuxiliaryScores, ScoredGroups, SpanColumns, Term
 from models.config.algorithms import AlgorithmConfig
 from models.config.rewards import ScoringConfig
 from models.records.columns import Floats, Integers, Mask, Numbers, flat, floats, integers, lengths_of
@@ -90,15 +90,15 @@ def _refuse(scores: pa.Table, wrong_N: Mask, expected: str) -> None:
         raise Damaged(f"{expected}, which {name} violates")
 
 
-def read_estimates(tables: Sequence[pa.Table], lengths_N: Integers) -> Estimates:
+def read_auxiliary_scores(tables: Sequence[pa.Table], lengths_N: Integers) -> AuxiliaryScores:
     """Return the per-token outputs of the auxiliary models. An output without any number was not requested and is None.
 
     Raises Damaged if a completion has another number of values than tokens.
     """
     if not tables:
-        return Estimates()
+        return AuxiliaryScores()
     table = pa.concat_tables(tables).combine_chunks()
-    return Estimates(
+    return AuxiliaryScores(
         policy_T=_column(table, "policy", lengths_N),
         reference_T=_column(table, "reference", lengths_N),
         teacher_T=_column(table, "teacher", lengths_N),
@@ -106,14 +106,14 @@ def read_estimates(tables: Sequence[pa.Table], lengths_N: Integers) -> Estimates
     )
 
 
-def check_needed(estimates: Estimates, algorithm: AlgorithmConfig) -> None:
+def check_required_outputs(auxiliary_scores: AuxiliaryScores, algorithm: AlgorithmConfig) -> None:
     """Raise BadInput if the algorithm needs an output of an auxiliary model that was not computed."""
     needs = required_models(algorithm)
     needed = {
-        "policy": (needs.teacher, estimates.policy_T),
-        "reference": (needs.reference, estimates.reference_T),
-        "teacher": (needs.teacher, estimates.teacher_T),
-        "values": (needs.critic, estimates.values_T),
+        "policy": (needs.teacher, auxiliary_scores.policy_T),
+        "reference": (needs.reference, auxiliary_scores.reference_T),
+        "teacher": (needs.teacher, auxiliary_scores.teacher_T),
+        "values": (needs.critic, auxiliary_scores.values_T),
     }
     if lacking := [name for name, (is_needed, values_T) in needed.items() if is_needed and values_T is None]:
         available = ", ".join(name for name, (_, values_T) in needed.items() if values_T is not None) or "none"
@@ -122,7 +122,7 @@ def check_needed(estimates: Estimates, algorithm: AlgorithmConfig) -> None:
         )
 
 
-def not_finite(column: pa.ChunkedArray, lengths_N: Integers) -> Mask:
+def has_nonfinite_logprobs(column: pa.ChunkedArray, lengths_N: Integers) -> Mask:
     """Return which completions have log-probs that are not finite (N), and would break the update.
 
     Raises Damaged if a completion has another number of log-probs than tokens.
@@ -132,10 +132,15 @@ def not_finite(column: pa.ChunkedArray, lengths_N: Integers) -> Mask:
     return _with_wrong_numbers(flat(column), lengths_N)
 
 
-def unusable(estimates: Estimates, lengths_N: Integers) -> Mask:
+def has_nonfinite_scores(auxiliary_scores: AuxiliaryScores, lengths_N: Integers) -> Mask:
     """Return which completions have outputs of an auxiliary model that are not finite (N)."""
     bad_N = np.zeros(len(lengths_N), np.bool_)
-    for values_T in (estimates.policy_T, estimates.reference_T, estimates.teacher_T, estimates.values_T):
+    for values_T in (
+        auxiliary_scores.policy_T,
+        auxiliary_scores.reference_T,
+        auxiliary_scores.teacher_T,
+        auxiliary_scores.values_T,
+    ):
         if values_T is not None:
             bad_N |= _with_wrong_numbers(values_T, lengths_N)
     return bad_N

@@ -13,8 +13,14 @@ from models.algorithms.advantages import groups_that_differ, informative_groups
 from models.algorithms.experience import ScoredGroups
 from models.algorithms.ragged import group_statistics
 from models.config.algorithms import AlgorithmConfig
-from models.credit.inputs import TermColumns, not_finite, read_estimates, scored_groups, unusable
-from models.credit.turns import WrittenTokens
+from models.credit.inputs import (
+    TermColumns,
+    has_nonfinite_logprobs,
+    has_nonfinite_scores,
+    read_auxiliary_scores,
+    scored_groups,
+)
+from models.credit.turns import GeneratedTokens
 from models.records.columns import Integers, Mask
 from models.records.model_input import completion_lengths
 
@@ -60,17 +66,17 @@ class Selection:
         }
 
 
-def select_groups(scored: ScoredGroups, algorithm: AlgorithmConfig, wanted: GroupQuota) -> Selection:
+def select_groups(scored: ScoredGroups, algorithm: AlgorithmConfig, quota: GroupQuota) -> Selection:
     """Select the first informative groups in the order of completions, up to the target number."""
-    informative_G = informative_by(scored, algorithm, wanted.metric)
+    informative_G = informative_by(scored, algorithm, quota.metric)
     first_G = scored.first_completions
-    trained_G = _earliest(informative_G, first_G, wanted.target)
-    shortfall = wanted.target - int(trained_G.sum())
+    trained_G = _earliest(informative_G, first_G, quota.target)
+    shortfall = quota.target - int(trained_G.sum())
     has_rewards_G = np.bincount(scored.group_N[scored.is_scored], minlength=scored.num_groups) > 0
     return Selection(
         informative_G=informative_G,
         trained_G=trained_G,
-        filling_G=_earliest(~informative_G & has_rewards_G, first_G, shortfall if wanted.fill else 0),
+        filling_G=_earliest(~informative_G & has_rewards_G, first_G, shortfall if quota.fill else 0),
         surplus_G=informative_G & ~trained_G,
         first_G=first_G,
         shortfall=shortfall,
@@ -90,7 +96,7 @@ def informative_prompts(
     Completions without a total reward are ignored, because they cannot be trained on. Tokens that the policy did not
     generate are ignored too.
     """
-    scored = WrittenTokens.of(rollouts).of_groups(scored_groups(scores, completion_lengths(rollouts), terms))
+    scored = GeneratedTokens.of(rollouts).select_groups(scored_groups(scores, completion_lengths(rollouts), terms))
     rows: list[int] = scored.prompts_G[informative_by(scored, algorithm, metric)].tolist()
     return rows
 
@@ -98,7 +104,7 @@ def informative_prompts(
 def group_columns(
     rollouts: pa.Table,
     scores: pa.Table,
-    estimates: Sequence[pa.Table],
+    auxiliary_scores: Sequence[pa.Table],
     *,
     terms: Sequence[TermColumns],
     informative: Callable[[ScoredGroups], Mask] | None,
@@ -109,11 +115,13 @@ def group_columns(
     null if there are none. `group_informative` is the result of the function `informative`, or null without one.
     """
     lengths_N = completion_lengths(rollouts)
-    unusable_N = not_finite(rollouts["logprobs"], lengths_N) | unusable(read_estimates(estimates, lengths_N), lengths_N)
+    unusable_N = has_nonfinite_logprobs(rollouts["logprobs"], lengths_N) | has_nonfinite_scores(
+        read_auxiliary_scores(auxiliary_scores, lengths_N), lengths_N
+    )
     scored = scored_groups(scores, lengths_N, terms, unusable_N=unusable_N)
     groups, group_N = group_statistics(scored.total_N, scored.group_N, scored.num_groups), scored.group_N
     is_empty_N = groups.count_G[group_N] == 0
-    informative_G = None if informative is None else informative(WrittenTokens.of(rollouts).of_groups(scored))
+    informative_G = None if informative is None else informative(GeneratedTokens.of(rollouts).select_groups(scored))
     return {
         "group_size": pa.array(groups.count_G[group_N], pa.int32()),
         "group_reward_mean": pa.array(groups.mean_G[group_N], pa.float64(), mask=is_empty_N),

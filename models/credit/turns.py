@@ -14,16 +14,16 @@ from typing import Self
 import numpy as np
 import pyarrow as pa
 
-from models.algorithms.experience import Advantages, Estimates, ScoredGroups, SpanColumns
+from models.algorithms.experience import Advantages, AuxiliaryScores, ScoredGroups, SpanColumns
 from models.records.columns import Floats, Integers, Mask
 from models.records.model_input import completion_lengths, generated_tokens_mask
 
 
 @dataclass(frozen=True, slots=True)
-class WrittenTokens:
+class GeneratedTokens:
     """Mask of the completion tokens that a policy generated, as opposed to observations of an environment."""
 
-    written_T: Mask
+    is_generated_T: Mask
     """Whether a policy generated each completion token."""
     lengths_N: Integers
     """Number of completion tokens of each completion, including observations."""
@@ -37,41 +37,54 @@ class WrittenTokens:
     def counts_N(self) -> Integers:  # noqa: N802 -- a shape
         """Number of tokens that a policy generated in each completion (N)."""
         row_T = np.repeat(np.arange(len(self.lengths_N)), self.lengths_N)
-        return np.bincount(row_T[self.written_T], minlength=len(self.lengths_N)).astype(np.int64)
+        return np.bincount(row_T[self.is_generated_T], minlength=len(self.lengths_N)).astype(np.int64)
 
-    def taken(self, values_T: Floats) -> Floats:
+    def select(self, values_T: Floats) -> Floats:
         """Return the values of the tokens that a policy generated (W)."""
-        return values_T if self.written_T.all() else values_T[self.written_T]
+        return values_T if self.is_generated_T.all() else values_T[self.is_generated_T]
 
-    def of_estimates(self, estimates: Estimates) -> Estimates:
+    def select_scores(self, auxiliary_scores: AuxiliaryScores) -> AuxiliaryScores:
         """Return the auxiliary models' outputs for the tokens that a policy generated (W)."""
-        columns = (estimates.policy_T, estimates.reference_T, estimates.teacher_T, estimates.values_T)
-        return Estimates(*(None if column_T is None else self.taken(column_T) for column_T in columns))
+        columns = (
+            auxiliary_scores.policy_T,
+            auxiliary_scores.reference_T,
+            auxiliary_scores.teacher_T,
+            auxiliary_scores.values_T,
+        )
+        return AuxiliaryScores(*(None if column_T is None else self.select(column_T) for column_T in columns))
 
-    def of_groups(self, scored: ScoredGroups) -> ScoredGroups:
+    def select_groups(self, scored: ScoredGroups) -> ScoredGroups:
         """Return groups whose lengths and spans are measured in tokens that a policy generated.
 
         A span without such tokens is removed with its value.
         """
-        if self.written_T.all():
+        if self.is_generated_T.all():
             return scored
         terms = [term if term.spans is None else replace(term, spans=self._spans(term.spans)) for term in scored.terms]
         return replace(scored, lengths_N=self.counts_N, terms=tuple(terms))
 
-    def spread(self, made: Advantages) -> Advantages:
+    def expand_to_all_tokens(self, generated_advantages: Advantages) -> Advantages:
         """Return advantages and returns for all completion tokens (T), with 0 for observations."""
-        returns_T = None if made.returns_T is None else self._spread(made.returns_T)
-        return Advantages(self._spread(made.advantages_T), returns_T, made.metrics)
+        returns_T = (
+            None
+            if generated_advantages.returns_T is None
+            else self._expand_to_all_tokens(generated_advantages.returns_T)
+        )
+        return Advantages(
+            self._expand_to_all_tokens(generated_advantages.advantages_T), returns_T, generated_advantages.metrics
+        )
 
-    def _spread(self, values_W: Floats) -> Floats:
-        if self.written_T.all():
+    def _expand_to_all_tokens(self, values_W: Floats) -> Floats:
+        if self.is_generated_T.all():
             return values_W
-        values_T = np.zeros(len(self.written_T))
-        values_T[self.written_T] = values_W
+        values_T = np.zeros(len(self.is_generated_T))
+        values_T[self.is_generated_T] = values_W
         return values_T
 
     def _spans(self, spans: SpanColumns) -> SpanColumns:
-        before_T = np.concatenate(([0], np.cumsum(self.written_T)))  # generated tokens before each token, and in all
+        before_T = np.concatenate(
+            ([0], np.cumsum(self.is_generated_T))
+        )  # generated tokens before each token, and in all
         begins_N = np.cumsum(self.lengths_N) - self.lengths_N
         row_S = np.repeat(np.arange(len(self.lengths_N)), spans.counts_N)
         is_last_S = np.diff(row_S, append=-1) != 0

@@ -15,7 +15,7 @@ from typing import Final
 
 from infra.errors import BadInput
 from models.config.data import ArithmeticData
-from models.data.problems import Problem, draw_problems
+from models.data.problems import Problem, sample_problems
 
 NAMES = ("Ana", "Ben", "Eva", "Ian", "Lea", "Max", "Tom", "Zoe")
 
@@ -37,7 +37,7 @@ def arithmetic_problems(data: ArithmeticData, split: str, seed: int) -> list[Pro
     """
     num_problems = data.train_problems if split == "train" else data.heldout_problems
     rng = Random(f"{seed}/{split}/{data.operations}")
-    problems = draw_problems(
+    problems = sample_problems(
         lambda source: _sample_problem(rng, data.operations, source=source), split=split, wanted=num_problems
     )
     if len(problems) < num_problems:

@@ -13,7 +13,7 @@ from typing import Final
 
 from infra.errors import BadInput
 from models.config.data import CalculationsData
-from models.data.problems import Problem, draw_problems
+from models.data.problems import Problem, sample_problems
 
 NAMES: Final = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Max", "Tom", "Zoe")
 THINGS: Final = ("books", "coins", "cups", "eggs", "keys", "nuts", "pens", "toys")
@@ -32,7 +32,7 @@ def calculation_problems(data: CalculationsData, split: str, seed: int) -> list[
     """
     num_problems = data.train_problems if split == "train" else data.heldout_problems
     rng = Random(f"{seed}/{split}/calculations")
-    problems = draw_problems(lambda source: _sample_problem(rng, source=source), split=split, wanted=num_problems)
+    problems = sample_problems(lambda source: _sample_problem(rng, source=source), split=split, wanted=num_problems)
     if len(problems) < num_problems:
         raise BadInput(
             f"data.{split}_problems is {num_problems}, but only {len(problems)} different questions were generated. "

@@ -9,7 +9,7 @@ from typing import Final
 from infra.config import Positive
 from infra.errors import BadInput
 from models.config.data import DataSource
-from models.data.problems import Problem, draw_problems
+from models.data.problems import Problem, sample_problems
 
 NAMES: Final = (
     *("Ada", "Ben", "Cleo", "Dan", "Eva", "Fay", "Gus", "Ida"),
@@ -45,7 +45,7 @@ def list_problems(data: ListData, split: str, seed: int) -> list[Problem]:
     """
     num_problems = data.train_problems if split == "train" else data.heldout_problems
     rng = Random(f"{seed}/{split}/lists")
-    problems = draw_problems(lambda source: _sample_problem(rng, source), split=split, wanted=num_problems)
+    problems = sample_problems(lambda source: _sample_problem(rng, source), split=split, wanted=num_problems)
     if len(problems) < num_problems:
         raise BadInput(
             f"data.{split}_problems is {num_problems}, but only {len(problems)} different problems were generated. "

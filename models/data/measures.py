@@ -13,7 +13,7 @@ from typing import Final
 
 from infra.errors import BadInput
 from models.config.data import MeasuresData
-from models.data.problems import Problem, draw_problems
+from models.data.problems import Problem, sample_problems
 
 NAMES: Final = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Max", "Tom", "Zoe")
 THINGS: Final = ("box", "door", "frame", "lid", "sail", "shelf", "tent", "window")
@@ -29,7 +29,7 @@ def measure_problems(data: MeasuresData, split: str, seed: int) -> list[Problem]
     """
     num_problems = data.train_problems if split == "train" else data.heldout_problems
     rng = Random(f"{seed}/{split}/measures")
-    problems = draw_problems(lambda source: _sample_problem(rng, source=source), split=split, wanted=num_problems)
+    problems = sample_problems(lambda source: _sample_problem(rng, source=source), split=split, wanted=num_problems)
     if len(problems) < num_problems:
         raise BadInput(
             f"data.{split}_problems is {num_problems}, but only {len(problems)} different problems were generated. "

@@ -18,7 +18,7 @@ from PIL import Image
 
 from infra.errors import BadInput
 from models.config.data import PicturesData
-from models.data.problems import Problem, draw_problems
+from models.data.problems import Problem, sample_problems
 
 CELLS: Final = 3
 CELL: Final = 8
@@ -58,7 +58,7 @@ def picture_problems(data: PicturesData, split: str, seed: int) -> list[Problem]
     """
     num_problems = data.train_problems if split == "train" else data.heldout_problems
     rng = Random(f"{seed}/{split}/pictures")
-    problems = draw_problems(lambda source: _sample_problem(rng, source=source), split=split, wanted=num_problems)
+    problems = sample_problems(lambda source: _sample_problem(rng, source=source), split=split, wanted=num_problems)
     if len(problems) < num_problems:
         raise BadInput(
             f"data.{split}_problems is {num_problems}, but only {len(problems)} different pictures were generated. "

@@ -204,7 +204,7 @@ problem.
 """
 
 
-def draw_problems(draw: Callable[[str], Problem], *, split: str, wanted: int) -> list[Problem]:
+def sample_problems(draw: Callable[[str], Problem], *, split: str, wanted: int) -> list[Problem]:
     """Generate distinct problems of a split. `draw` receives the origin for messages.
 
     Returns fewer than `wanted` problems if no new ones are found in `MAX_FRUITLESS_DRAWS` samples.

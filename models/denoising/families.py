@@ -25,7 +25,7 @@ PACKED: Final = 2
 """Latents on a side of the square that FLUX and Qwen-Image read as one token."""
 
 
-class Say(Protocol):
+class Predict(Protocol):
     """Function of a family that runs a denoiser and returns its prediction of velocity or noise."""
 
     def __call__(
@@ -43,7 +43,7 @@ class PromptLimit:
     """Name of the tokenizer's folder. The name of its text encoder has the same suffix."""
     tokens: int | None = None
     """Default number of tokens, including special tokens. None means the fixed number of positions of the encoder."""
-    most: int = 0
+    max_tokens: int = 0
     """Highest number of tokens that can be configured."""
 
     @property
@@ -70,29 +70,29 @@ class DenoiserFamily:
     """Names of the pipeline classes in diffusers."""
     folder: Literal["transformer", "unet"]
     """Folder of the denoiser's weights in a directory."""
-    reads: Literal["velocity", "noise"]
+    prediction_type: Literal["velocity", "noise"]
     """Prediction of the denoiser."""
     encode: Callable[[Any, str, int | None], Condition]
     """Function that encodes a prompt with a pipeline's text encoders. Its last argument limits the tokens of the
     encoder with the highest limit; None is the default limit."""
-    say: Say
+    predict: Predict
     """Function that runs the denoiser."""
     limits: tuple[PromptLimit, ...]
     """Limits of the text encoders that can read a whole prompt. The first one whose encoder is present applies."""
     count: Callable[[Any, str], int] = _count
     """Function that counts the tokens of a prompt."""
-    packs: int = 1
+    packing: int = 1
     """Latents on a side of the square that the denoiser's configuration counts as channels of one token."""
-    evenly: bool = False
+    uses_even_spacing: bool = False
     """Whether the pipeline spaces noise levels evenly from 1 to 1/steps before shifting them. Otherwise the levels end
     at the smallest training level."""
-    expects: Mapping[str, object] = field(default_factory=dict)
+    required_settings: Mapping[str, object] = field(default_factory=dict)
     """Settings of the denoiser that would add inputs besides states, timesteps and text, with the only supported
     values."""
 
     def channels(self, config: Mapping[str, Any]) -> int:
         """Return the number of channels of a state."""
-        return int(config["in_channels"]) // self.packs**2
+        return int(config["in_channels"]) // self.packing**2
 
     def side(self, config: Mapping[str, Any]) -> int:
         """Return the latents on a side of the images that the denoiser was trained on.
@@ -111,14 +111,14 @@ class DenoiserFamily:
     def check(self, config: Mapping[str, Any]) -> None:
         """Raise BadInput if the denoiser needs inputs that are not supported, such as an image for in-painting."""
         in_channels, out_channels = int(config["in_channels"]), config.get("out_channels") or config["in_channels"]
-        if self.packs > 1:
+        if self.packing > 1:
             out_channels *= int(config.get("patch_size") or 1) ** 2
         if in_channels != out_channels:
             raise BadInput(
                 f"{self.denoiser} has {in_channels} input channels but {out_channels} output channels, so it needs "
                 "another picture as input (in-painting, editing). Use a model that reads only noise and text."
             )
-        for name, value in self.expects.items():
+        for name, value in self.required_settings.items():
             if (config.get(name) or None) != value:
                 raise BadInput(
                     f"{self.denoiser}: {name} {config.get(name)!r} requires inputs that are not supported. Only "
@@ -129,10 +129,10 @@ class DenoiserFamily:
         """Return the latents on a side of one token, or for a UNet the factor by which it downsamples a state."""
         if self.folder == "unet":
             return int(2 ** (len(config["block_out_channels"]) - 1))
-        return int(self.packs if self.packs > 1 else config["patch_size"])
+        return int(self.packing if self.packing > 1 else config["patch_size"])
 
 
-def blank(config: Any, text: int) -> Condition:  # noqa: ANN401 -- a model's configuration
+def zero_condition(config: Any, text: int) -> Condition:  # noqa: ANN401 -- a model's configuration
     """Return an all-zero conditioning of one row with `text` tokens, which a denoiser of any family accepts."""
     width = config.get("joint_attention_dim") or config["cross_attention_dim"]
     pooled = config.get("pooled_projection_dim")
@@ -142,7 +142,7 @@ def blank(config: Any, text: int) -> Condition:  # noqa: ANN401 -- a model's con
     return condition | ({"pooled": torch.zeros(1, pooled), "pixels": torch.ones(1, 1)} if pooled else {})
 
 
-def gather(conditions: Sequence[Condition], rows: Sequence[int]) -> Condition:
+def select_conditions(conditions: Sequence[Condition], rows: Sequence[int]) -> Condition:
     """Concatenate conditionings and select one row for each index in `rows`. Texts are padded to the longest one."""
     gathered: dict[str, Tensor] = {}
     for name in conditions[0]:
@@ -160,7 +160,7 @@ def _pad_to(part: Tensor, length: int) -> Tensor:
     return torch.cat([part, part.new_zeros(shape)], dim=1)
 
 
-def class_of(name: str) -> Any:  # noqa: ANN401 -- diffusers has few types
+def diffusers_class(name: str) -> Any:  # noqa: ANN401 -- diffusers has few types
     """Return a class of diffusers by name.
 
     diffusers imports its modules on first access, which is not thread-safe, so a lock is held. Raises BadInput if
@@ -225,7 +225,7 @@ def _predict_flux(
     places = torch.cartesian_prod(torch.arange(height), torch.arange(width))
     picture_ids = torch.cat([torch.zeros(len(places), 1), places], dim=1).to(states_NCYX)
     guidance_scale = None
-    if takes_guidance(model):
+    if has_guidance_input(model):
         guidance_scale = torch.full((len(states_NCYX),), guidance, dtype=torch.float32, device=states_NCYX.device)
     prediction = model(
         hidden_states=_pack(states_NCYX),
@@ -252,7 +252,7 @@ def _encode_qwen(pipe: Any, prompt: str, tokens: int | None) -> Condition:  # no
 def _qwen_template() -> tuple[str, int]:
     """Return the template in which the pipeline inserts a prompt, and the number of tokens it drops at the start."""
     names = ("scheduler", "vae", "text_encoder", "tokenizer", "transformer")
-    pipe = class_of("QwenImagePipeline")(**dict.fromkeys(names))
+    pipe = diffusers_class("QwenImagePipeline")(**dict.fromkeys(names))
     return str(pipe.prompt_template_encode), int(pipe.prompt_template_encode_start_idx)
 
 
@@ -318,7 +318,7 @@ def _predict_unet(
     return cast(Tensor, prediction[0])
 
 
-def takes_guidance(model: nn.Module) -> bool:
+def has_guidance_input(model: nn.Module) -> bool:
     """Return whether guidance is an input of the denoiser, so that no second forward pass is needed for guidance."""
     return bool(cast(Any, model).config.get("guidance_embeds", False))
 
@@ -347,53 +347,53 @@ FAMILIES: Final = (
         denoiser="SD3Transformer2DModel",
         pipelines=("StableDiffusion3Pipeline",),
         folder="transformer",
-        reads="velocity",
+        prediction_type="velocity",
         encode=_encode_sd3,
-        say=_predict_sd3,
-        limits=(PromptLimit("tokenizer_3", tokens=256, most=512), _CLIP),
+        predict=_predict_sd3,
+        limits=(PromptLimit("tokenizer_3", tokens=256, max_tokens=512), _CLIP),
     ),
     DenoiserFamily(
         denoiser="FluxTransformer2DModel",
         pipelines=("FluxPipeline",),
         folder="transformer",
-        reads="velocity",
+        prediction_type="velocity",
         encode=_encode_flux,
-        say=_predict_flux,
-        limits=(PromptLimit("tokenizer_2", tokens=512, most=512),),
-        packs=PACKED,
-        evenly=True,
+        predict=_predict_flux,
+        limits=(PromptLimit("tokenizer_2", tokens=512, max_tokens=512),),
+        packing=PACKED,
+        uses_even_spacing=True,
     ),
     DenoiserFamily(
         denoiser="QwenImageTransformer2DModel",
         pipelines=("QwenImagePipeline",),
         folder="transformer",
-        reads="velocity",
+        prediction_type="velocity",
         encode=_encode_qwen,
-        say=_predict_qwen,
-        limits=(PromptLimit("tokenizer", tokens=512, most=1024),),
+        predict=_predict_qwen,
+        limits=(PromptLimit("tokenizer", tokens=512, max_tokens=1024),),
         count=_count_qwen,
-        packs=PACKED,
-        evenly=True,
-        expects=dict.fromkeys(("guidance_embeds", "use_additional_t_cond", "use_layer3d_rope")),
+        packing=PACKED,
+        uses_even_spacing=True,
+        required_settings=dict.fromkeys(("guidance_embeds", "use_additional_t_cond", "use_layer3d_rope")),
     ),
     DenoiserFamily(
         denoiser="UNet2DConditionModel",
         pipelines=("StableDiffusionPipeline",),
         folder="unet",
-        reads="noise",
+        prediction_type="noise",
         encode=_encode_unet,
-        say=_predict_unet,
+        predict=_predict_unet,
         limits=(_CLIP,),
-        expects=_UNET,
+        required_settings=_UNET,
     ),
     DenoiserFamily(
         denoiser="UNet2DConditionModel",
         pipelines=("StableDiffusionXLPipeline",),
         folder="unet",
-        reads="noise",
+        prediction_type="noise",
         encode=_encode_xl,
-        say=_predict_unet,
+        predict=_predict_unet,
         limits=(_CLIP,),
-        expects=_UNET | {"addition_embed_type": "text_time"},
+        required_settings=_UNET | {"addition_embed_type": "text_time"},
     ),
 )

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from infra.errors import BadInput
 from infra.store.bundles import CONTENTS, Contents
 from models.config.denoising import DenoisingConfig
-from models.denoising.families import Condition, DenoiserFamily, PromptLimit, class_of, family_of
+from models.denoising.families import Condition, DenoiserFamily, PromptLimit, diffusers_class, family_of
 from models.denoising.samplers import NoiseSchedule, noisy_steps
 from models.denoising.schedulers import check_scheduler, schedule_of
 from models.modeling.policy import lock_model_construction
@@ -49,7 +49,7 @@ def is_pipeline(directory: Path) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class PictureModel:
+class PipelineOutline:
     """Pipeline of a text-to-image policy, as described by the configuration files of its directory."""
 
     directory: Path
@@ -123,7 +123,7 @@ class PictureModel:
         return self.tokens(config) * (len(noisy) if window is None else window.size)
 
 
-def read_pipeline(directory: Path) -> PictureModel:
+def read_pipeline(directory: Path) -> PipelineOutline:
     """Read a pipeline's configuration files. Raises BadInput if there is no policy that can be trained here."""
     where = f"policy {directory}"
     if not directory.is_dir():
@@ -145,7 +145,7 @@ def read_pipeline(directory: Path) -> PictureModel:
     check_scheduler(scheduler, family, where=where)
     parts = _parts(index, where=where)
     vae = _read_object(directory / "vae" / "config.json") if "vae" in parts else None
-    model = PictureModel(directory, str(pipeline), family, config, scheduler, vae, parts)
+    model = PipelineOutline(directory, str(pipeline), family, config, scheduler, vae, parts)
     if vae is not None and (latents := vae.get("z_dim") or vae.get("latent_channels")) != family.channels(config):
         raise BadInput(f"{where}: the vae has {latents} channels, but the {folder} has {family.channels(config)}")
     return model
@@ -162,7 +162,7 @@ def _parts(index: Mapping[str, Any], *, where: str) -> tuple[str, ...]:
 
 # ---- parts
 @contextmanager
-def _loading(model: PictureModel, part: str) -> Iterator[None]:
+def _loading(model: PipelineOutline, part: str) -> Iterator[None]:
     """Run the block under the lock for model construction. Convert errors of libraries to BadInput with one line."""
     try:
         with lock_model_construction():
@@ -179,7 +179,7 @@ def load_denoiser(
     model = read_pipeline(directory)
     folder = model.family.folder
     with _loading(model, folder):
-        denoiser = class_of(model.family.denoiser).from_pretrained(
+        denoiser = diffusers_class(model.family.denoiser).from_pretrained(
             str(directory / folder),
             torch_dtype=dtype,
             use_safetensors=True,
@@ -190,26 +190,26 @@ def load_denoiser(
     return cast(nn.Module, denoiser.to(device=device, dtype=dtype))
 
 
-def load_part(model: PictureModel, part: str) -> Any:  # noqa: ANN401 -- what model_index.json says
+def load_part(model: PipelineOutline, part: str) -> Any:  # noqa: ANN401 -- what model_index.json says
     """Load a tokenizer with the class that model_index.json names. Raises BadInput if it does not load."""
     library, kind = _read_object(model.directory / INDEX)[part]
     with _loading(model, part):
         return getattr(import_module(library), kind).from_pretrained(str(model.directory / part), local_files_only=True)
 
 
-def outlined_denoiser(model: PictureModel) -> nn.Module:
+def build_denoiser_outline(model: PipelineOutline) -> nn.Module:
     """Return the denoiser on the meta device: names and shapes of its weights, without memory."""
-    kind = class_of(model.family.denoiser)
+    kind = diffusers_class(model.family.denoiser)
     with lock_model_construction(), torch.device("meta"):
         return cast(nn.Module, kind.from_config(dict(model.denoiser)))
 
 
-def check_weights(model: PictureModel) -> int:
+def check_weights(model: PipelineOutline) -> int:
     """Check names and shapes of the denoiser's weights, and return its number of parameters.
 
     Raises BadInput if they differ from its configuration, or if a part has no safetensors.
     """
-    required = {name: tuple(each.shape) for name, each in outlined_denoiser(model).state_dict().items()}
+    required = {name: tuple(each.shape) for name, each in build_denoiser_outline(model).state_dict().items()}
     folder = model.directory / model.family.folder
     for part in model.parts:
         has_weights = part == model.family.folder or part == "vae" or part.startswith("text_encoder")
@@ -237,51 +237,53 @@ def _weights_in(folder: Path, *, where: str) -> list[Path]:
     return [folder / name for name in sorted(named)]
 
 
-class PromptReader:
+class PromptEncoder:
     """Frozen text encoders of a pipeline, with a cache of the prompts that they encoded."""
 
     def __init__(self, directory: Path, *, tokens: int | None, device: str | torch.device) -> None:
         model = read_pipeline(directory)
         absent = [name for name, part in _read_object(directory / INDEX).items() if isinstance(part, list)]
         parts: dict[str, Any] = {name: None for name in absent if name not in model.parts or name == "vae"}
-        parts[model.family.folder] = outlined_denoiser(model)  # pipelines read sizes from the denoiser's configuration
+        parts[model.family.folder] = build_denoiser_outline(
+            model
+        )  # pipelines read sizes from the denoiser's configuration
         with _loading(model, "text encoders"):
-            pipe = class_of(model.pipeline).from_pretrained(
+            pipe = diffusers_class(model.pipeline).from_pretrained(
                 str(directory), **parts, use_safetensors=True, local_files_only=True
             )
         pipe.vae_scale_factor = model.pixels  # a pipeline with a VAE reads this from the VAE
         self._pipe, self._family, self._tokens, self._device = pipe, model.family, tokens, device
-        self._read: dict[str, Condition] = {}
+        self._encoded: dict[str, Condition] = {}
 
-    def read(self, prompt: str) -> Condition:
+    def encode(self, prompt: str) -> Condition:
         """Return the conditioning of the denoiser for a prompt, on the denoiser's device."""
-        if prompt not in self._read:
-            if len(self._read) >= MOST_PROMPTS:
-                self._read.clear()
+        if prompt not in self._encoded:
+            if len(self._encoded) >= MAX_CACHED_PROMPTS:
+                self._encoded.clear()
             with torch.no_grad():
                 condition = self._family.encode(self._pipe, prompt, self._tokens)
-            self._read[prompt] = {name: each.to(self._device) for name, each in condition.items()}
-        return self._read[prompt]
+            self._encoded[prompt] = {name: each.to(self._device) for name, each in condition.items()}
+        return self._encoded[prompt]
 
 
-MOST_PROMPTS: Final = 4096
-"""Maximum number of prompts in the cache of a `PromptReader`."""
+MAX_CACHED_PROMPTS: Final = 4096
+"""Maximum number of prompts in the cache of a `PromptEncoder`."""
 
 
-class Developer:
+class LatentDecoder:
     """Converter of latents to images: the VAE of a pipeline, or upscaling of the latents if the pipeline has no VAE."""
 
     def __init__(self, directory: Path, *, device: str | torch.device) -> None:
         self._model, self._vae = read_pipeline(directory), None
         if self._model.vae is not None:
             with _loading(self._model, "vae"):
-                vae = class_of(str(self._model.vae["_class_name"])).from_pretrained(
+                vae = diffusers_class(str(self._model.vae["_class_name"])).from_pretrained(
                     str(directory / "vae"), use_safetensors=True, local_files_only=True
                 )
             self._vae = vae.to(device).eval().requires_grad_(False)
 
     @torch.no_grad()
-    def develop(self, latents_NCYX: Tensor, states: Sequence[States], seeds: Sequence[int]) -> list[Picture]:
+    def decode(self, latents_NCYX: Tensor, states: Sequence[States], seeds: Sequence[int]) -> list[Picture]:
         """Convert latents to images, one at a time, so that no image depends on the others of a batch."""
         return [
             encode_picture(self._pixels(each_CYX[None])[0], led, seed=seed)
@@ -323,25 +325,25 @@ class FrozenParts:
     def __init__(self, *, device: str | torch.device) -> None:
         self._device = device
         self._of: object = None
-        self._prompts: tuple[int | None, PromptReader] | None = None
-        self._developer: Developer | None = None
+        self._prompts: tuple[int | None, PromptEncoder] | None = None
+        self._latent_decoder: LatentDecoder | None = None
 
-    def prompts(self, directory: Path, *, tokens: int | None) -> PromptReader:
+    def prompts(self, directory: Path, *, tokens: int | None) -> PromptEncoder:
         """Return the text encoders of a directory. `tokens` limits the longest one; None is its default limit."""
         self._turn_to(directory)
         if self._prompts is None or self._prompts[0] != tokens:
-            self._prompts = (tokens, PromptReader(directory, tokens=tokens, device=self._device))
+            self._prompts = (tokens, PromptEncoder(directory, tokens=tokens, device=self._device))
         return self._prompts[1]
 
-    def developer(self, directory: Path) -> Developer:
+    def latent_decoder(self, directory: Path) -> LatentDecoder:
         """Return the VAE of a directory, or the upscaling that replaces a missing VAE."""
         self._turn_to(directory)
-        self._developer = self._developer or Developer(directory, device=self._device)
-        return self._developer
+        self._latent_decoder = self._latent_decoder or LatentDecoder(directory, device=self._device)
+        return self._latent_decoder
 
     def clear(self) -> None:
         """Release the loaded parts and their memory."""
-        self._of = self._prompts = self._developer = None
+        self._of = self._prompts = self._latent_decoder = None
 
     def _turn_to(self, directory: Path) -> None:
         files = _frozen_files(directory)
@@ -362,15 +364,15 @@ def _frozen_files(directory: Path) -> object:
 # ---- files
 def copy_pipeline(source: Path, target: Path) -> None:
     """Copy the files that belong to a pipeline, but nothing that could be run as code."""
-    for path in kept_files(source):
+    for path in list_policy_files(source):
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         copyfile(source / path, target / path)
 
 
-def link_beside_denoiser(parent: Path, directory: Path) -> None:
+def link_frozen_parts(parent: Path, directory: Path) -> None:
     """Add the frozen parts of `parent` to a directory of new weights, as hard links or, across file systems, copies."""
     folder = read_pipeline(parent).family.folder
-    for path in kept_files(parent):
+    for path in list_policy_files(parent):
         is_weights = path.parts[0] == folder and ".safetensors" in path.name
         if is_weights or (directory / path).exists():
             continue
@@ -381,7 +383,7 @@ def link_beside_denoiser(parent: Path, directory: Path) -> None:
             copyfile(parent / path, directory / path)
 
 
-def kept_files(directory: Path) -> list[Path]:
+def list_policy_files(directory: Path) -> list[Path]:
     """Return the paths of the files that belong to the policy, relative to its directory."""
     files = {path for pattern in FROZEN for path in directory.rglob(pattern) if path.is_file()}
     inside = sorted(path.relative_to(directory) for path in files)

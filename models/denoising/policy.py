@@ -16,14 +16,21 @@ from infra.errors import BadInput
 from infra.store.inputs import fetched
 from models.config.denoising import DenoisingConfig
 from models.config.policy import DiffusionPolicy, ModelOutline, ModelShape, ScratchDiffusionPolicy
-from models.denoising.families import CLIP_TOKENS, DenoiserFamily, blank, class_of, gather, takes_guidance
+from models.denoising.families import (
+    CLIP_TOKENS,
+    DenoiserFamily,
+    diffusers_class,
+    has_guidance_input,
+    select_conditions,
+    zero_condition,
+)
 from models.denoising.pipeline import (
     WEIGHTS,
-    PictureModel,
+    PipelineOutline,
     check_weights,
     copy_pipeline,
     is_pipeline,
-    link_beside_denoiser,
+    link_frozen_parts,
     load_denoiser,
     load_part,
     read_pipeline,
@@ -88,15 +95,15 @@ def write_merged_pipeline(base: Path, adapter: Path | None, target: Path, *, dty
     The weights are added in float32 and then cast to `dtype`. With `adapter` None only the cast is applied.
     """
     folder = read_pipeline(base).family.folder
-    model = load_served(base, adapter, device="cpu", dtype=torch.float32)
+    model = load_merged_denoiser(base, adapter, device="cpu", dtype=torch.float32)
     tensors: dict[str, Tensor] = {name: each.to(dtype) for name, each in model.state_dict().items()}
     (target / folder).mkdir()
     save_tensors(tensors, target / folder / WEIGHTS, metadata={"format": "pt"})
-    link_beside_denoiser(base, target)
+    link_frozen_parts(base, target)
 
 
 # ---- loading
-def load_served(directory: Path, adapter: Path | None, *, device: str, dtype: torch.dtype) -> nn.Module:
+def load_merged_denoiser(directory: Path, adapter: Path | None, *, device: str, dtype: torch.dtype) -> nn.Module:
     """Load a denoiser and merge its adapter.
 
     The weights are added in float32 on the CPU and then cast to `dtype`.
@@ -124,13 +131,17 @@ def check_prompts(directory: Path, prompts: Iterable[tuple[str, str]], denoising
         raise BadInput(f"{model.where}: the pipeline needs {required_parts}, but has only {', '.join(model.parts)}")
     limit = limits[0]
     configured = denoising.text_tokens if limit.tokens is not None else None
-    if configured is not None and configured > limit.most:
+    if configured is not None and configured > limit.max_tokens:
         raise BadInput(
-            f"rollout.denoising.text_tokens {configured} is too high: {model.pipeline} reads at most {limit.most}"
+            f"rollout.denoising.text_tokens {configured} is too high: {model.pipeline} reads at most {limit.max_tokens}"
         )
     tokenizer = load_part(model, limit.tokenizer)
     max_tokens = configured or limit.tokens or tokenizer.model_max_length
-    remedy = f". Raise rollout.denoising.text_tokens, to at most {limit.most}." if max_tokens < limit.most else ""
+    remedy = (
+        f". Raise rollout.denoising.text_tokens, to at most {limit.max_tokens}."
+        if max_tokens < limit.max_tokens
+        else ""
+    )
     for source, text in prompts:
         if (num_tokens := family.count(tokenizer, text)) > max_tokens:
             raise BadInput(
@@ -168,14 +179,14 @@ def inspect_diffusion(policy: DiffusionPolicy, texts: Iterable[str]) -> Inspecte
     return replace(described, check_drawing=partial(_check_drawing, model))
 
 
-def _check_drawing(model: PictureModel, denoising: DenoisingConfig, prompts: Iterable[tuple[str, str]]) -> int:
+def _check_drawing(model: PipelineOutline, denoising: DenoisingConfig, prompts: Iterable[tuple[str, str]]) -> int:
     check_prompts(model.directory, prompts, denoising)
     return model.check(denoising)
 
 
 def _describe(family: DenoiserFamily, config: Mapping[str, Any], *, text: int) -> Inspected:
     with lock_model_construction(), FakeTensorMode(allow_non_fake_inputs=True):
-        model = class_of(family.denoiser).from_config(dict(config))
+        model = diffusers_class(family.denoiser).from_config(dict(config))
         measured = _measure_activations(model, family, text=text)
     layers = {name: sum(layer.weight.shape) for name, layer in linear_layers(model).items()}
     blocks = len(measured.layers)
@@ -191,7 +202,7 @@ def _describe(family: DenoiserFamily, config: Mapping[str, Any], *, text: int) -
         vocab_size=0,
         kept_numbers=round(measured.kept / blocks),
         largest_block=max(measured.layers) * blocks / measured.kept,
-        takes_guidance=takes_guidance(model),
+        has_guidance_input=has_guidance_input(model),
     )
     shape = ModelShape(
         parameters=parameters, context=PROMPT_BYTES, layers=blocks, heads=1, kv_heads=1, head_size=hidden
@@ -216,8 +227,11 @@ def _measure_activations(model: Any, family: DenoiserFamily, *, text: int) -> _M
     """Measure a model of fake tensors. They have only shapes, so a forward pass needs no memory and little time."""
     own = {each.untyped_storage()._cdata for each in model.parameters()}
     side, rows = family.side(model.config), 2  # two rows, because layout changes of a single row need fewer copies
-    states_NCYX, condition = torch.zeros(rows, family.channels(model.config), side, side), blank(model.config, text)
-    condition, tokens = gather([condition], [0] * rows), rows * family.tokens(model.config, side)
+    states_NCYX, condition = (
+        torch.zeros(rows, family.channels(model.config), side, side),
+        zero_condition(model.config, text),
+    )
+    condition, tokens = select_conditions([condition], [0] * rows), rows * family.tokens(model.config, side)
     tensors: dict[int, Tensor] = {}  # by storage; the references keep a storage from being reused
     layers: list[float] = []
 
@@ -234,17 +248,17 @@ def _measure_activations(model: Any, family: DenoiserFamily, *, text: int) -> _M
         layers.append(numbers() - before)
         return output
 
-    def say() -> float:
+    def run() -> float:
         tensors.clear()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda each: each):
-            family.say(model, states_NCYX, torch.ones(rows), condition, guidance=1.0)
+            family.predict(model, states_NCYX, torch.ones(rows), condition, guidance=1.0)
         return numbers()
 
     model.enable_gradient_checkpointing(call)
     with FlopCounterMode(display=False) as counter:
-        whole = say()
+        whole = run()
     checkpoint_denoiser(model, is_enabled=True)
-    return _Measured(whole, layers, again=say(), products=counter.get_total_flops() / 2 / tokens)
+    return _Measured(whole, layers, again=run(), products=counter.get_total_flops() / 2 / tokens)
 
 
 def _no_critic() -> ModelOutline:

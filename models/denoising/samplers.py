@@ -29,7 +29,7 @@ class NoiseSchedule:
     predicts noise: ᾱ, from about 0 up to about 1."""
     timesteps: tuple[float, ...]
     """One timestep for each step: the model's input that represents the noise level at which the step begins."""
-    reads: Literal["velocity", "noise"]
+    prediction_type: Literal["velocity", "noise"]
     """Prediction of the models that the schedule is for."""
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ def flow_schedule(
         levels_L = 1 - (1 - levels_L) * ((1 - terminal) / (1 - levels_L[-1]))
     levels_L = levels_L.float()
     timesteps_L = levels_L * train_timesteps
-    return NoiseSchedule((*levels_L.tolist(), 0.0), tuple(timesteps_L.tolist()), reads="velocity")
+    return NoiseSchedule((*levels_L.tolist(), 0.0), tuple(timesteps_L.tolist()), prediction_type="velocity")
 
 
 def _evenly(least: float, steps: int) -> Tensor:
@@ -102,7 +102,7 @@ def ddim_schedule(
             f"alphas_cumprod[{timesteps[0]}] must be more than 0, found {levels[0]}. At pure noise, predicting the "
             "noise does not determine the picture (rescale_betas_zero_snr needs another prediction_type)."
         )
-    return NoiseSchedule(levels, tuple(map(float, timesteps)), reads="noise")
+    return NoiseSchedule(levels, tuple(map(float, timesteps)), prediction_type="noise")
 
 
 def _ddim_timesteps(steps: int, train: int, *, spacing: str, steps_offset: int) -> list[int]:
@@ -121,7 +121,7 @@ def _ddim_timesteps(steps: int, train: int, *, spacing: str, steps_offset: int) 
             raise BadInput(f"timestep_spacing: expected 'leading', 'linspace' or 'trailing', found {spacing!r}")
 
 
-LEAST_NOISE: Final = 0.01
+MIN_NOISE: Final = 0.01
 """Minimum standard deviation of a denoising step that is trained. States have a standard deviation of about 1. The
 flow-matching schedules of diffusers go to level 0.001 before the last step, where `cps` with noise 0.8 has a standard
 deviation of 0.00095."""
@@ -133,7 +133,7 @@ class Transition(Protocol):
     def __call__(
         self,
         x_ND: Tensor,
-        said_ND: Tensor,
+        prediction_ND: Tensor,
         steps_N: Tensor,
         schedule: NoiseSchedule,
         sampler: Any,  # noqa: ANN401 -- its own
@@ -141,47 +141,47 @@ class Transition(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return the mean (N x D) and standard deviation (N) of the next states, in float32, or float64 if an input is.
 
-        `said_ND` is the model's prediction, and `steps_N` are indices of steps (int64). The standard deviation is 0 for
-        steps without randomness.
+        `prediction_ND` is the model's prediction, and `steps_N` are indices of steps (int64). The standard deviation is
+        0 for steps without randomness.
         """
         ...
 
 
 def transition(
-    sampler: Sampler, x_ND: Tensor, said_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule
+    sampler: Sampler, x_ND: Tensor, prediction_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule
 ) -> tuple[Tensor, Tensor]:
     """Return the mean (N x D) and standard deviation (N) of the next states under the configured sampler.
 
-    `said_ND` is the model's prediction at the states `x_ND`, and `steps_N` are the indices of their steps.
+    `prediction_ND` is the model's prediction at the states `x_ND`, and `steps_N` are the indices of their steps.
     """
-    assert sampler.reads == schedule.reads, (
-        f"{sampler.known_as} reads {sampler.reads}, but the model predicts {schedule.reads}"
+    assert sampler.prediction_type == schedule.prediction_type, (
+        f"{sampler.known_as} reads {sampler.prediction_type}, but the model predicts {schedule.prediction_type}"
     )
-    return cast(Transition, implementation_of(sampler))(x_ND, said_ND, steps_N, schedule, sampler)
+    return cast(Transition, implementation_of(sampler))(x_ND, prediction_ND, steps_N, schedule, sampler)
 
 
-def deterministic(x_ND: Tensor, said_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule) -> Tensor:
+def deterministic(x_ND: Tensor, prediction_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule) -> Tensor:
     """Return the next states without added noise (N x D): an Euler step along the velocity, or DDIM with η = 0."""
-    if schedule.reads == "noise":
-        return _ddim(x_ND, said_ND, steps_N, schedule, noise=0.0)[0]
+    if schedule.prediction_type == "noise":
+        return _ddim(x_ND, prediction_ND, steps_N, schedule, noise=0.0)[0]
     level_N, after_N = _around(steps_N, schedule)
-    return _mixed(x_ND, said_ND, kept_N=torch.ones_like(level_N), moved_N=after_N - level_N)
+    return _mixed(x_ND, prediction_ND, kept_N=torch.ones_like(level_N), moved_N=after_N - level_N)
 
 
 def noisy_steps(sampler: Sampler, schedule: NoiseSchedule) -> tuple[int, ...]:
     """Return the indices of the steps that add enough noise to have a usable probability, so that they can be trained.
 
-    Steps with a standard deviation below `LEAST_NOISE` are omitted. They are at the end of a schedule, and Flow-GRPO
+    Steps with a standard deviation below `MIN_NOISE` are omitted. They are at the end of a schedule, and Flow-GRPO
     likewise omits the last step. A log-prob divides by the variance, so that tiny changes of the mean at such a step
     would outweigh all other steps.
     """
     nothing_ND = torch.zeros(schedule.steps, 1)
     _, std_N = transition(sampler, nothing_ND, nothing_ND, torch.arange(schedule.steps), schedule)
-    return tuple((std_N >= LEAST_NOISE).nonzero().flatten().tolist())
+    return tuple((std_N >= MIN_NOISE).nonzero().flatten().tolist())
 
 
 def sde(
-    x_ND: Tensor, said_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule, sampler: SdeSampler
+    x_ND: Tensor, prediction_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule, sampler: SdeSampler
 ) -> tuple[Tensor, Tensor]:
     """Return the step distribution of Flow-GRPO (arXiv 2505.05470, eq. 9), with g² = a²σ/(1 − σ).
 
@@ -189,30 +189,30 @@ def sde(
     """
     level_N, _ = _around(steps_N, schedule)
     finite_N = torch.where(level_N == 1, schedule.levels[1], level_N)
-    return _diffused(x_ND, said_ND, steps_N, schedule, square_N=sampler.noise**2 * level_N / (1 - finite_N))
+    return _diffused(x_ND, prediction_ND, steps_N, schedule, square_N=sampler.noise**2 * level_N / (1 - finite_N))
 
 
 def dance(
-    x_ND: Tensor, said_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule, sampler: DanceSampler
+    x_ND: Tensor, prediction_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule, sampler: DanceSampler
 ) -> tuple[Tensor, Tensor]:
     """Return the step distribution of DanceGRPO (arXiv 2505.07818, eq. 8), with g = η at every level."""
     square_N = torch.full(steps_N.shape, sampler.noise**2, dtype=torch.float64, device=steps_N.device)
-    return _diffused(x_ND, said_ND, steps_N, schedule, square_N=square_N)
+    return _diffused(x_ND, prediction_ND, steps_N, schedule, square_N=square_N)
 
 
 def _diffused(
-    x_ND: Tensor, said_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule, *, square_N: Tensor
+    x_ND: Tensor, prediction_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule, *, square_N: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the distribution of an Euler-Maruyama step of the SDE with this g² and the marginals of the ODE."""
     level_N, after_N = _around(steps_N, schedule)
     change_N = after_N - level_N
     pull_N = square_N * change_N / (2 * level_N)
-    mean_ND = _mixed(x_ND, said_ND, kept_N=1 + pull_N, moved_N=change_N + pull_N * (1 - level_N))
+    mean_ND = _mixed(x_ND, prediction_ND, kept_N=1 + pull_N, moved_N=change_N + pull_N * (1 - level_N))
     return mean_ND, (square_N * -change_N).sqrt().to(mean_ND.dtype)
 
 
 def cps(
-    x_ND: Tensor, said_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule, sampler: CpsSampler
+    x_ND: Tensor, prediction_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule, sampler: CpsSampler
 ) -> tuple[Tensor, Tensor]:
     """Return the distribution of a coefficients-preserving step (arXiv 2509.05952).
 
@@ -224,26 +224,26 @@ def cps(
     # x̂0 = x − σv and x̂1 = x + (1 − σ)v, rearranged as coefficients of x and v.
     picture_N, noise_N = 1 - after_N, after_N * math.cos(angle)
     moved_N = (1 - level_N) * noise_N - level_N * picture_N
-    mean_ND = _mixed(x_ND, said_ND, kept_N=picture_N + noise_N, moved_N=moved_N)
+    mean_ND = _mixed(x_ND, prediction_ND, kept_N=picture_N + noise_N, moved_N=moved_N)
     return mean_ND, (after_N * math.sin(angle)).to(mean_ND.dtype)
 
 
 def ddim(
-    x_ND: Tensor, said_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule, sampler: DdimSampler
+    x_ND: Tensor, prediction_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule, sampler: DdimSampler
 ) -> tuple[Tensor, Tensor]:
     """Return the distribution of a noisy DDIM step (arXiv 2010.02502, eq. 12, 16), as in DDPO (arXiv 2305.13301)."""
-    return _ddim(x_ND, said_ND, steps_N, schedule, noise=sampler.noise)
+    return _ddim(x_ND, prediction_ND, steps_N, schedule, noise=sampler.noise)
 
 
 def _ddim(
-    x_ND: Tensor, said_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule, *, noise: float
+    x_ND: Tensor, prediction_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule, *, noise: float
 ) -> tuple[Tensor, Tensor]:
     level_N, after_N = _around(steps_N, schedule)
     variance_N = noise**2 * (1 - after_N) / (1 - level_N) * (1 - level_N / after_N)
     # x̂0 = (x − √(1 − ᾱ)·e)/√ᾱ, times √ᾱ', rearranged as coefficients of x and e.
     signal_ratio_N = (after_N / level_N).sqrt()
     moved_N = (1 - after_N - variance_N).sqrt() - signal_ratio_N * (1 - level_N).sqrt()
-    mean_ND = _mixed(x_ND, said_ND, kept_N=signal_ratio_N, moved_N=moved_N)
+    mean_ND = _mixed(x_ND, prediction_ND, kept_N=signal_ratio_N, moved_N=moved_N)
     return mean_ND, variance_N.sqrt().to(mean_ND.dtype)
 
 
@@ -269,9 +269,9 @@ def _mean_square(one_ND: Tensor, other_ND: Tensor) -> Tensor:
     return (one_ND - other_ND).square().mean(dim=1)
 
 
-def _mixed(x_ND: Tensor, said_ND: Tensor, *, kept_N: Tensor, moved_N: Tensor) -> Tensor:
-    x_ND, said_ND = _floats(x_ND, said_ND)
-    return x_ND * kept_N.to(x_ND.dtype)[:, None] + said_ND * moved_N.to(x_ND.dtype)[:, None]
+def _mixed(x_ND: Tensor, prediction_ND: Tensor, *, kept_N: Tensor, moved_N: Tensor) -> Tensor:
+    x_ND, prediction_ND = _floats(x_ND, prediction_ND)
+    return x_ND * kept_N.to(x_ND.dtype)[:, None] + prediction_ND * moved_N.to(x_ND.dtype)[:, None]
 
 
 def _floats(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from infra.errors import BadInput
 from models.config.denoising import DenoisingConfig
-from models.denoising.families import DenoiserFamily, class_of
+from models.denoising.families import DenoiserFamily, diffusers_class
 from models.denoising.samplers import NoiseSchedule, ddim_schedule, flow_schedule
 
 TIMESTEPS: Final = 1000
@@ -37,7 +37,7 @@ def check_scheduler(config: Mapping[str, Any], family: DenoiserFamily, *, where:
 
     `where` names the policy in messages.
     """
-    kind, is_flow = config.get("_class_name"), family.reads == "velocity"
+    kind, is_flow = config.get("_class_name"), family.prediction_type == "velocity"
     if is_flow and kind != _FLOW:
         raise BadInput(
             f"{where}: scheduler {kind} is not supported: {family.denoiser} is a flow-matching model and needs {_FLOW}"
@@ -52,7 +52,7 @@ def check_scheduler(config: Mapping[str, Any], family: DenoiserFamily, *, where:
     required |= {"clip_sample": False, "timestep_type": "discrete", "time_shift_type": "exponential"}
     if is_flow:
         required["num_train_timesteps"] = TIMESTEPS
-    if is_flow and not family.evenly:
+    if is_flow and not family.uses_even_spacing:
         required["use_dynamic_shifting"] = False
     settings = {"clip_sample": kind in _CLIP} | dict(config)
     for name, value in required.items():
@@ -70,16 +70,16 @@ def schedule_of(
     `tokens` is the number of tokens as which the denoiser reads an image. Raises BadInput if the configured sampler
     does not support models with this kind of prediction.
     """
-    if config.sampler.reads != family.reads:
-        fitting = "'ddim'" if family.reads == "noise" else "'sde', 'dance' or 'cps'"
+    if config.sampler.prediction_type != family.prediction_type:
+        fitting = "'ddim'" if family.prediction_type == "noise" else "'sde', 'dance' or 'cps'"
         raise BadInput(
             f"rollout.denoising.sampler.kind {config.sampler.kind!r}: {family.denoiser} predicts the "
-            f"{family.reads}. Use {fitting}."
+            f"{family.prediction_type}. Use {fitting}."
         )
-    if family.reads == "noise":
+    if family.prediction_type == "noise":
         return _noise_schedule(scheduler, config)
     shift, terminal = float(scheduler.get("shift", 1.0)), scheduler.get("shift_terminal")
-    if not family.evenly:
+    if not family.uses_even_spacing:
         return flow_schedule(config.steps, shift=shift, terminal=terminal)
     mu = _shift_of(tokens, scheduler) if scheduler.get("use_dynamic_shifting") else math.log(shift)
     return flow_schedule(config.steps, mu=mu, terminal=terminal)
@@ -97,7 +97,7 @@ def _shift_of(tokens: int, scheduler: Mapping[str, Any]) -> float:
 
 
 def _noise_schedule(scheduler: Mapping[str, Any], config: DenoisingConfig) -> NoiseSchedule:
-    built = class_of(str(scheduler["_class_name"])).from_config(dict(scheduler))
+    built = diffusers_class(str(scheduler["_class_name"])).from_config(dict(scheduler))
     whole = built.config  # includes the default values of the class
     return ddim_schedule(
         config.steps,

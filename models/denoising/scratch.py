@@ -16,8 +16,8 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection, PreTrained
 
 from infra.errors import BadInput
 from models.config.policy import ScratchDiffusionPolicy
-from models.denoising.families import class_of, family_of
-from models.denoising.pipeline import PictureModel
+from models.denoising.families import diffusers_class, family_of
+from models.denoising.pipeline import PipelineOutline
 from models.modeling.policy import lock_model_construction
 from models.text.tokenizer import EOS, PAD
 
@@ -67,11 +67,11 @@ def write_scratch_pipeline(policy: ScratchDiffusionPolicy, directory: Path, *, t
     tokenizer = word_tokenizer(texts, context=policy.words)
     with lock_model_construction():
         torch.manual_seed(seed)
-        denoiser = class_of("SD3Transformer2DModel").from_config(denoiser_config(policy))
+        denoiser = diffusers_class("SD3Transformer2DModel").from_config(denoiser_config(policy))
         encoders = [_encoder(policy, tokenizer) for _ in range(ENCODERS)]
-        pipe = class_of("StableDiffusion3Pipeline")(
+        pipe = diffusers_class("StableDiffusion3Pipeline")(
             transformer=denoiser,
-            scheduler=class_of("FlowMatchEulerDiscreteScheduler")(shift=policy.shift),
+            scheduler=diffusers_class("FlowMatchEulerDiscreteScheduler")(shift=policy.shift),
             vae=None,
             text_encoder=encoders[0],
             tokenizer=tokenizer,
@@ -84,11 +84,11 @@ def write_scratch_pipeline(policy: ScratchDiffusionPolicy, directory: Path, *, t
     return int(denoiser.num_parameters())
 
 
-def scratch_model(policy: ScratchDiffusionPolicy) -> PictureModel:
+def scratch_model(policy: ScratchDiffusionPolicy) -> PipelineOutline:
     """Return the description that `read_pipeline` would return for the directory of a policy that is not built yet."""
     family = family_of("StableDiffusion3Pipeline", "SD3Transformer2DModel")
     scheduler = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": policy.shift}
-    return PictureModel(Path(), family.pipelines[0], family, denoiser_config(policy), scheduler, None, ())
+    return PipelineOutline(Path(), family.pipelines[0], family, denoiser_config(policy), scheduler, None, ())
 
 
 def denoiser_config(policy: ScratchDiffusionPolicy) -> dict[str, object]:

@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerFast
 from infra.store.bundles import BundledFile, write_hashed
 from models.config.denoising import DenoisingConfig
 from models.data.images import digest_of
-from models.denoising.families import Condition, DenoiserFamily, gather, takes_guidance
-from models.denoising.pipeline import WEIGHTS, FrozenParts, PromptReader, read_pipeline
+from models.denoising.families import Condition, DenoiserFamily, has_guidance_input, select_conditions
+from models.denoising.pipeline import WEIGHTS, FrozenParts, PromptEncoder, read_pipeline
 from models.denoising.samplers import NoiseSchedule, noisy_steps, step_divergence, step_logprobs, transition
 from models.modeling.checkpointing import checkpoint_denoiser
 from models.modeling.layout import MicroBatch
@@ -34,7 +34,7 @@ from models.text.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
+class GenerationSetup:
     """All parts and settings of a text-to-image policy except its denoiser."""
 
     family: DenoiserFamily
@@ -45,13 +45,13 @@ class Drawing:
     """Channels, height and width of a state."""
     config: DenoisingConfig
     """Settings of the denoising."""
-    prompts: PromptReader
+    prompts: PromptEncoder
     """Text encoders of the policy."""
     tokenizer: PreTrainedTokenizerFast
     """Tokenizer that encodes prompts as bytes and decodes them."""
 
     @classmethod
-    def of(cls, directory: Path, config: DenoisingConfig, frozen: FrozenParts) -> Self:
+    def load(cls, directory: Path, config: DenoisingConfig, frozen: FrozenParts) -> Self:
         """Load the parts from a policy's directory, with the text encoders of `frozen`."""
         model = read_pipeline(directory)
         return cls(
@@ -63,46 +63,57 @@ class Drawing:
             tokenizer=load_tokenizer(directory),
         )
 
-    def conditions(self, prompts: Sequence[ModelInput], rows: Sequence[int]) -> Condition:
+    def encode_prompts(self, prompts: Sequence[ModelInput], rows: Sequence[int]) -> Condition:
         """Return the text conditioning of the prompts, with one row for each index in `rows`."""
         texts = [self.tokenizer.decode(each.prompt.tolist(), skip_special_tokens=True) for each in prompts]
         places = {text: place for place, text in enumerate(dict.fromkeys(texts))}  # equal within a group
-        return gather([self.prompts.read(text) for text in places], [places[texts[row]] for row in rows])
+        return select_conditions([self.prompts.encode(text) for text in places], [places[texts[row]] for row in rows])
 
-    def unconditioned(self, count: int, model: nn.Module) -> Condition | None:
+    def encode_empty_prompt(self, count: int, model: nn.Module) -> Condition | None:
         """Return the conditioning of an empty prompt for classifier-free guidance, with `count` rows.
 
         Returns None if guidance is off (1), or if the guidance scale is an input of the denoiser.
         """
-        if self.config.guidance == 1 or takes_guidance(model):
+        if self.config.guidance == 1 or has_guidance_input(model):
             return None
-        return gather([self.prompts.read("")], [0] * count)
+        return select_conditions([self.prompts.encode("")], [0] * count)
 
-    def say(
-        self, model: nn.Module, states_ND: Tensor, steps_N: Tensor, told: Condition, without: Condition | None
+    def predict(
+        self,
+        model: nn.Module,
+        states_ND: Tensor,
+        steps_N: Tensor,
+        condition: Condition,
+        empty_condition: Condition | None,
     ) -> Tensor:
         """Return the predicted velocity or noise of states at the beginning of their steps, in float32 (N x D).
 
-        `told` is the conditioning of the prompts. If `without`, the conditioning of the empty prompt, is not None,
-        classifier-free guidance is applied.
+        `condition` is the conditioning of the prompts. If `empty_condition`, the conditioning of the empty prompt, is
+        not None, classifier-free guidance is applied.
         """
         dtype, count = next(model.parameters()).dtype, len(states_ND)
         times = torch.tensor(self.schedule.timesteps, dtype=torch.float32, device=states_ND.device)[steps_N]
-        if without is not None:  # one forward pass for both, as in diffusers, halves the number of kernel launches
-            told = gather([without, told], range(2 * count))
+        if (
+            empty_condition is not None
+        ):  # one forward pass for both, as in diffusers, halves the number of kernel launches
+            condition = select_conditions([empty_condition, condition], range(2 * count))
             states_ND, times = states_ND.repeat(2, 1), times.repeat(2)
         states_NCYX = states_ND.view(-1, *self.shape).to(dtype)
-        said = self.family.say(model, states_NCYX, times, _cast(told, dtype), guidance=self.config.guidance)
-        said_ND = said.flatten(1).float()
-        if without is None:
-            return said_ND
-        untold_ND, told_ND = said_ND[:count], said_ND[count:]
-        return untold_ND + self.config.guidance * (told_ND - untold_ND)
+        prediction = self.family.predict(
+            model, states_NCYX, times, _cast(condition, dtype), guidance=self.config.guidance
+        )
+        prediction_ND = prediction.flatten(1).float()
+        if empty_condition is None:
+            return prediction_ND
+        unconditional_ND, conditional_ND = prediction_ND[:count], prediction_ND[count:]
+        return unconditional_ND + self.config.guidance * (conditional_ND - unconditional_ND)
 
-    def learnt(self, among: range | None) -> range:
-        """Return the contiguous range of steps that are trained: all noisy steps, or the noisy steps within `among`."""
+    def trained_steps(self, within: range | None) -> range:
+        """Return the contiguous range of steps that are trained:
+        all noisy steps, or the noisy steps within `within`.
+        """
         noisy = noisy_steps(self.config.sampler, self.schedule)
-        chosen = [step for step in noisy if among is None or step in among]
+        chosen = [step for step in noisy if within is None or step in within]
         return range(chosen[0], chosen[-1] + 1) if chosen else range(0)
 
     def logprobs(self, next_ND: Tensor, mean_ND: Tensor, std_N: Tensor) -> Tensor:
@@ -119,11 +130,11 @@ class StepInput(NamedTuple):
     """States after each step. In supervised training: the target velocities."""
     steps_N: Tensor
     """Index of each step. In supervised training: the noise levels."""
-    told: Condition
+    condition: Condition
     """Text conditioning, with one row for each state."""
-    without: Condition | None
+    empty_condition: Condition | None
     """Conditioning of the empty prompt, or None without guidance."""
-    learnt: int
+    num_trained: int
     """Number of trained steps. If there is none, one dummy state is read, so that the forward pass of every rank has
     gradients."""
 
@@ -133,11 +144,11 @@ class StepModule(TokenModule):
 
     shares_prompts = False
 
-    def __init__(self, model: nn.Module, drawing: Drawing, pictures: Gallery) -> None:
+    def __init__(self, model: nn.Module, setup: GenerationSetup, pictures: Gallery) -> None:
         super().__init__()
         self.model = cast(Any, model)
-        self.drawing, self.pictures = drawing, pictures
-        self.denoising_steps = drawing.learnt(None)
+        self.setup, self.pictures = setup, pictures
+        self.denoising_steps = setup.trained_steps(None)
 
     def checkpoint_layers(self, *, is_enabled: bool) -> None:
         """Enable gradient checkpointing of the denoiser's layers."""
@@ -145,13 +156,13 @@ class StepModule(TokenModule):
 
     def prepare_inputs(self, batch: MicroBatch, device: torch.device) -> Any:  # noqa: ANN401 -- StepInput
         """Move a micro-batch to the device, with the states of its images."""
-        drawing, dimensions = self.drawing, int(np.prod(self.drawing.shape))
+        setup, dimensions = self.setup, int(np.prod(self.setup.shape))
         count = len(batch.targets_N)
         if not count:
             nothing = torch.zeros(1, dimensions, device=device)
-            steps_N = torch.full((1,), drawing.learnt(None)[0], device=device)
-            told = gather([drawing.prompts.read("")], [0])
-            return StepInput(nothing, nothing, steps_N, told, drawing.unconditioned(1, self.model), 0)
+            steps_N = torch.full((1,), setup.trained_steps(None)[0], device=device)
+            condition = select_conditions([setup.prompts.encode("")], [0])
+            return StepInput(nothing, nothing, steps_N, condition, setup.encode_empty_prompt(1, self.model), 0)
         states, following = [], []
         for each in batch.inputs:
             num_trained = len(each.trained_positions)
@@ -164,23 +175,27 @@ class StepModule(TokenModule):
             states_ND=torch.cat(states).to(device),
             next_ND=torch.cat(following).to(device),
             steps_N=torch.from_numpy(batch.targets_N).to(device),
-            told=drawing.conditions(batch.inputs, batch.rows_N.tolist()),
-            without=drawing.unconditioned(count, self.model),
-            learnt=count,
+            condition=setup.encode_prompts(batch.inputs, batch.rows_N.tolist()),
+            empty_condition=setup.encode_empty_prompt(count, self.model),
+            num_trained=count,
         )
 
     def prepare_inputs_without_replay(self, batch: MicroBatch, device: torch.device) -> Any:  # noqa: ANN401 -- StepInput
-        """Return the same as `read`, because denoisers have no expert routers to replay."""
+        """Return the same as `prepare_inputs`, because denoisers have no expert routers to replay."""
         return self.prepare_inputs(batch, device)
 
-    def transitions(self, read: StepInput) -> tuple[Tensor, Tensor]:
+    def transitions(self, inputs: StepInput) -> tuple[Tensor, Tensor]:
         """Return the mean (N x D) and standard deviation (N) of the next state of each state."""
-        said_ND = self.drawing.say(self.model, read.states_ND, read.steps_N, read.told, read.without)
-        return transition(self.drawing.config.sampler, read.states_ND, said_ND, read.steps_N, self.drawing.schedule)
+        prediction_ND = self.setup.predict(
+            self.model, inputs.states_ND, inputs.steps_N, inputs.condition, inputs.empty_condition
+        )
+        return transition(
+            self.setup.config.sampler, inputs.states_ND, prediction_ND, inputs.steps_N, self.setup.schedule
+        )
 
     def save(self, directory: Path) -> dict[str, BundledFile]:
         """Write the denoiser's weights, without the frozen parts, and return the written file."""
-        name = f"{self.drawing.family.folder}/{WEIGHTS}"
+        name = f"{self.setup.family.folder}/{WEIGHTS}"
         (directory / name).parent.mkdir(parents=True)
         # Copy one tensor at a time: ZeRO-3 could not release a tensor while numpy shares its memory.
         state = cast(dict[str, Tensor], self.model.state_dict())
@@ -195,11 +210,11 @@ class StepLogprobs(StepModule):
     _expected: tuple[Tensor, Tensor]
     """Means and standard deviations of the last forward pass."""
 
-    def forward(self, read: StepInput) -> Tensor:
+    def forward(self, inputs: StepInput) -> Tensor:
         """Return the log-prob of each trained step in float32 (N)."""
-        mean_ND, std_N = self.transitions(read)
-        self._expected = (mean_ND[: read.learnt], std_N[: read.learnt])
-        return self.drawing.logprobs(read.next_ND, mean_ND, std_N)[: read.learnt]
+        mean_ND, std_N = self.transitions(inputs)
+        self._expected = (mean_ND[: inputs.num_trained], std_N[: inputs.num_trained])
+        return self.setup.logprobs(inputs.next_ND, mean_ND, std_N)[: inputs.num_trained]
 
     @property
     def means(self) -> Tensor:
@@ -212,7 +227,7 @@ class StepLogprobs(StepModule):
         return step_divergence(mean_ND, means_ND, std_N)
 
 
-class Imitation(StepModule):
+class FlowMatching(StepModule):
     """Denoiser in supervised training on images (flow matching).
 
     The single completion token of a row is the seed of the noise and the noise level that are applied to the row's
@@ -232,30 +247,32 @@ class Imitation(StepModule):
             states_ND=(1 - levels_N1) * clean_ND + levels_N1 * noise_ND,
             next_ND=noise_ND - clean_ND,
             steps_N=levels_N1[:, 0],
-            told=self.drawing.conditions(batch.inputs, range(len(batch.inputs))),
-            without=None,
-            learnt=len(batch.inputs),
+            condition=self.setup.encode_prompts(batch.inputs, range(len(batch.inputs))),
+            empty_condition=None,
+            num_trained=len(batch.inputs),
         )
 
-    def forward(self, read: StepInput) -> Tensor:
+    def forward(self, inputs: StepInput) -> Tensor:
         """Return minus the squared error of each row's velocity, as a mean over latents, in float32 (N)."""
-        if not read.learnt:
-            return self.transitions(read)[0].sum(1)[:0]
-        family, shape = self.drawing.family, self.drawing.shape
+        if not inputs.num_trained:
+            return self.transitions(inputs)[0].sum(1)[:0]
+        family, shape = self.setup.family, self.setup.shape
         dtype = next(self.model.parameters()).dtype
-        states_NCYX = read.states_ND.view(-1, *shape).to(dtype)
-        prediction = family.say(self.model, states_NCYX, read.steps_N * 1000, _cast(read.told, dtype), guidance=1.0)
-        return -(prediction.flatten(1).float() - read.next_ND).square().mean(1)
+        states_NCYX = inputs.states_ND.view(-1, *shape).to(dtype)
+        prediction = family.predict(
+            self.model, states_NCYX, inputs.steps_N * 1000, _cast(inputs.condition, dtype), guidance=1.0
+        )
+        return -(prediction.flatten(1).float() - inputs.next_ND).square().mean(1)
 
 
 def _cast(condition: Condition, dtype: torch.dtype) -> Condition:
     return {name: each.to(dtype) if each.is_floating_point() else each for name, each in condition.items()}
 
 
-def picture_inputs(
+def encode_image_examples(
     examples: Sequence[tuple[str, bytes]], tokenizer: PreTrainedTokenizerFast, *, seed: int
 ) -> list[ModelInput]:
-    """Encode captions and images as the inputs on which `Imitation` is trained."""
+    """Encode captions and images as the inputs on which `FlowMatching` is trained."""
     bound = 2**31
     return [
         ModelInput.from_prompt(tokenizer(caption)["input_ids"], (digest_of(picture),)).append_completion(

@@ -158,16 +158,16 @@ class RecordsExperts(Protocol):
 
 
 @runtime_checkable
-class DrawingEngine(Protocol):
+class ImageEngine(Protocol):
     """Engine of text-to-image policies, which generate images instead of text."""
 
-    def draw(
-        self, requests: Sequence[Request], denoising: DenoisingConfig, learnt: range | None
+    def generate_images(
+        self, requests: Sequence[Request], denoising: DenoisingConfig, trained_steps: range | None
     ) -> list[list[Completion]]:
         """Return one list per request, in order, with one image per seed.
 
-        `learnt` selects denoising steps, and None selects all. A selected step is sampled with noise and trained if the
-        sampler has noise at that step. All other steps are deterministic.
+        `trained_steps` selects denoising steps, and None selects all. A selected step is sampled with noise and trained
+        if the sampler has noise at that step. All other steps are deterministic.
         """
 
 

@@ -26,7 +26,7 @@ class Calculator:
 def calculate(left: int, sign: str, right: int) -> int:
     """Add, subtract or multiply two integers.
 
-    >>> reckoned(17, "*", 13)
+    >>> calculate(17, "*", 13)
     221
     """
     return left + right if sign == "+" else left - right if sign == "-" else left * right

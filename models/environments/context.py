@@ -109,7 +109,7 @@ class PerTurnContext:
         tokens = render_prompt(self.form, messages, exchanges)
         if len(tokens) - draft.input.num_prompt_tokens >= self.max_new_tokens:
             return None
-        return draft.append_prompt(
+        return draft.append_turn_prompt(
             tokens, "\n".join(["", *(message.text for message in exchanges[-1].observations), ""])
         )
 

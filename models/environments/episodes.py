@@ -60,7 +60,7 @@ class _Episode:
     @property
     def left(self) -> int | None:
         """Number of tokens left in the budget of this iteration, or None if there is no budget."""
-        return None if self.limit is None else self.limit - self.draft.num_generated_tokens
+        return None if self.limit is None else self.limit - self.draft.num_generated
 
     @property
     def is_live(self) -> bool:
@@ -70,7 +70,7 @@ class _Episode:
     @property
     def is_asking(self) -> bool:
         """Whether the last turn has ended and waits for an answer of the environment."""
-        return self.draft.finish_reason is FinishReason.CUT and not self.draft.num_open_tokens
+        return self.draft.finish_reason is FinishReason.CUT and not self.draft.num_turn_tokens
 
     def asked(self) -> Asked:
         """Build the request to the environment about the last turn."""
@@ -213,7 +213,7 @@ class Episodes:
 
     def _budget(self, episode: _Episode) -> int:
         """Return the maximum number of tokens that may still be added to the current turn in this iteration."""
-        rest = self.settings.turn_tokens - episode.draft.num_open_tokens
+        rest = self.settings.turn_tokens - episode.draft.num_turn_tokens
         return rest if episode.left is None else min(rest, episode.left)
 
     def _take(self, episode: _Episode, completion: Completion) -> None:
@@ -223,14 +223,14 @@ class Episodes:
         """
         episode.draft = draft = episode.draft.append_completion(completion, self.version)
         is_whole = (
-            completion.finish_reason is not FinishReason.CUT or draft.num_open_tokens == self.settings.turn_tokens
+            completion.finish_reason is not FinishReason.CUT or draft.num_turn_tokens == self.settings.turn_tokens
         )
         if episode.left == 0 and not is_whole:
             return
-        text = self._text(draft.split_turn_tokens()[-1])
+        text = self._text(draft.generated_turns()[-1])
         turn = self.parse(text)
         errors = sum(bool(call.error) for call in turn.calls)
-        record = TurnRecord(tokens=draft.num_open_tokens, calls=len(turn.calls), errors=errors)
+        record = TurnRecord(tokens=draft.num_turn_tokens, calls=len(turn.calls), errors=errors)
         wrote = ChatMessage(role="assistant", content=turn.text, name=None)
         draft = replace(draft, messages=(*draft.messages, wrote))
         if completion.finish_reason is FinishReason.STOP:
@@ -304,9 +304,9 @@ class Episodes:
     def _episode(self, number: int, group: Group, draft: PartialCompletion) -> _Episode:
         """Create an episode, with the turns parsed from the draft if it continues from an earlier iteration."""
         budget = group.find_token_budget(self.version, self.partial)
-        limit = None if budget is None else draft.num_generated_tokens + budget
+        limit = None if budget is None else draft.num_generated + budget
         is_cut = draft.finish_reason is FinishReason.CUT
-        ended = [self.parse(self._text(turn)) for turn in draft.split_turn_tokens()[:-1]] if is_cut else []
+        ended = [self.parse(self._text(turn)) for turn in draft.generated_turns()[:-1]] if is_cut else []
         return _Episode(number, group, draft, limit, turns=ended)
 
 

@@ -125,7 +125,7 @@ def _read_episodes(store: Store, work: ReplayWork) -> list[_Stored]:
 
 def _iterate_turns(draft: PartialCompletion) -> Iterator[Completion]:
     """Yield the turns of an episode that the policy generated, as completions."""
-    for number, (turn, tokens) in enumerate(zip(draft.turns, draft.split_turn_tokens(), strict=False), start=1):
+    for number, (turn, tokens) in enumerate(zip(draft.turns, draft.generated_turns(), strict=False), start=1):
         is_cut = number == len(draft.turns) and draft.finish_reason is FinishReason.LENGTH and turn.reward is None
         reason = FinishReason.LENGTH if is_cut else FinishReason.STOP
         if tokens:

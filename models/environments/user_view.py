@@ -61,7 +61,7 @@ def fill_instructions(template: str, problem: ProblemData) -> str:
 
     Raises ValueError if the problem has no such field; the message suggests the nearest name.
 
-    >>> instructed("A box of {size}. {}", {"size": 7})
+    >>> fill_instructions("A box of {size}. {}", {"size": 7})
     'A box of 7. {}'
     """
 

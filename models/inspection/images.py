@@ -55,13 +55,13 @@ def _check_image(encoded: bytes, processor: VisionProcessor | None, *, where: st
         raise BadInput(f"{where}: {error}") from error
 
 
-def check_reward_images(scoring: ScoringConfig, problems: Sequence[Problem], *, draws: bool = False) -> None:
+def check_reward_images(scoring: ScoringConfig, problems: Sequence[Problem], *, generates_images: bool = False) -> None:
     """Check that problems contain images for the judges that expect them, and that reward functions accept the images.
 
-    If `draws` is true, the policy generates images, and the reward functions must accept images. Raises BadInput
-    otherwise.
+    If `generates_images` is true, the policy generates images, and the reward functions must accept images. Raises
+    BadInput otherwise.
     """
-    if draws:
+    if generates_images:
         check_image_parameters(scoring)
         return
     example = next((problem for problem in problems if problem.images), None)

@@ -92,7 +92,7 @@ def wrap_steps(steps: Sequence[str]) -> str:
 def mark_episode(episode: Episode) -> str:
     """Join the messages of an episode, with tags around those of the environment. All texts are escaped.
 
-    >>> marked([("assistant", "how </environment> wide?"), ("user", "17"), ("assistant", "17")])
+    >>> mark_episode([("assistant", "how </environment> wide?"), ("user", "17"), ("assistant", "17")])
     'how &lt;/environment&gt; wide?\\n<environment>\\n17\\n</environment>\\n17'
     """
     return "\n".join(

@@ -29,10 +29,10 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
 
 
 def checkpoint_denoiser(model: Any, *, is_enabled: bool) -> None:  # noqa: ANN401 -- diffusers has few types
-    """Recompute the layers of a diffusers denoiser in the backward pass, if `again` is set.
+    """Recompute the layers of a diffusers denoiser in the backward pass, if `is_enabled` is set.
 
     A layer is wrapped at its first call, because diffusers does not list the layers that can be recomputed. Without
-    `again`, layers are called in the same way. Otherwise the hooks of ZeRO-3, which see positional arguments only,
+    `is_enabled`, layers are called in the same way. Otherwise the hooks of ZeRO-3, which see positional arguments only,
     would change the order in which the gradients of shared inputs are summed.
     """
     found = set[nn.Module]()

@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from infra.errors import BadInput
 from models.config.attention import Attention
 from models.modeling.logprobs import ForwardInput, TokenModule
-from models.modeling.policy import lock_model_construction, load_policy, load_weights, save_policy
+from models.modeling.policy import load_policy, load_weights, lock_model_construction, save_policy
 from models.modeling.reward_model import load_reward_model
 from models.modeling.shared_prompts import set_attention
 from models.text.tokenizer import load_tokenizer

@@ -21,7 +21,7 @@ from models.records.model_input import Experts
 Routed = tuple[Tensor, Tensor, Tensor]
 """Output of a router: logits of all experts, weights of the chosen experts, and indices of the chosen experts."""
 
-MOST_IN_8_BITS: Final = 256
+MAX_EXPERTS_IN_8_BITS: Final = 256
 
 
 def routers(model: nn.Module) -> list[nn.Module]:
@@ -82,7 +82,7 @@ class ExpertRouting:
             self.chosen_NK[number] = chosen_LK.index_select(0, self.positions_N)
 
 
-def watch_routers(model: PreTrainedModel) -> ExpertRouting | None:
+def record_router_outputs(model: PreTrainedModel) -> ExpertRouting | None:
     """Attach hooks that store the routers' outputs. Return None for a model without routers."""
     routing, modules = ExpertRouting(), routers(model)
     for number, module in enumerate(modules):
@@ -95,7 +95,7 @@ class ChosenExperts:
 
     def __init__(self, modules: Sequence[nn.Module], *, num_experts: int) -> None:
         self.width = chosen_width(modules)
-        self.dtype = np.dtype(np.uint8 if num_experts <= MOST_IN_8_BITS else np.uint16)
+        self.dtype = np.dtype(np.uint8 if num_experts <= MAX_EXPERTS_IN_8_BITS else np.uint16)
         self._chosen_LK: dict[int, Tensor] = {}
 
     def pop_choices(self) -> Experts:

@@ -42,14 +42,14 @@ class HeadSettings(NamedTuple):
         """Return the log-probs of a chunk's target tokens."""
         return -F.cross_entropy(logits_CV / self.temperature, targets_C, reduction="none")
 
-    def slopes(self, logits_CV: Tensor, targets_C: Tensor, gradients_C1: Tensor | float) -> Tensor:
+    def compute_logit_gradients(self, logits_CV: Tensor, targets_C: Tensor, gradients_C1: Tensor | float) -> Tensor:
         """Return the loss gradient of a chunk's head output, given that of its target log-probs (`gradients_C1`)."""
-        slopes_CV = (logits_CV / self.temperature).softmax(-1)
-        slopes_CV[torch.arange(len(slopes_CV), device=slopes_CV.device), targets_C] -= 1
-        slopes_CV.mul_(-gradients_C1 / self.temperature)
+        gradients_CV = (logits_CV / self.temperature).softmax(-1)
+        gradients_CV[torch.arange(len(gradients_CV), device=gradients_CV.device), targets_C] -= 1
+        gradients_CV.mul_(-gradients_C1 / self.temperature)
         if self.shape != LogitShape():
-            slopes_CV.mul_(self.shape.slope(logits_CV)).masked_fill_(logits_CV.isinf(), 0)
-        return slopes_CV
+            gradients_CV.mul_(self.shape.compute_derivative(logits_CV)).masked_fill_(logits_CV.isinf(), 0)
+        return gradients_CV
 
 
 @cache
@@ -78,7 +78,7 @@ class LogprobHead(nn.Module):
         self.chunk_elements, self.vocab_size = chunk_elements, head.weight.shape[0]
         self.settings = HeadSettings(shape, temperature, tuple(banned))
 
-    def forward(self, states_NH: Tensor, targets_N: Tensor, slopes: LossGradient | None = None) -> Tensor:
+    def forward(self, states_NH: Tensor, targets_N: Tensor, loss_gradient: LossGradient | None = None) -> Tensor:
         elements = self.chunk_elements or elements_on(states_NH.device)
         settings = self.settings._replace(rows=max(1, elements // self.vocab_size))
         if len(states_NH) <= settings.rows:
@@ -88,11 +88,11 @@ class LogprobHead(nn.Module):
             return -F.cross_entropy(logits_NV, targets_N, reduction="none")
         learns = self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad)
         if not (torch.is_grad_enabled() and states_NH.requires_grad):
-            slopes = None
+            loss_gradient = None
         elif not learns:
             return _apply(_FrozenLogprobs, states_NH, self.weight, self.bias, targets_N, settings)
-        if slopes is not None:
-            return _apply(_LearntLogprobs, states_NH, self.weight, self.bias, targets_N, settings, slopes)
+        if loss_gradient is not None:
+            return _apply(_FusedLogprobs, states_NH, self.weight, self.bias, targets_N, settings, loss_gradient)
         return _apply(_ChunkedLogprobs, states_NH, self.weight, self.bias, targets_N, settings)
 
 
@@ -111,14 +111,14 @@ class _Gradients:
             for parameter, need in zip((weight_VH, bias_V), needed, strict=True)
         )
 
-    def add(self, part: slice, slopes_CV: Tensor) -> None:
-        """Add the gradients of a chunk, given the loss gradient `slopes_CV` of the chunk's logits."""
-        low_CV = slopes_CV.to(self._states_NH.dtype)
+    def add(self, part: slice, gradients_CV: Tensor) -> None:
+        """Add the gradients of a chunk, given the loss gradient `gradients_CV` of the chunk's logits."""
+        low_CV = gradients_CV.to(self._states_NH.dtype)
         self._by_states_NH[part] = low_CV @ self._weight_VH
         if self._by_weight_VH is not None:
             self._by_weight_VH += low_CV.T @ self._states_NH[part]
         if self._by_bias_V is not None:
-            self._by_bias_V += slopes_CV.sum(0)
+            self._by_bias_V += gradients_CV.sum(0)
 
     def found(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the gradients of states, weight and bias. A gradient that is not needed is None."""
@@ -166,18 +166,18 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for start in range(0, len(states_NH), settings.rows):
             part = slice(start, start + settings.rows)
             logits = settings.logits(F.linear(states_NH[part], weight_VH, bias_V))
-            gradient_sums.add(part, settings.slopes(logits, targets_N[part], gradients[0][part, None]))
+            gradient_sums.add(part, settings.compute_logit_gradients(logits, targets_N[part], gradients[0][part, None]))
         return *gradient_sums.found(), None, None
 
 
-class _Learnt(FunctionCtx):
+class _FusedGradients(FunctionCtx):
     """Gradients that the forward pass has already computed."""
 
     saved_tensors: tuple[Tensor, Tensor | None, Tensor | None]
     needs_input_grad: tuple[bool, ...]
 
 
-class _LearntLogprobs(torch.autograd.Function):
+class _FusedLogprobs(torch.autograd.Function):
     """Log-probs computed chunk by chunk, for a trained head and a loss with a known per-token gradient.
 
     The forward pass computes all gradients while a chunk's logits exist, because the gradient that the backward pass
@@ -186,13 +186,13 @@ class _LearntLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _Learnt,
+        ctx: _FusedGradients,
         states_NH: Tensor,
         weight_VH: Tensor,
         bias_V: Tensor | None,
         targets_N: Tensor,
         settings: HeadSettings,
-        slopes: LossGradient,
+        loss_gradient: LossGradient,
     ) -> Tensor:
         gradient_sums, chunks = _Gradients(states_NH, weight_VH, bias_V, ctx.needs_input_grad[1:3]), list[Tensor]()
         places_N = torch.arange(len(states_NH), device=states_NH.device)
@@ -200,13 +200,13 @@ class _LearntLogprobs(torch.autograd.Function):
             part = slice(start, start + settings.rows)
             logits = settings.logits(F.linear(states_NH[part], weight_VH, bias_V))
             chunks.append(settings.logprobs(logits, targets_N[part]))
-            slopes_C1 = slopes(chunks[-1], places_N[part])[:, None]
-            gradient_sums.add(part, settings.slopes(logits, targets_N[part], slopes_C1))
+            loss_gradients_C1 = loss_gradient(chunks[-1], places_N[part])[:, None]
+            gradient_sums.add(part, settings.compute_logit_gradients(logits, targets_N[part], loss_gradients_C1))
         ctx.save_for_backward(*cast(tuple[Tensor, Tensor, Tensor], gradient_sums.found()))  # None is allowed
         return torch.cat(chunks)
 
     @staticmethod
-    def backward(ctx: _Learnt, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _FusedGradients, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return *ctx.saved_tensors, None, None, None
 
 
@@ -238,7 +238,9 @@ class _FrozenLogprobs(torch.autograd.Function):
             part = slice(start, start + settings.rows)
             logits = settings.logits(F.linear(states_NH[part], weight_VH, bias_V))
             chunks.append(settings.logprobs(logits, targets_N[part]))
-            directions_NH[part] = settings.slopes(logits, targets_N[part], 1).to(states_NH.dtype) @ weight_VH
+            directions_NH[part] = (
+                settings.compute_logit_gradients(logits, targets_N[part], 1).to(states_NH.dtype) @ weight_VH
+            )
         ctx.save_for_backward(directions_NH)
         return torch.cat(chunks)
 

@@ -1,6 +1,6 @@
 """Layout of a micro-batch: rows padded to one width, and the same tokens with every prompt stored once.
 
-The functions are pure and do not use torch. A completion token here is one that a policy generated (`is_written`).
+The functions are pure and do not use torch. A completion token here is one that a policy generated (`is_trained`).
 Shapes: B rows of one micro-batch, T its padded width, N its completion tokens, L its tokens without padding (a prompt
 that several rows share is counted once), P positions of its blocks in attention, K tokens of its rows without padding,
 R those of its rows that have tokens of their own.
@@ -92,8 +92,8 @@ class MicroBatch:
 class TrainingBatch:
     """Micro-batch of training samples: the input of one forward pass and the training data of its completion tokens."""
 
-    reads: MicroBatch
-    behaviour_N: NDArray[np.float32]
+    microbatch: MicroBatch
+    behavior_N: NDArray[np.float32]
     advantages_N: NDArray[np.float32]
     staleness_N: NDArray[np.int16]
     values_N: NDArray[np.float32] | None
@@ -103,7 +103,7 @@ class TrainingBatch:
     """Weight of each token in the loss of the whole minibatch."""
 
 
-AuxiliaryPass = Callable[[Sequence[MicroBatch]], list[NDArray[np.float32]]]
+AuxiliaryForward = Callable[[Sequence[MicroBatch]], list[NDArray[np.float32]]]
 """Function that computes one number per completion token: one array of shape (N,) per micro-batch.
 
 Collective: all ranks call it together with equally many micro-batches. An empty micro-batch has no completion token.
@@ -197,8 +197,8 @@ def _number_tokens(inputs: Sequence[ModelInput], width: int) -> tuple[Indexes, i
 def lay_out_samples(samples: Sequence[TrainingSample], weights: Sequence[float]) -> TrainingBatch:
     """Lay samples out as one micro-batch. `weights` holds the loss weight of each sample's tokens."""
     return TrainingBatch(
-        reads=lay_out([sample.input for sample in samples]),
-        behaviour_N=_join([sample.logprobs for sample in samples]),
+        microbatch=lay_out([sample.input for sample in samples]),
+        behavior_N=_join([sample.logprobs for sample in samples]),
         advantages_N=_join([sample.advantages for sample in samples]),
         staleness_N=np.concatenate([np.zeros(0, np.int16), *(sample.staleness for sample in samples)]),
         values_N=_join_if_complete([sample.values for sample in samples]),

@@ -28,7 +28,7 @@ class LogitShape(NamedTuple):
         scaled = raw if self.scale == 1 else raw * self.scale
         return scaled if self.cap == inf else self.cap * torch.tanh(scaled / self.cap)
 
-    def slope(self, logits: Tensor) -> Tensor | float:
+    def compute_derivative(self, logits: Tensor) -> Tensor | float:
         """Return the derivative of the logits with respect to the head's output, where the logits have these values."""
         return self.scale if self.cap == inf else self.scale * (1 - (logits / self.cap).square())
 

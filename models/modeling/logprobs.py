@@ -15,7 +15,7 @@ from infra.errors import BadInput
 from infra.store.bundles import BundledFile
 from models.config.attention import Attention
 from models.modeling.checkpointing import checkpoint_layers
-from models.modeling.experts import ExpertRouting, watch_routers
+from models.modeling.experts import ExpertRouting, record_router_outputs
 from models.modeling.head import LogprobHead, LossGradient
 from models.modeling.layout import MicroBatch, lay_out
 from models.modeling.policy import policy_shape
@@ -24,11 +24,11 @@ from models.modeling.safetensors import save_pretrained
 from models.modeling.sequence_parallel import SequenceParallelGroup
 from models.modeling.shared_prompts import (
     SharedTokens,
-    supports_sequence_parallelism,
-    on_device,
     matches_padded_rows,
+    on_device,
     set_attention,
     shared_states,
+    supports_sequence_parallelism,
 )
 from models.vision.tower import ImageRows, VisionInputs, encode_images, prepare_rows
 
@@ -55,7 +55,7 @@ class ForwardInput(NamedTuple):
     """
     num_tokens: int = 0
     """Number of completion tokens in the whole micro-batch."""
-    slopes: LossGradient | None = None
+    loss_gradient: LossGradient | None = None
     """Per-token gradient of the loss, if it is known. The head then computes its gradient while its logits exist."""
 
     @classmethod
@@ -65,23 +65,24 @@ class ForwardInput(NamedTuple):
         device: torch.device,
         *,
         shares: bool,
-        slicing: SequenceParallelGroup | None = None,
+        sequence_parallel_group: SequenceParallelGroup | None = None,
         images: ImageRows | None = None,
     ) -> Self:
         """Move a micro-batch to the device, for a model that shares prompts (`shares`) or needs padded rows.
 
-        With `slicing`, the result is this rank's slice. An empty micro-batch is read whole by every rank.
+        With `sequence_parallel_group`, the result is this rank's slice. An empty micro-batch is read whole by every
+        rank.
         """
         tokens, positions, targets = batch.tokens_BT, batch.positions_N, batch.targets_N
         row, own, shared = batch.shared if shares else None, None, None
-        if slicing is not None and batch.inputs:
+        if sequence_parallel_group is not None and batch.inputs:
             shared_row = batch.shared or lay_out(batch.inputs, in_one_row=True).shared
             assert shared_row is not None, "inputs that are laid out in one row share it"
-            row, own = slicing.slice_row(shared_row)
+            row, own = sequence_parallel_group.slice_row(shared_row)
             targets = targets[own]
         if row is not None:
             tokens, positions = row.tokens_L[None], row.predicting_N
-            shared = on_device(row, device, slicing=slicing)
+            shared = on_device(row, device, sequence_parallel_group=sequence_parallel_group)
         tokens_BT, positions_N, targets_N = (
             torch.from_numpy(array).to(device) for array in (tokens, positions, targets)
         )
@@ -89,20 +90,20 @@ class ForwardInput(NamedTuple):
         inputs = cls(tokens_BT, positions_N, targets_N, shared, images)
         return inputs._replace(own_M=own_M, num_tokens=len(batch.targets_N))
 
-    def own_slopes(self) -> LossGradient | None:
+    def own_loss_gradient(self) -> LossGradient | None:
         """Return the per-token gradient of the completion tokens predicted here, indexed among these tokens."""
-        slopes, own_M = self.slopes, self.own_M
-        if slopes is None or own_M is None:
-            return slopes
-        return lambda logprobs_C, places_C: slopes(logprobs_C, own_M[places_C])
+        loss_gradient, own_M = self.loss_gradient, self.own_M
+        if loss_gradient is None or own_M is None:
+            return loss_gradient
+        return lambda logprobs_C, places_C: loss_gradient(logprobs_C, own_M[places_C])
 
     def gather_outputs(self, values: Tensor) -> Tensor:
         """Return the outputs for all completion tokens, from the slices of all ranks.
         Collective with sequence parallelism.
         """
-        if self.own_M is None or self.shared is None or self.shared.slicing is None:
+        if self.own_M is None or self.shared is None or self.shared.sequence_parallel_group is None:
             return values
-        return self.shared.slicing.gather_outputs(values, self.own_M, num_tokens=self.num_tokens)
+        return self.shared.sequence_parallel_group.gather_outputs(values, self.own_M, num_tokens=self.num_tokens)
 
 
 class TokenModule(nn.Module):
@@ -122,24 +123,26 @@ class TokenModule(nn.Module):
 
     replay: ExpertReplay | None = None
     """Replay of the experts chosen in the rollout, or None if routers choose freely."""
-    slicing: SequenceParallelGroup | None = None
+    sequence_parallel_group: SequenceParallelGroup | None = None
     """Sequence-parallel group of this rank, or None if sequence parallelism is off."""
 
-    def enable_sequence_parallelism(self, slicing: SequenceParallelGroup | None) -> None:
+    def enable_sequence_parallelism(self, group: SequenceParallelGroup | None) -> None:
         """Turn on sequence parallelism in this group. Collective: all ranks of the group must call this.
 
         Raises BadInput if the model does not support it.
         """
-        if slicing is None:
+        if group is None:
             return
         kind = type(self.model).__name__
         shape = policy_shape(self.model.config, parameters=0, source=kind)
-        replace(shape, slices=self.shares_prompts and supports_sequence_parallelism(self.model)).check_slices(slicing.size, what=kind)
-        if not matches_padded_rows(self.model, slicing=slicing):
+        replace(shape, slices=self.shares_prompts and supports_sequence_parallelism(self.model)).check_slices(
+            group.size, what=kind
+        )
+        if not matches_padded_rows(self.model, sequence_parallel_group=group):
             raise BadInput(
-                f"update.sequence_parallel is {slicing.size}, but {kind} gives other results for split sequences"
+                f"update.sequence_parallel is {group.size}, but {kind} gives other results for split sequences"
             )
-        self.slicing = slicing
+        self.sequence_parallel_group = group
 
     def prepare_inputs(self, batch: MicroBatch, device: torch.device) -> ForwardInput:
         """Move a micro-batch with its images to the device.
@@ -154,17 +157,25 @@ class TokenModule(nn.Module):
             images = prepare_rows(self.vision, self.model, shows, device=device, width=width, runs_always=True)
         elif any(each.images for each in batch.inputs):
             raise BadInput(f"{type(self.model).__name__} reads only text, but the prompts have images")
-        read = ForwardInput.from_microbatch(batch, device, shares=self.shares_prompts, slicing=self.slicing, images=images)
+        inputs = ForwardInput.from_microbatch(
+            batch,
+            device,
+            shares=self.shares_prompts,
+            sequence_parallel_group=self.sequence_parallel_group,
+            images=images,
+        )
         if self.replay is None:
-            return read
-        return read._replace(chosen_LF=self.replay.lay_out(batch, device, shares=self.shares_prompts))
+            return inputs
+        return inputs._replace(chosen_LF=self.replay.lay_out(batch, device, shares=self.shares_prompts))
 
     def prepare_inputs_without_replay(self, batch: MicroBatch, device: torch.device) -> ForwardInput:
         """Move a micro-batch to the device for a forward pass in which routers choose freely."""
         return self.prepare_inputs(batch, device)._replace(chosen_LF=None)
 
     def checkpoint_layers(self, *, is_enabled: bool) -> None:
-        """Turn on activation checkpointing if `again` is set. The gradients are the same either way, bit for bit."""
+        """Turn on activation checkpointing if `is_enabled` is set.
+        The gradients are the same either way, bit for bit.
+        """
         if is_enabled:
             checkpoint_layers(self.model)
 
@@ -219,7 +230,7 @@ class TokenLogprobs(TokenModule):
         banned = () if vision is None else vision.banned
         self.head = LogprobHead(model, temperature=temperature, banned=banned, chunk_elements=chunk_elements)
         self.shares_prompts = set_attention(model, attention)
-        self.routing = watch_routers(model)
+        self.routing = record_router_outputs(model)
         self.replay = ExpertReplay(model) if replays_experts else None
 
     def forward(self, inputs: ForwardInput) -> Tensor:
@@ -228,4 +239,4 @@ class TokenLogprobs(TokenModule):
             self.routing.reset(inputs.positions_N)
         if self.replay is not None:
             self.replay.set_choices(inputs.chosen_LF)
-        return inputs.gather_outputs(self.head(self.states(inputs), inputs.targets_N, inputs.own_slopes()))
+        return inputs.gather_outputs(self.head(self.states(inputs), inputs.targets_N, inputs.own_loss_gradient()))

@@ -48,11 +48,11 @@ class SequenceParallelGroup:
             collected_L=np.pad(row.collected_L, filling),
         ), own_M
 
-    def all_tokens(self, states_1HSD: Tensor) -> Tensor:
+    def gather_tokens(self, states_1HSD: Tensor) -> Tensor:
         """Return this rank's heads for all tokens (1 x A x L x D), given all heads for its slice. Collective."""
         return self._exchanged(states_1HSD.transpose(1, 2), scattered=2, gathered=1).transpose(1, 2)
 
-    def all_heads(self, states_1LAD: Tensor) -> Tensor:
+    def gather_heads(self, states_1LAD: Tensor) -> Tensor:
         """Return all heads for this rank's slice (1 x S x H x D), given its heads for all tokens. Collective."""
         return self._exchanged(states_1LAD, scattered=1, gathered=2)
 
@@ -62,9 +62,7 @@ class SequenceParallelGroup:
 
         Collective: all ranks of the group must call this.
         """
-        values_N = values_M.new_zeros(num_tokens, *values_M.shape[1:]).index_copy(
-            0, own_M, values_M.detach()
-        )
+        values_N = values_M.new_zeros(num_tokens, *values_M.shape[1:]).index_copy(0, own_M, values_M.detach())
         dist.all_reduce(values_N, group=self.group)
         return values_N.index_copy(0, own_M, values_M)
 

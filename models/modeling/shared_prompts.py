@@ -50,7 +50,7 @@ class SharedTokens:
     """Tensors of `SharedRows` on the device of a model."""
 
     positions_1L: Tensor
-    """Positions of the tokens. With `slicing`, only those of this rank's slice."""
+    """Positions of the tokens. With `sequence_parallel_group`, only those of this rank's slice."""
     places_P: Tensor
     collected_L: Tensor
     blocks: tuple[tuple[int, int], ...]
@@ -58,7 +58,7 @@ class SharedTokens:
     rows: KernelRows
     tokens: int
     """Number of tokens of the whole row, without the padding of slices."""
-    slicing: SequenceParallelGroup | None
+    sequence_parallel_group: SequenceParallelGroup | None
     """Ranks that compute the row together, or None if this rank computes it alone."""
 
     @property
@@ -68,9 +68,11 @@ class SharedTokens:
 
 
 def on_device(
-    shared: SharedRows, device: torch.device, *, slicing: SequenceParallelGroup | None = None
+    shared: SharedRows, device: torch.device, *, sequence_parallel_group: SequenceParallelGroup | None = None
 ) -> SharedTokens:
-    """Move the indices of a micro-batch to the device: of a whole micro-batch, or of the slice that `slicing` cut."""
+    """Move the indices of a micro-batch to the device:
+    of a whole micro-batch, or of the slice that `sequence_parallel_group` cut.
+    """
     ends = [np.cumsum((0, *lengths), dtype=np.int32) for lengths in (shared.queries_R, shared.keys_R)]
     query_ends, key_ends = (torch.from_numpy(each).to(device) for each in ends)
     return SharedTokens(
@@ -81,7 +83,7 @@ def on_device(
         keys_K=torch.from_numpy(shared.keys_K).to(device),
         rows=KernelRows(query_ends, key_ends, int(shared.queries_R.max()), int(shared.keys_R.max())),
         tokens=int(shared.queries_R.sum()),
-        slicing=slicing,
+        sequence_parallel_group=sequence_parallel_group,
     )
 
 
@@ -99,7 +101,7 @@ def use_shared_tokens(shared: SharedTokens) -> Iterator[None]:
 
 
 def capture_shared_tokens() -> Callable[[], AbstractContextManager[None]]:
-    """Return a function that opens the present `reading` context again, for a backward pass on any thread."""
+    """Return a function that opens the present `use_shared_tokens` context again, for a backward pass on any thread."""
     shared = _READING.get()
     return nullcontext if shared is None else partial(use_shared_tokens, shared)
 
@@ -140,8 +142,8 @@ def _attention(
         output, _ = inside(module, query, key, value, attention_mask, **options)
         return output, None
     sizes, states = [rows * width for rows, width in shared.blocks], [query, key, value]
-    if shared.slicing is not None:
-        states = [shared.slicing.all_tokens(each) for each in states]
+    if shared.sequence_parallel_group is not None:
+        states = [shared.sequence_parallel_group.gather_tokens(each) for each in states]
     spread_PHD = [each[0].transpose(0, 1).index_select(0, shared.places_P) for each in states]
     outputs: list[Tensor] = []
     parts = zip(shared.blocks, *(torch.split(each, sizes) for each in spread_PHD), strict=True)
@@ -152,7 +154,9 @@ def _attention(
         outputs.append(output_BTHD.flatten(0, 1))
     output_PHD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     output_1LHD = output_PHD.index_select(0, shared.collected_L)[None]
-    return output_1LHD if shared.slicing is None else shared.slicing.all_heads(output_1LHD), None
+    return output_1LHD if shared.sequence_parallel_group is None else shared.sequence_parallel_group.gather_heads(
+        output_1LHD
+    ), None
 
 
 def _by_kernel(
@@ -165,9 +169,9 @@ def _by_kernel(
     **options: Any,  # noqa: ANN401 -- whatever the model passes on
 ) -> tuple[Tensor, None]:
     shared, states = _READING.get(), [query, key, value]
-    slicing = None if shared is None else shared.slicing
-    if slicing is not None:
-        states = [slicing.all_tokens(each) for each in states]
+    sequence_parallel_group = None if shared is None else shared.sequence_parallel_group
+    if sequence_parallel_group is not None:
+        states = [sequence_parallel_group.gather_tokens(each) for each in states]
     rows, heads, width, _ = states[0].shape
     query_QHD, key_KHD, value_KHD = (each.transpose(1, 2).flatten(0, 1) for each in states)
     if shared is not None:
@@ -177,7 +181,7 @@ def _by_kernel(
     output_QHD = attend_rows(kernel, (query_QHD, key_KHD, value_KHD), ends, KernelOptions.from_module(module, options))
     filled_QHD = functional.pad(output_QHD, (0, 0, 0, 0, 0, rows * width - len(output_QHD)))
     output_BTHD = filled_QHD.reshape(rows, width, heads, -1)
-    return output_BTHD if slicing is None else slicing.all_heads(output_BTHD), None
+    return output_BTHD if sequence_parallel_group is None else sequence_parallel_group.gather_heads(output_BTHD), None
 
 
 def _no_mask(*sizes: object, **options: object) -> None:
@@ -266,10 +270,12 @@ def enable_shared_prompts(model: PreTrainedModel) -> bool:
 
 
 @torch.no_grad()
-def matches_padded_rows(model: PreTrainedModel, *, slicing: SequenceParallelGroup | None = None) -> bool:
+def matches_padded_rows(
+    model: PreTrainedModel, *, sequence_parallel_group: SequenceParallelGroup | None = None
+) -> bool:
     """Return whether states of one shared row, or of its slices on several ranks, equal those of padded rows.
 
-    Collective with `slicing`: all ranks of the group must call this.
+    Collective with `sequence_parallel_group`: all ranks of the group must call this.
     """
     prompt, other = ModelInput.from_prompt([1, 2, 3]), ModelInput.from_prompt([3, 1])
     batch = lay_out(
@@ -279,13 +285,15 @@ def matches_padded_rows(model: PreTrainedModel, *, slicing: SequenceParallelGrou
     device = model.device
     tokens_BT, positions_N = torch.from_numpy(batch.tokens_BT).to(device), torch.from_numpy(batch.positions_N)
     expected_BTH = model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
-    row, own_M = (batch.shared, None) if slicing is None else slicing.slice_row(batch.shared)
+    row, own_M = (
+        (batch.shared, None) if sequence_parallel_group is None else sequence_parallel_group.slice_row(batch.shared)
+    )
     tokens_1L = torch.from_numpy(row.tokens_L)[None].to(device)
-    actual_LH = shared_states(model, tokens_1L, on_device(row, device, slicing=slicing))
+    actual_LH = shared_states(model, tokens_1L, on_device(row, device, sequence_parallel_group=sequence_parallel_group))
     expected_NH = expected_BTH.flatten(0, 1)[positions_N.to(device)].float()
     actual_NH = actual_LH[torch.from_numpy(row.predicting_N).to(device)].float()
-    if slicing is not None and own_M is not None:
-        actual_NH = slicing.gather_outputs(
+    if sequence_parallel_group is not None and own_M is not None:
+        actual_NH = sequence_parallel_group.gather_outputs(
             actual_NH, torch.from_numpy(own_M).to(device), num_tokens=len(expected_NH)
         )
     difference = (actual_NH - expected_NH).abs().max() / expected_NH.abs().max().clamp(min=1e-6)

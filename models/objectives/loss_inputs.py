@@ -14,7 +14,7 @@ class LossInputs:
     Shapes: N completion tokens of the micro-batch, B sequences.
     """
 
-    behaviour_N: Tensor
+    behavior_N: Tensor
     """Log-probs under the policy that generated the tokens, as its engine reported them."""
     advantages_N: Tensor
     """Advantages of the tokens."""
@@ -38,7 +38,7 @@ class LossInputs:
 
         `places_C` are the indices of the tokens. `lengths_B` still describes all tokens.
         """
-        names = ("behaviour_N", "advantages_N", "staleness_N", "weights_N", "rows_N", "old_N", "reference_N", "kl_N")
+        names = ("behavior_N", "advantages_N", "staleness_N", "weights_N", "rows_N", "old_N", "reference_N", "kl_N")
         present = {name: value for name in names if (value := getattr(self, name)) is not None}
         return replace(self, **{name: value[places_C] for name, value in present.items()})
 

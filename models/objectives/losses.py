@@ -262,7 +262,7 @@ def update_loss(
     """
     trained_N = tokens.weights_N != 0
     old_N = logprobs_N.detach() if tokens.old_N is None else tokens.old_N
-    corrected = correct(old_N, tokens.behaviour_N, staleness_N=tokens.staleness_N, config=config)
+    corrected = correct(old_N, tokens.behavior_N, staleness_N=tokens.staleness_N, config=config)
     terms = policy_loss(logprobs_N, corrected.old_N, tokens=tokens, config=config.loss)
     loss_N = terms.loss_N * corrected.weight_N
     if config.kl_penalty is not None:
@@ -274,7 +274,7 @@ def update_loss(
         tally.add(_among(trained_N, {"kl": kl_N}))
     shares_N = loss_N * tokens.weights_N
     finite_N = torch.isfinite(shares_N) & torch.isfinite(tokens.advantages_N)
-    for read_N in (logprobs_N, old_N, tokens.behaviour_N, tokens.reference_N):  # a clamped ratio would hide infinities
+    for read_N in (logprobs_N, old_N, tokens.behavior_N, tokens.reference_N):  # a clamped ratio would hide infinities
         if read_N is not None:
             finite_N = finite_N & torch.isfinite(read_N)
     tally.add({"loss": shares_N, "trained_tokens": trained_N, "not_finite": ~finite_N})
@@ -294,7 +294,7 @@ def tally_mismatch(train_N: Tensor, tokens: LossInputs, *, tally: MetricSums) ->
 
     Tokens of earlier policy versions are excluded, because their difference would include what was trained since.
     """
-    tallies, fresh_N = mismatch(train_N, tokens.behaviour_N), tokens.staleness_N == 0
+    tallies, fresh_N = mismatch(train_N, tokens.behavior_N), tokens.staleness_N == 0
     difference_N, weight_N, kl_N = (torch.where(fresh_N, values_N, 0.0) for values_N in tallies)
     tally.add(
         {

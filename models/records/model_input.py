@@ -1,8 +1,8 @@
 """Model inputs from data to the forward pass, used by engines, auxiliary passes, update, critics and judges alike.
 
 This module is the only one that knows the columns of prompts, rollouts and samples that store tokens. A token is
-"trained" if a model generated it or is trained to generate it. All other tokens are context, such as a prompt or an
-observation. Shapes: K rows.
+trained (`is_trained`) if a model generated it or is trained to generate it (a completion token). All other tokens are
+context, such as a prompt or an observation. Shapes: K rows.
 """
 
 from collections.abc import Sequence
@@ -119,17 +119,17 @@ class ModelInput:
 
     @property
     def trained_positions(self) -> NDArray[np.int64]:
-        """Indices of the trained tokens, which models score and are trained on."""
-        are_written = [chunk.is_trained for chunk in self.chunks]
-        return np.flatnonzero(np.repeat(np.array(are_written, np.bool_), [len(chunk.tokens) for chunk in self.chunks]))
+        """Indices of the trained tokens. Models compute log-probs only for these tokens."""
+        are_trained = [chunk.is_trained for chunk in self.chunks]
+        return np.flatnonzero(np.repeat(np.array(are_trained, np.bool_), [len(chunk.tokens) for chunk in self.chunks]))
 
     @property
     def weights(self) -> NDArray[np.float32]:
         """Loss weight of each trained token: the weights of a turn sum to its number of tokens, in equal parts for its
         chunks."""
         parts: list[NDArray[np.float32]] = []
-        for is_written, turn in groupby(self.chunks, lambda chunk: chunk.is_trained):
-            sizes = [len(part.tokens) for part in turn] if is_written else []
+        for is_trained, turn in groupby(self.chunks, lambda chunk: chunk.is_trained):
+            sizes = [len(part.tokens) for part in turn] if is_trained else []
             parts.extend(np.full(size, sum(sizes) / len(sizes) / size, np.float32) for size in sizes)
         return np.concatenate(parts) if parts else np.empty(0, np.float32)
 
@@ -189,7 +189,7 @@ def rollout_inputs(rollouts: pa.Table) -> list[ModelInput]:
     """Return the inputs of a rollout table, including unfinished completions. Raises Damaged if columns do not
     match."""
     prompts, completions = (row_arrays(rollouts[name], np.int32) for name in _HALVES)
-    inputs = _build_inputs(prompts, completions, image_digests(rollouts), is_written_T=generated_tokens_mask(rollouts))
+    inputs = _build_inputs(prompts, completions, image_digests(rollouts), is_trained_T=generated_tokens_mask(rollouts))
     return attach_experts(inputs, rollouts, range(rollouts.num_rows))
 
 
@@ -206,8 +206,8 @@ def rollout_columns(inputs: Sequence[ModelInput]) -> dict[str, pa.Array]:
 def generated_tokens_mask(rollouts: pa.Table) -> Mask:
     """Return for each completion token of a rollout table, row after row, whether a policy generated it (T)."""
     tokens_S, versions_S = read_segments(rollouts)
-    is_written_T: Mask = np.repeat(versions_S >= 0, tokens_S)
-    return is_written_T
+    is_trained_T: Mask = np.repeat(versions_S >= 0, tokens_S)
+    return is_trained_T
 
 
 def read_segments(rollouts: pa.Table) -> tuple[Integers, Integers]:
@@ -250,7 +250,7 @@ def sample_inputs(samples: pa.Table) -> list[ModelInput]:
     counts = samples["num_prompt_tokens"].to_pylist()
     rows = [*zip(row_arrays(samples["tokens"], np.int32), counts, strict=True)]
     prompts, completions = [tokens[:count] for tokens, count in rows], [tokens[count:] for tokens, count in rows]
-    return _build_inputs(prompts, completions, image_digests(samples), is_written_T=trained_tokens_mask(samples))
+    return _build_inputs(prompts, completions, image_digests(samples), is_trained_T=trained_tokens_mask(samples))
 
 
 def select_with_experts(table: pa.Table, columns: Sequence[str]) -> pa.Table:
@@ -307,28 +307,28 @@ def _truncate_experts(column: pa.ChunkedArray, counts_K: Integers) -> pa.Chunked
 
 
 def _build_inputs(
-    prompts: Sequence[Tokens], completions: Sequence[Tokens], images: Sequence[tuple[str, ...]], *, is_written_T: Mask
+    prompts: Sequence[Tokens], completions: Sequence[Tokens], images: Sequence[tuple[str, ...]], *, is_trained_T: Mask
 ) -> list[ModelInput]:
     ends = np.cumsum([len(tokens) for tokens in completions])
-    if len(is_written_T) != (ends[-1] if len(ends) else 0):
+    if len(is_trained_T) != (ends[-1] if len(ends) else 0):
         raise Damaged(
             f"completions of {ends[-1]} tokens need a mark for each token that the policy wrote or not, but there are "
-            f"{len(is_written_T)} marks"
+            f"{len(is_trained_T)} marks"
         )
-    if is_written_T.all():
+    if is_trained_T.all():
         return list(map(_build_input, prompts, completions, images))
-    masks = np.split(is_written_T, ends[:-1])
+    masks = np.split(is_trained_T, ends[:-1])
     return [
         ModelInput(_build_chunk(prompt, is_trained=False) + _split_turns(completion, mask), image_digests)
         for prompt, completion, mask, image_digests in zip(prompts, completions, masks, images, strict=True)
     ]
 
 
-def _split_turns(completion: Tokens, is_written_T: Mask) -> tuple[TextChunk, ...]:
+def _split_turns(completion: Tokens, is_trained_T: Mask) -> tuple[TextChunk, ...]:
     """Split a completion at every change between trained and context tokens."""
-    cuts = np.flatnonzero(np.diff(is_written_T)) + 1
-    parts = zip(np.split(completion, cuts), np.split(is_written_T, cuts), strict=True)
-    return tuple(TextChunk(tokens, bool(is_written[0])) for tokens, is_written in parts if len(tokens))
+    cuts = np.flatnonzero(np.diff(is_trained_T)) + 1
+    parts = zip(np.split(completion, cuts), np.split(is_trained_T, cuts), strict=True)
+    return tuple(TextChunk(tokens, bool(is_trained[0])) for tokens, is_trained in parts if len(tokens))
 
 
 def _build_input(prompt: Tokens, completion: Tokens, images: tuple[str, ...]) -> ModelInput:

@@ -92,33 +92,33 @@ class PartialCompletion:
             input=model_input if picture is None else replace(model_input, images=(picture.digest,)),
             picture=picture,
             logprobs=self.logprobs + completion.logprobs,
-            text=self.text + completion.text if self.has_turn_prompt else completion.text,
+            text=self.text + completion.text if self.has_fresh_context else completion.text,
             finish_reason=completion.finish_reason,
             segments=(*self.segments, Segment(policy_version=version, tokens=len(completion.tokens))),
         )
 
     @property
-    def num_generated_tokens(self) -> int:
+    def num_generated(self) -> int:
         """Number of tokens that policies wrote."""
         return sum(segment.tokens for segment in self.segments if segment.policy_version >= 0)
 
     @property
-    def num_open_tokens(self) -> int:
+    def num_turn_tokens(self) -> int:
         """Number of tokens of the current turn of an episode, which has not ended."""
         return len(self.logprobs) - sum(turn.tokens + turn.observation for turn in self.turns)
 
-    def split_turn_tokens(self) -> list[tuple[int, ...]]:
+    def generated_turns(self) -> list[tuple[int, ...]]:
         """Return the tokens that policies wrote in each turn of an episode.
 
         The last turn may be unfinished or empty.
         """
         completion = self.input.completion.tolist()
         begins = [0, *accumulate(turn.tokens + turn.observation for turn in self.turns)]
-        lengths = [*(turn.tokens for turn in self.turns), self.num_open_tokens]
+        lengths = [*(turn.tokens for turn in self.turns), self.num_turn_tokens]
         return [tuple(completion[at : at + length]) for at, length in zip(begins, lengths, strict=True)]
 
     @property
-    def has_turn_prompt(self) -> bool:
+    def has_fresh_context(self) -> bool:
         """Whether the next turn starts from a separately rendered prompt."""
         return bool(self.segments) and self.segments[-1].policy_version == TURN_PROMPT
 
@@ -126,7 +126,7 @@ class PartialCompletion:
         """Append the tokens of an observation."""
         return self._given(tokens, ENVIRONMENT) if tokens else self
 
-    def append_prompt(self, tokens: Sequence[int], text: str) -> "PartialCompletion":
+    def append_turn_prompt(self, tokens: Sequence[int], text: str) -> "PartialCompletion":
         """Append the prompt of the next turn, which replaces the context before it. `text` is appended to the text."""
         return replace(self._given(tokens, TURN_PROMPT), text=f"{self.text}{text}")
 

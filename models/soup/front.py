@@ -11,7 +11,7 @@ import numpy as np
 from infra.config import Settings
 from models.records.columns import Floats, Mask
 
-INSIDE: Final = 0.2
+MIN_INSIDE_SHARE: Final = 0.2
 """Minimum share of every reward in a preference that counts as inside the front instead of near its border."""
 
 
@@ -44,7 +44,7 @@ def measure_front(
     """Compute the quality measures of policies by preference. The preferences must include the corners of the grid."""
     preferences_PN, rewards_PN = np.array(preferences, float), np.array(rewards, float)
     weighted_P = (preferences_PN * rewards_PN).sum(axis=1)
-    inside_P = preferences_PN.min(axis=1) >= INSIDE - 1e-9
+    inside_P = preferences_PN.min(axis=1) >= MIN_INSIDE_SHARE - 1e-9
     best_PN = non_dominated(rewards_PN)
     return FrontMetrics(
         hypervolume=hypervolume(rewards_PN, np.array(reference, float)),

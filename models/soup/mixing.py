@@ -40,7 +40,7 @@ def merge_weights(preference: Sequence[float], beta: float) -> tuple[float, ...]
     return tuple(round(float(weight), 12) + 0.0 for weight in solved)  # removes rounding errors and -0.0
 
 
-def weights_of(method: SoupMethod, preference: Sequence[float], beta: float) -> tuple[float, ...]:
+def compute_backbone_weights(method: SoupMethod, preference: Sequence[float], beta: float) -> tuple[float, ...]:
     """Return the weights of the backbones under a merge method. `direct` uses the preference itself as weights."""
     solved = merge_weights(preference, beta)
     return tuple(map(float, preference)) if method == "direct" else solved
@@ -66,6 +66,6 @@ def preference_grid(num_rewards: int, per_axis: int) -> list[tuple[float, ...]]:
     return [tuple(count / steps for count in each) for each in counts]
 
 
-def extrapolated(weights: Sequence[float], alpha: float) -> tuple[tuple[float, ...], float]:
+def extrapolate_weights(weights: Sequence[float], alpha: float) -> tuple[tuple[float, ...], float]:
     """Return the weights of the backbones and of the start policy for the extrapolation (1 + α) θ − α θ_start."""
     return tuple((1 + alpha) * weight for weight in weights), -alpha

@@ -61,7 +61,9 @@ def example_inputs(
 def _build_input(model_input: ModelInput, example: Example, tokens: Mapping[str, list[int]], *, end: int) -> ModelInput:
     """Build the model input of one example from its tokenized texts. `end` is the EOS token."""
     if example.verdict:
-        return model_input.append_completion(tokens[example.completion]).append_completion([*tokens[example.verdict], end])
+        return model_input.append_completion(tokens[example.completion]).append_completion(
+            [*tokens[example.verdict], end]
+        )
     model_input = model_input.append_completion([*tokens[example.completion], end])
     for observation, turn in zip(example.continuation[::2], example.continuation[1::2], strict=True):
         model_input = model_input.append_observation(tokens[observation]).append_completion([*tokens[turn], end])

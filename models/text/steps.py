@@ -66,7 +66,7 @@ def aggregate(values: Sequence[float], how: Aggregate) -> float:
 def split_steps(text: str, segmentation: Segmentation) -> list[str]:
     """Split a completion into one or more steps. A step is blank only if the whole completion is blank.
 
-    >>> segment("Add.\\n\\nSo 5.", BlankLines())
+    >>> split_steps("Add.\\n\\nSo 5.", BlankLines())
     ['Add.\\n\\n', 'So 5.']
     """
     match segmentation:
@@ -111,7 +111,7 @@ def find_last_code(text: str) -> str | None:
 
     Returns None if the text has no code fence.
 
-    >>> last_code("First:\\n```python\\nx = 1\\n```\\nThat is all.")
+    >>> find_last_code("First:\\n```python\\nx = 1\\n```\\nThat is all.")
     'x = 1'
     """
     for begin, end in reversed(_find_fences(text)):

@@ -20,7 +20,7 @@ from infra.store.storage import Store
 from models.config.teachers import TeacherEndpoint
 from models.endpoints.prompt_logprobs import TokenScorer
 from models.modeling.batching import Sequences, StepPlan, plan_step
-from models.modeling.layout import AuxiliaryPass, MicroBatch, lay_out
+from models.modeling.layout import AuxiliaryForward, MicroBatch, lay_out
 from models.records.columns import Mask, concatenate_tables, lists, select_rows
 from models.records.model_input import (
     ROLLOUT_INPUT,
@@ -50,15 +50,15 @@ class TokenScores:
     tokens: int
 
 
-def ask_model(forward: Callable[[MicroBatch], Tensor], on_progress: Callable[[], None]) -> AuxiliaryPass:
+def build_model_forward(forward: Callable[[MicroBatch], Tensor], on_progress: Callable[[], None]) -> AuxiliaryForward:
     """Return a function that runs a loaded model over micro-batches.
     `on_progress` is called after every forward pass.
     """
 
     @torch.no_grad()
-    def ask(passes: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
+    def ask(microbatches: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
         outputs: list[NDArray[np.float32]] = []
-        for batch in passes:
+        for batch in microbatches:
             outputs.append(forward(batch).float().cpu().numpy())
             on_progress()
         return outputs
@@ -66,29 +66,29 @@ def ask_model(forward: Callable[[MicroBatch], Tensor], on_progress: Callable[[],
     return ask
 
 
-def ask_endpoint(
-    teacher: TeacherEndpoint, *, directory: Path, on_progress: Callable[[], None], asks: bool = True
-) -> AuxiliaryPass:
+def build_endpoint_forward(
+    teacher: TeacherEndpoint, *, directory: Path, on_progress: Callable[[], None], is_querying: bool = True
+) -> AuxiliaryForward:
     """Return a function that queries a model behind an endpoint about each sequence separately, at temperature 1.
 
-    In a sequence-parallel group only the rank with `asks` queries the endpoint, and the other ranks return an empty
-    list. `directory` contains the policy's tokenizer. `on_progress` is called after every attempt. The returned
+    In a sequence-parallel group only the rank with `is_querying` queries the endpoint, and the other ranks return an
+    empty list. `directory` contains the policy's tokenizer. `on_progress` is called after every attempt. The returned
     function raises EndpointDown if the endpoint does not answer, and WorkerFailed if its answer is invalid.
     """
     scorer = TokenScorer(teacher, spell=build_token_decoder(load_tokenizer(directory)), on_progress=on_progress)
 
     def ask(batches: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
-        queries = [[each for each in batch.inputs if len(each.trained_positions)] for batch in batches if asks]
+        queries = [[each for each in batch.inputs if len(each.trained_positions)] for batch in batches if is_querying]
         scores = iter(scorer.score([each for part in queries for each in part]))
         return [np.concatenate([np.zeros(0, np.float32), *(next(scores) for _ in part)]) for part in queries]
 
     return ask
 
 
-def write_estimates(
+def write_auxiliary_scores(
     store: Store,
     work: EstimateWork,
-    asks: Mapping[str, AuxiliaryPass],
+    forwards: Mapping[str, AuxiliaryForward],
     *,
     microbatch_tokens: int,
     ranks: Ranks,
@@ -97,16 +97,16 @@ def write_estimates(
 ) -> TokenScores:
     """Compute every column of the estimates for all completion tokens and write one shard per rollout shard.
 
-    Collective: every rank must call this, and rank 0 writes the shards. `asks` maps each column to its model. `images`
-    is given if the vision tower of a model encodes the images of every micro-batch again, `step_tokens` only for
-    text-to-image policies.
+    Collective: every rank must call this, and rank 0 writes the shards. `forwards` maps each column to its model.
+    `images` is given if the vision tower of a model encodes the images of every micro-batch again, `step_tokens` only
+    for text-to-image policies.
     """
     tables = [
         select_rows(select_with_experts(read_shard(store, shard.rollouts), _COLUMNS), shard.rows)
         for shard in work.shards
     ]
     table = concatenate_tables(tables).combine_chunks()
-    completions, is_written_T = completion_lengths(table), generated_tokens_mask(table)
+    completions, is_trained_T = completion_lengths(table), generated_tokens_mask(table)
     prompt_table, _ = split_at_prompts(table)
     inputs = rollout_inputs(prompt_table)
     rows = tuple(range(len(inputs)))
@@ -120,22 +120,22 @@ def write_estimates(
         sequences = Sequences.for_images(
             [len(each.trained_positions) for each in inputs], sequences.groups, step_tokens=step_tokens
         )
-    plan = plan_step(rows, sequences, ranks=ranks.parts, microbatch_tokens=microbatch_tokens)
-    passes = [lay_out([inputs[row] for row in part]) for part in plan.passes[ranks.part]]
-    outputs = [np.concatenate([np.zeros(0, np.float32), *asks[name](passes)]) for name in asks]
-    gathered = gather_bytes(np.stack(outputs).tobytes() if outputs and ranks.counts else b"", ranks)
+    plan = plan_step(rows, sequences, ranks=ranks.data_parallel_size, microbatch_tokens=microbatch_tokens)
+    microbatches = [lay_out([inputs[row] for row in part]) for part in plan.microbatches[ranks.data_parallel_rank]]
+    outputs = [np.concatenate([np.zeros(0, np.float32), *forwards[name](microbatches)]) for name in forwards]
+    gathered = gather_bytes(np.stack(outputs).tobytes() if outputs and ranks.reports_metrics else b"", ranks)
     encoded = b""
     if ranks.rank == 0:
         counts = np.array([len(each.trained_positions) for each in inputs], np.int64)
         columns = {
-            name: lists(_spread_over_tokens(values_W, is_written_T), completions)
+            name: lists(_spread_over_tokens(values_W, is_trained_T), completions)
             for name, values_W in zip(
-                asks, _restore_order(gathered, plan, counts, num_columns=len(outputs)), strict=True
+                forwards, _restore_order(gathered, plan, counts, num_columns=len(outputs)), strict=True
             )
         }
         encoded = _REFS.dump_json(_write_shards(store, work, tables, columns))
     shards = _REFS.validate_json(broadcast_bytes(encoded, ranks))
-    return TokenScores(shards=shards, sequences=len(rows), tokens=int(is_written_T.sum()))
+    return TokenScores(shards=shards, sequences=len(rows), tokens=int(is_trained_T.sum()))
 
 
 def _restore_order(
@@ -143,19 +143,21 @@ def _restore_order(
 ) -> list[NDArray[np.float32]]:
     """Reorder the outputs of the ranks from the order of their micro-batches to the order of the rows.
 
-    `counts` holds the number of policy-generated tokens of each row.
+    `reports_metrics` holds the number of policy-generated tokens of each row.
     """
     parts = [np.frombuffer(data, np.float32).reshape(num_columns, -1) for data in gathered]
     values_CW = np.concatenate(parts, axis=1)
-    order = np.array([row for passes in plan.passes for rows in passes for row in rows], dtype=np.int64)
+    order = np.array(
+        [row for microbatches in plan.microbatches for rows in microbatches for row in rows], dtype=np.int64
+    )
     back = pa.array(np.argsort(order))
     return [lists(values_W, counts[order]).take(back).flatten().to_numpy() for values_W in values_CW]
 
 
-def _spread_over_tokens(values_W: NDArray[np.float32], is_written_T: Mask) -> NDArray[np.float32]:
+def _spread_over_tokens(values_W: NDArray[np.float32], is_trained_T: Mask) -> NDArray[np.float32]:
     """Insert zeros at the tokens that no policy generated, which the models were not queried about."""
-    values_T = np.zeros(len(is_written_T), np.float32)
-    values_T[is_written_T] = values_W
+    values_T = np.zeros(len(is_trained_T), np.float32)
+    values_T[is_trained_T] = values_W
     return values_T
 
 

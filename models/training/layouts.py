@@ -111,23 +111,23 @@ class _Part:
         return torch.cat(ranges)
 
 
-def respread(
+def convert_state(
     files: Sequence[Path],
-    found: StateLayout,
-    wanted: StateLayout,
+    source: StateLayout,
+    target: StateLayout,
     *,
     rank: int,
     sizes: Sequence[int],
     shapes: Sequence[Sequence[int]],
 ) -> Mapping[str, Tensor]:
-    """Convert a state from layout `found` to layout `wanted` and return this rank's part by tensor name.
+    """Convert a state from layout `source` to layout `target` and return this rank's part by tensor name.
 
     `files` are the files of the found layout, in the order of its ranks. `sizes` holds the numbers of values of the
     trained parameters in the engine's order, `shapes` the shapes of this rank's tensors.
     """
-    parts = [_Part(path) for path in (files[:1] if found.zero_stage == 0 else files)]
+    parts = [_Part(path) for path in (files[:1] if source.zero_stage == 0 else files)]
     sources = [
-        (part, {piece.parameter: piece for piece in _iter_ranges(found, sizes, r)}) for r, part in enumerate(parts)
+        (part, {piece.parameter: piece for piece in _iter_ranges(source, sizes, r)}) for r, part in enumerate(parts)
     ]
     cuts = [prod(shape) for shape in shapes]
     moments = {f"{_STEP}.{index}": parts[0].steps() for index in range(len(shapes))}
@@ -135,7 +135,7 @@ def respread(
         if not parts[0].has(vector):
             continue
         values = torch.zeros(sum(cuts))
-        for wants in _iter_ranges(wanted, sizes, rank):
+        for wants in _iter_ranges(target, sizes, rank):
             for part, ranges in sources:
                 has = ranges.get(wants.parameter)
                 if has is None or not (low := max(wants.begin, has.begin)) < (high := min(wants.end, has.end)):

@@ -38,7 +38,7 @@ CURVE_POINTS = 50
 
 
 @dataclass(frozen=True, slots=True)
-class Listener:
+class TrainingCallbacks:
     """Callbacks that report the progress of training."""
 
     on_progress: Callable[[], None]
@@ -48,7 +48,7 @@ class Listener:
 
 
 @dataclass(frozen=True, slots=True)
-class Learnt:
+class TrainingResult:
     """Result of training on fixed data."""
 
     metrics: dict[str, float]
@@ -62,7 +62,7 @@ class Learnt:
         return [sum(part) / len(part) for part in parts]
 
 
-def imitate(
+def fine_tune(
     trainer: Trainer,
     examples: Sequence[Example],
     *,
@@ -70,8 +70,8 @@ def imitate(
     directory: Path,
     microbatch_tokens: int,
     ranks: Ranks,
-    listener: Listener,
-) -> Learnt:
+    callbacks: TrainingCallbacks,
+) -> TrainingResult:
     """Fine-tune on the examples, in order, for all warm-up steps.
 
     `directory` contains the tokenizer. Raises BadInput if an example does not fit the policy, and Quarantined if a
@@ -86,18 +86,18 @@ def imitate(
         patches = None if images is None else [images.patches(each.prompt) for each in selected]
         return Sequences.unrelated([len(each) for each in selected], patches)
 
-    return imitate_inputs(
+    return fine_tune_on_inputs(
         trainer,
         inputs,
         warmup=warmup,
         sequences=sequences,
         microbatch_tokens=microbatch_tokens,
         ranks=ranks,
-        listener=listener,
+        callbacks=callbacks,
     )
 
 
-def imitate_inputs(
+def fine_tune_on_inputs(
     trainer: Trainer,
     inputs: Sequence[ModelInput],
     *,
@@ -105,8 +105,8 @@ def imitate_inputs(
     sequences: Callable[[Sequence[ModelInput]], Sequences],
     microbatch_tokens: int,
     ranks: Ranks,
-    listener: Listener,
-) -> Learnt:
+    callbacks: TrainingCallbacks,
+) -> TrainingResult:
     """Fine-tune on encoded examples, in order, for all warm-up steps.
 
     `sequences` returns the sizes of inputs, from which the micro-batches of a step are planned. Raises Quarantined if a
@@ -116,13 +116,16 @@ def imitate_inputs(
     for step in range(warmup.steps):
         selected = inputs[step * warmup.batch_size : (step + 1) * warmup.batch_size]
         plan = plan_step(
-            tuple(range(len(selected))), sequences(selected), ranks=ranks.parts, microbatch_tokens=microbatch_tokens
+            tuple(range(len(selected))),
+            sequences(selected),
+            ranks=ranks.data_parallel_size,
+            microbatch_tokens=microbatch_tokens,
         )
         losses[step] = _imitate_step(
-            trainer, selected, plan.passes[ranks.part], ranks, on_progress=listener.on_progress
+            trainer, selected, plan.microbatches[ranks.data_parallel_rank], ranks, on_progress=callbacks.on_progress
         )
         _take_step(trainer, step, warmup, where=f"warm-up step {step}")
-        tell_steps(losses[: step + 1], warmup.steps, listener=listener, ranks=ranks)
+        report_steps(losses[: step + 1], warmup.steps, callbacks=callbacks, ranks=ranks)
     sum_and_max(losses, torch.zeros(1, device=ranks.device), ranks)
     metrics = {
         "loss_first": float(losses[0]),
@@ -131,10 +134,12 @@ def imitate_inputs(
         "tokens": float(sum(len(each.trained_positions) for each in inputs)),
         "samples": float(len(inputs)),
     }
-    return Learnt(metrics=metrics, losses=losses.tolist())
+    return TrainingResult(metrics=metrics, losses=losses.tolist())
 
 
-def tell_steps(losses: Tensor, steps: int, *, listener: Listener, ranks: Ranks, done: int | None = None) -> None:
+def report_steps(
+    losses: Tensor, steps: int, *, callbacks: TrainingCallbacks, ranks: Ranks, done: int | None = None
+) -> None:
     """Report the progress of training after every fiftieth of its steps.
 
     Collective: the ranks sum their shares of the last losses, so all must call this at the same steps.
@@ -143,7 +148,7 @@ def tell_steps(losses: Tensor, steps: int, *, listener: Listener, ranks: Ranks, 
     if done % -(-steps // CURVE_POINTS) == 0:
         recent = losses[-LAST_STEPS:].mean().reshape(1)
         sum_and_max(recent, torch.zeros(1, device=ranks.device), ranks)
-        listener.on_steps(done, steps, float(recent))
+        callbacks.on_steps(done, steps, float(recent))
 
 
 def _reject_placeholders(inputs: Sequence[ModelInput], processor: VisionProcessor | None) -> None:
@@ -184,7 +189,7 @@ def _shares_at(shares_N: torch.Tensor, logprobs_C: torch.Tensor, places_C: torch
 def _imitate_step(
     trainer: Trainer,
     inputs: Sequence[ModelInput],
-    passes: Sequence[Rows],
+    microbatches: Sequence[Rows],
     ranks: Ranks,
     *,
     on_progress: Callable[[], None],
@@ -195,12 +200,12 @@ def _imitate_step(
     """
     weight = 1 / sum(len(each.trained_positions) for each in inputs)
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
-    for number, rows in enumerate(passes):
+    for number, rows in enumerate(microbatches):
         selected = [inputs[row] for row in rows]
         weights_N = torch.from_numpy(np.concatenate([each.weights for each in selected])).to(ranks.device)
-        slopes = partial(_shares_at, weights_N * -weight)
-        loss = -(trainer.forward(lay_out(selected), slopes=slopes) * weights_N).sum() * weight
-        trainer.backward(loss, last=number + 1 == len(passes))
+        loss_gradient = partial(_shares_at, weights_N * -weight)
+        loss = -(trainer.forward(lay_out(selected), loss_gradient=loss_gradient) * weights_N).sum() * weight
+        trainer.backward(loss, last=number + 1 == len(microbatches))
         total += loss.detach()
         on_progress()
     return total
@@ -211,19 +216,19 @@ def lay_out_pairs(pairs: Sequence[SequencePair]) -> MicroBatch:
     return lay_out([*(pair.chosen for pair in pairs), *(pair.rejected for pair in pairs)])
 
 
-class PairNumbers(NamedTuple):
+class PairScores(NamedTuple):
     """Numbers that a model assigns to the pairs of one micro-batch."""
 
     chosen_P: Tensor
     rejected_P: Tensor
 
 
-PairLoss = Callable[[PairNumbers, PairNumbers], PairTerms | DpoTerms]
+PairLoss = Callable[[PairScores, PairScores], PairTerms | DpoTerms]
 """Loss of pairs, computed from the numbers of the trained model and from those that they are compared with."""
 
 
 @dataclass(frozen=True, slots=True)
-class PairLearning:
+class PreferenceTraining:
     """Preference pairs and settings of a training. They are the same on every rank."""
 
     train: Sequence[SequencePair]
@@ -231,39 +236,39 @@ class PairLearning:
     schedule: DpoConfig | TrainedRewardModel
     """Number of steps, pairs per step, and the peak learning rate."""
     loss: PairLoss
-    against: Literal["start", "nothing"]
+    baseline: Literal["start", "nothing"]
     """Comparison for the model's numbers: its own numbers before the first step ("start") or zeros ("nothing")."""
     seed: int
 
 
-def learn_preferences(
+def train_on_preferences(
     trainer: Trainer,
-    work: PairLearning,
+    work: PreferenceTraining,
     *,
     microbatch_tokens: int,
     ranks: Ranks,
-    listener: Listener,
-) -> Learnt:
+    callbacks: TrainingCallbacks,
+) -> TrainingResult:
     """Train on preference pairs for all steps, then measure the held-out pairs.
 
     Raises Quarantined if a gradient norm is not finite. Collective: every rank must call this.
     """
-    learner = _Pairs(trainer, work, microbatch_tokens=microbatch_tokens, ranks=ranks, on_progress=listener.on_progress)
-    steps = [learner.passes(rows, work.train) for rows in _sample_batches(work)]
-    heldout = learner.passes(tuple(range(len(work.heldout))), work.heldout)
-    start = [learner.start(passes, work.train) for passes in steps]
+    learner = _Pairs(trainer, work, microbatch_tokens=microbatch_tokens, ranks=ranks, on_progress=callbacks.on_progress)
+    steps = [learner.microbatches(rows, work.train) for rows in _sample_batches(work)]
+    heldout = learner.microbatches(tuple(range(len(work.heldout))), work.heldout)
+    start = [learner.start(microbatches, work.train) for microbatches in steps]
     heldout_start = learner.start(heldout, work.heldout)
     tallies: list[Tensor] = []
-    for index, passes in enumerate(steps):
-        tallies.append(learner.step(index, passes, start[index]))
+    for index, microbatches in enumerate(steps):
+        tallies.append(learner.step(index, microbatches, start[index]))
         recent = torch.stack(tallies[-LAST_STEPS:])[:, 0]
-        tell_steps(recent, len(steps), done=index + 1, listener=listener, ranks=ranks)
+        report_steps(recent, len(steps), done=index + 1, callbacks=callbacks, ranks=ranks)
     sums_S3 = torch.stack([*tallies, learner.measure(heldout, heldout_start)])
     sum_and_max(sums_S3, torch.zeros(1, device=ranks.device), ranks)
     return _build_metrics(sums_S3.cpu(), work)
 
 
-def _sample_batches(work: PairLearning) -> Iterator[Rows]:
+def _sample_batches(work: PreferenceTraining) -> Iterator[Rows]:
     """Yield the rows of each step: all training pairs in random order, reshuffled for every epoch."""
     rng, size, rows = Random(f"{work.seed}/pairs"), work.schedule.batch_size, list[int]()
     for _ in range(work.schedule.steps):
@@ -279,7 +284,7 @@ class _Pairs:
     def __init__(
         self,
         trainer: Trainer,
-        work: PairLearning,
+        work: PreferenceTraining,
         *,
         microbatch_tokens: int,
         ranks: Ranks,
@@ -291,52 +296,52 @@ class _Pairs:
         self._ranks = ranks
         self._on_progress = on_progress
 
-    def passes(self, rows: Rows, pairs: Sequence[SequencePair]) -> tuple[Rows, ...]:
+    def microbatches(self, rows: Rows, pairs: Sequence[SequencePair]) -> tuple[Rows, ...]:
         """Return this rank's micro-batches of some pairs.
         Both completions of a pair are always in the same micro-batch.
         """
         places = tuple(range(len(rows)))  # by position, because a pair may occur twice in a step
         sizes = Sequences.unrelated([pairs[row].size for row in rows])
-        plan = plan_step(places, sizes, ranks=self._ranks.parts, microbatch_tokens=self._microbatch_tokens)
-        return tuple(tuple(rows[place] for place in part) for part in plan.passes[self._ranks.part])
+        plan = plan_step(places, sizes, ranks=self._ranks.data_parallel_size, microbatch_tokens=self._microbatch_tokens)
+        return tuple(tuple(rows[place] for place in part) for part in plan.microbatches[self._ranks.data_parallel_rank])
 
     @torch.no_grad()
-    def start(self, passes: Sequence[Rows], pairs: Sequence[SequencePair]) -> list[PairNumbers]:
+    def start(self, microbatches: Sequence[Rows], pairs: Sequence[SequencePair]) -> list[PairScores]:
         """Return the numbers for comparison, computed over the micro-batches that are used in training."""
-        if self._work.against == "start":
-            return [self._compute_numbers([pairs[row] for row in rows]) for rows in passes]
-        zeros = [torch.zeros(len(rows), device=self._ranks.device) for rows in passes]
-        return [PairNumbers(zeros_P, zeros_P) for zeros_P in zeros]
+        if self._work.baseline == "start":
+            return [self._compute_numbers([pairs[row] for row in rows]) for rows in microbatches]
+        zeros = [torch.zeros(len(rows), device=self._ranks.device) for rows in microbatches]
+        return [PairScores(zeros_P, zeros_P) for zeros_P in zeros]
 
-    def step(self, index: int, passes: Sequence[Rows], start: Sequence[PairNumbers]) -> Tensor:
+    def step(self, index: int, microbatches: Sequence[Rows], start: Sequence[PairScores]) -> Tensor:
         """Take one optimizer step and return this rank's share of its loss, correctly ordered pairs and margin."""
         schedule, total = self._work.schedule, torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
-        for number, rows in enumerate(passes):
+        for number, rows in enumerate(microbatches):
             terms = self._work.loss(self._compute_numbers([self._work.train[row] for row in rows]), start[number])
-            self._trainer.backward(terms.loss_P.sum() / schedule.batch_size, last=number + 1 == len(passes))
+            self._trainer.backward(terms.loss_P.sum() / schedule.batch_size, last=number + 1 == len(microbatches))
             total += _summarize_terms(terms) / schedule.batch_size
         _take_step(self._trainer, index, schedule, where=f"step {index} on preference pairs")
         return total
 
     @torch.no_grad()
-    def measure(self, passes: Sequence[Rows], start: Sequence[PairNumbers]) -> Tensor:
+    def measure(self, microbatches: Sequence[Rows], start: Sequence[PairScores]) -> Tensor:
         """Return this rank's share of the loss, correctly ordered pairs and margin of the held-out pairs."""
         heldout = self._work.heldout
         total = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
-        for rows, start_numbers in zip(passes, start, strict=True):
+        for rows, start_numbers in zip(microbatches, start, strict=True):
             total += _summarize_terms(
                 self._work.loss(self._compute_numbers([heldout[row] for row in rows]), start_numbers)
             ) / len(heldout)
         return total
 
-    def _compute_numbers(self, pairs: Sequence[SequencePair]) -> PairNumbers:
+    def _compute_numbers(self, pairs: Sequence[SequencePair]) -> PairScores:
         """Run one forward pass and return the sum of the model's outputs over the tokens of each completion."""
         batch = lay_out_pairs(pairs)
         logprobs_N = self._trainer.forward(batch)
         rows_N = torch.from_numpy(batch.rows_N).to(logprobs_N.device)
         sums = torch.zeros(2 * len(pairs), device=logprobs_N.device).index_add(0, rows_N, logprobs_N)
         self._on_progress()
-        return PairNumbers(sums[: len(pairs)], sums[len(pairs) :])
+        return PairScores(sums[: len(pairs)], sums[len(pairs) :])
 
 
 def _summarize_terms(terms: PairTerms | DpoTerms) -> Tensor:
@@ -344,7 +349,7 @@ def _summarize_terms(terms: PairTerms | DpoTerms) -> Tensor:
     return torch.stack([part.double().sum() for part in parts])
 
 
-def _build_metrics(sums_S3: Tensor, work: PairLearning) -> Learnt:
+def _build_metrics(sums_S3: Tensor, work: PreferenceTraining) -> TrainingResult:
     """Build the training result from sums over all ranks: one row per step, and a last row for the held-out pairs."""
     losses, *_ = sums_S3[:-1].T.tolist()
     last = sums_S3[:-1][-LAST_STEPS:].mean(0).tolist()
@@ -362,4 +367,4 @@ def _build_metrics(sums_S3: Tensor, work: PairLearning) -> Learnt:
         "pairs": float(len(work.train)),
         "heldout_pairs": float(len(work.heldout)),
     }
-    return Learnt(metrics=metrics, losses=losses)
+    return TrainingResult(metrics=metrics, losses=losses)

@@ -28,37 +28,41 @@ class Ranks:
     rank: int
     world_size: int
     device: torch.device
-    slicing: SequenceParallelGroup | None = None
+    sequence_parallel_group: SequenceParallelGroup | None = None
     """Sequence-parallel group of this rank, or None if sequence parallelism is off."""
 
     @property
-    def parts(self) -> int:
+    def data_parallel_size(self) -> int:
         """Number of data-parallel ranks. A sequence-parallel group counts as one."""
-        return self.world_size if self.slicing is None else self.world_size // self.slicing.size
+        return (
+            self.world_size
+            if self.sequence_parallel_group is None
+            else self.world_size // self.sequence_parallel_group.size
+        )
 
     @property
-    def part(self) -> int:
+    def data_parallel_rank(self) -> int:
         """Index of this rank's sequence-parallel group among the data-parallel ranks."""
-        return self.rank if self.slicing is None else self.rank // self.slicing.size
+        return self.rank if self.sequence_parallel_group is None else self.rank // self.sequence_parallel_group.size
 
     @property
-    def counts(self) -> bool:
+    def reports_metrics(self) -> bool:
         """Whether this rank contributes to summed metrics.
         In a sequence-parallel group only the first rank does, so nothing is counted twice.
         """
-        return self.slicing is None or self.slicing.rank == 0
+        return self.sequence_parallel_group is None or self.sequence_parallel_group.rank == 0
 
     @property
-    def apart(self) -> "Ranks":
+    def without_sequence_parallelism(self) -> "Ranks":
         """The same ranks with sequence parallelism off, so that each reads its own micro-batches."""
-        return replace(self, slicing=None)
+        return replace(self, sequence_parallel_group=None)
 
 
-def join_ranks(rank: int, world_size: int, *, address: str, port: int, slices: int = 1) -> Ranks:
+def join_ranks(rank: int, world_size: int, *, address: str, port: int, sequence_parallel: int = 1) -> Ranks:
     """Join the process group, and return when all ranks have joined. A loopback address keeps all sockets on loopback.
 
-    Each `slices` consecutive ranks form a sequence-parallel group. A process stays in its group: joining again as the
-    same rank has no effect, and joining as another rank raises BadInput.
+    Each `sequence_parallel` consecutive ranks form a sequence-parallel group. A process stays in its group: joining
+    again as the same rank has no effect, and joining as another rank raises BadInput.
     """
     has_gpu = torch.cuda.is_available()
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if has_gpu else "cpu")
@@ -73,7 +77,12 @@ def join_ranks(rank: int, world_size: int, *, address: str, port: int, slices: i
                 f"update rank {rank} of {world_size}: this process is already rank {dist.get_rank()} of "
                 f"{dist.get_world_size()}. Another group needs another process"
             )
-        return Ranks(rank=rank, world_size=world_size, device=device, slicing=_build_slicing(slices))
+        return Ranks(
+            rank=rank,
+            world_size=world_size,
+            device=device,
+            sequence_parallel_group=_build_sequence_parallel_group(sequence_parallel),
+        )
     # torch deprecates collectives that DeepSpeed still calls.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     dist.init_process_group(
@@ -83,14 +92,19 @@ def join_ranks(rank: int, world_size: int, *, address: str, port: int, slices: i
         world_size=world_size,
     )
     _start_deepspeed()
-    return Ranks(rank=rank, world_size=world_size, device=device, slicing=_build_slicing(slices))
+    return Ranks(
+        rank=rank,
+        world_size=world_size,
+        device=device,
+        sequence_parallel_group=_build_sequence_parallel_group(sequence_parallel),
+    )
 
 
-def _build_slicing(slices: int) -> SequenceParallelGroup | None:
-    if slices == 1:
+def _build_sequence_parallel_group(sequence_parallel: int) -> SequenceParallelGroup | None:
+    if sequence_parallel == 1:
         return None
-    group, _ = dist.new_subgroups(group_size=slices)  # type: ignore[no-untyped-call]
-    return SequenceParallelGroup(group=group, size=slices, rank=dist.get_rank(group))
+    group, _ = dist.new_subgroups(group_size=sequence_parallel)  # type: ignore[no-untyped-call]
+    return SequenceParallelGroup(group=group, size=sequence_parallel, rank=dist.get_rank(group))
 
 
 def sum_and_max(sums: Tensor, maxima: Tensor, ranks: Ranks) -> None:
@@ -98,7 +112,7 @@ def sum_and_max(sums: Tensor, maxima: Tensor, ranks: Ranks) -> None:
 
     Sums count each sequence-parallel group once. Collective: every rank must call this with tensors of the same shapes.
     """
-    if not ranks.counts:
+    if not ranks.reports_metrics:
         sums.zero_()
     dist.all_reduce(sums, op=dist.ReduceOp.SUM)
     dist.all_reduce(maxima, op=dist.ReduceOp.MAX)

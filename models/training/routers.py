@@ -31,7 +31,7 @@ class RouterTally:
         self._total_RE: Tensor | float = 0.0
         self._loss: Tensor | float = 0.0
 
-    def begin(self, passes: Sequence[MicroBatch], on_progress: Callable[[], None]) -> None:
+    def begin_step(self, microbatches: Sequence[MicroBatch], on_progress: Callable[[], None]) -> None:
         """Count the experts that the tokens of a step choose, if the loss needs the counts.
         Collective: every rank must call this.
         """
@@ -39,7 +39,7 @@ class RouterTally:
         if routing is None or self._coefficient is None:
             return
         counts_RE: Tensor | float = 0.0
-        for batch in passes:
+        for batch in microbatches:
             with torch.no_grad():
                 self._trainer.forward(batch)
             counts_RE = routing.counts() + counts_RE

@@ -40,7 +40,7 @@ class TrainingSamples:
     lengths: tuple[int, ...]
     """Number of prompt and completion tokens of each sample."""
     prompt_lengths: tuple[int, ...]
-    learnt_lengths: tuple[int, ...]
+    trained_lengths: tuple[int, ...]
     """Number of completion tokens of each sample that a policy generated and that are trained on."""
 
     @property
@@ -55,7 +55,7 @@ class TrainingSamples:
         for text-to-image policies: the number of tokens as which their denoiser reads one state.
         """
         if step_tokens is not None:
-            return Sequences.for_images(self.learnt_lengths, self.groups, step_tokens=step_tokens)
+            return Sequences.for_images(self.trained_lengths, self.groups, step_tokens=step_tokens)
         patches = (0,) * len(self.lengths)
         if images is not None:  # the policy never generates an image placeholder token
             are_images_T = flat(self.table["tokens"]) == images.token
@@ -90,14 +90,14 @@ def open_samples(store: Store, shards: Sequence[ShardRef]) -> TrainingSamples:
         completions=tuple(zip(table["prompt_row"].to_pylist(), table["sample"].to_pylist(), strict=True)),
         lengths=tuple(lengths.tolist()),
         prompt_lengths=tuple(prompts.tolist()),
-        learnt_lengths=_count_per_row(trained_tokens_mask(table), completions),
+        trained_lengths=_count_per_row(trained_tokens_mask(table), completions),
     )
 
 
 def weighted_lengths(samples: TrainingSamples, max_staleness: int | None) -> tuple[int, ...]:
     """Return the number of completion tokens per sample with a weight in the loss, which are not too stale."""
     if max_staleness is None:
-        return samples.learnt_lengths
+        return samples.trained_lengths
     recent_T = flat(samples.table["staleness"]) <= max_staleness
     return _count_per_row(trained_tokens_mask(samples.table) & recent_T, lengths_of(samples.table["staleness"]))
 

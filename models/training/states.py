@@ -29,7 +29,7 @@ from infra.store.checksums import canonical_json
 from infra.store.storage import Store
 from models.config.objectives import UpdateConfig
 from models.modeling.safetensors import tensor_pieces
-from models.training.layouts import StateLayout, respread
+from models.training.layouts import StateLayout, convert_state
 from models.training.ranks import Ranks, any_rank, broadcast_bytes, gather_bytes
 from models.training.trainer import Moments, Trainer
 
@@ -66,7 +66,7 @@ class StateWriter:
         self._under_way.append((self._thread.submit(self._write, moments, ref, contents), ref, contents))
         return ref
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until every state that was begun is stored. Raises the error of a failed write.
 
         Collective: every rank must call this.
@@ -139,7 +139,7 @@ def load_state(trainer: Trainer, store: Store, ref: BundleRef, *, update: Update
             moments = load_file(directory / names[0])
         else:
             files = [directory / name for name in names]
-            moments = respread(files, stored, current, rank=ranks.rank, sizes=trainer.sizes, shapes=trainer.shapes)
+            moments = convert_state(files, stored, current, rank=ranks.rank, sizes=trainer.sizes, shapes=trainer.shapes)
     except SafetensorError as error:
         raise Damaged(f"optimizer state {ref.key}, rank {ranks.rank}: {error}") from error
     trainer.load_moments(moments)

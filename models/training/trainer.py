@@ -72,7 +72,7 @@ class Trainer:
         self._max_grad_norm = update.max_grad_norm
         self._stage = update.running_stage
         module = module.to(ranks.device)
-        module.enable_sequence_parallelism(ranks.slicing)
+        module.enable_sequence_parallelism(ranks.sequence_parallel_group)
         module.checkpoint_layers(is_enabled=bool(update.activation_checkpointing))
         self._module, self._model = module, module.model
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
@@ -84,21 +84,21 @@ class Trainer:
             buffer.data = buffers[name]
         self._optimizer = optimizer
 
-    def forward(self, batch: MicroBatch, *, slopes: LossGradient | None = None) -> Tensor:
+    def forward(self, batch: MicroBatch, *, loss_gradient: LossGradient | None = None) -> Tensor:
         """Compute one value per completion token of a micro-batch.
 
-        `slopes` is the per-token gradient of the loss that the next `backward` receives, if that gradient is known
-        token by token. Collective: every rank must call this the same number of times.
+        `loss_gradient` is the per-token gradient of the loss that the next `backward` receives, if that gradient is
+        known token by token. Collective: every rank must call this the same number of times.
         """
         inputs = self._module.prepare_inputs(batch, self._ranks.device)
         # The input of a denoiser has no language-model head.
-        if slopes is not None and isinstance(inputs, ForwardInput):
-            inputs = inputs._replace(slopes=self._scale_slopes(slopes))
+        if loss_gradient is not None and isinstance(inputs, ForwardInput):
+            inputs = inputs._replace(loss_gradient=self._scale_loss_gradient(loss_gradient))
         return self._run_engine(inputs)
 
-    def _scale_slopes(self, slopes: LossGradient) -> LossGradient:
+    def _scale_loss_gradient(self, loss_gradient: LossGradient) -> LossGradient:
         """Return the per-token gradient of the loss, scaled like the loss in `backward`."""
-        return lambda logprobs_C, places_C: slopes(logprobs_C, places_C) * self._ranks.world_size
+        return lambda logprobs_C, places_C: loss_gradient(logprobs_C, places_C) * self._ranks.world_size
 
     @torch.no_grad()
     def base_forward(self, batch: MicroBatch) -> Tensor:

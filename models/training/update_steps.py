@@ -45,7 +45,7 @@ OnProgress = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
-class StepPasses:
+class StepBatches:
     """Micro-batches of one optimizer step on this rank, with the step's learning rate."""
 
     batches: tuple[TrainingBatch, ...]
@@ -59,7 +59,7 @@ class StepPasses:
 
 
 @dataclass(frozen=True, slots=True)
-class Extras:
+class ExtraLogprobs:
     """Additional log-probs that the loss needs, indexed by minibatch, then by micro-batch."""
 
     old: list[list[Tensor | None]]
@@ -71,7 +71,7 @@ class Extras:
 
 
 @dataclass(frozen=True, slots=True)
-class StepsTaken:
+class StepStatistics:
     """Statistics of the steps over all ranks. If a value is not finite, the weights are unusable."""
 
     sums: dict[str, float]
@@ -81,12 +81,12 @@ class StepsTaken:
     """Expert load over all micro-batches. Empty for policies without experts."""
 
     @property
-    def finite(self) -> bool:
+    def is_finite(self) -> bool:
         """Whether all losses, gradients and loss inputs were finite."""
         return not self.sums["not_finite"] and all(map(isfinite, (*self.grad_norms, *self.sums.values())))
 
     @classmethod
-    def over_ranks(cls, tally: MetricSums, grad_norms: Sequence[float], ranks: Ranks) -> Self:
+    def reduce_over_ranks(cls, tally: MetricSums, grad_norms: Sequence[float], ranks: Ranks) -> Self:
         """Sum the statistics of all ranks. Collective: every rank must call this with the same names."""
         sums, maxima = tally.packed()
         sum_and_max(sums, maxima, ranks)
@@ -94,48 +94,48 @@ class StepsTaken:
         return cls(sums=named_sums, maxima=named_maxima, grad_norms=tuple(grad_norms))
 
 
-def prepare(
+def build_batches(
     samples: TrainingSamples, plans: Sequence[StepPlan], *, config: UpdateConfig, rank: int
 ) -> list[tuple[TrainingBatch, ...]]:
     """Build this rank's micro-batches of every step. Only the rank's own rows are read."""
-    own_rows = [row for plan in plans for rows in plan.passes[rank] for row in rows]
+    own_rows = [row for plan in plans for rows in plan.microbatches[rank] for row in rows]
     training_rows = read_training_rows(samples, own_rows)
     return [_lay_out_step(plan, samples, training_rows, config=config, rank=rank) for plan in plans]
 
 
-def extra_logprobs(
-    trainer: Trainer, steps: Sequence[StepPasses], *, reference: Forward | None, on_progress: OnProgress
-) -> Extras:
+def compute_extra_logprobs(
+    trainer: Trainer, steps: Sequence[StepBatches], *, reference: Forward | None, on_progress: OnProgress
+) -> ExtraLogprobs:
     """Compute the old log-probs of all minibatches except the first, and the reference's log-probs of all minibatches.
 
     Must be called before the first optimizer step. Collective: every rank must call this.
     """
     old: list[list[Tensor | None]] = []
-    against: list[list[Tensor | None]] = []
+    reference_logprobs: list[list[Tensor | None]] = []
     for index, step in enumerate(_first_epoch(steps)):
         old.append([None] * len(step.batches))
-        against.append([None] * len(step.batches))
+        reference_logprobs.append([None] * len(step.batches))
         for number, batch in enumerate(step.batches):
             if index and step.computes_old:
                 with torch.no_grad():
-                    old[-1][number] = trainer.forward(batch.reads)
+                    old[-1][number] = trainer.forward(batch.microbatch)
                 on_progress()
             if reference is not None:
-                against[-1][number] = reference(batch.reads)
+                reference_logprobs[-1][number] = reference(batch.microbatch)
                 on_progress()
-    return Extras(old=old, reference=against)
+    return ExtraLogprobs(old=old, reference=reference_logprobs)
 
 
 def take_steps(
     trainer: Trainer,
-    steps: Sequence[StepPasses],
-    extras: Extras,
+    steps: Sequence[StepBatches],
+    extras: ExtraLogprobs,
     *,
     config: UpdateConfig,
     kl_coefficient: float,
     ranks: Ranks,
     on_progress: OnProgress,
-) -> StepsTaken:
+) -> StepStatistics:
     """Take the policy's optimizer steps, and stop after the first step whose gradient norm is not finite.
 
     All ranks stop at the same step. Collective: every rank must call this.
@@ -144,15 +144,16 @@ def take_steps(
     norms: list[float] = []
     epoch = len(_first_epoch(steps))
     for index, step in enumerate(steps):
-        routers.begin([batch.reads for batch in step.batches], on_progress)
+        routers.begin_step([batch.microbatch for batch in step.batches], on_progress)
         old, reference = extras.old[step.minibatch], extras.reference[step.minibatch]
         for number, batch in enumerate(step.batches):
             tokens = _on_device(batch, old=old[number], reference=reference[number], device=ranks.device)
-            means_ND = None if extras.means is None else extras.means(batch.reads)
+            means_ND = None if extras.means is None else extras.means(batch.microbatch)
             if index and old[number] is None:
-                tokens = replace(tokens, old_N=tokens.behaviour_N)
+                tokens = replace(tokens, old_N=tokens.behavior_N)
             logprobs_N = trainer.forward(
-                batch.reads, slopes=slopes_of(tokens, config=config, kl_coefficient=kl_coefficient)
+                batch.microbatch,
+                loss_gradient=build_loss_gradient(tokens, config=config, kl_coefficient=kl_coefficient),
             )
             if means_ND is not None:
                 tokens = replace(tokens, kl_N=trainer.divergence(means_ND))
@@ -160,7 +161,7 @@ def take_steps(
             if before_N is not None and index < epoch:
                 tally_mismatch(before_N, tokens, tally=tally)
             _tally_steps(
-                trainer, batch, logprobs_N.detach() - (tokens.behaviour_N if before_N is None else before_N), tally
+                trainer, batch, logprobs_N.detach() - (tokens.behavior_N if before_N is None else before_N), tally
             )
             if step.computes_old:
                 old[number] = before_N  # of the first step, used in later epochs
@@ -171,33 +172,33 @@ def take_steps(
         norms.append(trainer.step(step.learning_rate))
         if not isfinite(norms[-1]):
             break
-    return replace(StepsTaken.over_ranks(tally, norms, ranks), router=routers.metrics(len(norms)))
+    return replace(StepStatistics.reduce_over_ranks(tally, norms, ranks), router=routers.metrics(len(norms)))
 
 
-def slopes_of(tokens: LossInputs, *, config: UpdateConfig, kl_coefficient: float) -> LossGradient | None:
+def build_loss_gradient(tokens: LossInputs, *, config: UpdateConfig, kl_coefficient: float) -> LossGradient | None:
     """Return the per-token gradient of the loss, or None if the loss compares log-probs of different tokens."""
     if not config.loss.gradient_by_token:
         return None
 
-    def slopes(logprobs_C: Tensor, places_C: Tensor) -> Tensor:
+    def loss_gradient(logprobs_C: Tensor, places_C: Tensor) -> Tensor:
         with torch.enable_grad():
             leaf_C, some = logprobs_C.detach().requires_grad_(), tokens.at(places_C)
             loss = update_loss(leaf_C, some, config=config, kl_coefficient=kl_coefficient, tally=MetricSums())
         return torch.autograd.grad(loss, leaf_C)[0]
 
-    return slopes
+    return loss_gradient
 
 
 def _tally_steps(trainer: Trainer, batch: TrainingBatch, log_ratio_N: Tensor, tally: MetricSums) -> None:
     """Count the log-ratios of each denoising step of a text-to-image policy, because they depend on the noise level."""
-    steps_N = torch.from_numpy(batch.reads.targets_N).to(log_ratio_N.device)
+    steps_N = torch.from_numpy(batch.microbatch.targets_N).to(log_ratio_N.device)
     for step in trainer.denoising_steps:
         at_N = steps_N == step
         ratios_N = torch.where(at_N, log_ratio_N, 0.0)
         tally.add({f"{_STEP}{step}": at_N, f"{_STEP}{step}_sum": ratios_N, f"{_STEP}{step}_square": ratios_N.square()})
 
 
-def step_ratios(sums: Mapping[str, float]) -> dict[str, float]:
+def compute_step_ratios(sums: Mapping[str, float]) -> dict[str, float]:
     """Return the mean and standard deviation of the log-ratio at each trained denoising step.
 
     They are computed from the sums of `take_steps`. At steps with little noise the mean drifts below 0, so that
@@ -225,7 +226,7 @@ def _lay_out_step(
 ) -> tuple[TrainingBatch, ...]:
     rows, lengths = plan.rows, Counter[tuple[int, int]]()
     for row in rows:
-        lengths[samples.completions[row]] += samples.learnt_lengths[row]
+        lengths[samples.completions[row]] += samples.trained_lengths[row]
     weights_of_completions = dict(
         zip(lengths, token_weights(config.loss.aggregation, [*lengths.values()]), strict=True)
     )
@@ -235,7 +236,7 @@ def _lay_out_step(
         microbatch = lay_out_samples([training_rows[row] for row in part], [weights[row] for row in part])
         return microbatch if config.max_staleness is None else _drop_stale_tokens(microbatch, config.max_staleness)
 
-    return tuple(batch(part) for part in plan.passes[rank])
+    return tuple(batch(part) for part in plan.microbatches[rank])
 
 
 def _drop_stale_tokens(batch: TrainingBatch, max_staleness: int) -> TrainingBatch:
@@ -246,20 +247,20 @@ def _drop_stale_tokens(batch: TrainingBatch, max_staleness: int) -> TrainingBatc
 def _on_device(
     batch: TrainingBatch, *, old: Tensor | None, reference: Tensor | None, device: torch.device
 ) -> LossInputs:
-    lengths_B = np.bincount(batch.reads.rows_N, minlength=len(batch.reads.tokens_BT))
+    lengths_B = np.bincount(batch.microbatch.rows_N, minlength=len(batch.microbatch.tokens_BT))
     return LossInputs(
-        behaviour_N=torch.from_numpy(batch.behaviour_N).to(device),
+        behavior_N=torch.from_numpy(batch.behavior_N).to(device),
         advantages_N=torch.from_numpy(batch.advantages_N).to(device),
         staleness_N=torch.from_numpy(batch.staleness_N).to(device),
         weights_N=torch.from_numpy(batch.weights_N).to(device),
-        rows_N=torch.from_numpy(batch.reads.rows_N).to(device),
+        rows_N=torch.from_numpy(batch.microbatch.rows_N).to(device),
         lengths_B=torch.from_numpy(lengths_B).to(device),
         old_N=old,
         reference_N=reference,
     )
 
 
-def policy_steps(
+def plan_policy_steps(
     samples: TrainingSamples,
     work: UpdateWork,
     *,
@@ -267,25 +268,25 @@ def policy_steps(
     ranks: Ranks,
     images: ImageTokens | None,
     step_tokens: int | None = None,
-) -> list[StepPasses]:
+) -> list[StepBatches]:
     """Plan the iteration's optimizer steps and build this rank's micro-batches.
     A step without weighted tokens is skipped.
     """
     planned = plan_steps(
         samples.sequences(images, step_tokens=step_tokens),
         minibatches=config.minibatches,
-        ranks=ranks.parts,
+        ranks=ranks.data_parallel_size,
         microbatch_tokens=config.microbatch_tokens,
         seed=work.seed,
     )
     # If all tokens of a step have weight 0, only momentum would change the weights.
     weighted = weighted_lengths(samples, config.max_staleness)
     plans = [plan for plan in planned if any(weighted[row] for row in plan.rows)]
-    batches = prepare(samples, plans, config=config, rank=ranks.part)
+    batches = build_batches(samples, plans, config=config, rank=ranks.data_parallel_rank)
     order = _order(len(plans), epochs=config.epochs, seed=work.seed)
     rates = _rates(work, len(order), config=config)
     computes_old = needs_old(config) and not (work.exact_behaviour and samples.is_fresh)
-    return [StepPasses(batches[step], rate, computes_old, step) for step, rate in zip(order, rates, strict=True)]
+    return [StepBatches(batches[step], rate, computes_old, step) for step, rate in zip(order, rates, strict=True)]
 
 
 def _order(minibatches: int, *, epochs: int, seed: int) -> list[int]:
@@ -295,11 +296,11 @@ def _order(minibatches: int, *, epochs: int, seed: int) -> list[int]:
     return [*range(minibatches), *chain.from_iterable(later)]
 
 
-def _first_epoch(steps: Sequence[StepPasses]) -> Sequence[StepPasses]:
+def _first_epoch(steps: Sequence[StepBatches]) -> Sequence[StepBatches]:
     return steps[: 1 + max((step.minibatch for step in steps), default=-1)]
 
 
-def critic_steps(steps: Sequence[StepPasses], work: UpdateWork, *, config: UpdateConfig) -> list[StepPasses]:
+def plan_critic_steps(steps: Sequence[StepBatches], work: UpdateWork, *, config: UpdateConfig) -> list[StepBatches]:
     """Return the same steps with the critic's learning rates. `config` contains their peak."""
     rates = _rates(work, len(steps), config=config)
     return [replace(step, learning_rate=rate) for step, rate in zip(steps, rates, strict=True)]
@@ -320,8 +321,8 @@ def _rates(work: UpdateWork, steps: int, *, config: UpdateConfig) -> list[float]
 
 
 def take_value_steps(
-    trainer: Trainer, steps: Sequence[StepPasses], *, clip: float, ranks: Ranks, on_progress: OnProgress
-) -> StepsTaken:
+    trainer: Trainer, steps: Sequence[StepBatches], *, clip: float, ranks: Ranks, on_progress: OnProgress
+) -> StepStatistics:
     """Take the critic's optimizer steps, and stop after the first step whose gradient norm is not finite.
 
     All ranks stop at the same step. Collective: every rank must call this.
@@ -334,7 +335,7 @@ def take_value_steps(
             old_N, returns_N, weights_N = (
                 torch.from_numpy(array).to(ranks.device) for array in (batch.values_N, batch.returns_N, batch.weights_N)
             )
-            terms = value_loss(trainer.forward(batch.reads), old_N=old_N, returns_N=returns_N, clip=clip)
+            terms = value_loss(trainer.forward(batch.microbatch), old_N=old_N, returns_N=returns_N, clip=clip)
             shares_N = terms.loss_N * weights_N
             trainer.backward(shares_N.sum(), last=number + 1 == len(step.batches))
             tally.add({"loss": shares_N, "clipped": terms.clipped_N, "not_finite": ~torch.isfinite(shares_N)})
@@ -344,33 +345,33 @@ def take_value_steps(
         norms.append(trainer.step(step.learning_rate))
         if not isfinite(norms[-1]):
             break
-    return StepsTaken.over_ranks(tally, norms, ranks)
+    return StepStatistics.reduce_over_ranks(tally, norms, ranks)
 
 
-def value_metrics(taken: StepsTaken) -> dict[str, float]:
+def value_metrics(statistics: StepStatistics) -> dict[str, float]:
     """Return the critic's metrics. Explained variance and error refer to its values before the update."""
     return {
-        "value_loss": taken.sums["loss"] / len(taken.grad_norms),
-        "value_clip_fraction": taken.sums["clipped"] / taken.sums["fit_tokens"],
-        "explained_variance": explained_variance(taken.sums),
-        "critic_grad_norm": sum(taken.grad_norms) / len(taken.grad_norms),
-        **taken.maxima,
+        "value_loss": statistics.sums["loss"] / len(statistics.grad_norms),
+        "value_clip_fraction": statistics.sums["clipped"] / statistics.sums["fit_tokens"],
+        "explained_variance": explained_variance(statistics.sums),
+        "critic_grad_norm": sum(statistics.grad_norms) / len(statistics.grad_norms),
+        **statistics.maxima,
     }
 
 
 def update_metrics(
-    taken: StepsTaken, samples: TrainingSamples, steps: Sequence[StepPasses], *, max_staleness: int | None
+    statistics: StepStatistics, samples: TrainingSamples, steps: Sequence[StepBatches], *, max_staleness: int | None
 ) -> dict[str, float]:
     """Return the metrics of the policy's update.
 
     Means are over the tokens that were trained on: tokens that are too stale do not count. Mismatch metrics are over
     the tokens that were compared. The two shares of stale tokens are over all tokens of the iteration.
     """
-    sums, maxima = dict(taken.sums), dict(taken.maxima)
+    sums, maxima = dict(statistics.sums), dict(statistics.maxima)
     del sums["not_finite"]
     num_tokens, num_compared = sums.pop("trained_tokens"), sums.pop("mismatch_tokens")
     metrics = {"loss": sums.pop("loss") / len(steps), "mismatch_tokens": num_compared}
-    metrics |= step_ratios(sums)
+    metrics |= compute_step_ratios(sums)
     for name, total in sums.items():
         if name.startswith(_STEP):
             continue
@@ -379,10 +380,10 @@ def update_metrics(
         metrics
         | stale_shares(samples, max_staleness)
         | maxima
-        | {**taken.router}
+        | {**statistics.router}
         | {
-            "grad_norm_mean": sum(taken.grad_norms) / len(steps),
-            "grad_norm_max": max(taken.grad_norms),
+            "grad_norm_mean": sum(statistics.grad_norms) / len(steps),
+            "grad_norm_max": max(statistics.grad_norms),
             "learning_rate": steps[-1].learning_rate,
         }
     )

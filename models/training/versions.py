@@ -19,8 +19,8 @@ from infra.store.storage import Store
 from models.config.attention import Attention
 from models.config.denoising import DenoisingConfig
 from models.config.objectives import UpdateConfig
-from models.denoising.pipeline import FrozenParts, is_pipeline, link_beside_denoiser, load_denoiser, read_pipeline
-from models.denoising.steps import Drawing, StepLogprobs
+from models.denoising.pipeline import FrozenParts, is_pipeline, link_frozen_parts, load_denoiser, read_pipeline
+from models.denoising.steps import GenerationSetup, StepLogprobs
 from models.modeling.adapters import load_trainable
 from models.modeling.critic import TokenValues, load_critic
 from models.modeling.layout import MicroBatch
@@ -76,7 +76,7 @@ def publish_version(
 def _copy_beside_weights(parent: Path, directory: Path) -> None:
     """Copy the tokenizer and other files of the parent, except weights and files that were just written."""
     if is_pipeline(parent):
-        link_beside_denoiser(parent, directory)
+        link_frozen_parts(parent, directory)
         return
     for source in sorted(path for path in parent.iterdir() if path.is_file()):
         target = directory / source.name
@@ -90,7 +90,7 @@ Build = Callable[[ModelVersion], TokenModule]
 """Function that builds a module from the verified weights of a version."""
 
 
-class Learner:
+class ResidentTrainer:
     """Owner of one trainer that stays in memory between iterations. Every rank has one, and all ranks call it together.
 
     A version gives the same trainer, bit for bit, whether it was in memory or is loaded again.
@@ -111,7 +111,7 @@ class Learner:
         assert self._trainer is not None, "a trainer was loaded"
         return self._trainer
 
-    def leave(self, version: ModelVersion) -> Trainer | None:
+    def take_over(self, version: ModelVersion) -> Trainer | None:
         """Return the trainer if it holds `version` on every rank, else None, and forget which version it holds.
 
         The caller may then change the trainer. Collective: every rank must call this.
@@ -120,20 +120,20 @@ class Learner:
         self._at = None
         return None if any_rank(not hot, self._ranks) else self._trainer
 
-    def asked_at(self, version: ModelVersion) -> Trainer:
+    def load_for_inference(self, version: ModelVersion) -> Trainer:
         """Return a trainer with the version's weights for forward passes only. The optimizer state may be missing.
 
         Collective: every rank must call this.
         """
         stored = version.state is not None and has_bundle(self._store, version.state)
-        trainer = self.leave(version)
+        trainer = self.take_over(version)
         is_whole = trainer is not None or stored or not version.version
         if trainer is None:
-            trainer = self.load(version) if stored else self.begin_at(version)
+            trainer = self.load(version) if stored else self.load_with_fresh_optimizer(version)
         self._at = _name(version) if is_whole else None
         return trainer
 
-    def begin_at(self, version: ModelVersion) -> Trainer:
+    def load_with_fresh_optimizer(self, version: ModelVersion) -> Trainer:
         """Return a trainer with the version's weights and a fresh optimizer. A trainer in memory is closed first."""
         self.close()
         self._trainer = Trainer(self._build(version), self._config, ranks=self._ranks)
@@ -142,21 +142,21 @@ class Learner:
 
     def load(self, version: ModelVersion) -> Trainer:
         """Return a trainer with the version's weights and, if the version has one, its optimizer state."""
-        trainer = self.begin_at(version)
+        trainer = self.load_with_fresh_optimizer(version)
         if version.state is not None:
             load_state(trainer, self._store, version.state, update=self._config, ranks=self._ranks)
         return trainer
 
-    def stand_at(self, version: ModelVersion, *, came_from: Sequence[Tensor]) -> Trainer:
+    def load_keeping_state(self, version: ModelVersion, *, start_weights: Sequence[Tensor]) -> Trainer:
         """Return a trainer with the version's weights and the optimizer state that is now in memory.
 
         This is used after an update was repeated on other ranks, which reproduces the committed weights only
         approximately. Raises Damaged if the weights in memory differ from the version's by more than `NEAR` times the
-        length of the update, which is measured from the weights `came_from`. Collective: every rank must call this.
+        length of the update, which is measured from the weights `start_weights`. Collective: every rank must call this.
         """
         weights, moments = ([each.clone() for each in self.trainer.weights()], _copy_moments(self.trainer.moments()))
-        trainer = self.begin_at(version)
-        off, length = (_compute_distance(trainer.weights(), reference) for reference in (weights, came_from))
+        trainer = self.load_with_fresh_optimizer(version)
+        off, length = (_compute_distance(trainer.weights(), reference) for reference in (weights, start_weights))
         if any_rank(not off <= NEAR * length, self._ranks):
             raise Damaged(
                 f"policy {version.version}: its update was repeated on other ranks, and the weights differ by "
@@ -175,7 +175,7 @@ class Learner:
         """Return the version that `publish` would return, without writing to the store. Collective."""
         return self._published(parent, version=version, put="not")
 
-    def follow(self, parent: ModelVersion, following: ModelVersion) -> None:
+    def relabel(self, parent: ModelVersion, following: ModelVersion) -> None:
         """Record that the trainer of `parent` also holds `following`, which has the same weights and state."""
         if self._at == _name(parent):
             self._at = _name(following)
@@ -192,7 +192,7 @@ class Learner:
         return publish_version(self._store, self.trainer, version=version, parent=parent, ranks=self._ranks, put=put)
 
 
-def check_arrival(found: ModelVersion, expected: ModelVersion, *, iteration: int) -> None:
+def check_repeated_update(found: ModelVersion, expected: ModelVersion, *, iteration: int) -> None:
     """Raise Damaged if a repeated update does not lead to the version that was committed."""
     if found != expected:
         raise Damaged(
@@ -235,8 +235,8 @@ class LoadedModels:
         self.ranks = ranks
         self.images = Gallery()
         self.states = StateWriter(store, update, ranks=ranks, on_progress=on_progress)
-        self.policy = Learner(store, self._build_actor, update, ranks=ranks)
-        self.critic = Learner(store, self._build_valuer, update, ranks=ranks)
+        self.policy = ResidentTrainer(store, self._build_actor, update, ranks=ranks)
+        self.critic = ResidentTrainer(store, self._build_valuer, update, ranks=ranks)
         self._store = store
         self._update = update
         self._temperature = temperature
@@ -289,7 +289,7 @@ class LoadedModels:
         return means
 
     @property
-    def draws(self) -> bool:
+    def generates_images(self) -> bool:
         """Whether the policy is a text-to-image policy."""
         return self._denoising is not None
 
@@ -302,7 +302,7 @@ class LoadedModels:
             self._reference = None
             directory = fetch_bundle(self._store, version.weights)
             if self._denoising is not None:
-                steps = StepLogprobs(load_denoiser(directory), self._build_drawing(directory), self.images)
+                steps = StepLogprobs(load_denoiser(directory), self._build_setup(directory), self.images)
                 self._reference = (version.digest, steps.requires_grad_(False).eval().to(self.ranks.device))
                 return self._reference[1]
             model = load_policy(directory).requires_grad_(False).eval()
@@ -310,7 +310,7 @@ class LoadedModels:
             policy = TokenLogprobs(
                 model, temperature=self._temperature, vision=vision, attention=self._update.wide_attention
             ).to(self.ranks.device)
-            policy.enable_sequence_parallelism(self.ranks.slicing)
+            policy.enable_sequence_parallelism(self.ranks.sequence_parallel_group)
             self._reference = (version.digest, policy)
         return self._reference[1]
 
@@ -327,7 +327,7 @@ class LoadedModels:
                 images=self.images,
                 device=self.ranks.device,
             )
-            teacher.enable_sequence_parallelism(self.ranks.slicing)
+            teacher.enable_sequence_parallelism(self.ranks.sequence_parallel_group)
             self._teacher = (version.digest, teacher)
         return self._teacher[1]
 
@@ -339,7 +339,7 @@ class LoadedModels:
     def _build_actor(self, version: ModelVersion) -> TokenModule:
         if self._denoising is not None:
             denoiser = load_trainable(self._store, version, load=load_denoiser, lora=self._update.lora)
-            return StepLogprobs(denoiser, self._build_drawing(fetch_bundle(self._store, version.weights)), self.images)
+            return StepLogprobs(denoiser, self._build_setup(fetch_bundle(self._store, version.weights)), self.images)
         model = load_trainable(self._store, version, load=load_policy, lora=self._update.lora)
         freeze(model, self._update.freeze)
         # Under ZeRO-3 every rank must take part in the gathering of weights, so the tower runs in every micro-batch.
@@ -353,9 +353,9 @@ class LoadedModels:
             replays_experts=self._update.router_replay is not None,
         )
 
-    def _build_drawing(self, directory: Path) -> Drawing:
+    def _build_setup(self, directory: Path) -> GenerationSetup:
         assert self._denoising is not None, "text-to-image policies have [rollout.denoising]"
-        return Drawing.of(directory, self._denoising, self._frozen)
+        return GenerationSetup.load(directory, self._denoising, self._frozen)
 
     def _build_valuer(self, version: ModelVersion) -> TokenValues:
         model = load_trainable(self._store, version, load=load_critic, lora=self._update.lora)

@@ -19,7 +19,7 @@ from models.data.images import digest_of
 from models.data.problems import Problem
 from models.denoising.pipeline import FrozenParts, load_denoiser, read_pipeline
 from models.denoising.policy import policy_context
-from models.denoising.steps import Drawing, Imitation, picture_inputs
+from models.denoising.steps import FlowMatching, GenerationSetup, encode_image_examples
 from models.environments.user_view import user_examples
 from models.judges.prompts import judge_examples
 from models.modeling.batching import Sequences
@@ -33,17 +33,17 @@ from models.records.work import JudgeWarmupWork, PreferenceWork, RewardModelWork
 from models.text.sequences import SequencePair, policy_pairs, reward_pairs
 from models.text.tokenizer import enforce_prompt_length, load_tokenizer, tokenize_problems
 from models.training.offline import (
-    Learnt,
-    Listener,
-    PairLearning,
-    PairNumbers,
-    imitate,
-    imitate_inputs,
-    learn_preferences,
+    PairScores,
+    PreferenceTraining,
+    TrainingCallbacks,
+    TrainingResult,
+    fine_tune,
+    fine_tune_on_inputs,
+    train_on_preferences,
 )
 from models.training.ranks import Ranks
 from models.training.trainer import Trainer
-from models.training.versions import Build, Learner
+from models.training.versions import Build, ResidentTrainer
 from models.vision.processor import load_processor
 
 
@@ -75,7 +75,7 @@ class OfflineTrainer:
             return self._imitate_pictures(work, self._denoising)
         among = partial(self._drop_long_problems, work) if work.data.too_long == "drop" else None
         examples = warmup_examples(work.data, work.warmup, work.seed, among=among)
-        return self._imitate(work.policy, examples, work.warmup, ranks=self._ranks)
+        return self._fine_tune(work.policy, examples, work.warmup, ranks=self._ranks)
 
     def _drop_long_problems(self, work: WarmupWork, problems: list[Problem]) -> list[Problem]:
         directory = fetch_bundle(self._store, work.policy.weights)
@@ -89,12 +89,12 @@ class OfflineTrainer:
     def warm_judge(self, work: JudgeWarmupWork) -> Outcome:
         """Fine-tune a judge on correct and incorrect completions."""
         examples = judge_examples(work.data, work.reward, work.warmup, work.seed)
-        return self._imitate(work.judge, examples, work.warmup, ranks=self._ranks.apart)
+        return self._fine_tune(work.judge, examples, work.warmup, ranks=self._ranks.without_sequence_parallelism)
 
     def warm_user(self, work: UserWarmupWork) -> Outcome:
         """Fine-tune the simulated user (the model that plays the user) on worked episodes."""
         examples = user_examples(work.environment, work.data, warmup=work.warmup, seed=work.seed)
-        return self._imitate(work.user, examples, work.warmup, ranks=self._ranks.apart)
+        return self._fine_tune(work.user, examples, work.warmup, ranks=self._ranks.without_sequence_parallelism)
 
     def prefer(self, work: PreferenceWork) -> Outcome:
         """Train the policy on preferences with DPO. The policy before training serves as the reference."""
@@ -104,7 +104,7 @@ class OfflineTrainer:
         def read(preferences: Sequence[Preference]) -> list[SequencePair]:
             return policy_pairs(preferences, tokenizer, context=context)
 
-        def loss(numbers: PairNumbers, start: PairNumbers) -> DpoTerms:
+        def loss(numbers: PairScores, start: PairScores) -> DpoTerms:
             return dpo(
                 *numbers,
                 reference_chosen_P=start.chosen_P,
@@ -114,7 +114,7 @@ class OfflineTrainer:
             )
 
         train, heldout = map(read, _both(work.preferences, work.data, work.seed))
-        learning = PairLearning(train, heldout, schedule=work.dpo, loss=loss, against="start", seed=work.seed)
+        learning = PreferenceTraining(train, heldout, schedule=work.dpo, loss=loss, baseline="start", seed=work.seed)
         return self._learn(work.policy, learning, self._logprobs)
 
     def train_reward_model(self, work: RewardModelWork) -> Outcome:
@@ -128,78 +128,87 @@ class OfflineTrainer:
         def read(preferences: Sequence[Preference]) -> list[SequencePair]:
             return reward_pairs(preferences, tokenizer, template=work.template, context=context)
 
-        def loss(numbers: PairNumbers, _: PairNumbers) -> PairTerms:
+        def loss(numbers: PairScores, _: PairScores) -> PairTerms:
             return bradley_terry(*numbers, centering=work.training.centering)
 
         train, heldout = map(read, _both(work.preferences, work.data, work.seed))
-        learning = PairLearning(train, heldout, schedule=work.training, loss=loss, against="nothing", seed=work.seed)
+        learning = PreferenceTraining(
+            train, heldout, schedule=work.training, loss=loss, baseline="nothing", seed=work.seed
+        )
         return self._learn(work.policy, learning, self._rewards)
 
-    def _imitate(
+    def _fine_tune(
         self, model: ModelVersion, examples: Sequence[Example], warmup: WarmupConfig, *, ranks: Ranks
     ) -> Outcome:
         self._images.source = InMemoryImages({digest_of(image): image for each in examples for image in each.images})
 
-        def learn(trainer: Trainer, listener: Listener) -> Learnt:
-            return imitate(
+        def learn(trainer: Trainer, callbacks: TrainingCallbacks) -> TrainingResult:
+            return fine_tune(
                 trainer,
                 examples,
                 warmup=warmup,
                 directory=fetch_bundle(self._store, model.weights),
                 microbatch_tokens=self._update.microbatch_tokens,
                 ranks=ranks,
-                listener=listener,
+                callbacks=callbacks,
             )
 
         return self._train(model, self._logprobs, learn, ranks=ranks)
 
     def _imitate_pictures(self, work: WarmupWork, denoising: DenoisingConfig) -> Outcome:
         directory, warmup = fetch_bundle(self._store, work.policy.weights), work.warmup
-        drawing = Drawing.of(directory, denoising, FrozenParts(device=self._ranks.device))
+        setup = GenerationSetup.load(directory, denoising, FrozenParts(device=self._ranks.device))
         examples = picture_examples(work.data, warmup, work.seed)
-        inputs = picture_inputs(examples, drawing.tokenizer, seed=work.seed)
+        inputs = encode_image_examples(examples, setup.tokenizer, seed=work.seed)
         self._images.source = InMemoryImages({digest_of(picture): picture for _, picture in examples})
         tokens = read_pipeline(directory).tokens(denoising)
 
-        def build(version: ModelVersion) -> Imitation:
-            return Imitation(load_denoiser(fetch_bundle(self._store, version.weights)), drawing, self._images)
+        def build(version: ModelVersion) -> FlowMatching:
+            return FlowMatching(load_denoiser(fetch_bundle(self._store, version.weights)), setup, self._images)
 
-        def learn(trainer: Trainer, listener: Listener) -> Learnt:
-            return imitate_inputs(
+        def learn(trainer: Trainer, callbacks: TrainingCallbacks) -> TrainingResult:
+            return fine_tune_on_inputs(
                 trainer,
                 inputs,
                 warmup=warmup,
                 sequences=lambda selected: Sequences.unrelated([tokens] * len(selected)),
                 microbatch_tokens=self._update.microbatch_tokens,
                 ranks=self._ranks,
-                listener=listener,
+                callbacks=callbacks,
             )
 
         return self._train(work.policy, build, learn, ranks=self._ranks)
 
-    def _learn(self, model: ModelVersion, learning: PairLearning, build: Build) -> Outcome:
-        def learn(trainer: Trainer, listener: Listener) -> Learnt:
+    def _learn(self, model: ModelVersion, learning: PreferenceTraining, build: Build) -> Outcome:
+        def learn(trainer: Trainer, callbacks: TrainingCallbacks) -> TrainingResult:
             budget = self._update.microbatch_tokens
-            return learn_preferences(trainer, learning, microbatch_tokens=budget, ranks=self._ranks, listener=listener)
+            return train_on_preferences(
+                trainer, learning, microbatch_tokens=budget, ranks=self._ranks, callbacks=callbacks
+            )
 
         return self._train(model, build, learn, ranks=self._ranks)
 
     def _train(
-        self, model: ModelVersion, build: Build, learn: Callable[[Trainer, Listener], Learnt], *, ranks: Ranks
+        self,
+        model: ModelVersion,
+        build: Build,
+        learn: Callable[[Trainer, TrainingCallbacks], TrainingResult],
+        *,
+        ranks: Ranks,
     ) -> Outcome:
         clock = time.perf_counter
         started = clock()
-        learner = Learner(self._store, build, self._update, ranks=ranks)
-        trainer = learner.begin_at(model)
+        resident = ResidentTrainer(self._store, build, self._update, ranks=ranks)
+        trainer = resident.load_with_fresh_optimizer(model)
         loaded = clock()
         notes = StepNotes(self._store if self._ranks.rank == 0 else None)
-        learnt = learn(trainer, Listener(self._on_progress, notes.tell))
+        result = learn(trainer, TrainingCallbacks(self._on_progress, notes.tell))
         notes.end()
         stepped = clock()
-        policy = learner.publish(model, version=model.version, put="durable")
-        learner.close()
+        policy = resident.publish(model, version=model.version, put="durable")
+        resident.close()
         timings = {"load": loaded - started, "steps": stepped - loaded, "save": clock() - stepped}
-        return Outcome(model=policy, metrics=learnt.metrics, detail={"losses": [*learnt.curve()]}, timings=timings)
+        return Outcome(model=policy, metrics=result.metrics, detail={"losses": [*result.curve()]}, timings=timings)
 
     def _logprobs(self, version: ModelVersion) -> TokenLogprobs:
         directory = fetch_bundle(self._store, version.weights)

@@ -19,7 +19,7 @@ from models.config.engines import EngineConfig
 from models.config.environments import EnvironmentConfig
 from models.engines.protocol import (
     Completion,
-    DrawingEngine,
+    ImageEngine,
     RecordsExperts,
     Request,
     VisionEngine,
@@ -168,10 +168,12 @@ class RolloutWorker:
         self, requests: Sequence[Request], work: RolloutWork, denoising: DenoisingConfig
     ) -> list[list[Completion]]:
         """Generate images with the policy, without noise if the sampling temperature is 0."""
-        if not isinstance(self._engine, DrawingEngine):
-            raise BadInput(f"engine {self._engine.producer()} has no method `draw`, which text-to-image policies need")
-        learnt = range(0) if work.sampling.temperature == 0 else _window(work, denoising)
-        return self._engine.draw(requests, denoising, learnt)
+        if not isinstance(self._engine, ImageEngine):
+            raise BadInput(
+                f"engine {self._engine.producer()} has no method `generate_images`, which text-to-image policies need"
+            )
+        trained_steps = range(0) if work.sampling.temperature == 0 else _window(work, denoising)
+        return self._engine.generate_images(requests, denoising, trained_steps)
 
     def _set_images(self, work: RolloutWork) -> None:
         """Set the source of the prompts' images in the engine. Raises BadInput if the engine cannot use images."""
@@ -221,11 +223,7 @@ def _count_new_tokens(drafts: Sequence[Group], groups: Sequence[Group]) -> list[
         for before, after in zip(drafts, groups, strict=True)
         for old, new in zip(before.drafts, after.drafts, strict=True)
     )
-    return [
-        new.num_generated_tokens - old.num_generated_tokens
-        for old, new in pairs
-        if old.finish_reason is FinishReason.CUT
-    ]
+    return [new.num_generated - old.num_generated for old, new in pairs if old.finish_reason is FinishReason.CUT]
 
 
 def _sort_rows(work: RolloutWork, continued: set[int]) -> list[int]:

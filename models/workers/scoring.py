@@ -16,7 +16,7 @@ from models.config.algorithms import AlgorithmConfig
 from models.config.judges import ServedReward
 from models.config.rewards import ScoringConfig
 from models.credit.assign import ROLLOUT_COLUMNS, Credit, CreditRule, credit_completions
-from models.credit.comparison import compare_advantages, compare_rewards, read_rewards, rewards_of
+from models.credit.comparison import compare_advantages, compare_rewards, read_rewards, read_total_rewards
 from models.credit.inputs import term_columns
 from models.credit.selection import GroupQuota, informative_prompts
 from models.judges.verdicts import Judgement
@@ -89,7 +89,7 @@ class ScoringWorker:
         scores are missing or, if configured, too few groups are informative.
         """
         started = time.perf_counter()
-        rule = credit_rule(work, self._scoring, self._algorithm)
+        rule = build_credit_rule(work, self._scoring, self._algorithm)
         estimates = zip(work.estimates, work.shards, strict=True) if work.estimates else ()
         credit = credit_completions(
             [
@@ -98,7 +98,9 @@ class ScoringWorker:
             ],
             [select_rows(read_shard(self._store, shard.scores), shard.rows) for shard in work.shards],
             rule,
-            estimates=[select_rows(read_shard(self._store, estimate), shard.rows) for estimate, shard in estimates],
+            auxiliary_scores=[
+                select_rows(read_shard(self._store, estimate), shard.rows) for estimate, shard in estimates
+            ],
         )
         check_missing(credit, max_missing=self._scoring.max_missing, iteration=work.iteration)
         check_shortfall(credit, work)
@@ -111,13 +113,17 @@ class ScoringWorker:
         return Outcome(
             shards=(ref,),
             metrics=credit.metrics,
-            detail={"surplus": surplus} if rule.wanted else None,
+            detail={"surplus": surplus} if rule.quota else None,
             timings={"credit_seconds": time.perf_counter() - started},
         )
 
     def compare_rewards(self, work: ComparisonWork) -> Outcome:
         """Return statistics that compare new scores of completions with the stored ones."""
-        return Outcome(metrics=compare_rewards(rewards_of(self._store, work.stored), rewards_of(self._store, work.new)))
+        return Outcome(
+            metrics=compare_rewards(
+                read_total_rewards(self._store, work.stored), read_total_rewards(self._store, work.new)
+            )
+        )
 
     def compare_advantages(self, work: ComparisonWork) -> Outcome:
         """Return statistics that compare new training samples with those that were trained on."""
@@ -217,19 +223,19 @@ def _tally_verdicts(
     return tally(verdicts, rollouts, vote=reward.vote, term=term)
 
 
-def credit_rule(work: CreditWork, scoring: ScoringConfig, algorithm: AlgorithmConfig) -> CreditRule:
+def build_credit_rule(work: CreditWork, scoring: ScoringConfig, algorithm: AlgorithmConfig) -> CreditRule:
     """Return the rule by which the work's rewards become credit."""
     return CreditRule(
         terms=term_columns(scoring),
         algorithm=algorithm,
-        wanted=wanted_groups(work, scoring.terms),
+        quota=read_group_quota(work, scoring.terms),
         policy_version=work.policy_version,
         max_new_tokens=work.max_new_tokens,
         kl_coefficient=work.kl_coefficient,
     )
 
 
-def wanted_groups(work: CreditWork, terms: Sequence[str]) -> GroupQuota | None:
+def read_group_quota(work: CreditWork, terms: Sequence[str]) -> GroupQuota | None:
     """Return the quota of informative groups that dynamic sampling needs, or None to use every group."""
     if work.dynamic is None:
         return None

@@ -15,7 +15,7 @@ from models.config.algorithms import AlgorithmConfig
 from models.config.denoising import DenoisingConfig
 from models.config.objectives import UpdateConfig
 from models.config.teachers import Teacher
-from models.modeling.layout import AuxiliaryPass
+from models.modeling.layout import AuxiliaryForward
 from models.records.media import Media
 from models.records.versions import ModelVersion, Outcome, StageTimer
 from models.records.work import (
@@ -27,22 +27,22 @@ from models.records.work import (
     UserWarmupWork,
     WarmupWork,
 )
-from models.training.auxiliary import ask_endpoint, ask_model, write_estimates
+from models.training.auxiliary import build_endpoint_forward, build_model_forward, write_auxiliary_scores
 from models.training.ranks import join_ranks
 from models.training.samples import TrainingSamples, open_samples
 from models.training.trainer import Forward, Trainer, frozen_forward
 from models.training.update_steps import (
-    StepPasses,
-    StepsTaken,
-    critic_steps,
-    extra_logprobs,
-    policy_steps,
+    StepBatches,
+    StepStatistics,
+    compute_extra_logprobs,
+    plan_critic_steps,
+    plan_policy_steps,
     take_steps,
     take_value_steps,
     update_metrics,
     value_metrics,
 )
-from models.training.versions import Learner, LoadedModels, check_arrival
+from models.training.versions import LoadedModels, ResidentTrainer, check_repeated_update
 from models.workers.offline import OfflineTrainer
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class UpdateWorker:
     def join(self, rank: int, world_size: int, master_address: str, master_port: int) -> None:
         """Join the other ranks before any work. If a rank is lost, the group and its processes must be replaced."""
         slices = self._update.sequence_parallel
-        ranks = join_ranks(rank, world_size, address=master_address, port=master_port, slices=slices)
+        ranks = join_ranks(rank, world_size, address=master_address, port=master_port, sequence_parallel=slices)
         self._models = LoadedModels(
             self._store,
             self._update,
@@ -104,11 +104,11 @@ class UpdateWorker:
         """Compute the per-token outputs of auxiliary models for an iteration's rollouts before credit.
         Nothing is trained.
         """
-        models, laps = self._require_models(), StageTimer()
+        models, timer = self._require_models(), StageTimer()
         self._show(work.media)
         queries = self._build_queries(work, models)
-        laps.end("load")
-        scores = write_estimates(
+        timer.end("load")
+        scores = write_auxiliary_scores(
             self._store,
             work,
             queries,
@@ -117,9 +117,9 @@ class UpdateWorker:
             images=models.image_tokens(work.policy) if "policy" in queries else None,
             step_tokens=models.step_tokens(work.policy),
         )
-        laps.end("estimate")
+        timer.end("estimate")
         metrics = {"sequences": float(scores.sequences), "tokens": float(scores.tokens)}
-        return Outcome(shards=scores.shards, metrics=metrics, timings=laps.seconds)
+        return Outcome(shards=scores.shards, metrics=metrics, timings=timer.seconds)
 
     def update(self, work: UpdateWork) -> Outcome:
         """Take one iteration's optimizer steps and publish the next version of the policy and of its critic, if any.
@@ -128,21 +128,23 @@ class UpdateWorker:
         the background; they are stored when the next update ends. The next versions keep their parents' weights and
         state if there is no token to train on or a value is not finite. So does a policy that is not trained yet.
         """
-        models, laps = self._require_models(), StageTimer()
+        models, timer = self._require_models(), StageTimer()
         self._show(media for update in (*work.past, work) for media in update.media)
         samples = open_samples(self._store, work.samples)
         steps = self._steps(work, samples)
         policy_steps_taken, value_steps_taken, finite = None, None, True
         if steps:
             if work.learns:
-                policy_steps_taken = self._train_policy(work, self._load_actor(work, laps), steps, laps)
-            if work.critic is not None and (policy_steps_taken is None or policy_steps_taken.finite):
-                value_steps_taken = self._train_critic(work, self._load_valuer(work, laps), steps, laps)
-            finite = all(learnt.finite for learnt in (policy_steps_taken, value_steps_taken) if learnt is not None)
+                policy_steps_taken = self._train_policy(work, self._load_actor(work, timer), steps, timer)
+            if work.critic is not None and (policy_steps_taken is None or policy_steps_taken.is_finite):
+                value_steps_taken = self._train_critic(work, self._load_valuer(work, timer), steps, timer)
+            finite = all(
+                statistics.is_finite for statistics in (policy_steps_taken, value_steps_taken) if statistics is not None
+            )
         if not steps or not finite:
-            models.states.settle()
+            models.states.wait()
             return self._keep_version(work, quarantined=not finite)
-        model, critic = self._publish(work, laps)
+        model, critic = self._publish(work, timer)
         outcome = Outcome(
             model=model,
             critic=critic,
@@ -155,11 +157,11 @@ class UpdateWorker:
                 ),
                 **({} if value_steps_taken is None else value_metrics(value_steps_taken)),
                 "steps": float(len(steps)),
-                "tokens": float(sum(samples.learnt_lengths)),
+                "tokens": float(sum(samples.trained_lengths)),
                 "samples": float(len(samples.groups)),
                 "quarantined": 0.0,
             },
-            timings=laps.seconds,
+            timings=timer.seconds,
         )
         torch.cuda.empty_cache()  # a server may share the GPU, and torch keeps freed memory; no effect without a GPU
         return outcome
@@ -168,7 +170,7 @@ class UpdateWorker:
         """Set the source of images, counting a shard only once if several work units name it."""
         self._require_models().images.source = Media(self._store, [*dict.fromkeys(media)])
 
-    def _publish(self, work: UpdateWork, laps: StageTimer) -> tuple[ModelVersion, ModelVersion | None]:
+    def _publish(self, work: UpdateWork, timer: StageTimer) -> tuple[ModelVersion, ModelVersion | None]:
         """Publish the trained models for immediate use by engines, and start to write their states."""
         models, following = self._require_models(), work.policy.version + 1
         model, critic = _next(work.policy), None
@@ -180,18 +182,18 @@ class UpdateWorker:
         if work.learns:
             model = models.policy.publish(work.policy, version=following, put="early")
         else:
-            models.policy.follow(work.policy, model)
+            models.policy.relabel(work.policy, model)
         if work.critic is not None:
             critic = models.critic.publish(work.critic, version=following, put="early")
-        laps.end("save")
-        models.states.settle()
+        timer.end("save")
+        models.states.wait()
         if state is not None:
             model = replace(model, state=models.states.begin(state))
         if critic is not None and critic_state is not None:
             critic = replace(critic, state=models.states.begin(critic_state))
         if work.is_last:
-            models.states.settle()
-        laps.end("state")
+            models.states.wait()
+        timer.end("state")
         return model, critic
 
     def sync(self, bundles: Sequence[BundleRef]) -> Outcome:
@@ -229,130 +231,130 @@ class UpdateWorker:
             self._store, self._update, denoising=self._denoising, ranks=models.ranks, on_progress=self._on_progress
         )
 
-    def _build_queries(self, work: EstimateWork, models: LoadedModels) -> dict[str, AuxiliaryPass]:
+    def _build_queries(self, work: EstimateWork, models: LoadedModels) -> dict[str, AuxiliaryForward]:
         """Load the auxiliary models and return their forward functions by column of the estimates."""
         forwards, distillation = dict[str, Forward](), self._algorithm.distillation
         if distillation is not None or (work.reference is not None and models.is_base(work.reference, work.policy)):
-            actor = models.policy.asked_at(work.policy)
+            actor = models.policy.load_for_inference(work.policy)
             forwards |= {} if distillation is None else {"policy": actor.forward}
         if work.reference is not None:
             forwards["reference"] = models.reference(work.reference, policy=work.policy)
         if work.critic is not None:
-            forwards["values"] = models.critic.asked_at(work.critic).forward
-        queries = {column: ask_model(forward, self._on_progress) for column, forward in forwards.items()}
+            forwards["values"] = models.critic.load_for_inference(work.critic).forward
+        queries = {column: build_model_forward(forward, self._on_progress) for column, forward in forwards.items()}
         if distillation is not None:
             queries["teacher"] = self._build_teacher_query(work, distillation.teacher, models)
         return queries
 
-    def _build_teacher_query(self, work: EstimateWork, teacher: Teacher, models: LoadedModels) -> AuxiliaryPass:
+    def _build_teacher_query(self, work: EstimateWork, teacher: Teacher, models: LoadedModels) -> AuxiliaryForward:
         if teacher.endpoint is not None:
-            where, queries_endpoint = fetch_bundle(self._store, work.policy.weights), models.ranks.counts
-            return ask_endpoint(teacher.endpoint, directory=where, on_progress=self._on_progress, asks=queries_endpoint)
+            where, queries_endpoint = fetch_bundle(self._store, work.policy.weights), models.ranks.reports_metrics
+            return build_endpoint_forward(
+                teacher.endpoint, directory=where, on_progress=self._on_progress, is_querying=queries_endpoint
+            )
         if work.teacher is None:
             raise BadInput(f"iteration {work.iteration}: the work unit contains no teacher model")
-        return ask_model(partial(frozen_forward, models.teacher(work.teacher)), self._on_progress)
+        return build_model_forward(partial(frozen_forward, models.teacher(work.teacher)), self._on_progress)
 
-    def _load_actor(self, work: UpdateWork, laps: StageTimer) -> Trainer:
+    def _load_actor(self, work: UpdateWork, timer: StageTimer) -> Trainer:
         """Return the policy's trainer at the start of the work."""
 
-        def learn(past: UpdateWork, trainer: Trainer) -> StepsTaken:
+        def learn(past: UpdateWork, trainer: Trainer) -> StepStatistics:
             return self._train_policy(past, trainer, self._past_steps(past), StageTimer())
 
         past = [update for update in work.past if update.learns]
         versions = [update.policy for update in (*past, work)]
         return self._restore_trainer(
-            self._require_models().policy, versions, replace(work, past=tuple(past)), learn, laps
+            self._require_models().policy, versions, replace(work, past=tuple(past)), learn, timer
         )
 
-    def _load_valuer(self, work: UpdateWork, laps: StageTimer) -> Trainer:
+    def _load_valuer(self, work: UpdateWork, timer: StageTimer) -> Trainer:
         """Return the critic's trainer at the start of the work."""
 
-        def learn(past: UpdateWork, trainer: Trainer) -> StepsTaken:
+        def learn(past: UpdateWork, trainer: Trainer) -> StepStatistics:
             return self._train_critic(past, trainer, self._past_steps(past), StageTimer())
 
         versions = [update.critic for update in (*work.past, work) if update.critic is not None]
-        return self._restore_trainer(self._require_models().critic, versions, work, learn, laps)
+        return self._restore_trainer(self._require_models().critic, versions, work, learn, timer)
 
     def _restore_trainer(
         self,
-        learner: Learner,
+        resident: ResidentTrainer,
         versions: Sequence[ModelVersion],
         work: UpdateWork,
-        learn: Callable[[UpdateWork, Trainer], StepsTaken],
-        laps: StageTimer,
+        learn: Callable[[UpdateWork, Trainer], StepStatistics],
+        timer: StageTimer,
     ) -> Trainer:
         """Return a trainer at the last version: the one in memory, or else one that repeats the past updates."""
-        trainer, states = learner.leave(versions[-1]), self._require_models().states
+        trainer, states = resident.take_over(versions[-1]), self._require_models().states
         if trainer is None:
-            trainer = learner.load(versions[0])
-            laps.end("load")
+            trainer = resident.load(versions[0])
+            timer.end("load")
             for update, expected in zip(work.past, versions[1:], strict=True):
                 logger.info("iteration %d: its update is repeated from its samples", update.iteration)
                 start_weights = [weight.clone() for weight in trainer.weights()] if work.was_moved else []
                 learn(update, trainer)
-                version = learner.describe(versions[0], version=expected.version)
+                version = resident.describe(versions[0], version=expected.version)
                 if work.was_moved:
-                    trainer = learner.stand_at(expected, came_from=start_weights)
+                    trainer = resident.load_keeping_state(expected, start_weights=start_weights)
                     continue
                 if update.keeps_state:
                     version = replace(version, state=states.begin(states.copy(trainer)))
-                check_arrival(version, expected, iteration=update.iteration)
-            laps.end("again")
-        laps.end("load")
+                check_repeated_update(version, expected, iteration=update.iteration)
+            timer.end("again")
+        timer.end("load")
         return trainer
 
-    def _past_steps(self, work: UpdateWork) -> list[StepPasses]:
+    def _past_steps(self, work: UpdateWork) -> list[StepBatches]:
         return self._steps(work, open_samples(self._store, work.samples))
 
-    def _steps(self, work: UpdateWork, samples: TrainingSamples) -> list[StepPasses]:
+    def _steps(self, work: UpdateWork, samples: TrainingSamples) -> list[StepBatches]:
         models = self._require_models()
-        images = models.image_tokens(work.policy)
-        return policy_steps(
+        return plan_policy_steps(
             samples,
             work,
             config=self._update,
             ranks=models.ranks,
-            images=images,
+            images=models.image_tokens(work.policy),
             step_tokens=models.step_tokens(work.policy),
         )
 
     def _train_policy(
-        self, work: UpdateWork, trainer: Trainer, steps: list[StepPasses], laps: StageTimer
-    ) -> StepsTaken:
+        self, work: UpdateWork, trainer: Trainer, steps: list[StepBatches], timer: StageTimer
+    ) -> StepStatistics:
         models, config = self._require_models(), self._update
         reference = means = None
-        if config.kl_penalty is not None and models.draws:
+        if config.kl_penalty is not None and models.generates_images:
             means = models.reference_means(work.reference, policy=work.policy)
         elif config.kl_penalty is not None:
             reference = models.reference(work.reference, policy=work.policy)
-        laps.end("load")
-        extras = extra_logprobs(trainer, steps, reference=reference, on_progress=self._on_progress)
-        extras = replace(extras, means=means)
-        laps.end("logprobs")
+        timer.end("load")
+        extras = compute_extra_logprobs(trainer, steps, reference=reference, on_progress=self._on_progress)
+        timer.end("logprobs")
         steps_taken = take_steps(
             trainer,
             steps,
-            extras,
+            replace(extras, means=means),
             config=config,
             kl_coefficient=work.kl_coefficient,
             ranks=models.ranks,
             on_progress=self._on_progress,
         )
-        laps.end("steps")
+        timer.end("steps")
         return steps_taken
 
     def _train_critic(
-        self, work: UpdateWork, trainer: Trainer, steps: list[StepPasses], laps: StageTimer
-    ) -> StepsTaken:
+        self, work: UpdateWork, trainer: Trainer, steps: list[StepBatches], timer: StageTimer
+    ) -> StepStatistics:
         models, config = self._require_models(), self._algorithm.value_model
         assert config is not None, "an update with a critic needs an algorithm with a critic"
-        own_steps = critic_steps(
+        own_steps = plan_critic_steps(
             steps, work, config=self._update.model_copy(update={"learning_rate": config.learning_rate})
         )
         steps_taken = take_value_steps(
             trainer, own_steps, clip=config.clip, ranks=models.ranks, on_progress=self._on_progress
         )
-        laps.end("critic")
+        timer.end("critic")
         return steps_taken
 
     def _keep_version(self, work: UpdateWork, *, quarantined: bool) -> Outcome:
@@ -365,10 +367,10 @@ class UpdateWorker:
                 work.policy.version,
             )
         models, model = self._require_models(), _next(work.policy)
-        models.policy.follow(work.policy, model)
+        models.policy.relabel(work.policy, model)
         critic = None if work.critic is None else _next(work.critic)
         if work.critic is not None and critic is not None:
-            models.critic.follow(work.critic, critic)
+            models.critic.relabel(work.critic, critic)
         return Outcome(
             model=model,
             critic=critic,

@@ -196,7 +196,7 @@ class RunConfig(Settings):
                 raise ValueError(f"{name}: {reason}")
         for reason in find_alarm_conflicts(self.alarms, self._job()):
             raise ValueError(reason)
-        if self.soup is not None and self.policy.draws:
+        if self.soup is not None and self.policy.generates_images:
             raise ValueError(f"[soup] cannot merge image policies (policy.kind {self.policy.known_as!r}).")
         for reason in self.soup.find_conflicts(self.scoring, self.update, self.data) if self.soup else ():
             raise ValueError(reason)

@@ -20,7 +20,7 @@ from infra.store.runs import open_run
 from models.config.policy import DirectoryPolicy, MergeParent, MergePolicy, PolicyConfig
 from models.config.soup import SoupConfig
 from models.config.training import EvaluationConfig
-from models.soup.mixing import extrapolated, mixing_matrix, preference_grid, weights_of
+from models.soup.mixing import compute_backbone_weights, extrapolate_weights, mixing_matrix, preference_grid
 from tasks.config.run import RunConfig, validate_again
 from tasks.promotion.evidence import problem_scores
 from tasks.promotion.suites import Suite, directory_after
@@ -142,7 +142,7 @@ def merge_points(
             policy = DirectoryPolicy(path=Path(experts[preference.index(1.0)]))
             yield PreferencePoint(preference, (), policy, "expert")
             continue
-        weights = weights_of(soup_of(config).method, preference, beta)
+        weights = compute_backbone_weights(soup_of(config).method, preference, beta)
         parents = soup_parents(config, backbones, weights)
         yield PreferencePoint(preference, weights, MergePolicy(parents=parents), side)
 
@@ -151,7 +151,7 @@ def soup_parents(config: RunConfig, backbones: Sequence[str], weights: Sequence[
     """Return the policies to add with their weights: the backbones, and the start policy if the merge is extrapolated
     away from it."""
     alpha = soup_of(config).extrapolate
-    scaled, of_start = extrapolated(weights, alpha)
+    scaled, of_start = extrapolate_weights(weights, alpha)
     start = [(directory_after(start_run(config), 0), of_start)] if alpha else []
     weighed = [*zip(backbones, scaled, strict=True), *start]
     return tuple(MergeParent(path=Path(path), weight=weight) for path, weight in weighed if abs(weight) > 1e-12)

@@ -17,7 +17,7 @@ from models.config.soup import SOUPS, SoupMethod
 from models.records.merges import Parent, start_of
 from models.records.versions import policy_of
 from models.soup.front import FrontMetrics, measure_front
-from models.soup.mixing import check_preference, extrapolated, mixing_matrix, weights_of
+from models.soup.mixing import check_preference, compute_backbone_weights, extrapolate_weights, mixing_matrix
 from tasks.config.run import RunConfig
 from tasks.promotion.registry import now
 from tasks.promotion.suites import directory_after
@@ -236,7 +236,9 @@ def _weight_parts(record: SoupRecord, preference: Sequence[float]) -> list[tuple
         raise BadInput(f"soup {record.name!r}: method 'oracle' only has policies for the preferences of its grid.")
     if record.experts and max(preference) > 1 - 1e-6:
         return [(record.experts[[*preference].index(max(preference))], 1.0)]
-    weights, of_start = extrapolated(weights_of(record.method, preference, record.beta), record.extrapolate)
+    weights, of_start = extrapolate_weights(
+        compute_backbone_weights(record.method, preference, record.beta), record.extrapolate
+    )
     return [*zip(record.backbones, weights, strict=True), (record.start, of_start)]
 
 

@@ -14,7 +14,7 @@ from infra.store.shards import ShardRef, read_shard
 from infra.store.tombstones import FORGOTTEN, Tombstone, find_tombstone, tombstones
 from infra.store.verify import stray_files, verify_store
 from models.config.rewards import ScoringConfig
-from models.credit.comparison import compare_rewards, rewards_of
+from models.credit.comparison import compare_rewards, read_total_rewards
 from models.data.curriculum import DynamicSamplingState, give_back, take_rows
 from models.records.versions import policy_of
 from tasks.run.batch import Batch, iterations_without_rollouts
@@ -216,8 +216,8 @@ def _check_rescored(iteration: Iteration, derived: Derived) -> Iterator[str]:
     for batch in rescored_batches(iteration, derived):
         yield from _check_verdicts(batch, terms.scoring)
     expected = compare_rewards(
-        rewards_of(run.store, [stored.shards[0] for _, stored, _ in shards]),
-        rewards_of(run.store, [scores.shards[0] for _, _, scores in shards]),
+        read_total_rewards(run.store, [stored.shards[0] for _, stored, _ in shards]),
+        read_total_rewards(run.store, [scores.shards[0] for _, _, scores in shards]),
     )
     yield from _check_seal(iteration, derived, [part for parts in shards for part in parts], expected)
 

@@ -1,4 +1,4 @@
-"""What runs take, counted again from their files, and runs that end where their budget is spent."""
+"""Costs of runs, counted a second time from their files, and runs that end when their budget is spent."""
 
 import json
 
@@ -28,12 +28,12 @@ def named_in(job, key):
 
 
 def files_below(path):
-    """A shard, or the files of a bundle but the list of them."""
+    """Return the file of a shard, or the files of a bundle except its table of contents."""
     return [path] if path.is_file() else [file for file in path.rglob("*") if file.name != "bundle.json"]
 
 
 def tokens_until(job, *keys):
-    """Tokens of all roles in what these iterations and evaluations took."""
+    """Return the tokens of all roles in these iterations and evaluations."""
     kinds = ("prompt_tokens", "written_tokens", "learnt_tokens")
     return sum(costs_in(job, key)[role][kind] for key in keys for role in ROLES for kind in kinds)
 

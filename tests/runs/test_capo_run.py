@@ -16,7 +16,7 @@ def job(undisturbed) -> InProcessJob:
 
 
 def rows_of_kind(job: InProcessJob, kind: str) -> list[dict[str, Any]]:
-    """Return the rows of all shards of a kind; no code of the product reads the shards."""
+    """Return the rows of all shards of a kind, read without code of the product."""
     tables = [pa.ipc.open_file(path).read_all() for path in (job.run / "shards").rglob("*.arrow")]
     found = [table for table in tables if table.schema.metadata[b"rheostat.kind"].decode() == kind]
     return [row for table in found for row in table.to_pylist()]

@@ -1,4 +1,4 @@
-"""A run whose reward or libraries are no longer those it was made with: refused, or accepted and told."""
+"""A run whose reward code or libraries have changed: refused, or accepted and recorded."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture
 def job(copied, tmp_path, monkeypatch):
-    """A copy of the finished run; another version of its reward and of torch is installed afterwards."""
+    """Copy of the finished run, with another version of its reward and of torch installed."""
     reward, metadata = (
         tmp_path / "now" / name for name in ("tests/support/rewards.py", "torch-9.9.dist-info/METADATA")
     )
@@ -40,7 +40,7 @@ def train(job: InProcessJob, *arguments: str) -> int:
 
 
 def found(job: InProcessJob) -> Run | None:
-    """What the same command would go on with; RunChanged if it may not."""
+    """Return what the same command would continue with. Raises RunChanged if it may not continue."""
     return find_run(load_config(job.home / "tiny.toml", [f"store={job.store}"]))
 
 

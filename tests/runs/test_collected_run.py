@@ -1,4 +1,4 @@
-"""`rheostat gc` beside a real run, and after it."""
+"""`rheostat gc` during a run and afterwards."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 
 def collect(job, *arguments):
-    """What the command says of the run."""
+    """Return what the command reports about the run."""
     (said,) = json.loads(job.command("gc", *arguments, "--json").output)
     return said
 
@@ -140,7 +140,7 @@ def test_invalid_rules_of_gc_are_refused(reference, arguments, said):
 
 
 def iterations_with_shards(run):
-    """Iterations of which a rollout shard lies in a run."""
+    """Return the iterations that have a rollout shard in the run."""
     return {each.key[:7] for each in run.manifests("it-") if each.shards and run.store.exists(each.shards[0].key)}
 
 

@@ -1,4 +1,4 @@
-"""A controller that fails stops its peers at once, and the run says why."""
+"""A controller that fails stops its peers at once, and the run reports the reason."""
 
 from datetime import datetime
 

@@ -1,4 +1,4 @@
-"""A run that was cut short between an update and its seal goes on, and closes iterations beside those that follow."""
+"""A run that ended between an update and its seal continues, and seals iterations while later ones run."""
 
 import json
 import shutil
@@ -18,9 +18,9 @@ GONE = ("manifests/it-0002/seal.json", "manifests/it-0003", "manifests/eval-0003
 
 @pytest.fixture(scope="module")
 def continued(reference, tmp_path_factory):
-    """The undisturbed run without the second seal and what follows, continued for one more iteration.
+    """Undisturbed run without the second seal and later results, continued for one more iteration.
 
-    The third iteration is sealed when the fourth has learnt: that must not wait for the seal.
+    The third iteration is sealed only after the update of the fourth, which must not wait for the seal.
     """
     job = copy_job(reference, tmp_path_factory.mktemp("cut-short") / "job")
     for path in [*(job.run / gone for gone in GONE), *sorted((job.run / "chain").iterdir())[2:]]:
@@ -40,7 +40,7 @@ def continued(reference, tmp_path_factory):
 
 
 def flows_of(job):
-    """Names of the flow runs of jobs of that name, as Prefect's API shows them; the newest come first."""
+    """Return the names of the flow runs of jobs with this name from Prefect's API, newest first."""
     asked = {"flow_runs": {"tags": {"all_": ["tiny"]}}, "sort": "EXPECTED_START_TIME_DESC", "limit": 100}
     found = httpx.post(f"{job.api}/flow_runs/filter", json=asked, auth=PASSWORD, timeout=30).raise_for_status().json()
     return [flow["name"] for flow in found]

@@ -1,4 +1,4 @@
-"""The demo as a newcomer runs it: it learns on every seed, and not without a learning rate."""
+"""The demo configurations as a new user runs them: accuracy rises for every seed, and not without a learning rate."""
 
 from pathlib import Path
 

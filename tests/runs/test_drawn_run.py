@@ -15,8 +15,8 @@ from models.config.denoising import DenoisingConfig, LearntWindow
 from models.config.engines import DiffusersEngine
 from models.denoising import pipeline
 from models.denoising.pipeline import FrozenParts, load_denoiser
-from models.denoising.steps import Drawing, StepLogprobs
-from models.engines.drawing import PictureEngine
+from models.denoising.steps import GenerationSetup, StepLogprobs
+from models.engines.image_generation import DiffusersImageEngine
 from models.engines.protocol import Request
 from models.modeling.layout import lay_out
 from models.records.media import Gallery, Media
@@ -38,7 +38,7 @@ FAMILY = "diffusion"
 
 
 def drawn_in(run):
-    """Completions and pictures of each shard of rollouts, by key."""
+    """Return completions and pictures of each rollout shard, by key."""
     made = [each for each in run.manifests() if "/rollout/" in each.key]
     return {
         each.key: (read_shard(run.store, each.shards[0]), Media(run.store, picture_shards_of(each))) for each in made
@@ -92,13 +92,15 @@ def test_verify_accepts_the_run(whole):
 
 @pytest.mark.parametrize("size", [1, 5, 16])
 def test_before_the_first_step_the_ratio_is_1_for_any_micro_batch_size(whole, size):
-    """The trainer reads the very states that the engine wrote; DanceGRPO's author asks for this first."""
+    """The trainer reads exactly the states that the engine wrote. DanceGRPO's author recommends to check this first."""
     run = open_tiny(whole)
     version = policy_of(run.require(StageKey.policy(0)))
     directory = fetch_bundle(run.store, version.weights)
     config = DenoisingConfig(steps=6, window=LearntWindow(size=2, first=0, last=2), text_tokens=1)
     gallery, compared = Gallery(), 0
-    module = StepLogprobs(load_denoiser(directory), Drawing.of(directory, config, FrozenParts(device="cpu")), gallery)
+    module = StepLogprobs(
+        load_denoiser(directory), GenerationSetup.load(directory, config, FrozenParts(device="cpu")), gallery
+    )
     for key, (table, media) in drawn_in(run).items():
         if not key.startswith("it-0001"):
             continue
@@ -119,7 +121,7 @@ def test_an_image_does_not_depend_on_its_batch(whole):
     version = policy_of(run.require(StageKey.policy(0)))
     table, media = drawn_in(run)["it-0001/rollout/0000"]
     row = rollout_inputs(table)[5]
-    engine = PictureEngine(DiffusersEngine())
+    engine = DiffusersImageEngine(DiffusersEngine())
     engine.load(fetch_bundle(run.store, version.weights), version)
     request = Request(row=0, inputs=(type(row)(row.chunks[:1]),), seeds=(table["seed"][5].as_py(),))
     first = int(row.completion[0])
@@ -130,16 +132,19 @@ def test_an_image_does_not_depend_on_its_batch(whole):
 
 
 def test_text_encoders_are_loaded_once_for_all_policy_versions(whole, monkeypatch):
-    """Those of real policies are larger than what is trained; memory is given back where the engine sleeps."""
+    """Text encoders of real policies are larger than the trained weights.
+
+    Their memory is released when the engine sleeps.
+    """
     loaded = []
-    reader = pipeline.PromptReader
-    monkeypatch.setattr(pipeline, "PromptReader", lambda *of, **named: loaded.append(of) or reader(*of, **named))
+    reader = pipeline.PromptEncoder
+    monkeypatch.setattr(pipeline, "PromptEncoder", lambda *of, **named: loaded.append(of) or reader(*of, **named))
     run = open_tiny(whole)
     table, _ = drawn_in(run)["it-0001/rollout/0000"]
     read = rollout_inputs(table)[0]
     request = Request(row=0, inputs=(type(read)(read.chunks[:1]),), seeds=(3,))
     versions = [policy_of(run.require(key)) for key in (StageKey.policy(0), "it-0001/update", "it-0002/update")]
-    engine, drawn = PictureEngine(DiffusersEngine()), []
+    engine, drawn = DiffusersImageEngine(DiffusersEngine()), []
     for version in versions:
         engine.load(fetch_bundle(run.store, version.weights), version)
         for steps in (6, 8):
@@ -171,7 +176,7 @@ def test_forgetting_a_prompt_deletes_its_images(job, tmp_path):
 
 
 def test_rescore_passes_stored_images_to_a_judge_and_sums_several_rewards(job):
-    """It answers by how large the file is that it got: 1 for more than the median."""
+    """Judge by the size of the received image file: 1 if it is larger than the median."""
     run = open_tiny(job)
     sizes = sorted(media.shown(digest).bytes for _, media in drawn_in(run).values() for digest in media.digests)
     median = sizes[len(sizes) // 2]
@@ -213,7 +218,7 @@ def test_an_exported_policy_generates_the_same_image_in_the_pipeline_of_diffuser
     assert exported.code == 0, exported.output
     run = open_tiny(whole)
     version = policy_of(run.require("it-0002/update"))
-    engine = PictureEngine(DiffusersEngine())
+    engine = DiffusersImageEngine(DiffusersEngine())
     engine.load(target, version)
     prompt = "red square left"
     read = ModelInput.from_prompt([*engine_tokens(target, prompt)])

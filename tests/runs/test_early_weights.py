@@ -1,4 +1,4 @@
-"""Rollouts of weights that are not durable yet: they are committed after the weights, and a kill changes no bit."""
+"""Rollouts with weights that are not durable yet: they are committed after the weights, and a kill changes no bit."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ BATCHES = 2
 """Shards that an iteration generates, in any order."""
 
 SLOW_SECONDS = 8
-"""How long a sync takes after which nothing is generated, as after the last update."""
+"""Seconds of a sync during which nothing is generated, as after the last update."""
 
 
 def shards_written(home):
@@ -26,11 +26,11 @@ def shards_written(home):
 
 
 def attempt_on_slow_disk(home, api, strike, overrides):
-    """Run the job where weights become durable when an iteration is generated with them, and never while it dies."""
+    """Run the job so that weights become durable while an iteration uses them, and never if the process dies."""
     sync = models.workers.update.sync_bundle
 
     def generated_since(before):
-        dying = strike is not None and strike.write in writes_of(home)  # a write is told before it is made
+        dying = strike is not None and strike.write in writes_of(home)  # a write is logged before it happens
         return shards_written(home) >= before + BATCHES and not dying
 
     def slow(store, ref):

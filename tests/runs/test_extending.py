@@ -1,4 +1,4 @@
-"""A whole run with an algorithm, a loss, an engine, data, a placement policy and a reward from elsewhere."""
+"""A whole run with an algorithm, a loss, an engine, data, a placement policy and a reward of the user."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ KEYS = ("policy/initial", "it-0001/update", "it-0002/update")
 
 
 def learnt(run: Path) -> int:
-    """How many different policies a run of two iterations made."""
+    """Return the number of different policies that a run of two iterations trained."""
     return len({digest_of(run, key) for key in KEYS})
 
 

@@ -1,4 +1,4 @@
-"""Servers of a whole run that die or are stopped: the run ends and names the server; the same command continues."""
+"""Servers of a run that die or are suspended: the run ends and names the server, and the same command continues."""
 
 import re
 import signal
@@ -18,14 +18,14 @@ PATIENCE = 300.0
 
 @dataclass(frozen=True)
 class Failure:
-    """A server that gets a signal at a moment of the run; then the run gets another, if any."""
+    """Server that gets a signal at a moment of the run, and a second signal for the run, if any."""
 
     server: str
     number: int
     moment: str
-    """Manifest that has just been committed; none is the start."""
+    """Manifest that has just been committed. An empty text means the start of the job."""
     told: str
-    """Regular expression for what the command says."""
+    """Regular expression for the message of the command."""
     interrupt: int | None = None
 
 
@@ -51,7 +51,7 @@ def server_of(process, name) -> psutil.Process | None:
 
 
 def strike(job: Job, failure: Failure) -> None:
-    """Start the job, have the server fail at its moment, and check how the job ends."""
+    """Start the job, make the server fail at its moment, and check how the job ends."""
     reached = job.run / f"manifests/{failure.moment}.json"
     with job.started() as process:
         assert wait_for(lambda: not failure.moment or reached.exists() or process.poll() is not None)

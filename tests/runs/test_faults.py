@@ -1,4 +1,4 @@
-"""Faults inside whole runs: every process of the job killed at named moments; the run stays the undisturbed one."""
+"""Faults inside whole runs: each process of the job is killed at named moments, and the result does not change."""
 
 import random
 import shutil
@@ -126,7 +126,7 @@ def test_a_signal_ends_the_job_in_order_and_the_command_continues_it(number, ign
 @pytest.mark.slow
 @pytest.mark.timeout(6000)
 def test_a_driver_killed_at_every_manifest_ends_with_the_same_run(reference, tmp_path):
-    """One chain: each resumed job is killed at the next moment; the last one ends."""
+    """Kill each resumed job at the next moment. The last one ends."""
     whole = Job(tmp_path / "whole", reference.api, counts_works=True)
     ended = whole.train()
     assert ended.code == 0, ended.output
@@ -146,11 +146,14 @@ def test_a_driver_killed_at_every_manifest_ends_with_the_same_run(reference, tmp
 
 
 LATE = ("update.json", "seal.json", "summary.json", ".png")
-"""What iteration 3 and the last evaluation are looked at for; all else is as in the first."""
+"""Files of iteration 3 and of the last evaluation at which the driver is killed. Iteration 1 covers all others."""
 
 
 def driver_moments(whole):
-    """After every write of the driver, and before those that commit what a worker made; iterations 2 and 3 in part."""
+    """Return the moments after every write of the driver, and before writes that commit results of workers.
+
+    Iterations 2 and 3 are covered in part.
+    """
     for name in (Path(put).relative_to(whole.run).as_posix() for put in whole.puts()):
         if name.startswith("manifests/it-0002") or ("-0003" in name and not name.endswith(LATE)):
             continue

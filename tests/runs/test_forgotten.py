@@ -1,4 +1,4 @@
-"""`rheostat forget`: no byte of the store has the prompts any more, nor what was answered; all else is as it was."""
+"""`rheostat forget`: no file of the store contains the prompts or their completions, and all else is unchanged."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ JUDGED = "rewards=[{kind='target',target='tests.support.rewards:even'}]"
 
 @pytest.fixture(scope="module")
 def whole(reference, tmp_path_factory):
-    """A copy of the undisturbed run, exported, re-scored and re-credited."""
+    """Copy of the undisturbed run, exported, rescored and recredited."""
     job = copy_job(reference, tmp_path_factory.mktemp("whole") / "job")
     assert job.command("rescore", "--rewards", JUDGED, "--as", "again", "pools.cluster=threads").code == 0
     assert job.command("recredit", "--algorithm", "rloo", "--as", "rloo", "pools.cluster=threads").code == 0
@@ -45,7 +45,7 @@ def whole(reference, tmp_path_factory):
 
 
 def found_in(job, secrets):
-    """Files, Parquet as it reads, that have a secret."""
+    """Return the files that contain a secret. Parquet files are decoded first."""
     found = []
     for name, content in files_of(job.run).items():
         if name.endswith(".parquet"):
@@ -146,7 +146,7 @@ def test_a_run_with_forgotten_prompts_cannot_be_resumed(job):
 
 
 def forget_and_die(home, ids, change):
-    """Be killed at a change of the store, whatever it is."""
+    """Kill this process at a change of the store, of any kind."""
     changes = count(1)
 
     def dying(method):

@@ -1,4 +1,4 @@
-"""Runs whose workers are threads of this process; that they are the runs of Ray's processes, test_resume.py tells."""
+"""Runs whose workers are threads of this process. test_resume.py compares them with runs on Ray."""
 
 from types import SimpleNamespace
 

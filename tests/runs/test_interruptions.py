@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM end `rheostat train` from every state; how soon is in docs/faults.md."""
+"""SIGINT and SIGTERM end `rheostat train` in every state. docs/faults.md states how soon."""
 
 import re
 import signal

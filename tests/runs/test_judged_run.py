@@ -1,4 +1,4 @@
-"""A whole run whose reward is the verdict of a judge, and the placement of its workers."""
+"""A whole run with the verdicts of a judge as reward, and the placement of its workers."""
 
 import json
 
@@ -20,7 +20,7 @@ def side_by_side(undisturbed) -> InProcessJob:
 
 
 def commit_times(job: InProcessJob, stage: str) -> list[str]:
-    """Return when each manifest of a stage was committed: ISO times of one machine, which sort."""
+    """Return when each manifest of a stage was committed, as ISO times of one machine, which sort correctly."""
     paths = sorted((job.run / f"manifests/{stage}").glob("*.json"))
     return [json.loads(path.read_text())["provenance"]["created"] for path in paths]
 

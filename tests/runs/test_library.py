@@ -1,4 +1,4 @@
-"""Use from Python: the notebook of docs/library.md runs as it stands, in a kernel of its own."""
+"""Use from Python: the notebook of docs/library.md runs unchanged in a separate kernel."""
 
 import ast
 import importlib

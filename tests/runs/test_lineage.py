@@ -1,4 +1,4 @@
-"""Where a champion comes from, by digests that are followed anew, and who learnt from a prompt."""
+"""The lineage of a champion, compared with digests that the test follows, and the policies that a prompt trained."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ from tests.support.prompts import chosen
 
 @pytest.fixture
 def store(reference, tmp_path):
-    """A copy of the undisturbed run, whose policy is champion after that of a run that is not there any more."""
+    """Copy of the undisturbed run, whose policy is the champion. The run of the previous champion no longer exists."""
     shutil.copytree(reference.run, tmp_path / "runs/tiny")
     registry = open_registry(str(tmp_path / "runs"), "assistant")
     run = open_run(str(tmp_path / "runs"), "tiny")
@@ -54,7 +54,7 @@ def store(reference, tmp_path):
 
 @pytest.fixture
 def given(store, capsys):
-    """Gives the command, and returns its exit code and what it printed."""
+    """Function that runs the command and returns its exit code and its output."""
 
     def give(*words):
         capsys.readouterr()
@@ -70,7 +70,7 @@ def prompts(run):
 
 
 def behind(store, ends):
-    """Keys of manifests and of all that they name as parents, from their files alone."""
+    """Return the keys of manifests and of all their ancestors, read from their files."""
     files = [json.loads(path.read_text()) for path in (store / "tiny/manifests").rglob("*.json")]
     by_digest, found, ahead = {each["digest"]: each for each in files}, set(), [*ends]
     by_key = {each["key"]: each for each in files}
@@ -182,7 +182,7 @@ def test_openlineage_events_trace_the_champion_to_its_prompts_in_a_file_and_at_a
 
 
 class listening:  # noqa: N801
-    """A service that takes lineage."""
+    """Run a service that receives lineage events."""
 
     def __enter__(self):
         received = []

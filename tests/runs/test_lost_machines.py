@@ -18,7 +18,7 @@ LOSSES = (
 
 
 def slots_planned_with(job):
-    """Worker slots that each batch was planned with."""
+    """Return the worker slots with which each batch was planned."""
     entries = job.run.glob("journal/placement/*/plan.json")
     return {path.parent.name: json.loads(path.read_text())["inputs"]["workers"] for path in entries}
 

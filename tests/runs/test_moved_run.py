@@ -1,4 +1,4 @@
-"""A run that goes on on other ranks, if that is accepted: the same data in the same order, near the same weights."""
+"""A run that continues with another parallel layout: the same data in the same order, and nearly the same weights."""
 
 import json
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.system]
 
 @pytest.fixture(scope="module")
 def unmoved(reference, tmp_path_factory):
-    """The finished run after another iteration with the same ranks."""
+    """Finished run after another iteration with the same ranks."""
     return more(reference, tmp_path_factory.mktemp("unmoved") / "job")
 
 

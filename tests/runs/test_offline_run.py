@@ -1,4 +1,4 @@
-"""The chain from a supervised policy over preferences to reinforcement: each part a command, the whole a run."""
+"""The sequence from supervised fine-tuning over preferences to reinforcement learning, each stage as a command."""
 
 import pytest
 

@@ -57,7 +57,7 @@ def test_training_samples_are_the_turns_of_the_rollouts(whole):
 
 
 def test_reference_log_probs_are_computed_after_the_prompt_of_each_turn(whole):
-    """In the first iteration the reference is the policy that wrote."""
+    """In the first iteration the reference is the policy that generated the completions."""
     run = open_tiny(whole)
     rollouts, said = tables_of(run, "it-0001", "rollout"), tables_of(run, "it-0001", "estimates")
     for table, estimates in zip(rollouts, said, strict=True):

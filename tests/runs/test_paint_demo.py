@@ -1,4 +1,4 @@
-"""The demo that draws as a newcomer runs it: it learns to paint as it is told, on every seed."""
+"""The text-to-image demo as a new user runs it: the policy is trained to paint its prompts, for every seed."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Runs that past versions trained are verified, shown, reported, copied, re-credited and continued by today's code."""
+"""Runs of past versions are verified, shown, reported, copied, recredited and continued by the current code."""
 
 import re
 import shutil
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module", params=past_versions())
 def past(request, tmp_path_factory):
-    """Store with a run of a past version; nothing may change the run."""
+    """Store with a run of a past version. Tests must not change the run."""
     return unpack_run(request.param, tmp_path_factory.mktemp("past"))
 
 

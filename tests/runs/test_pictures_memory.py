@@ -1,4 +1,4 @@
-"""Controllers of a run with pictures hold none: their memory has no byte of one, and does not grow with them."""
+"""Controllers of a run with pictures load none: no byte of a picture is in their memory, which does not grow."""
 
 import json
 import secrets
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(1500)]
 
 PICTURES = 12
 SMALL, LARGE = 1 << 19, 1 << 23
-"""Bytes of each picture: 6 MiB together, and sixteen times as many."""
+"""Bytes of each picture: 6 MiB together, and sixteen times that number."""
 SEEING = (
     "data.kind=file",
     "data.images_column=images",
@@ -29,9 +29,9 @@ SEEING = (
 
 
 def watched(home, api, size: int, *, searched: bool) -> tuple[list[Watched], list[Watched]]:
-    """Run a job with pictures of a size, each full of a marker; return its driver and controllers, and its workers.
+    """Run a job with pictures of a size, each filled with a marker. Return its driver and controllers, and its workers.
 
-    Where it is not searched, only the peaks of memory are looked at: to search a run takes as long as to run it.
+    Without a search for the marker only the peak memory is measured, because a search takes as long as the run.
     """
     marker = secrets.token_hex(16).encode()
     home.mkdir()

@@ -82,7 +82,7 @@ def test_rescore_passes_images_to_a_rule(job):
 
 
 def test_rescore_passes_images_to_a_judge(job):
-    """It answers with how large the image is that it got, in bytes: 1 for more than the median."""
+    """Judge by the size of the received image in bytes: 1 if it is larger than the median."""
     run = open_tiny(job)
     sizes = sorted(media_of(run).shown(digest).bytes for digest in media_of(run).digests)
     median = sizes[len(sizes) // 2]

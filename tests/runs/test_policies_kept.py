@@ -1,4 +1,4 @@
-"""Which policies keep their files, and that what is kept is a model that anybody can load."""
+"""Policies whose files retention keeps. Other libraries can load the kept files."""
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

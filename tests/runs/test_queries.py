@@ -1,4 +1,4 @@
-"""Runs asked in SQL: each view against what it is made from, and the questions of docs/queries.md."""
+"""SQL queries on runs: each view compared with its sources, and the queries of docs/queries.md."""
 
 import contextlib
 import io
@@ -33,7 +33,7 @@ QUESTIONS = re.findall(r"^```sql\n(.*?)^```$", (ROOT / "docs/queries.md").read_t
 
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory, prefect_api):
-    """A run that a rule and a judge of two votes reward, scored again as `short` and credited again as `rloo`."""
+    """Run with a rule and a judge of two votes, rescored as `short` and recredited as `rloo`."""
     job, threads = InProcessJob(tmp_path_factory.mktemp("asked"), prefect_api), "pools.cluster=threads"
     with chat_server(lambda asked, before: says(ANSWERS[asked.body["seed"] % 3])) as server:
         job.train(
@@ -223,7 +223,7 @@ FORBIDDEN = (
     "set enable_external_access = true; select * from read_text('{other}')",
     "create table own as select * from read_text('{other}')",
 )
-"""Queries for other files than those of a view, with the file of a view in the store, and a file elsewhere."""
+"""Queries for other files than those of a view: a file in the store of the view, and a file outside of it."""
 
 
 def test_a_query_reads_and_writes_no_files_except_those_of_its_views(copied, tmp_path):

@@ -1,4 +1,4 @@
-"""Real data and real policies through the whole job: files of every kind, chats, model directories, GSM8K."""
+"""Real data and policies through whole jobs: files of every format, chats, model directories, GSM8K."""
 
 import json
 import os
@@ -27,7 +27,7 @@ CHATS = [[{"role": "system", "content": "Be brief."}, {"role": "user", "content"
 
 
 def write_table(path: Path, columns: dict[str, list[object]]) -> None:
-    """Write the same columns in the format that the suffix names."""
+    """Write the same columns in the format of the suffix."""
     table = pa.table(columns)
     match path.suffix:
         case ".jsonl":
@@ -40,7 +40,7 @@ def write_table(path: Path, columns: dict[str, list[object]]) -> None:
 
 
 def rheostat(*arguments: str, api: str, home: Path, cwd: Path) -> str:
-    """Give a command that must succeed; return what it prints."""
+    """Run a command that must succeed, and return its output."""
     environment = {**os.environ, "PREFECT_API_URL": api, **AUTH, "PREFECT_HOME": str(home / "prefect")}
     environment |= {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([RHEOSTAT, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""A run ends with its report: in its store, and as a link among Prefect's artifacts."""
+"""A run ends with a report in its store and a link to it in Prefect's artifacts."""
 
 import asyncio
 import re

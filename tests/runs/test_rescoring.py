@@ -1,4 +1,4 @@
-"""Stored rollouts scored and credited again: what must not change does not, and what is asked wrongly is refused."""
+"""Stored rollouts that are rescored and recredited: equal settings give equal results, and invalid ones are refused."""
 
 import json
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ LENGTHS = 'rewards=[{kind="target",target="tests.support.rewards:length",weight=
 
 @pytest.fixture(scope="module")
 def again(reference, tmp_path_factory):
-    """The finished run, re-scored by its own rewards and by a judge, and re-credited from both."""
+    """Finished run, rescored with its own rewards and with a judge, and recredited from both."""
     job, threads = copy_job(reference, tmp_path_factory.mktemp("again") / "job"), "pools.cluster=threads"
     give(job, "rescore", "--rewards", str(job.home / "tiny.toml"), "--as", "own", "--iterations", "2-3", threads)
     give(job, "rescore", "--rewards", JUDGED, "--as", "judged", "--iterations", "1", threads)
@@ -44,7 +44,7 @@ def give(job: Job | InProcessJob, *arguments: str) -> str:
 
 
 def manifests(job: Job, prefix: str) -> dict[str, dict[str, object]]:
-    """Manifests under a prefix by the rest of their key; only files are looked at."""
+    """Return the manifests under a prefix by the rest of their key, read from their files."""
     root = job.run / "manifests" / prefix
     return {
         path.relative_to(root).with_suffix("").as_posix(): json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""The same command again continues: a driver and then a worker are killed, and the run is the one never disturbed."""
+"""The same command resumes a job: after kills of the driver and of a worker the run equals the undisturbed run."""
 
 import json
 import signal
@@ -27,12 +27,15 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(2000)]  # the fixtures are
 FAMILY = "small text"
 
 REAPING_SECONDS = 30.0
-"""For the embedded cluster's processes after their driver was killed; on an idle machine one second is plenty."""
+"""Seconds for the embedded cluster's processes to end after their driver was killed.
+
+An idle machine needs less than one.
+"""
 
 
 @dataclass(frozen=True)
 class Interrupted:
-    """What was seen while a job was stopped, killed and continued."""
+    """Observations of a job that was stopped, killed and resumed."""
 
     job: Job
     listening: set[str]
@@ -45,7 +48,7 @@ class Interrupted:
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory, together, prefect_api):
-    """Kill a driver between two shards and, in the resumed job, a rollout worker inside one."""
+    """Kill a driver between two shards and, in the resumed job, a rollout worker within a shard."""
     home = tmp_path_factory.mktemp("interrupted")
     settings = read_families()["small text"].settings(together)
     alone = Job(home, counts_works=True)  # its own Prefect server, to see that one end

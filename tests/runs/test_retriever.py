@@ -1,4 +1,4 @@
-"""A retriever: killed anywhere it ends with the same bits, and what it is used for agrees with its embeddings."""
+"""Retrievers: a retriever killed in any stage ends with the same bits, and its uses agree with its embeddings."""
 
 import json
 import subprocess
@@ -38,7 +38,7 @@ def small(store, *overrides):
 
 @contextmanager
 def dying(after):
-    """Have the worker fail after so many steps."""
+    """Make the worker fail after this number of steps."""
     from models.workers.retriever import RetrieverWorker
 
     with pytest.MonkeyPatch.context() as patch:
@@ -60,7 +60,7 @@ def job(tmp_path_factory, prefect_api):
 
 @pytest.fixture(scope="module")
 def made(job):
-    """One with all of its parts, never disturbed."""
+    """Undisturbed retriever with all stages."""
     from flows.retriever import retriever
 
     with job.prefect():

@@ -1,4 +1,4 @@
-"""Runs in a bucket whose drivers die, or stop and wake, or whose server goes away: the same bits, and named errors."""
+"""Runs in a bucket whose drivers die or are suspended, or whose server is down: equal bits, and named errors."""
 
 import os
 import signal
@@ -18,12 +18,12 @@ MOMENTS = (
     ("before", r"/policies/\w+/bundle.json"),
     ("before", "/manifests/it-0002/seal"),
 )
-"""Writes of a run before or after which its driver is killed, each in a start of its own."""
+"""Writes of a run before or after which its driver is killed, each in a separate start."""
 
 
 @pytest.fixture
 def far(s3_servers):
-    """Where a run's store is, behind a proxy with its weather, in the environment of this process for once."""
+    """Address of a run's store behind a proxy with faults, set in the environment of this process."""
     before = dict(os.environ)
     server = s3_servers.start("moto")
     with s3_proxy(server.endpoint) as (endpoint, weather):

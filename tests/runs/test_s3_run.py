@@ -1,4 +1,4 @@
-"""Whole runs in buckets: the run on disk to the bit, whatever happens on the way."""
+"""Whole runs in buckets equal the runs on disk bit for bit, also with failed requests on the way."""
 
 import json
 import os
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.s3, pytest.mark.timeout(1200)]
 
 
 LEAST_REQUESTS, SHARD_REQUESTS = 110, 9
-"""Of an iteration, and of each of its shards from the prompts to the update: what docs/s3.md tells."""
+"""Limits of the requests of an iteration and of each of its shards, from prompts to update, as in docs/s3.md."""
 LEAST_HEADS, SHARD_HEADS = 60, 4
 SECRET_VARIABLE = "AWS_SECRET_ACCESS_KEY"
 SECRET = "a-secret-of-this-test"
@@ -44,7 +44,7 @@ SECRET = "a-secret-of-this-test"
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch):
-    """Places change the environment of this process, which is as it was afterwards."""
+    """Stores set environment variables of this process, which are restored afterwards."""
     for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "RHEOSTAT_CACHE"):
         monkeypatch.setenv(name, "")
 
@@ -204,7 +204,7 @@ def test_data_and_a_policy_in_a_bucket_give_the_same_weights_as_local_files(
         store.put(path.relative_to(tmp_path).as_posix(), path)
 
     def trained(name: str, home: str) -> str:
-        """Train on what lies there; return the digest of the weights."""
+        """Train on the files in this place, and return the digest of the weights."""
         data = f'data={{kind="file", path="{home}/train.jsonl", heldout_path="{home}/heldout.parquet"}}'
         job = InProcessJob(tmp_path / name, prefect_api)
         job.train(data, f'policy={{kind="directory", path="{home}/policy"}}', "warmup=", "iterations=1")

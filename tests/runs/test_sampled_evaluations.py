@@ -1,4 +1,4 @@
-"""A run that asks each held-out problem several times, and one that asks once."""
+"""Evaluations with several samples per held-out problem, and with one."""
 
 import json
 
@@ -22,7 +22,7 @@ def sampled(undisturbed):
 
 
 def rewards_of(batch):
-    """Scores of each problem, by its row, as the shards have them."""
+    """Return the scores of each problem by its row, from the shards."""
     found = {}
     for manifest in batch.stage_manifests("scoring"):
         for row in read_shard(batch.run.store, manifest.shards[0]).to_pylist():

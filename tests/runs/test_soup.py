@@ -1,4 +1,4 @@
-"""Soups: what stands in their records is what was trained and evaluated, and a killed one goes on where it was."""
+"""Soups: their records contain what was trained and evaluated, and a killed soup continues where it ended."""
 
 import json
 import signal
@@ -34,23 +34,23 @@ SMALL_SOUP = ("soup.grid=3", "soup.statistics_prompts=4")
 
 
 def tiny(store: str, *overrides: str) -> RunConfig:
-    """The demo in its smallest form."""
+    """Settings of the smallest job."""
     return load_config(ROOT / "configs/soup.toml", [*SMALL, *SMALL_SOUP, f"store={json.dumps(store)}", *overrides])
 
 
 class Killed(Exception):
-    """What stands for the end of the process."""
+    """Exception that replaces the end of the process."""
 
 
 @dataclass
 class Made:
-    """A soup, and what was evaluated for it, in order."""
+    """Soup, and the policies that were evaluated for it, in order."""
 
     job: InProcessJob
     evaluated: list[str]
     record: SoupRecord
     again: SoupRecord
-    """What the same command says afterwards."""
+    """Return what the same command reports afterwards."""
 
     @property
     def store(self) -> str:
@@ -59,14 +59,14 @@ class Made:
 
 @pytest.fixture(scope="module")
 def soup(tmp_path_factory, prefect_api) -> Made:
-    """One that searches for β and has experts at its corners, and is killed once, within the search."""
+    """Soup that searches for β, has experts at its corners, and is killed once, within the search."""
     import flows.soup
 
     job, evaluated, whole = InProcessJob(tmp_path_factory.mktemp("soup"), prefect_api), [], flows.soup.evaluate
     config = tiny(str(job.store), "soup.candidates=[0.6, 0.8]", "soup.corners='expert'")
 
     class Counted:
-        """`evaluate`, before whose fifth run the process ends, once."""
+        """`evaluate`, with an exception before its fifth call, once."""
 
         def with_options(self, **_):
             async def evaluate(run):

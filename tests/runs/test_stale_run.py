@@ -12,7 +12,7 @@ from tests.support.whole_runs import check_same_run, read_families
 
 @pytest.fixture(scope="module")
 def overlapped(tmp_path_factory, together, prefect_api):
-    """A run whose updates wait until there are rollouts of the next iteration."""
+    """Run whose updates wait until there are rollouts of the next iteration."""
     home, update = tmp_path_factory.mktemp("overlapped"), UpdateWorker.update
 
     def late(worker, work):

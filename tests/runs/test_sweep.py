@@ -1,4 +1,4 @@
-"""A sweep as people give it: killed in its middle and given again, with a point that fails, on files with weights."""
+"""A sweep on the command line: killed and resumed, with a point that fails, on files with weights."""
 
 import json
 import signal
@@ -31,7 +31,7 @@ def problems(path: Path, count: int) -> Path:
 
 @pytest.fixture
 def command(tmp_path, prefect_api):
-    """The command, its environment, and where its runs lie."""
+    """Command of the sweep, its environment, and the directory of its runs."""
     few, many = problems(tmp_path / "few.jsonl", 12), problems(tmp_path / "many.jsonl", 60)
     sources = f'[{{path="{few}",weight=3,heldout_fraction=0.2}},{{path="{many}",heldout_fraction=0.2}}]'
     job = Job(tmp_path, prefect_api)

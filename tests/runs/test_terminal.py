@@ -1,4 +1,4 @@
-"""What people see of a run on a real terminal: the page, the lines that stay, and what is left at the end."""
+"""Output of a run on a real terminal: the live page, the lines that stay, and the lines at the end."""
 
 import json
 import os

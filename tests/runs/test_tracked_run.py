@@ -1,4 +1,4 @@
-"""Runs whose iterations and evaluations are mirrored from the store, by trackers that are up, down, and silent."""
+"""Iterations and evaluations are mirrored from the store to trackers that work, fail, or do not answer."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ from tests.support.trackers import tensorboard_series
 pytestmark = pytest.mark.timeout(1200)
 
 ORDER = [("evaluation", 0), ("iteration", 1), ("iteration", 2), ("iteration", 3), ("evaluation", 3)]
-"""What there is to say of the tiny run."""
+"""Points of the tiny run that trackers must receive."""
 OWN = "{kind='target', target='tests.support.trackers:%s', options={%s}}"
 
 

@@ -14,12 +14,12 @@ pytestmark = pytest.mark.timeout(1000)  # the fixture is a whole job
 
 @pytest.fixture(scope="module")
 def copy(reference, tmp_path_factory):
-    """A copy of the undisturbed run, to be damaged and mended by each test."""
+    """Copy of the undisturbed run, which each test damages and repairs."""
     return copy_job(reference, tmp_path_factory.mktemp("copy") / "job")
 
 
 def checked_files(job):
-    """Every file that a digest or a seal protects: all but the lock, the plots and what is written anew from seals."""
+    """Return all files that a digest or a seal protects: all except the lock, plots, and files derived from seals."""
     paths = (path for path in sorted(job.run.rglob("*")) if path.is_file())
     files = [path for path in paths if path.name not in ("lock", "metrics.jsonl") and "report" not in path.parts]
     assert len(files) > 60
@@ -27,7 +27,7 @@ def checked_files(job):
 
 
 def problems_of(job):
-    """What is wrong with the run; a run whose record cannot be read says so at once."""
+    """Return the problems of the run. A run whose record cannot be read has a single problem."""
     try:
         return "\n".join(verify_run(str(job.store), "tiny"))
     except RheostatError as error:
@@ -35,7 +35,7 @@ def problems_of(job):
 
 
 def names(problems, path, job):
-    """Whether the problems name the file, its manifest key or its bundle."""
+    """Return whether the problems name the file, its manifest key or its bundle."""
     key = path.relative_to(job.run).as_posix()
     known = {key, key.removeprefix("manifests/").removesuffix(".json"), path.parent.relative_to(job.run).as_posix()}
     return any(f"'{name}'" in problems for name in known) or (key == "run.json" and "'tiny'" in problems)
@@ -66,9 +66,9 @@ def test_any_file_cut_in_half_is_found_and_named(copy):
 
 @pytest.mark.system
 def test_any_lost_file_is_found_and_named(copy):
-    """But the chain's last record, which has no successor, and what only a retired bundle's absence shows.
+    """Skip the last chain record, which has no successor, and what only the absence of a retired bundle reveals.
 
-    The newest version's optimizer state is no damage, for it can be learnt again; verify names it all the same.
+    The newest version's optimizer state is not damage, because the run recomputes it, but verify names it.
     """
     last = max(copy.run.glob("chain/*"))
     for path in checked_files(copy):
@@ -82,7 +82,7 @@ def test_any_lost_file_is_found_and_named(copy):
 
 
 def test_edited_metrics_with_a_recomputed_digest_are_found(copy):
-    """As somebody would who wants another result, and knows the format."""
+    """Edit the metrics as somebody would who wants another result and knows the format."""
     for key in ("eval-0000/summary", "eval-0003/summary", "it-0003/seal", "it-0003/credit"):
         path = copy.run / f"manifests/{key}.json"
         whole = path.read_bytes()

@@ -1,4 +1,4 @@
-"""The demo that sees as a newcomer runs it: it learns on every seed, and by looking at the pictures."""
+"""The vision demo as a new user runs it: accuracy rises for every seed, because the policy uses the pictures."""
 
 import subprocess
 from pathlib import Path

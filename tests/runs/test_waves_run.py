@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.timeout(1200), pytest.mark.system]
 
 @pytest.fixture
 def waves(undisturbed):
-    """Run whose iterations have two waves and pass unfinished groups on to the next iteration."""
+    """Run whose iterations have two waves and carry unfinished groups over to the next iteration."""
     return undisturbed("waves")
 
 

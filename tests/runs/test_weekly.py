@@ -1,4 +1,4 @@
-"""Three weeks as a newcomer types them: two promotions, a rejection for a spoilt reward, and a champion that stays."""
+"""Retrains of three weeks as a new user runs them: two promotions, a rejection for a faulty reward, and a rollback."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 def said(*words):
-    """Give a command from the repository's root; return what it printed as JSON."""
+    """Run a command in the repository's root, and return its JSON output."""
     done = subprocess.run(
         [RHEOSTAT, *words, "--json"], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=1200, check=True
     )

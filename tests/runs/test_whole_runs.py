@@ -42,7 +42,7 @@ def test_a_run_ends_as_the_undisturbed_run_of_its_family(family: Family, case: C
 
 
 def run_on_threads(case: Case, job: Job, undisturbed: Path, overrides: Sequence[str]) -> None:
-    """Start a job whose workers are threads once for each kill, and once without; each kill must strike."""
+    """Start a job whose workers are threads once for each kill, and once without a kill. Each kill must happen."""
 
     def name_of(named: re.Match[str]) -> str:
         key, part = named.groups()

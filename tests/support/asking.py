@@ -1,4 +1,4 @@
-"""A retrain that waits for its form, on a real server: a worker's part is done here."""
+"""A retrain that waits for its approval form, on a real server. The tests do the work of a worker."""
 
 import json
 import tomllib
@@ -46,7 +46,7 @@ class Asking:
         return open_registry(str(self.job.store), "assistant")
 
     def goes_on(self) -> FlowRun:
-        """Do what a worker does with a scheduled flow run; return what the server says of it then."""
+        """Execute a scheduled flow run as a worker does, and return its state on the server."""
         from flows.retrain import retrain
 
         async def work():
@@ -69,7 +69,7 @@ class Asking:
             return run_flow(self.read()).state.name
 
     def resumed(self, answer: dict[str, str]) -> FlowRun:
-        """Answer the form as the UI does, and go on."""
+        """Submit the form as the UI does, and resume the flow run."""
 
         async def answered():
             async with get_client() as client:
@@ -96,21 +96,21 @@ class Asking:
             return run_flow(read())
 
     def page(self) -> str:
-        """What the artifact of the gate shows."""
+        """Return the content of the gate's artifact."""
         wanted = {"artifacts": {"flow_run_id": {"any_": [str(self.flow_run.id)]}, "key": {"any_": [f"{RUN}-gate"]}}}
         asked = {**wanted, "sort": "CREATED_DESC"}
         found = httpx.post(f"{self.job.api}/artifacts/filter", json=asked, auth=PASSWORD, timeout=30)
         return max(found.raise_for_status().json(), key=lambda artifact: artifact["created"])["data"]
 
     def another(self) -> "Asking":
-        """The same day's retrain, triggered again; as far as its own form."""
+        """Trigger the same day's retrain again, up to its form."""
         asking = replace(self, flow_run=triggered(self.job, self.deployment))
         assert asking.goes_on().state.name == "Suspended"
         return asking
 
 
 def triggered(job: InProcessJob, deployment: UUID) -> FlowRun:
-    """A run of the deployment that nobody has started."""
+    """Create a run of the deployment that nobody has started."""
     here = (f"store={job.store}", "pools.cluster=threads", *OVERRIDES)
     config = override_config(tomllib.loads(TINY) | tomllib.loads(PROPOSING), here, source="tiny")
     parameters = {"config": config.model_dump(mode="json"), "day": "2026-11-02"}
@@ -131,7 +131,7 @@ async def deploy() -> UUID:
 
 
 def asked(home: Path, api: str) -> Asking:
-    """Retrain as far as the form."""
+    """Run the retrain up to the form."""
     job = InProcessJob(home, api, sends_events=True)
     with job.prefect():
         deployment = run_flow(deploy())

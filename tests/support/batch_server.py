@@ -43,7 +43,7 @@ class BatchServer:
     url: str = ""
     digest: str = ""
     proofs: list[str] = field(default_factory=list)
-    """Answers of the next proofs. Later proofs are true."""
+    """Answers to the next proofs of the policy. Later proofs are true."""
     loads: int = 0
     asked: list[dict] = field(default_factory=list)
     """Bodies of the requests to generate, except the first test request of the engine."""

@@ -1,4 +1,4 @@
-"""A real browser for pages, which tells what a page asked for and complained of."""
+"""A real browser for pages, which records requests and errors of a page."""
 
 import shutil
 from collections.abc import Iterator
@@ -13,13 +13,13 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 
 @dataclass
 class OpenedPage:
-    """A page, and what became of it."""
+    """Page in the browser, with its errors and requests."""
 
     page: Page
     complaints: list[str] = field(default_factory=list)
-    """Errors and lines of its console, and dialogues."""
+    """Errors and lines of the console, and dialogs."""
     requests: list[str] = field(default_factory=list)
-    """Addresses that it asked for, those of data aside."""
+    """Addresses that the page requested, except data URLs."""
 
 
 @contextmanager

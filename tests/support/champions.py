@@ -9,7 +9,7 @@ from infra.store.registry import POLICIES, Kind, Registry, RegistryRecord
 def appended(
     registry: Registry, tmp_path: Path, policy: str, *, kind: Kind = "promote", run: str | None = None
 ) -> RegistryRecord | None:
-    """Append the record of a policy that consists of its name."""
+    """Append the record of a policy whose only content is its name."""
     directory = tmp_path / policy
     directory.mkdir(exist_ok=True)
     (directory / "model").write_text(policy)

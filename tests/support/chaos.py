@@ -1,15 +1,16 @@
-"""Faults by the hundred in a small run: `make chaos SEEDS=1..200`, or `make chaos ARGS=--every=1`.
+"""Hundreds of faults in a small run: `make chaos SEEDS=1..200`, or `make chaos ARGS=--every=1`.
 
-Every seed is a schedule: at which of the run's writes to the store, and on which side of it, a process is killed or a
-disk is full, once or several times in a row. The same job is started again until it ends by itself. It must then have
-the manifests and the shards of the run that was never disturbed, no file too many, and satisfy a checker that shares no
-code with the product. The run's workers are threads of its process, which a SIGKILL ends all together; kills of
-single processes are `--on ray`'s, where the workers are processes and each start of the job has several faults: kills
-of workers within their work and around their writes, and of the driver, whose command is then given again. `--every`
-goes through the moments of all writes instead of drawing.
+Every seed is a schedule of faults. A fault kills a process, or fills the disk, before, during or after one of the run's
+writes to the store. The same job is started again until it ends without a fault. The run must then have the manifests
+and the shards of the undisturbed run and no other files, and pass a checker that shares no code with the product.
 
-What a first SIGKILL leaves is taken from one run for all schedules: it is stopped (SIGSTOP) at each moment, with all of
-its threads, its directory is copied, and it goes on. Faults after the first strike the process itself.
+The run's workers are threads of one process, so a SIGKILL ends all of them. With `--on ray` the workers are processes,
+and each start of the job has several faults: kills of workers during their work and around their writes, and a kill of
+the driver, whose command is then run again. `--every` tests the moments of all writes instead of random ones.
+
+The states that a first SIGKILL leaves are copied from a single run for all schedules. That run is suspended (SIGSTOP)
+with all of its threads at each moment, its directory is copied, and it is resumed. Later faults strike the process of
+the job itself.
 """
 
 import argparse
@@ -68,27 +69,30 @@ preload(
 JOB = ("iterations=2", "policy.heads=1", "policy.kv_heads=1", *SMALLEST)
 MOMENTS = ("before", "during", "after")
 ATTEMPTS = 6
-"""How often a job is started at least before it is given up; a drawn schedule has fewer faults."""
+"""Minimum number of starts of a job before it counts as failed. A sampled schedule has fewer faults."""
 
 
 @dataclass(frozen=True)
 class Strike:
-    """What happens at one write of an attempt."""
+    """Fault at one write of an attempt."""
 
     write: int | str
-    """The how-manieth write of the process to the store, from 1, or the name in the run of the file written."""
+    """Number of the process's write to the store, from 1, or the name in the run of the written file."""
     moment: str
-    """`before` it, `during` it, with half of the file written, or `after` it."""
+    """`before` the write, `during` the write, when half of the file is written, or `after` the write."""
     full: bool = False
-    """The disk is full there, in place of a SIGKILL."""
+    """Whether the disk is full at this write, instead of a SIGKILL."""
 
     @property
     def code(self) -> int:
-        """How a start ends in which it happens."""
+        """Exit code of a start in which this fault happens."""
         return 1 if self.full else -signal.SIGKILL
 
     def happen(self, path: Path, data: bytes | Path, *, root: Path) -> None:
-        """Leave half of a temporary file, if so; then the process is dead, or its disk is full."""
+        """Leave half of a temporary file if the moment is `during`.
+
+        Then kill this process, or raise the error of a full disk.
+        """
         if self.moment == "during":
             write_half(data, root=root)
         if self.full:
@@ -100,7 +104,7 @@ class Strike:
 
 
 def write_half(data: bytes | Path, *, root: Path) -> Path:
-    """Leave the temporary file of a write that came half-way."""
+    """Leave the temporary file of a write that was half done."""
     whole = data if isinstance(data, bytes) else data.read_bytes()
     descriptor, half = open_temporary(root)
     os.write(descriptor, whole[: len(whole) // 2])
@@ -110,17 +114,17 @@ def write_half(data: bytes | Path, *, root: Path) -> Path:
 
 @dataclass(frozen=True)
 class Stops:
-    """Has a run stop at moments of its writes, so that what a SIGKILL there would leave can be copied."""
+    """Stops of a run at moments of its writes, at which the state that a SIGKILL would leave is copied."""
 
     wanted: frozenset[tuple[int, str]]
     """Numbers and moments of writes."""
     home: Path
-    """Of the run that stops."""
+    """Home of the run that stops."""
     copies: Path
-    """A directory for each moment, as `12-after`."""
+    """Directory with one copy per moment, such as `12-after`."""
 
     def stop(self, write: int, moment: str, data: bytes | Path, *, root: Path) -> None:
-        """Stop this process until it has been copied, if it shall be; called by one thread at a time."""
+        """Stop this process until its home has been copied, if the moment is wanted. Called by one thread at a time."""
         if (write, moment) not in self.wanted:
             return
         half = write_half(data, root=root) if moment == "during" else None
@@ -132,7 +136,7 @@ class Stops:
             half.unlink()
 
     def follow(self, child: BaseProcess) -> None:
-        """Copy the run's home whenever the run has stopped, and let it go on, until it ends."""
+        """Copy the run's home at each stop and then resume the run, until it ends."""
         while child.is_alive():
             if child.pid is not None and self._asked.exists() and has_stopped(child.pid):
                 shutil.copytree(self.home, self.copies / self._asked.read_text(), ignore=lambda *_: {self._asked.name})
@@ -141,7 +145,7 @@ class Stops:
             time.sleep(0.001)
 
     def copy_to(self, home: Path, first: Strike) -> None:
-        """Make a home what a fault of the first start leaves."""
+        """Copy to a home the state that a fault of the first start leaves."""
         shutil.copytree(self.copies / f"{first.write}-{first.moment}", home)
 
     @property
@@ -150,7 +154,7 @@ class Stops:
 
 
 def has_stopped(pid: int) -> bool:
-    """Whether every thread of a process is stopped; not while one is about to end."""
+    """Return whether every thread of a process is stopped. Return False if a thread is about to end."""
     try:
         states = {task.read_text().rpartition(") ")[2][:1] for task in Path(f"/proc/{pid}/task").glob("*/stat")}
     except (FileNotFoundError, ProcessLookupError):
@@ -170,18 +174,18 @@ WORKERS: dict[tuple[str, str], tuple[tuple[str, int], ...]] = {
     ("update-0", "/policies/"): (("", 4),),
     ("update-0", "/states/"): (("", 2),),
 }
-"""Where workers on Ray are killed: by role and moment, or folder of a write, at what and the how-manieth at most."""
+"""Moments at which workers on Ray are killed: work and maximum count, by role and moment or folder of a write."""
 
 
 @dataclass(frozen=True)
 class Storm:
-    """What happens in one start of a run on Ray: workers are killed, at last perhaps the driver."""
+    """Faults of one start of a run on Ray: kills of workers, and at the end perhaps of the driver."""
 
     faults: tuple[Fault, ...]
 
     @property
     def code(self) -> int:
-        """How a start ends in which all of it happens."""
+        """Exit code of a start in which all faults happen."""
         return -signal.SIGKILL if any(fault.role == "driver" for fault in self.faults) else 0
 
     def __str__(self) -> str:
@@ -189,7 +193,10 @@ class Storm:
 
 
 def storms_of(seed: int, writes: int) -> list[Storm]:
-    """The faults of a seed for a run on Ray whose driver writes so much; the last start has none of the driver's."""
+    """Return the faults of a seed for a run on Ray whose driver has this number of writes.
+
+    In the last start the driver is not killed.
+    """
     choose, storms = random.Random(seed), []
     for last in [False] * choose.choices((0, 1), (3, 1))[0] + [True]:
         workers = [_worker_fault(choose) for _ in range(choose.randint(1, 3))]
@@ -217,14 +224,14 @@ def start_on_ray(home: Path, api: str, storm: Storm | None, overrides: Sequence[
 
 
 def driven(job: Job, *words: str) -> int:
-    """Give a command of the job, with its faults that have not happened yet; return its exit code."""
+    """Run a command of the job with its faults that have not happened yet, and return its exit code."""
     with process(drive, job, words) as driver:
         driver.join(PATIENCE)
         return -1000 if driver.exitcode is None else driver.exitcode
 
 
 def drive(job: Job, words: Sequence[str]) -> None:
-    """Be a command of the job, in a process that has imported what it needs."""
+    """Execute a command of the job in this process, which has already imported its modules."""
     os.setsid()
     os.environ.clear()
     os.environ.update(job.environment())
@@ -236,14 +243,17 @@ def drive(job: Job, words: Sequence[str]) -> None:
 
 
 def write_to(output: Path) -> None:
-    """Have this process append to a file what it says."""
+    """Redirect the output of this process to a file, in append mode."""
     with output.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
 
 
 def schedule_of(seed: int, writes: int) -> list[Strike]:
-    """The faults of a seed for a run of so many writes; later attempts have fewer left, and may end before theirs."""
+    """Return the faults of a seed for a run with this number of writes.
+
+    Later attempts have fewer writes left, and may end before their fault.
+    """
     choose = random.Random(seed)
     strikes, left = [], writes
     for _ in range(choose.choices((1, 2, 3), (16, 3, 1))[0]):
@@ -262,7 +272,7 @@ def attempt(
     *,
     job: Sequence[str] = JOB,
 ) -> None:
-    """Run the job in this process to its end or to its fault; log its writes and the works of its workers."""
+    """Run the job in this process to its end or to its fault. Log its writes and the work of its workers."""
     numbers, lock, one_stop, run = count(1), Lock(), Lock(), home / "store/tiny"
 
     def stop(number: int, moment: str, data: bytes | Path, root: Path) -> None:
@@ -308,7 +318,7 @@ def run_once(home: Path, api: str, strike: Strike | None, overrides: Sequence[st
 
 
 def record(home: Path, api: str, wanted: Iterable[Strike], overrides: Sequence[str]) -> Stops:
-    """Start the job and keep what a SIGKILL leaves at the moments of some strikes."""
+    """Start the job, and copy the state that a SIGKILL leaves at the moments of some strikes."""
     stops = Stops(frozenset((int(at.write), at.moment) for at in wanted if not at.full), home, home.parent / "copies")
     home.mkdir()
     with process(attempt, home, api, None, overrides, stops) as child:
@@ -317,12 +327,12 @@ def record(home: Path, api: str, wanted: Iterable[Strike], overrides: Sequence[s
 
 
 def writes_of(home: Path) -> list[str]:
-    """Names of the files that the last start wrote, in order."""
+    """Return the names of the files that the last start wrote, in order."""
     return (home / "writes").read_text().splitlines()
 
 
 def begun_again(home: Path) -> int:
-    """How many pieces of work were begun more than once, over all starts."""
+    """Return how many pieces of work were begun again, over all starts."""
     return sum(times - 1 for times in works_of(home).values())
 
 
@@ -340,9 +350,10 @@ def problems_after(
     struck: int = 0,
     collects: bool = False,
 ) -> list[str]:
-    """Start a job with one fault after another, then without, and say what is not as if there had been none.
+    """Start a job with one fault after another, then without, and return the differences from the undisturbed run.
 
-    Where some have struck already, the home is what they left. One that `collects` deletes garbage before it goes on.
+    If some faults have happened already, the home is what they left. With `collects`, garbage is deleted before each
+    start.
     """
     home.mkdir(parents=True, exist_ok=True)
     code, attempts = -1, max(ATTEMPTS, len(strikes) + 1)
@@ -373,14 +384,14 @@ def problems_after(
 
 
 def read_seeds(text: str) -> range:
-    """Return the seeds that `A..B` (both ends included), `A+N` (N seeds from A on) or `A` stands for."""
+    """Return the seeds that `A..B` (both ends included), `A+N` (N seeds from A on) or `A` means."""
     first, sign, last = re.fullmatch(r"(\d+)(?:(\.\.|\+)(\d+))?", text).groups(default="")
     end = int(first) + (int(last) if sign == "+" else 1) if sign != ".." else int(last) + 1
     return range(int(first), end)
 
 
 def main() -> int:
-    """Run the schedules side by side; the exit code is 1 where one failed."""
+    """Run the schedules in parallel. Return exit code 1 if one failed."""
     parser = argparse.ArgumentParser(prog="make chaos", description=str(__doc__).splitlines()[0])
     parser.add_argument(
         "--seeds",
@@ -440,7 +451,7 @@ def judge(
     problems_after: Callable[[Sequence[S], Path], list[str]],
     asked: argparse.Namespace,
 ) -> int:
-    """Tell of each schedule that failed, and at the end how many held."""
+    """Report each schedule that failed, and at the end the number that passed."""
     failed, struck = 0, 0
 
     def one(name: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""A small real OpenAI-compatible server that answers as it is told, and remembers what it was asked."""
+"""A small real OpenAI-compatible server whose replies the tests define, and which records its requests."""
 
 import base64
 import json
@@ -21,12 +21,12 @@ class Reply:
     stall_seconds: float = 0.0
     """After the headers, before the body."""
     reset: bool = False
-    """Close the connection without a word."""
+    """Close the connection without an answer."""
 
 
 @dataclass
 class Asked:
-    """One request as it came."""
+    """One received request."""
 
     path: str
     headers: dict[str, str]
@@ -35,7 +35,7 @@ class Asked:
 
     @property
     def text(self) -> str:
-        """What is asked: a question, or a prompt's token ids."""
+        """Question of the request, or the token ids of its prompt."""
         if "messages" not in self.body:
             return json.dumps(self.body["prompt"])
         content = self.body["messages"][0]["content"]
@@ -43,7 +43,7 @@ class Asked:
 
     @property
     def images(self) -> list[bytes]:
-        """What a question shows, in order."""
+        """Images of the question, in order."""
         parts = self.body["messages"][0]["content"][:-1]
         addresses = [part["image_url"]["url"].split(",", 1) for part in parts if isinstance(part, dict)]
         assert all(kind == "data:image/png;base64" for kind, _ in addresses)
@@ -52,7 +52,7 @@ class Asked:
 
 @dataclass
 class ChatServer:
-    """`reply` is asked with the request and how often its question came before."""
+    """`reply` is called with the request and the number of earlier requests with the same question."""
 
     reply: Callable[[Asked, int], Reply]
     url: str = ""
@@ -71,7 +71,7 @@ class ChatServer:
 
 
 def says(text: str, **choice: object) -> Reply:
-    """Answer a question in the ordinary way."""
+    """Answer a question with the usual fields."""
     message = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop", **choice}
     usage = {"prompt_tokens": 5, "completion_tokens": len(text.split())}
     return Reply(body=json.dumps({"id": "x", "choices": [message], "usage": usage}).encode())
@@ -120,7 +120,7 @@ def chat_server(reply: Callable[[Asked, int], Reply], tls: ssl.SSLContext | None
         request_queue_size = 128
 
         def handle_error(self, request, client_address):
-            """Say nothing of a client that went in the middle of its request."""
+            """Suppress the error of a client that disconnected during its request."""
 
     http = Server(("127.0.0.1", 0), Handler)
     if tls is not None:

@@ -1,7 +1,7 @@
-"""Chat templates that behave as published ones do, written anew after what their makers document, without the words for
-the model that surround them; and tokenizers that know their tokens.
+"""Chat templates that behave like published ones, and tokenizers that know their tokens.
 
-Where TRL is installed, the tests go through the originals that it carries, too.
+The templates are rewritten from the documentation of their authors, without their instructions for the model. If TRL is
+installed, the tests also use the original templates that it contains.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ from models.text.turns import turn_format
 
 @dataclass(frozen=True)
 class Published:
-    """A template, its tokens, and what is known of it."""
+    """Published chat template with its tokens and its known properties."""
 
     template: str
     control: tuple[str, ...]
@@ -26,14 +26,14 @@ class Published:
     words: tuple[str, ...] = ()
     """Tokens that are added but not special."""
     stops: tuple[str, ...] = ()
-    """Tokens beside EOS that generation_config.json names as ends."""
+    """Tokens in addition to EOS that generation_config.json lists as ends."""
     bos: str = ""
     roles: tuple[str, ...] = ("tool", "user")
-    """Whose messages may follow a turn."""
+    """Roles whose messages may follow a turn."""
     keeps: tuple[str, ...] | None = None
-    """Of these, after which of them earlier messages stay as they are; all unless said otherwise."""
+    """Subset of `roles`, after whose messages earlier messages stay unchanged. All roles by default."""
     parser: str | None = None
-    """How calls are written, if in one of our formats."""
+    """Format of tool calls, if it is one of ours."""
 
     @property
     def keeping(self) -> tuple[str, ...]:
@@ -331,7 +331,7 @@ FIND = {
     },
 }
 CASES = [(name, role) for name, known in sorted(PUBLISHED.items()) for role in known.roles]
-"""Every template with each role whose messages may follow a turn."""
+"""All templates, with each role whose messages may follow a turn."""
 
 
 @cache
@@ -346,7 +346,7 @@ def message(role, text):
 
 
 def spelt(name, chat):
-    """A chat as `apply_chat_template` takes it: tool messages answer the calls of the turn before them."""
+    """Return a chat for `apply_chat_template`: tool messages answer the calls of the turn before them."""
     answered, found = [], []
     for turn in chat:
         one = dict(turn)
@@ -377,7 +377,7 @@ def templated(name, chat, *, generation_prompt=True):
 
 
 def originals() -> dict[str, str]:
-    """Find the templates that TRL carries, as their makers published them, where it is installed."""
+    """Return the original templates that TRL contains, as their authors published them, if TRL is installed."""
     found = importlib.util.find_spec("trl")
     if found is None or found.origin is None:
         return {}

@@ -1,7 +1,7 @@
 """An independent check of a run's directory: `python tests/support/checker.py STORE/RUN`.
 
-It imports nothing of the product and shares no code with it: the layout of a store, read anew. Each line that it prints
-is something that does not hold. What the run keeps back (waves, continued completions) it checks by digests alone.
+It imports nothing of the product and reads the layout of a store with its own code. Each line that it prints is a
+violation. It checks waves and continued completions by their digests only.
 """
 
 import hashlib
@@ -17,9 +17,9 @@ from blake3 import blake3
 
 Record = dict[str, object]
 STATES = {"state", "critic_state"}
-"""How manifests name what an optimizer remembers of a policy and of its critic."""
+"""Names under which manifests list the optimizer states of a policy and of its critic."""
 LEFT_OUT = {"lock", "report", "quarantine", "export"}
-"""What proves nothing: the lock's file, pictures, damaged shards that were put aside, copies for analysts."""
+"""Files that prove nothing: the lock, pictures, quarantined shards, exports."""
 
 
 def canonical(value: object) -> bytes:
@@ -31,7 +31,7 @@ def hexdigest(data: bytes) -> str:
 
 
 def problems_of(run: Path) -> list[str]:
-    """Everything that does not hold of a run's directory."""
+    """Return all violations in a run's directory."""
     records, problems = read_records(run)
     manifests = {key.removeprefix("manifests/"): r for key, r in records.items() if key.startswith("manifests/")}
     for check in (
@@ -51,7 +51,10 @@ def problems_of(run: Path) -> list[str]:
 
 
 def read_records(run: Path) -> tuple[dict[str, Record], list[str]]:
-    """Sealed records by their path without suffix: canonical, and with the digest of all the rest as their seal."""
+    """Read sealed records by their path without suffix.
+
+    Check that each is canonical and that its seal is the digest of the rest.
+    """
     records: dict[str, Record] = {}
     problems: list[str] = []
     files = [run / "run.json"]
@@ -74,7 +77,7 @@ def read_records(run: Path) -> tuple[dict[str, Record], list[str]]:
 
 
 def check_identity(records: dict[str, Record], manifests: dict[str, Record]) -> Iterator[str]:
-    """The record of the run states the digest of its own configuration, and every manifest carries it."""
+    """Check that the run's record states the digest of its configuration, and that every manifest carries it."""
     record = records["run"]
     stated = hashlib.blake2b(json.dumps(record["config"], sort_keys=True).encode(), digest_size=8).hexdigest()
     if record["fingerprint"] != stated:
@@ -85,7 +88,7 @@ def check_identity(records: dict[str, Record], manifests: dict[str, Record]) -> 
 
 
 def check_manifests(manifests: dict[str, Record]) -> Iterator[str]:
-    """Each has the digest of what it says, the name that it is stored under, and parents that are there."""
+    """Check that each manifest has the digest of its content, the name of its file, and existing parents."""
     digests = {str(manifest["digest"]) for manifest in manifests.values()}
     for key, manifest in manifests.items():
         result = {name: value for name, value in manifest.items() if name not in ("digest", "provenance")}
@@ -97,7 +100,7 @@ def check_manifests(manifests: dict[str, Record]) -> Iterator[str]:
 
 
 def check_parts(run: Path, manifests: dict[str, Record]) -> Iterator[str]:
-    """Every file that a manifest names has its digest; none is there that is named by nothing and half written."""
+    """Check that every file that a manifest names has its digest, and that no unnamed file is incomplete."""
     retired = {key.removeprefix("retention/") for key in manifests if key.startswith("retention/")}
     newest = max(updates_of(manifests), default="")
     for key, manifest in manifests.items():
@@ -114,7 +117,7 @@ def check_parts(run: Path, manifests: dict[str, Record]) -> Iterator[str]:
         for name, bundle in manifest["bundles"].items():
             is_last = key == newest or f"{key.removesuffix('/update')}/return" in manifests
             if is_last and name in STATES and not (run / bundle["key"] / "bundle.json").exists():
-                continue  # still on its way, or to be learnt again
+                continue  # not stored yet, or to be recomputed
             if bundle["digest"][:16] not in retired:
                 yield from (
                     f"{key}: {name}: {problem}" for problem in check_bundle(run / bundle["key"], bundle["digest"])
@@ -140,7 +143,7 @@ def check_bundle(folder: Path, digest: str) -> Iterator[str]:
 
 
 def check_chain(records: dict[str, Record]) -> Iterator[str]:
-    """Each record names the one before by digest, and what it names is there."""
+    """Check that each record names the previous one by digest, and that all files that it names exist."""
     links = {key: record for key, record in records.items() if key.startswith("chain/")}
     last, previous = "", ""
     for place, (key, link) in enumerate(sorted(links.items()), start=1):
@@ -158,7 +161,7 @@ def check_chain(records: dict[str, Record]) -> Iterator[str]:
 
 
 def check_epochs(records: dict[str, Record], manifests: dict[str, Record]) -> Iterator[str]:
-    """Leases are numbered without a gap, and nothing was committed under one that nobody took."""
+    """Check that leases are numbered without a gap, and that nothing was committed under a lease that was not taken."""
     epochs = sorted(int(key.removeprefix("lease/")) for key in records if key.startswith("lease/"))
     if epochs != list(range(1, len(epochs) + 1)):
         yield f"lease: expected epochs from 1 without a gap, found {epochs}"
@@ -168,7 +171,10 @@ def check_epochs(records: dict[str, Record], manifests: dict[str, Record]) -> It
 
 
 def check_iterations(run: Path, manifests: dict[str, Record]) -> Iterator[str]:
-    """Sealed in order; each sample trained once, of a rollout of its iteration, by the policy that it asks for."""
+    """Check that iterations are sealed in order and each sample is trained once.
+
+    Each sample must come from a rollout of its iteration by the required policy.
+    """
     sealed = sorted(key.removesuffix("/seal") for key in manifests if re.fullmatch(r"it-\d+/seal", key))
     if sealed != [f"it-{number:04d}" for number in range(1, len(sealed) + 1)]:
         yield f"sealed iterations have a gap: {sealed}"
@@ -198,7 +204,10 @@ def check_iterations(run: Path, manifests: dict[str, Record]) -> Iterator[str]:
 
 
 def check_states(records: dict[str, Record], manifests: dict[str, Record]) -> Iterator[str]:
-    """Each update names its optimizer's state when it is time; one without a step has that of the version before."""
+    """Check that each update names its optimizer state when it is due.
+
+    An update without a step has the state of the version before.
+    """
     every, last, before = records["run"]["config"]["update"].get("state_every", 1), 0, {}
     versions = {0: (last, before)}
     for number, key in enumerate(updates_of(manifests), start=1):
@@ -215,29 +224,29 @@ def check_states(records: dict[str, Record], manifests: dict[str, Record]) -> It
 
 
 def given_up(manifests: dict[str, Record]) -> tuple[str, ...]:
-    """How the keys of manifests begin whose shards were deleted."""
+    """Return the prefixes of manifests whose shards were deleted."""
     return tuple(below for manifest in manifests.values() for below in manifest["detail"].get("shards_below", ()))
 
 
 def policy_key(manifests: dict[str, Record], version: int) -> str:
-    """Key of a version: of what the run returned to, where it returned, or else of what was learnt."""
+    """Return the key of a version: the policy that the run reverted to, if it reverted, or else the trained policy."""
     returned = f"it-{version:04d}/return"
     return returned if returned in manifests else f"it-{version:04d}/update"
 
 
 def updates_of(manifests: dict[str, Record]) -> list[str]:
-    """Keys of the policies that were learnt, in order."""
+    """Return the keys of the trained policies, in order."""
     return sorted(key for key in manifests if re.fullmatch(r"it-\d+/update", key))
 
 
 def names_of(run: Path, manifest: Record) -> list[tuple[int, int]]:
-    """Prompt row and sample of every row of a manifest's first shard."""
+    """Return the prompt row and sample of every row of a manifest's first shard."""
     table = pa.ipc.open_file((run / manifest["shards"][0]["key"]).read_bytes()).read_all()
     return list(zip(table["prompt_row"].to_pylist(), table["sample"].to_pylist(), strict=True))
 
 
 def prompts_of(run: Path, manifest: Record) -> list[tuple[tuple[int, int], int]]:
-    """Prompt row and sample of every rollout of a manifest's first shard, and after how many prompts it was written."""
+    """Return prompt row and sample of each rollout of a manifest's first shard, and the number of prompts before."""
     table = pa.ipc.open_file((run / manifest["shards"][0]["key"]).read_bytes()).read_all()
     authors = ([part["policy_version"] for part in parts] for parts in table["segments"].to_pylist())
     return list(zip(names_of(run, manifest), (1 + versions.count(-2) for versions in authors), strict=True))

@@ -7,7 +7,7 @@ from tasks.config.run import RunConfig, override_config
 
 
 def refusal(*overrides: str) -> str:
-    """The one line that a combination earns."""
+    """Return the single line of the error for a combination of settings."""
     with pytest.raises(BadInput) as refused:
         override_config({}, overrides, source="run.toml")
     assert "\n" not in str(refused.value)

@@ -1,6 +1,6 @@
-"""CPU seconds per test: `--cpu-seconds LEAST` lists the tests that took at least so many, with all their processes.
+"""CPU seconds per test: `--cpu-seconds MIN` lists the tests that used at least this number, with all their processes.
 
-A whole run's time is in the test whose fixtures started it.
+The time of a whole run counts for the test whose fixtures started it.
 """
 
 import os
@@ -15,7 +15,7 @@ NAME = "cpu_seconds"
 
 
 def used() -> float:
-    """CPU seconds so far of this process, of those that ended under it, and of those that run under it now."""
+    """Return the CPU seconds so far of this process, of its ended children, and of its running descendants."""
     seconds = 0.0
     for pid in family_of(os.getpid()):
         with suppress(psutil.Error):
@@ -47,7 +47,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
 
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
-    """List the tests, those that took most first."""
+    """List the tests, those with most CPU seconds first."""
     least = config.getoption("--cpu-seconds")
     if least is None or os.environ.get("PYTEST_XDIST_WORKER"):
         return

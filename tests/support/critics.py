@@ -10,7 +10,7 @@ from tests.support.update_workers import start_worker, update_work
 
 ALGORITHM = Ppo(critic=CriticConfig(learning_rate=1e-2))
 start_critic = partial(start_worker, algorithm=ALGORITHM)
-"""Start an update worker that trains a critic beside the policy."""
+"""Start an update worker that trains a critic next to the policy."""
 
 
 def critic_work(uri: str, policy: ModelVersion, critic: ModelVersion, **changes) -> UpdateWork:

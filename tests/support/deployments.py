@@ -35,7 +35,7 @@ class Server:
         return self.get(f"/deployments/name/{name}")
 
     def ask(self, name: str, parameters: dict[str, object]) -> httpx.Response:
-        """Ask for a run of a deployment, as the UI's form does."""
+        """Create a run of a deployment, as the UI's form does."""
         path = f"/deployments/{self.deployment(name)['id']}/create_flow_run"
         return httpx.post(f"{self.api}{path}", json={"parameters": parameters}, auth=PASSWORD, timeout=30)
 
@@ -45,7 +45,7 @@ class Server:
         return asked.json()["id"]
 
     def resume(self, run: str, answer: dict[str, str]) -> None:
-        """Answer the form of a suspended run, as the UI does."""
+        """Submit the form of a suspended run, as the UI does."""
         asked = httpx.post(f"{self.api}/flow_runs/{run}/resume", json={"run_input": answer}, auth=PASSWORD, timeout=30)
         assert asked.raise_for_status().json()["status"] == "ACCEPT", asked.text
 
@@ -53,7 +53,7 @@ class Server:
         return self.get(f"/flow_runs/{run}")["state_name"]
 
     def prefect(self, *words: str) -> str:
-        """Give one of Prefect's commands in the root of the repository; return what it said."""
+        """Run a Prefect command in the root of the repository, and return its output."""
         command = [PREFECT, "--no-prompt", *words]
         done = subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -66,19 +66,19 @@ class Server:
         ).raise_for_status()
 
     def ends(self, run: str) -> str:
-        """Wait for a run's end; return the name of its state, with its message if it did not complete."""
+        """Wait for a run's end, and return the name of its state, with its message if it did not complete."""
         ended = wait_for(lambda: self.get(f"/flow_runs/{run}")["state_type"] in ENDED, seconds=2 * PATIENCE, every=0.5)
         state = self.get(f"/flow_runs/{run}")["state"]
         assert ended, state
         return state["name"] if state["type"] != "FAILED" else f"{state['name']}: {state['message']}"
 
     def below(self, run: str) -> list[dict[str, object]]:
-        """Sub-flow runs of a run, at every depth."""
+        """Return the sub-flow runs of a run, at every depth."""
         found = self.find("flow_runs", flow_runs={"parent_flow_run_id": {"any_": [run]}})
         return [*found, *(child for direct in found for child in self.below(direct["id"]))]
 
     def artifacts(self, run: str) -> dict[str, dict[str, object]]:
-        """The newest artifact under each key of a run."""
+        """Return the newest artifact under each key of a run."""
         found = self.find(
             "artifacts", artifacts={"flow_run_id": {"any_": [run]}, "key": {"exists_": True}}, sort="ID_DESC"
         )
@@ -86,7 +86,7 @@ class Server:
 
 
 def deployed_to(api: str, home: Path) -> Server:
-    """Deploy prefect.yaml, and make its pool, as somebody does who has started `rheostat server`."""
+    """Deploy prefect.yaml and create its work pool, as a user does after `rheostat server`."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     told = "".join(f'{name} = "{value}"\n' for name, value in {"PREFECT_API_URL": api, **AUTH}.items())
     (home / "prefect").mkdir()
@@ -103,7 +103,7 @@ def deployed_to(api: str, home: Path) -> Server:
 
 @contextmanager
 def working(server: Server, home: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """Have a worker serve the process pool; its log shows what its runs wrote."""
+    """Run a worker for the process pool. Its log contains the output of its runs."""
     with (home / "log").open("wb") as output:
         process = subprocess.Popen(
             [PREFECT, "worker", "start", "--pool", "rheostat"],

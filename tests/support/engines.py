@@ -1,4 +1,4 @@
-"""Tests of every engine with real models, and helpers. A module that imports the tests has a fixture `loaded`."""
+"""Tests of every engine with real models, and helpers. A module that imports the tests needs a fixture `loaded`."""
 
 import shutil
 from collections.abc import Callable, Sequence

@@ -78,7 +78,9 @@ def forward_logprobs(directory: Path, table: pa.Table) -> Iterator[tuple[np.ndar
     forward = TokenLogprobs(load_policy(directory, device="cpu", dtype=torch.float32).eval(), temperature=1.0)
     for sequence, row in zip(rollout_inputs(table), table.to_pylist(), strict=True):
         with torch.no_grad():
-            computed = forward(ForwardInput.from_microbatch(lay_out([sequence]), torch.device("cpu"), shares=False)).numpy()
+            computed = forward(
+                ForwardInput.from_microbatch(lay_out([sequence]), torch.device("cpu"), shares=False)
+            ).numpy()
         yield computed, np.array(row["logprobs"])[sequence.trained_positions - sequence.num_prompt_tokens]
 
 

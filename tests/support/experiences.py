@@ -1,4 +1,4 @@
-"""Small experiences for tests of advantages: built from lists, or drawn."""
+"""Small experiences for tests of advantages, built from lists or at random."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from hypothesis import strategies as st
 
-from models.algorithms.experience import Estimates, Experience, ScoredGroups, SpanColumns, Term
+from models.algorithms.experience import AuxiliaryScores, Experience, ScoredGroups, SpanColumns, Term
 from models.records.columns import Floats
 
 NAN = float("nan")
@@ -14,7 +14,7 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class Drawn:
-    """Completions in plain lists, as a person would write them down."""
+    """Completions in plain lists."""
 
     rewards: list[float]
     """One outcome per completion, of a term of weight 1."""
@@ -32,7 +32,7 @@ def flat(rows: Sequence[Sequence[float]]) -> Floats:
 
 
 def experience(drawn: Drawn, **settings: object) -> Experience:
-    """Build columns; a completion whose outcome is missing has no reward."""
+    """Build the columns. A completion without an outcome has no reward."""
     rewards_N = np.array(drawn.rewards, np.float64)
     terms = [Term("outcome", 1.0, rewards_N)]
     terms += [Term(name, weight, np.array(values, np.float64)) for name, (weight, values) in drawn.terms.items()]
@@ -47,13 +47,17 @@ def experience(drawn: Drawn, **settings: object) -> Experience:
     prompts_G, group_N = np.unique(np.array(drawn.groups or [0] * len(rewards_N), np.int64), return_inverse=True)
     total_N = sum((term.weight * term.rewards_N for term in terms), np.zeros(len(rewards_N)))
     scored = ScoredGroups(prompts_G, group_N, np.array(drawn.lengths, np.int64), total_N, tuple(terms))
-    defaults = {"logprobs_T": np.zeros(sum(drawn.lengths)), "counted_N": scored.is_scored, "estimates": Estimates()}
+    defaults = {
+        "logprobs_T": np.zeros(sum(drawn.lengths)),
+        "counted_N": scored.is_scored,
+        "auxiliary_scores": AuxiliaryScores(),
+    }
     return Experience(scored=scored, **defaults | settings)
 
 
 @st.composite
 def completions(draw: st.DrawFn, *, steps: bool = True, missing: bool = True, shortest: int = 0) -> Drawn:
-    """Draw a few completions: groups interleave, some rewards are missing, some completions have no token."""
+    """Build random completions: groups interleave, some rewards are missing, some completions have no token."""
     number = draw(st.integers(1, 10))
     lengths = draw(st.lists(st.integers(shortest, 6), min_size=number, max_size=number))
     eighths = st.integers(-8, 8).map(lambda value: value / 8)

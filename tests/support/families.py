@@ -23,7 +23,7 @@ from transformers import (
 
 from infra.store.bundles import BundleRef
 from models.config.lora import LoraConfig
-from models.modeling import adapters
+from models.modeling.adapters import add_adapters
 from models.modeling.layout import lay_out
 from models.modeling.logprobs import ForwardInput
 from models.records.model_input import ModelInput
@@ -70,9 +70,9 @@ def build(config):
     return AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval()
 
 
-def add_adapters(model, *, rank=4):
+def add_test_adapters(model, *, rank=4):
     """Put LoRA adapters into a model that has no stored base."""
-    adapters.add_adapters(model, LoraConfig(rank=rank), base=BundleRef(key="policies/base", digest="0" * 64, bytes=0))
+    add_adapters(model, LoraConfig(rank=rank), base=BundleRef(key="policies/base", digest="0" * 64, bytes=0))
 
 
 def batch():

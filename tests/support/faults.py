@@ -1,8 +1,8 @@
-"""The job with faults planted in it: `python -m tests.support.faults train CONFIG …`, in the directory RHEOSTAT_FAULTS.
+"""The job with planted faults: `python -m tests.support.faults train CONFIG …`, in the directory RHEOSTAT_FAULTS.
 
-`faults.json` there lists the `Fault`s of tests/support/jobs.py. Whom a fault names sends itself the signal at that very
-moment; `struck-N` then says that fault N happened, and it does not happen again. `log` gets a line for every piece of
-work that a worker begins and for every file that the driver writes.
+`faults.json` there lists the `Fault`s of tests/support/jobs.py. The process that a fault names sends itself the signal
+at the moment of the fault. The file `struck-N` then records that fault N happened, and the fault does not happen again.
+`log` gets a line for every piece of work that a worker begins and for every file that the driver writes.
 """
 
 import dataclasses
@@ -48,10 +48,10 @@ WORKS = (
 
 
 class Planted:
-    """The faults of one process, and what it tells of itself."""
+    """Faults of one process, and the log of the moments that it reaches."""
 
     driver: ClassVar["Planted | None"] = None
-    """The process that drives, of whose writes those of workers that are its threads are part."""
+    """Driver process. Its writes include those of workers that are its threads."""
 
     def __init__(self, role: str) -> None:
         self.role = role
@@ -70,11 +70,11 @@ class Planted:
             log.write(f"{line}\n")
 
     def plans(self, moment: str, what: str) -> bool:
-        """Whether a fault is planted at such a moment."""
+        """Return whether a fault is planted at this kind of moment."""
         return any(self._is_at(fault, moment, what) for fault in self._faults)
 
     def reach(self, moment: str, what: str, *, first: Callable[[], None] = lambda: None) -> None:
-        """Say that the process is at a moment; a fault that strikes there does `first` before."""
+        """Record that the process is at a moment. A fault at this moment calls `first` before it happens."""
         for index, fault in enumerate(self._faults):
             if self._is_at(fault, moment, what):
                 self._seen[index] += 1
@@ -112,7 +112,7 @@ class Planted:
         return won
 
     def _claim(self, index: int) -> bool:
-        """Be the first process in which this fault strikes."""
+        """Claim this fault. Only the first process that claims it succeeds."""
         try:
             (self._home / f"struck-{index}").touch(exist_ok=False)
         except FileExistsError:
@@ -127,7 +127,7 @@ def _write_half(directory: Path, data: bytes | Path) -> None:
 
 
 class Faulty:
-    """A worker as it is, with faults planted in its process."""
+    """Worker of the product with faults planted in its process."""
 
     def __init__(self, role: str, target: str, options: dict[str, object]) -> None:
         self._planted = Planted(role)
@@ -159,7 +159,7 @@ class Faulty:
 
     @contextmanager
     def _watched(self, what: str) -> Iterator[None]:
-        """Reach `progress` for every step that the worker's counter takes meanwhile.
+        """Reach `progress` for every step that the worker's counter takes during the work.
 
         Steps that the watching thread has not seen when the work ends are reached before the result is returned.
         """
@@ -190,14 +190,14 @@ class Faulty:
 
 
 def plant(spec: PoolSpec) -> PoolSpec:
-    """Have a pool host the worker with its faults."""
+    """Make a pool host the worker with its faults."""
     options = {"role": spec.role, "target": spec.target, "options": spec.options}
     return dataclasses.replace(spec, target="tests.support.faults:Faulty", options=options)
 
 
 @contextmanager
 def planted(home: Path) -> Iterator[None]:
-    """Have every pool that this process opens host its workers with the faults of a directory."""
+    """Make every pool that this process opens host its workers with the faults of a directory."""
     from tasks.run import worker_pools
 
     make_spec = worker_pools._build_spec

@@ -15,7 +15,7 @@ import psutil
 
 @dataclass(frozen=True)
 class Served:
-    """What a worker takes."""
+    """Memory of a worker."""
 
     version: str
 
@@ -31,7 +31,7 @@ def holds_memory(memory: Path) -> bool:
 
 
 class Turning:
-    """Sleeps, wakes and works; told by files to die or fail on the way."""
+    """Worker that sleeps, wakes and works, and that files make die or fail at a moment."""
 
     def __init__(self, role: str, home: Path) -> None:
         self.role = role
@@ -57,7 +57,7 @@ class Turning:
         self.memory.unlink(missing_ok=True)
 
     def work(self, work: tuple[str, float]) -> tuple[int, str]:
-        """Work for so many seconds, and write that this piece is done."""
+        """Work for this number of seconds, and write that this piece is done."""
         name, seconds = work
         self._meet("work")
         (self.home / f"begun-{name}").touch()
@@ -67,7 +67,7 @@ class Turning:
         return os.getpid(), self.version
 
     def _meet(self, moment: str) -> None:
-        """Do what a file tells: `die` by SIGKILL or `fail` with an error, once, or `wait` until it is gone."""
+        """Obey the file for a moment: `die` by SIGKILL or `fail` once, or `wait` until the file is deleted."""
         for trouble in ("die", "fail", "wait"):
             told = self.home / f"{trouble}-{self.role}-{moment}"
             while told.exists():
@@ -85,7 +85,7 @@ class Turning:
 
 
 class Doomed(Turning):
-    """Dies whenever it is to take something."""
+    """Worker that dies whenever it loads."""
 
     def take(self, record: Served) -> str:
         os.kill(os.getpid(), 9)
@@ -93,7 +93,7 @@ class Doomed(Turning):
 
 
 class Untrue(Turning):
-    """Does not say what it serves."""
+    """Worker that does not report which version it serves."""
 
     def take(self, record: Served) -> str:
         super().take(record)

@@ -1,4 +1,4 @@
-"""Environments of a user, good and bad: they import nothing of ours."""
+"""Environments of a user, valid and invalid. They import no module of Rheostat."""
 
 import contextlib
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class Echo:
-    """Says how long each turn was, and is done after the third, or when told so."""
+    """Environment that reports the length of each turn. The episode ends after the third turn."""
 
     def __init__(self, reward=None):
         self.reward, self.seen = reward, []
@@ -30,7 +30,7 @@ class Echo:
 
 
 class Opens(Echo):
-    """Speaks first."""
+    """Environment that speaks first."""
 
     def reset(self, problem, seed):
         super().reset(problem, seed)
@@ -38,7 +38,7 @@ class Opens(Echo):
 
 
 class Knows(Echo):
-    """Says what it is told of the problem beside the prompt."""
+    """Environment that answers with the columns of the problem other than the prompt."""
 
     def step(self, turn):
         told = {name: value for name, value in self.problem.items() if name != "prompt"}
@@ -46,7 +46,7 @@ class Knows(Echo):
 
 
 class Bad(Echo):
-    """Misbehaves at the second turn of some episodes: those whose seed's remainder by three is 0."""
+    """Environment that misbehaves at the second turn of episodes whose seed is divisible by three."""
 
     def __init__(self, how, marks=""):
         super().__init__()
@@ -74,7 +74,7 @@ class Bad(Echo):
 
 
 class Hostile(Echo):
-    """Misbehaves at the second turn, or when it is closed; the seed says how."""
+    """Environment that misbehaves at the second turn or when it is closed, depending on the seed."""
 
     MISDEEDS = ("hangs", "crashes", "raises", "returns a number", "says a number", "never ends", "pays in words")
     AT_THE_END = ("raises", "writes where answers go", "hangs")
@@ -106,14 +106,14 @@ class Hostile(Echo):
 
 
 class Dice(Echo):
-    """Not a function of problem, seed and turns."""
+    """Environment whose answers are not a function of problem, seed and turns."""
 
     def step(self, turn):
         return f"[{time.monotonic_ns()}]"
 
 
 class Shares(Echo):
-    """Counts the turns of all episodes of its process together."""
+    """Environment that counts the turns of all episodes of its process together."""
 
     turns = 0
 
@@ -123,7 +123,7 @@ class Shares(Echo):
 
 
 class Rolls(Echo):
-    """Draws what the seed does not give: what it pays, or whether it ends."""
+    """Environment that samples the reward, or whether the episode ends, without the seed."""
 
     def __init__(self, what):
         super().__init__()
@@ -135,7 +135,7 @@ class Rolls(Echo):
 
 
 class RollsFirst(Echo):
-    """Begins by chance."""
+    """Environment that samples its first message without the seed."""
 
     def reset(self, problem, seed):
         super().reset(problem, seed)
@@ -175,14 +175,14 @@ def read(path: str) -> str:
 
 
 class Unready(Echo):
-    """Cannot begin."""
+    """Environment that fails to begin."""
 
     def reset(self, problem, seed):
         raise FileNotFoundError("no board")
 
 
 class Awaited(Echo):
-    """One of its episodes is answered its first turn when another has come to its third."""
+    """Environment that answers the first turn of one episode only after another episode has reached its third turn."""
 
     def __init__(self, marks):
         super().__init__()

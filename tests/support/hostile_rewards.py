@@ -1,4 +1,4 @@
-"""Rewards that attack what runs them; the completion says how. With nothing but the standard library."""
+"""Rewards that attack their process. The completion selects the attack. Only the standard library is used."""
 
 import builtins
 import ctypes
@@ -20,7 +20,7 @@ PLANTED = (
 
 
 class Liar:
-    """Equal to everything, and no number."""
+    """Object that equals everything and is not a number."""
 
     def __eq__(self, other: object) -> bool:
         return True
@@ -32,7 +32,7 @@ class Liar:
 
 
 def hostile(prompt: str, completion: str, answer: str, *, port: int = 0) -> float:
-    """Return 1 where the attack succeeds, and the number that the completion is where it is none."""
+    """Return 1 if the attack succeeds. If the completion is a number and no attack, return the number."""
     attack = globals().get(f"attack_{completion}")
     if attack is None:
         return float(completion)
@@ -104,7 +104,7 @@ def attack_secret(secret: str, port: int) -> float:
 
 
 def attack_parent(secret: str, port: int) -> float:
-    """Reach into the process that judges, which outlives the call."""
+    """Modify the process that judges, which outlives the call."""
     for file, mode in (
         ("mem", "r+b"),
         ("fd/0", "rb"),
@@ -133,7 +133,7 @@ def attack_ptrace(secret: str, port: int) -> float:
 
 
 def attack_symlink(secret: str, port: int) -> float:
-    """Read through links, and leave some, of which the clean-up could follow one."""
+    """Read through links, and leave links that a clean-up might follow."""
     places = [Path(secret), Path(f"/proc/1/root{secret}"), Path(f"/proc/{os.getppid()}/root{secret}")]
     for number, place in enumerate(places):
         link = Path(f"/tmp/link-{number}")
@@ -179,7 +179,7 @@ def attack_orphans(secret: str, port: int) -> float:
 
 
 def attack_program(secret: str, port: int) -> float:
-    """Run the code of a completion as it should be run: in a process of its own, and compare what it writes."""
+    """Run the code of a completion correctly, in a separate process, and compare its output."""
     done = subprocess.run([sys.executable, "-c", PLANTED.format(signal=0)], capture_output=True, text=True, check=False)
     return 1.0 if done.stdout == "42" else 0.0
 
@@ -206,7 +206,7 @@ def attack_many_files(secret: str, port: int) -> float:
 
 
 def attack_hoard(secret: str, port: int) -> float:
-    """Take memory in many processes, each within its limit."""
+    """Allocate memory in many processes, each within its limit."""
     for _ in range(16):
         if os.fork() == 0:
             held = b"x" * (200 << 20)

@@ -1,4 +1,4 @@
-"""The tiny job as a flow of this process: real workers in threads, a real store and manifests, no process to start."""
+"""The tiny job as a flow of this process, with real workers in threads, a real store and no subprocesses."""
 
 import contextlib
 import functools
@@ -28,17 +28,17 @@ from tests.support.jobs import PASSWORD, TINY, Ended, works_of
 
 @dataclass(frozen=True)
 class InProcessJob:
-    """A place for one run, as `Job` is, whose workers are threads; what goes wrong is raised."""
+    """Working directory of one run, like `Job`, whose workers are threads. Errors are raised."""
 
     home: Path
     api: str
-    """A Prefect API that several jobs share."""
+    """Prefect API that several jobs share."""
     counts_works: bool = False
     """Log every piece of work that workers begin."""
     address: str = ""
-    """Of the store; none has it lie in the home."""
+    """Address of the store. If not set, the store is in the home."""
     sends_events: bool = False
-    """Send Prefect's events, hundreds in a run, which few tests ask for."""
+    """Send Prefect's events, hundreds per run, which few tests need."""
 
     @property
     def store(self) -> Path:
@@ -62,12 +62,12 @@ class InProcessJob:
             run_flow(train(config, accept_change=accept_change))
 
     def command(self, name: str, *arguments: str) -> Ended:
-        """Give a command about the run; one that starts workers is given `pools.cluster=threads`."""
+        """Run a command on the run. Commands that start workers get `pools.cluster=threads`."""
         with self.prefect(), patch.dict(os.environ):  # the command has defaults for Prefect
             return run_command(name, "tiny", *arguments, "--store", self.address or str(self.store))
 
     def works(self) -> Counter[str]:
-        """How often each piece of work was begun by any worker."""
+        """Return how often each piece of work was begun by any worker."""
         return works_of(self.home)
 
     @contextmanager
@@ -83,7 +83,7 @@ class InProcessJob:
 
     @contextmanager
     def prefect(self) -> Iterator[None]:
-        """Have flows of this process use the job's Prefect API."""
+        """Make flows of this process use the job's Prefect API."""
         from prefect.events.clients import NullEventsClient
         from prefect.events.worker import EventsWorker
         from prefect.settings import PREFECT_RESULTS_LOCAL_STORAGE_PATH, temporary_settings
@@ -106,7 +106,7 @@ def run_command(*arguments: str) -> Ended:
 
 @contextmanager
 def prefect_at(api: str) -> Iterator[None]:
-    """Have flows of this process use a Prefect API, and it alone: what sends their events would keep to the first."""
+    """Make flows of this process use only this Prefect API. The client that sends events would keep the first API."""
     from prefect.events.worker import EventsWorker
     from prefect.settings import (
         PREFECT_API_AUTH_STRING,
@@ -132,7 +132,7 @@ def prefect_at(api: str) -> Iterator[None]:
 
 @functools.cache
 def one_authority() -> IO[str]:
-    """A file with one certificate: each of the dozens of clients of a run would load all authorities in 50 ms."""
+    """Write a file with one certificate. Each of the many clients of a run would take 50 ms to load all authorities."""
     file = tempfile.NamedTemporaryFile("w", suffix=".pem")  # noqa: SIM115 -- it goes with this process
     end = "-----END CERTIFICATE-----\n"
     file.write(Path(certifi.where()).read_text().partition(end)[0] + end)
@@ -149,5 +149,5 @@ def copy_job(job: InProcessJob, home: Path, **options: bool) -> InProcessJob:
 
 
 def own_store(job: InProcessJob, home: Path) -> str:
-    """Copy a job's store, so that a command which holds its run meets no other test's; return where it lies."""
+    """Copy a job's store, so that a command that locks the run does not disturb other tests. Return the address."""
     return str(shutil.copytree(job.store, home / "own-store"))

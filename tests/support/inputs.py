@@ -1,4 +1,4 @@
-"""What models read, from plain lists of token ids."""
+"""Inputs of models from plain lists of token ids."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,11 +8,11 @@ from models.records.model_input import ModelInput
 
 
 def asking(row: int, prompt: Sequence[int], seeds: Sequence[int], *, budget: int | None = None) -> Request:
-    """Ask for one completion per seed."""
+    """Request one completion per seed."""
     return Request(row=row, inputs=(ModelInput.from_prompt(prompt),) * len(seeds), seeds=tuple(seeds), budget=budget)
 
 
 def going_on(asked: Request, prefixes: Sequence[Sequence[int]], *, budget: int | None = None) -> Request:
-    """Ask for what follows after the first tokens of each completion."""
+    """Request continuations of the first tokens of each completion."""
     prompt = ModelInput.from_prompt(asked.inputs[0].prompt)
     return replace(asked, inputs=tuple(prompt.append_completion(prefix) for prefix in prefixes), budget=budget)

@@ -1,4 +1,4 @@
-"""An engine in this process that several threads may ask, one of which it answers at a time."""
+"""An engine in this process that several threads can use, with one request at a time."""
 
 from collections.abc import Callable, Sequence
 from threading import Lock
@@ -12,13 +12,13 @@ T = TypeVar("T")
 
 
 class InterleavingTransformers(TransformersEngine):
-    """Transformers, in the order in which requests come."""
+    """Transformers engine that serves requests in the order in which they arrive."""
 
     implementation = "tests.support.interleaving:InterleavingLocalEngine"
 
 
 class InterleavingLocalEngine(HuggingFaceEngine):
-    """Answers whoever asks next. The first work that it is given is done twice."""
+    """Engine that serves requests of any thread. It repeats its first work once."""
 
     def __init__(self, config: TransformersEngine, *, adapter_rank: int = 0) -> None:
         super().__init__(config, adapter_rank=adapter_rank)

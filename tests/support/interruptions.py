@@ -1,4 +1,4 @@
-"""The states of `rheostat train`, from its start to its end, and how each is reached and interrupted."""
+"""The states of `rheostat train` from start to end, and how each is reached and interrupted."""
 
 import signal
 import time
@@ -18,12 +18,12 @@ Reached = Callable[[Job, psutil.Process], object]
 
 
 def struck(job: Job, process: psutil.Process) -> bool:
-    """The planted fault has happened."""
+    """Return whether the planted fault has happened."""
     return job.struck() > 0
 
 
 def has_child(words: str, *, cpu_seconds: float = 0.0) -> Reached:
-    """Say when the command has a child with these words in its command line that has computed for so long."""
+    """Return a condition: a child with these words in its command line has used this number of CPU seconds."""
 
     def reached(job: Job, process: psutil.Process) -> bool:
         with suppress(psutil.Error):
@@ -36,19 +36,19 @@ def has_child(words: str, *, cpu_seconds: float = 0.0) -> Reached:
 
 
 def made(name: str) -> Reached:
-    """Say when there is a file of this name in the job's directory."""
+    """Return a condition: a file of this name is in the job's directory."""
     return lambda job, process: (job.home / name).exists()
 
 
 @dataclass(frozen=True)
 class State:
-    """A state of the command, as a worker or a server that never gets on shows it at its worst."""
+    """State of the command in the worst case, with a worker or a server that makes no progress."""
 
     reached: Reached = struck
     fault: Fault | None = None
     overrides: tuple[str, ...] = ()
     own_server: bool = False
-    """The job starts Prefect's server itself."""
+    """Whether the job starts Prefect's server itself."""
 
 
 STATES = {
@@ -85,19 +85,19 @@ STATES = {
 
 @dataclass(frozen=True)
 class Interrupted:
-    """How a command ended that got a signal."""
+    """End of a command that got a signal."""
 
     code: int
     output: str
     seconds: float
-    """From the signal to the command's end."""
+    """Seconds from the signal to the end of the command."""
     gone_seconds: float
-    """And until nothing that it had started was left."""
+    """Seconds from the signal until all processes that the command started had ended."""
     left: list[str]
 
 
 def interrupt(name: str, number: int, home: Path, api: str, *, ignores: tuple[int, ...] = ()) -> Interrupted:
-    """Start the smallest job, send the signal when the state is reached, and watch the end."""
+    """Start the smallest job, send the signal when the state is reached, and measure the end."""
     state = STATES[name]
     job = Job(home, None if state.own_server else api, ignores=ignores)
     overrides = [override.replace("HOME", str(home)) for override in state.overrides]

@@ -1,4 +1,4 @@
-"""The installed `rheostat` run as people run it: real processes, a store and a Prefect home of its own."""
+"""The installed `rheostat` command as users run it, with real processes, its own store and its own Prefect home."""
 
 import json
 import os
@@ -36,7 +36,7 @@ heldout_problems = 8
 [policy]
 kind = "scratch"
 """
-"""Problems of small jobs, and the beginning of their policy."""
+"""Problems of small jobs, and the beginning of their policy section."""
 
 UPDATE = """
 [update]
@@ -71,7 +71,7 @@ PASSWORD = ("tests", "of-the-shared-server")
 """Name and password of the Prefect API that jobs share."""
 
 AUTH = {"PREFECT_API_AUTH_STRING": ":".join(PASSWORD)}
-"""What a client of that API has in its environment."""
+"""Environment variables of a client of that API."""
 
 RAISE = 0
 
@@ -93,18 +93,21 @@ class Fault:
     role: str
     """`driver`, a pool's role, or `update-N` for one rank."""
     moment: str
-    """`before`, `during` or `after` the write of a file; of a worker's method `begin`, or `progress` at a step; a
-    worker's `start`."""
+    """Moment of the fault.
+
+    A write of a file has the moments `before`, `during` and `after`. A method of a worker has `begin`, and `progress`
+    at each step. A worker has `start`.
+    """
     at: str
     """Regular expression for the file's path, or for the method with its work."""
     count: int = 1
-    """The how-manieth such moment in the process."""
+    """Number of the moment among those that match, counted in the process from 1."""
     signal: int = signal.SIGKILL
-    """What the process sends itself.
+    """Signal that the process sends itself.
 
-    `RAISE` has the worker's method raise, `KILL_SERVER` kills its vLLM, and `LOSE_MACHINE` its raylet and all below it;
-    `PAUSE` has the process sleep there for longer than any test, and `GO_ON` only tells that it was there. With
-    `KILL_DRIVER` a worker sends SIGKILL to the driver of the job.
+    `RAISE` makes the worker's method raise, `KILL_SERVER` kills the worker's vLLM server, and `LOSE_MACHINE` its raylet
+    with all descendants. `PAUSE` makes the process sleep for longer than any test, and `GO_ON` only records that the
+    process was at the moment. With `KILL_DRIVER` a worker sends SIGKILL to the driver of the job.
     """
 
 
@@ -118,11 +121,11 @@ class Ended:
 
 @dataclass(frozen=True)
 class Job:
-    """A place for one run, and the commands that are given there."""
+    """Working directory of one run, and the commands that run there."""
 
     home: Path
     api: str | None = None
-    """A Prefect API to use; none has the job start its own."""
+    """Prefect API to use. If None, the job starts its own server."""
     counts_works: bool = False
     """Log every piece of work that workers begin, and every write of the driver."""
     document: str = TINY
@@ -130,9 +133,9 @@ class Job:
     ignores: tuple[int, ...] = ()
     """Signals that the job ignores from its start on."""
     path: Path = ROOT
-    """Where modules are that are not installed: rewards of tests, and what users bring."""
+    """Directory of modules that are not installed: rewards of tests, and modules of users."""
     address: str = ""
-    """Of the store; none has it lie in the home."""
+    """Address of the store. If not set, the store is in the home."""
 
     @property
     def store(self) -> Path:
@@ -144,13 +147,13 @@ class Job:
         return self.store / "tiny"
 
     def train(self, *overrides: str, faults: Sequence[Fault] = ()) -> Ended:
-        """Run the job to its end, which may be a planted one."""
+        """Run the job to its end, or to the end that a planted fault causes."""
         with self.started(*overrides, faults=faults) as process:
             return self.ended(process)
 
     @contextmanager
     def started(self, *overrides: str, faults: Sequence[Fault] = ()) -> Iterator["subprocess.Popen[bytes]"]:
-        """Start the job in a process group of its own; it is dead afterwards."""
+        """Start the job in a separate process group, which is killed afterwards."""
         configured = self.configured()
         self.plant(faults)
         command = [sys.executable, "-m", "tests.support.faults"] if faults or self.counts_works else [RHEOSTAT]
@@ -176,7 +179,7 @@ class Job:
         return Ended(code, (self.home / "output").read_text(errors="replace"))
 
     def part(self, command: str, *overrides: str) -> Ended:
-        """Run the job a part of the way: `sft`, `dpo` or `reward-model`."""
+        """Run one stage of the job: `sft`, `dpo` or `reward-model`."""
         return self._call(command, str(self.configured()), *overrides)
 
     def configured(self) -> Path:
@@ -194,7 +197,7 @@ class Job:
         )
 
     def plant(self, faults: Sequence[Fault]) -> None:
-        """Have these faults happen in the next start of the job or in the next command."""
+        """Plant these faults in the next start of the job or in the next command."""
         for struck in self.home.glob("struck-*"):
             struck.unlink()
         (self.home / "faults.json").write_text(json.dumps([asdict(fault) for fault in faults]))
@@ -211,7 +214,7 @@ class Job:
         return len(list(self.home.glob("struck-*")))
 
     def works(self) -> Counter[str]:
-        """How often each piece of work was begun by any worker, over all starts."""
+        """Return how often each piece of work was begun by any worker, over all starts."""
         return works_of(self.home)
 
     def repeats(self) -> int:
@@ -219,11 +222,11 @@ class Job:
         return sum(count - 1 for count in self.works().values())
 
     def puts(self) -> list[str]:
-        """Names of the files that drivers wrote, in order, over all starts."""
+        """Return the names of the files that drivers wrote, in order, over all starts."""
         return [line.removeprefix("put ") for line in log_of(self.home) if line.startswith("put ")]
 
     def environment(self) -> dict[str, str]:
-        """Environment of its commands, and of machines that its workers run on."""
+        """Return the environment of the job's commands, and of machines that its workers run on."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
         api = {} if self.api is None else {"PREFECT_API_URL": self.api, **AUTH}
         planted = {"RHEOSTAT_FAULTS": str(self.home), "PYTHONPATH": str(self.path)}
@@ -231,25 +234,25 @@ class Job:
 
 
 def log_of(home: Path) -> list[str]:
-    """What tests/support/faults.py logged of a job."""
+    """Return the log of tests/support/faults.py for a job."""
     log = home / "log"
     return log.read_text().splitlines() if log.exists() else []
 
 
 def works_of(home: Path) -> Counter[str]:
-    """How often each piece of work of a job was begun."""
+    """Return how often each piece of work of a job was begun."""
     return Counter(line for line in log_of(home) if not line.startswith("put "))
 
 
 def kill(process: "subprocess.Popen[bytes]") -> None:
-    """SIGKILL, and wait until it is dead."""
+    """Send SIGKILL, and wait until the process is dead."""
     if process.poll() is None:
         process.kill()
     process.wait()
 
 
 def wait_for(predicate: Callable[[], object], *, seconds: float = PATIENCE, every: float = 0.005) -> bool:
-    """Wait until something holds; return whether it does. Who asks a server each time asks it more seldom."""
+    """Wait until a condition holds, and return whether it does. Use a longer interval if it queries a server."""
     deadline = time.monotonic() + seconds
     while not (holds := predicate()) and time.monotonic() < deadline:
         time.sleep(every)
@@ -257,14 +260,14 @@ def wait_for(predicate: Callable[[], object], *, seconds: float = PATIENCE, ever
 
 
 def manifests_of(run: Path) -> dict[str, str]:
-    """Read key and digest of every manifest; as a checker it knows nothing of the product."""
+    """Read key and digest of every manifest, without code of the product."""
     root = run / "manifests"
     paths = [path for path in sorted(root.rglob("*.json")) if not path.name.startswith(".")]
     return {str(path.relative_to(root).with_suffix("")): json.loads(path.read_text())["digest"] for path in paths}
 
 
 def manifest_of(run: Path, key: str) -> dict[str, Any]:
-    """Return a manifest of a run as JSON; no code of the product reads the file."""
+    """Return a manifest of a run as JSON, read without code of the product."""
     return json.loads((run / f"manifests/{key}.json").read_text())
 
 
@@ -279,7 +282,7 @@ def digest_of(run: Path, key: str, bundle: str = "weights") -> str:
 
 
 def shards_of(run: Path) -> set[str]:
-    """Names of all shards that lie in a run, committed or not."""
+    """Return the names of all shards in a run, committed or not."""
     return {path.name for path in run.glob("shards/**/*") if path.is_file()}
 
 
@@ -289,13 +292,13 @@ def leftovers_of(run: Path) -> list[Path]:
 
 
 def files_of(run: Path) -> dict[str, bytes]:
-    """Every file of a run but its lock, which names the last holder, and what is written anew from its seals."""
+    """Return every file of a run except its lock, which names the last holder, and files derived from its seals."""
     paths = (path for path in sorted(run.rglob("*")) if path.is_file() and path.name not in ("lock", "metrics.jsonl"))
     return {str(path.relative_to(run)): path.read_bytes() for path in paths}
 
 
 def workers_of(run: Path, role: str) -> set[int]:
-    """Process ids of a role's workers that committed something in this run."""
+    """Return the process ids of a role's workers that committed something in this run."""
     found = (
         re.search(rf'"worker":"{role}-\d+-\d+ pid (\d+)"', p.read_text()) for p in run.rglob("manifests/**/*.json")
     )
@@ -303,13 +306,13 @@ def workers_of(run: Path, role: str) -> set[int]:
 
 
 def family_of(pid: int) -> list[psutil.Process]:
-    """A process and everything below it."""
+    """Return a process and all its descendants."""
     process = psutil.Process(pid)
     return [process, *process.children(recursive=True)]
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and was not waited for does not."""
+    """Return whether a process runs. An ended process that nobody has waited for does not run."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -317,7 +320,7 @@ def is_alive(pid: int) -> bool:
 
 
 def servers_of(home: Path) -> list[psutil.Process]:
-    """vLLM's processes that workers of a job started, all of them."""
+    """Return all vLLM processes that workers of a job started."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -331,7 +334,7 @@ def _is_of(process: psutil.Process, home: Path) -> bool:
 
 
 def alive(family: Sequence[psutil.Process]) -> list[str]:
-    """Command lines of those that still run."""
+    """Return the command lines of the processes that still run."""
     lines = []
     for process in family:
         try:
@@ -351,15 +354,15 @@ SMALLEST = (
     "evaluation.problems=1",
     "controllers.count=1",
 )
-"""Overrides of the tiny job, for those who start it dozens of times."""
+"""Overrides of the tiny job for tests that start it dozens of times."""
 
 KEEPS_EVENTS = ("PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED", "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED")
 FRUGAL = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", **dict.fromkeys(KEEPS_EVENTS, "false")}
-"""Nobody asks the tests' server for old events, which take time to keep; workers listen for those that cancel a run."""
+"""Settings of the tests' server: no analytics and no stored events. Workers still receive events that cancel a run."""
 
 
 MADE_DATABASE = ROOT / "build" / f"prefect-{version('prefect')}.db"
-"""As the first server of this checkout has made it, in 13 CPU seconds; those of later servers begin as copies."""
+"""Database of this checkout's first server, which takes 13 CPU seconds to create. Later servers start from copies."""
 
 
 @contextmanager
@@ -396,13 +399,13 @@ def prefect_server(home: Path, *, keeps_tasks: bool = True, keeps_events: bool =
 
 
 def copy_prefect_database(home: Path, other: Path) -> None:
-    """Begin a Prefect home with the database of a server that serves."""
+    """Start a Prefect home with the database of a running server."""
     other.mkdir(parents=True, mode=0o700)
     _copy_database(home / "prefect.db", other / "prefect.db")
 
 
 def _copy_database(source: Path, target: Path) -> None:
-    """Copy a database that may be in use; others see the copy whole."""
+    """Copy a database that may be in use. Other processes only see the complete copy."""
     target.parent.mkdir(exist_ok=True)
     half = target.with_suffix(f".{os.getpid()}")
     with sqlite3.connect(source) as made, sqlite3.connect(half) as copy:

@@ -21,7 +21,7 @@ JUDGE = (
     "{kind = 'judge', model = {kind = 'trained', warmup = {steps = 30},"
     " shape = {kind = 'scratch', hidden_size = 16, intermediate_size = 32, context = 192}}}]"
 )
-"""Half of the reward is a rule's, the other half that of a judge which the run trains."""
+"""Rewards of a rule and of a judge that the run trains, each with half of the weight."""
 
 
 def rollouts(home: Path, *completions: str, group: int = 2) -> ShardRef:
@@ -47,13 +47,13 @@ def rollouts(home: Path, *completions: str, group: int = 2) -> ShardRef:
 
 
 def colour_of(image: bytes) -> str:
-    """Name the colour of a picture's first pixel, as whoever looks at it would."""
+    """Return the colour of a picture's first pixel."""
     pixel = Image.open(BytesIO(image)).convert("RGB").getpixel((0, 0))
     return {(255, 0, 0): "red", (0, 0, 255): "blue", (0, 128, 0): "green"}.get(pixel, "something else")
 
 
 def looks(asked: Asked, before: int) -> Reply:
-    """Say what colour is shown; of a completion, whether it names the colour that the prompt shows."""
+    """Answer which colour is shown, or for a completion whether it names the colour that the prompt shows."""
     colour = colour_of(asked.images[0]) if asked.images else "nothing"
     if "What colour is the square" in asked.text:
         return says(f"{colour.title()}.")
@@ -62,7 +62,7 @@ def looks(asked: Asked, before: int) -> Reply:
 
 
 def ignores(asked: Asked, before: int) -> Reply:
-    """Answer as servers do that leave images out without a word."""
+    """Answer like servers that ignore images silently."""
     return says("I see no image." if "What colour is the square" in asked.text else "yes")
 
 

@@ -1,4 +1,4 @@
-"""A long run as a store has it, of which nothing was computed: for pages of long runs and of hostile texts."""
+"""Stored long runs without any computation, for reports of long runs and of hostile texts."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
@@ -23,7 +23,7 @@ from tasks.run.keys import PROMPTS, StageKey, evaluation_key, iteration_key
 
 PROBLEMS = 64
 TABLES = 32
-"""Iterations have one of so many different rollouts."""
+"""Number of different rollouts, which iterations repeat."""
 BEGUN = datetime(2026, 1, 1, tzinfo=UTC)
 
 
@@ -36,7 +36,7 @@ def write_long_run(
     texts: Sequence[str] = ("one\n", "two\n"),
     pictures: Sequence[bytes] = (),
 ) -> Run:
-    """Write a run of 64 problems; its completions are texts, each byte of which is a token, or pictures as well."""
+    """Write a run of 64 problems. Its completions are texts, each byte of which is a token, or also pictures."""
     rewards = [{"kind": "regex", "name": "right", "pattern": "1"}, {"kind": "regex", "name": "short", "pattern": "2"}]
     asked = {"name": name, "scoring": {"rewards": rewards}, "rollout": {"prompts": PROBLEMS, "group_size": group}}
     config = override_config(asked, [], source=name)
@@ -52,7 +52,7 @@ def write_long_run(
 
 
 def _put(run: Run, manifest: Manifest) -> None:
-    """Write a manifest as a store has it, without waiting for the disk each time: there are thousands."""
+    """Write a manifest as a store does, without fsync, because there are thousands."""
     path = Path(run.store.locate("run.json")).parent / f"manifests/{manifest.key}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(manifest.model_copy(update={"run": run.record.fingerprint}).encode())
@@ -88,7 +88,7 @@ def _write_prompts(run: Run) -> None:
 def _shards(
     run: Run, tokenizer: Tokenizer, seed: int, group: int, texts: Sequence[str], pictures: Sequence[bytes]
 ) -> dict[str, ShardRef]:
-    """Rollouts with scores and advantages that have nothing to do with them."""
+    """Write rollouts with unrelated scores and advantages."""
     chance, rollouts, scores, samples = Random(seed), [], [], []
     for row in range(PROBLEMS):
         for sample in range(group):

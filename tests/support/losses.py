@@ -17,7 +17,7 @@ LOSSES: tuple[LossConfig, ...] = (
     Cispo(clip_low=0.3),
     PolicyGradient(),
 )
-"""One of each, and with each option."""
+"""One loss of each kind, and with each option."""
 NAMES = [f"{loss.kind}{'_dual' if getattr(loss, 'dual_clip', None) else ''}" for loss in LOSSES]
 
 
@@ -35,10 +35,10 @@ def pass_tokens(
     staleness: Sequence[int] | None = None,
     weights: Sequence[float] | None = None,
 ) -> LossInputs:
-    """Tokens of sequences of these completion lengths, in float64; each has weight 1 unless told."""
+    """Build tokens of sequences of these completion lengths, in float64. Each has weight 1 by default."""
     total = sum(lengths)
     return LossInputs(
-        behaviour_N=doubles(behaviour),
+        behavior_N=doubles(behaviour),
         advantages_N=doubles(advantages),
         staleness_N=torch.tensor(staleness or [0] * total, dtype=torch.int16),
         weights_N=doubles(weights or [1.0] * total),
@@ -50,7 +50,10 @@ def pass_tokens(
 
 
 def random_tokens(lengths: Sequence[int], *, seed: int, mismatch: float = 0.3, move: float = 0.3) -> LossInputs:
-    """Random tokens of random staleness; the old policy differs from the behaviour's, and from the reference."""
+    """Build random tokens of random staleness.
+
+    The old policy differs from the generating policy and from the reference.
+    """
     rng, total = np.random.default_rng(seed), sum(lengths)
     old = -rng.exponential(1.5, total) - 0.01
     return pass_tokens(
@@ -65,7 +68,7 @@ def random_tokens(lengths: Sequence[int], *, seed: int, mismatch: float = 0.3, m
 
 
 def moved(tokens: LossInputs, *, seed: int, move: float = 0.3) -> Tensor:
-    """Log-probs of a policy that has learnt since the old one, as a leaf that takes gradients."""
+    """Return log-probs of a policy after some training since the old policy, as a leaf that needs gradients."""
     assert tokens.old_N is not None, "nothing to move from"
     step_N = doubles(np.random.default_rng(seed + 1).normal(size=len(tokens.old_N)).tolist())
     return (tokens.old_N + move * step_N).detach().requires_grad_()

@@ -1,4 +1,4 @@
-"""Machines of a Ray cluster that join and are lost: raylets of this one, held by `python -m tests.support.machines`."""
+"""Machines of a Ray cluster that join and are lost: raylets of this machine in `python -m tests.support.machines`."""
 
 import subprocess
 import sys
@@ -11,13 +11,13 @@ import psutil
 
 @dataclass(frozen=True)
 class Machines:
-    """A cluster whose first machine, the driver's, has no CPUs to book."""
+    """Cluster whose first machine, that of the driver, has no CPUs to reserve."""
 
     keeper: "subprocess.Popen[str]"
     address: str
 
     def join(self, cpus: int, *, gpus: int = 0) -> int:
-        """Have a machine join, of whose GPUs none need be there; return the pid of its raylet, by which it is lost."""
+        """Add a machine, whose GPUs need not exist, and return the pid of its raylet, which a kill removes."""
         self.keeper.stdin.write(f"{cpus} {gpus}\n")
         self.keeper.stdin.flush()
         return int(told(self.keeper.stdout))
@@ -25,7 +25,7 @@ class Machines:
 
 @contextmanager
 def machines(environment: Mapping[str, str]) -> Iterator[Machines]:
-    """Have a cluster of one machine, whose processes and those of machines that join have this environment."""
+    """Start a cluster of one machine. Its processes and those of machines that join have this environment."""
     command = [sys.executable, "-m", "tests.support.machines"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(environment)
@@ -38,7 +38,7 @@ def machines(environment: Mapping[str, str]) -> Iterator[Machines]:
 
 
 def lose_machine(raylet: int) -> None:
-    """Kill a raylet and all that runs below it; this process, if it is there too, comes last."""
+    """Kill a raylet and all its descendants. If this process is one of them, kill it last."""
     root = psutil.Process(raylet)
     for process in (root, *sorted(root.children(recursive=True), key=lambda child: child.pid == psutil.Process().pid)):
         with suppress(psutil.NoSuchProcess):
@@ -46,13 +46,13 @@ def lose_machine(raylet: int) -> None:
 
 
 def tell(what: object) -> None:
-    """Say something on a line of its own, between those of Ray."""
+    """Print a value on a separate line between those of Ray."""
     sys.stdout.write(f"told {what}\n")
     sys.stdout.flush()
 
 
 def told(output: Iterable[str]) -> str:
-    """Read what was said next."""
+    """Read the next value that was printed."""
     for line in output:
         if line.startswith("told "):
             return line.removeprefix("told ").strip()

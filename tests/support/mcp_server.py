@@ -25,7 +25,7 @@ def price(item: str, count: int = 1) -> str:
 
 @server.tool()
 def secret(context: Context) -> str:
-    """Tell the key that this server was given, in its environment or in a header, and a key that it was not."""
+    """Return the key that this server was given, in its environment or in a header, and a key that it was not given."""
     headers = context.headers or {}
     found = [headers.get("x-shop-key"), *(os.environ.get(name) for name in ("SHOP_KEY", "OTHER_KEY"))]
     return " ".join(dict.fromkeys(filter(None, found)))
@@ -33,7 +33,7 @@ def secret(context: Context) -> str:
 
 @server.tool()
 def misbehave(how: str) -> str:
-    """Hang, die, or answer garbage."""
+    """Hang, die, or return garbage."""
     if how == "hang":
         time.sleep(3600)
     elif how == "garbage":

@@ -28,6 +28,6 @@ def documented_metrics() -> list[str]:
 
 
 def is_documented(name: str) -> bool:
-    """Return whether docs/metrics.md explains a metric. Text in angle brackets stands for any part of a name."""
+    """Return whether docs/metrics.md explains a metric. Text in angle brackets matches any part of a name."""
     patterns = (re.sub(r"<\w+>", ".+", metric) for metric in documented_metrics())
     return any(re.fullmatch(pattern, name) for pattern in patterns)

@@ -90,7 +90,7 @@ def train_at(commit: str) -> Path:
 
 
 def _without_host(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    """Leave out reports, which are large and made again, and who trained the run."""
+    """Remove reports, which are large and written again, and the name of the host that trained the run."""
     entry.uid = entry.gid = 0
     entry.uname = entry.gname = ""
     return None if f"/{NAME}/report" in entry.name else entry

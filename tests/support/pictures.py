@@ -1,4 +1,4 @@
-"""Small pictures, drawn here."""
+"""Small generated pictures."""
 
 import zlib
 from io import BytesIO
@@ -23,6 +23,6 @@ def animation() -> bytes:
 
 
 def claiming(width: int, height: int) -> bytes:
-    """Write the head of a PNG file that says how large it is."""
+    """Write the header of a PNG file that states these dimensions."""
     head = b"IHDR" + pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + pack(">I", 13) + head + pack(">I", zlib.crc32(head)) + pack(">I", 0) + b"IDAT"

@@ -1,4 +1,4 @@
-"""Small pipelines of every family that can be trained, built from configurations, with weights that are random."""
+"""Small pipelines of every family that can be trained, built from configurations, with random weights."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from models.config.engines import DiffusersEngine
 from models.denoising.pipeline import read_pipeline
 from models.denoising.policy import byte_tokenizer
 from models.denoising.scratch import word_tokenizer
-from models.engines.drawing import PictureEngine
+from models.engines.image_generation import DiffusersImageEngine
 from models.engines.protocol import Completion, Request
 from models.records.media import Gallery
 from models.records.model_input import ModelInput
@@ -36,13 +36,13 @@ from models.records.versions import ModelVersion
 from models.text.tokenizer import load_tokenizer
 
 PROMPTS = ("red square left", "a blue disc above two green squares", "green disc")
-"""Of different lengths."""
+"""Prompts of different lengths."""
 WORD = 16
 CONTEXT = 12
 
 
 def words(context: int = CONTEXT) -> PreTrainedTokenizerFast:
-    """A tokenizer of the words of the prompts; others are one token that is unknown."""
+    """Build a tokenizer of the words of the prompts. Other words are one unknown token."""
     return word_tokenizer(PROMPTS, context=context)
 
 
@@ -72,7 +72,7 @@ def t5() -> torch.nn.Module:
 
 
 def vae(**options: object) -> torch.nn.Module:
-    """Four latents of four pixels each."""
+    """Build a VAE of four latents of four pixels each."""
     return diffusers.AutoencoderKL(
         block_out_channels=(8, 8, 8),
         down_block_types=("DownEncoderBlock2D",) * 3,
@@ -99,11 +99,11 @@ def unet(**options: object) -> torch.nn.Module:
 
 
 NOISE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
-"""Of Stable Diffusion 1 and XL."""
+"""Build the denoiser of Stable Diffusion 1 and XL."""
 
 
 def sd3() -> diffusers.DiffusionPipeline:
-    """Stable Diffusion 3 with T5."""
+    """Build Stable Diffusion 3 with T5."""
     return diffusers.StableDiffusion3Pipeline(
         transformer=diffusers.SD3Transformer2DModel(
             sample_size=8,
@@ -130,7 +130,7 @@ def sd3() -> diffusers.DiffusionPipeline:
 
 
 def flux(*, guided: bool = True) -> diffusers.DiffusionPipeline:
-    """FLUX.1-dev, whose schedule is shifted by the size of a picture, or schnell."""
+    """Build FLUX.1-dev, whose schedule is shifted by the size of a picture, or schnell."""
     return diffusers.FluxPipeline(
         transformer=diffusers.FluxTransformer2DModel(
             in_channels=16,
@@ -155,7 +155,7 @@ def flux(*, guided: bool = True) -> diffusers.DiffusionPipeline:
 
 
 def qwen() -> diffusers.DiffusionPipeline:
-    """Qwen-Image."""
+    """Build Qwen-Image."""
     text = {
         "hidden_size": 2 * WORD,
         "intermediate_size": WORD,
@@ -203,7 +203,7 @@ def qwen() -> diffusers.DiffusionPipeline:
 
 
 def sd1() -> diffusers.DiffusionPipeline:
-    """Stable Diffusion 1.5, whose scheduler is PNDM."""
+    """Build Stable Diffusion 1.5, whose scheduler is PNDM."""
     return diffusers.StableDiffusionPipeline(
         unet=unet(cross_attention_dim=WORD),
         scheduler=diffusers.PNDMScheduler(**NOISE, skip_prk_steps=True, steps_offset=1),
@@ -217,7 +217,7 @@ def sd1() -> diffusers.DiffusionPipeline:
 
 
 def sdxl() -> diffusers.DiffusionPipeline:
-    """Stable Diffusion XL."""
+    """Build Stable Diffusion XL."""
     return diffusers.StableDiffusionXLPipeline(
         unet=unet(
             cross_attention_dim=2 * WORD,
@@ -237,7 +237,7 @@ def sdxl() -> diffusers.DiffusionPipeline:
 
 
 def schnell() -> diffusers.DiffusionPipeline:
-    """FLUX without guidance as an input, and a schedule that is the same for all sizes."""
+    """Build FLUX without guidance as an input, with a schedule that is the same for all sizes."""
     return flux(guided=False)
 
 
@@ -252,7 +252,7 @@ BUILT: dict[str, Callable[[], diffusers.DiffusionPipeline]] = {
 
 
 def write(name: str, directory: Path) -> Path:
-    """Build a pipeline and save it, as a policy of kind 'diffusion' is stored."""
+    """Build a pipeline and save it as a policy of kind 'diffusion' is stored."""
     logging.disable_progress_bar()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
@@ -268,17 +268,17 @@ SAMPLERS = {"velocity": (CpsSampler(), SdeSampler(), DanceSampler()), "noise": (
 
 
 def samplers_of(directory: Path) -> tuple[CpsSampler | SdeSampler | DanceSampler | DdimSampler, ...]:
-    """Those that go with a policy."""
-    return SAMPLERS[read_pipeline(directory).family.reads]
+    """Return the samplers that fit a policy."""
+    return SAMPLERS[read_pipeline(directory).family.prediction_type]
 
 
 def config_of(directory: Path, **other: object) -> DenoisingConfig:
-    """How pictures of 32 pixels, 8 latents, are drawn."""
+    """Return the settings for pictures of 32 pixels, which are 8 latents."""
     return DenoisingConfig(**{"steps": 5, "sampler": samplers_of(directory)[0], "text_tokens": 16, "side": 32} | other)
 
 
 def requests(directory: Path, prompts: Sequence[str] = PROMPTS, seeds: Sequence[int] = SEEDS) -> list[Request]:
-    """Ask for one picture of each prompt."""
+    """Request one picture of each prompt."""
     tokenizer = load_tokenizer(directory)
     inputs = [ModelInput.from_prompt(tokenizer(prompt)["input_ids"]) for prompt in prompts]
     return [
@@ -290,15 +290,15 @@ def requests(directory: Path, prompts: Sequence[str] = PROMPTS, seeds: Sequence[
 def drawn(
     directory: Path, config: DenoisingConfig, learnt: range | None, *, rows: int = 64, adapter: Path | None = None
 ) -> list[Completion]:
-    """What the engine makes of the prompts."""
-    engine = PictureEngine(DiffusersEngine(max_batch_rows=rows))
+    """Generate pictures of the prompts with the engine."""
+    engine = DiffusersImageEngine(DiffusersEngine(max_batch_rows=rows))
     engine.load(directory, POLICY, adapter=adapter)
-    return [each for [each] in engine.draw(requests(directory), config, learnt)]
+    return [each for [each] in engine.generate_images(requests(directory), config, learnt)]
 
 
 @dataclass
 class Shown:
-    """Pictures by digest, as a run's media show them."""
+    """Pictures by digest, like the media of a run."""
 
     pictures: dict[str, Picture]
 
@@ -312,7 +312,7 @@ class Shown:
 
 
 def learnt_from(completions: Sequence[Completion], directory: Path) -> tuple[list[ModelInput], Gallery]:
-    """The rows that a trainer reads, and where their states are."""
+    """Return the rows that a trainer reads, and the shards of their states."""
     gallery = Gallery()
     gallery.source = Shown({each.picture.digest: each.picture for each in completions if each.picture is not None})
     asked = [each.inputs[0] for each in requests(directory)]
@@ -325,13 +325,13 @@ def learnt_from(completions: Sequence[Completion], directory: Path) -> tuple[lis
 
 
 def noise_of(seed: int, directory: Path, config: DenoisingConfig) -> torch.Tensor:
-    """The noise that a picture of this seed begins with, 1 x C x Y x X."""
+    """Return the initial noise of a picture of this seed, 1 x C x Y x X."""
     shape = read_pipeline(directory).shape(config)
     return torch.from_numpy(np.random.Generator(np.random.Philox(seed)).standard_normal((1, *shape), dtype=np.float32))
 
 
 def theirs(pipe: diffusers.DiffusionPipeline, directory: Path, config: DenoisingConfig, output: str) -> np.ndarray:
-    """What the pipeline itself makes of the prompts, one after the other."""
+    """Generate pictures of the prompts with the pipeline of diffusers, one after another."""
     found, is_packed = [], hasattr(pipe, "_pack_latents")
     options = {"guidance_scale": config.guidance}
     if is_packed and not pipe.transformer.config.guidance_embeds:
@@ -357,5 +357,5 @@ def theirs(pipe: diffusers.DiffusionPipeline, directory: Path, config: Denoising
 
 
 def pixels(completion: Completion) -> np.ndarray:
-    """A picture as numbers from 0 to 1."""
+    """Decode a picture to numbers from 0 to 1."""
     return np.asarray(Image.open(BytesIO(completion.picture.encoded)), np.float32) / 255

@@ -1,4 +1,4 @@
-"""Inputs of placement for tests, and a plain simulation to hold its predictions against."""
+"""Inputs of placement for tests, and a plain simulation to compare its predictions with."""
 
 import heapq
 
@@ -42,7 +42,7 @@ def drain_inputs(
     *, plan, waiting, coming, flying=(), scoring_waiting=0, scoring_flying=(), elapsed=10.0, cost=1.0, memory=None,
     rollout=None, scoring=None, movable=None, done=0,
 ):  # fmt: skip
-    """A split in the middle of a stage; `flying`: seconds since each unit of rollout began."""
+    """Build the inputs for a split in the middle of a stage; `flying` are the seconds since each rollout unit began."""
     movable = movable or (plan.rollout, plan.scoring)
     return DrainInputs(
         elapsed_seconds=elapsed,
@@ -77,7 +77,7 @@ def draw_seconds(role, rng):
 
 
 def stage_seconds(plan, rollout_U, scoring_U, *, turn=0.0, handover=False):
-    """A stage as discrete events, with a heap of workers: an implementation of its own."""
+    """Simulate a stage as discrete events with a heap of workers, independently of the product."""
     generating, scoring = [0.0] * plan.rollout, [0.0] * plan.scoring
     done = sorted(finish(rollout_U, [0.0] * len(rollout_U), generating))
     if plan.mode == "colocated":
@@ -89,7 +89,7 @@ def stage_seconds(plan, rollout_U, scoring_U, *, turn=0.0, handover=False):
 
 
 def finish(seconds_U, ready_U, free):
-    """When each unit ends; `free`, a heap of the times at which workers are free, is left as it is then."""
+    """Return when each unit ends. `free`, a heap of the times at which workers become free, is updated."""
     ends = []
     for seconds, ready in zip(seconds_U, ready_U, strict=True):
         ends.append(max(heapq.heappop(free), ready) + seconds)

@@ -1,4 +1,4 @@
-"""Real processes for tests: quick to start, free of the test process's threads and locks."""
+"""Real processes for tests: quick to start, without the test process's threads and locks."""
 
 import multiprocessing
 import os
@@ -12,13 +12,13 @@ CONTEXT.set_forkserver_preload(PRELOADED)
 
 
 def preload(*modules: str) -> None:
-    """Have the process that processes are forked from import these modules too, if it has not started yet."""
+    """Make the process that others are forked from import these modules too, unless it has already started."""
     PRELOADED.extend(module for module in modules if module not in PRELOADED)
 
 
 @contextmanager
 def process(target: Callable[..., None], *arguments: object):
-    """Run a module's function in a process of its own, and make sure that it is gone afterwards."""
+    """Run a module's function in a separate process, which is killed afterwards."""
     child = CONTEXT.Process(target=target, args=arguments)
     child.start()
     try:
@@ -28,7 +28,7 @@ def process(target: Callable[..., None], *arguments: object):
 
 
 def kill(child) -> None:
-    """SIGKILL, also where the process is stopped, and wait until it is dead."""
+    """Send SIGKILL, also to a stopped process, and wait until it is dead."""
     with suppress(ProcessLookupError):  # it may end by itself meanwhile
         if child.is_alive():
             os.kill(child.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Prompts that a run is to forget, and what must then not be found."""
+"""Prompts that a run must forget, and their contents that must then not be found."""
 
 import numpy as np
 
@@ -7,14 +7,14 @@ from infra.store.shards import read_shard
 
 
 def rollouts(job):
-    """Every rollout of a run, of iterations and evaluations."""
+    """Return every rollout of a run, of iterations and evaluations."""
     run = open_run(str(job.store), "tiny")
     made = [each for each in run.manifests() if "/rollout/" in each.key]
     return [row | {"key": each.key} for each in made for row in read_shard(run.store, each.shards[0]).to_pylist()]
 
 
 def chosen(job):
-    """The ids of two prompts that iterations had, and of one that is held out."""
+    """Return the ids of two prompts of iterations, and of a held-out one."""
     rows = rollouts(job)
     train = list(dict.fromkeys(row["prompt_id"] for row in rows if row["key"].startswith("it-")))
     heldout = [row["prompt_id"] for row in rows if "eval-" in row["key"]]
@@ -22,7 +22,7 @@ def chosen(job):
 
 
 def secrets_of(job, ids):
-    """What of the prompts must not be found: texts, tokens and log-probs that nothing else in the run has, as bytes."""
+    """Return the secrets of the prompts as bytes: texts, tokens and log-probs that occur nowhere else in the run."""
 
     def said(rows):
         texts = [row[name].encode() for row in rows for name in ("prompt", "completion")]

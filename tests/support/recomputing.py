@@ -1,4 +1,4 @@
-"""What a module learns from a pass, and what it keeps meanwhile."""
+"""Gradients of a module after a forward and a backward pass, and the activations that it keeps in between."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from models.modeling.logprobs import TokenModule
 
 
 def learnt(module: TokenModule, read: Any) -> tuple[Tensor, dict[str, Tensor | None], int]:
-    """Log-probs, gradients, and the bytes that were kept from the forward pass to the backward pass."""
+    """Return log-probs, gradients, and the bytes kept from the forward pass to the backward pass."""
     kept: dict[int, Tensor] = {}
     weights = {each.untyped_storage().data_ptr() for each in module.parameters()}
 

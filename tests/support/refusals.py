@@ -54,7 +54,7 @@ class Case(_Record):
     stage: Literal["settings", "check", "command", "call"] = "settings"
     folder: str = ""
     document: str = ""
-    """Job document in TOML; it is appended to the document of the folder."""
+    """Job document in TOML, appended to the document of the folder."""
     set: tuple[str, ...] = ()
     """Overrides of the job document, `key=value`."""
     files: Mapping[str, str] = {}

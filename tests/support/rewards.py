@@ -1,4 +1,4 @@
-"""Rewards that behave as rewards in the wild do; the completion says what to do."""
+"""Rewards that behave like rewards of users. The completion selects the behaviour."""
 
 import itertools
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def obedient(prompt: str, completion: str, answer: str) -> float:
-    """Return the number that the completion is, or do the harm that it names."""
+    """Return the completion as a number, or do the harm that it names."""
     if completion == "hang":
         time.sleep(3600)
     if completion == "slow":
@@ -55,7 +55,7 @@ def leave_pid_and_hang(prompt: str, completion: str, answer: str) -> float:
 
 
 def never(prompt: str, completion: str, answer: str, *, told: str) -> float:
-    """Make the file, and sleep for longer than any test."""
+    """Create the file, and sleep for longer than any test."""
     Path(told).touch()
     time.sleep(3600)
     return 0.0
@@ -80,7 +80,7 @@ def wait_to_be_killed_twice(prompt: str, completion: str, answer: str) -> float:
 
 
 def in_a_queue(prompt: str, completion: str, answer: str, *, seconds: float) -> float:
-    """Use so much of one processor; return how long that took."""
+    """Use this number of seconds of one processor, and return the elapsed seconds."""
     began = time.monotonic()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     while time.process_time() < seconds:
@@ -89,7 +89,7 @@ def in_a_queue(prompt: str, completion: str, answer: str, *, seconds: float) -> 
 
 
 def killed_in_turns(prompt: str, completion: str, answer: str) -> float:
-    """End this process by another signal at every call; the file that the completion names counts them."""
+    """End this process by another signal at every call. The file that the completion names counts the calls."""
     turns = Path(completion)
     with turns.open("a") as file:
         file.write("x")
@@ -100,12 +100,12 @@ def killed_in_turns(prompt: str, completion: str, answer: str) -> float:
 
 
 async def asynchronous(prompt: str, completion: str, answer: str) -> float:
-    """Return what no caller waits for."""
+    """Return a coroutine, which no caller awaits."""
     return 1.0
 
 
 def two_arguments(prompt: str, completion: str) -> float:
-    """Take too little."""
+    """Accept too few arguments."""
     return 1.0
 
 
@@ -113,12 +113,12 @@ NUMBER = 7
 
 
 def even(prompt: str, completion: str, answer: str) -> float:
-    """Return 1 for an even number of characters: any policy gets it right now and then, in every group."""
+    """Return 1 for an even number of characters, so that any policy is right for some completions of every group."""
     return float(len(completion) % 2 == 0)
 
 
 def stepwise(prompt: str, completion: str, answer: str, *, steps: list[str], scale: float = 1.0) -> list[float]:
-    """Return the number that each step is, or do the harm that the first one names."""
+    """Return each step as a number, or do the harm that the first step names."""
     harm = steps[0].strip()
     if harm == "few":
         return [1.0] * (len(steps) - 1)
@@ -152,7 +152,7 @@ def brightness(prompt: str, completion: str, answer: str, images: list[bytes]) -
 
 
 def share_of_red(prompt: str, completion: str, answer: str, images: list[bytes]) -> float:
-    """Return the share of images that are red, or -1 where there are none."""
+    """Return the share of images that are red, or -1 if there are none."""
     from io import BytesIO
 
     from PIL import Image
@@ -162,7 +162,7 @@ def share_of_red(prompt: str, completion: str, answer: str, images: list[bytes])
 
 
 def needs_rgba(prompt: str, completion: str, answer: str, images: list[bytes]) -> float:
-    """Read images that have a fourth channel alone."""
+    """Read only images that have a fourth channel."""
     from io import BytesIO
 
     from PIL import Image
@@ -178,7 +178,7 @@ def says_nothing(prompt: str, completion: str, answer: str, images: list[bytes])
 
 
 def told(prompt, completion, answer, messages):
-    """A number of what it is told, in order."""
+    """Number of the messages that the reward received, in order."""
     return sum((place + 1) * (len(each["role"]) + len(each["content"])) for place, each in enumerate(messages))
 
 
@@ -187,7 +187,7 @@ def turn_lengths(prompt, completion, answer, turns):
 
 
 def wait_for_signals(prompt: str, completion: str, answer: str, *, path: str, signals: int) -> float:
-    """Return the number that the completion is, or add this process to the file and wait until a signal ends it.
+    """Return the completion as a number, or add this process to the file and wait until a signal ends it.
 
     After that number of processes, return 3.
     """

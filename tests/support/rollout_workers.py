@@ -21,7 +21,7 @@ TEXTS = [f"Ana has {n} pens, buys {n + 4}." + " How many?" * (n % 3) for n in ra
 
 
 def example(store: Store, folder: Path, **shape: object) -> RolloutWork:
-    """Work on a random policy and twelve prompts, of which it names five."""
+    """Work on a random policy and twelve prompts. The work names five of them."""
     columns = {
         "prompt_id": [f"{row:016x}" for row in range(len(TEXTS))],
         "text": TEXTS,

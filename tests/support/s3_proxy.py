@@ -1,4 +1,4 @@
-"""A proxy that stands between a store and an S3 server and does what networks and servers do on bad days."""
+"""A proxy between a store and an S3 server that injects faults of networks and servers."""
 
 import http.client
 import random
@@ -14,9 +14,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
 ERRORS = ("500", "503", "403")
-"""Answers in the server's place: it never hears of the request."""
+"""Answers of the proxy itself. The server does not receive the request."""
 FAULTS = (*ERRORS[:2], "lost answer", "500 after", "duplicate", "cut answer", "cut request", "slow")
-"""What a bad day may bring, and a store has to bear."""
+"""Faults that a store must tolerate."""
 STALL_SECONDS = 2
 
 Answer = tuple[int, list[tuple[str, str]], bytes]
@@ -24,7 +24,7 @@ Answer = tuple[int, list[tuple[str, str]], bytes]
 
 @dataclass
 class Fault:
-    """What happens to requests whose `METHOD /path` has the pattern: to each, or to so many of them."""
+    """Fault of requests whose `METHOD /path` matches the pattern: of each, or of this number of them."""
 
     kind: str
     """One of FAULTS or ERRORS, a status with an S3 error code such as "400 RequestTimeout", or `page` for a page of
@@ -37,39 +37,39 @@ class Fault:
 
 @dataclass
 class Weather:
-    """What a proxy does at present; tests change it while it runs."""
+    """Settings and log of a proxy. Tests change them while the proxy runs."""
 
     faults: list[Fault] = field(default_factory=list)
     share: float = 0
-    """Of all requests, that any of FAULTS strikes."""
+    """Share of all requests that have one of FAULTS."""
     seed: int = 0
     clock: timedelta = timedelta()
-    """How far the server's clock is ahead."""
+    """Time by which the server's clock is ahead."""
     deaf_to: tuple[str, ...] = ()
-    """Headers that the server does not know."""
+    """Headers that the proxy removes, as if the server did not know them."""
     seconds: float = 0
-    """How much longer each answer takes."""
+    """Additional seconds of each answer."""
     seen: list[str] = field(default_factory=list)
     """`METHOD /path` of all requests."""
     headers: list[set[str]] = field(default_factory=list)
-    """What headers all requests had."""
+    """Names of the headers of each request."""
     times: list[float] = field(default_factory=list)
-    """When they came, on the monotonic clock."""
+    """Times of the requests, on the monotonic clock."""
 
     def __post_init__(self) -> None:
         self._turn, self._random = threading.Lock(), random.Random(self.seed)
 
     def between(self, first: str, last: str) -> list[str]:
-        """Requests from after the first one of a pattern to the first of another."""
+        """Return the requests from after the first match of one pattern to the first match of another."""
         begin, end = (next(i for i, each in enumerate(self.seen) if re.search(key, each)) for key in (first, last))
         return self.seen[begin + 1 : end + 1]
 
     def time_of(self, pattern: str) -> float:
-        """When the first request of a pattern came."""
+        """Return when the first request of a pattern arrived."""
         return next(at for each, at in zip(self.seen, self.times, strict=True) if re.search(pattern, each))
 
     def strike(self, request: str) -> Fault:
-        """Say what happens to a request."""
+        """Return the fault of a request."""
         with self._turn:
             self.seen.append(request)
             self.times.append(time.monotonic())
@@ -82,7 +82,7 @@ class Weather:
 
 @contextmanager
 def s3_proxy(upstream: str) -> Iterator[tuple[str, Weather]]:
-    """Run a proxy before a server; yields its address and its weather."""
+    """Run a proxy in front of a server. Yield its address and its settings."""
     weather = Weather()
     host = urlsplit(upstream).netloc
 
@@ -97,7 +97,7 @@ def s3_proxy(upstream: str) -> Iterator[tuple[str, Weather]]:
         do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = serve
 
         def log_message(self, *_: object) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
         def _answer(self, struck: Fault, body: bytes) -> None:
             fault = struck.kind
@@ -124,7 +124,7 @@ def s3_proxy(upstream: str) -> Iterator[tuple[str, Weather]]:
             return self._send(answer, cut=fault == "cut answer")
 
         def _forward(self, body: bytes, *, sent: int) -> Answer | None:
-            """Ask the server; a request that is cut has no answer."""
+            """Send the request to the server. A request that is cut has no answer."""
             connection = http.client.HTTPConnection(host, timeout=60)
             connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
             for name, value in self.headers.items():

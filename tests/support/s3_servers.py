@@ -1,6 +1,6 @@
 """Stores of every kind for tests: on disk, and on real S3 servers on loopback.
 
-moto answers as AWS does; the gateway of a Ceph cluster is what many run themselves, and checks every signature.
+moto answers like AWS. The gateway of a Ceph cluster is what many users run themselves, and it checks every signature.
 """
 
 import fcntl
@@ -33,22 +33,22 @@ from infra.store.storage import Store, open_store
 ACCESS_KEY, SECRET_KEY = "testkey", "testsecret"
 BUCKET = "rheostat"
 CEPH = ("ceph-mon", "ceph-osd", "radosgw")
-"""Programs, and the packages of Debian that have them."""
+"""Programs, and the Debian packages that contain them."""
 INSTALL_SECONDS, START_SECONDS = 300, 60
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a store is, for any process of a test."""
+    """Address of a store, for any process of a test."""
 
     uri: str
     environment: Mapping[str, str] = field(default_factory=dict)
-    """What S3 servers are found by."""
+    """Environment variables with which clients find the S3 server."""
     lease_seconds: float = 4
     patience: Timeouts = TIMEOUTS
 
     def open(self) -> Store:
-        """Open the store; the environment of this process stays changed."""
+        """Open the store. The environment variables of this process stay changed."""
         os.environ.update(self.environment)
         if not self.uri.startswith("s3://"):
             return open_store(self.uri)
@@ -63,13 +63,13 @@ class Place:
 
 @dataclass(frozen=True)
 class S3Server:
-    """A server that runs, with an empty bucket."""
+    """Running server with an empty bucket."""
 
     endpoint: str
     home: Path
 
     def place(self, *, endpoint: str = "") -> Place:
-        """Find a store that nobody has used, by way of the server or of another that asks it."""
+        """Return a store that nobody has used, at this server or through a proxy to it."""
         environment = {
             "AWS_ENDPOINT_URL": endpoint or self.endpoint,
             "AWS_ACCESS_KEY_ID": ACCESS_KEY,
@@ -81,9 +81,9 @@ class S3Server:
 
 
 class S3Servers:
-    """The servers that all processes of a test session share, each started when one first asks for it.
+    """Servers that all processes of a test session share.
 
-    It serves until no process of the session uses it.
+    A server starts on its first request and serves until no process uses it.
     """
 
     def __init__(self, home: Path, stack: ExitStack) -> None:
@@ -92,7 +92,7 @@ class S3Servers:
         self._running: dict[str, S3Server] = {}
 
     def start(self, kind: str) -> S3Server:
-        """Have the server of a kind; a test that cannot have Ceph's is skipped, or fails where it must not be."""
+        """Return the server of a kind. Without Ceph its tests are skipped, or fail if Ceph is required."""
         if kind not in self._running:
             if kind == "rgw" and (missing := missing_ceph()):
                 (pytest.fail if os.environ.get("RHEOSTAT_REQUIRE_S3") else pytest.skip)(missing)
@@ -125,7 +125,7 @@ def moto(home: Path) -> Iterator[S3Server]:
 
 
 def serve_moto(port: int) -> None:
-    """Serve one request at a time: between a condition and its write moto would let another writer pass."""
+    """Serve one request at a time, because between a condition and its write moto would let another writer pass."""
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import run_simple
 
@@ -140,7 +140,7 @@ def serve_moto(port: int) -> None:
 
 
 def missing_ceph() -> str:
-    """Say what keeps Ceph from running here, after an attempt to install it where that is allowed; "" if nothing."""
+    """Return why Ceph cannot run here, after an attempt to install it if that is allowed; "" if it can run."""
     missing = [name for name in CEPH if shutil.which(name) is None]
     if not missing:
         return ""
@@ -155,7 +155,7 @@ def missing_ceph() -> str:
 
 @contextmanager
 def rgw(home: Path, *, gibibytes: int = 4) -> Iterator[S3Server]:
-    """Run a monitor, an object store in memory and the S3 gateway of Ceph in a directory, on loopback alone."""
+    """Run a monitor, an object store in memory and the S3 gateway of Ceph in a directory, on loopback only."""
     with ExitStack() as stack:
         cluster = _Cluster(home)
         cluster.configure(mon_port=free_port(), gibibytes=gibibytes)
@@ -172,7 +172,7 @@ def rgw(home: Path, *, gibibytes: int = 4) -> Iterator[S3Server]:
 
 @contextmanager
 def gateway(home: Path, port: int) -> Iterator[str]:
-    """Run one more gateway of a Ceph cluster; its end is a SIGKILL."""
+    """Run another gateway of a Ceph cluster, which ends by SIGKILL."""
     words = ["radosgw", "-n", "client.rgw", "-f", f"--rgw-frontends=beast endpoint=127.0.0.1:{port}"]
     with _running(_Cluster(home).ceph(*words), home / f"rgw-{port}.out"):
         address = f"http://127.0.0.1:{port}"
@@ -191,7 +191,7 @@ class _Cluster:
         _run(self.ceph(program, *arguments))
 
     def configure(self, *, mon_port: int, gibibytes: int) -> None:
-        """Write the configuration, the keys and the monitor's map, and make the monitor's store."""
+        """Write the configuration, the keys and the monitor's map, and create the monitor's store."""
         home, fsid = self.home, str(uuid.uuid4())
         for name in ("mon", "osd", "rgw", "run"):
             (home / name).mkdir(parents=True)
@@ -265,7 +265,7 @@ def _running(command: list[str], log: Path, *, directory: Path | None = None) ->
 
 
 def _ready(endpoint: str, home: Path) -> S3Server:
-    """Wait until a server answers, and make its bucket."""
+    """Wait until a server answers, and create its bucket."""
     _await(endpoint)
     server = S3Server(endpoint, home)
     client = Client(

@@ -1,4 +1,4 @@
-"""Policies that see in a store, with samples and images for them."""
+"""Vision-language policies in a store, with samples and images for them."""
 
 from io import BytesIO
 from pathlib import Path
@@ -34,7 +34,7 @@ def publish_seeing(store_uri: str, directory: Path, kind: str = "idefics3", *, s
 
 
 def write_media(store_uri: str) -> ShardRef:
-    """Write the pictures."""
+    """Write the pictures as a media shard."""
     rows = [
         {"digest": digest, "format": "PNG", "width": 24, "height": 24, "bytes": encoded}
         for digest, encoded in PICTURES.items()
@@ -43,7 +43,7 @@ def write_media(store_uri: str) -> ShardRef:
 
 
 def prompts_of(directory: Path, shown: list[int]) -> list[ModelInput]:
-    """Make prompts, each with as many of the pictures as it says."""
+    """Build prompts, each with this number of pictures."""
     processor, names = load_processor(directory), [*PICTURES]
     found = []
     for row, count in enumerate(shown):
@@ -54,7 +54,7 @@ def prompts_of(directory: Path, shown: list[int]) -> list[ModelInput]:
 
 
 def logits_of(directory: Path, tokens: list[int], image: bytes) -> Tensor:
-    """Logits of all positions of a text that shows an image, as transformers itself runs the model."""
+    """Return the logits of all positions of a text with an image, as transformers runs the model."""
     processor, model = load_processor(directory), AutoModelForImageTextToText.from_pretrained(directory).eval()
     options = {"do_pan_and_scan": False} if model.config.model_type == "gemma3" else {}
     seen = AutoImageProcessor.from_pretrained(directory, backend="pil")(

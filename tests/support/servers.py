@@ -74,7 +74,7 @@ def launch(program, *, start_seconds=20.0, **changes):
 
 
 def guards_of(directory: Path) -> list[psutil.Process]:
-    """The guard of a cluster or a server, after the process that waits for its end."""
+    """Return the guard of a cluster or a server, which ends after the process that it waits for."""
     words = [guard.__file__, str(directory)]
     found = [process for process in psutil.process_iter(["cmdline"]) if (process.info["cmdline"] or [])[2:4] == words]
     return sorted(found, key=psutil.Process.create_time)

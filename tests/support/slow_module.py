@@ -1,4 +1,4 @@
-"""A reward whose import takes longer than any test; that it began is seen in the job's directory."""
+"""A reward whose import takes longer than any test. A file in the job's directory shows that the import began."""
 
 import os
 import time
@@ -9,5 +9,5 @@ time.sleep(3600)
 
 
 def reward(prompt: str, completion: str, answer: str) -> float:
-    """Nobody gets here."""
+    """Never run, because the import does not end."""
     return 0.0

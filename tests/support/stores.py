@@ -14,8 +14,9 @@ from infra.store.storage import Entry, LocalStore
 
 @dataclass(frozen=True)
 class RacedStore(LocalStore):
-    """A store on disk in which another process acts before each listing, and after an object was located and before its
-    file is opened.
+    """Store on disk in which another process acts at given moments.
+
+    These are each listing, and the time between locating an object and opening its file.
     """
 
     act: Callable[[str], object]

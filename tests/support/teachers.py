@@ -16,7 +16,7 @@ from models.text.tokenizer import load_tokenizer
 from tests.support.chat_server import Asked, ChatServer, Reply, chat_server
 
 Alter = Callable[[dict], None]
-"""Changes an answer before it is sent."""
+"""Function that changes an answer before it is sent."""
 
 
 def scores_of(directory: Path) -> Callable[[Asked], dict]:
@@ -54,7 +54,7 @@ def teacher_server(
     faults: Callable[[Asked, int], Reply | None] = lambda asked, before: None,
     alter: Alter = lambda answer: None,
 ) -> Iterator[ChatServer]:
-    """Serve a directory's model. `faults` may answer a request in its place, `alter` change what it answers."""
+    """Serve a directory's model. `faults` may answer a request instead, `alter` may change the answer."""
     answer = scores_of(directory)
 
     def reply(asked: Asked, before: int) -> Reply:
@@ -70,7 +70,7 @@ def teacher_server(
 
 
 def teacher_at(url: str, **changes) -> TeacherEndpoint:
-    """A configuration that asks a local server impatiently."""
+    """Return a configuration for a local server with short timeouts."""
     known = {"base_url": url, "allowed_hosts": ("127.0.0.1",), "allow_private": True, "model": "teacher"}
     return TeacherEndpoint(**(known | {"backoff_seconds": 0.02, "timeout_seconds": 5, "retries": 4} | changes))
 

@@ -1,4 +1,4 @@
-"""A command on a real pseudo-terminal, and what a person sees there."""
+"""A command on a real pseudo-terminal, and its visible output."""
 
 import fcntl
 import os
@@ -9,7 +9,7 @@ import termios
 from collections.abc import Callable, Mapping, Sequence
 
 COLUMNS = 120
-"""Of the terminal: more than we use."""
+"""Rows of the terminal: more than we use."""
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _MOVES = re.compile(r"\x1b\[(?P<count>\d*)(?P<move>[A-Za-z])|\x1b\[\?\d+[hl]|(?P<step>[\r\n])")
 
@@ -21,9 +21,9 @@ def on_terminal(
     seen: Callable[[str], None] = lambda text: None,
     columns: int = COLUMNS,
 ) -> tuple[int, str]:
-    """Run a command to its end on a terminal; return its exit code and all that it sent there.
+    """Run a command to its end on a terminal. Return its exit code and all output.
 
-    `seen` is told after each piece what was sent until then; what it raises takes the terminal away from the command.
+    `seen` is called with the output so far after each piece; if it raises, the command loses its terminal.
     """
     child, terminal = pty.fork()
     if child == 0:
@@ -49,7 +49,7 @@ def _read(terminal: int) -> bytes:
 
 
 def screen(sent: str) -> list[str]:
-    """The lines that are to be seen at the end of what was sent, with their colours."""
+    """Return the lines that are visible after this output, with their colours."""
     lines, row, at = [""], 0, 0
     for found in _MOVES.finditer(sent):
         lines[row] += sent[at : found.start()]
@@ -68,5 +68,5 @@ def screen(sent: str) -> list[str]:
 
 
 def plain(lines: Sequence[str]) -> list[str]:
-    """The same without colours."""
+    """Return the visible lines without colours."""
     return [COLOUR.sub("", line).rstrip() for line in lines]

@@ -1,4 +1,4 @@
-"""Trackers of a user's own, good and bad, and what reads those of others back."""
+"""Trackers of a user, valid and invalid, and functions that read back what trackers wrote."""
 
 import json
 import time
@@ -14,11 +14,11 @@ from infra.trackers.records import Point, Product, Subject, TextTable
 
 
 class FileTracker(Tracker):
-    """Writes a line for each point."""
+    """Tracker that writes a line for each point."""
 
     implementation: ClassVar[str] = "tests.support.trackers:FileMirror"
     path: str
-    """The file."""
+    """Path of the file."""
 
 
 class FileMirror:
@@ -41,11 +41,11 @@ class FileMirror:
 
 
 class DownTracker(FileTracker):
-    """Cannot be reached while a file is there."""
+    """Tracker that cannot be reached while a file exists."""
 
     implementation: ClassVar[str] = "tests.support.trackers:down"
     blocker: str
-    """That file."""
+    """Path of that file."""
 
 
 def down(subject: Subject, settings: DownTracker) -> FileMirror:
@@ -55,7 +55,7 @@ def down(subject: Subject, settings: DownTracker) -> FileMirror:
 
 
 class HangingTracker(Tracker):
-    """Never answers."""
+    """Tracker that never answers."""
 
     implementation: ClassVar[str] = "tests.support.trackers:hang"
 
@@ -66,12 +66,12 @@ def hang(subject: Subject, settings: HangingTracker) -> FileMirror:
 
 
 def tensorboard_series(folder: Path) -> Counter[tuple[str, int]]:
-    """How often each tag has a value at each step, in all event files of a folder; every checksum is checked."""
+    """Return how often each tag has a value at each step, in all event files of a folder. Every checksum is checked."""
     return Counter((tag, step) for tag, step, _ in tensorboard_values(folder))
 
 
 def tensorboard_values(folder: Path) -> list[tuple[str, int, float | str]]:
-    """Every value of every event file of a folder."""
+    """Return every value of every event file of a folder."""
     found: list[tuple[str, int, float | str]] = []
     for path in sorted(folder.glob("events.out.tfevents.*")):
         content, at = path.read_bytes(), 0

@@ -164,7 +164,7 @@ class Job:
     """Function that returns further work from the run's directory and the last outcome."""
     algorithm: AlgorithmConfig | None = None
     poisons: bool = False
-    """Whether updates follow in which a sample of one rank is not finite, and then none."""
+    """Whether two updates follow: one in which a sample of one rank is not finite, and one in which all are finite."""
 
 
 def start_ranks(job: Callable[..., None], uri: str, *args: object, ranks: int = 2) -> None:

@@ -1,4 +1,4 @@
-"""Policy versions whose bundles have no files, for tests of which versions a run keeps."""
+"""Policy versions whose bundles have no files, for tests of retention."""
 
 from infra.store.bundles import BundleRef
 from infra.store.manifests import Manifest

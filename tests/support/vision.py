@@ -1,4 +1,4 @@
-"""Tiny policies that see, of every family, with random weights; and pictures for them."""
+"""Tiny vision-language policies of every family, with random weights, and pictures for them."""
 
 from collections.abc import Callable, Mapping
 from io import BytesIO
@@ -31,7 +31,7 @@ SPECIALS: Final = (
 
 
 def picture(seed: int, *, width: int = 24, height: int = 24) -> bytes:
-    """Encode noise."""
+    """Encode a picture of noise."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     encoded = BytesIO()
     Image.fromarray(pixels).save(encoded, format="PNG")
@@ -39,7 +39,7 @@ def picture(seed: int, *, width: int = 24, height: int = 24) -> bytes:
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Train a vocabulary that has all families' tokens."""
+    """Train a vocabulary that contains all families' tokens."""
     tokenizer = train_tokenizer(["How many red? #### 4\n\n\n describe the picture"], vocab_size=300, context=320)
     tokenizer.add_special_tokens(
         {"additional_special_tokens": [AddedToken(token, normalized=False, special=True) for token in SPECIALS]}
@@ -76,7 +76,7 @@ _MROPE: Final = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section":
 
 
 def _idefics3(kind: str, ids: Mapping[str, int], tokens: PreTrainedTokenizerFast) -> dict[str, object]:
-    """Heads are as small as vLLM on a CPU has them."""
+    """Head size that vLLM supports on a CPU."""
     return {
         "text_config": {"model_type": "llama", **_text(tokens, head_dim=32, tie_word_embeddings=True)},
         "vision_config": _TOWER,

@@ -20,7 +20,7 @@ from tests.support.jobs import wait_for
 
 
 class Reading:
-    """Reads shards of a run; it can wait until another file is there."""
+    """Worker that reads shards of a run, and can wait until another file exists."""
 
     def __init__(self, store_uri: str, run: str) -> None:
         self._store = open_store(f"{store_uri}/{run}")
@@ -29,14 +29,14 @@ class Reading:
         return 0
 
     def read(self, work: tuple[ShardRef, Path | None]) -> bool:
-        """Tell whether the other file came while this one was worked on."""
+        """Return whether the other file appeared while this shard was processed."""
         ref, other = work
         assert read_shard(self._store, ref).num_rows == ref.rows
         return other is not None and wait_for(other.exists, seconds=20)
 
 
 class Counting:
-    """Counts its pieces of work; some of them never end."""
+    """Worker that counts its pieces of work. Some of them never end."""
 
     def __init__(self, start: int = 0) -> None:
         self.done = start
@@ -58,7 +58,7 @@ class Counting:
         return os.getpid()
 
     def hold(self, work: tuple[Path, Path]) -> int:
-        """Make the first file, wait until the second one is there, and return the id of this process."""
+        """Create the first file, wait until the second one exists, and return the id of this process."""
         began, released = work
         began.touch()
         while not released.exists():
@@ -76,7 +76,7 @@ class Counting:
         return random.random(), float(np.random.random()), torch.rand(()).item()
 
     def facts(self, work: object) -> dict[str, object]:
-        """What a fork could have otherwise than a process that was started."""
+        """Return properties in which a fork could differ from a started process."""
         import torch
 
         values = torch.linspace(0, 1, 300 * 300).reshape(300, 300)
@@ -109,14 +109,14 @@ class Counting:
         os.kill(os.getpid(), 9)
 
     def die_once(self, marker: Path) -> int:
-        """Die where nobody has died yet, as `marker` tells."""
+        """Die unless another worker has died before, as `marker` records."""
         if not marker.exists():
             marker.touch()
             os.kill(os.getpid(), 9)
         return os.getpid()
 
     def hang_once(self, marker: Path) -> int:
-        """Loop for ever without progress where nobody has yet."""
+        """Loop forever without progress unless another worker has before."""
         if not marker.exists():
             marker.write_text(str(os.getpid()))
             while True:
@@ -124,7 +124,7 @@ class Counting:
         return os.getpid()
 
     def slow_but_steady(self, seconds: float) -> int:
-        """Count while it works, but hold the interpreter for long stretches."""
+        """Count during the work, but hold the interpreter lock for long stretches."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self.ticks += 1
@@ -141,12 +141,12 @@ class Counting:
             self.child.wait()
 
     def child_ends(self, command):
-        """Exit code of a child process: lost where SIGCHLD is ignored."""
+        """Return the exit code of a child process, which is lost if SIGCHLD is ignored."""
         return subprocess.run(command, check=False).returncode
 
 
 class Unbuildable:
-    """Cannot be constructed."""
+    """Worker that cannot be constructed."""
 
     def __init__(self, path: str) -> None:
         raise FileNotFoundError(f"no weights at {path}")
@@ -156,7 +156,7 @@ class Unbuildable:
 
 
 class Sleepy:
-    """Takes too long to construct."""
+    """Worker whose construction takes too long."""
 
     def __init__(self) -> None:
         time.sleep(60)
@@ -166,7 +166,7 @@ class Sleepy:
 
 
 class Ring:
-    """A rank: rank 0 waits on a socket for all others, as a collective would."""
+    """Rank of a ring: rank 0 waits on a socket for all others, as a collective would."""
 
     def __init__(self) -> None:
         self.rank = -1
@@ -183,7 +183,7 @@ class Ring:
             self.server = socket.create_server(self.address)
 
     def meet(self, marker: Path) -> tuple[int, int]:
-        """Gather one byte from every rank; rank 1 dies before it where `marker` says that nobody has yet."""
+        """Gather one byte from every rank. Rank 1 dies first unless `marker` shows that it has died before."""
         if self.rank == 1 and not marker.exists():
             marker.touch()
             os.kill(os.getpid(), 9)

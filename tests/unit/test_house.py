@@ -1,4 +1,4 @@
-"""The house itself: layers, sizes, words, generated pages, configurations that ship."""
+"""Rules of the repository: layers, sizes, words, generated pages, bundled configurations."""
 
 import ast
 import re
@@ -28,7 +28,7 @@ HOME = Path(__file__).parents[2]
 ROOMS = ("flows", "tasks", "models", "placement", "infra")
 SOURCES = sorted(path for room in ROOMS for path in (HOME / room).rglob("*.py"))
 ELSEWHERE = HOME / "models/engines/vllm/plugin"
-"""Runs in vLLM's own environment, and shares no name with the rest."""
+"""Module that runs in vLLM's environment and shares no name with the packages."""
 VARIANTS = (
     Algorithm,
     Correction,
@@ -69,12 +69,12 @@ def test_every_table_of_the_configuration_is_printed_once_and_links_to_tables_ar
 
 @pytest.fixture(scope="module")
 def graph():
-    """Every module of the packages, and who imports whom; imports for types alone count too."""
+    """Import graph of all modules of the packages, including imports for types only."""
     return grimp.build_graph(*ROOMS, cache_dir=None)
 
 
 def folder(module):
-    """The folder that a module lies in."""
+    """Return the folder of a module."""
     path = HOME.joinpath(*module.split("."))
     return path if path.is_dir() else path.parent
 
@@ -96,7 +96,7 @@ def test_a_public_class_name_has_one_meaning():
 
 
 def test_no_code_tests_the_class_of_a_variant():
-    """Only what it says of itself: a class of a user's own would be none of those that are asked for."""
+    """Code may use only what a variant states about itself: an `isinstance` test would miss classes of users."""
     for base in VARIANTS:
         assert len(_below(base)) > 1
     variants = {variant.__name__ for variant in _below(Variant)}
@@ -115,7 +115,7 @@ def _below(base: type[Variant]) -> list[type[Variant]]:
 
 
 def test_small_modules_with_one_importer_give_a_warning(graph):
-    """A warning, not a verdict: such a module may belong to the one that imports it."""
+    """A warning only: such a module may belong into the module that imports it."""
     small = []
     for module in sorted(graph.modules):
         path = HOME.joinpath(*module.split(".")).with_suffix(".py")

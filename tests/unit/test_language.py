@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.jobs import ROOT
 
-PACKAGES = ("flows", "tasks", "models", "placement", "infra", "bench")
+PACKAGES = ("flows", "tasks", "models", "placement", "infra", "bench", "tests")
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 GENERATED = ("docs/commands.md", "docs/faults.md")
 """Pages whose sentences come from code or from measured runs."""
@@ -26,6 +26,12 @@ HOMELY = re.compile(
 """Words and phrases that have a common technical term, or that only make sense to their author."""
 OPENING = re.compile(r"(What|Whose|Who|How|Where|Which|Those|That|Of|Its|It|They|Them|As|Such)\b")
 """First words that make a reader search for the subject."""
+HOMELY_NAME = re.compile(
+    r"_(told|tells?|said|says?|heeds?|buried|seats?|laps|dealt?|spelt|spells?|mends?|learnt|anew|beside|stands?"
+    r"|lies_in|lies_there|goes_on|go_on|given_again|of_its_own|look(?:s|ed)?_at|sees|whatever|wherever)(?:_|$)"
+    r"|^test_(?:it|its|they|of|those)_"
+)
+"""Words and first words that make the name of a test hard to understand without its code."""
 CLIPPED = re.compile(r"; (?:none|none of|of|those|else|or none|that of)\b(?![^.;]*\b(?:is|are|has|have)\b)")
 """A remark after a semicolon that is no sentence."""
 
@@ -81,6 +87,16 @@ def test_pages_use_plain_terms(page):
         assert _faults(_sentences(ROOT / page), ROOT / page, HOMELY) == []
 
 
+def test_names_of_tests_use_plain_terms():
+    names = {
+        f"{path.relative_to(ROOT)}: {match[1]}"
+        for path in (ROOT / "tests").rglob("*.py")
+        for match in re.finditer(r"def (test_\w+)\(", path.read_text())
+        if HOMELY_NAME.search(match[1])
+    }
+    assert sorted(names) == []
+
+
 @pytest.mark.parametrize(
     ("text", "pattern"),
     [
@@ -88,6 +104,7 @@ def test_pages_use_plain_terms(page):
         ("A shard is read anew.", HOMELY),
         ("What a worker holds.", OPENING),
         ("Digest of the shard; of a bundle, its name.", CLIPPED),
+        ("test_a_skipped_prompt_is_told", HOMELY_NAME),
     ],
 )
 def test_the_patterns_match_their_examples(text, pattern):

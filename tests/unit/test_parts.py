@@ -23,7 +23,7 @@ third = "echo {{seed}} >starts-third"
 
 @pytest.fixture
 def start(tmp_path):
-    """Start the runner, in a repository of its own, on the suite `two`, whose second part runs the given command."""
+    """Start the runner, in a separate repository, on the suite `two`, whose second part runs the passed command."""
     repository = tmp_path / "repository"
     (repository / ".ci").mkdir(parents=True)
     shutil.copy(PARTS, repository / ".ci")

@@ -1,4 +1,4 @@
-"""Every wait in the packages ends: by its own limit, or because what it waits for is watched."""
+"""Every wait in the packages ends: by a time limit, or because the awaited process is watched."""
 
 import ast
 from collections.abc import Iterator
@@ -55,15 +55,15 @@ BOUNDED = {
     "tasks/reporting.py: plot_task.result": "is done",
     "tasks/reporting.py: text_task.result": "is done",
 }
-"""Waits without a limit of their own, and why they end."""
+"""Waits without a time limit, and why they end."""
 
 BLOCKING = ("wait", "join", "acquire", "get", "result")
-"""Methods that wait without an end when they are given no limit: of processes, threads, locks, queues, futures."""
+"""Methods that wait forever without a limit: of processes, threads, locks, queues and futures."""
 COMMANDS = ("subprocess.run", "subprocess.call", "subprocess.check_call", "subprocess.check_output", "asyncio.wait")
 
 
 def unbounded(tree: ast.AST) -> Iterator[str]:
-    """Name the calls that may wait for ever."""
+    """Return the calls that may wait forever."""
     limited = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.AsyncWith) and any("asyncio.timeout(" in ast.unparse(item) for item in node.items):

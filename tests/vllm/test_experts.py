@@ -60,10 +60,10 @@ def require_own_choices(policy: Published, requests, groups) -> None:
     for each, group in zip(requests, groups, strict=True):
         for given, completion in zip(each.inputs, group, strict=True):
             read = given.append_completion(completion.tokens).tokens[:-1]
-            with torch.no_grad(), record_chosen_experts(model) as heard:
+            with torch.no_grad(), record_chosen_experts(model) as choices:
                 model(torch.from_numpy(read)[None].long())
             own, reported = (
-                np.sort(chosen.reshape(-1, LAYERS, CHOSEN)) for chosen in (heard.pop_choices(), completion.experts)
+                np.sort(chosen.reshape(-1, LAYERS, CHOSEN)) for chosen in (choices.pop_choices(), completion.experts)
             )
             assert completion.experts.dtype == np.uint8 and reported.shape == own.shape
             found, alike = found + own[..., 0].size, alike + int((reported == own).all(axis=-1).sum())

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from infra.errors import BadInput
 from models.engines.requests import CompletionRow
-from models.modeling.experts import ChosenExperts, routers, record_chosen_experts
+from models.modeling.experts import ChosenExperts, record_chosen_experts, routers
 from models.records.model_input import Experts
 
 

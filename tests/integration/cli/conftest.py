@@ -1,4 +1,4 @@
-"""Jobs in a directory of their own, and commands about the finished run."""
+"""Fixtures for commands: jobs in a temporary directory, and commands on the finished run."""
 
 import shutil
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def make_job(tmp_path, monkeypatch) -> Callable[[str], Path]:
 
 @pytest.fixture
 def run_command(capsys, reference):
-    """Function that gives a command about the finished run; it returns exit code, stdout and stderr."""
+    """Function that runs a command on the finished run and returns exit code, stdout and stderr."""
 
     def run(*arguments: str, store: Path = reference.store) -> tuple[int, str, str]:
         code = main([*arguments, "--store", str(store)])
@@ -35,6 +35,6 @@ def run_command(capsys, reference):
 
 @pytest.fixture
 def copied_store(reference, tmp_path) -> Path:
-    """A store with a copy of the finished run, to be damaged."""
+    """Store with a copy of the finished run, which a test may damage."""
     shutil.copytree(reference.run, tmp_path / "store" / "tiny")
     return tmp_path / "store"

@@ -1,6 +1,6 @@
-"""Bad input through the real command, and jobs whose settings give way to the data: exit code, lines, nothing written.
+"""Invalid input to the installed command: exit code, message, and that nothing is written.
 
-The refusals themselves are in tests/unit/refusals/models.toml.
+Defaults that exceed the data are reduced. Other refusals are in tests/unit/refusals/models.toml.
 """
 
 import os

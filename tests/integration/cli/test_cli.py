@@ -1,4 +1,4 @@
-"""The `rheostat` command on a finished run: what each command prints, and how it answers a slip."""
+"""The `rheostat` command on a finished run: the output of each command, and the messages for mistakes."""
 
 import json
 import os
@@ -302,7 +302,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path, reference, monke
 
 @pytest.fixture
 def show_plan(capsys):
-    """Function that plans one of our configurations; it returns exit code, stdout and stderr."""
+    """Function that runs `rheostat plan` on a bundled configuration and returns exit code, stdout and stderr."""
 
     def plan(config: str, *arguments: str) -> tuple[int, str, str]:
         code = main(["plan", str(ROOT / "configs" / config), *arguments])

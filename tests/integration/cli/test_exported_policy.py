@@ -1,4 +1,4 @@
-"""A policy that leaves a run that goes on: whole or not at all, with a card, and to the Hub where that is asked for."""
+"""`rheostat export-policy` during a run: exports are complete or absent, have a model card, and go to the Hub."""
 
 import json
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ from tests.support.servers import serve_http
 
 @pytest.fixture
 def run(tmp_path):
-    """A run of no iteration, with its first policy."""
+    """Run without iterations, with its initial policy."""
     config = {
         "name": "going-on",
         "promotion": {"registry": "a", "card": {"license": "apache-2.0", "base_model": "a/b"}},
@@ -38,7 +38,7 @@ def run(tmp_path):
 
 
 def commit_version(run, number, tmp_path):
-    """Commit a policy, and the seal of its iteration."""
+    """Commit a policy version, and the seal of its iteration."""
     directory = tmp_path / f"made-{number}"
     directory.mkdir()
     write_policy(directory, seed=number)
@@ -54,7 +54,7 @@ def retire(run, number):
 
 @contextmanager
 def while_copied(monkeypatch, *, before=lambda: None, after=lambda: None):
-    """Copy in this process, and have something happen before the first copy, or after it."""
+    """Copy files in this process, and call a function before or after the first copy."""
     happenings = iter([(before, after)])
 
     def copy(work):
@@ -149,7 +149,7 @@ def test_a_card_has_the_configured_license_and_base_model(run):
 
 @contextmanager
 def hub(*, refuses=False):
-    """A server that takes a commit as the Hub does, and what it was asked: path, token and body."""
+    """HTTP server that accepts a commit as the Hub does, and records path, token and body of each request."""
     asked = []
 
     class Hub(BaseHTTPRequestHandler):

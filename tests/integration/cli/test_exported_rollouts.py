@@ -1,4 +1,4 @@
-"""What an export says of a completion's credit and of its group: the numbers that the update learnt from."""
+"""Exported rollouts contain the advantages and the groups that the update was trained on."""
 
 import json
 import math
@@ -22,7 +22,7 @@ from models.records.schemas import ROLLOUT_SCHEMA
 
 @pytest.fixture(scope="module")
 def exported(reference, tmp_path_factory):
-    """The undisturbed run, copied, and the rows of its exported iterations."""
+    """Copy of the undisturbed run, and the rows of its exported iterations."""
     store = tmp_path_factory.mktemp("exported") / "store"
     shutil.copytree(reference.store, store)
     assert main(["export", "tiny", "--store", str(store)]) == 0
@@ -62,7 +62,7 @@ def test_a_query_counts_the_groups_without_advantages(exported, capsys):
 
 
 def tables(rewards, logprobs, rows=(0, 0, 0, 1, 1, 2)):
-    """Completions of one token each, of a term that is the reward."""
+    """Completions of one token each, with a single reward term."""
     values = {name: [None] * len(rows) for name in ROLLOUT_SCHEMA.names}
     values |= {"prompt_row": rows, "sample": range(len(rows)), "completion_tokens": [[1]] * len(rows)}
     values |= {"logprobs": [[each] for each in logprobs]}

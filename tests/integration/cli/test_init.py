@@ -1,4 +1,4 @@
-"""`rheostat init`: a job of one's own that trains as it was written, from wherever it is started."""
+"""`rheostat init`: the job that it writes trains without changes, from any directory."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from tests.support.jobs import AUTH, RHEOSTAT
 
 @pytest.fixture
 def begun(tmp_path, monkeypatch, capsys):
-    """A job that was begun in a folder, and what was said."""
+    """Folder with a new job, and the output of `rheostat init`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(TARGETS, raising=False)
     assert main(["init", "My Job"]) == 0
@@ -23,7 +23,7 @@ def begun(tmp_path, monkeypatch, capsys):
 
 
 def printed(said: str) -> list[list[str]]:
-    """The commands that were printed, without their explanation."""
+    """Return the commands that `rheostat init` printed, without their explanations."""
     lines = [line.removeprefix("next").strip() for line in said.splitlines() if "rheostat train" in line]
     return [shlex.split(line.rpartition("    ")[0]) for line in lines]
 

@@ -1,4 +1,4 @@
-"""Facts that the check before a run reports about a job; the refusals are in tests/unit/refusals/models.toml."""
+"""Facts that the input check reports about a job. Refusals are in tests/unit/refusals/models.toml."""
 
 import json
 import subprocess
@@ -24,12 +24,12 @@ GSM8K = Path(__file__).parents[3] / "configs" / "data" / "gsm8k"
 
 @pytest.fixture(autouse=True)
 def place(make_job) -> Path:
-    """A job on arithmetic problems in the current directory."""
+    """Job on arithmetic problems in the current directory."""
     return make_job("arithmetic")
 
 
 def ask_command(question: str) -> subprocess.CompletedProcess[str]:
-    """Run the command as the flows do, where it could leave something behind."""
+    """Run the input check as the flows do, in a directory where leftover files would be noticed."""
     command = [sys.executable, "-m", "models.commands.preflight"]
     return subprocess.run(command, input=question, capture_output=True, text=True)
 

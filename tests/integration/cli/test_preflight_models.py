@@ -1,4 +1,4 @@
-"""Memory that the check before a run estimates for text-to-image policies and for sequence-parallel ranks."""
+"""Memory estimates of the input check for text-to-image policies and for sequence-parallel ranks."""
 
 import pytest
 
@@ -17,7 +17,7 @@ PAINTINGS = (
     "policy.kind=scratch_diffusion",
     "policy.layers=1",
 )
-"""A job whose policy generates paintings."""
+"""Job whose policy generates paintings."""
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""The page of a run as a person uses it: from disk, in a real browser, with a policy that writes hostile texts."""
+"""The report of a run in a real browser, opened from disk, with a policy that generates hostile texts."""
 
 import pytest
 from playwright.sync_api import expect
@@ -17,7 +17,7 @@ TEXTS = (*HOSTILE, "a needle\n1", "plain")
 
 
 def write_page(place, *, iterations, texts):
-    """Write the page of a run; return its path."""
+    """Write the report of a run and return its path."""
     write_long_run(place / "runs", iterations=iterations, texts=texts)
     assert main(["report", "long", "--store", str(place / "runs"), "--to", str(place / "long.html")]) == 0
     return place / "long.html"
@@ -25,7 +25,7 @@ def write_page(place, *, iterations, texts):
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    """The page of a run of five iterations."""
+    """Path of the report of a run of five iterations."""
     return write_page(tmp_path_factory.mktemp("report"), iterations=5, texts=TEXTS)
 
 
@@ -114,7 +114,7 @@ def test_the_pointer_and_the_arrow_keys_show_the_numbers_of_a_curve(path):
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """A report and a comparison of runs whose names and store have no place to break a line."""
+    """Reports of a run and of a comparison, whose names and store contain no position for a line break."""
     place = tmp_path_factory.mktemp("phone") / ("store" * 12)
     names = ["long" * 12, "longer" * 9]
     for name, group in zip(names, (8, 4), strict=True):

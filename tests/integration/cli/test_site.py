@@ -1,4 +1,4 @@
-"""The site of the documentation as a person reads it: from disk, in a real browser."""
+"""The documentation site in a real browser, opened from disk."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ pytestmark = [
 
 @pytest.fixture
 def site(tmp_path) -> Path:
-    """A site of one page, with the theme, the search and the scripts of the documentation."""
+    """Site of one page, with the theme, the search and the scripts of the documentation."""
     from mkdocs.commands.build import build
 
     docs, site = tmp_path / "docs", tmp_path / "site"

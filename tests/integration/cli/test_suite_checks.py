@@ -1,4 +1,4 @@
-"""Faults of the suites of a retrain that are found before training: training problems in a suite, other tokenizers."""
+"""Faults of a retrain's suites that are found before training: training problems in a suite, and other tokenizers."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ primary = {{suite = "rivers"}}
 
 
 def question(number: int, city: str) -> str:
-    """One of more than thirteen words, nine of which no other question has."""
+    """Return a question of more than thirteen words, nine of which are in no other question."""
     words = " ".join(f"{city}{number}{part}" for part in "abcdefghi")
     return f"Which river runs through {words} and how many bridges are there, {number} or more?"
 
@@ -48,7 +48,7 @@ def write(path: Path, questions: list[str]) -> None:
 
 @pytest.fixture
 def run_gate(tmp_path, capsys):
-    """Function that runs `rheostat gate` on a suite of questions; it returns exit code and output."""
+    """Function that runs `rheostat gate` on a suite of questions and returns exit code and output."""
     write(tmp_path / "train.jsonl", [question(number, "x") for number in range(60)])
     write(tmp_path / "heldout.jsonl", [question(number, "y") for number in range(30)])
     (tmp_path / "job.toml").write_text(RULES.format(home=tmp_path, store=tmp_path / "runs"))

@@ -1,4 +1,4 @@
-"""Model directories from elsewhere that are accepted, next to those in tests/unit/refusals/models.toml."""
+"""Model directories of other authors that are accepted. Refused ones are in tests/unit/refusals/models.toml."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from tests.support.preflight import check_job
 
 @pytest.fixture(autouse=True)
 def place(make_job) -> Path:
-    """A job that begins with a model for chats."""
+    """Job that starts from a chat model."""
     return make_job("chats")
 
 
@@ -38,7 +38,7 @@ def test_a_link_within_the_directory_is_accepted():
 
 
 def write_snapshot() -> Path:
-    """Write the model as the Hugging Face cache stores it, the weights in the folder that repositories share."""
+    """Write the model as the Hugging Face cache stores it, with the weights in the folder that repositories share."""
     cache, shared = Path("hub/models--org--name"), Path("hub/blobs/ab")
     directory, blobs = cache / "snapshots/0123abcd", cache / "blobs"
     for folder in (directory, blobs, shared):

@@ -1,4 +1,4 @@
-"""Modules of a user's that bear the names of ours, in the directory in which everything runs: both are found."""
+"""User modules in the working directory with the names of Rheostat's packages: both the user's and ours are found."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ REWARD = "def shared(prompt, completion, answer): return float(len(completion) %
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A working directory with modules of all those names, each with a reward, and a job that uses some."""
+    """Working directory with a user module and reward for each package name of ours, and a job that uses some."""
     for name in NAMES:
         (tmp_path / f"{name}.py").write_text(REWARD)
     terms = ", ".join(f'{{kind = "target", name = "{name}", target = "{name}:shared"}}' for name in ("models", "json"))
@@ -69,7 +69,7 @@ print(models.config.data.__file__, users.__file__)
 
 
 def test_an_editable_install_imports_rheostats_packages_despite_user_modules_of_the_same_name(folder: Path):
-    """The finder of an editable installation comes after the path, on which the user's folder is the last."""
+    """The import finder of an editable installation comes after `sys.path`, whose last entry is the user's folder."""
     (folder / "prefect.py").rename(folder / "users_module.py")
     code = EDITABLE.format(packages=PACKAGES, root=ROOT)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

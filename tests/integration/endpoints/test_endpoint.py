@@ -1,4 +1,4 @@
-"""Judges behind an endpoint, against a real local server whose replies the tests choose."""
+"""Judges behind an endpoint: a real local server whose replies the tests define."""
 
 import base64
 import logging
@@ -22,7 +22,7 @@ def echo(asked, before):
 
 
 def ask_once(reply, **settings):
-    """Ask a judge one question that a server answers with a reply; return the answer and the requests."""
+    """Query a judge with one question that a server answers with a reply. Return the answer and the requests."""
     with chat_server(lambda asked, before: reply) as server:
         [answer] = judge_at(server.url, **settings).answer(questions(1))
     return answer, server.asked

@@ -1,4 +1,4 @@
-"""A judge worker before a real endpoint: from a rollout shard to verdicts, by HTTP and by TLS."""
+"""A judge worker that calls a real endpoint: from a rollout shard to verdicts, by HTTP and by TLS."""
 
 import json
 import ssl
@@ -21,7 +21,7 @@ TEMPLATE = "{prompt}|{completion}|{answer}"
 
 
 def is_right(asked, before):
-    """Judge by the question's own text."""
+    """Judge the completion from the text of the question."""
     _, completion, answer = asked.text.split("|")
     return says("yes" if completion == answer else "no")
 
@@ -112,7 +112,7 @@ def test_no_shard_contains_the_key(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
-    """A certificate of the name `localhost`, and of no address."""
+    """Certificate for the name `localhost` and for no address."""
     root = tmp_path_factory.mktemp("tls")
     certificate, key = root / "cert.pem", root / "key.pem"
     subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]

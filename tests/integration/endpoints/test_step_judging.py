@@ -1,4 +1,4 @@
-"""The judge worker where steps are judged: local engines, an endpoint, canaries, counters."""
+"""The judge worker with judges of steps: local engines, an endpoint, canaries and counters."""
 
 import re
 from pathlib import Path
@@ -122,7 +122,7 @@ def test_a_judge_without_a_valid_answer_is_unusable_and_flags_nothing(home, mode
 
 
 def names_steps_with_a_two(asked, before):
-    """Audit as told: a step is wrong if it has a 2 in it."""
+    """Answer as an auditor for whom a step is wrong if it contains a 2."""
     steps = re.findall(r"<step_(\d+)>\n(.*?)\n</step_\1>", asked.text, re.S)
     wrong = ", ".join(f"<step_{index}>" for index, text in steps if "2" in text)
     return says(f"Verdict: whatever\n<incorrect_steps>{wrong}</incorrect_steps>")

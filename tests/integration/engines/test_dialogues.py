@@ -1,4 +1,4 @@
-"""Dialogues: a model plays the user, in the rollout worker or behind an endpoint."""
+"""Dialogues in which a model plays the user, in the rollout worker or behind an endpoint."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def endpoint_user(server, **settings):
 
 
 class Dialogues(Episodes):
-    """Episodes whose user is a model in a directory, or behind an endpoint."""
+    """Episodes whose simulated user is a model in a directory or behind an endpoint."""
 
     def __init__(self, home):
         super().__init__(home)

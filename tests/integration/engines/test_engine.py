@@ -127,7 +127,7 @@ def test_progress_grows_with_every_step(directory):
 
 
 class Trap:
-    """Makes a directory when it is unpickled."""
+    """Create a directory when this object is unpickled."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""The KV cache that is filled in place, compared with the layers of transformers and with passes without a cache."""
+"""The preallocated KV cache compared with the cache layers of transformers and with forward passes without a cache."""
 
 from itertools import pairwise
 

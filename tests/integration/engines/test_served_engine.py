@@ -1,4 +1,4 @@
-"""The vLLM engine with servers that run already and answer well or badly."""
+"""The vLLM engine with running servers that return valid or invalid answers."""
 
 import json
 import shutil

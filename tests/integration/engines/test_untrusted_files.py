@@ -1,4 +1,4 @@
-"""Work with more completions than rows of the batch: when rows are admitted, and that completions stay the same."""
+"""Batches with fewer rows than completions: when waiting rows are admitted, and that completions do not change."""
 
 from collections.abc import Sequence
 from dataclasses import replace

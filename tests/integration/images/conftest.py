@@ -1,4 +1,4 @@
-"""A policy of every family, built once for a module."""
+"""A text-to-image policy of every family, built once per module."""
 
 import diffusers
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from tests.support.pipelines import BUILT, write
 
 FIRST = "sd3"
-"""The one that the default suite builds; each takes seconds."""
+"""Families that the default suite builds. Each takes seconds."""
 
 
 @pytest.fixture(
@@ -14,19 +14,19 @@ FIRST = "sd3"
     params=[pytest.param(name, marks=[] if name == FIRST else [pytest.mark.system]) for name in BUILT],
 )
 def family(request):
-    """The name of a family."""
+    """Name of a family."""
     return request.param
 
 
 @pytest.fixture(scope="module")
 def directory(family, tmp_path_factory):
-    """A policy of it."""
+    """Directory of a policy of the family."""
     return write(family, tmp_path_factory.mktemp(family))
 
 
 @pytest.fixture(scope="module")
 def pipe(directory):
-    """What diffusers makes of the policy."""
+    """Pipeline of diffusers that loads the policy."""
     found = diffusers.DiffusionPipeline.from_pretrained(directory)
     found.set_progress_bar_config(disable=True)
     return found

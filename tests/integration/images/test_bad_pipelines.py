@@ -12,7 +12,7 @@ from infra.errors import BadInput
 from models.config.denoising import LearntWindow
 from models.config.policy import DiffusionPolicy
 from models.denoising import families
-from models.denoising.pipeline import PromptReader, check_weights, load_denoiser, read_pipeline
+from models.denoising.pipeline import PromptEncoder, check_weights, load_denoiser, read_pipeline
 from models.denoising.policy import check_prompts, inspect_diffusion
 from tests.support.pipelines import config_of
 from tests.support.processes import preload
@@ -41,7 +41,7 @@ def test_pickled_weights_are_never_loaded(pipelines, part):
             load_denoiser(directory)
     if part == "text_encoder":
         with pytest.raises(BadInput, match="text encoders cannot be loaded: Error no file"):
-            PromptReader(directory, tokens=16, device="cpu")
+            PromptEncoder(directory, tokens=16, device="cpu")
 
 
 def test_weights_with_other_shapes_than_their_configuration_are_found_without_loading(pipelines):

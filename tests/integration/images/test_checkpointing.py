@@ -1,4 +1,4 @@
-"""Layers of denoisers that are computed again in the backward pass teach the same to the bit, and keep less."""
+"""Denoiser layers that are recomputed in the backward pass give bitwise equal gradients and keep fewer activations."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from infra.store.bundles import BundleRef
 from models.config.lora import LoraConfig
 from models.denoising.pipeline import FrozenParts, load_denoiser
-from models.denoising.steps import Drawing, StepLogprobs
+from models.denoising.steps import GenerationSetup, StepLogprobs
 from models.modeling.adapters import add_adapters
 from models.modeling.layout import lay_out
 from tests.support.pipelines import config_of, drawn, learnt_from
@@ -20,13 +20,13 @@ preload(__name__)
 def test_recomputed_layers_have_bitwise_equal_gradients(directory, adapters):
     config = config_of(directory, guidance=2.0)
     rows, gallery = learnt_from(drawn(directory, config, range(2)), directory)
-    drawing, found = Drawing.of(directory, config, FrozenParts(device="cpu")), []
+    setup, found = GenerationSetup.load(directory, config, FrozenParts(device="cpu")), []
     for again in (False, True):
         model = load_denoiser(directory)
         if adapters:
             add_adapters(model, LoraConfig(rank=2), base=BundleRef(key="policies/base", digest="base", bytes=0))
-        module = StepLogprobs(model, drawing, gallery)
-        module.checkpoint_layers(again=again)
+        module = StepLogprobs(model, setup, gallery)
+        module.checkpoint_layers(is_enabled=again)
         read = module.prepare_inputs(lay_out(rows), torch.device("cpu"))
         found.append(learnt(module, read))
         assert not model.training, "nothing is dropped out"

@@ -1,4 +1,4 @@
-"""Policies of every family are drawn from as diffusers' own pipelines draw.
+"""Policies of every family generate the images of diffusers' pipelines.
 
 Shapes: N pictures, D numbers of a state.
 """
@@ -9,7 +9,7 @@ import torch
 
 from models.denoising.pipeline import FrozenParts, load_denoiser
 from models.denoising.samplers import deterministic
-from models.denoising.steps import Drawing
+from models.denoising.steps import GenerationSetup
 from tests.support.pipelines import PROMPTS, SEEDS, config_of, drawn, noise_of, pixels, requests, theirs
 from tests.support.processes import preload
 
@@ -17,17 +17,22 @@ preload(__name__)
 
 
 def ours(directory, config, prompts=PROMPTS, seeds=SEEDS, dtype=torch.float32):
-    """Last states of the prompts' pictures, drawn together without noise."""
-    drawing, model = Drawing.of(directory, config, FrozenParts(device="cpu")), load_denoiser(directory, dtype=dtype)
-    told = drawing.conditions([each.inputs[0] for each in requests(directory, prompts, seeds)], range(len(prompts)))
-    without = drawing.unconditioned(len(prompts), model)
+    """Return the final states of the pictures of the prompts, generated in one batch without noise."""
+    setup, model = (
+        GenerationSetup.load(directory, config, FrozenParts(device="cpu")),
+        load_denoiser(directory, dtype=dtype),
+    )
+    condition = setup.encode_prompts(
+        [each.inputs[0] for each in requests(directory, prompts, seeds)], range(len(prompts))
+    )
+    empty_condition = setup.encode_empty_prompt(len(prompts), model)
     states_ND = torch.cat([noise_of(seed, directory, config).flatten(1) for seed in seeds])
     for step in range(config.steps):
         steps_N = torch.full((len(prompts),), step)
         with torch.no_grad():
-            said_ND = drawing.say(model, states_ND, steps_N, told, without)
-        states_ND = deterministic(states_ND, said_ND, steps_N, drawing.schedule)
-    return states_ND.view(-1, *drawing.shape)
+            prediction_ND = setup.predict(model, states_ND, steps_N, condition, empty_condition)
+        states_ND = deterministic(states_ND, prediction_ND, steps_N, setup.schedule)
+    return states_ND.view(-1, *setup.shape)
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])

@@ -1,4 +1,4 @@
-"""Policies of every family learn from the steps that the engine drew, with adapters too, which others can draw with."""
+"""Training of policies of every family on generated images, also with adapters, which diffusers can load."""
 
 import diffusers
 import numpy as np
@@ -10,7 +10,7 @@ from infra.store.storage import open_store
 from models.config.objectives import LoraConfig
 from models.denoising.pipeline import FrozenParts, load_denoiser
 from models.denoising.policy import write_merged_pipeline
-from models.denoising.steps import Drawing, StepLogprobs
+from models.denoising.steps import GenerationSetup, StepLogprobs
 from models.modeling.adapters import load_trainable, save_adapters, trained_parameters
 from models.modeling.layout import lay_out
 from models.records.versions import ModelVersion
@@ -26,11 +26,11 @@ SILENT = {
     "qwen": {f"{_LAST}.attn.{name}" for name in ("add_q_proj", "to_add_out")}
     | {f"{_LAST}.txt_mlp.net.{name}" for name in ("0.proj", "2")},
 }
-"""Layers whose outputs a picture does not depend on: what becomes of text in the last block."""
+"""Layers whose outputs do not influence the picture: the text stream of the last block."""
 
 
 def logprobs_of(module, rows, size):
-    """What the trainer says of each step, in passes of so many rows."""
+    """Return the trainer's log-probs of each denoising step, in micro-batches of this number of rows."""
     passes = [lay_out(rows[start : start + size]) for start in range(0, len(rows), size)]
     return torch.cat([module(module.prepare_inputs(each, torch.device("cpu"))) for each in passes])
 
@@ -44,7 +44,7 @@ def test_log_probs_of_the_trainer_equal_those_of_the_engine_for_any_micro_batch(
         completions = drawn(directory, config, learnt, rows=2)
         rows, gallery = learnt_from(completions, directory)
         behaviour = torch.tensor([said for each in completions for said in each.logprobs])
-        module = StepLogprobs(model, Drawing.of(directory, config, FrozenParts(device="cpu")), gallery)
+        module = StepLogprobs(model, GenerationSetup.load(directory, config, FrozenParts(device="cpu")), gallery)
         for size in (1, 3):
             with torch.no_grad():
                 ratios = (logprobs_of(module, rows, size) - behaviour).exp()
@@ -58,7 +58,7 @@ def test_adapters_are_trained_and_generate_the_same_images_after_merging(family,
     store = open_store(str(tmp_path / "store"))
     start = ModelVersion(version=0, weights=publish_bundle(store, directory, prefix="policies"))
     model = load_trainable(store, start, load=load_denoiser, lora=LORA)
-    module = StepLogprobs(model, Drawing.of(directory, config, FrozenParts(device="cpu")), gallery)
+    module = StepLogprobs(model, GenerationSetup.load(directory, config, FrozenParts(device="cpu")), gallery)
     before = logprobs_of(module, rows, 3)
     optimizer = torch.optim.SGD(trained_parameters(model), lr=1.0)
     for _ in range(2):  # B is 0 at first, so A learns from the second step on
@@ -77,7 +77,7 @@ def test_adapters_are_trained_and_generate_the_same_images_after_merging(family,
     adapter.mkdir()
     save_adapters(model, adapter)
     version = ModelVersion(version=1, weights=start.weights, adapter=publish_bundle(store, adapter, prefix="adapters"))
-    again = StepLogprobs(load_trainable(store, version, load=load_denoiser, lora=LORA), module.drawing, gallery)
+    again = StepLogprobs(load_trainable(store, version, load=load_denoiser, lora=LORA), module.setup, gallery)
     assert torch.equal(logprobs_of(again, rows, 3), logprobs_of(module, rows, 3))
     assert not torch.equal(logprobs_of(module, rows, 3), before)
 

@@ -1,13 +1,13 @@
-"""Estimates of the weights, memory and products of a denoiser against measurements."""
+"""Estimates of the weights, memory and FLOPs of a denoiser against measurements."""
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from models.commands.memory import PassSizes, micro_batch_bytes
+from models.commands.memory import MicrobatchSizes, microbatch_bytes
 from models.config.objectives import UpdateConfig
 from models.config.policy import DiffusionPolicy, ScratchDiffusionPolicy
-from models.denoising.families import CLIP_TOKENS, blank, gather
+from models.denoising.families import CLIP_TOKENS, select_conditions, zero_condition
 from models.denoising.pipeline import load_denoiser, read_pipeline
 from models.denoising.policy import inspect_diffusion, inspect_scratch_diffusion, write_scratch_diffusion
 from models.modeling.checkpointing import checkpoint_denoiser
@@ -23,7 +23,7 @@ LAYERS = {
     "BasicTransformerBlock",
     "ResnetBlock2D",
 }
-"""Classes of layers that can be computed again."""
+"""Classes of layers that can be recomputed."""
 TEXT = {
     "sd3": CLIP_TOKENS + 256,
     "flux": 512,
@@ -35,7 +35,7 @@ TEXT = {
 
 
 class Kept:
-    """Storages that autograd keeps of forward passes."""
+    """Record the storages that autograd keeps of forward passes."""
 
     def __init__(self):
         self.storages = {}
@@ -49,9 +49,9 @@ class Kept:
 
     def run_pass(self, model, states, text, family, *, rows):
         """Run a forward pass of a number of states with a number of text tokens."""
-        conditions = gather([blank(model.config, text)], [0] * rows)
+        conditions = select_conditions([zero_condition(model.config, text)], [0] * rows)
         with torch.autograd.graph.saved_tensors_hooks(self.keep, lambda tensor: tensor):
-            family.say(model, torch.randn(rows, *states), torch.full((rows,), 500.0), conditions, guidance=1.0)
+            family.predict(model, torch.randn(rows, *states), torch.full((rows,), 500.0), conditions, guidance=1.0)
 
 
 def kept_by(model, states, text, family):
@@ -95,7 +95,7 @@ def test_estimates_of_a_forward_pass_equal_measurements(directory, family):
     checkpoint_denoiser(model, is_enabled=True)
     kept, _ = kept_by(model, states, TEXT[family], found)
     update = UpdateConfig(activation_checkpointing=True)
-    estimates = micro_batch_bytes(update, outline, PassSizes(7 * tokens), held=0)
+    estimates = microbatch_bytes(update, outline, MicrobatchSizes(7 * tokens), held=0)
     assert estimates["update_activations_bytes"] == pytest.approx(4 * 7 * (kept + max(layers)), rel=0.02)
 
 

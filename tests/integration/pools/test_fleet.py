@@ -28,7 +28,7 @@ FLEETS = iter(range(1000))
 
 
 class Shared:
-    """A fleet of two roles, rollout and judge, and the files that its workers write."""
+    """Fleet of two roles, rollout and judge, and the files that its workers write."""
 
     @classmethod
     async def of(cls, cluster, home, *, slots=2, widths=(1, 1), targets=("Turning", "Turning")):
@@ -54,7 +54,7 @@ class Shared:
         return shared
 
     async def arrange(self, rollout, judge):
-        """Arrange the fleet and check the invariant of its slots until the arrangement ends."""
+        """Rearrange the fleet, and check the invariant of its slots until the rearrangement ends."""
         take = {role: Served("v1") for role in self.names}
         task = asyncio.create_task(self.fleet.arrange(dict(zip(self.names, (rollout, judge), strict=True)), take=take))
         while not task.done():
@@ -69,12 +69,12 @@ class Shared:
 
     @property
     def pids(self):
-        """Ids of all processes, awake and asleep."""
+        """Process ids of all workers, awake and asleep."""
         seats = [seat for pool in (self.rollout, self.judge) for seat in pool.seats.values()]
         return {seat.worker.place.pid for seat in seats if seat.worker is not None}
 
     def check(self):
-        """Check that each slot is awake in at most one role, by the fleet's record and by its processes."""
+        """Check that each slot is awake in at most one role, according to the fleet and to its processes."""
         slots = [slot for some in self.fleet.allocation().values() for slot in some]
         assert len(slots) == len(set(slots)) <= self.slots
         assert set(slots) <= set(range(self.slots))
@@ -82,13 +82,13 @@ class Shared:
         assert sum(self.widths[role] for role in holding) <= self.slots
 
     def tell(self, moment, role):
-        """Make the file by which the next worker of a role does what the file's name states. Return its path."""
+        """Write the file that makes the next worker of a role do what the file name states. Return its path."""
         path = self.home / moment.format(role=self.names[role])
         path.touch()
         return path
 
     def tell_to_wait(self, moment, role):
-        """Let the next worker of a role wait at a moment.
+        """Make the next worker of a role wait at a moment.
 
         Return the file whose deletion ends the wait, and a condition that holds while a worker waits.
         """

@@ -42,7 +42,7 @@ def nursery_of(pid):
 
 
 async def reaped(*pids):
-    """Wait until no process is left, not even a zombie. Return False if one is left after a minute."""
+    """Wait until no process exists, not even as a zombie. Return False if one still exists after a minute."""
     return await until(lambda: not any(map(psutil.pid_exists, pids)), seconds=60)
 
 

@@ -1,4 +1,4 @@
-"""Prefect's history pruned by the settings that docs/operations.md names, on a real server."""
+"""Pruning of Prefect's history by the settings in docs/operations.md, on a real server."""
 
 import asyncio
 import re
@@ -14,14 +14,14 @@ from tests.support.jobs import PASSWORD, ROOT, prefect_server, wait_for
 
 
 def documented():
-    """Settings in the page's section on Prefect's history."""
+    """Return the settings in the page's section on Prefect's history."""
     page = (ROOT / "docs" / "operations.md").read_text().partition("## Prefect's history")[2].partition("\n## ")[0]
     return dict(re.findall(r"^export (PREFECT_\w+)=(\S+)", page, re.MULTILINE))
 
 
 @pytest.fixture
 def database(tmp_path):
-    """The database of a server that prunes."""
+    """Database of a server that prunes."""
     (tmp_path / "prefect").mkdir(mode=0o700)
     return tmp_path / "prefect" / "prefect.db"
 
@@ -40,12 +40,12 @@ def find(server, kind, **query):
 
 
 def runs_of(server, name):
-    """Ids of a run and its sub-flows, which have its name as a tag."""
+    """Return the ids of a run and of its sub-flows, which have the run's name as a tag."""
     return [run["id"] for run in find(server, "flow_runs", flow_runs={"tags": {"all_": [name]}})]
 
 
 def shown(server, runs):
-    """How many flow runs, task runs and artifacts the server still shows of some flow runs."""
+    """Return the number of flow runs, task runs and artifacts that the server still shows for some flow runs."""
     below = {"flow_runs": {"id": {"any_": runs}}}, {"artifacts": {"flow_run_id": {"any_": runs}}}
     of_runs = {"task_runs": {"flow_run_id": {"any_": runs}}}
     kinds = (("flow_runs", below[0]), ("task_runs", of_runs), ("artifacts", below[1]))
@@ -53,7 +53,7 @@ def shown(server, runs):
 
 
 def age(database, runs, *, days):
-    """Have what has ended have ended so many days before."""
+    """Change the end times of all ended flow runs to this number of days ago."""
     earlier = "UPDATE flow_run SET end_time = strftime('%Y-%m-%d %H:%M:%f', end_time, ?) WHERE id = ?"
     with sqlite3.connect(database, timeout=60) as connection:
         connection.executemany(earlier, [(f"-{days} days", run) for run in runs])

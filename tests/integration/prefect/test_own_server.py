@@ -1,4 +1,4 @@
-"""The Prefect server that a job starts for itself dies or is stopped; the flow is one that only waits."""
+"""The Prefect server that a job starts dies or is stopped. The flow of the test only waits."""
 
 import os
 import re

@@ -58,13 +58,13 @@ def messages_of(server: Server, *runs: str) -> list[str]:
 
 
 def engine_of(worker: "subprocess.Popen[bytes]") -> psutil.Process:
-    """The process that a worker runs a flow in."""
+    """Return the process in which a worker runs a flow."""
     assert wait_for(lambda: psutil.Process(worker.pid).children())
     return psutil.Process(worker.pid).children()[-1]
 
 
 def controllers_below(worker: "subprocess.Popen[bytes]") -> list[str]:
-    """The processes that a worker runs flows in now."""
+    """Return the processes in which a worker currently runs flows."""
     return [line for line in alive(psutil.Process(worker.pid).children()) if "prefect.engine" in line]
 
 
@@ -276,14 +276,14 @@ def deployed(store: Path, **controllers: object) -> dict[str, object]:
 
 
 def ends_of_controllers(server: Server, run: str) -> list[tuple[str, str]]:
-    """The name of each controller of a run, and how it ended, in the order in which they began."""
+    """Return name and final state of each controller of a run, in the order in which they began."""
     found = [child for child in server.below(run) if child["deployment_id"]]
     found.sort(key=lambda child: child["created"])
     return [(child["name"], child["state_name"]) for child in found]
 
 
 def controller(server: Server, worker: "subprocess.Popen[bytes]", name: str) -> psutil.Process:
-    """Wait for the process of the controller of that name."""
+    """Wait for the process of the controller with this name."""
     found: list[psutil.Process] = []
 
     def has_started() -> bool:

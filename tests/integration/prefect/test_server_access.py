@@ -1,4 +1,4 @@
-"""Who gets into the Prefect server that Rheostat serves: those who know its password, and no page of another origin."""
+"""Access to the Prefect server that Rheostat starts: clients need its password, and foreign pages are refused."""
 
 import contextlib
 import json
@@ -41,13 +41,13 @@ EVIL = "http://evil.example"
 
 
 def counted(api: str, *, auth: tuple[str, str] | None = PASSWORD, **headers: str) -> httpx.Response:
-    """Ask the API for something that only clients should learn."""
+    """Request data that only authenticated clients may read."""
     return httpx.post(f"{api}/flows/count", json={}, auth=auth, headers=headers, timeout=30)
 
 
 @contextmanager
 def opened(api: str, path: str, *, name: str | None = None, origin: str | None = None) -> Iterator[ClientConnection]:
-    """Open a websocket of the API, under another name than its own where one is given."""
+    """Open a websocket of the API, with another host name if one is passed."""
     place = urlsplit(api)
     to = socket.create_connection((place.hostname, place.port), timeout=30)
     url = f"ws://{name or place.netloc}/api{path}"
@@ -56,7 +56,7 @@ def opened(api: str, path: str, *, name: str | None = None, origin: str | None =
 
 
 def greeted(websocket: ClientConnection, password: str | None) -> str:
-    """Tell a password as Prefect's clients do; return what the server says."""
+    """Send a password as Prefect's clients do, and return the server's answer."""
     websocket.send(json.dumps({"type": "auth", "token": password}))
     return str(json.loads(websocket.recv(30))["type"])
 
@@ -121,7 +121,7 @@ def test_websockets_check_host_origin_and_password(prefect_api, path):
 
 @pytest.fixture
 def home(prefect_api, together, tmp_path) -> Path:
-    """A Prefect home whose database need not be made."""
+    """Prefect home with a prepared database."""
     copy_prefect_database(together / "prefect", tmp_path / "home")
     return tmp_path / "home"
 
@@ -138,7 +138,7 @@ with prefect_api() as url:
     with get_client(sync_client=True) as client:
         print(len(client.read_work_pools()), url)
 """
-"""What every command of ours does that needs Prefect."""
+"""Program that uses Prefect as every `rheostat` command with Prefect does."""
 
 
 def test_on_a_fresh_account_no_command_has_prefect_print_its_notice_of_usage_statistics(tmp_path, monkeypatch):

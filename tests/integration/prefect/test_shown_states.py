@@ -17,7 +17,7 @@ SLIP = "rollout.prompts 0: expected at least 1"
 
 
 class LineHandler(logging.Handler):
-    """Handler that keeps the level and text of every record."""
+    """Logging handler that keeps the level and text of every record."""
 
     def __init__(self):
         super().__init__()
@@ -29,7 +29,7 @@ class LineHandler(logging.Handler):
 
 @pytest.fixture
 def log_lines():
-    """Levels and lines that are logged for flow and task runs, tracebacks included."""
+    """Levels and lines that are logged for flow and task runs, including tracebacks."""
     install_state_handling()
     handler, loggers = LineHandler(), [logging.getLogger(f"prefect.{kind}_runs") for kind in ("flow", "task")]
     for logger in loggers:

@@ -1,4 +1,4 @@
-"""Prefect's UI as a person sees it: a finished run, in a real browser, behind our password."""
+"""Prefect's UI in a real browser: a finished run behind the password."""
 
 import re
 from collections.abc import Iterator
@@ -24,13 +24,16 @@ pytestmark = [
 
 @pytest.fixture
 def seen(tmp_path, prefect_api) -> None:
-    """A run whose name no other job has; it ends before there is a browser, which keeps this thread's event loop."""
+    """Name of a run that no other job has.
+
+    The run ends before the browser starts, which keeps this thread's event loop.
+    """
     InProcessJob(tmp_path, prefect_api).train("name=seen", "iterations=2")
 
 
 @contextmanager
 def browsing(api: str) -> Iterator[Page]:
-    """The UI's first page, in a browser that knows no password yet."""
+    """First page of the UI in a browser that has not logged in."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
         opened = browser.new_page()

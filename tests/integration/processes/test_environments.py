@@ -1,4 +1,4 @@
-"""Environments of engines: made once, found at once, made anew when half made. A tiny engine stands for a large one."""
+"""Environments of engines: created once, reused, and created again if incomplete. A tiny engine is installed."""
 
 import base64
 import hashlib
@@ -40,7 +40,7 @@ install("tiny", platform="cpu")
 
 
 def write_wheel(folder: Path, name: str, source: str) -> Path:
-    """Write a package of one module as it is installed."""
+    """Write a wheel with one module."""
     files = {
         f"{name}.py": source,
         f"{name}-1.0.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
@@ -60,7 +60,7 @@ def _sha256(text: str) -> str:
 
 
 def shadow(folder: Path, monkeypatch) -> None:
-    """Put another module of that name where this Python looks: the other one must not see it."""
+    """Put another module of the same name on this Python's path. The other Python must not import it."""
     folder.mkdir()
     (folder / "tiny.py").write_text('__version__ = "ours"\n')
     monkeypatch.setenv("PYTHONPATH", str(folder))
@@ -68,7 +68,7 @@ def shadow(folder: Path, monkeypatch) -> None:
 
 @pytest.fixture
 def wheels(tmp_path, monkeypatch):
-    """The only place where uv looks; it holds the tiny engine."""
+    """Folder with the wheel of the tiny engine, the only package index of uv."""
     folder = tmp_path / "wheels"
     folder.mkdir()
     write_wheel(folder, "tiny", '__version__ = "1.0"\n')
@@ -79,7 +79,7 @@ def wheels(tmp_path, monkeypatch):
 
 @pytest.fixture
 def engines(tmp_path, monkeypatch, wheels):
-    """Where environments of this test lie; the tiny engine is one that can be installed."""
+    """Folder of the environments of this test, with the tiny engine registered as an installable engine."""
     (tmp_path / "tiny-cpu.txt").write_text("# a comment\ntiny==1.0\n")
     monkeypatch.setattr(
         find,

@@ -1,4 +1,4 @@
-"""Tools of real MCP servers, over stdio and HTTP: their errors are the policy's to read, their failures nobody's."""
+"""Tools of real MCP servers, over stdio and HTTP. The policy reads tool errors; a failed server fails the episode."""
 
 import importlib.util
 import os
@@ -34,7 +34,7 @@ def bound_socket() -> Iterator[tuple[socket.socket, str]]:
 
 @contextmanager
 def serving(bound: socket.socket) -> "Iterator[subprocess.Popen[bytes]]":
-    """Start a server on a socket, which is closed in this process; the server is dead afterwards."""
+    """Start a server on a socket, which is then closed in this process. The server is killed afterwards."""
     keyless = {name: value for name, value in os.environ.items() if not name.endswith("_KEY")}
     command, descriptor = [*SERVER, str(bound.fileno())], bound.fileno()
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=keyless, pass_fds=[descriptor])
@@ -47,7 +47,7 @@ def serving(bound: socket.socket) -> "Iterator[subprocess.Popen[bytes]]":
 
 @pytest.fixture(scope="module")
 def http() -> Iterator[str]:
-    """The address of a server on HTTP."""
+    """Address of a server over HTTP."""
     with bound_socket() as (bound, url), serving(bound):
 
         def answers() -> bool:

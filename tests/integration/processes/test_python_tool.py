@@ -1,4 +1,4 @@
-"""The tool `python`: programs of a policy in a sandbox; what they do wrong is told, and the next is answered."""
+"""The tool `python`, which runs programs of a policy in a sandbox: errors of a program are returned to the policy."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -122,7 +122,7 @@ def test_prompts_show_the_tool():
 
 @needs_sandbox
 def test_a_failure_of_the_sandbox_fails_the_episode(tool, monkeypatch):
-    """A program of a name that no file has: the process says so, as it would of a machine without processes."""
+    """Use a program that does not exist, so that starting it fails as on a machine without free processes."""
     monkeypatch.setattr("models.environments.python.PROGRAM", "no/such/folder")
     step, failure = tool.step(run_codes("1"))
     assert step is None
@@ -162,7 +162,7 @@ def test_tools_in_the_sandbox_return_the_same_answers_and_read_no_other_files(tm
 
 
 def measuring(text: str) -> ParsedTurn:
-    """Whatever the policy writes is a program, and some of it is none."""
+    """Treat any text of the policy as a program, also text that is not valid Python."""
     code = f"print(len({text!r}))" if len(text) % 3 else text
     return ParsedTurn(text, (Call("python", {"code": code}),))
 

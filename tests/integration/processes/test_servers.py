@@ -1,4 +1,4 @@
-"""Processes of servers: how they start, what their owner is told, and that nothing of them outlives the owner."""
+"""Processes of servers: how they start, what their owner learns, and that no process outlives the owner."""
 
 import os
 import signal
@@ -47,7 +47,7 @@ def serve(program, *, ports=None, on_progress=lambda: None, **changes):
 
 
 def family(pid):
-    """Return guard, server, and the orphan with its child, whose pids are in a file of the server's directory."""
+    """Return the guard, the server, and an orphan with its child, whose pids are in a file in the server's folder."""
     root = psutil.Process(pid)
     written = Path(root.cwd(), "family")
     assert wait_for(lambda: written.exists() and written.read_text().endswith("\n"))
@@ -61,7 +61,7 @@ def are_gone(processes) -> bool:
 
 @contextmanager
 def python(program: str) -> "Iterator[tuple[subprocess.Popen[str], list[str]]]":
-    """Start a Python program; yield its process and the words of its first line. The process is dead afterwards."""
+    """Start a Python program and yield its process and the words of its first line. Then kill the process."""
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     try:
         yield process, process.stdout.readline().split()
@@ -198,7 +198,7 @@ def test_a_guarded_directory_is_deleted_however_its_process_ends(stays):
 
 
 class Serving:
-    """A worker that owns a server."""
+    """Worker that owns a server."""
 
     def progress(self):
         return 0

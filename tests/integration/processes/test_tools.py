@@ -1,4 +1,4 @@
-"""Tools in a process of their own: what the policy did wrong is told to it, what the tool did wrong is a failure."""
+"""Tools in a separate process: the policy reads errors of its calls, and a tool that breaks fails the episode."""
 
 from contextlib import contextmanager
 
@@ -16,7 +16,7 @@ TOOLS = ToolsEnvironment(tools=("tests.support.games:price",))
 
 @contextmanager
 def describing(settings: ToolsEnvironment):
-    """Start a process that describes and runs tools; it is dead afterwards."""
+    """Start a process that describes and runs tools. The process is killed afterwards."""
     process = EpisodeProcess(settings.run.describing(), users_interpreter(), seconds=20)
     try:
         yield process

@@ -1,4 +1,4 @@
-"""The form with which a deployment's retrain asks for approval, on a real server; a worker's part is done here."""
+"""The approval form of a deployed retrain, on a real server. The tests act as the worker."""
 
 import asyncio
 import shutil
@@ -27,7 +27,7 @@ YES, NO = {"approve": "yes", "reason": "read fifty", "name": "Ann"}, {"approve":
 
 @pytest.fixture(scope="module")
 def proposed(tmp_path_factory, prefect_api):
-    """A retrain that waits for its form."""
+    """Retrain that waits for its form."""
     asking = asked(tmp_path_factory.mktemp("asks"), prefect_api)
     shutil.copytree(asking.job.store, asking.job.home / "proposed")
     return asking
@@ -35,7 +35,7 @@ def proposed(tmp_path_factory, prefect_api):
 
 @pytest.fixture
 def restored(proposed):
-    """The same, with a store as it was when it began to wait."""
+    """Waiting retrain whose store is restored before each test."""
     shutil.rmtree(proposed.job.store)
     shutil.copytree(proposed.job.home / "proposed", proposed.job.store)
     return proposed
@@ -43,7 +43,7 @@ def restored(proposed):
 
 @pytest.fixture
 def asking(restored):
-    """The same, with a flow run that waits."""
+    """Waiting retrain with a flow run that waits."""
     return restored if restored.state_name() == "Suspended" else restored.another()
 
 

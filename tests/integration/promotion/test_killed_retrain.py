@@ -1,4 +1,4 @@
-"""A retrain whose process is killed at every step in turn, and one that never was: the same record, the same policy."""
+"""A retrain whose process is killed at every step in turn ends with the record and policy of an undisturbed one."""
 
 import signal
 
@@ -29,11 +29,11 @@ STEPS = (
     ("before", r"/registry/assistant/records/"),
     ("after", r"/registry/assistant/records/"),
 )
-"""Writes of the process that drives, and on which side of them it is killed, in the order of the retrain."""
+"""Writes of the driver's process, with the side on which it is killed, in the order of the retrain."""
 
 
 def retrained(home, api, faults=()):
-    """Retrain until it ends by itself; return the job and how each start ended."""
+    """Repeat the retrain until it ends without a kill. Return the job and the exit code of each start."""
     job = Job(home, api, document=TINY + GATED)
     job.configured()
     job.plant(faults)

@@ -1,4 +1,4 @@
-"""MLflow's registry as a mirror, in a SQLite file: it says what ours says, whenever it is there."""
+"""MLflow's registry as a mirror of ours, in a SQLite file: a sync copies all versions and the champion."""
 
 import re
 import socket
@@ -22,7 +22,7 @@ def registry(tmp_path):
 
 @pytest.fixture
 def give(registry):
-    """Function that gives a command about the registry."""
+    """Function that runs a command about the registry."""
     store = registry.store.uri.rpartition("/registry/")[0]
     return lambda *words: run_command(*words, "--store", store)
 
@@ -33,7 +33,7 @@ def address(tmp_path):
 
 
 def mirrored(address):
-    """What MLflow's own client reads: the champion's record, run and files; of versions, the runs and why."""
+    """Return what MLflow's client reads: the champion's record, run and files, and the run of each version."""
     from mlflow import MlflowClient, artifacts
 
     client = MlflowClient(tracking_uri=address, registry_uri=address)

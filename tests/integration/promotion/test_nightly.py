@@ -1,4 +1,4 @@
-"""A nightly retrain by a real server and worker: its form, its page, its events, and its notifications."""
+"""A nightly retrain by a real server and worker: its form, page, events and notifications."""
 
 import json
 import tomllib
@@ -62,7 +62,7 @@ def notifications(server, tmp_path_factory) -> Iterator[list[dict[str, str]]]:
 
 @contextmanager
 def receiving() -> Iterator[tuple[str, list[dict[str, str]]]]:
-    """A web server that keeps the JSON documents that it is sent."""
+    """Run a web server that keeps the JSON documents that it receives."""
     received: list[dict[str, str]] = []
 
     class Receiver(BaseHTTPRequestHandler):
@@ -76,7 +76,7 @@ def receiving() -> Iterator[tuple[str, list[dict[str, str]]]]:
 
 
 def night(server: Server, day: str, **changes: object) -> str:
-    """Ask for a retrain of the nightly deployment; return its flow run."""
+    """Trigger a retrain of the nightly deployment and return its flow run."""
     store = f"{server.environment['RHEOSTAT_HOME']}/runs"
     config = {**tomllib.loads(TINY), **tomllib.loads(PROPOSING), **CHANGES, "store": store, **changes}
     return server.trigger("retrain/nightly", {"config": config, "day": day})
@@ -88,7 +88,7 @@ def subjects(notifications: list[dict[str, str]]) -> list[str]:
 
 @dataclass(frozen=True)
 class Approved:
-    """A nightly retrain whose proposal was approved in its form."""
+    """Nightly retrain whose proposal was approved in its form."""
 
     run: str
     """Id of the flow run."""
@@ -154,7 +154,7 @@ def test_a_spent_budget_and_a_failed_retrain_are_notified(server, notifications)
 
 
 def test_a_run_emits_events_and_an_hour_without_events_is_notified(server, approved, notifications, tmp_path):
-    """The hour is ten seconds here."""
+    """One hour is replaced with ten seconds here."""
     resource = {"resource": {"id": ["rheostat.run.nightly-20261102"]}}
     found = [event["event"] for event in server.find("events", filter=resource | {"order": "ASC"})["events"]]
     words = ("run.started", "evaluation.made", "iteration.sealed", "evaluation.made", "run.ended")

@@ -1,4 +1,4 @@
-"""Retrains of the tiny job in two weeks: what the first one made is signed, what a spoilt reward made is rejected."""
+"""Retrains of the tiny job in two weeks: a good challenger is promoted, one with a faulty reward rejected."""
 
 import shutil
 import tomllib
@@ -40,7 +40,7 @@ registry = "assistant"
 primary = {suite = "sums", min_gain = -1}
 guards = [{suite = "sums", term = "marked", margin = 1}]
 """
-"""Rules that a policy passes which learns nothing."""
+"""Rules that a policy passes without any improvement."""
 
 SPOILT = (
     "data.train_problems=48",
@@ -50,13 +50,13 @@ SPOILT = (
     "promotion.limits={length=0.5}",
     "promotion.alpha=0.05",
 )
-"""What the second retrain differs by: more problems, a reward for answers without a digit, a limit that it breaks."""
+"""Changes of the second retrain: more problems, a reward for answers without a digit, and a limit that it exceeds."""
 
 FIRST, SECOND = date(2026, 11, 2), date(2026, 11, 9)
 
 
 def retrained(job, day, *overrides):
-    """Retrain the tiny job in this process in the name of a day."""
+    """Run the retrain of the tiny job for a day in this process."""
     document = tomllib.loads(TINY) | tomllib.loads(GATED)
     smallest = (*SMALLEST, "iterations=1", "rollout.prompts=6", "rollout.shard_prompts=3")
     here = (f"store={job.store}", "pools.cluster=threads", *smallest)
@@ -69,7 +69,7 @@ def retrained(job, day, *overrides):
 
 @pytest.fixture(scope="module")
 def weeks(tmp_path_factory, prefect_api):
-    """A job that was retrained in two weeks, and what came of it; what the first made is signed."""
+    """Job with the retrains of two weeks and their results. The first challenger is signed."""
     job = InProcessJob(tmp_path_factory.mktemp("weeks"), prefect_api)
     first = (FIRST, "data.train_problems=16", "promotion.approve=manual")
     proposed = retrained(job, *first)
@@ -80,7 +80,7 @@ def weeks(tmp_path_factory, prefect_api):
 
 
 def second_to_another(registry, make, append=Registry.append):
-    """Append a record, but at first another comes before it: the same files, of another retrain."""
+    """Append a record after another process has appended one: the same files, of another retrain."""
     champion = registry.champion()
     if champion.number == 2:
         another = {"number": 3, "run": "another", "policy": "f" * 64, "previous": 2}
@@ -89,7 +89,7 @@ def second_to_another(registry, make, append=Registry.append):
 
 
 def sign(job, run):
-    """Sign a proposal by the command."""
+    """Sign a proposal with the command."""
     return run_command("promote", "assistant", run, "--reason", "read fifty answers", "--store", str(job.store))
 
 
@@ -187,7 +187,7 @@ def test_triggering_a_retrain_again_adds_no_record(weeks):
 
 @pytest.fixture
 def copied(weeks, tmp_path):
-    """A copy of the store, and a way to give commands about it."""
+    """Copy of the store, and a function that runs commands on it."""
     store = tmp_path / "store"
     shutil.copytree(weeks[0].store, store)
     return store, lambda *words: run_command(*words, "--store", str(store))

@@ -21,7 +21,7 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.fixture
 def make_worker(tmp_path: Path) -> Iterator[MakeScoringWorker]:
-    """Function that makes a scoring worker with these rewards; without rewards, the completion states its value."""
+    """Function that creates a scoring worker with these rewards. Without rewards, the completion states its reward."""
     workers: list[ScoringWorker] = []
     obedient = TargetReward(name="obedient", target="tests.support.rewards:obedient")
 

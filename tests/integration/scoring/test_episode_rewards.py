@@ -1,4 +1,4 @@
-"""Rewards of episodes: of their messages, and turn by turn."""
+"""Rewards of episodes: of the messages, and of single turns."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Attempts of a program to get out of the sandbox (escapes.toml), with jobs that run as root and as another user."""
+"""Attempts of a program to escape from the sandbox (escapes.toml), in jobs that run as root and as another user."""
 
 import json
 import os
@@ -58,13 +58,13 @@ if os.fork() == 0:
 
 @pytest.fixture
 def names() -> Iterator[dict[str, str | int]]:
-    """Targets of the attempts, open to every user of the machine as far as file modes go."""
+    """Targets of the attempts. Their file modes let every user of the machine open them."""
     with TemporaryDirectory(prefix="rheostat-escapes-") as place:
         yield from open_targets(Path(place))
 
 
 def open_targets(place: Path) -> Iterator[dict[str, str | int]]:
-    """Write files and open sockets below a directory, which every user may use."""
+    """Write files and open sockets below a directory that every user may use."""
     folder, abstract = place / "shown", f"rheostat-{MARK}"
     secret = place / "hidden/secret"
     for path in (folder / "seen", secret):
@@ -132,7 +132,7 @@ def as_user(user: int, names: dict[str, str | int]) -> list[object]:
 
 
 def is_usable(python: str) -> bool:
-    """Whether this is a Python that every user of the machine can run."""
+    """Return whether every user of the machine can run this Python."""
     return Path(python).exists() and not subprocess.run([python, "-c", "import json"], check=False).returncode
 
 

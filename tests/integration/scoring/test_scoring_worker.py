@@ -314,8 +314,8 @@ def test_groups_that_fill_a_shortfall_have_no_token_in_the_loss(store, worker, w
     samples = open_samples(store, outcome.shards)
     lean = open_samples(store, worker.credit(with_target(waves, 5)).shards)
     for aggregation in (TokenMean(), SequenceMean(), ConstantMean(length=8)):
-        filled, plain = (token_weights(aggregation, part.learnt_lengths) for part in (samples, lean))
-        weights = [w for w, length in zip(filled, samples.learnt_lengths, strict=True) if length]
+        filled, plain = (token_weights(aggregation, part.trained_lengths) for part in (samples, lean))
+        weights = [w for w, length in zip(filled, samples.trained_lengths, strict=True) if length]
         assert weights == plain
 
 

@@ -1,4 +1,4 @@
-"""Other people's readers on exports in a bucket: DuckDB, Polars and `datasets`, as docs/s3.md has it."""
+"""Other tools that read exports in a bucket: DuckDB, Polars and `datasets`, as in docs/s3.md."""
 
 import json
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.s3, pytest.mark.timeout(600)]
 
 @pytest.fixture
 def exported(s3_servers, reference, capsys, tmp_path, monkeypatch):
-    """The finished run in a bucket, exported there, and what its completions' rewards add up to."""
+    """Finished run, exported in a bucket, and the sum of the rewards of its completions."""
     place = s3_servers.start("moto").place()
     for name, value in place.environment.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""The store in S3 on bad days: what is lost, doubled, cut or late between it and real servers, and who may commit."""
+"""The S3 store under faults between client and server: lost, repeated, cut or late requests, and competing writers."""
 
 import base64
 import os
@@ -47,33 +47,33 @@ def server(request, s3_servers):
 
 @pytest.fixture
 def proxy(server):
-    """Address and faults of a proxy in front of a server."""
+    """Address and fault settings of a proxy in front of a server."""
     with s3_proxy(server.endpoint) as (endpoint, weather):
         yield endpoint, weather
 
 
 @pytest.fixture
 def place(proxy, server):
-    """A store behind the proxy."""
+    """Store behind the proxy."""
     return server.place(endpoint=proxy[0])
 
 
 @pytest.fixture
 def weather(proxy):
-    """Faults of the proxy, and the requests that it has seen."""
+    """Faults of the proxy, and the requests that it received."""
     return proxy[1]
 
 
 @pytest.fixture
 def store(place):
-    """The open store behind the proxy, to which one object was written without a fault."""
+    """Open store behind the proxy, to which one object was written without a fault."""
     store = place.open()
     store.put("warm", b"")
     return store
 
 
 def open_elsewhere(place, cache, **changes):
-    """Open a store as a machine does whose cache is another directory."""
+    """Open the store with another cache directory, as on another machine."""
     return replace(place, environment={**place.environment, "RHEOSTAT_CACHE": str(cache)}, **changes).open()
 
 
@@ -86,7 +86,7 @@ def test_a_put_that_succeeded_without_an_acknowledgement_counts_as_successful(st
 
 
 PASSING = ["500", "503", "400 RequestTimeout", "403 RequestTimeTooSkewed"]
-"""Answers after which a client sends its request again."""
+"""Server answers after which a client repeats its request."""
 
 
 @pytest.mark.parametrize("fault", [*PASSING, "cut answer", "cut request", "lost answer", "slow"])
@@ -322,12 +322,12 @@ def test_credentials_and_endpoint_are_read_from_the_configured_profile(server, t
 KMS_KEY = "arn:aws:kms:us-east-1:123456789012:key/abcd"
 ENCRYPTIONS = {"AES256": {}, "aws:kms": {"AWS_SSE_KMS_KEY_ID": KMS_KEY, "AWS_SSE_BUCKET_KEY_ENABLED": "true"}}
 ENCRYPTED = "x-amz-server-side-encryption"
-"""How its headers begin."""
+"""Beginning of the names of the encryption headers."""
 
 
 @pytest.mark.parametrize("kind", ENCRYPTIONS)
 def test_every_object_is_encrypted_as_configured_in_the_environment(s3_servers, tmp_path, monkeypatch, kind):
-    """Records, leases, and files that go whole or in parts: each request says how, and so does the server later."""
+    """Write records, leases, and files in one request or in parts. All requests and stored objects are encrypted."""
     for name, value in {"AWS_SERVER_SIDE_ENCRYPTION": kind, **ENCRYPTIONS[kind]}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(infra.store.s3, "WHOLE_BYTES", 1 << 20)

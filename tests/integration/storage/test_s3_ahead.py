@@ -1,4 +1,4 @@
-"""What works need from a bucket is on their machine before they begin, and what waits for a worker meanwhile."""
+"""Prefetching: the inputs of queued work are downloaded before the work begins."""
 
 import asyncio
 import threading
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.s3
 
 @pytest.fixture
 def far(s3_servers, tmp_path, monkeypatch):
-    """A store with shards, seen from a machine that has none of them; and the weather between."""
+    """Store with shards, seen from a machine with an empty cache, and the fault settings between them."""
     server = s3_servers.start("moto")
     with s3_proxy(server.endpoint) as (endpoint, weather):
         place = server.place(endpoint=endpoint)

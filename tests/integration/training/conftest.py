@@ -1,4 +1,4 @@
-"""Where the workers of a test have their run, and the policy that they begin with."""
+"""Fixtures of workers of a test: the run's address and the initial policy."""
 
 import gc
 from pathlib import Path
@@ -21,5 +21,5 @@ def policy(uri: str) -> ModelVersion:
 
 @pytest.fixture(autouse=True)
 def little_to_collect() -> None:
-    """Trainers collect garbage where they end: what was imported by then need not be looked through each time."""
+    """Freeze imported objects, because trainers collect garbage when they end and would scan all of them each time."""
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Adapters: what is trained, published, merged and served is base plus alpha / rank x B A, and nothing else."""
+"""Adapters: the trained, published, merged and served weights equal base plus alpha / rank x B A."""
 
 import gc
 import json
@@ -54,7 +54,7 @@ BASE = BundleRef(key="policies/base", digest="base", bytes=0)
 
 @pytest.fixture(scope="module", params=["llama", "qwen3", "gpt2"])
 def pair(request, tmp_path_factory) -> tuple[Path, Path]:
-    """A base and an adapter whose deltas are as large as the weights."""
+    """Base and adapter whose deltas are as large as the weights."""
     base, adapter = tmp_path_factory.mktemp("base"), tmp_path_factory.mktemp("adapter")
     write_policy(base, request.param)
     write_adapter(base, adapter, LORA, ref=BASE)
@@ -63,7 +63,7 @@ def pair(request, tmp_path_factory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory) -> tuple[str, ModelVersion, Outcome]:
-    """A run, its first policy, and an update of that policy with adapters."""
+    """Run with its first policy and an update of that policy with adapters."""
     uri = str(tmp_path_factory.mktemp("adapted"))
     policy = publish_scratch(f"{uri}/run", Path(uri, "scratch"))
     return uri, policy, update_once(uri, policy, ADAPTED)
@@ -73,7 +73,7 @@ def adapted(tmp_path_factory) -> tuple[str, ModelVersion, Outcome]:
 
 
 def by_hand(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
-    """Base and adapter from their files alone, added by the documented expression."""
+    """Return the sum of base and adapter, computed from their files by the documented expression."""
     weights, tensors = load_file(base / "model.safetensors"), load_file(adapter / "adapter_model.safetensors")
     settings = json.loads((adapter / "adapter_config.json").read_text())
     for name, a_RI in tensors.items():
@@ -216,7 +216,7 @@ def test_an_update_trains_an_adapter_and_never_the_base(uri, policy):
 
 
 def trained(uri, policy, config):
-    """Return a worker after its first update, and the version whose adapter is not zero any more."""
+    """Return a worker after its first update, and the version whose adapter is no longer zero."""
     worker = start_worker(uri, config)
     return worker, worker.update(update_work(uri, policy)).model
 
@@ -267,7 +267,10 @@ def test_the_optimizer_state_is_of_the_adapters_alone(adapted):
 
 
 def test_the_merged_weights_have_the_outputs_of_the_trainer(adapted):
-    """The trainer adds the delta's output to the base's, an engine adds the delta to the weights: float32 apart."""
+    """The trainer adds the delta's output to the base's output, an engine adds the delta to the weights.
+
+    Both differ by float32 rounding.
+    """
     uri, _, outcome = adapted
     store, tokens_BT = open_store(f"{uri}/run"), torch.arange(3, 60)[None]
     trained = load_trainable(store, outcome.model, load=load_policy, lora=LORA)

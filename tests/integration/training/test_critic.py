@@ -1,4 +1,4 @@
-"""The critic: its values, where it starts, the estimates before credit, and its steps beside the policy's."""
+"""The critic: its values, its initial weights, the estimates before credit, and its steps next to the policy's."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +49,7 @@ preload(__name__)
 
 @pytest.fixture
 def critic(uri: str, policy: ModelVersion) -> ModelVersion:
-    """A critic whose head is not zero."""
+    """Critic whose head is not zero."""
     store = open_store(f"{uri}/run")
     directory = Path(uri, "critic")
     directory.mkdir()
@@ -156,7 +156,7 @@ def write_random_rollouts(uri: str, *, prompts: int = 5, group: int = 3, first: 
 
 
 def estimate_work(uri: str, policy: ModelVersion, critic: ModelVersion) -> EstimateWork:
-    """Two shards, of one of which some prompts count."""
+    """Two shards. Only some prompts of one of them are used."""
     shards = [write_random_rollouts(uri, first=first) for first in (0, 10)]
     return EstimateWork(
         iteration=1,

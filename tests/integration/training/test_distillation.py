@@ -28,7 +28,7 @@ from models.records.schemas import score_schema
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import CreditWork, EstimateWork, ScoredShard
 from models.text.tokenizer import load_tokenizer, scratch_tokenizer
-from models.training.auxiliary import ask_endpoint, ask_model
+from models.training.auxiliary import build_endpoint_forward, build_model_forward
 from models.training.trainer import frozen_forward
 from models.training.versions import load_teacher
 from models.workers.scoring import ScoringWorker
@@ -61,7 +61,7 @@ def teacher(uri: str) -> ModelVersion:
 
 
 def scored_shard(uri: str, *, seed: int, rewards: tuple[float, ...] = (1.0, 0.0, 0.0), prompts: int = 3) -> ScoredShard:
-    """Random completions of random lengths, with given rewards in every group."""
+    """Write random completions of random lengths, with the passed rewards in every group."""
     store, rng, terms = open_store(f"{uri}/run"), np.random.default_rng(seed), SCORING.terms
     rollouts, scores = [], []
     for prompt in range(prompts * seed, prompts * (seed + 1)):
@@ -85,7 +85,7 @@ def estimate_work(uri: str, student: ModelVersion, teacher: ModelVersion | None,
 
 
 def sequences_of(uri: str, work: EstimateWork) -> list[ModelInput]:
-    """Return prompts and completions of the rollouts, as models read each."""
+    """Return prompts and completions of the rollouts as inputs of models."""
     rows = [row for shard in work.shards for row in read_shard(open_store(f"{uri}/run"), shard.rollouts).to_pylist()]
     return [ModelInput.from_prompt(row["prompt_tokens"]).append_completion(row["completion_tokens"]) for row in rows]
 
@@ -96,12 +96,12 @@ def give_credit(uri: str, work: EstimateWork, estimates: tuple[ShardRef, ...], a
 
 
 def credit(uri: str, work: EstimateWork, estimates: tuple[ShardRef, ...], algorithm) -> pa.Table:
-    """The training samples that credit makes of estimates."""
+    """Return the training samples that credit computes from estimates."""
     return read_shard(open_store(f"{uri}/run"), give_credit(uri, work, estimates, algorithm).shards[0])
 
 
 def columns(uri: str, shards: tuple[ShardRef, ...], *names: str) -> list[np.ndarray]:
-    """Columns of estimates, all completions one after the other."""
+    """Return columns of estimates, all completions concatenated."""
     tables = [read_shard(open_store(f"{uri}/run"), shard) for shard in shards]
     return [np.concatenate([np.concatenate(table[name].to_pylist()) for table in tables]) for name in names]
 
@@ -220,7 +220,10 @@ def directory(tmp_path_factory) -> Path:
 
 
 def passes(counts=((3, 5), (4, 1), (2, 9), (6, 0), (1, 2)), *, rows=2):
-    """Sequences of so many prompt and completion tokens, laid out two by two; the last pass is empty."""
+    """Return sequences with these numbers of prompt and completion tokens, two per micro-batch.
+
+    The last micro-batch is empty.
+    """
     rng = np.random.default_rng(1)
     inputs = []
     for prompt, completion in counts:
@@ -232,11 +235,11 @@ def passes(counts=((3, 5), (4, 1), (2, 9), (6, 0), (1, 2)), *, rows=2):
 
 def held(directory: Path, *, temperature: float = 0.7):
     teacher = load_teacher(directory, dtype="float32", temperature=temperature, device=torch.device("cpu"))
-    return ask_model(partial(frozen_forward, teacher), lambda: None)
+    return build_model_forward(partial(frozen_forward, teacher), lambda: None)
 
 
 def query(directory: Path, url: str, on_progress=lambda: None, **changes):
-    return ask_endpoint(teacher_at(url, **changes), directory=directory, on_progress=on_progress)
+    return build_endpoint_forward(teacher_at(url, **changes), directory=directory, on_progress=on_progress)
 
 
 # ---- a directory

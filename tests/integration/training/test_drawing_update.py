@@ -1,4 +1,4 @@
-"""A policy that draws learns from the steps that it drew what the loss, worked out here, has as its gradient."""
+"""An update of a text-to-image policy has the gradient of its loss, which the test computes independently."""
 
 from pathlib import Path
 
@@ -17,8 +17,8 @@ from models.config.objectives import KlPenalty, NoCorrection, PpoClip, UpdateCon
 from models.config.policy import ScratchDiffusionPolicy
 from models.denoising.pipeline import FrozenParts, load_denoiser
 from models.denoising.policy import write_scratch_diffusion
-from models.denoising.steps import Drawing, StepLogprobs
-from models.engines.drawing import PictureEngine
+from models.denoising.steps import GenerationSetup, StepLogprobs
+from models.engines.image_generation import DiffusersImageEngine
 from models.engines.protocol import Request
 from models.modeling.layout import lay_out
 from models.records.media import MEDIA, Gallery, Media
@@ -56,14 +56,15 @@ def publish(uri: str, *, seed: int) -> ModelVersion:
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory):
-    """A run with a policy, a reference that is another one, and an update of pictures that the policy drew.
+    """Run with a policy, another reference policy, and an update on pictures that the policy generated.
 
-    Log-probs are moved, so that ratios are beyond either clip and between them; advantages take turns in their sign.
+    Log-probs are shifted, so that ratios are beyond either clip and between them. The signs of the advantages
+    alternate.
     """
     uri = str(tmp_path_factory.mktemp("drawn"))
     store, policy, reference = open_store(f"{uri}/run"), publish(uri, seed=0), publish(uri, seed=1)
     directory = fetch_bundle(store, policy.weights)
-    engine, tokenizer = PictureEngine(DiffusersEngine()), load_tokenizer(directory)
+    engine, tokenizer = DiffusersImageEngine(DiffusersEngine()), load_tokenizer(directory)
     engine.load(directory, policy)
     asked = [ModelInput.from_prompt(tokenizer(prompt)["input_ids"]) for prompt in PROMPTS]
     seeds = [tuple(range(GROUP * row, GROUP * row + GROUP)) for row in range(len(PROMPTS))]
@@ -101,7 +102,9 @@ def drawn(tmp_path_factory):
 
 def loaded(uri: str, version: ModelVersion, gallery: Gallery) -> StepLogprobs:
     directory = fetch_bundle(open_store(f"{uri}/run"), version.weights)
-    return StepLogprobs(load_denoiser(directory), Drawing.of(directory, DRAWN, FrozenParts(device="cpu")), gallery)
+    return StepLogprobs(
+        load_denoiser(directory), GenerationSetup.load(directory, DRAWN, FrozenParts(device="cpu")), gallery
+    )
 
 
 def update(uri: str, work: UpdateWork, config: UpdateConfig = CONFIG) -> Outcome:
@@ -119,11 +122,11 @@ def test_an_update_of_a_diffusion_policy_has_the_gradient_of_its_loss(drawn):
     mean_ND, std_N = policy.transitions(read)
     with torch.no_grad():
         reference_ND, _ = reference.transitions(reference.prepare_inputs(batch, cpu))
-    behaviour_N, advantages_N = (
+    behavior_N, advantages_N = (
         torch.tensor([number for row in rows for number in row[name]]) for name in ("logprobs", "advantages")
     )
     logprobs_N = -((read.next_ND - mean_ND).square().mean(1) / (2 * std_N**2))
-    ratio_N = torch.exp(logprobs_N - behaviour_N)
+    ratio_N = torch.exp(logprobs_N - behavior_N)
     gain_N = torch.minimum(ratio_N * advantages_N, ratio_N.clamp(1 - CLIP, 1 + CLIP) * advantages_N)
     kl_N = (mean_ND - reference_ND).square().mean(1) / (2 * std_N**2)
     loss = (-gain_N + COEFFICIENT * kl_N).mean()

@@ -19,7 +19,7 @@ from models.config.engines import SamplingConfig
 from models.config.lora import LoraConfig
 from models.config.rollout import PartialRollout
 from models.config.teachers import TeacherDirectory
-from models.modeling.experts import routers, record_chosen_experts
+from models.modeling.experts import record_chosen_experts, routers
 from models.modeling.layout import lay_out
 from models.modeling.logprobs import ForwardInput, TokenLogprobs
 from models.modeling.policy import load_policy
@@ -163,7 +163,7 @@ def kind(request, monkeypatch) -> str:
 
 
 def moved(model: torch.nn.Module) -> torch.nn.Module:
-    """Move a model's weights so that its routers would choose otherwise."""
+    """Change a model's weights so that its routers choose other experts."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for router in routers(model):
@@ -172,7 +172,7 @@ def moved(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def rolled_out(directory: Path) -> list[tuple[ModelInput, tuple[float, ...]]]:
-    """Sample completions and note the experts; what models read of each, and its log-probs."""
+    """Sample completions and record the experts. Return the inputs of models and the log-probs of each completion."""
     engine = engine_of(directory)
     engine.record_experts(True)
     groups = engine.generate(MIXED, SamplingConfig(max_new_tokens=24, temperature=0.8))
@@ -184,12 +184,12 @@ def rolled_out(directory: Path) -> list[tuple[ModelInput, tuple[float, ...]]]:
 
 
 def chosen_by(module: TokenLogprobs, inputs: list[ModelInput]) -> list[np.ndarray]:
-    """What the routers of a module choose in a padded pass, of all tokens of each input but the last."""
+    """Return the experts that routers choose in a padded forward pass, for all tokens of each input except the last."""
     module.shares_prompts = False
     batch = lay_out(inputs)
-    with torch.no_grad(), record_chosen_experts(module.model) as heard:
+    with torch.no_grad(), record_chosen_experts(module.model) as choices:
         module(module.prepare_inputs(batch, CPU))
-    chosen_BTF = heard.pop_choices().reshape(*batch.tokens_BT.shape, -1)
+    chosen_BTF = choices.pop_choices().reshape(*batch.tokens_BT.shape, -1)
     return [chosen_TF[: len(each) - 1] for chosen_TF, each in zip(chosen_BTF, inputs, strict=True)]
 
 
@@ -208,7 +208,7 @@ def test_the_trainer_chooses_the_experts_of_the_rollout_and_computes_its_log_pro
 
 
 def forced(model: torch.nn.Module, chosen_LF: torch.Tensor) -> None:
-    """Have routers take these experts, by each family's own formula written out once more."""
+    """Replace the routers by ones that choose these experts, with each family's formula implemented a second time."""
     top = routers(model)[0].top_k
 
     def forward(router, states, *bias, number):
@@ -237,8 +237,10 @@ def forced(model: torch.nn.Module, chosen_LF: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("shares", [False, True])
 def test_replay_computes_outputs_and_gradients_through_the_recorded_experts(kind, shares, tmp_path):
-    """In float64, but for what families compute in float32 anyway: states and every gradient. The plain model has
-    no interception, no sharing, and one row a pass."""
+    """In float64, except for what families always compute in float32: states and every gradient.
+
+    The plain model has no interception, no sharing, and one row per forward pass.
+    """
     write_policy(tmp_path, kind)
     inputs = [each for each, _ in rolled_out(tmp_path)][2:9]
     model, plain = (
@@ -354,7 +356,7 @@ def test_model_families_whose_routers_cannot_replay_are_recognized(name, fits):
 
 @pytest.mark.parametrize("kind", ["mixtral"], indirect=True)
 def test_estimates_replay_the_experts_for_the_policy_and_not_for_its_teacher(kind, tmp_path):
-    """Teacher and policy have the same weights: those that rolled out, then others."""
+    """Teacher and policy have the same weights: first those that generated the rollouts, then others."""
     store = open_store(str(tmp_path / "run"))
     wrote = publish_mixture(str(tmp_path), kind)
     asked = replace(example(store, tmp_path / "dense"), policy=wrote, records_experts=True)

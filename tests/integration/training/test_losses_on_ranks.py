@@ -1,4 +1,4 @@
-"""Every policy loss on real DeepSpeed ranks: how many there are, and how large their passes, changes nothing."""
+"""Every policy loss on real DeepSpeed ranks: the number of ranks and the micro-batch size do not change the update."""
 
 from itertools import combinations
 

@@ -1,4 +1,4 @@
-"""Losses of episodes, of which observations are not learnt: their gradients are those that TRL's own code computes."""
+"""Losses of episodes, whose observations are not trained on: the gradients equal those that TRL's code computes."""
 
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def mask_observations(uri: str, policy: ModelVersion) -> UpdateWork:
 
 
 def trl_gradients(directory: Path, rows: list[dict], out: Path, **settings: object) -> np.ndarray:
-    """What `GRPOTrainer` computes of the same tokens, padded as it pads them, with its mask of tools' tokens."""
+    """Return the gradients that `GRPOTrainer` computes for the same tokens, with its padding and its tool mask."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 

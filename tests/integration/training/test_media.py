@@ -1,4 +1,4 @@
-"""Prompts that show images, prepared: expanded tokens, media shards behind them, and what is left when forgotten."""
+"""Preparation of prompts with images: expanded tokens, media shards, and the result of forgetting a prompt."""
 
 import json
 from types import SimpleNamespace
@@ -41,7 +41,7 @@ def policy(tmp_path_factory):
 
 @pytest.fixture
 def prepared(tmp_path, policy):
-    """Prepare rows of a question and its pictures for a policy that sees; return the outcome and the store."""
+    """Prepare rows of a question and its pictures for a vision-language policy. Return the outcome and the store."""
     store = open_store(f"{tmp_path}/run")
     version = ModelVersion(version=0, weights=publish_bundle(store, policy, prefix="policies"))
 

@@ -1,4 +1,4 @@
-"""What an update is foretold to hold at its height is what its process holds."""
+"""The estimated peak memory of an update equals the measured peak."""
 
 import gc
 import os
@@ -13,7 +13,7 @@ import pytest
 from infra.processes.heap import heap_variables
 from infra.store.shards import ShardRef, write_shard
 from infra.store.storage import open_store
-from models.commands.memory import PassSizes, micro_batch_bytes, model_state_bytes
+from models.commands.memory import MicrobatchSizes, microbatch_bytes, resident_bytes
 from models.config.lora import LoraConfig
 from models.config.objectives import KlPenalty, UpdateConfig
 from models.config.policy import ScratchPolicy
@@ -36,13 +36,13 @@ CONFIGS = {
 }
 PROMPT, COMPLETION = 16, 112
 FIRST = ("layers again", "adapters")
-"""Of which the copy that is written, and what an allocator keeps, are the largest shares."""
+"""Configurations whose estimate consists mostly of the written copy and of the reserve of the allocator."""
 
 
 def foretold(config: UpdateConfig) -> float:
     model = DecoderSizes.from_scratch(SHAPE, vocab_size=SHAPE.vocab_size).outline()
-    sizes = PassSizes.compute(config, longest=PROMPT + COMPLETION, completions=8, ranks=1)
-    facts = model_state_bytes(config, model, ranks=1) | micro_batch_bytes(config, model, sizes, held=0)
+    sizes = MicrobatchSizes.compute(config, longest=PROMPT + COMPLETION, completions=8, ranks=1)
+    facts = resident_bytes(config, model, ranks=1) | microbatch_bytes(config, model, sizes, held=0)
     second = model.parameters * 4 if config.kl_penalty is not None and config.lora is None else 0
     return second + sum(value for name, value in facts.items() if name.startswith("update_"))
 
@@ -70,7 +70,10 @@ def resident(name: str) -> int:
 
 
 def measured(uri: str, config: UpdateConfig) -> int:
-    """Bytes by which this process grows at most, libraries apart, in two updates in passes of half the samples."""
+    """Return the largest growth of this process in bytes, without libraries, during two updates.
+
+    A micro-batch has half of the samples.
+    """
     tiny, policy = (publish_scratch(f"{uri}/run", Path(uri, str(n)), policy=p) for n, p in enumerate((TINY, SHAPE)))
     worker = start_worker(uri, config)
 
@@ -90,7 +93,7 @@ def measured(uri: str, config: UpdateConfig) -> int:
     update(tiny, tiny, samples(uri, prompts=1, group=2, prompt=3, completion=5))  # loads what libraries load late
     gc.collect()
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the height begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     shard = samples(uri, prompts=2, group=4, prompt=PROMPT, completion=COMPLETION)
     update(update(policy, policy, shard), policy, shard)
     return resident("VmHWM") - before

@@ -13,7 +13,7 @@ from models.data.problems import load_problems
 from models.modeling.logprobs import TokenLogprobs
 from models.modeling.policy import build_scratch
 from models.text.tokenizer import scratch_tokenizer
-from models.training.layouts import StateLayout, respread
+from models.training.layouts import StateLayout, convert_state
 from models.training.optimizers import adam8bit, adamw, hidden_matrices, muon
 from tests.support.training import DATA, TINY
 from tests.support.update_workers import CONFIG, change, update_once
@@ -28,7 +28,7 @@ def module() -> TokenLogprobs:
 
 
 def stepped(make, config: UpdateConfig, *, steps: int = 3) -> tuple[TokenLogprobs, list[dict[str, torch.Tensor]]]:
-    """A module after steps along gradients that are drawn at random; they are returned by name."""
+    """Return a module after steps along random gradients, and the gradients by name."""
     found, gradients = module(), []
     optimizer, generator = make(found, config, config.optimizer), torch.Generator().manual_seed(3)
     for group in optimizer.param_groups:
@@ -42,7 +42,7 @@ def stepped(make, config: UpdateConfig, *, steps: int = 3) -> tuple[TokenLogprob
 
 
 def orthogonalize(matrix: np.ndarray) -> np.ndarray:
-    """Five quintic Newton-Schulz iterations, in float64 (Jordan et al., 2024)."""
+    """Orthogonalize by five quintic Newton-Schulz iterations in float64 (Jordan et al., 2024)."""
     x = matrix / np.linalg.norm(matrix)
     tall = len(x) > x.shape[1]
     x = x.T if tall else x
@@ -110,8 +110,8 @@ def test_a_state_resharded_to_other_ranks_and_back_has_the_same_bits(ranks, stag
     each = length.get(stage, sum(ceil(size / ranks) for size in sizes))
     shapes = [(each - 3,), (3,)]  # as ZeRO-3 cuts what is large
     for rank in range(ranks):
-        part = respread([tmp_path / "one"], one, there, rank=rank, sizes=sizes, shapes=shapes)
+        part = convert_state([tmp_path / "one"], one, there, rank=rank, sizes=sizes, shapes=shapes)
         save_file({name: tensor.contiguous() for name, tensor in part.items()}, tmp_path / str(rank))
     files_there = [tmp_path / str(rank) for rank in range(ranks)]
-    back = respread(files_there, there, one, rank=0, sizes=sizes, shapes=[(size,) for size in sizes])
+    back = convert_state(files_there, there, one, rank=0, sizes=sizes, shapes=[(size,) for size in sizes])
     assert set(back) == set(state) and all(torch.equal(back[name], state[name]) for name in state)

@@ -1,4 +1,4 @@
-"""Learning from preferences on real ranks: what is learnt, that it repeats itself, and that no layout changes it."""
+"""Training on preferences with real ranks: the trained weights, reproducibility, and equality over parallel layouts."""
 
 import json
 import shutil
@@ -132,7 +132,7 @@ def test_training_on_preferences_raises_the_accuracy_on_held_out_pairs(uri, poli
 
 
 def completion_logprob(model, tokenizer, prompt: str, completion: str) -> float:
-    """Of the completion and the EOS after it, by transformers alone."""
+    """Return the log-prob of the completion and of the EOS after it, by transformers alone."""
     before = tokenizer(prompt)["input_ids"]
     tokens = [*before, *tokenizer(completion)["input_ids"], tokenizer.eos_token_id]
     with torch.no_grad():
@@ -159,7 +159,7 @@ def test_the_margin_of_held_out_pairs_is_that_of_both_policies_in_plain_transfor
 
 
 def scores_of(uri: str, outcome: Outcome, template: str | None) -> tuple[list[float], list[float]]:
-    """Scores of the chosen and the rejected held-out completions, as the reward's worker gives them."""
+    """Return the scores of the chosen and the rejected held-out completions by the worker of the reward."""
     reward = load_reward_model(fetch_part(uri, outcome, "weights"))
     pairs = load_preferences(PREFERENCES, DATA, split="heldout", seed=3)
     texts = [(pair.prompt, text) for pair in pairs for text in (pair.chosen, pair.rejected)]
@@ -180,7 +180,7 @@ def test_a_trained_reward_model_gives_the_scores_of_its_training(uri, policy, te
 
 
 def test_a_text_that_ends_in_padding_is_scored_at_the_same_token_as_in_training(uri, policy, tmp_path):
-    """A tokenizer whose EOS is its padding: the last token is then none that a classifier sees."""
+    """Return a tokenizer whose EOS token is its padding token, so that a classifier ignores the last token."""
     outcome = start_worker(uri, ROOMY).train_reward_model(reward_work(padded_by_eos(uri, policy, tmp_path / "eos")))
     chosen, rejected = scores_of(uri, outcome, TEMPLATE)
     margin = sum(chosen) / len(chosen) - sum(rejected) / len(rejected)

@@ -1,4 +1,4 @@
-"""Ranks, ZeRO stages, slices, offloading and recomputation change how an update is computed, not what is learnt."""
+"""Ranks, ZeRO stages, sequence parallelism, offloading and recomputation do not change the result of an update."""
 
 from collections.abc import Callable
 from functools import cache
@@ -13,7 +13,7 @@ from models.config.objectives import UpdateConfig
 from models.config.optimizers import Adam8bit, Muon
 from models.records.versions import Outcome
 from models.records.work import UpdateWork
-from models.training.layouts import StateLayout, respread
+from models.training.layouts import StateLayout, convert_state
 from tests.support.mixtures import publish_mixture, replayed_work
 from tests.support.processes import preload
 from tests.support.seeing import publish_seeing, seen_work
@@ -35,7 +35,7 @@ preload(__name__)
 pytestmark = pytest.mark.system
 
 LAYOUT = {"zero_stage": 0, "sequence_parallel": 1, "offload": "none", "activation_checkpointing": False}
-"""Settings that are not to change what is learnt, as one plain rank has them."""
+"""Settings that must give the weights that one plain rank trains."""
 ONE_RANK = StateLayout(world_size=1, zero_stage=0, dtype="float32")
 SLICES, AGAIN = {"sequence_parallel": 2}, {"activation_checkpointing": True}
 CLIPPED = {"minibatches": 2, "max_grad_norm": 1.0}
@@ -72,14 +72,14 @@ GROUPS = {
     "three ranks": (3, [MUON, EIGHT, EIGHT | STAGES[2], CONTINUED[3]]),
     "four ranks": (4, [SLICES | row for row in (*STAGES, MUON)]),
 }
-"""Changes of `UNCLIPPED` under which a number of ranks train, run together. Of two ranks, one has no images."""
+"""Changes of `UNCLIPPED` that a number of ranks train with in one group. Of two ranks, one has no images."""
 RESTARTED = ("stages", "adapters", "optimizers", "slices")
 SAME_BITS = [
     *(("stages", row, {"zero_stage": row["zero_stage"]}) for row in OFFLOADED),
     *(("stages", row, HALF[0]) for row in HALF[1:]),
     *(("slices", row, {key: row[key] for key in row if key not in AGAIN}) for row in RECOMPUTED),
 ]
-"""Rows that must end at the very bits of another row."""
+"""Rows that must have exactly the bits of another row."""
 
 
 def name_of(settings: dict) -> str:
@@ -172,7 +172,7 @@ def state_of(uri: str, outcome: Outcome, layout: StateLayout, sizes: list[int]) 
     directory = fetch_part(uri, outcome, "state")
     parts = [directory / f"rank-{rank:05d}.safetensors" for rank in range(layout.world_size)]
     one = layout.model_copy(update={"world_size": 1, "zero_stage": 0})
-    return dict(respread(parts, layout, one, rank=0, sizes=sizes, shapes=[(sum(sizes),)]))
+    return dict(convert_state(parts, layout, one, rank=0, sizes=sizes, shapes=[(sum(sizes),)]))
 
 
 def sizes_of(uri: str, outcome: Outcome) -> list[int]:

@@ -1,4 +1,4 @@
-"""The initial policy and its prompts: reproducible, loadable by anyone, and refused with what is missing."""
+"""The initial policy and its prompts: reproducible, loadable by other libraries, and refused with the missing part."""
 
 import json
 import os
@@ -37,7 +37,7 @@ preload(__name__)
 
 @pytest.fixture(scope="module")
 def model_directory(tmp_path_factory) -> Path:
-    """A tiny causal language model in Hugging Face format; copied before it is spoilt."""
+    """Tiny causal language model in Hugging Face format. Tests copy it before they damage it."""
     return write_scratch(tmp_path_factory.mktemp("policy"))
 
 

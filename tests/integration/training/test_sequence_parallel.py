@@ -1,4 +1,4 @@
-"""Ranks that read a pass together, each a slice of it, learn what one rank does that reads all of it."""
+"""Sequence-parallel ranks, each with a slice of every micro-batch, have the outputs and gradients of one rank."""
 
 import copy
 
@@ -26,7 +26,7 @@ SLICED = ("llama", "qwen3", "gemma2", "gpt2", "mixture", "windows and whole")
 
 
 def passes() -> list[MicroBatch]:
-    """Prompts that are shared; one row of odd length, which no padded pass would have shared; a pass of nothing."""
+    """Micro-batches with shared prompts, with one row of odd length (which is not padded), and with no rows."""
     prompt = ModelInput.from_prompt(np.random.default_rng(1).integers(2, 300, 5))
     return [
         families.batch(),
@@ -58,17 +58,19 @@ def learnt(module: TokenModule, batch: MicroBatch) -> tuple[torch.Tensor, dict[s
 
 
 def slice_each(rank: int, ranks: int, port: int, uri: str) -> None:
-    """Compare at double precision what the ranks say and learn together with what this one does alone."""
+    """Compare at double precision the outputs and gradients of the ranks together with those of this rank alone."""
     torch.set_num_threads(1)
-    slicing = join_ranks(rank, ranks, address="127.0.0.1", port=port, slices=2).slicing
+    sequence_parallel_group = join_ranks(
+        rank, ranks, address="127.0.0.1", port=port, sequence_parallel=2
+    ).sequence_parallel_group
     built = modules()
     for name in ("float32", "float"):  # what models cast to for norms, positions, softmax and logits
         setattr(torch, name, torch.float64)
     torch.Tensor.float = torch.Tensor.double
     for name, module in built.items():
-        module.enable_sequence_parallelism(slicing)
+        module.enable_sequence_parallelism(sequence_parallel_group)
         in_slices = [learnt(module, each) for each in passes()]
-        module.slicing = None
+        module.sequence_parallel_group = None
         for (found_N, found), again in zip(in_slices, passes(), strict=True):
             expected_N, expected = learnt(module, again)
             torch.testing.assert_close(found_N, expected_N, rtol=0, atol=1e-11, msg=name)

@@ -1,4 +1,4 @@
-"""The update worker: the same work gives the same bits, and what is not finite changes nothing."""
+"""The update worker: equal work gives equal bits, and values that are not finite change nothing."""
 
 import json
 import threading
@@ -83,7 +83,7 @@ def test_recomputing_layers_and_offloading_change_no_bit_of_an_update(uri, polic
 
 
 def chain(uri, policy, updates, *, kept=()):
-    """Run updates one after another, which keep the states of some versions; return their works and outcomes."""
+    """Run successive updates that keep the states of some versions. Return their work and outcomes."""
     worker, works, outcomes = start_worker(uri), [], []
     for number in range(1, updates + 1):
         version = outcomes[-1].model if outcomes else policy

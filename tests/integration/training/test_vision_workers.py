@@ -1,4 +1,4 @@
-"""Policies with images: what workers generate, estimate and train on, and which teachers go with such a policy."""
+"""Policies with images: what workers generate, estimate and train on, and which teachers fit such a policy."""
 
 import re
 from dataclasses import replace
@@ -31,9 +31,9 @@ from models.modeling.initial import iterate_texts
 from models.modeling.policy import load_policy, load_vision
 from models.records.work import EstimateWork, RolloutWork, ScoredShard, UpdateWork
 from models.training import versions
-from models.training.offline import Listener, imitate
+from models.training.offline import TrainingCallbacks, fine_tune
 from models.training.samples import open_samples
-from models.training.versions import Learner
+from models.training.versions import ResidentTrainer
 from models.vision import tower
 from models.vision.parts import part_of
 from models.vision.processor import load_processor
@@ -171,7 +171,7 @@ def test_patches_count_towards_the_size_of_a_micro_batch_if_the_tower_is_trained
     for freeze in ((), ("vision",), ("vision", "projector")):
         worker = start_worker(uri, change(UNCLIPPED, microbatch_tokens=budget, freeze=freeze))
         [step] = worker._steps(work, samples)
-        passes[len(freeze)] = [batch.reads for batch in step.batches]
+        passes[len(freeze)] = [batch.microbatch for batch in step.batches]
         counted[len(freeze)] = samples.sequences(worker._require_models().image_tokens(policy)).patches
     assert counted[0] == counted[1] == tuple(36 * shown for shown in SHOWN for _ in range(3))
     assert not any(counted[2])
@@ -213,21 +213,21 @@ def test_warmup_trains_on_examples_with_images(uri, policy):
 
     ranks = start_worker(uri)._require_models().ranks
     vision = load_vision(directory, source=InMemoryImages(PICTURES))
-    learner = Learner(
+    resident = ResidentTrainer(
         open_store(f"{uri}/run"),
         lambda _: TokenLogprobs(load_policy(directory), temperature=1.0, vision=vision),
         CONFIG,
         ranks=ranks,
     )
     warmup = WarmupConfig(steps=150, batch_size=4, learning_rate=3e-3)
-    learnt = imitate(
-        learner.begin_at(policy),
+    learnt = fine_tune(
+        resident.load_with_fresh_optimizer(policy),
         examples,
         warmup=warmup,
         directory=directory,
         microbatch_tokens=2000,
         ranks=ranks,
-        listener=Listener(lambda: None),
+        callbacks=TrainingCallbacks(lambda: None),
     )
     assert learnt.metrics["loss_last"] < 0.1 < learnt.metrics["loss_first"]
 
@@ -260,7 +260,7 @@ def test_a_vision_language_policy_from_scratch_has_weights_of_the_configured_spr
 
 # ---- teachers
 def estimate(uri: str, kind: str, distillation: Distillation, **changes):
-    """Have a teacher of other weights score random completions; return estimates, rollouts and the teacher."""
+    """Score random completions with a teacher of other weights. Return estimates, rollouts and the teacher."""
     store = open_store(f"{uri}/run")
     names = enumerate(("seeing", "teacher"))
     policy, teacher = (publish_seeing(f"{uri}/run", Path(uri, name), kind, seed=seed) for seed, name in names)

@@ -1,4 +1,4 @@
-"""Weighted sums of policies: exact arithmetic, and a refusal where a sum would mean nothing."""
+"""Weighted sums of policies: exact arithmetic, and refusals of sums without a meaning."""
 
 import json
 import shutil
@@ -42,7 +42,7 @@ def parents(tmp_path_factory) -> list[Path]:
 
 
 def merged(target: Path, weighed: dict[Path, float], *, dtype=None, adapters: Adapters = "full") -> dict:
-    """Write a sum, and read its tensors."""
+    """Write a weighted sum and read its tensors."""
     target.mkdir()
     ways = tuple(Parent(str(path), path, weight) for path, weight in weighed.items())
     write_merge(MergeWork(ways, target, dtype=dtype, adapters=adapters))
@@ -58,7 +58,7 @@ def refused(weighed: dict[Path, float], target: Path, **options) -> str:
 
 
 def changed(path: Path, copy: Path, **settings) -> Path:
-    """A copy of a policy with another configuration."""
+    """Copy a policy with another configuration."""
     shutil.copytree(path, copy)
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | settings))
@@ -112,7 +112,7 @@ def test_identical_parents_give_the_parent_bit_for_bit(tmp_path, parents):
 
 
 def test_a_merge_of_a_merge_is_the_merge_with_multiplied_weights(tmp_path, parents):
-    """Balanced initialisation: θ_1 = a·instruct + (1−a)·distilled, θ_0 = b·θ_1 + (1−b)·pretrained."""
+    """Balanced initialization: θ_1 = a·instruct + (1−a)·distilled, θ_0 = b·θ_1 + (1−b)·pretrained."""
     instruct, distilled, pretrained = parents
     merged(tmp_path / "first", {instruct: 0.4, distilled: 0.6})
     twice = merged(tmp_path / "second", {tmp_path / "first": 0.75, pretrained: 0.25})
@@ -177,7 +177,7 @@ def test_parents_are_refused_by_the_first_difference(tmp_path, parents):
 
 
 def started(store: Path, name: str, start: Path, policy: Path) -> Path:
-    """A run that started from a policy and made another; return where that lies."""
+    """Write a run that started from a policy and trained another, and return the directory of the trained policy."""
     run = create_run(str(store), name, {})
     with run.hold():
         for number, source in enumerate((start, policy)):
@@ -221,7 +221,7 @@ def test_a_run_may_start_from_a_sum(tmp_path, parents):
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
 def adapted(request, tmp_path_factory) -> tuple[Path, list[Path]]:
-    """A base, and two adapters of it of other ranks and layers."""
+    """A base, and two adapters of it with other ranks and layers."""
     folder = tmp_path_factory.mktemp("adapted")
     write_policy(folder / "base", request.param)
     loras = [LoraConfig(rank=2, alpha=5), LoraConfig(rank=3, alpha=4)]

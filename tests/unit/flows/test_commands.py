@@ -1,4 +1,4 @@
-"""The commands are one list: the help, README and the tests know each of them, and so does the shell."""
+"""The list of commands is the same in the help, the README, the tests and the shell completion."""
 
 import ast
 import functools
@@ -129,7 +129,7 @@ def test_bash_completes_commands_options_choices_files_and_runs(typed, offered, 
 
 @pytest.fixture(scope="module")
 def completion(tmp_path_factory):
-    """The script that a shell reads."""
+    """Script of the shell completion."""
     done = subprocess.run([RHEOSTAT, "completion", "bash"], capture_output=True, text=True, check=True)
     path = tmp_path_factory.mktemp("shell") / "completion.bash"
     path.write_text(done.stdout)

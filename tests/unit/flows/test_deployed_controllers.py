@@ -1,4 +1,4 @@
-"""Controllers in other processes as the holder of a run sees them; here a flow run is a task of this process."""
+"""Controllers in other processes, seen from the driver of a run. A flow run is a task of this process here."""
 
 import asyncio
 from contextlib import asynccontextmanager, suppress
@@ -22,7 +22,7 @@ REWARDS = {"rewards": [{"kind": "numeric"}]}
 
 
 class Starter:
-    """Starts tasks in place of Prefect's processes; each task has a function that says what it does with its orders."""
+    """Starter that runs tasks instead of Prefect's processes. Each task has a function that handles its orders."""
 
     def __init__(self, tmp_path, held, bodies):
         self._home, self._held, self._bodies = tmp_path, held, iter(bodies)
@@ -56,7 +56,7 @@ def commit(run, batch, shard):
 
 
 async def obey(run, asked, batches=None):
-    """Carry out all orders; add the batch of each order to `batches`."""
+    """Carry out all orders, and add the batch of each order to `batches`."""
     async for message in asked:
         if batches is not None:
             batches.append(message.batch)
@@ -66,7 +66,7 @@ async def obey(run, asked, batches=None):
 
 
 def until(batch, shards, state):
-    """Obey until so many shards of a batch are committed; then end in a state."""
+    """Obey until this number of shards of a batch is committed, then end in a state."""
 
     async def body(run, asked):
         async for message in asked:
@@ -94,7 +94,7 @@ def held(tmp_path):
 
 @pytest.fixture
 def serve(tmp_path, held):
-    """Have three iterations' rollouts ordered of a controller whose flow runs have these bodies."""
+    """Order three iterations of rollouts from a controller whose flow runs execute these functions."""
 
     async def serve(*bodies, **controllers):
         config = RunConfig.model_validate({"scoring": REWARDS, "controllers": controllers})

@@ -7,5 +7,5 @@ from infra.store.storage import open_store
 
 @pytest.fixture
 def store(tmp_path):
-    """The store of a run on disk."""
+    """Store of a run on disk."""
     return open_store(str(tmp_path / "run"))

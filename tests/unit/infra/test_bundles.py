@@ -1,4 +1,4 @@
-"""Bundles: directories that are published whole and fetched exactly as they were."""
+"""Bundles: directories that are published completely and fetched exactly as they were."""
 
 import os
 import shutil
@@ -45,7 +45,7 @@ def ref(store, policy):
 
 
 def in_a_fresh_process(store, ref):
-    """Fetch where nothing has been verified yet; return the problem or nothing."""
+    """Fetch in a process that has verified nothing yet. Return the problem, or nothing."""
     results = CONTEXT.Queue()
     with process(_fetch, store.uri, ref, results):
         return results.get(timeout=250)

@@ -1,4 +1,4 @@
-"""The cache of files that stand for objects elsewhere."""
+"""The local cache of files that are stored as objects in a bucket."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""The chain of a run: what was deleted or replaced, seal and all, is missed by a record that follows."""
+"""The chain of a run: later records reveal records that were deleted or replaced, even with a valid seal."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +14,7 @@ from infra.store.storage import LocalStore
 
 @pytest.fixture
 def root(tmp_path):
-    """A run of two evaluations and two iterations, all of them in its chain."""
+    """Run of two evaluations and two iterations, all of them in its chain."""
     with create_run(str(tmp_path), "r", {"seed": 1}).hold() as run:
         chain = Chain(run)
         run.commit(Manifest(key="policy/base"))

@@ -1,4 +1,4 @@
-"""The time of a call that counts."""
+"""The timer of calls, which counts the work of a whole family of processes."""
 
 import subprocess
 import sys

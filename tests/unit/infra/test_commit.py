@@ -1,4 +1,4 @@
-"""`rheostat --version` names the commit, of a checkout and of a wheel that was built from one."""
+"""`rheostat --version` names the commit of a checkout, and of a wheel that was built from a checkout."""
 
 import shutil
 import subprocess
@@ -15,7 +15,7 @@ from tests.support.jobs import ROOT
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A repository with what a wheel of the package infra is built from, and one commit."""
+    """Repository with the files that a wheel of the package infra needs, and one commit."""
     home = tmp_path / "checkout"
     (home / "infra").mkdir(parents=True)
     for name in ("pyproject.toml", "hatch_build.py", "README.md", "infra/__init__.py", "infra/commit.py"):

@@ -1,4 +1,4 @@
-"""A run in another store: the same objects, checked, whatever cut the copy short."""
+"""Copies of runs to another store: the same objects, verified, also if an earlier copy was interrupted."""
 
 import os
 import signal

@@ -16,7 +16,7 @@ def slots_of(posts):
 
 @st.composite
 def counts(draw, slots):
-    """Numbers of workers that fit, the wide ones drawn first."""
+    """Sample numbers of workers that fit, wide workers first."""
     left, chosen = slots, {}
     for role, width in reversed(WIDTHS.items()):
         chosen[role] = draw(st.integers(0, left // width))

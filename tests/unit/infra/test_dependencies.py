@@ -1,4 +1,4 @@
-"""What a run depends on beside its configuration is kept beside it: compared, changed only when that is accepted."""
+"""Dependencies of a run other than its configuration: stored with the run, compared, and changed only if accepted."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def found(*, code="a" * 64, data="b" * 64, modified_ns=1, **libraries) -> Depend
 
 @pytest.fixture
 def run(tmp_path):
-    """A run that was begun with `found()`."""
+    """Run that was created with `found()`."""
     run = create_run(str(tmp_path), "r", {"seed": 1})
     with run.hold():
         record_dependencies(run, found(), iteration=1)

@@ -1,4 +1,4 @@
-"""infra/deploy/, read: no engine runs here, so what its files name must exist, and what they promise each other fit."""
+"""The files of infra/deploy/: all that they name exists, and they are consistent. No container engine runs here."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What nothing in a run names goes, and nothing else, whoever is killed or writes meanwhile; and runs go by rules."""
+"""Garbage collection deletes only files that no manifest names, also if processes are killed or write meanwhile."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ def home(tmp_path):
 
 
 def make(store, name, config=None):
-    """Have a run with a shard and a policy that a manifest names, others that one expects, and others of nobody's."""
+    """Create a run with shards and policies: some of a manifest, some of an expected manifest, and garbage."""
     with create_run(str(store), name, config or {}).hold() as run:
         run.commit(parts(run, "it-0001/credit", 1))
         run.expect(parts(run, "it-0002/credit", 2))
@@ -44,7 +44,7 @@ def make(store, name, config=None):
 
 
 def parts(run, key, number):
-    """Return a manifest of a shard and a policy that are stored."""
+    """Return a manifest of a stored shard and a stored policy."""
     bundle = publish_number_policy(run, run.store.root.parent.parent / f"policy-{run.name}-{number}", number)
     return Manifest(key=key, shards=(write_number_shard(run, number),), bundles={"weights": bundle})
 
@@ -127,7 +127,7 @@ def test_a_collector_killed_while_deleting_damages_nothing_and_the_next_collecto
 
 
 def test_a_commit_is_withdrawn_if_the_collector_deleted_its_shard(home, monkeypatch):
-    """The worst moment: all is checked, and the manifest not yet written, when another process takes the run."""
+    """The worst moment: the commit has been checked but not written when the collector locks the run."""
     with open_run(str(home), "r").hold() as holder:
         epoch = holder.epoch
     stale = open_run(str(home), "r").join(epoch)
@@ -146,7 +146,7 @@ def test_a_commit_is_withdrawn_if_the_collector_deleted_its_shard(home, monkeypa
 
 
 def test_the_collector_removes_a_manifest_committed_during_the_deletion_of_its_shard(home, monkeypatch):
-    """As the test before, but whoever committed too late was killed there."""
+    """Like the test before, except that the process that committed too late was killed."""
     left = create_run(str(home), "r", {})
     manifest = Manifest(key="it-0003/credit", run=left.record.fingerprint, shards=(write_number_shard(left, 3),))
     delete = LocalStore.delete
@@ -180,7 +180,7 @@ def test_a_deleted_run_keeps_its_manifests_and_names_the_command_that_deleted_th
 
 
 def age(home, name, days):
-    """Have all that a run has written be so old by the store's clock."""
+    """Make all files that a run has written this old by the store's clock."""
     for path in (home / name).rglob("*"):
         moment = path.stat().st_mtime - days * 86400
         os.utime(path, (moment, moment))

@@ -1,4 +1,4 @@
-"""Memory of workers on jemalloc."""
+"""Memory of workers with jemalloc."""
 
 import os
 import subprocess

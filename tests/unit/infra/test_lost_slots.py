@@ -1,4 +1,4 @@
-"""A fleet on machines that come and go; its workers are threads, so no machine is needed."""
+"""A fleet on machines that leave and join. Its workers are threads, so no machine is needed."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ from infra.pools.worker import PoolSpec, _first_cause
 
 
 class Machines:
-    """Two machines with two slots each, of which some are gone."""
+    """Two machines with two slots each, some of which are lost."""
 
     def __init__(self) -> None:
         self.nodes = ("one", "one", "two", "two")

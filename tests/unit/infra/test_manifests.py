@@ -1,4 +1,4 @@
-"""Manifests: what was committed is told by a digest, and no changed bit of a file goes unnoticed."""
+"""Manifests: the digest identifies the committed content, and every changed bit of a file is noticed."""
 
 import json
 

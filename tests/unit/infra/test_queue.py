@@ -1,4 +1,4 @@
-"""The queue of a pool: who waits is served in turn, and nobody is woken in vain."""
+"""The queue of a pool: requests are served in order, and no request is woken in vain."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ COUNTING = "tests.support.workers:Counting"
 
 
 class Gated:
-    """A worker that ends each work when it is told to; it starts itself."""
+    """Worker that ends each work when its gate opens. It starts itself."""
 
     name, ours, nodes = "gated-0-0", False, ()
     place = ProcessPlace(1, 0.0, node="here", host="here", address="127.0.0.1", job="here")

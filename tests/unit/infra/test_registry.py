@@ -1,4 +1,4 @@
-"""A registry's records: numbered without gaps whoever writes, one champion, and never another one than was written."""
+"""The records of a registry: numbered without gaps under concurrent writers, one champion, and no changed record."""
 
 from concurrent.futures import ThreadPoolExecutor
 from shutil import copyfile, rmtree
@@ -93,7 +93,7 @@ def test_a_deleted_or_edited_chain_entry_is_reported(registry, tmp_path):
 
 
 def test_a_registry_without_a_chain_is_readable_and_protected_from_the_next_record_on(registry, tmp_path, capsys):
-    """A registry of an older Rheostat, or one whose last writer was killed between a record and its entry."""
+    """Registry of an older version, or one whose last writer was killed between a record and its chain entry."""
     for _ in range(2):
         registry.append(record)
     rmtree(tmp_path / "registry/assistant/chain")

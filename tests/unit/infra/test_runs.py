@@ -1,4 +1,4 @@
-"""Runs: one controller at a time, one result per manifest key, and refusal instead of mixing."""
+"""Runs: one controller at a time, one result per manifest key, and errors instead of mixed results."""
 
 import gc
 import os
@@ -142,7 +142,7 @@ def test_an_expected_manifest_is_visible_only_in_its_process_and_commits_after_i
 
 
 def test_a_second_equal_result_returns_the_first_and_a_different_one_is_a_conflict(tmp_path):
-    """As after a lost acknowledgement, or when one attempt runs twice."""
+    """The result is committed again, as after a lost acknowledgement, or when one attempt runs twice."""
     with make(tmp_path).hold() as run:
         first = run.commit(Manifest(key="a", metrics={"x": 1.0}, provenance=Provenance(worker="first")))
         for again in (run, run.join(run.epoch)):
@@ -178,7 +178,7 @@ def test_eight_processes_that_commit_one_attempt_at_once_store_one_manifest(tmp_
 
 @pytest.fixture
 def reads(monkeypatch):
-    """Keys that stores on disk have looked for, in order."""
+    """Keys that stores on disk have read, in order."""
     keys = []
     monkeypatch.setattr(LocalStore, "find", lambda self, key, find=LocalStore.find: keys.append(key) or find(self, key))
     return keys

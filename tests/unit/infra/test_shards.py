@@ -1,4 +1,4 @@
-"""Shards: equal rows give equal bytes, and no changed byte is ever read."""
+"""Shards: equal rows give equal bytes, and no changed byte is ever returned."""
 
 import pyarrow as pa
 import pytest
@@ -94,7 +94,7 @@ SCHEMA = pa.schema([("number", pa.int32()), ("text", pa.string()), ("values", pa
 
 @settings(max_examples=60, deadline=None)
 @given(rows=rows_of_a_table, cut=st.integers(0, 20), padding=rows_of_a_table)
-def test_equal_rows_and_metadata_give_one_digest_whatever_the_chunks_and_slices(tmp_path_factory, rows, cut, padding):
+def test_equal_rows_and_metadata_give_one_digest_for_any_chunks_and_slices(tmp_path_factory, rows, cut, padding):
     store = open_store(str(tmp_path_factory.mktemp("run")))
     whole = pa.Table.from_pylist(rows, SCHEMA)
     pieces = pa.concat_tables([whole.slice(0, cut), whole.slice(cut)])

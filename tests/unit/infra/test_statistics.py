@@ -1,4 +1,4 @@
-"""Intervals and quantiles, against textbooks' tables."""
+"""Intervals and quantiles, compared with textbook tables."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The store contract, for every store that there is, and what is special about local disk."""
+"""The contract of stores, tested on every kind of store, and properties of the local disk."""
 
 import os
 import random
@@ -33,7 +33,7 @@ KINDS = [
 
 @pytest.fixture(params=KINDS)
 def place(request, tmp_path, s3_servers):
-    """An empty store; one of another kind joins the suite here."""
+    """Empty store. Other kinds of stores are added to the tests here."""
     root = tmp_path / "a store"
     if request.param in ("path", "file_uri"):
         return Place(str(root) if request.param == "path" else root.as_uri())

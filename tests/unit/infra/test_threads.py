@@ -1,4 +1,4 @@
-"""The cluster of threads: what pools promise, without a process."""
+"""The cluster of threads: the contract of pools, without processes."""
 
 import asyncio
 import os
@@ -27,7 +27,7 @@ async def cluster():
 
 @pytest.fixture
 async def fleet(cluster, tmp_path):
-    """One slot that a worker of `rollout` or `judge` may have."""
+    """Fleet with one slot, for a worker of `rollout` or `judge`."""
     specs = [spec("rollout", tmp_path), spec("judge", tmp_path)]
     return await cluster.fleet(specs, slots=SlotCount(1), gpus_per_slot=0)
 

@@ -1,4 +1,4 @@
-"""What trackers hold after points were written, by what they wrote: a tracker for each kind."""
+"""Files of each kind of tracker, read back after points were written."""
 
 import pytest
 from pydantic import TypeAdapter
@@ -23,7 +23,7 @@ POINTS = [EVALUATION, iteration(1), iteration(2)]
 
 
 def fed(mirror, points) -> int:
-    """TrackerProcesses points as a run does; return how many something was missing of."""
+    """Write points as a run does, and return the number of steps with missing tags."""
     missing = [point for point in points if mirror.lacks(point)]
     for point in missing:
         mirror.write(point, None if point.samples is None else point.samples())

@@ -1,4 +1,4 @@
-"""Text of policies, servers and files: what a terminal and logs show of it, and secrets that are kept out of it."""
+"""Text of policies, servers and files: control characters are escaped in terminals and logs, secrets are removed."""
 
 import base64
 import html

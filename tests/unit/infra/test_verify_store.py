@@ -1,4 +1,4 @@
-"""Verification finds every damage of a store; exports are copies."""
+"""Verification finds all damage of a store. Exports are copies."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from tests.support.stores import flip_bit, publish_number_policy, write_number_s
 
 @pytest.fixture
 def run(tmp_path):
-    """A held run with two committed shards and two committed policies."""
+    """Locked run with two committed shards and two committed policies."""
     with create_run(str(tmp_path / "runs"), "r", {}).hold() as run:
         for number in range(2):
             bundle = publish_number_policy(run, tmp_path / f"policy-{number}", number)

@@ -1,4 +1,4 @@
-"""Servers that a run stands on, and a run that must end: real processes."""
+"""The watch of servers that a run depends on, and the end of a command on signals, with real processes."""
 
 import signal
 import subprocess
@@ -21,7 +21,7 @@ BUSY = "while True: pass"
 
 @pytest.fixture
 def started():
-    """Start programs that are dead afterwards."""
+    """Start programs, which are killed afterwards."""
     processes = []
 
     def start(program: str) -> subprocess.Popen[bytes]:
@@ -127,7 +127,7 @@ with watch.on_signals(lambda number: ending.begin(128 + number, "interrupted")):
 
 
 def test_a_command_whose_main_thread_has_ended_still_returns_its_output():
-    """Where a process has threads, its end takes a moment in which it counts as dead and cannot be waited for yet."""
+    """While a process with threads ends, it is dead for a moment but cannot be waited for yet."""
     program = f"""
 import ctypes, os, threading, time
 

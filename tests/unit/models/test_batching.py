@@ -24,7 +24,7 @@ def rows_of(lengths):
 
 
 def groups_per_rank(plan, *, group_size):
-    return sorted(sorted({row // group_size for rows in rank for row in rows}) for rank in plan.passes)
+    return sorted(sorted({row // group_size for rows in rank for row in rows}) for rank in plan.microbatches)
 
 
 # ---- optimizer steps and ranks
@@ -38,8 +38,8 @@ def test_every_row_is_in_one_micro_batch_and_all_ranks_have_equally_many_micro_b
     plans = plan_steps(sequences, minibatches=minibatches, ranks=ranks, microbatch_tokens=budget, seed=seed)
     assert sorted(row for plan in plans for row in plan.rows) == list(range(len(lengths)))
     for plan in plans:
-        assert len(plan.passes) == ranks
-        assert len({len(passes) for passes in plan.passes}) == 1
+        assert len(plan.microbatches) == ranks
+        assert len({len(microbatches) for microbatches in plan.microbatches}) == 1
 
 
 @given(LENGTHS, st.integers(1, 6), st.integers(0, 9))
@@ -87,7 +87,7 @@ def test_groups_are_split_over_ranks_only_if_whole_groups_do_not_balance():
     (plan,) = plan_steps(even, minibatches=1, ranks=2, microbatch_tokens=9999, seed=0)
     assert groups_per_rank(plan, group_size=4) in ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 3], [1, 2]])
     (plan,) = plan_steps(even, minibatches=1, ranks=8, microbatch_tokens=9999, seed=0)
-    assert [sum(map(len, rank)) for rank in plan.passes] == [2] * 8
+    assert [sum(map(len, rank)) for rank in plan.microbatches] == [2] * 8
 
 
 # ---- micro-batches
@@ -140,16 +140,19 @@ def build_sample(prompt: int, completion: int) -> TrainingSample:
 
 def test_each_completion_token_is_predicted_from_the_token_before_it():
     batch = lay_out_samples([build_sample(2, 2), build_sample(3, 0), build_sample(1, 1)], [0.5, 1.0, 0.25])
-    assert batch.reads.tokens_BT.tolist() == [[1, 2, 3, 4], [1, 2, 3, 0], [1, 2, 0, 0]]
-    assert batch.reads.tokens_BT.ravel()[batch.reads.positions_N].tolist() == [2, 3, 1]
-    assert batch.reads.targets_N.tolist() == [3, 4, 2]
+    assert batch.microbatch.tokens_BT.tolist() == [[1, 2, 3, 4], [1, 2, 3, 0], [1, 2, 0, 0]]
+    assert batch.microbatch.tokens_BT.ravel()[batch.microbatch.positions_N].tolist() == [2, 3, 1]
+    assert batch.microbatch.targets_N.tolist() == [3, 4, 2]
     assert batch.weights_N.tolist() == [0.5, 0.5, 0.25]
-    assert batch.reads.rows_N.tolist() == [0, 0, 2]
+    assert batch.microbatch.rows_N.tolist() == [0, 0, 2]
     assert batch.values_N is None
 
 
 def test_context_tokens_between_completion_tokens_are_read_and_not_predicted():
-    turns = ModelInput.from_prompt([1, 2]).append_completion([3]), ModelInput.from_prompt([4, 5]).append_completion([6, 7])
+    turns = (
+        ModelInput.from_prompt([1, 2]).append_completion([3]),
+        ModelInput.from_prompt([4, 5]).append_completion([6, 7]),
+    )
     batch = lay_out([ModelInput(turns[0].chunks + turns[1].chunks)])
     assert batch.tokens_BT.tolist() == [[1, 2, 3, 4, 5, 6, 7]]
     assert batch.positions_N.tolist() == [1, 4, 5]
@@ -158,7 +161,12 @@ def test_context_tokens_between_completion_tokens_are_read_and_not_predicted():
 
 def test_an_unpadded_layout_has_every_prompt_once_and_every_sequence_in_the_attention_blocks():
     prompt, other = ModelInput.from_prompt([1, 2, 3]), ModelInput.from_prompt([1, 2])
-    inputs = [prompt.append_completion([4, 5, 6, 7]), other.append_completion([3]), prompt.append_completion([8]), prompt]
+    inputs = [
+        prompt.append_completion([4, 5, 6, 7]),
+        other.append_completion([3]),
+        prompt.append_completion([8]),
+        prompt,
+    ]
     shared = lay_out(inputs).shared
     assert shared is not None
     assert sorted(shared.tokens_L.tolist()) == [1, 1, 2, 2, 3, 3, 4, 5, 6, 7, 8]
@@ -180,6 +188,8 @@ def test_a_micro_batch_that_would_save_too_little_is_padded():
 
 def test_an_empty_micro_batch_has_tokens_to_run_and_nothing_to_train_on():
     batch = lay_out_samples([], [])
-    assert batch.reads.tokens_BT.size
-    assert [len(part) for part in (batch.reads.positions_N, batch.reads.targets_N, batch.reads.rows_N)] == [0, 0, 0]
+    assert batch.microbatch.tokens_BT.size
+    assert [
+        len(part) for part in (batch.microbatch.positions_N, batch.microbatch.targets_N, batch.microbatch.rows_N)
+    ] == [0, 0, 0]
     assert [len(part) for part in (batch.weights_N, batch.returns_N)] == [0, 0]

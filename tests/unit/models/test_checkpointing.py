@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, OPTConfig, Qwen3Config
 
-from models.commands.memory import PassSizes, micro_batch_bytes
+from models.commands.memory import MicrobatchSizes, microbatch_bytes
 from models.config.lora import LoraConfig
 from models.config.objectives import UpdateConfig
 from models.inspection.directory import DecoderSizes
@@ -31,7 +31,7 @@ FAMILIES = {
 def build_module(family, *, adapters=False, is_checkpointed=False):
     model = families.build(FAMILIES[family])
     if adapters:
-        families.add_adapters(model)
+        families.add_test_adapters(model)
     if is_checkpointed:
         checkpoint_layers(model)
     return TokenLogprobs(model, temperature=0.9).double()
@@ -68,12 +68,14 @@ def test_the_estimate_of_kept_activations_is_within_ten_percent(architecture, co
     wide = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "num_key_value_heads": 4}
     model, lora = families.build(config_class(**SHAPE | wide | {"head_dim": 32})), LoraConfig(rank=2)
     if adapters:
-        families.add_adapters(model, rank=2)
+        families.add_test_adapters(model, rank=2)
     prompts, rng = [ModelInput.from_prompt([5, 6])] * 4 + [ModelInput.from_prompt([6, 5])] * 4, np.random.default_rng(0)
     reads = lay_out([prompt.append_completion(rng.integers(2, 300, 60)) for prompt in prompts])
-    *_, kept_bytes = learnt(TokenLogprobs(model, temperature=0.9), ForwardInput.from_microbatch(reads, CPU, shares=False))
-    estimate = micro_batch_bytes(
-        UpdateConfig(lora=lora if adapters else None), sizes.outline(), PassSizes(reads.tokens_BT.size), held=0
+    *_, kept_bytes = learnt(
+        TokenLogprobs(model, temperature=0.9), ForwardInput.from_microbatch(reads, CPU, shares=False)
+    )
+    estimate = microbatch_bytes(
+        UpdateConfig(lora=lora if adapters else None), sizes.outline(), MicrobatchSizes(reads.tokens_BT.size), held=0
     )
     head_bytes = 4 * 300 * len(reads.targets_N)  # the log-softmax, which the estimate counts with the head
     assert estimate["kept_activations_bytes"] == pytest.approx(kept_bytes - head_bytes, rel=0.1)

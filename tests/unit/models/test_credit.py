@@ -71,7 +71,7 @@ class Tables:
     def credit(self, algorithm, **settings):
         rule = CreditRule(**{"terms": self.terms, "algorithm": algorithm, "policy_version": 5} | settings)
         estimates = [pa.Table.from_pylist(self.estimates, ESTIMATE_SCHEMA)] if len(self.estimates[0]) > 2 else []
-        return credit_completions([self.build_rollouts()], [self.build_scores()], rule, estimates=estimates)
+        return credit_completions([self.build_rollouts()], [self.build_scores()], rule, auxiliary_scores=estimates)
 
     def find_informative_prompts(self, algorithm):
         options = {"terms": self.terms, "algorithm": algorithm, "metric": "numeric"}
@@ -189,7 +189,7 @@ def test_algorithms_of_whole_completions_use_the_aggregate_of_steps():
 def test_flagged_steps_make_a_group_of_equal_outcomes_informative_for_capo_alone(algorithm, expected):
     spans = [([0, 2], [0.0, -1.0]), *[([0], [0.0])] * 5]
     tables = Tables([1, 1, 1, 1, 1, 0], [3, 2, 2, 2, 2, 2], [0, 0, 1, 1, 2, 2]).with_steps(*spans)
-    credit = tables.credit(algorithm, wanted=GroupQuota(target=3, metric="numeric", fill=False))
+    credit = tables.credit(algorithm, quota=GroupQuota(target=3, metric="numeric", fill=False))
     assert sorted(set(credit.samples["prompt_row"].to_pylist())) == expected
     assert credit.metrics["shortfall_groups"] == 3 - len(expected)
     assert tables.find_informative_prompts(algorithm) == expected, "sampling waves count the same groups"
@@ -201,8 +201,8 @@ def test_flagged_steps_in_tokens_of_an_environment_make_no_group_informative():
     for rollout in tables.rollouts:
         rollout["segments"] = [{"policy_version": 5, "tokens": 2}, {"policy_version": -1, "tokens": 2}]
     assert tables.find_informative_prompts(Capo()) == []
-    wanted = GroupQuota(target=1, metric="numeric", fill=False)
-    assert tables.credit(Capo(), wanted=wanted).metrics["informative_groups"] == 0
+    quota = GroupQuota(target=1, metric="numeric", fill=False)
+    assert tables.credit(Capo(), quota=quota).metrics["informative_groups"] == 0
 
 
 # ---- what is trained on
@@ -248,6 +248,6 @@ def test_groups_of_equal_rewards_are_kept_if_the_algorithm_can_train_on_them(alg
 
 def test_advantages_are_normalized_over_the_groups_that_dynamic_sampling_keeps():
     tables = Tables([1, 0, 100, 0], [1, 1, 1, 1], [0, 0, 1, 1])
-    credit = tables.credit(ReinforcePlusPlus(kl=None), wanted=GroupQuota(target=1, metric="numeric", fill=False))
+    credit = tables.credit(ReinforcePlusPlus(kl=None), quota=GroupQuota(target=1, metric="numeric", fill=False))
     assert advantages_of(credit) == [[1], [-1]]
     assert credit.surplus == ((1,),)

@@ -13,7 +13,7 @@ from models.modeling.layout import lay_out
 from models.modeling.logprobs import TokenLogprobs
 from models.modeling.shared_prompts import set_attention, use_attention_kernel
 from models.records.model_input import ModelInput
-from tests.support.families import FAMILIES, SHAPE, add_adapters, ask, assert_same_results, batch, build
+from tests.support.families import FAMILIES, SHAPE, add_test_adapters, ask, assert_same_results, batch, build
 
 LATENT = SHAPE | {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 4}
 LATENT |= {"qk_nope_head_dim": 4, "qk_rope_head_dim": 8, "head_dim": 8, "n_routed_experts": 4, "n_group": 1}
@@ -58,7 +58,7 @@ def reference_kernel(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_s
 def build_module(config, *, adapters=False, is_reference=False):
     model = build(config)
     if adapters:
-        add_adapters(model)
+        add_test_adapters(model)
     module = TokenLogprobs(model, temperature=0.8)
     if is_reference:
         module.shares_prompts = use_attention_kernel(reference_kernel, module.model, name="reference")

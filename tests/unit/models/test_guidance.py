@@ -5,10 +5,10 @@ import torch
 
 from models.config.denoising import DenoisingConfig
 from models.config.policy import ScratchDiffusionPolicy
-from models.denoising.families import gather
+from models.denoising.families import select_conditions
 from models.denoising.pipeline import FrozenParts, load_denoiser
 from models.denoising.policy import write_scratch_diffusion
-from models.denoising.steps import Drawing
+from models.denoising.steps import GenerationSetup
 
 PROMPTS = ("a red circle", "blue")
 
@@ -29,15 +29,18 @@ def test_guided_predictions_extrapolate_those_with_and_without_a_prompt(director
     calls = []
     model.register_forward_pre_hook(lambda *_: calls.append(1))
     guided, plain = (
-        Drawing.of(directory, DenoisingConfig(**options, text_tokens=1), FrozenParts(device="cpu"))
+        GenerationSetup.load(directory, DenoisingConfig(**options, text_tokens=1), FrozenParts(device="cpu"))
         for options in ({"guidance": guidance}, {})
     )
     states_ND = torch.randn(2, 3 * guided.shape[1] * guided.shape[2], generator=torch.Generator().manual_seed(1))
-    steps_N, prompts = torch.tensor([0, 4]), gather([guided.prompts.read(text) for text in PROMPTS], range(2))
-    nothing = gather([guided.prompts.read("")], [0, 0])
+    steps_N, prompts = (
+        torch.tensor([0, 4]),
+        select_conditions([guided.prompts.encode(text) for text in PROMPTS], range(2)),
+    )
+    nothing = select_conditions([guided.prompts.encode("")], [0, 0])
     with torch.no_grad():
-        guided_ND = guided.say(model, states_ND, steps_N, prompts, guided.unconditioned(2, model))
+        guided_ND = guided.predict(model, states_ND, steps_N, prompts, guided.encode_empty_prompt(2, model))
         assert len(calls) == 1
-        with_ND, without_ND = (plain.say(model, states_ND, steps_N, each, None) for each in (prompts, nothing))
+        with_ND, without_ND = (plain.predict(model, states_ND, steps_N, each, None) for each in (prompts, nothing))
     assert (with_ND - without_ND).abs().max() > 0.01
     torch.testing.assert_close(guided_ND, with_ND * guidance + without_ND * (1 - guidance), rtol=1e-4, atol=1e-5)

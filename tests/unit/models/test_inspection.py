@@ -101,7 +101,7 @@ def test_a_saved_directory_is_inspected_without_torch(directory):
 def test_the_input_checks_of_text_configurations_need_no_torch(tmp_path, monkeypatch):
     monkeypatch.chdir(HOME)
     for path in CONFIGS:
-        if path.stem.startswith("vision") or load_config(path).policy.draws:
+        if path.stem.startswith("vision") or load_config(path).policy.generates_images:
             continue  # these policies are inspected with their torch modules
         config = load_config(path, ["update.lora.rank=4", 'rollout.engine={kind="transformers"}'])
         if path.stem == "distill":  # this configuration names a teacher directory

@@ -30,7 +30,7 @@ from models.objectives.losses import (
     value_loss,
 )
 from models.training.trainer import learning_rate
-from models.training.update_steps import step_ratios
+from models.training.update_steps import compute_step_ratios
 from tests.support.losses import LOSSES, NAMES, doubles, moved, pass_tokens, random_tokens
 
 LOGPROBS = st.floats(-50, -0.01)
@@ -342,5 +342,5 @@ def test_the_learning_rate_warms_up_and_then_stays_or_falls(schedule, floor, rat
 def test_log_ratios_of_denoising_steps_are_reported_by_mean_and_deviation_for_steps_with_samples():
     sums = {"loss": 3.0, "denoising_step_1": 2.0, "denoising_step_1_sum": -3.0, "denoising_step_1_square": 5.0}
     sums |= {"denoising_step_2": 0.0, "denoising_step_2_sum": 0.0, "denoising_step_2_square": 0.0}
-    found = step_ratios(sums)  # log-ratios -1 and -2
+    found = compute_step_ratios(sums)  # log-ratios -1 and -2
     assert found == pytest.approx({"log_ratio_mean_step_1": -1.5, "log_ratio_std_step_1": 0.5})

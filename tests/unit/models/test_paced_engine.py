@@ -103,7 +103,7 @@ def test_the_text_before_an_ending_contains_no_part_of_it(directory):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Clock of the engine; only its sleeps move it."""
+    """Clock of the engine, which only sleeps advance."""
     clock = SimpleNamespace(now=100.0, perf_counter=lambda: clock.now)
     clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
     monkeypatch.setattr("bench.paced_engine.time", clock)

@@ -1,4 +1,4 @@
-"""Cached results of the input check: they are used while nothing has changed, and never otherwise."""
+"""Cached results of the input check: they are used only while no input has changed."""
 
 import json
 import os

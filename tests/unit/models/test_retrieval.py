@@ -1,4 +1,4 @@
-"""The loss, the pairs and the measures of retrievers, against numbers worked by hand and another implementation."""
+"""The loss, the pairs and the metrics of retrievers, compared with a second implementation and by hand."""
 
 from math import log
 

@@ -1,4 +1,4 @@
-"""Rewards: their values, and that a completion cannot harm the score of another."""
+"""Rewards: their values, and that a completion cannot change the score of another completion."""
 
 import os
 import re
@@ -40,7 +40,7 @@ def reward_processes() -> list[psutil.Process]:
 
 @pytest.fixture
 def start_evaluator() -> Iterator[Callable[..., Evaluator]]:
-    """Function that builds evaluators; they are closed after the test."""
+    """Function that builds evaluators, which are closed after the test."""
     with ExitStack() as stack:
 
         def start(*rewards: RewardConfig, timeout_seconds: float = 10) -> Evaluator:

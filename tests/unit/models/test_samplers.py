@@ -22,13 +22,13 @@ from models.denoising.samplers import (
     transition,
 )
 
-FLOW = NoiseSchedule((1.0, 0.8, 0.5, 0.0), (1000.0, 800.0, 500.0), reads="velocity")
-NOISE = NoiseSchedule((0.36, 0.64, 1.0), (700.0, 300.0), reads="noise")
+FLOW = NoiseSchedule((1.0, 0.8, 0.5, 0.0), (1000.0, 800.0, 500.0), prediction_type="velocity")
+NOISE = NoiseSchedule((0.36, 0.64, 1.0), (700.0, 300.0), prediction_type="noise")
 SAMPLERS = [SdeSampler(), DanceSampler(), CpsSampler(), DdimSampler()]
 
 
 def schedule_of(sampler):
-    return FLOW if sampler.reads == "velocity" else NOISE
+    return FLOW if sampler.prediction_type == "velocity" else NOISE
 
 
 def predict_steps(sampler, x, prediction, schedule=None):
@@ -51,7 +51,7 @@ def test_a_shift_of_3_gives_the_levels_worked_by_hand():
 def test_a_schedule_has_one_level_more_than_steps():
     assert (FLOW.steps, NOISE.steps) == (3, 2)
     with pytest.raises(AssertionError, match="3 levels, 3 steps"):
-        NoiseSchedule((1.0, 0.8, 0.0), (1000.0, 800.0, 0.0), reads="velocity")
+        NoiseSchedule((1.0, 0.8, 0.0), (1000.0, 800.0, 0.0), prediction_type="velocity")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_schedule_has_one_level_more_than_steps():
     ids=lambda value: getattr(value, "kind", ""),
 )
 def test_the_steps_from_state_2_are_those_worked_by_hand(sampler, means, deviations):
-    prediction = -1.0 if sampler.reads == "velocity" else 1.0
+    prediction = -1.0 if sampler.prediction_type == "velocity" else 1.0
     mean, std = predict_steps(sampler, 2.0, prediction)
     assert mean == pytest.approx(means)
     assert std == pytest.approx(deviations)
@@ -97,7 +97,7 @@ def test_steps_without_noise_are_those_worked_by_hand():
 
 
 def test_ddim_with_full_noise_is_the_posterior_of_denoising_diffusion():
-    """Of x0 and noise known, q(x' | x, x0) of arXiv 2006.11239, eq. 7, is written with other coefficients."""
+    """With known x0 and noise, q(x' | x, x0) is eq. 7 of arXiv 2006.11239, which uses other coefficients."""
     level, after, picture, noise = 0.36, 0.64, 1.3, -0.4
     kept, beta = level / after, 1 - level / after
     x = math.sqrt(level) * picture + math.sqrt(1 - level) * noise
@@ -217,12 +217,12 @@ well, and their moments follow from step to step without sampling.
 """
 
 
-def predict_perfectly(level, x, reads="velocity"):
+def predict_perfectly(level, x, prediction_type="velocity"):
     """Return the prediction of a perfect model for a state."""
-    picture, noise = (1 - level, level) if reads == "velocity" else (level**0.5, (1 - level) ** 0.5)
+    picture, noise = (1 - level, level) if prediction_type == "velocity" else (level**0.5, (1 - level) ** 0.5)
     pull = (x - picture * MEAN) / (picture**2 * STD**2 + noise**2)
     predicted_noise = noise * pull
-    return predicted_noise - (MEAN + picture * STD**2 * pull) if reads == "velocity" else predicted_noise
+    return predicted_noise - (MEAN + picture * STD**2 * pull) if prediction_type == "velocity" else predicted_noise
 
 
 def follow_moments(schedule, sampler=None):
@@ -232,7 +232,7 @@ def follow_moments(schedule, sampler=None):
     std_N = torch.zeros(schedule.steps)
     for x in (0.0, 1.0):
         x_ND = torch.full_like(levels_N, x)
-        prediction_ND = predict_perfectly(levels_N, x_ND, schedule.reads)
+        prediction_ND = predict_perfectly(levels_N, x_ND, schedule.prediction_type)
         if sampler is None:
             ends.append(deterministic(x_ND, prediction_ND, steps_N, schedule))
         else:
@@ -249,14 +249,14 @@ def follow_moments(schedule, sampler=None):
 def known_moments(schedule):
     """Return mean and standard deviation of noisy images at each level."""
     levels = np.array(schedule.levels)
-    squares = (1 - levels) ** 2 if schedule.reads == "velocity" else levels
-    noise = levels**2 if schedule.reads == "velocity" else 1 - levels
+    squares = (1 - levels) ** 2 if schedule.prediction_type == "velocity" else levels
+    noise = levels**2 if schedule.prediction_type == "velocity" else 1 - levels
     return np.stack([np.sqrt(squares) * MEAN, np.sqrt(squares * STD**2 + noise)], axis=1)
 
 
 def spaced_schedule(steps, first=1.0):
     levels = tuple(np.linspace(first, 0.0, steps + 1).tolist())
-    return NoiseSchedule(levels, levels[:-1], reads="velocity")
+    return NoiseSchedule(levels, levels[:-1], prediction_type="velocity")
 
 
 SMALL = 4000
@@ -264,7 +264,9 @@ SMALL = 4000
 
 
 VELOCITIES = spaced_schedule(SMALL, first=0.95)  # g of sde has no bound at 1, where no step is small
-NOISES = NoiseSchedule(*(tuple(np.linspace(1e-4, 1.0, SMALL + 1).tolist()[:end]) for end in (None, -1)), reads="noise")
+NOISES = NoiseSchedule(
+    *(tuple(np.linspace(1e-4, 1.0, SMALL + 1).tolist()[:end]) for end in (None, -1)), prediction_type="noise"
+)
 
 
 @pytest.mark.parametrize(
@@ -305,9 +307,9 @@ def test_steps_without_noise_agree_with_an_integrator():
     st.floats(-3, 3),
 )
 def test_cps_has_the_noise_of_each_level_for_steps_of_any_size(middle, noise, picture, fresh):
-    """Of a picture x0 and noise x1: (1 − σ')·x0 is kept, and what x1 has left and what is new make σ'² together."""
+    """For a picture x0 and noise x1, (1 − σ')·x0 is kept, and the variances of old and new noise add up to σ'²."""
     levels = (1.0, *sorted(middle, reverse=True), 0.0)
-    schedule = NoiseSchedule(levels, levels[:-1], reads="velocity")
+    schedule = NoiseSchedule(levels, levels[:-1], prediction_type="velocity")
     states = [(1 - level) * picture + level * fresh for level in levels[:-1]]
     steps = predict_steps(CpsSampler(noise=noise), states, fresh - picture, schedule)
     for after, mean, std in zip(levels[1:], *steps, strict=True):

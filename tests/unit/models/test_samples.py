@@ -43,7 +43,7 @@ def test_tokens_that_are_too_stale_do_not_count_for_a_step(store, tmp_path):
     rows = read_shard(store, shard).to_pylist()
     samples = open_samples(store, [shard])
     assert list(weighted_lengths(samples, 1)) == [sum(age <= 1 for age in row["staleness"]) for row in rows]
-    assert weighted_lengths(samples, None) == samples.learnt_lengths
+    assert weighted_lengths(samples, None) == samples.trained_lengths
 
 
 @pytest.mark.parametrize("column", ["logprobs", "advantages", "staleness", "values", "returns"])

@@ -14,7 +14,7 @@ from models.records.seeds import derive_seed, sample_seed
 HALVES = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
 
 
-def sample_at(logits_BV, fractions, **settings):
+def tokens_for(logits_BV, fractions, **settings):
     """Return the tokens that the given uniforms choose."""
     repeated = logits_BV.expand(len(fractions), -1)
     return sample_tokens(repeated, torch.tensor(fractions, dtype=torch.float64), SamplingConfig(**settings))[0].tolist()
@@ -38,7 +38,7 @@ def sample_at(logits_BV, fractions, **settings):
     ],
 )
 def test_a_uniform_number_selects_the_token_whose_interval_contains_it(shares, settings, fractions, tokens):
-    assert sample_at(torch.tensor([shares]).log(), fractions, **settings) == tokens
+    assert tokens_for(torch.tensor([shares]).log(), fractions, **settings) == tokens
 
 
 @pytest.mark.parametrize(("temperature", "shares"), [(1.0, [4, 2, 1, 1]), (0.5, [16, 4, 1, 1]), (0.0, [4, 2, 1, 1])])
@@ -52,14 +52,14 @@ def test_the_log_prob_is_that_of_the_softmax_with_temperature_and_without_trunca
 
 def test_a_token_with_probability_0_is_never_sampled_even_at_the_ends_of_the_line():
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
-    assert sample_at(logits, [0.0, math.nextafter(0.5, 0), 0.5, math.nextafter(1, 0)]) == [1, 1, 3, 3]
+    assert tokens_for(logits, [0.0, math.nextafter(0.5, 0), 0.5, math.nextafter(1, 0)]) == [1, 1, 3, 3]
 
 
 def test_frequencies_follow_the_softmax():
     logits_V = torch.linspace(-2, 2, 9)
     shares_V = logits_V.softmax(dim=0).numpy()
     count = 20_000
-    tokens = sample_at(logits_V[None], sample_uniforms(derive_seed("frequencies"), count).tolist())
+    tokens = tokens_for(logits_V[None], sample_uniforms(derive_seed("frequencies"), count).tolist())
     found_V = np.bincount(tokens, minlength=9) / count
     assert (np.abs(found_V - shares_V) < 4 * np.sqrt(shares_V * (1 - shares_V) / count)).all()
 

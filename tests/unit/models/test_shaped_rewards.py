@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.algorithms.advantages import informative_groups, token_advantages
-from models.algorithms.experience import Estimates
+from models.algorithms.experience import AuxiliaryScores
 from models.algorithms.group_relative import EPSILON
 from models.algorithms.shaping import divergence, next_coefficient
 from models.config.algorithms import (
@@ -103,7 +103,7 @@ def test_advantages_are_clipped_on_either_side_before_the_teacher_adds_to_them(c
         algorithm = DrGrpo(advantage_clip=bound, combine=combine)
         np.testing.assert_allclose(token_advantages(experience(case), algorithm).advantages_T, expected, rtol=1e-12)
         with_teacher = algorithm.model_copy(update={"distillation": TEACHER})
-        both = token_advantages(experience(case, estimates=found), with_teacher).advantages_T
+        both = token_advantages(experience(case, auxiliary_scores=found), with_teacher).advantages_T
         np.testing.assert_allclose(both, [expected[0] - 1, *expected[1:]], rtol=1e-12)
 
 
@@ -130,7 +130,7 @@ def test_the_divergence_of_a_completion_is_subtracted_from_its_reward():
     batch = experience(
         Drawn([1, 0], [2, 3]),
         logprobs_T=np.zeros(5),
-        estimates=Estimates(reference_T=np.array([-0.5, -0.5, -1.0, -1.0, -1.0])),
+        auxiliary_scores=AuxiliaryScores(reference_T=np.array([-0.5, -0.5, -1.0, -1.0, -1.0])),
         kl_coefficient=0.5,
     )
     found = token_advantages(batch, DrGrpo(kl=RewardKl(kind="k1")))
@@ -145,7 +145,7 @@ def test_the_reported_divergence_is_that_of_completions_with_a_reward():
     batch = experience(
         Drawn([1, NAN, 0], [1, 2, 1]),
         logprobs_T=np.zeros(4),
-        estimates=Estimates(reference_T=np.array([-1.0, -9.0, -9.0, -2.0])),
+        auxiliary_scores=AuxiliaryScores(reference_T=np.array([-1.0, -9.0, -9.0, -2.0])),
     )
     assert token_advantages(batch, Grpo(kl=RewardKl())).metrics == {"kl": 1.5, "kl_coefficient": 0.0}
 
@@ -153,9 +153,9 @@ def test_the_reported_divergence_is_that_of_completions_with_a_reward():
 # ---- distillation
 
 
-def estimates(policy: list[float], teacher: list[float]) -> Estimates:
+def estimates(policy: list[float], teacher: list[float]) -> AuxiliaryScores:
     number = len(policy)
-    return Estimates(np.array(policy), np.zeros(number), np.array(teacher), np.zeros(number))
+    return AuxiliaryScores(np.array(policy), np.zeros(number), np.array(teacher), np.zeros(number))
 
 
 ALONE = (Grpo(), DrGrpo(), Rloo(), ReinforcePlusPlus(), ReinforcePlusPlusBaseline(), Ppo(), Capo())
@@ -165,8 +165,8 @@ ALONE = (Grpo(), DrGrpo(), Rloo(), ReinforcePlusPlus(), ReinforcePlusPlusBaselin
 def test_a_teacher_adds_to_the_advantage_of_every_token(algorithm):
     case, found = Drawn([1, 0], [1, 2]), estimates([-1.0, -2.0, -1.5], [-0.5, -2.0, -3.5])
     with_teacher = algorithm.model_copy(update={"distillation": TEACHER})
-    alone = token_advantages(experience(case, estimates=found), algorithm).advantages_T
-    both = token_advantages(experience(case, estimates=found), with_teacher).advantages_T
+    alone = token_advantages(experience(case, auxiliary_scores=found), algorithm).advantages_T
+    both = token_advantages(experience(case, auxiliary_scores=found), with_teacher).advantages_T
     np.testing.assert_allclose(both - alone, [0.25, 0, -1], atol=1e-12)
     assert with_teacher.keeps_uninformative
 
@@ -174,14 +174,14 @@ def test_a_teacher_adds_to_the_advantage_of_every_token(algorithm):
 def test_a_teacher_that_is_the_policy_gives_advantages_of_exactly_zero():
     policy = np.random.default_rng(0).normal(-1, 1, 6).astype(np.float32).tolist()
     with_teacher = DistillationOnly(distillation=TEACHER)
-    batch = experience(Drawn([1, 0], [2, 4]), estimates=estimates(policy, policy))
+    batch = experience(Drawn([1, 0], [2, 4]), auxiliary_scores=estimates(policy, policy))
     assert token_advantages(batch, with_teacher).advantages_T.tolist() == [0.0] * 6
 
 
 def test_rewards_change_nothing_if_the_teacher_is_the_only_source_of_advantages():
     with_teacher = DistillationOnly(distillation=TEACHER)
     for rewards in ([1, 0], [0, 1], [5, 5]):
-        batch = experience(Drawn(rewards, [1, 1]), estimates=estimates([-1.0, -1.0], [-2.0, 0.0]))
+        batch = experience(Drawn(rewards, [1, 1]), auxiliary_scores=estimates([-1.0, -1.0], [-2.0, 0.0]))
         assert token_advantages(batch, with_teacher).advantages_T.tolist() == [-0.5, 0.5]
 
 

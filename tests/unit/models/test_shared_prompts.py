@@ -9,7 +9,7 @@ from models.config.lora import LoraConfig
 from models.modeling.adapters import add_adapters
 from models.modeling.layout import lay_out
 from models.modeling.logprobs import ForwardInput, TokenLogprobs
-from models.modeling.shared_prompts import supports_sequence_parallelism, enable_shared_prompts
+from models.modeling.shared_prompts import enable_shared_prompts, supports_sequence_parallelism
 from models.records.model_input import ModelInput
 from tests.support.families import FAMILIES, SHAPE, ask, batch, build
 
@@ -68,7 +68,9 @@ def test_context_tokens_inside_a_completion_keep_their_positions():
     module = TokenLogprobs(build(FAMILIES["llama"]), temperature=1.0)
     prompt, turn = ModelInput.from_prompt([5, 6, 7, 8]), ModelInput.from_prompt([9, 10]).append_completion([11])
     first = prompt.append_completion([12, 13])
-    read = lay_out([ModelInput(first.chunks + turn.chunks), prompt.append_completion([14]), prompt.append_completion([15])])
+    read = lay_out(
+        [ModelInput(first.chunks + turn.chunks), prompt.append_completion([14]), prompt.append_completion([15])]
+    )
     (padded_N, _), (shared_N, _) = (ask(module, read, shares=shares) for shares in (False, True))
     torch.testing.assert_close(shared_N, padded_N, rtol=0, atol=2e-6)
 

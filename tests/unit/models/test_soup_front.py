@@ -1,10 +1,16 @@
-"""A soup's arithmetic, and the numbers of a front, against what can be worked by hand."""
+"""The arithmetic of a soup, and the metrics of a front, compared with values computed by hand."""
 
 import numpy as np
 import pytest
 
 from models.soup.front import hypervolume, measure_front, non_dominated, spacing, sparsity
-from models.soup.mixing import extrapolated, merge_weights, mixing_matrix, preference_grid, weights_of
+from models.soup.mixing import (
+    compute_backbone_weights,
+    extrapolate_weights,
+    merge_weights,
+    mixing_matrix,
+    preference_grid,
+)
 
 # ---- mixing
 
@@ -34,12 +40,12 @@ def test_the_weights_of_a_preference_solve_b_lambda_is_mu(preference, beta, expe
 
 
 def test_a_direct_merge_weighs_the_backbones_by_the_preference():
-    assert weights_of("direct", (0.3, 0.7), 0.7) == (0.3, 0.7)
-    assert weights_of("bone", (0.3, 0.7), 0.7) == pytest.approx((0, 1), abs=1e-12)
+    assert compute_backbone_weights("direct", (0.3, 0.7), 0.7) == (0.3, 0.7)
+    assert compute_backbone_weights("bone", (0.3, 0.7), 0.7) == pytest.approx((0, 1), abs=1e-12)
 
 
 def test_extrapolation_moves_away_from_the_start():
-    weights, start = extrapolated((0.25, 0.75), 0.2)
+    weights, start = extrapolate_weights((0.25, 0.75), 0.2)
     assert weights == pytest.approx((0.3, 0.9)) and start == -0.2
     assert sum(weights) + start == pytest.approx(1)
 

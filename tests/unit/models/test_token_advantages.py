@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.algorithms.advantages import groups_that_differ, informative_groups, token_advantages
-from models.algorithms.experience import Estimates, Experience
-from models.algorithms.ppo import generalised_advantages
+from models.algorithms.experience import AuxiliaryScores, Experience
+from models.algorithms.ppo import compute_generalized_advantages
 from models.algorithms.ragged import discounted_sums, values_on_last_tokens, values_on_tokens
 from models.config.algorithms import Capo, Overlong, Ppo, ReinforcePlusPlus, ReinforcePlusPlusBaseline, RewardKl
 from models.records.columns import Floats
@@ -150,7 +150,7 @@ def test_reinforce_pp_has_the_advantages_worked_by_hand():
     batch = experience(
         Drawn([1, 0], [2, 1]),
         logprobs_T=np.array([-1.0, -1.0, -1.0]),
-        estimates=Estimates(reference_T=np.full(3, -1.5)),
+        auxiliary_scores=AuxiliaryScores(reference_T=np.full(3, -1.5)),
         kl_coefficient=0.2,
     )
     found = token_advantages(batch, ReinforcePlusPlus(kl=K1))
@@ -162,13 +162,13 @@ def test_reinforce_pp_has_the_advantages_worked_by_hand():
 def with_models(case: Drawn, seed: int, **settings: object) -> Experience:
     random = np.random.default_rng(seed)
     logprobs_T, reference_T, values_T = random.normal(-1, 1, (3, sum(case.lengths)))
-    estimates = Estimates(reference_T=reference_T, values_T=values_T)
-    return experience(case, logprobs_T=logprobs_T, estimates=estimates, kl_coefficient=0.3, **settings)
+    estimates = AuxiliaryScores(reference_T=reference_T, values_T=values_T)
+    return experience(case, logprobs_T=logprobs_T, auxiliary_scores=estimates, kl_coefficient=0.3, **settings)
 
 
 def loop_over_rewards(case: Drawn, batch: Experience) -> list[list[float]]:
     """Each token's divergence, a step's value at its last token, the outcome at the end."""
-    kl = rows(batch.logprobs_T - batch.estimates.reference_T, case.lengths)
+    kl = rows(batch.logprobs_T - batch.auxiliary_scores.reference_T, case.lengths)
     walked = []
     for row, length in enumerate(case.lengths):
         rewards = [-0.3 * kl[row][token] for token in range(length)]
@@ -200,7 +200,9 @@ def test_reinforce_pp_agrees_with_a_loop_over_tokens(case: Drawn, seed: int, gam
 
 def test_gae_has_the_advantages_worked_by_hand():
     # δ = (0 + 0.5 · 2 - 1, 4 - 2) = (0, 2), and A_0 = 0 + 0.5 · 0.5 · 2
-    found = generalised_advantages(np.array([0.0, 4.0]), np.array([1.0, 2.0]), np.array([2]), gamma=0.5, lam=0.5)
+    found = compute_generalized_advantages(
+        np.array([0.0, 4.0]), np.array([1.0, 2.0]), np.array([2]), gamma=0.5, lam=0.5
+    )
     np.testing.assert_array_equal(found, [0.5, 2.0])
 
 
@@ -208,7 +210,7 @@ def test_gae_has_the_advantages_worked_by_hand():
 def test_ppo_agrees_with_a_loop_over_tokens(case: Drawn, seed: int, gamma: float, lam: float):
     batch = with_models(case, seed)
     advantages, returns = [], []
-    values_of_rows = rows(batch.estimates.values_T, case.lengths)
+    values_of_rows = rows(batch.auxiliary_scores.values_T, case.lengths)
     for rewards, values in zip(loop_over_rewards(case, batch), values_of_rows, strict=True):
         deltas = [r + gamma * after - v for r, v, after in zip(rewards, values, [*values[1:], 0.0], strict=False)]
         row = [sum((gamma * lam) ** (i - t) * deltas[i] for i in range(t, len(deltas))) for t in range(len(deltas))]

@@ -16,7 +16,7 @@ from models.modeling.policy import build_scratch
 from models.objectives.loss_inputs import LossInputs, MetricSums
 from models.objectives.losses import update_loss
 from models.text.tokenizer import scratch_tokenizer
-from models.training.update_steps import slopes_of
+from models.training.update_steps import build_loss_gradient
 from tests.support.losses import LOSSES, NAMES
 from tests.support.training import DATA, TINY
 
@@ -70,21 +70,21 @@ def test_a_loss_with_known_gradients_per_token_needs_the_logits_once_and_has_the
     before_N = module(read).detach()
     noise_N, mismatch_N, advantages_N = 0.3 * torch.randn(3, 6, generator=generator)
     tokens = LossInputs(
-        behaviour_N=before_N + mismatch_N, advantages_N=advantages_N, staleness_N=torch.zeros(6, dtype=torch.int16),
+        behavior_N=before_N + mismatch_N, advantages_N=advantages_N, staleness_N=torch.zeros(6, dtype=torch.int16),
         weights_N=torch.arange(6) / 15, rows_N=torch.tensor([0, 0, 0, 1, 1, 2]), lengths_B=torch.tensor([3, 2, 1]),
         old_N=before_N + noise_N, reference_N=before_N - noise_N,
     )  # fmt: skip
     gradients, calls, plain = [], [], Head.logits
     monkeypatch.setattr(Head, "logits", lambda *given: calls.append(len(given[1])) or plain(*given))
-    slopes = slopes_of(tokens, config=config, kl_coefficient=0.1)
-    for known in (None, slopes):
+    loss_gradient = build_loss_gradient(tokens, config=config, kl_coefficient=0.1)
+    for known in (None, loss_gradient):
         calls.clear()
         model.zero_grad()
-        logprobs_N = module(read._replace(slopes=known))
+        logprobs_N = module(read._replace(loss_gradient=known))
         update_loss(logprobs_N, tokens, config=config, kl_coefficient=0.1, tally=MetricSums()).backward()
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
         assert len(calls) == (6 if known is None else 3)  # chunks of 2 of 6 tokens, once or twice
-    assert (slopes is None) == (loss.kind == "gspo")
+    assert (loss_gradient is None) == (loss.kind == "gspo")
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-6, atol=1e-9)
 
 

@@ -189,7 +189,9 @@ def test_gradients_of_the_vision_tower_are_zero_without_an_image(policy, module)
     tower = [p for name, p in module.model.named_parameters() if "vision" in name or "visual" in name]
     for inputs, moves in ((build_prompt(policy, "a"), True), (build_prompt(policy), False)):
         module.zero_grad()
-        module(module.prepare_inputs(lay_out([inputs.append_completion([20, 21])]), torch.device("cpu"))).sum().backward()
+        module(
+            module.prepare_inputs(lay_out([inputs.append_completion([20, 21])]), torch.device("cpu"))
+        ).sum().backward()
         norms = [float(p.grad.abs().sum()) for p in tower if p.grad is not None]
         assert norms and (sum(norms) > 0) is moves
 
@@ -198,4 +200,6 @@ def test_a_text_policy_refuses_prompts_with_images(tmp_path):
     write_policy(tmp_path)
     module = TokenLogprobs(load_policy(tmp_path), temperature=1.0)
     with pytest.raises(BadInput, match=r"text.*images"):
-        module.prepare_inputs(lay_out([ModelInput.from_prompt([1], ("a",)).append_completion([2])]), torch.device("cpu"))
+        module.prepare_inputs(
+            lay_out([ModelInput.from_prompt([1], ("a",)).append_completion([2])]), torch.device("cpu")
+        )

@@ -22,7 +22,7 @@ from models.rewards.environment import environment_rewards, returns_to_go
 from models.rollouts.groups import TurnRecord
 from models.text.steps import Spans
 from models.training.samples import open_samples
-from models.training.update_steps import prepare
+from models.training.update_steps import build_batches
 
 Episode = list[tuple[int, list[int]]]
 """Policy version and tokens of each segment in order."""
@@ -92,7 +92,7 @@ def assign_credit(algorithm, episodes: list[Episode] = WITH_PROMPTS, *, terms=(N
     rollouts, scores, estimates = build_tables(episodes)
     critic = [estimates] if algorithm.value_model is not None else []
     rule = CreditRule(terms=terms, algorithm=algorithm, policy_version=6)
-    return credit_completions([rollouts], [scores], rule, estimates=critic)
+    return credit_completions([rollouts], [scores], rule, auxiliary_scores=critic)
 
 
 # ---- credit
@@ -174,7 +174,7 @@ def test_losses_are_divided_by_episodes_and_their_tokens_and_not_by_samples(aggr
     opened = open_samples(store, [write_shard(store, assign_credit(DrGrpo()).samples, kind="samples", metadata={})])
     config = UpdateConfig(loss=PpoClip(aggregation=aggregation))
     plans = plan_steps(opened.sequences(None), minibatches=1, ranks=1, microbatch_tokens=16, seed=0)
-    [batches] = prepare(opened, plans, config=config, rank=0)
+    [batches] = build_batches(opened, plans, config=config, rank=0)
     assert len(batches) > 1, "turns of an episode are in several micro-batches"
     loss = -sum(float(batch.weights_N @ batch.advantages_N) for batch in batches)  # if all ratios are 1
     lengths = [sum(map(len, turns)) for turns in TURNS]
@@ -214,9 +214,9 @@ def test_tokens_of_an_environment_are_inputs_and_no_targets():
     numbers = np.array([1, 2, 3], np.float32)
     sample = TrainingSample(input=read, logprobs=-numbers, advantages=numbers, staleness=np.zeros(3, np.int16))
     batch = lay_out_samples([sample], [1.0])
-    assert batch.reads.tokens_BT.tolist() == [[1, 2, 3, 4, 8, 9, 5]]
-    assert batch.reads.targets_N.tolist() == [3, 4, 5]
-    assert batch.reads.positions_N.tolist() == [1, 2, 5]
+    assert batch.microbatch.tokens_BT.tolist() == [[1, 2, 3, 4, 8, 9, 5]]
+    assert batch.microbatch.targets_N.tolist() == [3, 4, 5]
+    assert batch.microbatch.positions_N.tolist() == [1, 2, 5]
     assert batch.weights_N.tolist() == [1.0] * 3
 
 

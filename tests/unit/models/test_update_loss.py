@@ -142,9 +142,9 @@ def test_tokens_without_weight_have_neither_loss_nor_penalty_and_count_in_no_met
     assert sums["entropy"] == pytest.approx(-float(logprobs_N[[1, 3]].sum()))
 
 
-@pytest.mark.parametrize("field", ["behaviour_N", "advantages_N", "old_N", "reference_N"])
+@pytest.mark.parametrize("field", ["behavior_N", "advantages_N", "old_N", "reference_N"])
 @pytest.mark.parametrize("config", LOSSES, ids=NAMES)
-def test_values_that_are_not_finite_are_counted_whatever_their_weight(config, field):
+def test_values_that_are_not_finite_are_counted_for_any_weight(config, field):
     for correction in (TRUNCATED, MASKED):
         tokens = random_tokens([3, 2], seed=0)
         logprobs_N = moved(tokens, seed=0)
@@ -199,7 +199,7 @@ def select_sequences(tokens: LossInputs, rows: list[int]) -> tuple[LossInputs, n
     at = np.concatenate([np.flatnonzero(tokens.rows_N.numpy() == row) for row in rows])
     index = torch.from_numpy(at)
     lengths = tokens.lengths_B[rows]
-    columns = ("behaviour_N", "advantages_N", "staleness_N", "weights_N", "old_N", "reference_N")
+    columns = ("behavior_N", "advantages_N", "staleness_N", "weights_N", "old_N", "reference_N")
     picked = {name: getattr(tokens, name)[index] for name in columns}
     rows_N = torch.repeat_interleave(torch.arange(len(rows)), lengths)
     return LossInputs(rows_N=rows_N, lengths_B=lengths, **picked), at

@@ -1,4 +1,4 @@
-"""Answers of judges: one verdict, or invalid with a reason; never 0 for an answer that cannot be read."""
+"""Answers of judges: one verdict, or invalid with a reason. An unreadable answer is never 0."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""What policies decide from is what stages measured."""
+"""Measurements of stages, from which placement policies decide."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from placement.records import Pace
 
 
 def observed(role="rollout", *, lengths, base=0.005, slope=0.0002, setup=0.01, unit=0.5, detail=64):
-    """A unit whose engine decoded these lengths as one batch, finished sequences leaving it."""
+    """Build a unit whose engine decoded these lengths as one batch. Finished sequences leave the batch."""
     lengths_S = np.sort(np.asarray(lengths, dtype=float))
     steps = np.arange(1, int(lengths_S.max()) + 1)
     batch = (lengths_S[:, None] >= steps).sum(axis=0)

@@ -1,4 +1,4 @@
-"""Corrections inside a stage: workers go where they are needed, once, and only for a gain that pays."""
+"""Corrections during a stage: workers move to the role that needs them, once, and only if the gain pays."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ ADAPTIVE = build_policy(AdaptivePlacement())
 
 
 def starved(**others):
-    """Six units wait for two workers; four scoring workers have nearly nothing to do."""
+    """Build inputs in which six units wait for two workers while four scoring workers have nearly no work."""
     scoring = demand(lengths=lognormal(20, 0.3), base=0.001, slope=0.0)
     given = {"waiting": 30, "coming": 32, "flying": (5.0, 5.0), "plan": split(2, 6), "scoring": scoring}
     return drain_inputs(**{**given, **others})
@@ -33,7 +33,7 @@ def test_workers_move_to_the_role_that_would_end_late():
 
 
 def test_workers_of_a_role_without_further_work_move_to_the_other_role():
-    # Rollout is done but for one long unit: its idle workers score.
+    # Rollout is done except for one long unit, so its idle workers score.
     inputs = drain_inputs(
         plan=split(6, 2), waiting=0, coming=1, flying=(9.0,), scoring_waiting=20, scoring_flying=(1, 1)
     )
@@ -139,7 +139,7 @@ def test_a_longer_stage_is_detected_before_its_first_unit_ends():
 
 
 def test_units_that_finish_first_do_not_bias_the_estimate_of_a_stage():
-    """Eight workers, one unit each: those that are done after 0.8 s do not speak for those that go on."""
+    """Eight workers with one unit each: units that end after 0.8 s are shorter than those that still run."""
     seconds = np.sort(np.exp(0.5 * np.random.default_rng(3).standard_normal(4000)).reshape(500, 8), axis=1)
     factors = []
     for unit in seconds:

@@ -1,4 +1,4 @@
-"""Policies decide from their inputs alone, explain themselves, and lose little against taking turns."""
+"""Placement policies depend only on their inputs, state reasons, and lose little compared with taking turns."""
 
 from itertools import pairwise
 
@@ -26,7 +26,7 @@ KINDS = (ColocatedPlacement(), FixedPlacement(rollout=0.7), ProportionalPlacemen
 
 
 class Stubborn:
-    """Always the same split; a policy as users bring them."""
+    """Policy of a user that always returns the same split."""
 
     def __init__(self, rollout):
         self.rollout = rollout
@@ -40,7 +40,7 @@ class Stubborn:
 
 
 class Planner:
-    """No policy: it cannot drain."""
+    """Class that is no policy, because it cannot drain."""
 
     def plan(self, inputs):
         return None
@@ -124,7 +124,7 @@ def test_a_plan_for_another_number_of_workers_is_discarded():
 
 
 def histories():
-    """Stages whose answers and verdicts are longer or shorter by turns of fate."""
+    """Random sequences of stages with longer or shorter completions and verdicts."""
     return st.lists(
         st.tuples(st.sampled_from([0.25, 0.5, 1, 2, 4]), st.sampled_from([0.25, 1, 4])), min_size=2, max_size=10
     )

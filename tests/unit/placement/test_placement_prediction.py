@@ -1,4 +1,4 @@
-"""Predictions of stages agree with simulations of every sequence, and move the way they must."""
+"""Predictions of stages agree with simulations of every sequence, and change in the right direction."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def predicted(inputs, *plans, bootstraps=16, handover=False):
 
 
 def simulated(inputs, *plans, stages=60, handover=False):
-    """Mean seconds of stages whose sequences are drawn one by one."""
+    """Return the mean seconds of stages whose sequences are sampled individually."""
     rng = np.random.default_rng(7)
     seconds = []
     for _ in range(stages):

@@ -1,7 +1,7 @@
-"""Seconds in which a slot waits for tools: occupied, and yet no work of its engine.
+"""Placement with tools: a slot that waits for tools is occupied although its engine does no work.
 
-Twelve units of four sequences of 100 tokens: 100 steps of 0.01 s + 4 x 0.001 s make 1.4 s. A unit of rollout waits 6 s
-for its environments beside, one of scoring takes 0.6 s beside: 7.4 and 2 s. There are eight slots.
+There are twelve units of four sequences of 100 tokens: 100 steps of 0.01 s + 4 x 0.001 s take 1.4 s. A rollout unit
+also waits 6 s for its environments, a scoring unit takes another 0.6 s: 7.4 and 2 s. There are eight slots.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ WAITING = {"rollout": 6.0, "scoring": 0.6}
 
 
 def observed(role):
-    """What a unit's manifest tells; rollout's seconds hold those of its environments."""
+    """Observation of a unit as its manifest has it. The seconds of a rollout unit include those of its environments."""
     steps, batch, step = 100, 4, 0.014
     return UnitObservation(
         role=role,

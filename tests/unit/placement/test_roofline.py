@@ -1,4 +1,4 @@
-"""The physical limit and the arithmetic of an update, against numbers worked by hand."""
+"""The roofline model and the arithmetic of an update, compared with values computed by hand."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Simulated pools: makespans worked by hand, a slow exact reference, and what must hold of every schedule."""
+"""Simulated pools: makespans computed by hand, a slow exact reference, and invariants of every schedule."""
 
 import json
 import subprocess
@@ -45,7 +45,7 @@ ONE_EACH = Plan(mode="split", rollout=1, scoring=1)
 
 
 def work_of(rollout, scoring, *, units_at_once=1, pace=PACE):
-    """Units given by their lengths."""
+    """Build units of these lengths."""
     return StageWork(
         rollout=role_work(pace, np.array(rollout, float)),
         scoring=role_work(pace, np.array(scoring, float)),
@@ -151,7 +151,7 @@ def test_several_units_share_a_batch():
 
 
 def stepwise(work, rollout, scoring):
-    """Makespan by walking through every decoding step of every worker; a unit joins a batch at the end of a step."""
+    """Simulate every decoding step of every worker; return the makespan. A unit joins a batch at the end of a step."""
     ready = [(0.0, unit) for unit in range(len(work.rollout.lengths_US))]
     for role, workers in ((work.rollout, rollout), (work.scoring, scoring)):
         ready = sorted(role_ends(role, workers, ready, at_once=work.units_at_once))
@@ -222,7 +222,7 @@ def test_split_times_without_events_agree_with_the_event_simulation():
 
 
 class Restless:
-    """Moves a worker at every chance."""
+    """Policy that moves a worker whenever possible."""
 
     def plan(self, inputs):
         return self._said(Plan(mode="split", rollout=inputs.workers // 2, scoring=inputs.workers - inputs.workers // 2))

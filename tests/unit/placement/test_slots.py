@@ -1,4 +1,4 @@
-"""How batches are divided among controllers, and the slots of scoring among reward models."""
+"""Distribution of batches over controllers, and of scoring slots over reward models."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -9,7 +9,7 @@ from infra.store.runs import create_run
 
 @pytest.fixture
 def run(tmp_path):
-    """A new run `r` that this process holds."""
+    """New run `r`, locked by this process."""
     new_run = create_run(str(tmp_path), "r", {"seed": 1})
     with new_run.hold():
         yield new_run
@@ -17,19 +17,19 @@ def run(tmp_path):
 
 @pytest.fixture
 def home(tmp_path):
-    """The store of the registry."""
+    """Store of the registry."""
     return str(tmp_path / "store")
 
 
 @pytest.fixture
 def registry(home):
-    """An empty registry `assistant`."""
+    """Empty registry `assistant`."""
     return open_registry(home, "assistant")
 
 
 @pytest.fixture
 def registry_command(home, capsys):
-    """Run a `rheostat` command on the store of the registry; return its exit code, output and error output."""
+    """Function that runs a `rheostat` command on the store of the registry and returns exit code, stdout and stderr."""
 
     def run_command(*words):
         code = main([*words, "--store", home])

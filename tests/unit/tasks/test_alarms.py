@@ -1,4 +1,4 @@
-"""Alarms in the configuration of a run, and what a return leaves to later iterations and to retention."""
+"""Alarms in the configuration of a run, and the effects of a revert on later iterations and on retention."""
 
 import json
 
@@ -61,14 +61,14 @@ def test_a_healthy_run_raises_no_default_alarm(reference):
 
 @pytest.fixture
 def run(tmp_path):
-    """A held run whose alarms may order a return."""
+    """Locked run whose alarms may revert it."""
     new_run = create_run(str(tmp_path), "r", {"seed": 1, "alarms": [{"kind": "kl", "action": "return"}]})
     with new_run.hold():
         yield new_run
 
 
 def train_to(run, version):
-    """Commit a version; every second one has an optimizer state."""
+    """Commit a version. Every second version has an optimizer state."""
     commit_version(run, version, weights=version, state=100 + version if version and version % 2 == 0 else None)
 
 

@@ -1,4 +1,4 @@
-"""Settings that go together are accepted; those that do not are in the tables of tests/unit/refusals."""
+"""Compatible settings are accepted. Incompatible ones are in the tables of tests/unit/refusals."""
 
 import pytest
 

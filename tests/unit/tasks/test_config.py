@@ -1,4 +1,4 @@
-"""Parsing of the configuration and the identity of a run; refused settings are in the tables of tests/unit/refusals."""
+"""Parsing of the configuration and the identity of a run. Refused settings are in the tables of tests/unit/refusals."""
 
 import copy
 import re
@@ -24,7 +24,7 @@ def test_unset_keys_of_a_nested_table_have_the_defaults_of_the_kind_of_policy():
 
 
 def numbers_of(document: Mapping[str, object], prefix: str = "") -> Iterator[str]:
-    """Dotted keys of the numbers in a document."""
+    """Return the dotted keys of the numbers in a document."""
     for key, value in document.items():
         if isinstance(value, dict):
             yield from numbers_of(value, f"{prefix}{key}.")

@@ -1,4 +1,4 @@
-"""What roles take, against numbers worked by hand, and what budgets refuse."""
+"""Costs of roles, compared with values computed by hand, and limits of budgets."""
 
 from types import SimpleNamespace
 
@@ -28,7 +28,7 @@ PRICES = (
 
 
 def made(seconds, size=0, *, bundles=None, told=None, **metrics):
-    """What a worker made in so many seconds, with a shard of a size."""
+    """Build the manifest of work that took this number of seconds, with a shard of a size."""
     shards = (ShardRef(key="shards/x.arrow", bytes=size, rows=1, digest="x"),) if size else ()
     provenance = provenance_here(seconds={"worker": seconds, **(told or {})})
     return Manifest(key="a/b", shards=shards, bundles=bundles or {}, metrics=metrics, provenance=provenance)
@@ -39,7 +39,7 @@ def bundle(key, size):
 
 
 class OneBatch:
-    """An iteration's stages."""
+    """Stages of one iteration."""
 
     def stage_manifests(self, name):
         stages = {
@@ -53,7 +53,7 @@ class OneBatch:
 
 @pytest.fixture(scope="module")
 def costs():
-    """Ten seconds of four slots, two pools of three processes, and two ranks."""
+    """Costs of ten seconds of four slots, two pools of three processes, and two ranks."""
     open_run = SimpleNamespace(settings=accepted(JUDGES, *POOLS, *GPUS, *PRICES))
     update = made(2, bundles={"weights": bundle("new", 1000), "base": bundle("old", 5000)}, tokens=42.0, steps=2.0)
     return costs_of(

@@ -1,4 +1,4 @@
-"""Defaults that give way to small data: where nobody has set the key, once, and as the run records it."""
+"""Defaults that are reduced to the size of small data: only unset keys, once, and recorded by the run."""
 
 import pytest
 

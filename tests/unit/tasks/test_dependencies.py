@@ -1,4 +1,4 @@
-"""What a configured run depends on: the code that its targets name, the files that its data names, and libraries."""
+"""Dependencies of a configured run: the code that its targets name, the files that its data names, and libraries."""
 
 import base64
 import json
@@ -52,7 +52,7 @@ def work_directory(tmp_path, monkeypatch):
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    """A job with code and files of its own, in the working directory."""
+    """Job with code and files in the working directory."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "dependent_settings", raising=False)
     for name in ("rewards", "algorithm", "placement"):
@@ -65,7 +65,7 @@ def config(tmp_path, monkeypatch):
 
 
 def write_metadata(packages, name, version):
-    """Write what shows that a library is installed."""
+    """Write the metadata that marks a library as installed."""
     folder = packages / f"{name.replace('-', '_')}-{version}.dist-info"
     folder.mkdir(parents=True)
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -154,7 +154,7 @@ INLINE = f"data:image/png;base64,{base64.b64encode(RED).decode()}"
 
 
 def seeing(path: str, *images: object, lies: str = "") -> RunConfig:
-    """A job whose data file has a row for each value of the images column."""
+    """Build a job whose data file has a row for each value of the images column."""
     rows = [{"prompt": "?", "answer": "1", "images": each} for each in images]
     match Path(path).suffix:
         case ".jsonl":

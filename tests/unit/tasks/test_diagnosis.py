@@ -1,4 +1,4 @@
-"""What the numbers of an iteration say is going wrong."""
+"""Warnings derived from the metrics of an iteration."""
 
 import pytest
 
@@ -12,7 +12,7 @@ GOOD = {
     "credit/term_right_mean": 0.4, "credit/term_right_std": 0.49,
 }  # fmt: skip
 FIRST = GOOD | {"update/entropy": 0.9, "credit/length_mean": 10.0, "credit/reward_mean": 0.1}
-"""The first iteration of a run that has learnt to answer at length."""
+"""Metrics of the first iteration of a run whose completions have become long."""
 
 
 def test_a_good_iteration_and_an_iteration_without_episodes_give_no_warnings():

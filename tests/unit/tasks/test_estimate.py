@@ -1,4 +1,4 @@
-"""What `plan --device` reckons, against numbers worked by hand."""
+"""The estimates of `plan --device`, compared with values computed by hand."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tasks.views.estimate import estimate
 from tests.support.configurations import accepted
 
 GPU = Accelerator("G", bfloat16=4e6, float32=1e6, bandwidth=1e15, memory=1e3)
-"""Arithmetic decides everything on it."""
+"""Device on which only arithmetic limits the speed."""
 FACTS = {
     "parameters": 2000.0,
     "trained_parameters": 2000.0,
@@ -22,7 +22,7 @@ FACTS = {
     "update_gradient_bytes": 500.0,
     "pass_logits": 0.0,
 }
-"""A pass over a token takes 2 ms in float32."""
+"""A forward pass of one token takes 2 ms in float32."""
 JOB = ("rollout.prompts=4", "rollout.group_size=3", "rollout.shard_prompts=2", "update.minibatches=2")
 
 

@@ -1,4 +1,4 @@
-"""What runs tell Prefect as it happens, and the automations that listen: read by Prefect's own models."""
+"""Events that runs emit to Prefect, and the automations that expect them, parsed by Prefect's own models."""
 
 from types import SimpleNamespace
 from typing import get_args
@@ -24,7 +24,7 @@ BLOCK = "5c1f0c5e-6b0e-4c5e-9d0c-2f8d5a3b7e11"
 
 @pytest.fixture
 def told():
-    """Events that are sent meanwhile, as (resource, event, payload)."""
+    """Events that are sent during the test, as (resource, event, payload)."""
     EventsWorker.drain_all()
     AssertingEventsClient.reset()
     EventsWorker.set_client_override(AssertingEventsClient)

@@ -1,4 +1,4 @@
-"""Which gains and losses a gate can detect with the problems of its suites, before anything is trained."""
+"""Gains and losses that a gate can detect with the problems of its suites, computed before training."""
 
 import json
 

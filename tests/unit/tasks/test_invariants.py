@@ -44,7 +44,7 @@ Change = Callable[[Manifest], Manifest]
 
 
 class Story:
-    """A run made by real workers without an orchestrator; its updates leave the policy as it is."""
+    """Run of real workers without an orchestrator. Its updates do not change the policy."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -149,13 +149,13 @@ def root(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(root: Path, tmp_path: Path) -> Run:
-    """A copy of the run, to be spoilt."""
+    """Copy of the run, which a test may damage."""
     shutil.copytree(root / "story", tmp_path / "story")
     return open_run(str(tmp_path), "story")
 
 
 def spoil(run: Run, key: str, change: Change) -> list[str]:
-    """Put a changed manifest in the place of one and say what is found to be wrong."""
+    """Replace a manifest with a changed one, and return the reported problems."""
     found = run.find(key)
     assert found is not None
     path = run.store.local(f"manifests/{key}.json")
@@ -193,7 +193,7 @@ def cut_shards(run: Run) -> list[str]:
 
 
 def seal_with(run: Run, name: str) -> Manifest:
-    """The first seal but the last that leaves something of that name to the next."""
+    """Return the first seal, except the last one, that passes groups of this kind on to the next iteration."""
     seals = [run.find(f"{iteration_key(number)}/seal") for number in range(1, ITERATIONS)]
     return next(seal for seal in seals if seal is not None and name in seal.detail)
 

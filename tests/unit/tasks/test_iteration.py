@@ -1,4 +1,4 @@
-"""Iterations, batches and open runs, which tasks receive as arguments."""
+"""Iterations, batches and open runs, which are arguments of tasks."""
 
 import importlib
 import pkgutil

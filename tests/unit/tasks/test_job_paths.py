@@ -33,7 +33,7 @@ BASE = 'policy = {kind = "directory", path = "model"}'
 
 @pytest.fixture
 def job(tmp_path, monkeypatch) -> Path:
-    """A job in its folder, next to the files that it names; the working directory is another one."""
+    """Job in its folder, next to the files that it names. The working directory is another one."""
     home = tmp_path / "project"
     files = {
         "jobs/job.toml": JOB,
@@ -51,7 +51,7 @@ def job(tmp_path, monkeypatch) -> Path:
 
 
 def record(run: Run, config: RunConfig) -> None:
-    """Record what a run depends on when it begins or continues."""
+    """Record the dependencies of a run as its start or resumption does."""
     with run.hold():
         record_dependencies(run, dependencies_of(config, run), iteration=1, folder=PathNames(config).folder)
 

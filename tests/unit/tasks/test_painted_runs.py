@@ -1,4 +1,4 @@
-"""Runs whose completions are pictures: all that shows completions shows them, each with its own."""
+"""Runs whose completions are pictures: all views of completions show them, each with its picture."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The page of a run: every number is the store's, a policy's text is text, and it is one file."""
+"""The report of a run: every number is from the store, a policy's text is escaped, and the report is one file."""
 
 import json
 import re
@@ -38,7 +38,7 @@ HOSTILE = (
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    """Two runs, whose completions are hostile texts."""
+    """Store with two runs whose completions are hostile texts."""
     place = tmp_path_factory.mktemp("store")
     write_long_run(place, name="long", iterations=4, group=4, texts=HOSTILE)
     write_long_run(place, name="other", iterations=3, group=3, texts=HOSTILE)

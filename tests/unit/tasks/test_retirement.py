@@ -1,4 +1,4 @@
-"""Which policies are deleted while a run continues, is resumed and changes its retention."""
+"""Policies that retention deletes while a run continues, is resumed, or changes its retention."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""What is told of a run under way: read from copies of the finished one that lack what was not made yet."""
+"""Progress of a run, read from copies of the finished run without the results of later stages."""
 
 import io
 import json
@@ -25,12 +25,12 @@ LEFT = {
     "manifests/it-0003/rollout/0002.json": "iteration 3: rollout",
     "manifests/it-0003/plan.json": "iteration 3: plan",
 }
-"""What was made last of an iteration, the last first, and what a run without it is at."""
+"""Results of an iteration, the last one first, and the activity of a run without each result."""
 
 
 @pytest.fixture
 def store(reference, tmp_path):
-    """A store with a copy of the finished run that is still to be evaluated, and to go on."""
+    """Store with a copy of the finished run without its last evaluation, so that the run is not over."""
     shutil.copytree(reference.run, tmp_path / "tiny")
     shutil.rmtree(tmp_path / "tiny/manifests/eval-0003")
     for link in (tmp_path / "tiny/chain").glob("*-eval-0003.json"):
@@ -39,7 +39,7 @@ def store(reference, tmp_path):
 
 
 def text_of(standing):
-    """The page as a terminal shows it, without its colours."""
+    """Return the page as a terminal shows it, without colours."""
     out = io.StringIO()
     Console(file=out, width=WIDTH, force_terminal=True, color_system=None).print(draw_page(standing, seconds=61))
     return out.getvalue()
@@ -56,7 +56,7 @@ def test_the_activity_of_a_run_is_its_first_missing_stage(store):
 
 @pytest.fixture
 def generating(store):
-    """A store whose run is in the rollout stage of its third iteration."""
+    """Store whose run is in the rollout stage of its third iteration."""
     for path in LEFT:
         if "plan" not in path:
             (store / "tiny" / path).unlink()

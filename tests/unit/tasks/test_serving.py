@@ -1,4 +1,4 @@
-"""The champion as a directory: a symbolic link that always leads to all files of one policy."""
+"""The champion as a directory: a symbolic link that always points to all files of one policy."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +22,7 @@ def link(tmp_path):
 
 @pytest.fixture
 def checkout(registry_command, link):
-    """Run `rheostat checkout` into the link; return its exit code, output and error output."""
+    """Function that runs `rheostat checkout` into the link and returns exit code, stdout and stderr."""
     return lambda *words, to=link: registry_command("checkout", "assistant", "--to", str(to), *words)
 
 

@@ -32,4 +32,4 @@ def test_the_total_reward_weighs_standardized_terms_and_columns_keep_the_raw_rew
 
 def test_advantages_are_computed_from_standardized_terms():
     term = Term("numeric", 2.0, np.array([1.0, 3.0, np.nan]), shift=1.0, scale=4.0)
-    np.testing.assert_array_equal(term.standardised, [0.0, 0.5, np.nan])
+    np.testing.assert_array_equal(term.standardized, [0.0, 0.5, np.nan])

@@ -1,4 +1,4 @@
-"""What a target consists of is found by reading it: its modules, those that they import, and the names of libraries."""
+"""Sources of a target, found without importing it: its modules, their imports, and the names of libraries."""
 
 import sys
 from importlib.metadata import version
@@ -10,7 +10,7 @@ from tasks.run.dependencies import library_version, rheostat_version, sources_of
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """Write a module where Python looks for modules."""
+    """Function that writes a module to a folder on the import path."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def written(name, text=""):

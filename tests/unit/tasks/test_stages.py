@@ -15,7 +15,7 @@ from tests.support.configurations import accepted
 
 @pytest.fixture
 def opened(run, tmp_path):
-    """An open run whose controllers may be silent for 0.3 s, after the 1,000 s in which nothing counts as silence."""
+    """Open run whose controllers may be silent for 0.3 s, after the 1,000 s in which nothing counts as silence."""
     opened = OpenRun(run, accepted("controllers.silence_seconds=0.3"), ThreadCluster(), store=str(tmp_path))
     opened.commits.last_commit_time += 1000
     return opened

@@ -1,4 +1,4 @@
-"""The points of a sweep: which there are, how their runs are called, and what is refused."""
+"""The points of a sweep: their number, the names of their runs, and refused sweeps."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Classes of a user's own, with the files that docs/extending.md shows: read, written, sent to workers and refused."""
+"""Classes of users, with the files in docs/extending.md: read, written, sent to workers, and refused."""
 
 import json
 import math
@@ -34,7 +34,7 @@ from tests.support.policies import VOCABULARY, write_policy
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The page's files, beside some that do not fit; gone from the interpreter afterwards."""
+    """Folder with the page's files and some invalid ones. The modules are unloaded afterwards."""
     folder = tmp_path_factory.mktemp("elsewhere")
     write_page(EXTENDING, folder)
     (folder / "my_faults.py").write_text(FAULTS)

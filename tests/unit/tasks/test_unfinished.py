@@ -1,4 +1,4 @@
-"""Retrains that are not finished when the next day's command is given."""
+"""Retrains that are unfinished when the command of the next day is run."""
 
 from datetime import date
 

@@ -1,4 +1,4 @@
-"""Keys that stored runs may lack: each says since which version it exists and which value means "as before"."""
+"""Keys that stored runs may lack: each has the version that introduced it, and the value that means "as before"."""
 
 import re
 import tomllib
@@ -102,7 +102,7 @@ class Job(Settings):
 
 
 BEFORE = {"rules": [{"kind": "plain"}, {"kind": "rule"}]}
-"""What a version without `sharpness` and `limit` recorded."""
+"""Settings that a version without `sharpness` and `limit` recorded."""
 
 
 def test_settings_that_an_older_version_recorded_keep_their_meaning():

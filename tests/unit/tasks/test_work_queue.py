@@ -1,4 +1,4 @@
-"""Messages between the holder of a run and a controller in another process."""
+"""Messages between the driver of a run and a controller in another process."""
 
 import asyncio
 
@@ -26,7 +26,7 @@ def order(batch):
 
 @pytest.fixture
 def joined(run, tmp_path):
-    """The same run as another process has joined it."""
+    """The same run, joined by another process."""
     return open_run(str(tmp_path), "r").join(run.epoch)
 
 

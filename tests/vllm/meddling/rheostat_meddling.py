@@ -1,4 +1,4 @@
-"""The server's own parts, a route that changes parameters without telling them, and one that counts what is noted."""
+"""The server's components, with routes that change parameters without notice and that count recorded experts."""
 
 import json
 

@@ -96,7 +96,7 @@ async def likelihoods(serving: Serving, questions: Questions) -> str:
     serving.steps.begin(len(queries))
     try:
         banned = questions.banned
-        prompts = ((questions.prompts[row].with_tokens([*stem]), tokens) for row, stem, tokens in queries)
+        prompts = ((questions.prompts[row].append_completion([*stem]), tokens) for row, stem, tokens in queries)
         collectors = await _admit(serving, ((prompt, _scoring(tokens, banned)) for prompt, tokens in prompts))
         for (row, stem, tokens), collector in zip(queries, collectors, strict=True):
             completion = (await collector.get()).outputs[0]

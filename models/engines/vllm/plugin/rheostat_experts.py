@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 NOTED = "rheostat_experts"
 """Key among the extra arguments of a request which asks the worker to record the request's experts."""
-MOST_IN_8_BITS = 256
+MAX_EXPERTS_IN_8_BITS = 256
 
 
 def expert_layers(model: nn.Module) -> list[MoERunner]:
@@ -125,4 +125,4 @@ class RecordedExperts:
 
 
 def _dtype_of(num_experts: int) -> str:
-    return "<u1" if num_experts <= MOST_IN_8_BITS else "<u2"
+    return "<u1" if num_experts <= MAX_EXPERTS_IN_8_BITS else "<u2"

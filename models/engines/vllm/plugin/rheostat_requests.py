@@ -55,7 +55,7 @@ class Prompt:
     settings: dict[str, object]
     """Settings for the model's image processor that differ from those in its directory."""
 
-    def with_tokens(self, tokens: list[int]) -> "Prompt":
+    def append_completion(self, tokens: list[int]) -> "Prompt":
         """Return the prompt with tokens appended."""
         return replace(self, tokens=self.tokens + tokens, collapsed=self.collapsed + tokens)
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from infra.errors import BadInput
 from models.config.denoising import DenoisingConfig
 from models.config.engines import DiffusersEngine, SamplingConfig
-from models.denoising.pipeline import Developer, FrozenParts
-from models.denoising.policy import load_served
+from models.denoising.pipeline import FrozenParts, LatentDecoder
+from models.denoising.policy import load_merged_denoiser
 from models.denoising.samplers import deterministic, transition
-from models.denoising.steps import Drawing
+from models.denoising.steps import GenerationSetup
 from models.engines.protocol import Completion, Request, StepSums
 from models.records.model_input import ModelInput
 from models.records.pictures import States
@@ -37,11 +37,11 @@ class _Loaded:
 
     directory: Path
     model: nn.Module
-    developer: Developer
+    latent_decoder: LatentDecoder
     digest: str
 
 
-class PictureEngine:
+class DiffusersImageEngine:
     """Engine that generates `max_batch_rows` images at a time, in the order of the requests.
 
     The composition of each batch depends on the work only. The same work gives the same images, bit for bit, in every
@@ -55,7 +55,7 @@ class PictureEngine:
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._policy: _Loaded | None = None
         self._frozen = FrozenParts(device=self._device)
-        self._drawings: dict[DenoisingConfig, Drawing] = {}
+        self._setups: dict[DenoisingConfig, GenerationSetup] = {}
         self._steps = StepSums()
 
     def producer(self) -> str:
@@ -64,8 +64,8 @@ class PictureEngine:
     def load(self, directory: Path, policy: ModelVersion, *, adapter: Path | None = None) -> int:
         self._unload()  # the old weights are freed before the new ones are loaded, because two policies may not fit
         dtype = getattr(torch, self._config.dtype)
-        model = load_served(directory, adapter, device=self._device, dtype=dtype).eval().requires_grad_(False)
-        self._policy = _Loaded(directory, model, self._frozen.developer(directory), policy.digest)
+        model = load_merged_denoiser(directory, adapter, device=self._device, dtype=dtype).eval().requires_grad_(False)
+        self._policy = _Loaded(directory, model, self._frozen.latent_decoder(directory), policy.digest)
         self.progress += 1
         return policy.weights.bytes + (policy.adapter.bytes if policy.adapter is not None else 0)
 
@@ -78,7 +78,7 @@ class PictureEngine:
 
     def _unload(self) -> None:
         """Free the policy, but keep the frozen parts that its next version shares."""
-        self._drawings = {}
+        self._setups = {}
         if self._policy is None:
             return
         self._policy = None
@@ -100,45 +100,45 @@ class PictureEngine:
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
         raise BadInput(f"engine {self.producer()!r} generates pictures. Set rollout.denoising")
 
-    def draw(
-        self, requests: Sequence[Request], denoising: DenoisingConfig, learnt: range | None
+    def generate_images(
+        self, requests: Sequence[Request], denoising: DenoisingConfig, trained_steps: range | None
     ) -> list[list[Completion]]:
         rows = [(each, seed) for request in requests for each, seed in zip(request.inputs, request.seeds, strict=True)]
         size = self._config.max_batch_rows
         completions: list[Completion] = []
         for start in range(0, len(rows), size):
-            completions += self._generate_batch(rows[start : start + size], denoising, learnt)
+            completions += self._generate_batch(rows[start : start + size], denoising, trained_steps)
         counts = [len(request.seeds) for request in requests]
         ends = np.cumsum(counts)
         return [completions[end - count : end] for count, end in zip(counts, ends, strict=True)]
 
     @torch.no_grad()
     def _generate_batch(
-        self, rows: Sequence[tuple[ModelInput, int]], denoising: DenoisingConfig, learnt: range | None
+        self, rows: Sequence[tuple[ModelInput, int]], denoising: DenoisingConfig, trained_steps: range | None
     ) -> list[Completion]:
-        assert self._policy is not None, "draw before load"
-        policy, drawing = self._policy, self._build_drawing(self._policy, denoising)
-        noisy, count = drawing.learnt(learnt), len(rows)
+        assert self._policy is not None, "generate_images before load"
+        policy, setup = self._policy, self._build_setup(self._policy, denoising)
+        noisy, count = setup.trained_steps(trained_steps), len(rows)
         noises = [np.random.Generator(np.random.Philox(seed)) for _, seed in rows]
-        conditions = drawing.conditions([each for each, _ in rows], range(count))
-        without = drawing.unconditioned(count, policy.model)
-        states_ND = self._sample_noise(noises, drawing)
+        conditions = setup.encode_prompts([each for each, _ in rows], range(count))
+        empty_condition = setup.encode_empty_prompt(count, policy.model)
+        states_ND = self._sample_noise(noises, setup)
         trail, logprobs = list[Tensor](), list[Tensor]()
         for step in range(denoising.steps):
             started, steps_N = time.perf_counter(), torch.full((count,), step, device=self._device)
-            prediction_ND = drawing.say(policy.model, states_ND, steps_N, conditions, without)
+            prediction_ND = setup.predict(policy.model, states_ND, steps_N, conditions, empty_condition)
             if step in noisy:
-                mean_ND, std_N = transition(denoising.sampler, states_ND, prediction_ND, steps_N, drawing.schedule)
+                mean_ND, std_N = transition(denoising.sampler, states_ND, prediction_ND, steps_N, setup.schedule)
                 trail = trail or [states_ND]
-                states_ND = mean_ND + std_N[:, None] * self._sample_noise(noises, drawing)
+                states_ND = mean_ND + std_N[:, None] * self._sample_noise(noises, setup)
                 trail.append(states_ND)
-                logprobs.append(drawing.logprobs(states_ND, mean_ND, std_N))
+                logprobs.append(setup.logprobs(states_ND, mean_ND, std_N))
             else:
-                states_ND = deterministic(states_ND, prediction_ND, steps_N, drawing.schedule)
+                states_ND = deterministic(states_ND, prediction_ND, steps_N, setup.schedule)
             self.progress += 1
             self._steps = self._steps.add(count, time.perf_counter() - started)
-        latents, seeds = states_ND.view(-1, *drawing.shape), [seed for _, seed in rows]
-        pictures = policy.developer.develop(latents, _split_rows(trail, count), seeds)
+        latents, seeds = states_ND.view(-1, *setup.shape), [seed for _, seed in rows]
+        pictures = policy.latent_decoder.decode(latents, _split_rows(trail, count), seeds)
         steps = tuple(noisy) or tuple(range(denoising.steps))
         step_logprobs = torch.stack(logprobs, dim=1).tolist() if logprobs else [[0.0] * len(steps)] * count
         return [
@@ -146,15 +146,15 @@ class PictureEngine:
             for logprobs, picture in zip(step_logprobs, pictures, strict=True)
         ]
 
-    def _sample_noise(self, noises: Sequence[np.random.Generator], drawing: Drawing) -> Tensor:
-        size = int(np.prod(drawing.shape))
+    def _sample_noise(self, noises: Sequence[np.random.Generator], setup: GenerationSetup) -> Tensor:
+        size = int(np.prod(setup.shape))
         noise_ND = np.stack([each.standard_normal(size, dtype=np.float32) for each in noises])
         return torch.from_numpy(noise_ND).to(self._device)
 
-    def _build_drawing(self, policy: _Loaded, denoising: DenoisingConfig) -> Drawing:
-        if denoising not in self._drawings:
-            self._drawings[denoising] = Drawing.of(policy.directory, denoising, self._frozen)
-        return self._drawings[denoising]
+    def _build_setup(self, policy: _Loaded, denoising: DenoisingConfig) -> GenerationSetup:
+        if denoising not in self._setups:
+            self._setups[denoising] = GenerationSetup.load(policy.directory, denoising, self._frozen)
+        return self._setups[denoising]
 
 
 def _split_rows(trail: Sequence[Tensor], count: int) -> list[States]:
