@@ -80,7 +80,7 @@ def _parents(stack: ExitStack, seed: int) -> dict[str, Path]:
 
 def _policy_of(run: Run, iterations: int) -> Path:
     weights = run.require(StageKey.policy(iterations)).bundles["weights"]
-    return Path(run.store.local(f"{weights.key}/config.json")).parent
+    return Path(run.store.local_path(f"{weights.key}/config.json")).parent
 
 
 def _reinforced(policy: str, seed: int) -> Reinforced:

@@ -103,7 +103,7 @@ def warmed_up(seed: int, *overrides: str):
     with finished_job(DEMO, (f"seed={seed}", "iterations=0", *overrides)) as job:
         manifest = job.run.find(StageKey.policy(0))
         assert manifest is not None
-        yield Path(job.run.store.local(f"{manifest.bundles['weights'].key}/config.json")).parent
+        yield Path(job.run.store.local_path(f"{manifest.bundles['weights'].key}/config.json")).parent
 
 
 def curve(start: Path, seed: int, recipe: Recipe, *, teacher: Path) -> Curve:

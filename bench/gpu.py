@@ -27,7 +27,7 @@ from bench.tables import Table
 from bench.trl_workload import ColocatedVllm, TrlIteration, Workload, running_trl
 from infra.environments.find import find_python
 from infra.errors import BadInput
-from placement.roofline import Device, Generated, limit_of
+from placement.roofline import Device, Generated, compute_limit
 
 SIZE_VARIABLE = "BENCH_GPU_SIZE"
 TRL_VARIABLE = "BENCH_TRL_PYTHON"
@@ -135,7 +135,8 @@ def _measured(scale: Scale, python: Path) -> Iterator[Table]:
             iterations = iterations_of(job.run)
             made = [generated_by(job.run, number + 1) for number in range(ITERATIONS)]
         limits = [
-            limit_of(one, scale.decoder, device, bytes_per_weight=BYTES[scale.dtype], steps=MINIBATCHES) for one in made
+            compute_limit(one, scale.decoder, device, bytes_per_weight=BYTES[scale.dtype], steps=MINIBATCHES)
+            for one in made
         ]
         taken = [Taken(*one) for one in list(zip(iterations, made, limits, strict=True))[SETTLED:]]
         yield seconds_per_stage(taken, scale.decoder)

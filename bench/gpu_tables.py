@@ -9,7 +9,7 @@ from bench.device import Measured, peak_flops
 from bench.iterations import IterationSeconds
 from bench.tables import Cell, Table
 from bench.trl_workload import TrlIteration
-from placement.roofline import Generated, Limit, train_flops, utilisation
+from placement.roofline import Generated, Limit, compute_utilization, train_flops
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,10 @@ def against_limit(taken: Sequence[Taken], decoder: Decoder, device: Measured) ->
         seconds = _median(getattr(one.spent, str(measured)) for one in taken)
         rows.append((name, limit, seconds, limit / seconds))
     peak, source = _peak(device)
-    mfu = _median(utilisation(train_flops(decoder, one.sequences), one.spent.steps, peak=peak) for one in taken)
-    whole = _median(utilisation(train_flops(decoder, one.sequences), one.spent.update, peak=peak) for one in taken)
+    mfu = _median(compute_utilization(train_flops(decoder, one.sequences), one.spent.steps, peak=peak) for one in taken)
+    whole = _median(
+        compute_utilization(train_flops(decoder, one.sequences), one.spent.update, peak=peak) for one in taken
+    )
     return Table(
         title=f"Compared with the physical limit, {decoder.name} on {device.name}",
         columns=("", "limit, s", "measured, s", "share"),
@@ -103,11 +105,13 @@ def beside_trl(taken: Sequence[Taken], theirs: Sequence[TrlIteration], decoder: 
     )
     compare("of which: vLLM loads the weights, s", _of(taken, lambda spent: spent.load), lambda one: one.weights)
     compare("log-probs and optimizer steps, s", ours_update, lambda one: one.seconds - one.generation)
-    mfu = [utilisation(train_flops(decoder, one.sequences), one.spent.steps, peak=peak) for one in taken]
+    mfu = [compute_utilization(train_flops(decoder, one.sequences), one.spent.steps, peak=peak) for one in taken]
     eff = [one.limit.seconds / one.spent.seconds for one in taken]
     pairs = list(zip(taken, theirs, strict=False))
     their_mfu = [
-        utilisation(train_flops(decoder, one.sequences), trl.seconds - trl.generation - trl.old_logprobs, peak=peak)
+        compute_utilization(
+            train_flops(decoder, one.sequences), trl.seconds - trl.generation - trl.old_logprobs, peak=peak
+        )
         for one, trl in pairs
     ]
     their_eff = [one.limit.seconds / trl.seconds for one, trl in pairs]

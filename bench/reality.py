@@ -27,7 +27,7 @@ from infra.store.runs import Run
 from placement.measurements import Measurements, Role
 from placement.policies.build import build_policy
 from placement.records import Decision, DrainInputs, Plan
-from placement.simulator.runs import play
+from placement.simulator.runs import simulate_run
 from placement.simulator.stage import Stage, View
 from placement.simulator.workload import StageWork, Workload, role_work
 from tasks.config.run import RunConfig, load_config
@@ -109,7 +109,7 @@ def compared(run: Run, config: RunConfig, *, placement: str) -> Compared:
     work = tuple(_work(run, plan, measured) for plan in plans)
     workload = Workload(stages=work, slowness_N=np.ones(config.pools.workers.max), absences=((),) * len(work))
     resize = measured.resize().mean_seconds
-    played = play(build_policy(config.placement), workload, resize_seconds=resize, clock=perf_counter)
+    played = simulate_run(build_policy(config.placement), workload, resize_seconds=resize, clock=perf_counter)
     around = tuple(_stage_seconds(journal, plan) - _span_seconds(run, plan) for plan in plans)
     again = [_Decided.of(journal, plan, late=late) for plan, late in zip(plans, around, strict=True)]
     return Compared(

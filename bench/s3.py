@@ -156,8 +156,8 @@ def _moved(server: S3Server, source: Path, target: Path) -> Table:
         client.delete_object(Bucket=BUCKET, Key=key)
         clocked("the store: put", lambda: store.put(key, source))  # noqa: B023
         shutil.rmtree(server.home / "cache")
-        clocked("the store: fetch into the cache", lambda: store.local(key))  # noqa: B023
-        assert store.local(key).stat().st_size == WEIGHTS
+        clocked("the store: fetch into the cache", lambda: store.local_path(key))  # noqa: B023
+        assert store.local_path(key).stat().st_size == WEIGHTS
         store.delete(key)
     rows = tuple(
         (
@@ -221,7 +221,7 @@ def _ours(server: S3Server) -> dict[str, Do]:
 
     def map_file(name: str, shard: bytes, manifest: bytes) -> None:
         put(name, shard, manifest)
-        assert pa.memory_map(str(store.local(f"shards/{name}"))).size() == SHARD
+        assert pa.memory_map(str(store.local_path(f"shards/{name}"))).size() == SHARD
 
     return {"the store: put, put, read": read, "the store: put, put, map from the cache": map_file}
 

@@ -115,7 +115,7 @@ def go_through(home: Path, *, iterations: int) -> list[Hundred]:
     settings = parse_config(document, source="bench")
     run = create_run(str(home), settings.name, settings.identity())
     hundreds = []
-    with run.hold():
+    with run.lock():
         story = Story(run, settings, home)
         for last in range(SHOWN, iterations + 1, SHOWN):
             began = time.process_time()

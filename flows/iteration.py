@@ -65,7 +65,7 @@ def _seal(open_run: OpenRun, iteration: Iteration) -> None:
     seal_iteration(open_run, iteration)
     retire_policies(open_run, iteration)
     retire_rollouts(open_run, iteration)
-    open_run.run.forget()
+    open_run.run.delete_pending_copies()
     note_metrics(open_run.run)
 
 

@@ -61,7 +61,7 @@ async def lock_run(
 
     `scope` is the configuration that the open run uses if it needs less than the whole run. With `accept_change` the
     run continues with the current code, data and libraries. `final_key` is the key of the last manifest of the run. If
-    it is already in the chain, no cluster is started. Raises BadInput before anything is written, RunHeld if another
+    it is already in the chain, no cluster is started. Raises BadInput before anything is written, RunLocked if another
     process holds the run, RunChanged if the run was created with another configuration.
     """
     await _prepare_process()
@@ -73,11 +73,11 @@ async def lock_run(
                 logger.info("%s", line)
         if config.controllers.where == "deployment":
             # Queues are in the processes of the controllers, so the placement cannot be corrected during a stage.
-            config = config.model_copy(update={"placement": config.placement.standing()})
+            config = config.model_copy(update={"placement": config.placement.without_moves()})
         existing = find_run(config, accept_change=accept_change)
         dependencies = dependencies_of(config, existing)
         run = existing or create_run(config.store, config.name, config.identity())
-        with run.hold(alone=config.controllers.where == "nested"):
+        with run.lock(sole_writer=config.controllers.where == "nested"):
             await asyncio.to_thread(commit_pending_results, run)
             record_dependencies(
                 run,
@@ -116,11 +116,11 @@ def _report_run(open_run: OpenRun) -> Iterator[None]:
 async def reopen_run(config: RunConfig) -> AsyncIterator[OpenRun]:
     """Lock an existing run for this process to derive more from it with `config`. The recorded configuration is kept.
 
-    Raises RunHeld if another process holds the run.
+    Raises RunLocked if another process holds the run.
     """
     await _prepare_process()
     run = open_stored_run(config.store, config.name)
-    with tags(config.name), run.hold():
+    with tags(config.name), run.lock():
         async with open_with_workers(run, config, store=config.store) as open_run:
             yield open_run
 
@@ -188,7 +188,7 @@ async def _join(ref: RunRef) -> AsyncIterator[OpenRun]:
     with tags(ref.name):
         if ref.epoch is None:
             check_dependencies(run, dependencies_of(config, run))
-            with run.hold():
+            with run.lock():
                 async with open_with_workers(run, config, store=ref.store) as open_run:
                     yield open_run
         else:

@@ -240,7 +240,7 @@ class WorkerRange(Settings):
         return self
 
     @property
-    def fewest(self) -> int:
+    def min_slots(self) -> int:
         """Minimum number of slots with which the run begins."""
         return self.max if self.min is None else self.min
 
@@ -310,7 +310,7 @@ Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
-def whole_number(variable: str, default: float) -> float:
+def read_number_variable(variable: str, default: float) -> float:
     """Return the whole number in an environment variable, or the default if it is not set. Raises BadInput for other
     text."""
     text = os.environ.get(variable) or f"{default:g}"
@@ -324,15 +324,15 @@ def fingerprint_of(config: Mapping[str, JsonValue]) -> str:
     return hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def difference(
-    old: Mapping[str, JsonValue], new: Mapping[str, JsonValue], *, besides: Collection[str] = (), shown: int = 5
+def describe_difference(
+    old: Mapping[str, JsonValue], new: Mapping[str, JsonValue], *, ignored: Collection[str] = (), shown: int = 5
 ) -> str:
-    """Return a text that lists the differing settings with both values, except those in `besides` (dotted keys).
+    """Return a text that lists the differing settings with both values, except those in `ignored` (dotted keys).
 
     At most `shown` settings are listed, followed by the number of the others.
     """
     before, after = dict(_dotted(old)), dict(_dotted(new))
-    keys = [key for key in {**before, **after} if before.get(key) != after.get(key) and key not in besides]
+    keys = [key for key in {**before, **after} if before.get(key) != after.get(key) and key not in ignored]
     parts = [f"{key} was {before.get(key, 'absent')}, is {after.get(key, 'absent')}" for key in keys[:shown]]
     return "; ".join(parts) + (f"; and {len(keys) - shown} more" if len(keys) > shown else "")
 

@@ -89,11 +89,11 @@ class Account:
         """Costs by role of iterations whose update is done and whose seal is not committed yet, by iteration."""
         self._since = time.monotonic()
 
-    def lap(self) -> float:
-        """Return the seconds since the last call, or since the run was opened for the first call."""
+    def seconds_since_last_call(self) -> float:
+        """Return the seconds since the last call, or since the run was opened if this is the first call."""
         before, self._since = self._since, time.monotonic()
         return self._since - before
 
-    def take(self, costs: Mapping[str, Cost]) -> None:
+    def add(self, costs: Mapping[str, Cost]) -> None:
         """Add costs by role to the total."""
         self.spent = total([self.spent, *costs.values()])

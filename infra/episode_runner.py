@@ -51,7 +51,7 @@ class NoStep(Exception):
 # ---- return values of environments
 
 
-def observed(value: object, *, role: str) -> dict[str, Any]:
+def parse_step(value: object, *, role: str) -> dict[str, Any]:
     """Convert the return value of `reset` or `step` to a dictionary with `messages`, `done` and `reward`.
 
     None means no message, and after a step the end of the episode. A text is an observation. Otherwise the value is a
@@ -109,11 +109,11 @@ class ToolBox:
         if not turn.calls:
             return None
         return {
-            "messages": [{"role": "tool", "name": call.name, "content": answer(call, named)} for call in turn.calls]
+            "messages": [{"role": "tool", "name": call.name, "content": call_tool(call, named)} for call in turn.calls]
         }
 
 
-def answer(call: ToolCall, tools: Mapping[str, Callable[..., object]]) -> str:
+def call_tool(call: ToolCall, tools: Mapping[str, Callable[..., object]]) -> str:
     """Call a tool and return its response, or an error message for the policy if the call is wrong.
 
     Errors that the tool raises, except ToolError, are raised here.
@@ -136,7 +136,7 @@ def answer(call: ToolCall, tools: Mapping[str, Callable[..., object]]) -> str:
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
 
 
-def schemas_of(tools: Sequence[Any]) -> list[dict[str, Any]]:
+def build_schemas(tools: Sequence[Any]) -> list[dict[str, Any]]:
     """Return the schemas of tools for chat templates, derived from type hints and docstrings.
 
     Tools that are schemas already are returned unchanged. Raises ValueError if a schema cannot be derived.
@@ -164,18 +164,18 @@ class LiveEpisodes:
         self._make, self._role = make, role
         self._live: dict[str, tuple[Any, int]] = {}  # each with the number of turns that it has processed
 
-    def take(self, call: Mapping[str, Any]) -> dict[str, Any]:
+    def step(self, call: Mapping[str, Any]) -> dict[str, Any]:
         """Process the last turn of an episode and return the step. An episode without turns is begun."""
-        turns = [turn_of(turn, number) for number, turn in enumerate(call["turns"])]
+        turns = [parse_turn(turn, number) for number, turn in enumerate(call["turns"])]
         environment, processed = self._live.pop(call["episode"], (None, -1))
         if environment is None or processed != len(turns) - 1:
             self._close(environment)
             environment, processed = self._make(), 0
             begin = getattr(environment, "reset", None)
             first = None if begin is None else begin(call["problem"], call["seed"])
-            step = {**observed(first, role="user"), "done": False}
+            step = {**parse_step(first, role="user"), "done": False}
         for turn in turns[processed:]:
-            step = observed(environment.step(turn), role=self._role)
+            step = parse_step(environment.step(turn), role=self._role)
         self._live[call["episode"]] = environment, len(turns)
         return step
 
@@ -192,6 +192,6 @@ class LiveEpisodes:
             end()
 
 
-def turn_of(document: Mapping[str, Any], number: int) -> EpisodeTurn:
+def parse_turn(document: Mapping[str, Any], number: int) -> EpisodeTurn:
     """Return the turn from its JSON form, with its index from 0."""
     return EpisodeTurn(document["text"], tuple(ToolCall(**call) for call in document["calls"]), number)

@@ -2,7 +2,7 @@
 
 RheostatError
 ├── BadInput            wrong input of a user; one line, exit code 2, nothing written
-│   ├── RunHeld         another process has locked the run
+│   ├── RunLocked       another process has locked the run
 │   └── RunChanged      the run was created from another configuration
 ├── Damaged             an artifact is missing, torn or does not match its digest
 ├── StoreFailed         the store's medium fails: disk full, read-only, I/O error; resume when it works again
@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar, Final
 
-from infra.untrusted_text import visible
+from infra.untrusted_text import make_visible
 
 
 class RheostatError(Exception):
@@ -39,7 +39,7 @@ class RheostatError(Exception):
 
     def __str__(self) -> str:
         """Return the message with control characters made visible, because it may quote untrusted text."""
-        return visible(super().__str__())
+        return make_visible(super().__str__())
 
 
 class BadInput(RheostatError, ValueError):
@@ -48,13 +48,13 @@ class BadInput(RheostatError, ValueError):
     exit_code = 2
 
 
-COMPLAINTS: Final = 6
-"""Maximum number of different complaints in one message."""
-ALSO: Final = 3
-"""Maximum number of further places that are listed for one complaint."""
+MAX_PROBLEMS: Final = 6
+"""Maximum number of different problems in one message."""
+MAX_OTHER_PLACES: Final = 3
+"""Maximum number of further places that are listed for one problem."""
 
 
-class Complaints:
+class InputErrors:
     """Collector of problems at several places, such as lines of a file. They are reported together in one line."""
 
     def __init__(self) -> None:
@@ -62,19 +62,19 @@ class Complaints:
         self._count = 0
 
     @contextmanager
-    def kept(self, place: str) -> Iterator[None]:
-        """Run the block and store a BadInput that it raises as the complaint about a place."""
+    def collect(self, place: str) -> Iterator[None]:
+        """Run the block and store a BadInput that it raises as the problem of this place."""
         try:
             yield
         except BadInput as error:
             self._count += 1
             what = str(error).removeprefix(f"{place}: ")
-            if what in self._places or len(self._places) < COMPLAINTS:
+            if what in self._places or len(self._places) < MAX_PROBLEMS:
                 places = self._places.setdefault(what, [])
-                places += [place] if len(places) <= ALSO else []
+                places += [place] if len(places) <= MAX_OTHER_PLACES else []
 
     def check(self) -> None:
-        """Raise BadInput with the stored complaints and their places, or do nothing if there are none."""
+        """Raise BadInput with the stored problems and their places, or do nothing if there are none."""
         if not self._count:
             return
         lines = [
@@ -85,7 +85,7 @@ class Complaints:
         raise BadInput("; ".join(lines) + (f"; and {more} more" if more else ""))
 
 
-class RunHeld(BadInput):
+class RunLocked(BadInput):
     """Raised when another live process has locked the run."""
 
 

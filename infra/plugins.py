@@ -21,8 +21,8 @@ __all__ = [
     "add_target_folders",
     "check_function",
     "find_target",
-    "find_targets_in",
     "nearest_name",
+    "register_target_folder",
     "target_folders",
 ]
 
@@ -39,12 +39,12 @@ def find_target(target: str, *, where: str) -> object:
     """
     add_target_folders()
     try:
-        return runner.find(target, where)
-    except runner.Unusable as error:
+        return runner.import_target(target, where)
+    except runner.InvalidTarget as error:
         raise BadInput(str(error)) from error.__cause__
 
 
-def find_targets_in(folder: Path) -> None:
+def register_target_folder(folder: Path) -> None:
     """Add a folder in which this process, and processes that it starts later, find targets."""
     os.environ[TARGETS] = os.pathsep.join(dict.fromkeys([*_named_folders(), str(folder.resolve())]))
 
@@ -74,7 +74,7 @@ def check_function(target: str, *parameters: str, where: str, named: Iterable[st
         )
     try:
         runner.check_call(function, *parameters, where=where, named=dict.fromkeys(named))
-    except runner.Unusable as error:
+    except runner.InvalidTarget as error:
         raise BadInput(str(error)) from error.__cause__
 
 

@@ -30,36 +30,36 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
 
-OLDEST = (3, 9)
-"""Oldest Python version that can run this file."""
+MIN_PYTHON = (3, 9)
+"""Minimum Python version that can run this file."""
 LENGTH_BYTES = 4
-MAX_ANSWER = 1 << 24
+MAX_RESPONSE_BYTES = 1 << 24
 STOP = "stop"
 """Frame that stops the running program. The response is the output of the program so far."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-class Unusable(ValueError):
+class InvalidTarget(ValueError):
     """Raised when an object that the user named cannot be imported, or cannot be called as required."""
 
 
-class NoValue(Exception):
+class InvalidValue(Exception):
     """Raised when the return value of a function is not valid."""
 
 
 # ---- finding the objects that users name
 
 
-def find(target: str, where: str) -> object:
+def import_target(target: str, where: str) -> object:
     """Import `pkg.mod:attribute`. `where` is the start of error messages.
 
-    Raises Unusable, with the nearest name, if the object cannot be imported.
+    Raises InvalidTarget, with the nearest name, if the object cannot be imported.
     """
     module_name, _, path = target.partition(":")
     found: object = _module(module_name, where)
     for name in path.split("."):
         if not hasattr(found, name):
-            raise Unusable(f"{where}: {found!r} has no attribute {name!r}{nearest_name(name, dir(found))}")
+            raise InvalidTarget(f"{where}: {found!r} has no attribute {name!r}{nearest_name(name, dir(found))}")
         found = getattr(found, name)
     return found
 
@@ -67,7 +67,7 @@ def find(target: str, where: str) -> object:
 def check_call(
     function: Callable[..., object], *parameters: str, where: str, named: Mapping[str, object] | None = None
 ) -> None:
-    """Raise Unusable unless a function accepts these parameters, the `named` ones by keyword."""
+    """Raise InvalidTarget unless a function accepts these parameters, the `named` ones by keyword."""
     options = named or {}
     try:
         signature = inspect.signature(function)
@@ -77,7 +77,7 @@ def check_call(
         signature.bind(*parameters, **options)
     except TypeError as error:
         wanted = ", ".join((*parameters, *(f"{name}=…" for name in options)))
-        raise Unusable(
+        raise InvalidTarget(
             f"{where} must accept the arguments ({wanted}), but its parameters are {signature}: {error}"
         ) from error
 
@@ -93,12 +93,12 @@ def _module(name: str, where: str) -> object:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise Unusable(f"{where}: the module imports {error.name!r}, which is not installed") from error
-        raise Unusable(
+            raise InvalidTarget(f"{where}: the module imports {error.name!r}, which is not installed") from error
+        raise InvalidTarget(
             f"{where}: there is no module {error.name!r}{nearest_name(error.name, _siblings(error.name))}"
         ) from error
     except (Exception, SystemExit) as error:  # any error of a user's module means that it cannot be used
-        raise Unusable(f"{where}: the import failed with {type(error).__name__}: {error}") from error
+        raise InvalidTarget(f"{where}: the import failed with {type(error).__name__}: {error}") from error
 
 
 def _siblings(name: str) -> Iterable[str]:
@@ -112,7 +112,7 @@ def _siblings(name: str) -> Iterable[str]:
 # ---- return values of functions
 
 
-def value_of(
+def compute_value(
     call: Callable[[], object], expected: int | None, part: str
 ) -> tuple[float | list[float] | None, str | None]:
     """Call a function and return its value and None, or None and the reason of a failure.
@@ -123,7 +123,7 @@ def value_of(
     try:
         result = call()
         return (_number(result) if expected is None else _numbers(result, part, expected)), None
-    except NoValue as error:
+    except InvalidValue as error:
         return None, one_line(str(error))
     except BaseException as error:  # also KeyboardInterrupt, which only the function itself can raise
         return None, one_line(f"{type(error).__name__}: {_message_of(error)}")
@@ -147,20 +147,20 @@ def _message_of(error: BaseException) -> str:
 
 def _numbers(result: object, part: str, expected: int) -> list[float]:
     if not isinstance(result, Iterable) or isinstance(result, (str, bytes, Mapping)):
-        raise NoValue(f"expected {expected} floats, one for each of the {part}, found {type(result).__name__}")
+        raise InvalidValue(f"expected {expected} floats, one for each of the {part}, found {type(result).__name__}")
     values = [_number(value) for value in (islice(result, expected + 1) if expected >= 0 else result)]
     if len(values) != expected >= 0:
         more = "more" if len(values) > expected else str(len(values))
-        raise NoValue(f"expected {expected} floats, one for each of the {part}, found {more}")
+        raise InvalidValue(f"expected {expected} floats, one for each of the {part}, found {more}")
     return values
 
 
 def _number(result: object) -> float:
     if not isinstance(result, numbers.Real):
-        raise NoValue(f"expected a float, found {type(result).__name__}")
+        raise InvalidValue(f"expected a float, found {type(result).__name__}")
     number = float(result)
     if not math.isfinite(number):
-        raise NoValue(f"expected a finite float, found {number}")
+        raise InvalidValue(f"expected a finite float, found {number}")
     return number
 
 
@@ -192,14 +192,14 @@ def _write(pipe: int, content: bytes) -> None:
 def _load(function: Mapping[str, Any]) -> tuple[Callable[..., object], list[str]]:
     """Import a function and check its parameters (prompt, completion, answer, **options) and the parameter of parts.
 
-    Also returns which of the parameters `images` and `messages` the function has. Raises Unusable for a wrong
+    Also returns which of the parameters `images` and `messages` the function has. Raises InvalidTarget for a wrong
     signature.
     """
     where, target, options, part = (function[name] for name in ("where", "target", "options", "part"))
     _forget(target.partition(":")[0].partition(".")[0])
-    found = find(target, where)
+    found = import_target(target, where)
     if not callable(found) or inspect.iscoroutinefunction(found):
-        raise Unusable(f"{where}: expected a function that returns a float or a list of floats, found {found!r}")
+        raise InvalidTarget(f"{where}: expected a function that returns a float or a list of floats, found {found!r}")
     if function["made"]:
         function_made: Callable[..., object] = found(**options)
         return function_made, _extra_parameters(function_made)
@@ -237,7 +237,7 @@ def _import_sibling(name: str) -> ModuleType:
     return module
 
 
-def die_with(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """Let the kernel kill this process when its parent dies, even if it hangs or is suspended (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -249,12 +249,12 @@ def serve_episodes(order: Mapping[str, Any], calls: BinaryIO, answers: int) -> N
     """Load an environment or tools, and answer turns. Raises ValueError if they cannot be used."""
     episodes_module = _import_sibling("episode_runner")
     make, tools = _environment(order, episodes_module.ToolBox)
-    _send(answers, episodes_module.schemas_of(tools) if order["describes"] else [])
+    _send(answers, episodes_module.build_schemas(tools) if order["describes"] else [])
     episodes = episodes_module.LiveEpisodes(make, order["role"])
     while (call := _receive(calls)) is not None:
         try:
             episodes.close(call["closed"])
-            step, reason = episodes.take(call) if call["episode"] else None, None
+            step, reason = episodes.step(call) if call["episode"] else None, None
         except BaseException as error:  # any error of an environment is reported as its result
             step, reason = None, one_line(f"{type(error).__name__}: {_message_of(error)}")
         _send(answers, [call["token"], step, reason, None])
@@ -263,20 +263,20 @@ def serve_episodes(order: Mapping[str, Any], calls: BinaryIO, answers: int) -> N
 def _environment(order: Mapping[str, Any], tool_box: Callable[..., object]) -> tuple[Callable[[], object], list[Any]]:
     """Return a function that creates an environment per episode, and the tools that the environment offers.
 
-    Raises Unusable if they cannot be imported or called.
+    Raises InvalidTarget if they cannot be imported or called.
     """
     where, options = order["where"], order["options"]
     for target in (order["target"], *order["tools"]):
         _forget(target.partition(":")[0].partition(".")[0])
     if not order["target"]:
-        tools = [find(tool, f"tool {tool!r}") for tool in order["tools"]]
+        tools = [import_target(tool, f"tool {tool!r}") for tool in order["tools"]]
         for tool in tools:
             if not callable(tool):
-                raise Unusable(f"{where}: every tool must be a function, found {tool!r}")
+                raise InvalidTarget(f"{where}: every tool must be a function, found {tool!r}")
         return (lambda: tool_box(tools)), tools
-    found = find(order["target"], where)
+    found = import_target(order["target"], where)
     if not callable(found) or not callable(getattr(found, "step", None)):
-        raise Unusable(f"{where}: expected a class with a method step(turn), found {found!r}")
+        raise InvalidTarget(f"{where}: expected a class with a method step(turn), found {found!r}")
     check_call(found, where=where, named=options)
     offered: Any = getattr(found, "tools", ())
     if callable(offered):  # tools of a server, which may take time to start and list its tools
@@ -316,13 +316,15 @@ def serve_functions(order: Mapping[str, Any], box: ModuleType | None, calls: Bin
         extras = {"images": [base64.b64decode(image) for image in call["images"]], "messages": call["messages"]}
         extra_arguments = {name: extras[name] for name in takes}
         bound = functools.partial(function, *call["arguments"], **call["named"], **extra_arguments)
-        compute = functools.partial(value_of, bound, call["expected"], "".join(call["named"]))
+        compute = functools.partial(compute_value, bound, call["expected"], "".join(call["named"]))
         if box is None:
             result = [*compute(), None]
         else:
             hidden = calls.fileno(), answers
             body = functools.partial(_write_result, compute)
-            result = box.decode_result(*box.run_in_fork(body, order["limits"], most=MAX_ANSWER, hidden=hidden))
+            result = box.decode_result(
+                *box.run_in_fork(body, order["limits"], max_bytes=MAX_RESPONSE_BYTES, hidden=hidden)
+            )
         _send(answers, [call["token"], *result])
 
 
@@ -334,7 +336,7 @@ def main() -> None:
     order = _receive(calls)
     limits = order["limits"]
     if limits is None:
-        die_with(order["parent"])
+        die_with_parent(order["parent"])
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt from elsewhere ends the process without an exception
     sys.path[:] = dict.fromkeys([*order["first"], *sys.path, *order["last"]])
     box, hint = (None if limits is None else _import_sibling("sandbox_runner")), ""

@@ -82,7 +82,7 @@ def run_program(order: Mapping[str, Any], limits: Mapping[str, int], hidden: Ite
 
     try:
         limits = {**limits, "cpu": order["cpu"]}
-        output, status, reason = run_in_fork(body, limits, most=limits["output"], hidden=hidden)
+        output, status, reason = run_in_fork(body, limits, max_bytes=limits["output"], hidden=hidden)
     finally:
         os.close(input_file)
     return {
@@ -92,13 +92,13 @@ def run_program(order: Mapping[str, Any], limits: Mapping[str, int], hidden: Ite
 
 
 def run_in_fork(
-    body: Callable[[int], None], limits: Mapping[str, int], *, most: int, hidden: Iterable[int]
+    body: Callable[[int], None], limits: Mapping[str, int], *, max_bytes: int, hidden: Iterable[int]
 ) -> tuple[bytes, int | None, str | None]:
     """Call a function that writes to a pipe in a fork, and remove all its processes and files afterwards.
 
     Return the written bytes, the exit status or None, and the reason for an early end or None. The fork is ended early
-    if it writes more than `most` bytes, exceeds the limits, or if the job sends a frame to the first of the `hidden`
-    pipes.
+    if it writes more than `max_bytes` bytes, exceeds the limits, or if the job sends a frame to the first of the
+    `hidden` pipes.
     """
     read, write = os.pipe()
     child = os.fork()
@@ -118,11 +118,11 @@ def run_in_fork(
     while status is None and reason is None:
         ready, _, _ = select.select([read, *orders], [], [], WATCH_SECONDS)
         ended, code = os.waitpid(child, os.WNOHANG)  # before reading, so that all output before the end is read below
-        while len(written) <= most and (more := _read(read)):
+        while len(written) <= max_bytes and (more := _read(read)):
             written += more
         status = code if ended else None
-        if len(written) > most:
-            reason = f"its process wrote more than {most} bytes"
+        if len(written) > max_bytes:
+            reason = f"its process wrote more than {max_bytes} bytes"
         elif not ended:
             reason = STOPPED if set(orders) & set(ready) else _describe_excess(limits)
     os.close(read)

@@ -23,7 +23,7 @@ from cyclopts import (
 )
 
 from infra.errors import BadInput, RheostatError
-from infra.untrusted_text import visible
+from infra.untrusted_text import make_visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -143,13 +143,13 @@ def write(text: str, *, is_styled: bool = False) -> None:
     Control characters are made visible, since policies, servers and files may contain any text. A caller with styled
     text must do this itself.
     """
-    sys.stdout.write(f"{text if is_styled else visible(text)}\n")
+    sys.stdout.write(f"{text if is_styled else make_visible(text)}\n")
     sys.stdout.flush()
 
 
 def write_error(text: str) -> None:
     """Print a line to stderr with control characters made visible."""
-    sys.stderr.write(f"{visible(text)}\n")
+    sys.stderr.write(f"{make_visible(text)}\n")
 
 
 def console(stream: TextIO | None = None) -> "Console":
@@ -166,7 +166,7 @@ def terminal_width() -> int | None:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
-def wrapped(text: str, *, indent: int = 9) -> str:
+def wrap_text(text: str, *, indent: int = 9) -> str:
     """Break the long lines of a text between words. Continuation lines are indented."""
     width = min(WIDTH, terminal_width() or WIDTH)
     broken = (
@@ -176,24 +176,27 @@ def wrapped(text: str, *, indent: int = 9) -> str:
     return "\n".join("\n".join(lines) for lines in broken)
 
 
-def fitted(text: str) -> str:
+def fit_text(text: str) -> str:
     """Break lines that are too long for the terminal. Text for a file or a pipe is returned unchanged."""
-    return text if terminal_width() is None else wrapped(text)
+    return text if terminal_width() is None else wrap_text(text)
 
 
-def table(rows: Sequence[dict[str, str]], *, least: Sequence[str] = (), width: int | None = None) -> str:
+def table(rows: Sequence[dict[str, str]], *, drop_first: Sequence[str] = (), width: int | None = None) -> str:
     """Return a table with column names. The first column is aligned to the left, the others to the right.
 
     The table has at most `width` columns of text (default: those of the terminal, unlimited in a file or a pipe). Table
-    columns that do not fit are omitted, and a last line names them. Those in `least` are omitted first, in that order,
-    then the others from the right. The first column is always shown.
+    columns that do not fit are omitted, and a last line names them. Those in `drop_first` are omitted first, in that
+    order, then the others from the right. The first column is always shown.
     """
     if not rows:
         return ""
     widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
     first, *others = widths
     kept, room = {first}, (width or terminal_width() or sys.maxsize) - widths[first]
-    for name in [*(name for name in others if name not in least), *reversed([n for n in least if n in others])]:
+    for name in [
+        *(name for name in others if name not in drop_first),
+        *reversed([n for n in drop_first if n in others]),
+    ]:
         if widths[name] + len(GAP) <= room:
             kept.add(name)
             room -= widths[name] + len(GAP)
@@ -203,7 +206,9 @@ def table(rows: Sequence[dict[str, str]], *, least: Sequence[str] = (), width: i
     omitted = [name for name in widths if name not in kept]
     if omitted:
         lines.append(
-            wrapped(f"columns that do not fit: {', '.join(omitted)} (widen the terminal or pipe the output to see all)")
+            wrap_text(
+                f"columns that do not fit: {', '.join(omitted)} (widen the terminal or pipe the output to see all)"
+            )
         )
     return "\n".join(lines)
 

@@ -27,7 +27,7 @@ _Character = tuple[str, _Span]
 """Decoded character with its span in the original text."""
 
 
-def visible(text: str) -> str:
+def make_visible(text: str) -> str:
     r"""Return a text in which all characters are visible, so that a terminal executes none of them.
 
     Control characters, marks of writing direction and other invisible characters are escaped, except line breaks, tabs
@@ -64,10 +64,10 @@ class _VisibleRecords:
         record = self._make(name, *arguments, **named)
         if name.partition(".")[0] in self.packages:
             message = record.getMessage()
-            if (shown := visible(message)) != message:
+            if (shown := make_visible(message)) != message:
                 record.msg, record.args = shown, ()
             if record.exc_info:
-                record.exc_text = visible(logging.Formatter().formatException(record.exc_info))
+                record.exc_text = make_visible(logging.Formatter().formatException(record.exc_info))
         return record
 
 

@@ -5,6 +5,7 @@ conflicts, and `implementation` names the code that implements it. Other code on
 for a particular variant, so built-in and users' own variants work in the same way.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union
@@ -27,9 +28,15 @@ class Variant(Settings):
     """Import string `pkg.mod:name` of the code that implements the variant. Only imported when it is used."""
 
     @property
-    def known_as(self) -> str:
+    def label(self) -> str:
         """Name of the variant in messages: its kind, or the import string of a user's own class."""
         return getattr(self, "kind", None) or _import_string(type(self))
+
+    @property
+    def known_as(self) -> str:
+        """Former name of `label`, for users' variants. Using it prints a deprecation warning."""
+        warnings.warn("known_as is deprecated and will be removed. Use label.", FutureWarning, stacklevel=2)
+        return self.label
 
     def ships_with(self, package: str) -> bool:
         """Whether class and implementation both belong to a top-level package, whose tests check that they fit."""
@@ -45,7 +52,7 @@ class Target(Settings):
     options: dict[str, JsonValue] = {}
     """Values for the fields of the class."""
 
-    def made(self, base: type[V], options: object) -> V:
+    def build(self, base: type[V], options: object) -> V:
         """Import the class and create an object of it from its options.
 
         Raises BadInput if the class cannot be imported (with the nearest name), is no subclass of `base`, lacks a class
@@ -85,7 +92,7 @@ class OneOf:
             if not isinstance(settings, Target):
                 return settings
             options = value.get("options", {}) if isinstance(value, Mapping) else settings.options
-            return settings.made(base, options)
+            return settings.build(base, options)
 
         def written(value: Variant, write: Callable[[Settings], Any], info: SerializationInfo) -> Any:  # noqa: ANN401
             if type(value) in self.variants:
@@ -102,12 +109,12 @@ class OneOf:
 
 def implementation_of(variant: Variant) -> object:
     """Import the implementation of a variant. Raises BadInput if it cannot be imported."""
-    return find_target(variant.implementation, where=f"{variant.known_as!r}")
+    return find_target(variant.implementation, where=f"{variant.label!r}")
 
 
 def check_implementation(variant: Variant, *parameters: str, where: str, named: Iterable[str] = ()) -> None:
     """Raise BadInput unless a variant's implementation can be imported and called with these parameters."""
-    place = f"{where} {variant.known_as!r}: implementation {variant.implementation!r}"
+    place = f"{where} {variant.label!r}: implementation {variant.implementation!r}"
     check_function(variant.implementation, *parameters, where=place, named=named)
 
 

@@ -13,7 +13,7 @@ from infra.config import Settings
 class PlacementPolicy(Settings):
     """Settings that all placement policies share."""
 
-    takes_turns: ClassVar[bool] = True
+    can_take_turns: ClassVar[bool] = True
     """Whether rollout and scoring may take turns on the same slots. If not, rollout needs slots in addition to the
     slots of the reward models."""
 
@@ -22,11 +22,11 @@ class PlacementPolicy(Settings):
     remaining slots. The model that needs the most slots per replica gets its replica first."""
 
     @property
-    def corrects(self) -> bool:
+    def can_move_workers(self) -> bool:
         """Whether the policy can move workers between roles while a stage runs."""
         return False
 
-    def standing(self) -> Self:
+    def without_moves(self) -> Self:
         """Return a copy of the policy that moves no workers while a stage runs."""
         return self
 
@@ -41,7 +41,7 @@ class FixedPlacement(PlacementPolicy):
     """Placement in which rollout and scoring run at the same time, with the same split of the workers in all
     iterations."""
 
-    takes_turns = False
+    can_take_turns = False
 
     kind: Literal["fixed"] = "fixed"
     rollout: Annotated[float, Field(gt=0, lt=1)] = 0.5
@@ -52,7 +52,7 @@ class ProportionalPlacement(PlacementPolicy):
     """Placement in which rollout and scoring run at the same time. The workers are split in proportion to the time that
     each role was busy in earlier iterations (moving average with weight 0.7 for the old value)."""
 
-    takes_turns = False
+    can_take_turns = False
 
     kind: Literal["proportional"] = "proportional"
 
@@ -73,11 +73,11 @@ class AdaptivePlacement(PlacementPolicy):
     """Whether to move workers between roles while a stage runs, in addition to planning before each stage."""
 
     @property
-    def corrects(self) -> bool:
+    def can_move_workers(self) -> bool:
         """Whether the policy may move workers while a stage runs."""
         return self.drain
 
-    def standing(self) -> Self:
+    def without_moves(self) -> Self:
         """Return a copy of the policy that plans before each stage only."""
         return self.model_copy(update={"drain": False})
 
@@ -92,7 +92,7 @@ class TargetPlacement(PlacementPolicy):
     """Keyword arguments with which the class is constructed."""
 
     @property
-    def corrects(self) -> bool:
+    def can_move_workers(self) -> bool:
         """Always true, because `drain` of the user's class is called while a stage runs. To move no workers, `drain`
         returns the current plan."""
         return True

@@ -34,7 +34,7 @@ class LineSums(Settings):
     xy: float = 0.0
     """Weighted sum of x · y."""
 
-    def plus(self, other: "LineSums", *, decay: float = 1.0) -> "LineSums":
+    def add(self, other: "LineSums", *, decay: float = 1.0) -> "LineSums":
         """Return the sum of both records, after multiplying this record by `decay`."""
         return LineSums(
             count=decay * self.count + other.count,
@@ -74,34 +74,34 @@ def _scale_prior(sums: LineSums, prior: tuple[float, float]) -> tuple[float, flo
 
 Role = Literal["rollout", "scoring"]
 
-SAMPLE = 512
+MAX_LENGTHS = 512
 """Maximum number of recent sequence lengths that are stored for each role."""
 
-FADE = 0.5
+STEP_DECAY = 0.5
 """Factor by which the weight of earlier step times is multiplied after each stage."""
 
-BUSY_KEPT = 0.7
+BUSY_DECAY = 0.7
 """Weight of the old value in the moving average of worker-seconds per stage. The new value has weight 0.3."""
 
-RESIZE_KEPT = 0.7
+RESIZE_DECAY = 0.7
 """Weight of the old value in the moving average of the seconds needed to move a worker to the other role."""
 
-LIKENESS_KEPT = 0.7
+LIKENESS_DECAY = 0.7
 """Weight of the old value in the moving average of the correlation between lengths in the same unit."""
 
 MAX_LIKENESS = 0.95
 """Maximum correlation between the log lengths of one unit."""
 
-DRIFT = 0.2
+PRIOR_DRIFT = 0.2
 """Assumed change of the logarithm of the mean length from one stage to the next. Used until two stages are measured."""
 
-DRIFT_KEPT = 0.7
+DRIFT_DECAY = 0.7
 """Weight of the old value in the moving average of the squared change of the logarithm of the mean length."""
 
 MAX_DRIFT = 1.0
 """Upper limit of the standard deviation that predictions assume for the logarithm of the mean length."""
 
-MOVES_KEPT = 64
+MAX_MOVES = 64
 """Number of recent worker moves from which the 95th percentile of the move time is computed."""
 
 
@@ -165,9 +165,9 @@ class RoleMeasurements(Settings):
     """Moving average of the correlation between the log lengths of two sequences in the same unit."""
     mean_length: float = 0.0
     """Mean sequence length in the last stage, in tokens."""
-    drift: float = DRIFT
+    drift: float = PRIOR_DRIFT
     """Root mean square change of the logarithm of the mean length from one stage to the next, as a moving average.
-    Before the second stage this is the assumed value `DRIFT`."""
+    Before the second stage this is the assumed value `PRIOR_DRIFT`."""
     busy_seconds: float = 0.0
     """Moving average of the time that all workers of the role together were busy in a stage, in worker-seconds."""
 
@@ -194,11 +194,11 @@ class Measurements(Settings):
         observed, moves = tuple(units), tuple(moves)
         average = self.move_seconds
         for seconds in moves:
-            average = seconds if average is None else RESIZE_KEPT * average + (1 - RESIZE_KEPT) * seconds
+            average = seconds if average is None else RESIZE_DECAY * average + (1 - RESIZE_DECAY) * seconds
         return Measurements(
             rollout=_observe(self.rollout, [unit for unit in observed if unit.role == "rollout"]),
             scoring=_observe(self.scoring, [unit for unit in observed if unit.role == "scoring"]),
-            moves=(*self.moves, *moves)[-MOVES_KEPT:],
+            moves=(*self.moves, *moves)[-MAX_MOVES:],
             move_seconds=average,
         )
 
@@ -225,7 +225,7 @@ class Measurements(Settings):
         units: int,
         sequences: int,
         slots: int = 1,
-        least_slots: int = 1,
+        min_slots: int = 1,
         units_at_once: int = 1,
         prior: Prior | None = None,
     ) -> Demand:
@@ -240,7 +240,7 @@ class Measurements(Settings):
             drift=min(known.drift, MAX_DRIFT),
             pace=self.pace(role, prior=prior.pace),
             slots=slots,
-            least_slots=least_slots,
+            least_slots=min_slots,
             units_at_once=units_at_once,
             busy_seconds=known.busy_seconds,
             measured=known.stages > 0,
@@ -255,13 +255,13 @@ def _observe(known: RoleMeasurements, units: list[UnitObservation]) -> RoleMeasu
     mean = float(np.concatenate(lengths).mean()) if lengths else 0.0
     return RoleMeasurements(
         stages=known.stages + 1,
-        steps=known.steps.plus(_total(_steps(unit) for unit in units), decay=FADE),
-        rest=known.rest.plus(_total(_rest(unit) for unit in units), decay=FADE),
+        steps=known.steps.add(_total(_steps(unit) for unit in units), decay=STEP_DECAY),
+        rest=known.rest.add(_total(_rest(unit) for unit in units), decay=STEP_DECAY),
         lengths=_merge_lengths(known.lengths, lengths, seed=known.stages),
         likeness=_likeness(lengths, known),
         mean_length=mean,
         drift=_drift(mean, known),
-        busy_seconds=BUSY_KEPT * known.busy_seconds + (1 - BUSY_KEPT) * busy if known.stages else busy,
+        busy_seconds=BUSY_DECAY * known.busy_seconds + (1 - BUSY_DECAY) * busy if known.stages else busy,
     )
 
 
@@ -283,7 +283,7 @@ def _rest(unit: UnitObservation) -> LineSums:
 def _total(parts: Iterable[LineSums]) -> LineSums:
     total = LineSums()
     for part in parts:
-        total = total.plus(part)
+        total = total.add(part)
     return total
 
 
@@ -293,13 +293,13 @@ def _expand_lengths(unit: UnitObservation) -> Floats:
 
 
 def _merge_lengths(old: tuple[float, ...], lengths: list[Floats], *, seed: int) -> tuple[float, ...]:
-    """Return a sorted sample of at most `SAMPLE` lengths. At most half of the sample consists of old lengths."""
+    """Return a sorted sample of at most `MAX_LENGTHS` lengths. At most half of the sample consists of old lengths."""
     if not lengths:
         return old
     rng = np.random.default_rng(seed)
     new, past = np.concatenate(lengths), np.asarray(old)
-    past = _thin(past, min(past.size, new.size, SAMPLE // 2), rng)
-    new = _thin(new, min(new.size, SAMPLE - past.size), rng)
+    past = _thin(past, min(past.size, new.size, MAX_LENGTHS // 2), rng)
+    new = _thin(new, min(new.size, MAX_LENGTHS - past.size), rng)
     return tuple(float(length) for length in np.sort(np.concatenate([past, new])))
 
 
@@ -315,7 +315,7 @@ def _thin(lengths: Floats, count: int, rng: np.random.Generator) -> Floats:
 def _drift(mean: float, known: RoleMeasurements) -> float:
     if not (known.mean_length and mean):
         return known.drift
-    return sqrt(DRIFT_KEPT * known.drift**2 + (1 - DRIFT_KEPT) * log(mean / known.mean_length) ** 2)
+    return sqrt(DRIFT_DECAY * known.drift**2 + (1 - DRIFT_DECAY) * log(mean / known.mean_length) ** 2)
 
 
 def _likeness(lengths: list[Floats], known: RoleMeasurements) -> float:
@@ -329,4 +329,4 @@ def _likeness(lengths: list[Floats], known: RoleMeasurements) -> float:
     within = float(np.mean([unit.var(ddof=1) for unit in logs]))
     total = between + (size - 1) * within
     correlation = min(max((between - within) / total, 0.0), MAX_LIKENESS) if total > 0 else 0.0
-    return LIKENESS_KEPT * known.likeness + (1 - LIKENESS_KEPT) * correlation if known.stages else correlation
+    return LIKENESS_DECAY * known.likeness + (1 - LIKENESS_DECAY) * correlation if known.stages else correlation

@@ -122,7 +122,7 @@ class Generated:
         return [(prompt, length) for prompt, group in zip(self.prompts, self.lengths, strict=True) for length in group]
 
     @property
-    def learnt(self) -> int:
+    def trained_tokens(self) -> int:
         """Number of tokens in a forward pass over all sequences, if each prompt is computed once for its whole
         group."""
         return sum(self.prompts) + self.tokens
@@ -154,7 +154,9 @@ class Limit:
         return self.prefill + self.decode + self.logprobs + self.train + self.optimizer
 
 
-def limit_of(generated: Generated, decoder: DecoderWork, device: Device, *, bytes_per_weight: int, steps: int) -> Limit:
+def compute_limit(
+    generated: Generated, decoder: DecoderWork, device: Device, *, bytes_per_weight: int, steps: int
+) -> Limit:
     """Return the minimum seconds of each stage of an iteration with `steps` optimizer steps.
 
     Training needs the log-probs of the completions under the weights that generated them. The forward pass of the
@@ -209,7 +211,7 @@ def shared_flops(decoder: DecoderWork, generated: Generated) -> float:
     prompts = sum(prompt**2 for prompt in generated.prompts) / 2
     completions = sum(length * prompt + length**2 / 2 for prompt, length in generated.contexts)
     attention = 4 * decoder.layers * decoder.query_width * (prompts + completions)
-    return float(2 * decoder.matmul_parameters * generated.learnt + attention)
+    return float(2 * decoder.matmul_parameters * generated.trained_tokens + attention)
 
 
 def train_flops(decoder: DecoderWork, sequences: Sequence[int]) -> float:
@@ -218,6 +220,6 @@ def train_flops(decoder: DecoderWork, sequences: Sequence[int]) -> float:
     return 3 * forward_flops(decoder, sequences)
 
 
-def utilisation(flops: float, seconds: float, *, peak: float) -> float:
+def compute_utilization(flops: float, seconds: float, *, peak: float) -> float:
     """Return the model FLOPs utilization (MFU): `flops / seconds` as a fraction of the peak FLOP/s."""
     return flops / seconds / peak

@@ -16,7 +16,7 @@ MAX_SPLITS = 512
 than 1/500 of the workers."""
 
 
-def splits(inputs: PlanInputs) -> tuple[Plan, ...]:
+def list_splits(inputs: PlanInputs) -> tuple[Plan, ...]:
     """Return every split into whole workers that uses all slots.
 
     If no split uses all slots, return the splits that leave some slots unused. Return an empty tuple if there are too
@@ -30,7 +30,7 @@ def splits(inputs: PlanInputs) -> tuple[Plan, ...]:
     return tuple(Plan(mode="split", rollout=count, scoring=workers - count) for count in exact or counts)
 
 
-def turns(inputs: PlanInputs) -> Plan:
+def build_turns_plan(inputs: PlanInputs) -> Plan:
     """Return the plan in which rollout and scoring take turns, each on all slots."""
     return Plan(mode="colocated", rollout=inputs.workers, scoring=inputs.workers)
 
@@ -42,25 +42,25 @@ def find_current_plan(inputs: PlanInputs) -> Plan | None:
     role. Before the first stage there is no plan.
     """
     current = inputs.current
-    if current is None or current == turns(inputs):
+    if current is None or current == build_turns_plan(inputs):
         return current
     usable = current.mode == "split" and min(current.rollout, current.scoring) > 0
     return current if usable and current.rollout + current.scoring == inputs.workers else None
 
 
-def candidates(inputs: PlanInputs) -> tuple[Plan, ...]:
+def list_candidates(inputs: PlanInputs) -> tuple[Plan, ...]:
     """Return the candidate plans: taking turns first, then the splits.
 
     If there are more than `MAX_SPLITS` splits, only `MAX_SPLITS` evenly spaced splits are returned. The current plan is
     always included if it can be kept.
     """
-    every, current = splits(inputs), find_current_plan(inputs)
+    every, current = list_splits(inputs), find_current_plan(inputs)
     thinned = (
         [every[number * (len(every) - 1) // (MAX_SPLITS - 1)] for number in range(MAX_SPLITS)]
         if len(every) > MAX_SPLITS
         else every
     )
-    plans = (turns(inputs), *thinned)
+    plans = (build_turns_plan(inputs), *thinned)
     return plans if current is None or current in plans else (*plans, current)
 
 
@@ -70,7 +70,7 @@ def nearest_split(inputs: PlanInputs, rollout: float) -> Plan:
     If two splits are equally near, the split with more rollout slots is returned. Raises `BadInput` if there are too
     few slots for both roles.
     """
-    plans = splits(inputs)
+    plans = list_splits(inputs)
     if not plans:
         raise BadInput(
             f"{inputs.workers} worker slots are too few: side by side, rollout needs at least {inputs.rollout.slots} "
@@ -80,7 +80,7 @@ def nearest_split(inputs: PlanInputs, rollout: float) -> Plan:
     return min(plans, key=lambda plan: (abs(plan.rollout - rollout), -plan.rollout))
 
 
-def allot(scoring_slots: int, slots: Mapping[str, int], *, fixed: Mapping[str, int]) -> dict[str, int]:
+def assign_replicas(scoring_slots: int, slots: Mapping[str, int], *, fixed: Mapping[str, int]) -> dict[str, int]:
     """Return the number of replicas of each reward term.
 
     `slots` contains the number of worker slots that one replica needs, and `fixed` the configured number of replicas,
@@ -88,11 +88,11 @@ def allot(scoring_slots: int, slots: Mapping[str, int], *, fixed: Mapping[str, i
     other term gets one more replica if it fits, starting with the terms that have the largest replicas. Raises
     `BadInput` if a term would get no replica, or if `fixed` contains an unknown term.
 
-    >>> allot(8, {"big": 3, "small": 1}, fixed={})
+    >>> assign_replicas(8, {"big": 3, "small": 1}, fixed={})
     {'big': 2, 'small': 2}
     """
     _check_terms(slots, fixed)
-    needed = least_slots(slots, fixed=fixed)
+    needed = count_min_slots(slots, fixed=fixed)
     if needed > scoring_slots:
         needs = f"{_describe_replicas(slots, fixed)} need {needed} worker slots"
         raise BadInput(
@@ -109,7 +109,7 @@ def allot(scoring_slots: int, slots: Mapping[str, int], *, fixed: Mapping[str, i
     return replicas
 
 
-def least_slots(slots: Mapping[str, int], *, fixed: Mapping[str, int]) -> int:
+def count_min_slots(slots: Mapping[str, int], *, fixed: Mapping[str, int]) -> int:
     """Return the minimum number of slots for which every term gets its fixed number of replicas, or at least one."""
     return sum(size * fixed.get(term, 1) for term, size in slots.items())
 

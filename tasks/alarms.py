@@ -51,11 +51,11 @@ def check_alarms(open_run: OpenRun) -> None:
 def describe_triggered(open_run: OpenRun, iteration: Iteration) -> dict[str, str]:
     """Return a message for each alarm that an iteration triggers, by the name of the alarm, with the consequence."""
     raised_now = list(triggered_alarms(open_run.settings.alarms, iteration))
-    consequences = {alarm.known_as: "; the run stops" for alarm, _ in raised_now if alarm.action == "stop"}
+    consequences = {alarm.label: "; the run stops" for alarm, _ in raised_now if alarm.action == "stop"}
     if has_reverted(open_run.run, iteration.number):
         revert = open_run.run.require(revert_key(iteration.number))
         consequences[str(revert.detail["alarm"])] = f"; the run reverts to policy {restored_version(revert)}"
-    lines = {alarm.known_as: f"alarm {alarm.known_as!r}: {sentence}" for alarm, sentence in raised_now}
+    lines = {alarm.label: f"alarm {alarm.label!r}: {sentence}" for alarm, sentence in raised_now}
     return {name: f"{line}{consequences.get(name, '')}" for name, line in lines.items()}
 
 
@@ -64,7 +64,7 @@ def _stop_reasons(open_run: OpenRun, iteration: Iteration) -> Iterator[str]:
     for alarm, sentence in triggered_alarms(
         [each for each in open_run.settings.alarms if each.action == "stop"], iteration
     ):
-        yield f"alarm {alarm.known_as!r}: {sentence}. To continue, change its bound or remove the alarm."
+        yield f"alarm {alarm.label!r}: {sentence}. To continue, change its bound or remove the alarm."
     if not has_reverted(open_run.run, iteration.number):
         return
     revert_alarms = [
@@ -73,6 +73,6 @@ def _stop_reasons(open_run: OpenRun, iteration: Iteration) -> Iterator[str]:
         if has_reverted(open_run.run, number)
     ]
     for alarm in open_run.settings.revert_alarms:
-        name, times = alarm.known_as, revert_alarms.count(alarm.known_as)
+        name, times = alarm.label, revert_alarms.count(alarm.label)
         if name == revert_alarms[-1] and times > alarm.returns:
             yield f"alarm {name!r} reverted the run {times} times. To continue, set its `returns` to {times}."

@@ -11,7 +11,7 @@ from infra.store.manifests import Manifest
 from infra.store.readers import bundles_in_use
 from infra.store.runs import Run
 from infra.store.shards import tombstone_key
-from infra.store.tombstones import Deleted, bury, deleted_parts
+from infra.store.tombstones import Deleted, deleted_parts, write_tombstone
 from models.records.versions import policy_of
 from tasks.alarms import describe_triggered
 from tasks.auxiliary import auxiliary_of
@@ -155,7 +155,7 @@ def _retire_shards(run: Run, number: int) -> None:
     derived = [Derived(line.kind, line.name) for line in derived_of(run)]
     keys = [iteration_key(number), *(each.iteration_key(number) for each in derived)]
     below = tuple(f"{key}/" for key in keys)
-    bury(run, iteration_key(number), Deleted(why="retention.rollouts_keep_last", shards_below=below))
+    write_tombstone(run, iteration_key(number), Deleted(why="retention.rollouts_keep_last", shards_below=below))
     manifests = [manifest for prefix in below for manifest in run.manifests(prefix)]
     delete_all(run, sorted({shard.key for manifest in manifests for shard in manifest.shards}))
 
@@ -167,7 +167,7 @@ def retire_bundles(run: Run, bundles: Collection[BundleRef]) -> list[BundleRef]:
     The files of these bundles stay until a later call or `rheostat gc`. A second call finishes an interrupted one.
     """
     for bundle in bundles:
-        bury(run, bundle.digest[:16], Deleted(bundle=bundle.key))
+        write_tombstone(run, bundle.digest[:16], Deleted(bundle=bundle.key))
     in_use = bundles_in_use(run.store) if bundles else frozenset()
     kept = [bundle for bundle in bundles if bundle.digest[:16] in in_use]
     for bundle in bundles:

@@ -26,7 +26,7 @@ class Reservation:
 async def read_reservation(open_run: OpenRun) -> Reservation:
     """Return the reserved worker slots of this process, and the seconds since the last call or since the run was
     opened."""
-    return Reservation(open_run.account.lap(), (await open_run.get_fleet()).slots)
+    return Reservation(open_run.account.seconds_since_last_call(), (await open_run.get_fleet()).slots)
 
 
 def check_budget(open_run: OpenRun) -> None:
@@ -47,7 +47,7 @@ async def account(open_run: OpenRun, number: int) -> bool:
     iteration, settings = Iteration(open_run.run, number), open_run.settings
     costs = iteration_costs(open_run, iteration, await read_reservation(open_run))
     open_run.account.unsealed[number] = costs
-    open_run.account.take(costs)
+    open_run.account.add(costs)
     return number < settings.iterations and settings.budget.find_spent_limit(open_run.account.spent) is not None
 
 

@@ -28,7 +28,7 @@ async def summarize_evaluation(open_run: OpenRun, batch: Batch) -> Accuracy:
     """Commit the accuracy of an evaluated policy, log it, and return it."""
     is_stored = is_summarized(batch)
     costs = {} if is_stored else costs_of(open_run, [batch], await read_reservation(open_run))
-    open_run.account.take(costs)
+    open_run.account.add(costs)
     accuracy = _commit_accuracy(open_run, batch, costs)
     append_to_chain(open_run, batch.key)
     if not is_stored:

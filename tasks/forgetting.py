@@ -13,8 +13,8 @@ from infra.store.chain import complete_manifests
 from infra.store.dependencies import dependency_records
 from infra.store.garbage import collect_garbage, delete_all
 from infra.store.runs import Run
-from infra.store.shards import ShardRef, read_shard, standing_for, write_again
-from infra.store.tombstones import FORGOTTEN, Deleted, bury, is_replacement, needed, replaced
+from infra.store.shards import ShardRef, current_shard, read_shard, rewrite_shard
+from infra.store.tombstones import FORGOTTEN, Deleted, is_replacement, needed_objects, replaced_shards, write_tombstone
 from models.rollouts.forgotten import Prompts, erase_prompts, find_prompts
 from tasks.run.keys import PROMPTS, StageKey
 from tasks.views.export import write_export
@@ -54,7 +54,7 @@ def forget(run: Run, ids: frozenset[str], *, delete: bool) -> Forgotten:
     exports = [key for key in _list_exports(run) if _rewrite_export(run, key, everywhere, delete=delete)]
     if delete:
         # including deleted shards, because this machine may have cached copies
-        delete_all(run, replaced(run.manifests()))
+        delete_all(run, replaced_shards(run.manifests()))
         delete_all(run, [entry.key for entry in run.store.entries("report/") if entry.key.endswith(".html")])
         collect_garbage(run)
     return Forgotten(
@@ -69,8 +69,8 @@ def forget(run: Run, ids: frozenset[str], *, delete: bool) -> Forgotten:
 
 def _find_shards(run: Run) -> dict[ShardRef, str]:
     """Return every stored shard, or its replacement, with the split that it belongs to."""
-    manifests = [each for each in [*complete_manifests(run), *run.left()] if not is_replacement(each)]
-    needed_shards = needed(manifests).shards
+    manifests = [each for each in [*complete_manifests(run), *run.leftover_manifests()] if not is_replacement(each)]
+    needed_shards = needed_objects(manifests).shards
     return {
         ref: _split_of(StageKey.parse(each.key)) for each in manifests for ref in each.shards if ref in needed_shards
     }
@@ -94,9 +94,9 @@ def _rewrite_shard(run: Run, ref: ShardRef, prompts: Prompts, *, delete: bool) -
         return 0
     emptied, rows = erase_prompts(read_shard(run.store, ref), prompts)
     if rows and delete:
-        old, new = standing_for(run.store, ref), write_again(run.store, emptied)
-        bury(run, FORGOTTEN, Deleted(why=WHY))
-        bury(run, old.digest[:16], Deleted(why=WHY, shard=old.key, rows=rows), instead=(new,))
+        old, new = current_shard(run.store, ref), rewrite_shard(run.store, emptied)
+        write_tombstone(run, FORGOTTEN, Deleted(why=WHY))
+        write_tombstone(run, old.digest[:16], Deleted(why=WHY, shard=old.key, rows=rows), replacement=(new,))
     return rows
 
 
@@ -106,14 +106,14 @@ def _list_exports(run: Run) -> list[str]:
 
 def _rewrite_export(run: Run, key: str, prompts: Prompts, *, delete: bool) -> int:
     """Rewrite an exported file that contains data of the prompts. Return the number of affected rows."""
-    file = pq.ParquetFile(run.store.local(key))
+    file = pq.ParquetFile(run.store.local_path(key))
     groups = range(file.num_row_groups)
     rows = sum(erase_prompts(file.read_row_group(group), prompts)[1] for group in groups)
     if rows and delete:
         with run.store.scratch() as scratch:
             path = scratch / "export.parquet"
             write_export((erase_prompts(file.read_row_group(group), prompts)[0] for group in groups), path, key=key)
-            run.check_held()
+            run.check_lock()
             run.store.delete(key)
             run.store.put(key, path)
     return rows

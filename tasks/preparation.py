@@ -63,7 +63,7 @@ async def make_prompts(open_run: OpenRun, base: Manifest, split: str) -> Manifes
     if isinstance(left_out_problems := manifest.detail.get("left_out"), dict):
         examples = "; ".join(f"{place} {why}" for place, why in [*left_out_problems.items()][:SHOWN_PROBLEMS])
         more = "; …" if len(left_out_problems) > SHOWN_PROBLEMS else ""
-        kind = settings.data.known_as
+        kind = settings.data.label
         logger.info(
             "prompts %s: %d problems left out (data.kind %r): %s%s", split, len(left_out_problems), kind, examples, more
         )

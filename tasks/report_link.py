@@ -8,7 +8,7 @@ import sys
 from prefect.artifacts import acreate_link_artifact
 
 from infra.errors import WorkerFailed
-from infra.processes.watch import await_answer
+from infra.processes.watch import run_watched
 from tasks.run.keys import artifact_key
 from tasks.run.open_run import OpenRun
 
@@ -23,9 +23,7 @@ async def publish_report(open_run: OpenRun) -> str | None:
     run, request = open_run.run, {"store": open_run.ref.store, "name": open_run.run.name}
     command = [sys.executable, "-P", "-m", "tasks.views.report.run"]
     try:
-        code, output, errors = await asyncio.to_thread(
-            await_answer, "the report", command, json.dumps(request).encode()
-        )
+        code, output, errors = await asyncio.to_thread(run_watched, "the report", command, json.dumps(request).encode())
         answer = json.loads(output) if output else {"error": f"code {code}: {errors.decode(errors='replace')[-500:]}"}
     except WorkerFailed as error:
         answer = {"error": str(error)}

@@ -23,7 +23,7 @@ from infra.config import Settings
 from infra.costs import total
 from infra.errors import Damaged, RheostatError
 from infra.store.manifests import Manifest
-from infra.store.progress import note_goal
+from infra.store.progress import write_goal
 from infra.store.runs import Run
 from infra.store.shards import ShardRef
 from models.records.versions import directory_of, policy_of
@@ -79,7 +79,7 @@ def resume_point(open_run: OpenRun) -> tuple[range, range]:
     num_trained = len(sealed)
     while num_trained < total and run.has(StageKey.policy(num_trained + 1)):
         num_trained += 1
-    note_goal(run.store, total, epoch=run.epoch)
+    write_goal(run.store, total, epoch=run.epoch)
     if num_trained:
         logger.info("run %s: %d of %d iterations are in the store", run.name, min(num_trained, total), total)
     return range(max(1, len(sealed)), min(num_trained, total) + 1), range(num_trained + 1, total + 1)

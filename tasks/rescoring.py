@@ -93,7 +93,7 @@ async def wake_reward_models(open_run: OpenRun, derived: Derived) -> None:
     terms = open_run.settings.scoring.hosted_rewards
     if terms:
         fleet = await open_run.get_fleet()
-        slots = await fleet.look()
+        slots = await fleet.check_slots()
         workers = workers_of(open_run.settings, Plan(mode="colocated", rollout=slots, scoring=slots), "scoring")
         models = {
             reward_model_role(term): policy_of(open_run.reward_model(term, prefix=derived.prefix)) for term in terms

@@ -40,8 +40,8 @@ class OpenRetriever:
 async def hold_retriever(config: RetrieverConfig) -> AsyncIterator[OpenRetriever]:
     """Create or reopen the retriever's part of the store, lock it during the block, and start its worker.
 
-    Raises BadInput before anything is written, RunHeld if another process has locked it, and RunChanged if it was made
-    with another configuration.
+    Raises BadInput before anything is written, RunLocked if another process has locked it, and RunChanged if it was
+    made with another configuration.
     """
     store, pools, existing = _store_of(config), config.pools, _find_existing(config)
     opening = (
@@ -67,7 +67,7 @@ async def hold_retriever(config: RetrieverConfig) -> AsyncIterator[OpenRetriever
         if existing is None:
             await pool.run("check_pairs", config, returns=Outcome)
         run = existing or create_run(store, config.name, config.identity())
-        with run.hold():
+        with run.lock():
             yield OpenRetriever(config, run, pool)
 
 

@@ -13,8 +13,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from flows.cli.options import Lines, Verbosity, attach, detach, log_progress
-from infra.terminal import console, wrapped
-from infra.untrusted_text import visible
+from infra.terminal import console, wrap_text
+from infra.untrusted_text import make_visible
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -87,7 +87,7 @@ def print_line(terminal: "Console", line: str, level: int = logging.INFO) -> Non
 
     terminal.print(
         Text(
-            wrapped(visible(line)),
+            wrap_text(make_visible(line)),
             style="yellow" if level == logging.WARNING else "red" if level > logging.WARNING else "",
         )
     )
@@ -140,7 +140,9 @@ def draw_page(status: "RunProgress", *, seconds: float) -> "RenderableType":
     )
     progress = f"{activity.done:,} of {activity.of:,} {activity.unit}" if activity.of else ""
     steps = ProgressBar(total=activity.of, completed=activity.done, width=BAR) if activity.of else Text("")
-    page.add_row(Text(visible(activity.what)), steps, Text(visible("  ".join(filter(None, (progress, activity.note))))))
+    page.add_row(
+        Text(make_visible(activity.what)), steps, Text(make_visible("  ".join(filter(None, (progress, activity.note)))))
+    )
     if status.reports:
         page.add_row(
             Text("sampled accuracy"), Text(sparks([r.accuracy for r in status.reports])), Text(_describe_best(status))

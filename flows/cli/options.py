@@ -12,8 +12,8 @@ from cyclopts.completion import CompletionContext
 
 from infra.errors import BadInput
 from infra.plugins import PACKAGES
-from infra.terminal import parse_port, parse_whole_number, wrapped
-from infra.untrusted_text import visible
+from infra.terminal import parse_port, parse_whole_number, wrap_text
+from infra.untrusted_text import make_visible
 
 DEFAULT_STORE = "./runs"
 
@@ -97,7 +97,7 @@ class Lines(logging.Handler):
             return
         try:
             prefix = "warning: " if record.levelno == logging.WARNING else ""
-            self._write(visible(f"{prefix}{record.getMessage()}{self.suffix(record)}"), record.levelno)
+            self._write(make_visible(f"{prefix}{record.getMessage()}{self.suffix(record)}"), record.levelno)
         except Exception:
             self.handleError(record)
 
@@ -111,7 +111,7 @@ def log_progress(*, quiet: bool, verbosity: Verbosity = "normal") -> None:
     stream = sys.stderr if quiet else sys.stdout
 
     def write(line: str, _: int) -> None:
-        stream.write(f"{wrapped(line)}\n")
+        stream.write(f"{wrap_text(line)}\n")
         stream.flush()
 
     attach(Lines(write, verbosity))

@@ -7,8 +7,8 @@ from statistics import median
 
 from infra.costs import Cost, total
 from infra.store.tombstones import WHOLE_RUN, Tombstone
-from infra.terminal import WIDTH, fitted, table
-from infra.untrusted_text import visible
+from infra.terminal import WIDTH, fit_text, table
+from infra.untrusted_text import make_visible
 from models.records.media import ShownImage
 from models.rollouts.groups import TurnRecord
 from models.rollouts.preview import RolloutPreview
@@ -78,7 +78,7 @@ def work_lines(description: RunDescription) -> list[str]:
         }
         for report in reports
     ]
-    seconds = table(rows, least=("policy", "mismatch", "missing", *stage_names)).splitlines()
+    seconds = table(rows, drop_first=("policy", "mismatch", "missing", *stage_names)).splitlines()
     return ["seconds by stage:", *seconds] if rows else []
 
 
@@ -115,7 +115,7 @@ def decision_text(lines: Sequence[DecisionLine]) -> str:
     rows = table(decision_rows(lines), width=WIDTH).splitlines()
     sentences = ["decision", *(line.sentence for line in lines)]
     texts = [f"{row}  {sentence}" for row, sentence in zip(rows, sentences, strict=True)] if lines else []
-    return "\n".join(map(fitted, texts))
+    return "\n".join(map(fit_text, texts))
 
 
 def assumption_rows(inputs: PlanInputs) -> Rows:
@@ -179,7 +179,7 @@ def rollout_text(sample: RolloutPreview) -> str:
         f"{''.join(map(_describe_image, sample.images))}"
         f"{''.join(_describe_turn(number, turn) for number, turn in enumerate(sample.turns or (), start=1))}"
     )
-    return f"{visible(head)}{visible(sample.prompt)}{bold}{visible(sample.completion)}{plain}"
+    return f"{make_visible(head)}{make_visible(sample.prompt)}{bold}{make_visible(sample.completion)}{plain}"
 
 
 def _describe_image(image: ShownImage) -> str:
@@ -203,12 +203,14 @@ def answer_rows(answer: Sequence[Mapping[str, object]]) -> Rows:
 def _format_cell(value: object) -> str:
     if value is None:
         return "-"
-    text = f"{value:g}" if isinstance(value, float) else visible(str(value)).replace("\n", "\\n").replace("\t", "\\t")
+    text = (
+        f"{value:g}" if isinstance(value, float) else make_visible(str(value)).replace("\n", "\\n").replace("\t", "\\t")
+    )
     return f"{text[: CELL - 1]}…" if len(text) > CELL else text
 
 
 def _last_line(text: str) -> str:
-    return visible(text.strip().splitlines()[-1]) if text.strip() else ""
+    return make_visible(text.strip().splitlines()[-1]) if text.strip() else ""
 
 
 def deletion_lines(stones: Sequence[Tombstone]) -> list[str]:

@@ -110,7 +110,7 @@ def plan_device(config: RunConfig, device: str, *, completion_tokens: int | None
     kind, longest = accelerator(device), config.rollout.sampling.max_new_tokens
     if config.policy.generates_images:
         raise BadInput(
-            f"--device {device} can only estimate language policies, but policy.kind {config.policy.known_as!r} "
+            f"--device {device} can only estimate language policies, but policy.kind {config.policy.label!r} "
             "generates images."
         )
     tokens = max(1, longest // 2) if completion_tokens is None else completion_tokens
@@ -131,7 +131,7 @@ def _describe_lengths(config: RunConfig, facts: dict[str, float]) -> str:
 def _list_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
     """Yield notes on settings that will not work as configured, or probably not as intended."""
     pools, minibatches, prompts = config.pools, config.update.minibatches, config.rollout.prompts
-    slots, ranks = pools.workers.fewest * pools.gpus_per_worker, pools.update_ranks * pools.gpus_per_update_rank
+    slots, ranks = pools.workers.min_slots * pools.gpus_per_worker, pools.update_ranks * pools.gpus_per_update_rank
     needed_gpus = slots + ranks if pools.update_apart else max(slots, ranks)
     if needed_gpus and pools.ray_address is None and needed_gpus > (available_gpus := num_gpus()):
         yield (

@@ -29,7 +29,15 @@ from cyclopts import Parameter
 
 from infra.errors import ApiFailed, BadInput, first_cause
 from infra.plugins import PACKAGES
-from infra.processes.watch import ASK_SECONDS, END_SECONDS, LOOK_SECONDS, Ending, Watch, WatchedServer, on_signals
+from infra.processes.watch import (
+    CHECK_SECONDS,
+    END_SECONDS,
+    QUERY_SECONDS,
+    ForcedExit,
+    Watch,
+    WatchedServer,
+    on_signals,
+)
 from infra.terminal import parse_port, write
 
 if TYPE_CHECKING:
@@ -261,7 +269,7 @@ def _drain(serving: WatchedServer) -> None:
     draining = threading.Thread(target=drain, daemon=True)
     draining.start()
     while draining.is_alive() and serving.failure() is None:
-        draining.join(LOOK_SECONDS)
+        draining.join(CHECK_SECONDS)
 
 
 def _wait_healthy(serving: WatchedServer, url: str) -> None:
@@ -279,7 +287,7 @@ def _query_health(url: str) -> int | None:
     import httpx
 
     try:  # this is a local server, without proxy and certificate
-        return httpx.get(f"{url}/health", timeout=ASK_SECONDS, trust_env=False, verify=False).status_code
+        return httpx.get(f"{url}/health", timeout=QUERY_SECONDS, trust_env=False, verify=False).status_code
     except httpx.HTTPError:
         return None
 
@@ -310,7 +318,7 @@ def run_flow(flow: "Coroutine[object, object, R]") -> R:
     SIGTERM cancels the flow like Ctrl-C. Both end in a KeyboardInterrupt with the signal's number.
     """
     numbers: list[int] = []
-    ending, serving = Ending(), own_server()
+    ending, serving = ForcedExit(), own_server()
 
     def on_signal(number: int) -> None:
         numbers.append(number)
@@ -330,7 +338,7 @@ def run_flow(flow: "Coroutine[object, object, R]") -> R:
             raise
         raise cause from error
     finally:
-        ending.over()
+        ending.finish()
 
 
 async def _run_cancellable(

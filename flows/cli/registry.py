@@ -132,10 +132,10 @@ def gate(config: Config, /, *overrides: Overrides, store: StoredIn = None, as_js
 
 def registry(name: AnyRegistry = None, /, *, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
     """List the versions of a policy that were promoted, kept back, rejected or rolled back, and the reasons."""
-    from infra.store.registry import known_registry, registries
+    from infra.store.registry import open_existing_registry, registries
 
     names = registries(store) if name is None else [name]
-    records_by_name = {each: known_registry(store, each).records() for each in names}
+    records_by_name = {each: open_existing_registry(store, each).records() for each in names}
     if as_json:
         document = {
             each: [record.model_dump(mode="json") for record in records] for each, records in records_by_name.items()
@@ -146,7 +146,7 @@ def registry(name: AnyRegistry = None, /, *, store: Store = DEFAULT_STORE, as_js
     else:
         write(
             "\n\n".join(
-                f"{each}\n{table(_build_rows(records), least=('who', 'policy', 'when', 'reason'))}"
+                f"{each}\n{table(_build_rows(records), drop_first=('who', 'policy', 'when', 'reason'))}"
                 for each, records in records_by_name.items()
             )
         )
@@ -185,11 +185,11 @@ def mirror(name: RegistryName, /, *, to: MirrorAddress = None, store: Store = DE
 
     Promotions and rollbacks do this by themselves if MLFLOW_REGISTRY_URI is set.
     """
-    from infra.store.registry import known_registry
+    from infra.store.registry import open_existing_registry
     from tasks.promotion.mirror import ADDRESS, mirror_address
     from tasks.promotion.mirror import mirror as write_mirror
 
-    registry = known_registry(store, name)
+    registry = open_existing_registry(store, name)
     if (address := to or mirror_address()) is None:
         raise BadInput(
             f"The address of MLflow's registry is missing. Set --to URI or {ADDRESS}, for example to sqlite:///mlflow.db."

@@ -16,7 +16,7 @@ from pydantic import BaseModel, JsonValue, ValidationError
 from flows.cli.prefect_api import prefect_api, run_flow
 from infra.config import PoolsConfig, read_recorded
 from infra.errors import BadInput
-from infra.plugins import find_targets_in
+from infra.plugins import register_target_folder
 from infra.store.dependencies import check_dependencies, recorded_config
 from infra.store.inputs import place_texts
 from infra.store.runs import Run, open_run
@@ -69,7 +69,10 @@ def request_rescoring(
     chosen = checked_name(name) if name is not None else f"{terms.scoring.terms[0]}-{digest_of(terms)}"
     numbers = parse_iterations(iterations, run)
     config = stored_configuration(run, store, overrides, scoring=terms.scoring)
-    slots, workers = sum(reward.slots for reward in terms.scoring.hosted_rewards.values()), config.pools.workers.fewest
+    slots, workers = (
+        sum(reward.slots for reward in terms.scoring.hosted_rewards.values()),
+        config.pools.workers.min_slots,
+    )
     if slots > workers:
         raise BadInput(f"pools.workers is {workers}, but the reward models need at least {slots} slots. Raise it.")
     for term in terms.scoring.trained_reward_models:
@@ -99,7 +102,7 @@ def request_recredit(
     table = f"kind = {json.dumps(algorithm)}" if is_kind else algorithm
     terms = parse_part(table, RecreditTerms, part="algorithm", what="--algorithm")
     terms = terms.model_copy(update={"scores": scores})
-    short = terms.algorithm.known_as.rpartition(":")[2].lower()
+    short = terms.algorithm.label.rpartition(":")[2].lower()
     chosen = checked_name(name) if name is not None else f"{short}-{digest_of(terms)}"
     numbers = parse_iterations(iterations, run)
     scoring = _read_scoring(run, scores)
@@ -139,8 +142,8 @@ def why_not(run: Run, terms: RecreditTerms, config: RunConfig, numbers: Sequence
     }
     for what, is_wanting in wanting.items():
         if is_wanting:
-            need = f"{terms.algorithm.known_as} needs {what} for every token"
-            yield f"{need}, but the run was trained with {own.known_as} and has not stored them."
+            need = f"{terms.algorithm.label} needs {what} for every token"
+            yield f"{need}, but the run was trained with {own.label} and has not stored them."
     if terms.scores is not None:
         yield from _missing_scores(run, terms.scores, numbers)
 
@@ -213,7 +216,7 @@ def parse_part(text: str, model: type[M], *, part: str, what: str) -> M:
     source = what if inline else f"{what} {text}"
     document = {key: place_texts(value, Path.cwd() if inline else path.parent) for key, value in document.items()}
     if not inline:
-        find_targets_in(path.parent)
+        register_target_folder(path.parent)
     return parse_model(_select_table(document, model, part, source), model, source=source)
 
 
@@ -297,11 +300,11 @@ def recredit_here(request: Recredit) -> None:
 
 
 def _has_remaining(request: Rescoring | Recredit, derived: Derived) -> bool:
-    """Return whether iterations are missing. If so, raise RunHeld if another process holds the run."""
+    """Return whether iterations are missing. If so, raise RunLocked if another process holds the run."""
     run = open_run(request.config.store, request.config.name)
     if set(request.iterations) <= {*sealed_numbers(run, derived)}:
         return False
-    run.check_free()
+    run.check_unlocked()
     return True
 
 

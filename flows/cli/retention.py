@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from flows.cli.options import DEFAULT_STORE, RunName, Store
-from infra.errors import BadInput, Damaged, RunHeld
+from infra.errors import BadInput, Damaged, RunLocked
 from infra.terminal import Json, parse_whole_number, table, write
 from infra.user_files import read_text_file
 
@@ -70,13 +70,13 @@ def gc(
     as_json: Json = False,
 ) -> int:
     """List, or with --delete remove, leftovers of killed workers, and whole runs selected by age, number and tag."""
-    from infra.store.garbage import given_up
+    from infra.store.garbage import select_runs
     from infra.store.runs import list_runs
     from tasks.views.runs import open_known_run
 
     names = [open_known_run(store, name).name for name in runs] or list_runs(store)
     rules = _parse_rules(store, older_than, keep, tag)
-    ended_runs = given_up(store, names, rules)
+    ended_runs = select_runs(store, names, rules)
     collected = [_collect(store, name, rules, ended_runs.get(name), delete=delete) for name in names]
     if as_json:
         write(json.dumps([asdict(each) for each in collected], indent=2))
@@ -105,16 +105,16 @@ def _collect(store: str, name: str, rules: "Rules", ended: datetime | None, *, d
 
     try:
         run = open_run(store, name)
-        with run.still():
-            garbage = find_garbage(run, given_up=ended is not None)
+        with run.lock_without_epoch():
+            garbage = find_garbage(run, whole_run=ended is not None)
         if delete and (garbage or ended):
-            with run.hold():
+            with run.lock():
                 if ended is None or last_commit(run) > ended:  # the run has continued meanwhile
                     garbage, ended = collect_garbage(run), None
                 else:
                     garbage = delete_run(run, why=str(rules))
     except (BadInput, Damaged) as error:  # locked, damaged, or written by a newer Rheostat
-        return Collected(run=name, skipped=str(error), is_damaged=not isinstance(error, RunHeld))
+        return Collected(run=name, skipped=str(error), is_damaged=not isinstance(error, RunLocked))
     kinds = {
         kind: Kind(objects=len(entries), bytes=sum(entry.bytes for entry in entries))
         for kind, entries in garbage.items()
@@ -167,11 +167,11 @@ def forget(
     names = [open_known_run(store, name).name for name in runs] or list_runs(store)
     reports = []
     for run in [open_run(store, name) for name in names]:
-        with run.still():
+        with run.lock_without_epoch():
             reports.append(forget_prompts(run, ids, delete=False))
     for index, report in enumerate(reports if delete else ()):  # only after all runs were read without errors
         if report.prompts or report.exports:
-            with open_run(store, report.run).hold() as locked_run:
+            with open_run(store, report.run).lock() as locked_run:
                 reports[index] = forget_prompts(locked_run, ids, delete=True)
     if not any(each.prompts or each.exports for each in reports):
         where = f"run {names[0]!r}" if len(names) == 1 else f"{len(names)} runs"

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from flows.cli.options import DEFAULT_STORE, Iteration, RunName, RunNames, Scores, Store, log_progress
 from infra.errors import BadInput
-from infra.terminal import Json, fitted, parse_whole_number, table, wrapped, write
+from infra.terminal import Json, fit_text, parse_whole_number, table, wrap_text, write
 
 if TYPE_CHECKING:
     from infra.store.numbered import NumberedRecords
@@ -109,7 +109,7 @@ def runs(*, limit: Newest = None, store: Store = DEFAULT_STORE, as_json: Json = 
     if as_json:
         write(json.dumps([run.model_dump() for run in listed], indent=2))
         return
-    write(table([run.row() for run in listed], least=LEAST_OF_RUNS) or f"no runs in {open_store(store).uri}")
+    write(table([run.row() for run in listed], drop_first=LEAST_OF_RUNS) or f"no runs in {open_store(store).uri}")
     if len(listed) < num_runs:
         write(f"the newest {len(listed)} of {num_runs:,} runs")
 
@@ -129,10 +129,10 @@ def show(run: RunName, /, *, store: Store = DEFAULT_STORE, as_json: Json = False
     for role, engines in description.engines.items():
         write(f"engine of {role}: {'; '.join(engines)}")
     for accuracy in description.evaluations:
-        write(fitted(f"held-out accuracy after iteration {accuracy.number}: {accuracy.line()}"))
+        write(fit_text(f"held-out accuracy after iteration {accuracy.number}: {accuracy.line()}"))
     notes = [*term_lines(description), *episode_lines(description), *work_lines(description)]
     notes += cost_lines(description.costs)
-    notes += [wrapped(line) for line in summarize_warnings([report.warnings for report in description.iterations])]
+    notes += [wrap_text(line) for line in summarize_warnings([report.warnings for report in description.iterations])]
     write("\n".join([table(iteration_rows(description)) or "no sealed iteration yet", *notes]))
     if description.tags:
         write(f"tags {', '.join(description.tags)}")

@@ -35,7 +35,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from infra.runner import die_with
+from infra.runner import die_with_parent
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
@@ -101,7 +101,7 @@ def silent(app: ASGIApp, api_url: str) -> ASGIApp:
 
 
 if __name__ == "__main__":
-    die_with(int(sys.argv[2]))
+    die_with_parent(int(sys.argv[2]))
     serve(
         0,
         password=os.environ["PREFECT_SERVER_API_AUTH_STRING"],

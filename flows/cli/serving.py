@@ -42,13 +42,13 @@ def serve(
     key_variable: KeyVariable = "RHEOSTAT_SERVE_KEY",
 ) -> None:
     """Serve the champion with vLLM, and switch after promotions and rollbacks, until Ctrl-C."""
-    from infra.store.registry import known_registry
+    from infra.store.registry import open_existing_registry
     from models.engines.vllm.fixed_server import FixedAddressServer
     from models.engines.vllm.server import Address
     from tasks.promotion.serving import follow
 
     log_progress(quiet=True)
-    registry, configured_key = known_registry(store, name), os.environ.get(key_variable)
+    registry, configured_key = open_existing_registry(store, name), os.environ.get(key_variable)
     at = Address(host, port, configured_key or secrets.token_urlsafe(32), name)
     server = FixedAddressServer(engine_config(overrides), at)
 
@@ -74,11 +74,11 @@ def checkout(
     every: Every = 5.0,
 ) -> None:
     """Point a symlink at the champion's model directory, for other programs that serve it."""
-    from infra.store.registry import known_registry
+    from infra.store.registry import open_existing_registry
     from tasks.promotion import serving
 
     log_progress(quiet=True)
-    registry = known_registry(store, name)
+    registry = open_existing_registry(store, name)
 
     def keep(champion: "RegistryRecord", files: Path) -> None:
         if serving.place(champion, files, to):

@@ -22,9 +22,9 @@ from flows.cli.prefect_api import prefect_api
 from flows.cli.train import AcceptChange, JobArguments
 from infra.errors import BadInput, RheostatError, RunsFailed
 from infra.processes.guard import guarded_directory
-from infra.runner import die_with
-from infra.terminal import Json, parse_whole_number, table, wrapped, write
-from infra.untrusted_text import visible
+from infra.runner import die_with_parent
+from infra.terminal import Json, parse_whole_number, table, wrap_text, write
+from infra.untrusted_text import make_visible
 
 if TYPE_CHECKING:
     from tasks.config.run import RunConfig
@@ -71,7 +71,7 @@ class _Reporter:
 
     def tell(self, name: str, line: str) -> None:
         """Write one line."""
-        self.stream.write(f"{wrapped(visible(f'{name}: {line}'))}\n")
+        self.stream.write(f"{wrap_text(make_visible(f'{name}: {line}'))}\n")
         self.stream.flush()
 
 
@@ -231,7 +231,7 @@ def _stop_runs(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
 def main() -> int:
     """Train one run as the process of a sweep. Return the exit code."""
     parent, *words = sys.argv[1:]
-    die_with(int(parent))
+    die_with_parent(int(parent))
     from flows.cli.app import main as rheostat
 
     return rheostat(words)

@@ -18,9 +18,9 @@ from flows.cli.options import AS_USUAL, DEFAULT_STORE, Config, Display, Named, O
 from flows.cli.prefect_api import prefect_api, run_flow
 from flows.cli.runs import added_to, export_command
 from infra.errors import BadInput
-from infra.plugins import find_targets_in
+from infra.plugins import register_target_folder
 from infra.processes.guard import guarded_directory
-from infra.terminal import WIDTH, Json, parse_whole_number, table, wrapped, write
+from infra.terminal import WIDTH, Json, parse_whole_number, table, wrap_text, write
 
 if TYPE_CHECKING:
     from tasks.config.run import RunConfig
@@ -81,7 +81,7 @@ class JobArguments:
 
         name = [f"name={json.dumps(self.run)}"] if self.run is not None else []
         store_override = [f"store={json.dumps(self.store)}"] if self.store is not None else []
-        find_targets_in(self.path.parent)
+        register_target_folder(self.path.parent)
         return load_config(self.path, [*self.overrides, *name, *store_override])
 
     def next_steps(self, config: "RunConfig") -> str:
@@ -193,7 +193,7 @@ def plan(
     from tasks.config.run import load_config
     from tasks.views.placement import first_placement
 
-    find_targets_in(config.parent)
+    register_target_folder(config.parent)
     loaded = load_config(config, overrides)
     if device is not None:
         _print_estimate(loaded, device, tokens, as_json=as_json)
@@ -211,7 +211,7 @@ def plan(
     else:
         write(f"All {loaded.pools.workers.max} workers generate completions: no reward model needs worker slots.\n")
     for name, memory_text in memory.items():
-        write(wrapped(f"{name:<14}  {memory_text}", indent=16))
+        write(wrap_text(f"{name:<14}  {memory_text}", indent=16))
 
 
 def _print_estimate(config: "RunConfig", device: str, tokens: int | None, *, as_json: bool) -> None:
@@ -291,7 +291,7 @@ def watched(
     config = with_recorded_defaults(config)
     existing = find_run(config, accept_change=accept_change)
     if existing is not None:
-        existing.check_free()
+        existing.check_unlocked()
     config, adaptations = with_data_sized_defaults(config, asyncio.run(preflight(config)))
     logger.info("run %s: %s, in %s", config.name, _describe_run(config), config.store)
     for line in adaptations:
@@ -305,7 +305,7 @@ def _describe_run(config: "RunConfig") -> str:
     """Return a short description of a run."""
     rollout = config.rollout
     amount = f"{config.iterations} iterations of {rollout.prompts} prompts × {rollout.group_size} completions"
-    return f"{config.algorithm.known_as}, {amount}"
+    return f"{config.algorithm.label}, {amount}"
 
 
 @contextmanager
@@ -341,20 +341,22 @@ def _describe_results(summary: "RunSummary", config: "RunConfig") -> str:
 
 def _build_evaluation_config(policy: Path, config_path: Path | None, overrides: Sequence[str]) -> "RunConfig":
     from infra.store.dependencies import recorded_config
-    from infra.store.inputs import has_run, is_remote, written
+    from infra.store.inputs import format_path, has_run, is_remote
     from infra.store.runs import open_run
     from tasks.config.run import override_config
 
     place = policy if is_remote(policy) else policy.resolve()
     if has_run(place):
-        raise BadInput(f"{written(policy)} is a run. Name one of its policies instead (`rheostat show {place.name}`).")
+        raise BadInput(
+            f"{format_path(policy)} is a run. Name one of its policies instead (`rheostat show {place.name}`)."
+        )
     if config_path is not None:
         config = JobArguments(config_path, tuple(overrides), None, None).load()
     else:
         home = next((parent for parent in place.parents if has_run(parent)), None)
         if home is None:
-            raise BadInput(f"policy {written(policy)} is not in a run. Name the problems with --config CONFIG.")
-        document = recorded_config(open_run(written(home.parent), home.name))
+            raise BadInput(f"policy {format_path(policy)} is not in a run. Name the problems with --config CONFIG.")
+        document = recorded_config(open_run(format_path(home.parent), home.name))
         config = override_config(document, overrides, source=f"run {home.name}", recorded=True)
     directory = config.policy.with_path(policy)
     return config.model_copy(update={"name": "evaluate", "policy": directory, "warmup": None, "iterations": 0})

@@ -36,7 +36,7 @@ from infra.pools.ranks import RankGroup
 from infra.pools.worker import Machines, PoolSpec
 from infra.processes.guard import CLUSTER, GIVE_UP_SECONDS, reap, start_guard
 from infra.processes.heap import heap_variables
-from infra.processes.watch import ASK_SECONDS, LOOK_SECONDS, Watch, WatchedPort, WatchedServer, apart, exit_soon
+from infra.processes.watch import CHECK_SECONDS, QUERY_SECONDS, Watch, WatchedPort, WatchedServer, exit_soon, run_apart
 
 if TYPE_CHECKING:
     from ray.job_config import JobConfig
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 100 * 2**20  # just above Ray's minimum of 75 MB, because calls pass only references
 EMBEDDED_SLOTS = 2**20
-RAY_PATIENCE_SECONDS = 3600
+RAY_TIMEOUT_SECONDS = 3600
 UNUSED_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
 """Ports of the agent for metrics and dashboard, which an embedded cluster does not need."""
 SHUTDOWN_SECONDS = 15.0
@@ -72,9 +72,9 @@ EMBEDDED_ENVIRONMENT = {
             "RAY_raylet_start_wait_time_s",
             "RAY_worker_register_timeout_seconds",
         ),
-        str(RAY_PATIENCE_SECONDS),
+        str(RAY_TIMEOUT_SECONDS),
     ),
-    "RAY_agent_register_timeout_ms": str(1000 * RAY_PATIENCE_SECONDS),
+    "RAY_agent_register_timeout_ms": str(1000 * RAY_TIMEOUT_SECONDS),
     "RAY_gcs_server_port_wait_time_s": "60",  # kept short, because no other thread can run or end this wait
     "RAY_health_check_failure_threshold": "20",  # instead of 5: a raylet may get no CPU time for over a minute
 }
@@ -125,12 +125,12 @@ class RayCluster:
             _ended_with(_servers(directory) if address is None else _elsewhere(address)) as watch,
             _in_thread(connection, what=what, start_seconds=start_seconds, watch=watch) as reached,
         ):
-            machines = Machines(alone=address is None, within_reach=not reached.startswith("ray://"))
+            machines = Machines(is_single=address is None, is_reachable=not reached.startswith("ray://"))
             cluster = RayCluster(reached, namespace, machines)
             try:
                 yield cluster
             except BaseException:
-                await apart(watch.look)  # before closing: the cause may be a failed server, not a worker
+                await run_apart(watch.check)  # before closing: the cause may be a failed server, not a worker
                 raise
             finally:
                 await cluster._close(watch, directory)
@@ -139,10 +139,10 @@ class RayCluster:
         """Close this process's pools. Do not wait for workers if a server of an embedded cluster has failed."""
         closing = asyncio.gather(*(member.close() for member in self._members))
         try:
-            while not (await asyncio.wait({closing}, timeout=LOOK_SECONDS))[0]:
+            while not (await asyncio.wait({closing}, timeout=CHECK_SECONDS))[0]:
                 if watch.problem is not None and directory is not None:
-                    await apart(lambda: reap(directory, spared=os.getpid()))
-                    await asyncio.wait({closing}, timeout=LOOK_SECONDS)
+                    await run_apart(lambda: reap(directory, spared=os.getpid()))
+                    await asyncio.wait({closing}, timeout=CHECK_SECONDS)
                     break
         finally:
             watch.stop()
@@ -178,12 +178,12 @@ class RayCluster:
 def _embedded(directory: Path, namespace: str, *, preload: Preload | None, log_to_driver: bool) -> Iterator[str]:
     """Run an embedded Ray cluster on this machine. Its processes and files are removed even after a crash."""
     guard = start_guard(directory)
-    nursery = None
+    forkserver = None
     try:
         with environment({**EMBEDDED_ENVIRONMENT, CLUSTER: str(directory)}):
             if preload is not None and sys.platform == "linux":
                 variables = thread_variables(preload.threads, gpus=0, devices=()) | heap_variables()
-                nursery = forks.start_nursery(directory, preload.modules, packages=PACKAGES, variables=variables)
+                forkserver = forks.start_forkserver(directory, preload.modules, packages=PACKAGES, variables=variables)
             import ray
 
             with _patient():
@@ -196,7 +196,7 @@ def _embedded(directory: Path, namespace: str, *, preload: Preload | None, log_t
                     object_store_memory=OBJECT_STORE_BYTES,
                     log_to_driver=log_to_driver,
                     logging_level=QUIET,
-                    runtime_env={} if nursery is None else {"py_executable": forks.worker_command(directory)},
+                    runtime_env={} if forkserver is None else {"py_executable": forks.worker_command(directory)},
                     job_config=_job_config(),
                     _temp_dir=str(directory / "ray"),  # Ray opens it to all users; its parent is private
                 )
@@ -205,8 +205,8 @@ def _embedded(directory: Path, namespace: str, *, preload: Preload | None, log_t
     finally:
         with contextlib.suppress(subprocess.TimeoutExpired):
             guard.communicate(timeout=2 * GIVE_UP_SECONDS)  # also ends the fork server
-            if nursery is not None:
-                nursery.wait(GIVE_UP_SECONDS)
+            if forkserver is not None:
+                forkserver.wait(GIVE_UP_SECONDS)
 
 
 @contextlib.contextmanager
@@ -220,7 +220,7 @@ def _patient() -> Iterator[None]:
     from ray._private import services
     from ray._raylet import persist_port  # type: ignore[attr-defined]  # which has no stubs
 
-    get_node, start_raylet, deadline = services.get_node, services.start_raylet, time.monotonic() + RAY_PATIENCE_SECONDS
+    get_node, start_raylet, deadline = services.get_node, services.start_raylet, time.monotonic() + RAY_TIMEOUT_SECONDS
     parameters = signature(start_raylet)
 
     def wait_for_node(gcs_address: str, node_id: str) -> object:
@@ -230,7 +230,7 @@ def _patient() -> Iterator[None]:
             except RuntimeError:  # the node has not registered yet
                 if time.monotonic() > deadline:
                     raise
-            time.sleep(LOOK_SECONDS / 2)
+            time.sleep(CHECK_SECONDS / 2)
 
     def start_without_waits(*positional: object, **named: object) -> object:
         arguments = parameters.bind(*positional, **named).arguments
@@ -272,8 +272,7 @@ class _Unextended(list[str]):
 
 
 def _job_config() -> "JobConfig":
-    """Return a job configuration that keeps the working directory out of the workers' path, where it could hide
-    modules."""
+    """Return a job configuration that keeps the working directory, which can hide modules, out of the workers' path."""
     from ray.job_config import JobConfig
 
     config = JobConfig()
@@ -352,7 +351,8 @@ def _node_seen() -> bool | None:
     if not worker.connected:
         return True
     try:
-        return bool(all(worker.gcs_client.check_alive([worker.core_worker.get_current_node_id()], timeout=ASK_SECONDS)))
+        node = worker.core_worker.get_current_node_id()
+        return bool(all(worker.gcs_client.check_alive([node], timeout=QUERY_SECONDS)))
     except (ray.exceptions.RayError, RuntimeError, AttributeError):  # Ray may be shutting down
         return None
 
@@ -397,4 +397,4 @@ async def _in_thread(
         leave.set()
         if started.done():
             patience = SHUTDOWN_SECONDS if watch.problem is None else FAILED_SECONDS
-            await apart(lambda: thread.join(patience))
+            await run_apart(lambda: thread.join(patience))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from infra.errors import BadInput, ClusterFailed, NodeLost, RheostatError, WorkerLost
 from infra.pools.launcher import SlotCount, SlotLauncher
+from infra.pools.moves import Move, list_moves
 from infra.pools.pool import Pool
 from infra.pools.slot import Assignment, Change, SlotState, WorkerSlot, assign_fewer, changes
 from infra.pools.worker import PoolSpec, gather_errors
@@ -17,26 +18,8 @@ from infra.pools.worker import PoolSpec, gather_errors
 logger = logging.getLogger(__name__)
 
 _Arrangement = tuple[dict[str, int], dict[str, object]]
-LOOK_SECONDS = 0.5
+CHECK_SECONDS = 0.5
 """Interval in seconds at which a process that does not assign the slots itself looks for awake workers for its work."""
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Change of the worker in one slot: started, woken or put to sleep."""
-
-    slot: int
-    before: str | None
-    """Role before the change, or None if the slot was asleep."""
-    after: str | None
-    how: str
-    """`start` if the worker process is new, `wake` if it has worked in this role before, or `sleep`."""
-    seconds: float
-    """Seconds for putting the old worker to sleep, and for starting or waking the new worker including its `take`."""
-    drain_seconds: float
-    """Seconds until the old worker had finished its current work unit."""
-    error: str | None
-    """Error that caused the change to be undone, or None if the change succeeded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +61,14 @@ class Fleet:
         """Create a fleet without workers. Workers are started by `arrange`."""
         self._launcher, self._wanted = launcher, slots
         self._pools = {
-            spec.role: Pool(spec, launcher, look=self._look_for_workers, lost=self._arrange_again) for spec in specs
+            spec.role: Pool(spec, launcher, find_workers=self._start_finding_workers, on_lost_slot=self._arrange_again)
+            for spec in specs
         }
         self._widths = {spec.role: spec.slots for spec in specs}
         self._turn = asyncio.Lock()
         self._arranges = False
         self._tasks: set[asyncio.Task[object]] = set()
-        self._looking: asyncio.Task[None] | None = None
+        self._finding: asyncio.Task[None] | None = None
         self._closed = False
         self._arrangement: _Arrangement = ({}, {})
         self._lost: frozenset[int] = frozenset()
@@ -97,7 +81,7 @@ class Fleet:
         """Number of usable slots at the last check."""
         return len(self._launcher.nodes) - len(self._lost)
 
-    async def look(self) -> int:
+    async def check_slots(self) -> int:
         """Count the usable slots, and wait if there are too few. Raises ClusterFailed after `wait_seconds` of
         `SlotCount`."""
         async with self._turn:
@@ -118,7 +102,9 @@ class Fleet:
     def allocation(self) -> dict[str, tuple[int, ...]]:
         """Return the slots with an awake worker, by role. Slots whose lost worker is being replaced are included."""
         return {
-            role: tuple(sorted(slot for post in self._awake() if post.role == role for slot in post.slots))
+            role: tuple(
+                sorted(slot for assignment in self._awake() if assignment.role == role for slot in assignment.slots)
+            )
             for role in self._pools
         }
 
@@ -157,27 +143,27 @@ class Fleet:
     async def close(self) -> None:
         """End all workers, awake and asleep."""
         self._closed = True
-        tasks = [*self._tasks] if self._looking is None else [*self._tasks, self._looking]
+        tasks = [*self._tasks] if self._finding is None else [*self._tasks, self._finding]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(pool.close() for pool in self._pools.values()))
-        self._launcher.remove()
+        self._launcher.release()
 
-    def _look_for_workers(self) -> None:
+    def _start_finding_workers(self) -> None:
         """Start looking for awake workers of another process, unless this process assigns the slots itself."""
-        if not self._arranges and self._looking is None and not self._closed:
-            self._looking = asyncio.create_task(self._look())
+        if not self._arranges and self._finding is None and not self._closed:
+            self._finding = asyncio.create_task(self._find_awake_workers())
 
     def _load(self, role: str) -> RoleLoad:
         pool, now = self._pools[role], time.monotonic()
-        awake = [seat for seat in pool.seats.values() if seat.awake]
-        busy = tuple((now - seat.began, seat.work) for seat in awake if seat.state is SlotState.BUSY)
+        awake = [slot for slot in pool.slots.values() if slot.is_awake]
+        busy = tuple((now - slot.began, slot.work) for slot in awake if slot.state is SlotState.BUSY)
         return RoleLoad(
             role=role,
             slots=len(awake) * self._widths[role],
             workers=len(awake),
-            idle=sum(seat.usable for seat in awake),
+            idle=sum(slot.is_available for slot in awake),
             waiting=pool.waiting,
             in_flight=busy,
             done=pool.done,
@@ -187,17 +173,22 @@ class Fleet:
     def _awake(self, growing: Set[str] = frozenset()) -> list[Assignment]:
         """Return the assignments of awake workers, busiest first. Assignments on slots with a sleeping worker of a role
         in `growing` come last."""
-        order = {SlotState.BUSY: 0, SlotState.GOING: 0, SlotState.COMING: 1, SlotState.IDLE: 2}
-        posts = [(post, seat) for post, seat in self._seats() if seat.awake]
-        asleep = {slot for post, seat in self._seats() if post.role in growing and seat.worker for slot in post.slots}
-        posts.sort(key=lambda at: (order[at[1].state], bool(asleep & set(at[0].slots)), -at[1].began))
-        return [post for post, _ in posts]
+        order = {SlotState.BUSY: 0, SlotState.FALLING_ASLEEP: 0, SlotState.STARTING: 1, SlotState.IDLE: 2}
+        assignments = [(assignment, slot) for assignment, slot in self._worker_slots() if slot.is_awake]
+        asleep = {
+            index
+            for assignment, slot in self._worker_slots()
+            if assignment.role in growing and slot.worker
+            for index in assignment.slots
+        }
+        assignments.sort(key=lambda at: (order[at[1].state], bool(asleep & set(at[0].slots)), -at[1].began))
+        return [assignment for assignment, _ in assignments]
 
-    def _seats(self) -> list[tuple[Assignment, WorkerSlot]]:
+    def _worker_slots(self) -> list[tuple[Assignment, WorkerSlot]]:
         return [
-            (Assignment(role, slot, self._widths[role]), seat)
+            (Assignment(role, index, self._widths[role]), slot)
             for role, pool in self._pools.items()
-            for slot, seat in pool.seats.items()
+            for index, slot in pool.slots.items()
         ]
 
     async def _arrange(self, arrangement: _Arrangement | None) -> tuple[Move, ...]:
@@ -216,9 +207,9 @@ class Fleet:
 
     async def _move_workers(self, workers: Mapping[str, int], moves: list[Move]) -> bool:
         """Move the workers to their target slots and add the changes to `moves`. Return False if a machine was lost."""
-        for _, seat in self._seats():
-            if seat.state is SlotState.EMPTY:
-                seat.wanted = False  # tried again below if this slot is chosen again
+        for _, slot in self._worker_slots():
+            if slot.state is SlotState.EMPTY:
+                slot.wanted = False  # tried again below if this slot is chosen again
         current, target = await self._target(workers)
         is_settled, parts = True, changes(set(current), target)
         results = await asyncio.gather(*(self._change(part) for part in parts), return_exceptions=True)
@@ -236,36 +227,38 @@ class Fleet:
         """Return the awake and the target assignments, on available machines. Raises ClusterFailed, also in callers
         that wait for a worker, if there are too few slots for longer than `wait_seconds`."""
         while True:
-            self._lost = await self._launcher.lost()
-            for post, seat in self._seats():
-                if self._lost.intersection(post.slots):
-                    seat.wanted = False
-                    if seat.state in (SlotState.IDLE, SlotState.ASLEEP):
-                        seat.lose()
-            serving = Counter(post.role for post in self._awake())
+            self._lost = await self._launcher.list_lost_slots()
+            for assignment, slot in self._worker_slots():
+                if self._lost.intersection(assignment.slots):
+                    slot.wanted = False
+                    if slot.state in (SlotState.IDLE, SlotState.ASLEEP):
+                        slot.lose()
+            serving = Counter(assignment.role for assignment in self._awake())
             growing = {role for role, count in workers.items() if count > serving[role]}
             current, nodes = self._awake(growing), self._launcher.nodes
-            asleep = {post for post, seat in self._seats() if seat.worker is not None and not seat.awake}
+            asleep = {
+                assignment for assignment, slot in self._worker_slots() if slot.worker is not None and not slot.is_awake
+            }
             target = assign_fewer(current, workers, widths=self._widths, nodes=nodes, asleep=asleep, lost=self._lost)
-            enough = target is not None and self.slots >= self._wanted.least
+            enough = target is not None and self.slots >= self._wanted.min_slots
             few = None if enough else self._too_few(workers)
             for pool in self._pools.values():
-                pool.broken = few
-                pool.settle()
+                pool.start_error = few
+                pool.dispatch()
             if few is not None:
                 raise few
             if target is not None and enough:
                 self._few_since = None
                 return current, target
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(CHECK_SECONDS)
 
     def _too_few(self, workers: Mapping[str, int]) -> ClusterFailed | None:
         """Return an error if there have been too few slots for too long, otherwise None."""
         first, left = self._few_since is None, self._remaining_wait()
         have = f"only {self.slots} of {len(self._launcher.nodes)} worker slots are available"
         wanted = (
-            f"at least {self._wanted.least} are needed"
-            if self.slots < self._wanted.least
+            f"at least {self._wanted.min_slots} are needed"
+            if self.slots < self._wanted.min_slots
             else f"they are too few for the workers {dict(workers)}"
         )
         if first:
@@ -283,61 +276,71 @@ class Fleet:
 
     def _require_serving(self, workers: Mapping[str, int], changed: "_ChangeResult") -> None:
         """Raise the error of a worker that did not start if its role should have workers and has none."""
-        for post, error in changed.failed.items():
-            if workers.get(post.role) and not any(seat.wanted for seat in self._pools[post.role].seats.values()):
-                raise type(error)(f"{error}. No other {post.role} worker is available.") from error
+        for assignment, error in changed.failed.items():
+            if workers.get(assignment.role) and not any(
+                slot.wanted for slot in self._pools[assignment.role].slots.values()
+            ):
+                raise type(error)(f"{error}. No other {assignment.role} worker is available.") from error
 
     async def _begin(self) -> None:
         """Reserve the slots at the first call. New workers get names that no worker of an earlier process has."""
         if self._arranges:
             return
-        await self._launcher.reserve(max(LOOK_SECONDS, self._remaining_wait()))
+        await self._launcher.reserve(max(CHECK_SECONDS, self._remaining_wait()))
         self._arranges = True
         for role, pool in self._pools.items():
-            for slot, generation in (await self._launcher.found(role)).items():
-                pool.add(slot, generation=generation)
+            for index, generation in (await self._launcher.list_generations(role)).items():
+                pool.get_slot(index, generation=generation)
 
     async def _change(self, change: Change) -> "_ChangeResult":
         """Put the leaving workers to sleep and start or wake the entering ones. A failed change is undone."""
         began = time.monotonic()
-        await asyncio.gather(*(self._pools[post.role].drain(post.first) for post in change.out))
-        slept_seconds = max(await asyncio.gather(*(self._sleep(post) for post in change.out)), default=0.0)
+        await asyncio.gather(*(self._pools[assignment.role].drain(assignment.first) for assignment in change.out))
+        slept_seconds = max(await asyncio.gather(*(self._sleep(assignment) for assignment in change.out)), default=0.0)
         asleep = time.monotonic()
-        woken = {post for post in change.into if self._pools[post.role].add(post.first).took}
-        results = await asyncio.gather(*(self._enter(post) for post in change.into), return_exceptions=True)
+        woken = {
+            assignment
+            for assignment in change.into
+            if self._pools[assignment.role].get_slot(assignment.first).has_taken_record
+        }
+        results = await asyncio.gather(
+            *(self._activate(assignment) for assignment in change.into), return_exceptions=True
+        )
         seconds = slept_seconds + time.monotonic() - asleep
-        failures = {post: result for post, result in zip(change.into, results, strict=True) if result is not None}
+        failures = {
+            assignment: result for assignment, result in zip(change.into, results, strict=True) if result is not None
+        }
         if failures:
             await self._undo(change)
         for failure in failures.values():
             if not isinstance(failure, RheostatError):
                 raise failure
-        failed = {post: failure for post, failure in failures.items() if isinstance(failure, RheostatError)}
+        failed = {assignment: failure for assignment, failure in failures.items() if isinstance(failure, RheostatError)}
         error = next((str(failure) for failure in failed.values()), None)
-        return _ChangeResult(_moves(change, woken, (seconds, asleep - began - slept_seconds), error), failed)
+        return _ChangeResult(list_moves(change, woken, (seconds, asleep - began - slept_seconds), error), failed)
 
     async def _undo(self, change: Change) -> None:
         """Restore the workers of a failed change. A worker that cannot be restored is started again when work waits."""
-        for post in change.into:
-            if self._pools[post.role].add(post.first).awake:
-                await self._pools[post.role].drain(post.first)
-                await self._sleep(post)
-        out = [post for post in change.out if not self._lost.intersection(post.slots)]
-        for failure in await gather_errors([self._enter(post) for post in out]):
+        for assignment in change.into:
+            if self._pools[assignment.role].get_slot(assignment.first).is_awake:
+                await self._pools[assignment.role].drain(assignment.first)
+                await self._sleep(assignment)
+        out = [assignment for assignment in change.out if not self._lost.intersection(assignment.slots)]
+        for failure in await gather_errors([self._activate(assignment) for assignment in out]):
             logger.warning("%s. The slot of the worker stays empty.", failure)
-        for post in out:
-            pool = self._pools[post.role]
-            pool.add(post.first).wanted = True
+        for assignment in out:
+            pool = self._pools[assignment.role]
+            pool.get_slot(assignment.first).wanted = True
             if pool.waiting:
-                pool.fill()
+                pool.start_missing()
 
-    async def _enter(self, post: Assignment) -> None:
+    async def _activate(self, assignment: Assignment) -> None:
         """Start or wake a worker. If the worker dies, try again within `max_restarts` and `start_seconds`."""
-        pool = self._pools[post.role]
+        pool = self._pools[assignment.role]
         deadline = time.monotonic() + pool.spec.start_seconds
         for attempt in range(1, pool.spec.max_restarts + 2):
             try:
-                await pool.enter(post.first, pool.record)
+                await pool.activate(assignment.first, pool.record)
                 break
             except NodeLost:
                 raise
@@ -347,54 +350,35 @@ class Fleet:
                 attempts = pool.spec.max_restarts + 1
                 logger.warning("%s. Attempt %d of %d failed, so a new worker is started.", lost, attempt, attempts)
 
-    async def _sleep(self, post: Assignment) -> float:
-        return await self._pools[post.role].add(post.first).sleep()
+    async def _sleep(self, assignment: Assignment) -> float:
+        return await self._pools[assignment.role].get_slot(assignment.first).sleep()
 
-    async def _look(self) -> None:
+    async def _find_awake_workers(self) -> None:
         try:
             while not self._arranges and any(pool.waiting for pool in self._pools.values()):
                 finding = [
-                    self._find(pool, slot, generation)
+                    self._find(pool, index, generation)
                     for role, pool in self._pools.items()
                     if pool.waiting
-                    for slot, generation in (await self._launcher.found(role)).items()
+                    for index, generation in (await self._launcher.list_generations(role)).items()
                 ]
                 await asyncio.gather(*finding)
-                await asyncio.sleep(LOOK_SECONDS)
+                await asyncio.sleep(CHECK_SECONDS)
         finally:
-            self._looking = None
+            self._finding = None
 
-    async def _find(self, pool: Pool, slot: int, generation: int) -> None:
+    async def _find(self, pool: Pool, index: int, generation: int) -> None:
         """Use another process's worker if it is awake. If the worker does not respond in time, the next check tries
         again."""
-        seat = pool.add(slot)
-        if seat.wanted:
+        slot = pool.get_slot(index)
+        if slot.wanted:
             return
         with contextlib.suppress(WorkerLost, TimeoutError):
-            async with asyncio.timeout(LOOK_SECONDS):
-                worker = seat.worker
-                if worker is None or seat.generation != generation:
-                    worker = await self._launcher.find(pool.spec, f"{pool.spec.role}-{slot}-{generation}")
+            async with asyncio.timeout(CHECK_SECONDS):
+                worker = slot.worker
+                if worker is None or slot.generation != generation:
+                    worker = await self._launcher.find(pool.spec, f"{pool.spec.role}-{index}-{generation}")
                 if not await worker.asleep():
-                    seat.generation = generation
-                    seat.use(worker)
-                    pool.settle()
-
-
-def _moves(change: Change, woken: Set[Assignment], took_seconds: tuple[float, float], error: str | None) -> list[Move]:
-    """Return one `Move` per slot. `took_seconds` contains the seconds for the change, and for finishing old work."""
-    before = {slot: post.role for post in change.out for slot in post.slots}
-    after = {slot: post for post in change.into for slot in post.slots}
-    seconds, drain_seconds = took_seconds
-    return [
-        Move(
-            slot=slot,
-            before=before.get(slot),
-            after=after[slot].role if slot in after else None,
-            how="sleep" if slot not in after else "wake" if after[slot] in woken else "start",
-            seconds=seconds,
-            drain_seconds=drain_seconds,
-            error=error,
-        )
-        for slot in sorted({*before, *after})
-    ]
+                    slot.generation = generation
+                    slot.use(worker)
+                    pool.dispatch()

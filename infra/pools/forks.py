@@ -1,7 +1,7 @@
 """Fork the workers of an embedded cluster from one process that has already imported their modules.
 
-Importing torch, transformers and DeepSpeed takes seconds of CPU in every worker. The fork server ("nursery") imports
-them once. Ray starts each worker with the command in this file. The command passes its arguments, environment and open
+Importing torch, transformers and DeepSpeed takes seconds of CPU in every worker. The fork server imports them
+once. Ray starts each worker with the command in this file. The command passes its arguments, environment and open
 files to the fork server. The fork server forks a worker, which runs Ray's worker program, and the command ends. Ray
 identifies a worker by the id in its arguments and by the pid that it registers, and ends the worker's children by their
 process group. Therefore the fork joins the process group of the command.
@@ -32,22 +32,22 @@ from typing import TypedDict
 
 READ_AT_IMPORT = ("_NUM_THREADS", "_PARALLELISM", "_OFFLINE", "DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES")
 """Suffixes of the environment variables that a pool sets for its workers and that libraries read only at import."""
-UNTHREADED = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
+UNTHREADED_VARIABLES = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 """Setting that keeps Arrow's second allocator from starting a thread at import."""
-THREADED = ("mlflow",)
+THREADED_MODULES = ("mlflow",)
 """Modules that workers do not use and that start threads. DeepSpeed's autotuner imports MLflow if MLflow is installed,
 and MLflow imports polars."""
 WORKER_PROGRAM = "ray._private.workers.default_worker"
-PATIENCE_SECONDS = 30.0
+IMPORT_SECONDS = 30.0
 """Seconds that a worker waits for the fork server's imports. Ray gives up a worker that has not registered after 60
 s."""
 LENGTH_BYTES, READY = 8, b"1"
-BADNESS = Path("/proc/self/oom_score_adj")
+OOM_SCORE = Path("/proc/self/oom_score_adj")
 """File with the priority at which the kernel kills this process if memory runs out. Ray sets the priority so that its
 workers are killed first."""
 
 
-class Order(TypedDict):
+class ForkRequest(TypedDict):
     """Process state that a forked worker takes over from the command that Ray has started."""
 
     arguments: list[str]
@@ -59,7 +59,7 @@ class Order(TypedDict):
     blocked: list[int]
 
 
-def start_nursery(
+def start_forkserver(
     directory: Path, modules: Sequence[str], *, packages: Sequence[str] = (), variables: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
     """Start a fork server with the given environment variables, and let it import the modules.
@@ -68,14 +68,14 @@ def start_nursery(
     path may contain users' folders.
     """
     environment = {**os.environ, **variables}
-    command = [sys.executable, __file__, "nurse", str(_meeting_place(directory, environment))]
-    with (directory / "nursery.log").open("ab") as log:
+    command = [sys.executable, __file__, "forkserver", str(_socket_path(directory, environment))]
+    with (directory / "forkserver.log").open("ab") as log:
         return subprocess.Popen(
             [*command, json.dumps(sys.path), json.dumps(packages), *modules],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=environment | UNTHREADED,
+            env=environment | UNTHREADED_VARIABLES,
             process_group=0,  # neither ^C in a terminal nor the end of a worker's process group ends the server
         )
 
@@ -85,11 +85,11 @@ def worker_command(directory: Path) -> str:
     return shlex.join([sys.executable, "-I", "-S", __file__, "start", str(directory)])
 
 
-def _meeting_place(directory: Path, environment: Mapping[str, str]) -> Path:
+def _socket_path(directory: Path, environment: Mapping[str, str]) -> Path:
     """Return the path of the fork server's socket. The name depends on the environment variables that must be equal in
     the workers and the fork server."""
     read = sorted((name, value) for name, value in environment.items() if name.endswith(READ_AT_IMPORT))
-    return directory / f"nursery-{hashlib.sha256(json.dumps(read).encode()).hexdigest()[:16]}"
+    return directory / f"forkserver-{hashlib.sha256(json.dumps(read).encode()).hexdigest()[:16]}"
 
 
 # ---- the command that Ray starts
@@ -108,30 +108,30 @@ def _start(directory: Path, arguments: list[str]) -> None:
 def _have_forked(directory: Path, arguments: list[str]) -> None:
     if os.environ.get("CUDA_VISIBLE_DEVICES") != "":
         raise OSError("the worker may use a GPU")
-    order: Order = {
+    order: ForkRequest = {
         "arguments": arguments,
         "variables": dict(os.environ),
         "directory": str(Path.cwd()),
         "group": os.getpgrp(),
         "niceness": os.nice(0),
-        "badness": BADNESS.read_text(),
+        "badness": OOM_SCORE.read_text(),
         "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
     }
     body = json.dumps(order).encode()
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(PATIENCE_SECONDS)
-        connection.connect(str(_meeting_place(directory, os.environ)))
+        connection.settimeout(IMPORT_SECONDS)
+        connection.connect(str(_socket_path(directory, os.environ)))
         socket.send_fds(connection, [len(body).to_bytes(LENGTH_BYTES)], [0, 1, 2])
         connection.sendall(body)
         if not connection.recv(1):
-            raise OSError("the fork server created no process; nursery.log contains the reason")
+            raise OSError("the fork server created no process; forkserver.log contains the reason")
         connection.sendall(READY)
 
 
 # ---- the fork server
 
 
-def _nurse(place: Path, path: list[str], packages: Sequence[str], modules: Sequence[str]) -> None:
+def _serve_forks(place: Path, path: list[str], packages: Sequence[str], modules: Sequence[str]) -> None:
     """Import the modules, then fork a worker for every request. Returns only in a forked worker, when the worker
     ends."""
     for package in packages:
@@ -141,7 +141,7 @@ def _nurse(place: Path, path: list[str], packages: Sequence[str], modules: Seque
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(place))
         listener.listen(64)
-        with hide_modules(*THREADED):
+        with hide_modules(*THREADED_MODULES):
             for module in modules:
                 _import(module)
         sys.path = own
@@ -189,7 +189,7 @@ def _import(module: str) -> None:
         traceback.print_exc()
 
 
-def _receive(connection: socket.socket) -> tuple[Order, list[int]]:
+def _receive(connection: socket.socket) -> tuple[ForkRequest, list[int]]:
     head, files, _, _ = socket.recv_fds(connection, LENGTH_BYTES, 3)
     with connection.makefile("rb") as stream:
         return json.loads(stream.read(int.from_bytes(head))), files
@@ -211,13 +211,13 @@ def _fork() -> int:
     return os.fork()
 
 
-def _take_over(order: Order, files: Sequence[int]) -> None:
+def _take_over(order: ForkRequest, files: Sequence[int]) -> None:
     """Set this process up like a new Python process that runs the worker program."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, order["blocked"])
     os.setpgid(0, order["group"])
     os.nice(order["niceness"] - os.nice(0))
-    BADNESS.write_text(order["badness"])
+    OOM_SCORE.write_text(order["badness"])
     os.chdir(order["directory"])
     os.environ.clear()
     os.environ.update(order["variables"])
@@ -236,4 +236,4 @@ if __name__ == "__main__":
         _start(Path(sys.argv[2]), sys.argv[3:])
     else:
         del sys.path[0]  # drop this file's directory; a Python option would reach the workers' children
-        _nurse(Path(sys.argv[2]), json.loads(sys.argv[3]), json.loads(sys.argv[4]), sys.argv[5:])
+        _serve_forks(Path(sys.argv[2]), json.loads(sys.argv[3]), json.loads(sys.argv[4]), sys.argv[5:])

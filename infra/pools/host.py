@@ -17,7 +17,7 @@ import psutil
 
 from infra.errors import RheostatError, WorkerAsleep
 from infra.plugins import TARGETS, add_target_folders
-from infra.pools.inputs import WorkInputs, inputs_of
+from infra.pools.inputs import WorkInputs, open_inputs
 from infra.processes.heap import return_freed_memory
 
 WORK = "work"
@@ -110,7 +110,7 @@ class Host:
                 _take_over(variables)
                 module, _, attribute = target.partition(":")
                 self._worker = getattr(importlib.import_module(module), attribute)(**options)
-                self._inputs = inputs_of(options)
+                self._inputs = open_inputs(options)
 
         return _capture_result(load)
 
@@ -121,7 +121,7 @@ class Host:
             if self._asleep:
                 raise WorkerAsleep(f"the worker of pid {os.getpid()} fell asleep before {method} began")
             if self._inputs is not None:
-                self._inputs.bring(arguments)
+                self._inputs.download(arguments)
             return self._call(method, *arguments)
 
         return _capture_result(work)
@@ -151,10 +151,10 @@ class Host:
         """Return whether the worker refuses work."""
         return self._asleep
 
-    def foresee(self, record: object) -> None:
+    def prefetch(self, record: object) -> None:
         """Begin to download the objects that the record names, while other work is running."""
         if self._inputs is not None:
-            self._inputs.foresee(record)
+            self._inputs.prefetch(record)
 
     def live(self) -> None:
         """Wait until the process ends."""

@@ -30,20 +30,20 @@ class WorkInputs:
         self._store = store
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="ahead")
 
-    def bring(self, work: object) -> None:
+    def download(self, work: object) -> None:
         """Download the shards that a work unit names. They are verified when they are read."""
         with suppress(Damaged):
             self._store.fetch({shard.key for shard in self._undeleted_shards(work)})
 
-    def foresee(self, record: object) -> None:
+    def prefetch(self, record: object) -> None:
         """Begin to download what the next work unit needs (its shards, or some bundles) while the cache has room."""
-        self._ahead.submit(self._foresee, record)
+        self._ahead.submit(self._prefetch, record)
 
     def close(self) -> None:
         """Cancel all further downloads."""
         self._ahead.shutdown(wait=False, cancel_futures=True)
 
-    def _foresee(self, record: object) -> None:
+    def _prefetch(self, record: object) -> None:
         try:
             shards = {shard.key: shard.bytes for shard in self._undeleted_shards(record)}
             self._store.fetch(shards, room=sum(shards.values()))
@@ -88,7 +88,7 @@ def _find_shards(record: object) -> Iterator[ShardRef]:
         yield from _find_shards(part)
 
 
-def inputs_of(options: Mapping[str, object]) -> WorkInputs | None:
+def open_inputs(options: Mapping[str, object]) -> WorkInputs | None:
     """Return the inputs for a worker with these options, or None if the worker has no store or a local store."""
     if not {"store_uri", "run"} <= options.keys():
         return None

@@ -17,10 +17,10 @@ from infra.pools.worker import PoolSpec
 class SlotCount:
     """Number of slots of a fleet whose machines may join and leave."""
 
-    most: int
-    first: int = 1
+    max_slots: int
+    initial_slots: int = 1
     """Number of slots that the fleet reserves before it starts."""
-    least: int = 1
+    min_slots: int = 1
     """Minimum number of slots that the fleet needs to continue after machines have left."""
     wait_seconds: float = 180
     """Seconds for which the fleet waits for more slots if it has fewer than this minimum."""
@@ -40,7 +40,7 @@ class Worker(Protocol):
         ...
 
     @property
-    def ours(self) -> bool:
+    def is_owned(self) -> bool:
         """Whether this process started the worker and must end it."""
         ...
 
@@ -59,7 +59,7 @@ class Worker(Protocol):
         """Return whether the worker refuses work until its fleet wakes it."""
         ...
 
-    def foresee(self, record: object) -> None:
+    def prefetch(self, record: object) -> None:
         """Announce a record that the worker may need next, so that it can download inputs. The call does not wait for a
         response."""
 
@@ -73,10 +73,10 @@ class Worker(Protocol):
     def kill(self) -> None:
         """End the worker immediately if the worker can be killed. Its current work is lost."""
 
-    async def gone(self) -> None:
+    async def await_exit(self) -> None:
         """Wait until a killed worker has released its memory, if this process can observe that."""
 
-    async def end(self) -> None:
+    async def wait_ended(self) -> None:
         """Return when the worker has ended."""
 
 
@@ -91,7 +91,7 @@ class Launcher(Protocol):
         """Return a worker that another process has started. Raises WorkerLost if it is gone."""
         ...
 
-    async def found(self, role: str) -> Mapping[int, int]:
+    async def list_generations(self, role: str) -> Mapping[int, int]:
         """Return the newest generation (number of replacements) of each worker of a role, by index of the worker."""
         ...
 
@@ -104,7 +104,7 @@ class SlotLauncher(Launcher, Protocol):
         """Node of each slot, known after the reservation. Slots on the same node are adjacent."""
         ...
 
-    async def lost(self) -> frozenset[int]:
+    async def list_lost_slots(self) -> frozenset[int]:
         """Return the slots whose machine is not available. Slots that were moved to another machine are not
         included."""
         ...
@@ -112,5 +112,5 @@ class SlotLauncher(Launcher, Protocol):
     async def reserve(self, wait_seconds: float) -> None:
         """Wait until the initial slots of the fleet are reserved. Raises ClusterFailed after `wait_seconds`."""
 
-    def remove(self) -> None:
+    def release(self) -> None:
         """Release the reserved slots."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from infra.errors import BadInput, ClusterFailed, NodeLost
 from infra.pools.launcher import SlotCount
 from infra.pools.worker import Machines, PoolSpec, ReservedSlot, WorkerProcess, find_worker, list_workers, start_worker
-from infra.processes.watch import apart, aside
+from infra.processes.watch import run_apart, start_apart
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -19,11 +19,11 @@ SLOT = "rheostat_slot"
 memory limits the number of its slots."""
 
 
-LOOK_SECONDS = 1.0
+CHECK_SECONDS = 1.0
 MORE_SECONDS = 2.0
 """Seconds to wait for slots beyond the initial slots of a fleet. Slots that become ready later are found at the next
 check."""
-ASK_SECONDS = 180.0
+QUERY_SECONDS = 180.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class RayLauncher:
         """Return a worker that another process has started. Raises WorkerLost if it is gone."""
         return await find_worker(spec, name, machines=self.machines)
 
-    async def found(self, role: str) -> dict[int, int]:
+    async def list_generations(self, role: str) -> dict[int, int]:
         """Return the newest generation (number of replacements) of each worker of a role, by index of the worker."""
         return await list_workers(role)
 
@@ -70,9 +70,9 @@ class ReservedSlots:
         self.nodes: tuple[str, ...] = ()
         """Node of each slot, known after the reservation. A lost slot keeps its last node, or an empty name if it never
         had a node."""
-        self._first = slots.most if machines.alone else slots.first
-        self._most, self._widest, self._gpus = slots.most, widest, gpus
-        self._needs = {SLOT if machines.alone else "CPU": 1.0, **({"GPU": gpus} if gpus else {})}
+        self._first = slots.max_slots if machines.is_single else slots.initial_slots
+        self._most, self._widest, self._gpus = slots.max_slots, widest, gpus
+        self._needs = {SLOT if machines.is_single else "CPU": 1.0, **({"GPU": gpus} if gpus else {})}
         self._places: list[tuple[PlacementGroup, int]] = []
         self._devices: list[tuple[str, ...]] = []
         self._machines = machines
@@ -87,8 +87,8 @@ class ReservedSlots:
         reservation = ReservedSlot(*self._places[slot], tuple(dict.fromkeys(devices)))
         starting = asyncio.ensure_future(start_worker(spec, name, machines=self._machines, reservation=reservation))
         try:
-            while not (await asyncio.wait({starting}, timeout=LOOK_SECONDS))[0]:
-                if slot in await self.lost():
+            while not (await asyncio.wait({starting}, timeout=CHECK_SECONDS))[0]:
+                if slot in await self.list_lost_slots():
                     raise NodeLost(f"{spec.role} worker {name}: the machine of this slot has left the cluster")
             return starting.result()
         finally:
@@ -99,7 +99,7 @@ class ReservedSlots:
         """Return a worker that another process has started. Raises WorkerLost if it is gone."""
         return await find_worker(spec, name, machines=self._machines)
 
-    async def found(self, role: str) -> dict[int, int]:
+    async def list_generations(self, role: str) -> dict[int, int]:
         """Return the newest generation (number of replacements) of each worker of a role, by index of the worker."""
         return await list_workers(role)
 
@@ -119,8 +119,8 @@ class ReservedSlots:
             return reserved
 
         try:
-            first = await apart(lambda: group(self._first, "PACK"))
-            if not await apart(lambda: first.wait(wait_seconds)):
+            first = await run_apart(lambda: group(self._first, "PACK"))
+            if not await run_apart(lambda: first.wait(wait_seconds)):
                 raise ClusterFailed(
                     f"the cluster could not reserve {self._first} worker slots with {self._needs} each within "
                     f"{wait_seconds:.0f} s (pools.wait_seconds)"
@@ -128,30 +128,30 @@ class ReservedSlots:
             nodes = await self._nodes()
             self._places = [self._places[slot] for slot in sorted(range(self._first), key=lambda slot: nodes[slot])]
             sizes = [min(self._widest, self._most - begin) for begin in range(self._first, self._most, self._widest)]
-            more = await apart(lambda: [group(size, "STRICT_PACK") for size in sizes])
+            more = await run_apart(lambda: [group(size, "STRICT_PACK") for size in sizes])
             deadline = time.monotonic() + MORE_SECONDS
-            await apart(lambda: all(one.wait(max(0.0, deadline - time.monotonic())) for one in more))
+            await run_apart(lambda: all(one.wait(max(0.0, deadline - time.monotonic())) for one in more))
             self.nodes, self._devices = ("",) * self._most, [()] * self._most
-            await self.lost()
+            await self.list_lost_slots()
         except BaseException:
-            self.remove()
+            self.release()
             raise
 
-    def remove(self) -> None:
+    def release(self) -> None:
         """Release the reserved slots."""
         from ray.util.placement_group import remove_placement_group
 
         groups = {group for group, _ in self._places}
         self._places = []
         if groups:
-            aside(lambda: [remove_placement_group(group) for group in groups])
+            start_apart(lambda: [remove_placement_group(group) for group in groups])
 
-    async def lost(self) -> frozenset[int]:
+    async def list_lost_slots(self) -> frozenset[int]:
         """Return the slots whose machine is not available. Ray moves these slots to machines that join later."""
-        if not self._places or (self._machines.alone and all(self.nodes)):
+        if not self._places or (self._machines.is_single and all(self.nodes)):
             return frozenset()
-        nodes, serving = await self._nodes(), await self._machines.serving()
-        lost = frozenset(slot for slot, node in enumerate(nodes) if not serving.get(node, self._machines.alone))
+        nodes, serving = await self._nodes(), await self._machines.check_nodes()
+        lost = frozenset(slot for slot, node in enumerate(nodes) if not serving.get(node, self._machines.is_single))
         moved = [slot for slot, node in enumerate(nodes) if slot not in lost and node != self.nodes[slot]]
         if moved:
             device_lists = await self._device_ids(moved) if self._gpus else [()] * len(moved)
@@ -166,7 +166,7 @@ class ReservedSlots:
         from ray.util.placement_group import placement_group_table
 
         groups = {group for group, _ in self._places}
-        tables = await apart(lambda: {group: placement_group_table(group) for group in groups})
+        tables = await run_apart(lambda: {group: placement_group_table(group) for group in groups})
         return [str(tables[group]["bundles_to_node_id"].get(bundle) or "") for group, bundle in self._places]
 
     async def _device_ids(self, slots: Sequence[int]) -> list[tuple[str, ...]]:
@@ -177,11 +177,11 @@ class ReservedSlots:
         query = ray.remote(num_cpus=0, num_gpus=self._gpus, max_calls=1)(_devices)
         places = [PlacementGroupSchedulingStrategy(*self._places[slot]) for slot in slots]
         try:
-            async with asyncio.timeout(ASK_SECONDS):
+            async with asyncio.timeout(QUERY_SECONDS):
                 return list(await asyncio.gather(*(query.options(scheduling_strategy=at).remote() for at in places)))
         except TimeoutError:
             raise ClusterFailed(
-                f"the cluster did not report the GPUs of the worker slots within {ASK_SECONDS:g} s"
+                f"the cluster did not report the GPUs of the worker slots within {QUERY_SECONDS:g} s"
             ) from None
 
 

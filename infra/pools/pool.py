@@ -35,11 +35,11 @@ class Pool:
         spec: PoolSpec,
         launcher: Launcher,
         *,
-        look: Callable[[], None] | None = None,
-        lost: Callable[[], None] = lambda: None,
+        find_workers: Callable[[], None] | None = None,
+        on_lost_slot: Callable[[], None] = lambda: None,
     ) -> None:
-        """Create a pool without workers. `look` is called when work waits for a worker, and `lost` when a
-        slot is lost."""
+        """Create a pool without workers. `find_workers` is called when work waits for a worker, and `on_lost_slot` when
+        a slot is lost."""
         self.spec = spec
         self.restarts = 0
         self.done = 0
@@ -47,28 +47,28 @@ class Pool:
         """Record that is passed to the `take` method of a replacement worker before its first work unit."""
         self._ended_seconds = 0.0
         self._launcher = launcher
-        self._look = look
-        self._slot_lost = lost
-        self._seats: dict[int, WorkerSlot] = {}
+        self._find_workers = find_workers
+        self._on_lost_slot = on_lost_slot
+        self._slots: dict[int, WorkerSlot] = {}
         self._tasks: set[asyncio.Task[object]] = set()
         self._queue: OrderedDict[Turn, object] = OrderedDict()
         """Work units that wait for a worker, in the order of their arrival."""
         self._changed = asyncio.Event()
         self._fault: RheostatError | None = None
-        self.broken: RheostatError | None = None
+        self.start_error: RheostatError | None = None
         """Error that prevents every start of a worker for the waiting work, or None."""
         self._closed = False
 
     @property
     def pids(self) -> tuple[int, ...]:
         """Process ids of the workers that accept work."""
-        seats = (seat for _, seat in sorted(self._seats.items()) if seat.wanted)
-        return tuple(seat.worker.place.pid for seat in seats if seat.worker is not None)
+        slots = (slot for _, slot in sorted(self._slots.items()) if slot.wanted)
+        return tuple(slot.worker.place.pid for slot in slots if slot.worker is not None)
 
     @property
-    def seats(self) -> Mapping[int, WorkerSlot]:
+    def slots(self) -> Mapping[int, WorkerSlot]:
         """Worker slots by index. In a fleet, the index is the first slot of a worker."""
-        return self._seats
+        return self._slots
 
     @property
     def waiting(self) -> int:
@@ -79,20 +79,20 @@ class Pool:
     def busy_seconds(self) -> float:
         """Worker-seconds spent on work units, including units in progress."""
         now = time.monotonic()
-        under_way = sum(now - seat.began for seat in self._seats.values() if seat.state is SlotState.BUSY)
+        under_way = sum(now - slot.began for slot in self._slots.values() if slot.state is SlotState.BUSY)
         return self._ended_seconds + under_way
 
     async def open(self) -> None:
         """Take over the workers that other processes have started, and start the missing ones. If one fails, close the
         pool."""
-        generations = await self._launcher.found(self.spec.role)
+        generations = await self._launcher.list_generations(self.spec.role)
         for index, generation in generations.items():
-            self.add(index, generation=generation)
+            self.get_slot(index, generation=generation)
         starts = []
         for index in range(self.spec.size):
-            seat = self.add(index)
-            seat.wanted = True
-            starts.append(seat.find() if index in generations else seat.enter(None))
+            slot = self.get_slot(index)
+            slot.wanted = True
+            starts.append(slot.find() if index in generations else slot.activate(None))
         try:
             failures = await gather_errors(starts)
             if failures:
@@ -100,17 +100,17 @@ class Pool:
         except BaseException:
             await self.close()
             raise
-        for seat in self._seats.values():
-            self._watch(seat)
+        for slot in self._slots.values():
+            self._watch(slot)
 
-    def add(self, index: int, *, generation: int = -1) -> WorkerSlot:
+    def get_slot(self, index: int, *, generation: int = -1) -> WorkerSlot:
         """Return the slot with this index. A new slot has no process. Its first process gets number `generation +
         1`."""
-        if index not in self._seats:
-            self._seats[index] = WorkerSlot(
-                self.spec, index, launcher=self._launcher, shared=self._look is not None, generation=generation
+        if index not in self._slots:
+            self._slots[index] = WorkerSlot(
+                self.spec, index, launcher=self._launcher, shared=self._find_workers is not None, generation=generation
             )
-        return self._seats[index]
+        return self._slots[index]
 
     async def run(self, method: str, work: object, *, returns: type[R]) -> Done[R]:
         """Run one method on an idle worker and return the result, which must be of the type `returns`.
@@ -121,8 +121,8 @@ class Pool:
         """
         began, attempt = time.monotonic(), 1
         while True:
-            seat, worker = await self._take(work)
-            use = self._spawn(self._use(seat, worker, method=method, work=work))
+            slot, worker = await self._take(work)
+            use = self._spawn(self._use(slot, worker, method=method, work=work))
             await asyncio.wait({use})  # waiting can be cancelled without the call itself
             if use.cancelled():
                 raise ClusterFailed(f"the pool of {self.spec.role} workers was closed while it ran {method}")
@@ -146,38 +146,38 @@ class Pool:
 
     async def drain(self, index: int) -> None:
         """Give a worker no more work, and wait until its current work has ended."""
-        seat = self._seats[index]
-        seat.wanted = False
-        while seat.state in (SlotState.BUSY, SlotState.COMING):
+        slot = self._slots[index]
+        slot.wanted = False
+        while slot.state in (SlotState.BUSY, SlotState.STARTING):
             await self._changed.wait()
 
-    async def enter(self, index: int, record: object) -> None:
+    async def activate(self, index: int, record: object) -> None:
         """Start or wake the worker of a slot. The worker takes the record before it accepts work."""
-        seat = self.add(index)
-        before = seat.worker
-        await seat.enter(record)
-        seat.wanted = True
-        if seat.worker is not before:
-            self._watch(seat)
-        self.settle()
+        slot = self.get_slot(index)
+        before = slot.worker
+        await slot.activate(record)
+        slot.wanted = True
+        if slot.worker is not before:
+            self._watch(slot)
+        self.dispatch()
 
     async def close(self) -> None:
         """End the workers that this process started. Idle and sleeping workers may close their resources first. Busy
         workers are killed."""
         self._closed = True
-        self.settle()
-        seats, self._seats = list(self._seats.values()), {}
-        resting = [seat.worker for seat in seats if seat.state in (SlotState.IDLE, SlotState.ASLEEP) and seat.worker]
+        self.dispatch()
+        slots, self._slots = list(self._slots.values()), {}
+        resting = [slot.worker for slot in slots if slot.state in (SlotState.IDLE, SlotState.ASLEEP) and slot.worker]
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for seat in seats:
-            if seat.worker is not None and seat.worker.ours and seat.worker not in resting:
-                seat.lose()
-        await asyncio.gather(*(worker.stop() for worker in resting if worker.ours))
+        for slot in slots:
+            if slot.worker is not None and slot.worker.is_owned and slot.worker not in resting:
+                slot.lose()
+        await asyncio.gather(*(worker.stop() for worker in resting if worker.is_owned))
 
-    def settle(self) -> None:
+    def dispatch(self) -> None:
         """Assign idle workers to waiting work in the order of arrival, and wake the tasks that wait for a worker to
         finish.
 
@@ -185,38 +185,38 @@ class Pool:
         """
         self._changed.set()
         self._changed.clear()
-        idle = (seat for seat in self._seats.values() if seat.usable and not self._closed)
-        while self._queue and (seat := next(idle, None)) is not None:
-            self._hand_over(seat)
-        if self.spec.looks_ahead:
+        idle = (slot for slot in self._slots.values() if slot.is_available and not self._closed)
+        while self._queue and (slot := next(idle, None)) is not None:
+            self._hand_over(slot)
+        if self.spec.prefetches:
             self._look_ahead()
         if self._queue and (hopeless := self._find_fatal_error()) is not None:
             for turn in self._queue:
                 if not turn.done():
                     turn.set_exception(hopeless)
             self._queue.clear()
-        if self._queue and self._look is not None:
-            self._look()
+        if self._queue and self._find_workers is not None:
+            self._find_workers()
 
-    def foresee(self, record: object) -> None:
+    def prefetch(self, record: object) -> None:
         """Announce a record that workers may need next to all workers, including sleeping workers."""
-        for seat in self._seats.values():
-            if seat.worker is not None:
-                seat.worker.foresee(record)
+        for slot in self._slots.values():
+            if slot.worker is not None:
+                slot.worker.prefetch(record)
 
-    def fill(self) -> None:
+    def start_missing(self) -> None:
         """Try again to start wanted workers that could not be started."""
-        for seat in self._seats.values():
-            if seat.wanted and seat.state is SlotState.EMPTY:
-                self._replace(seat)
+        for slot in self._slots.values():
+            if slot.wanted and slot.state is SlotState.EMPTY:
+                self._replace(slot)
 
     async def _take(self, work: object) -> tuple[WorkerSlot, Worker]:
-        self.fill()
+        self.start_missing()
         turn: Turn = asyncio.get_running_loop().create_future()
         self._queue[turn] = work
-        self.settle()
+        self.dispatch()
         try:
-            seat, worker = await turn
+            slot, worker = await turn
         except asyncio.CancelledError:
             self._queue.pop(turn, None)
             if not turn.cancelled() and turn.exception() is None:  # the work got a worker just then
@@ -224,18 +224,18 @@ class Pool:
             raise
         if self._closed:
             raise self._closed_error()
-        return seat, worker
+        return slot, worker
 
-    def _hand_over(self, seat: WorkerSlot) -> None:
+    def _hand_over(self, slot: WorkerSlot) -> None:
         """Assign an idle worker to the work unit that has waited longest, and skip work units that were cancelled."""
-        turn, work = self._next_for(seat)
+        turn, work = self._next_for(slot)
         while turn.done() and self._queue:
-            turn, work = self._next_for(seat)
-        if seat.worker is not None and not turn.done():
-            seat.state, seat.work, seat.began = SlotState.BUSY, work, time.monotonic()
-            turn.set_result((seat, seat.worker))
+            turn, work = self._next_for(slot)
+        if slot.worker is not None and not turn.done():
+            slot.state, slot.work, slot.began = SlotState.BUSY, work, time.monotonic()
+            turn.set_result((slot, slot.worker))
 
-    def _next_for(self, seat: WorkerSlot) -> tuple[Turn, object]:
+    def _next_for(self, slot: WorkerSlot) -> tuple[Turn, object]:
         """Remove and return the next work unit for a worker, with its future.
 
         A work unit that was announced to this worker comes first, then the oldest work unit that was announced to no
@@ -243,31 +243,31 @@ class Pool:
         """
         announced = self._announced_turns()
         turn = next((turn for turn in self._queue if turn not in announced), next(iter(self._queue)))
-        if seat.foreseen is not None and seat.foreseen in self._queue:
-            turn = seat.foreseen
+        if slot.announced_turn is not None and slot.announced_turn in self._queue:
+            turn = slot.announced_turn
         return turn, self._queue.pop(turn)
 
     def _announced_turns(self) -> set[Turn]:
         """Return the waiting work units that were announced to busy workers."""
-        turns = (seat.foreseen for seat in self._seats.values() if seat.state is SlotState.BUSY)
+        turns = (slot.announced_turn for slot in self._slots.values() if slot.state is SlotState.BUSY)
         return {turn for turn in turns if turn is not None and turn in self._queue}
 
     def _look_ahead(self) -> None:
         """Announce one waiting work unit to each busy worker, so that its inputs are downloaded before it begins."""
         announced = self._announced_turns()
         others = (turn for turn in self._queue if turn not in announced)
-        for seat in self._seats.values():
-            if seat.state is SlotState.BUSY and seat.worker is not None and seat.foreseen not in announced:
-                seat.foreseen = next(others, None)
-                if seat.foreseen is not None:
-                    seat.worker.foresee(self._queue[seat.foreseen])
+        for slot in self._slots.values():
+            if slot.state is SlotState.BUSY and slot.worker is not None and slot.announced_turn not in announced:
+                slot.announced_turn = next(others, None)
+                if slot.announced_turn is not None:
+                    slot.worker.prefetch(self._queue[slot.announced_turn])
 
-    def _rest(self, seat: WorkerSlot) -> None:
+    def _rest(self, slot: WorkerSlot) -> None:
         """Mark a slot's busy worker as idle and assign waiting work."""
-        if seat.state is SlotState.BUSY:
-            seat.state = SlotState.IDLE
-        seat.work = None
-        self.settle()
+        if slot.state is SlotState.BUSY:
+            slot.state = SlotState.IDLE
+        slot.work = None
+        self.dispatch()
 
     def _closed_error(self) -> ClusterFailed:
         return ClusterFailed(f"the pool of {self.spec.role} workers is closed")
@@ -276,69 +276,69 @@ class Pool:
         """Return the error that prevents every start of a worker, or None if workers can be started."""
         if self._closed:
             return self._closed_error()
-        wanted = [seat for seat in self._seats.values() if seat.wanted]
-        if self._fault is not None and wanted and all(seat.state is SlotState.EMPTY for seat in wanted):
+        wanted = [slot for slot in self._slots.values() if slot.wanted]
+        if self._fault is not None and wanted and all(slot.state is SlotState.EMPTY for slot in wanted):
             return self._fault
-        return self.broken
+        return self.start_error
 
-    async def _use(self, seat: WorkerSlot, worker: Worker, *, method: str, work: object) -> Returned:
+    async def _use(self, slot: WorkerSlot, worker: Worker, *, method: str, work: object) -> Returned:
         try:
             outcome = await worker.perform(method, work, stall_seconds=self.spec.stall_seconds)
             self.done += 1
             return outcome
         except WorkerLost:
             worker.kill()
-            await worker.gone()
-            self._lose(seat)
+            await worker.await_exit()
+            self._lose(slot)
             raise
         except WorkerAsleep:
-            seat.wanted = False
+            slot.wanted = False
             raise
         finally:
-            self._ended_seconds += time.monotonic() - seat.began
-            self._rest(seat)
+            self._ended_seconds += time.monotonic() - slot.began
+            self._rest(slot)
 
-    def _lose(self, seat: WorkerSlot) -> None:
+    def _lose(self, slot: WorkerSlot) -> None:
         """Drop a lost worker, and replace it if it is still wanted."""
-        ours = self._look is None or (seat.worker is not None and seat.worker.ours)
-        seat.lose()
+        ours = self._find_workers is None or (slot.worker is not None and slot.worker.is_owned)
+        slot.lose()
         self.restarts += 1
-        seat.wanted = seat.wanted and ours  # the fleet replaces other workers
-        if seat.wanted:
-            self._replace(seat)
+        slot.wanted = slot.wanted and ours  # the fleet replaces other workers
+        if slot.wanted:
+            self._replace(slot)
 
-    def _replace(self, seat: WorkerSlot) -> None:
+    def _replace(self, slot: WorkerSlot) -> None:
         """Start a slot's worker. A failure is stored, and is raised in calls that find no other worker. The next call
         tries to start the worker again."""
 
         async def start() -> None:
             try:
-                await seat.enter(self.record)
-                self._watch(seat)
+                await slot.activate(self.record)
+                self._watch(slot)
             except RheostatError as error:
                 logger.warning("%s", error)
                 self._fault = error
                 if isinstance(error, NodeLost):
-                    seat.wanted = False
-                    self._slot_lost()
-            self.settle()
+                    slot.wanted = False
+                    self._on_lost_slot()
+            self.dispatch()
 
-        seat.state = SlotState.COMING
+        slot.state = SlotState.STARTING
         self._spawn(start())
 
-    def _watch(self, seat: WorkerSlot) -> None:
+    def _watch(self, slot: WorkerSlot) -> None:
         """Notice immediately if a worker dies while it is idle or asleep."""
-        worker = seat.worker
-        if worker is None or not worker.ours:
+        worker = slot.worker
+        if worker is None or not worker.is_owned:
             return
 
         async def watch() -> None:
-            await worker.end()
-            await worker.gone()
-            if seat.worker is worker and seat.state in (SlotState.IDLE, SlotState.ASLEEP):
+            await worker.wait_ended()
+            await worker.await_exit()
+            if slot.worker is worker and slot.state in (SlotState.IDLE, SlotState.ASLEEP):
                 logger.warning("%s worker %s (pid %d) died", self.spec.role, worker.name, worker.place.pid)
-                self._lose(seat)
-                self.settle()
+                self._lose(slot)
+                self.dispatch()
 
         self._spawn(watch())
 

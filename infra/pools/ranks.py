@@ -75,7 +75,7 @@ class RankGroup:
 
     async def open(self) -> None:
         """Take over the ranks that another process has started if they are complete. Otherwise start all ranks."""
-        generations = await self._launcher.found(self.spec.role)
+        generations = await self._launcher.list_generations(self.spec.role)
         self._generation = max(generations.values(), default=-1)
         ranks = [rank for rank, generation in sorted(generations.items()) if generation == self._generation]
         if ranks == list(range(self.spec.size)):
@@ -122,7 +122,7 @@ class RankGroup:
         if self._turn.locked():
             self._kill()
         ranks, self._ranks = self._ranks, {}
-        await asyncio.gather(*(worker.stop() for worker in ranks.values() if worker.ours))
+        await asyncio.gather(*(worker.stop() for worker in ranks.values() if worker.is_owned))
 
     def _name(self, rank: int) -> str:
         return f"{self.spec.role}-{rank}-{self._generation}"

@@ -24,30 +24,30 @@ class SlotState(enum.Enum):
 
     ::
 
-                  enter: start, wake, take           _take
-        ┌───────┐ ─────────────────────► ┌────────┐ ─► ┌──────┐ ───────► ┌──────┐
-        │ EMPTY │       _replace         │ COMING │    │ IDLE │          │ BUSY │
-        └───────┘ ◄───────────────────── └────────┘    └──────┘ ◄─────── └──────┘
-            ▲     failed                      ▲           │       finished   │
-            │                           enter │           │ sleep            │
-            │                            ┌────────┐    ┌───────┐             │
-            ├─────────────────────────── │ ASLEEP │ ◄─ │ GOING │             │
-            │  lose: died                └────────┘    └───────┘             │
+             activate: start, wake, take              _take
+        ┌───────┐ ───────────────────► ┌──────────┐ ─► ┌──────┐ ───────► ┌──────┐
+        │ EMPTY │       _replace       │ STARTING │    │ IDLE │          │ BUSY │
+        └───────┘ ◄─────────────────── └──────────┘    └──────┘ ◄─────── └──────┘
+            ▲     failed                     ▲             │      finished   │
+            │                       activate │             │ sleep           │
+            │                           ┌────────┐    ┌────────────────┐     │
+            ├────────────────────────── │ ASLEEP │ ◄─ │ FALLING_ASLEEP │     │
+            │  lose: died               └────────┘    └────────────────┘     │
             └──────── lose: died, stalled, or could not sleep ───────────────┘
 
-    `enter`, `sleep`, `end` and `lose` are methods of `WorkerSlot`. The pool makes an idle worker busy (`_take`) and
+    `activate`, `sleep`, `end` and `lose` are methods of `WorkerSlot`. The pool makes an idle worker busy (`_take`) and
     idle again, and replaces a lost worker that is still wanted (`_replace`). A fleet waits until a
-    worker is idle before it puts the worker to sleep, so there is no step from BUSY to GOING. IDLE, GOING and ASLEEP
-    also change to EMPTY if the worker is lost.
+    worker is idle before it puts the worker to sleep, so there is no step from BUSY to FALLING_ASLEEP. IDLE,
+    FALLING_ASLEEP and ASLEEP also change to EMPTY if the worker is lost.
     """
 
     EMPTY = enum.auto()
     """Slot without a worker."""
-    COMING = enum.auto()
+    STARTING = enum.auto()
     """Slot whose worker is starting, waking up or loading weights."""
     IDLE = enum.auto()
     BUSY = enum.auto()
-    GOING = enum.auto()
+    FALLING_ASLEEP = enum.auto()
     """Slot whose worker is falling asleep."""
     ASLEEP = enum.auto()
 
@@ -65,7 +65,7 @@ class WorkerSlot:
         self.generation = generation
         self.wanted = False
         """Whether the worker should accept work. A wanted worker is replaced if it is lost."""
-        self.took = False
+        self.has_taken_record = False
         """Whether this worker has taken a record before. The first `take` is slower, because the worker imports
         modules."""
         self.state = SlotState.EMPTY
@@ -73,21 +73,21 @@ class WorkerSlot:
         self.work: object = None
         """Work unit of a busy worker, since `began` (monotonic seconds)."""
         self.began = 0.0
-        self.foreseen: asyncio.Future[tuple[WorkerSlot, Worker]] | None = None
+        self.announced_turn: asyncio.Future[tuple[WorkerSlot, Worker]] | None = None
         """Waiting work unit that was announced to the busy worker. The worker runs it next if it is still waiting."""
         self._spec = spec
         self._launcher = launcher
         self._shared = shared
 
     @property
-    def awake(self) -> bool:
+    def is_awake(self) -> bool:
         """Whether the worker uses the memory of its slots. A lost worker counts as awake while it is being replaced."""
-        return self.state in (SlotState.IDLE, SlotState.BUSY, SlotState.GOING) or (
-            self.wanted and self.state is SlotState.COMING
+        return self.state in (SlotState.IDLE, SlotState.BUSY, SlotState.FALLING_ASLEEP) or (
+            self.wanted and self.state is SlotState.STARTING
         )
 
     @property
-    def usable(self) -> bool:
+    def is_available(self) -> bool:
         """Whether the worker is idle and accepts work."""
         return self.wanted and self.state is SlotState.IDLE
 
@@ -97,15 +97,15 @@ class WorkerSlot:
 
     async def find(self) -> None:
         """Take over the worker that another process has started, or start one if it is gone."""
-        self.state = SlotState.COMING
+        self.state = SlotState.STARTING
         try:
             self.use(await self._launcher.find(self._spec, self._name()))
         except WorkerLost:
-            await self.enter(None)
+            await self.activate(None)
 
-    async def enter(self, record: object) -> None:
+    async def activate(self, record: object) -> None:
         """Start the worker, or wake it if it sleeps, and let it take a record. After an error the slot is empty."""
-        self.state = SlotState.COMING
+        self.state = SlotState.STARTING
         try:
             if self.worker is None:
                 self.generation += 1
@@ -113,7 +113,7 @@ class WorkerSlot:
                 self.worker = await self._launcher.start(self._spec, self._name(), slot=slot)
             if self._shared:
                 await self.worker.wake(record, stall_seconds=self._spec.stall_seconds)
-                self.took = self.took or record is not None
+                self.has_taken_record = self.has_taken_record or record is not None
         except RheostatError:
             await self.end()
             raise
@@ -127,7 +127,7 @@ class WorkerSlot:
         if self.worker is None:
             self.state = SlotState.EMPTY
             return 0.0
-        self.state, began = SlotState.GOING, time.monotonic()
+        self.state, began = SlotState.FALLING_ASLEEP, time.monotonic()
         try:
             seconds = await self.worker.sleep(stall_seconds=self._spec.stall_seconds)
         except RheostatError as error:
@@ -144,14 +144,14 @@ class WorkerSlot:
         """Kill the worker's process and wait until its memory is free."""
         if self.worker is not None:
             self.worker.kill()
-            await self.worker.gone()
+            await self.worker.await_exit()
         self.lose()
 
     def lose(self) -> None:
         """Kill the worker's process and mark the slot as empty."""
         if self.worker is not None:
             self.worker.kill()
-        self.worker, self.state, self.took = None, SlotState.EMPTY, False
+        self.worker, self.state, self.has_taken_record = None, SlotState.EMPTY, False
 
     def _name(self) -> str:
         return f"{self._spec.role}-{self.index}-{self.generation}"
@@ -204,10 +204,10 @@ def assign_slots(
         )
     missing = Counter(wanted)
     kept: set[Assignment] = set()
-    for post in current:
-        if missing[post.role] > 0 and not lost.intersection(post.slots):
-            missing[post.role] -= 1
-            kept.add(post)
+    for assignment in current:
+        if missing[assignment.role] > 0 and not lost.intersection(assignment.slots):
+            missing[assignment.role] -= 1
+            kept.add(assignment)
     free = [None if slot in lost else node for slot, node in enumerate(nodes)]
     assignments = _add_assignments(missing, kept, widths=widths, nodes=free, asleep=asleep)
     assignments = (
@@ -252,15 +252,18 @@ def assign_fewer(
 def changes(current: Set[Assignment], target: Set[Assignment]) -> list[Change]:
     """Split the difference between two sets of assignments into changes that have no slot in common."""
     groups: list[tuple[set[int], list[Assignment]]] = []
-    for post in sorted(current ^ target, key=lambda post: post.first):
-        slots, posts = set(post.slots), [post]
+    for assignment in sorted(current ^ target, key=lambda assignment: assignment.first):
+        slots, assignments = set(assignment.slots), [assignment]
         for group in [group for group in groups if group[0] & slots]:
             groups.remove(group)
-            slots, posts = slots | group[0], group[1] + posts
-        groups.append((slots, posts))
+            slots, assignments = slots | group[0], group[1] + assignments
+        groups.append((slots, assignments))
     return [
-        Change(tuple(post for post in posts if post in current), tuple(post for post in posts if post in target))
-        for _, posts in groups
+        Change(
+            tuple(assignment for assignment in assignments if assignment in current),
+            tuple(assignment for assignment in assignments if assignment in target),
+        )
+        for _, assignments in groups
     ]
 
 
@@ -276,7 +279,7 @@ def _add_assignments(
     no assignment is kept, no gaps remain between the assignments."""
     assignments = set(kept)
     for role in sorted(missing.elements(), key=lambda role: (-widths[role], role)):
-        taken = {slot for post in assignments for slot in post.slots}
+        taken = {slot for assignment in assignments for slot in assignment.slots}
         gaps = [Assignment(role, first, widths[role]) for first in range(len(nodes) - widths[role] + 1)]
         free = [
             gap for gap in gaps if not taken.intersection(gap.slots) and _is_one_node({nodes[at] for at in gap.slots})

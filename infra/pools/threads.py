@@ -43,7 +43,7 @@ fail."""
 class WorkerThread:
     """Worker in a thread of this process."""
 
-    ours = True
+    is_owned = True
 
     def __init__(self, spec: PoolSpec, name: str, *, asleep: bool) -> None:
         """Start the thread without a worker. With `asleep`, the worker accepts no work until `wake`."""
@@ -93,9 +93,9 @@ class WorkerThread:
         """Return whether the worker refuses work until its fleet wakes it."""
         return self._host.asleep()
 
-    def foresee(self, record: object) -> None:
+    def prefetch(self, record: object) -> None:
         """Announce a record that the worker may need next, so that it can download inputs."""
-        self._host.foresee(record)
+        self._host.prefetch(record)
 
     async def free_port(self) -> int:
         """Return a free port of this machine."""
@@ -117,10 +117,10 @@ class WorkerThread:
         """Accept no more work. The current work continues, and its result is dropped."""
         self._works.put(None)
 
-    async def gone(self) -> None:
+    async def await_exit(self) -> None:
         """Return immediately, because waiting for a busy thread might never end."""
 
-    async def end(self) -> None:
+    async def wait_ended(self) -> None:
         """Return when the worker's thread has ended."""
         await asyncio.shield(asyncio.wrap_future(self._ended))
 
@@ -197,18 +197,18 @@ class ThreadLauncher:
         """Raise WorkerLost, because no other process has workers here."""
         raise WorkerLost(f"{spec.role} worker {name} is not a thread of this process")
 
-    async def found(self, role: str) -> dict[int, int]:
+    async def list_generations(self, role: str) -> dict[int, int]:
         """Return an empty mapping, because no other process has workers here."""
         return {}
 
-    async def lost(self) -> frozenset[int]:
+    async def list_lost_slots(self) -> frozenset[int]:
         """Return an empty set, because the slots exist as long as this process."""
         return frozenset()
 
     async def reserve(self, wait_seconds: float) -> None:
         """Do nothing, because threads need no reservation."""
 
-    def remove(self) -> None:
+    def release(self) -> None:
         """Do nothing, because no slots are reserved."""
 
 
@@ -250,7 +250,7 @@ class ThreadCluster:
                 f"pools.gpus_per_worker is {gpus_per_slot:g}, but workers in threads cannot reserve GPUs. Set it to 0, "
                 "or set pools.cluster = 'ray'."
             )
-        fleet = Fleet(specs, self._launcher(slots.most), slots)
+        fleet = Fleet(specs, self._launcher(slots.max_slots), slots)
         self._members.append(fleet)
         return fleet
 

@@ -17,7 +17,7 @@ import psutil
 
 from infra.errors import RheostatError, WorkerFailed, WorkerLost, WorkerStalled
 from infra.pools.host import LIFE, WATCH, WORK, Host, ProcessPlace, Raised, Returned, store_variables, thread_variables
-from infra.processes.watch import apart, aside
+from infra.processes.watch import run_apart, start_apart
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -37,26 +37,28 @@ class Machines:
     """Machines of the cluster to which this process is connected. A machine is available if the port of its raylet (the
     Ray server on each machine) responds."""
 
-    alone: bool = False
+    is_single: bool = False
     """Whether the cluster has only this machine. A `Watch` then checks its raylet (the Ray server of the machine)."""
-    within_reach: bool = True
+    is_reachable: bool = True
     """Whether this process can connect to the machines. A `ray://` client cannot, and relies on Ray's information."""
 
-    async def serving(self, *only: str) -> dict[str, bool]:
+    async def check_nodes(self, *only: str) -> dict[str, bool]:
         """Return whether each node is available, by node id. Covers all nodes that Ray considers alive, or only the
         nodes in `only`."""
         import ray
 
-        if self.alone:
+        if self.is_single:
             return dict.fromkeys(only, True)
-        nodes = [node for node in await apart(ray.nodes) if node["Alive"]]
+        nodes = [node for node in await run_apart(ray.nodes) if node["Alive"]]
         nodes = [node for node in nodes if not only or node["NodeID"] in only]
         ports = [(str(node["NodeManagerAddress"]), int(node["NodeManagerPort"])) for node in nodes]
-        serve = await asyncio.gather(*(listens(*port) for port in ports)) if self.within_reach else [True] * len(nodes)
+        if not self.is_reachable:
+            return dict.fromkeys((str(node["NodeID"]) for node in nodes), True)
+        serve = await asyncio.gather(*(accepts_connections(*port) for port in ports))
         return {str(node["NodeID"]): serves for node, serves in zip(nodes, serve, strict=True)}
 
 
-async def listens(address: str, port: int) -> bool:
+async def accepts_connections(address: str, port: int) -> bool:
     """Whether a port accepts connections. A failed attempt is repeated."""
     for _ in range(PROBES):
         try:
@@ -95,7 +97,7 @@ class PoolSpec:
     """Maximum seconds without a change of the worker's `progress()`. Shorter methods need not change the counter."""
     max_restarts: int = 3
     """Number of times that a work unit is run again after its worker died."""
-    looks_ahead: bool = False
+    prefetches: bool = False
     """Whether busy workers are notified of waiting work, so that they download its inputs from a remote store."""
     slots: int = 1
     """Number of slots that one worker of a fleet uses. Its process runs in the first of these slots."""
@@ -160,11 +162,11 @@ class WorkerProcess:
             await _await_reference(self.actor.asleep.options(concurrency_group=WATCH).remote(), f"worker {self.name}")
         )
 
-    def foresee(self, record: object) -> None:
+    def prefetch(self, record: object) -> None:
         """Announce a record that the worker may need next. Has no effect if the worker has died."""
-        self.actor.foresee.options(concurrency_group=WATCH).remote(record)
+        self.actor.prefetch.options(concurrency_group=WATCH).remote(record)
 
-    async def end(self) -> None:
+    async def wait_ended(self) -> None:
         """Return when the worker's process has ended."""
         with contextlib.suppress(WorkerLost):
             await _await_reference(self.actor.live.options(concurrency_group=LIFE).remote(), f"worker {self.name}")
@@ -185,8 +187,7 @@ class WorkerProcess:
         return unwrap_result(outcome, f"{self.role}.{method}", self.place.pid)
 
     async def _watch(self, what: str, stall_seconds: float) -> None:
-        """Raise WorkerStalled if the progress counter does not change for `stall_seconds`. A late response does not
-        count as a stall."""
+        """Raise WorkerStalled if the progress counter stays the same for `stall_seconds`. A late answer is no stall."""
         count, moved = None, time.monotonic()
         pause = min(MAX_POLL_SECONDS, stall_seconds / 4)
         while True:
@@ -208,7 +209,7 @@ class WorkerProcess:
         )
         try:
             while not (await asyncio.wait({query}, timeout=ANSWER_SECONDS))[0]:
-                if not (await self.machines.serving(self.place.node)).get(self.place.node):
+                if not (await self.machines.check_nodes(self.place.node)).get(self.place.node):
                     raise WorkerLost(f"{what}: the machine of this worker has left the cluster")
             return query.result()
         finally:
@@ -216,7 +217,7 @@ class WorkerProcess:
             await asyncio.gather(query, return_exceptions=True)
 
     @property
-    def ours(self) -> bool:
+    def is_owned(self) -> bool:
         """Whether this process started the worker and must end it."""
         import ray
 
@@ -235,7 +236,7 @@ class WorkerProcess:
                 process.kill()
         _kill(self.actor)
 
-    async def gone(self) -> None:
+    async def await_exit(self) -> None:
         """Wait until a killed process on this node has ended, for `STOP_SECONDS` at most."""
         deadline = time.monotonic() + STOP_SECONDS
         while self._process() is not None and time.monotonic() < deadline:
@@ -279,9 +280,8 @@ async def start_worker(
 
     what = f"{spec.role} worker {name}"
     devices = () if reservation is None else reservation.devices
-    lost_nodes = (
-        [] if reservation is not None else [node for node, serves in (await machines.serving()).items() if not serves]
-    )
+    available = await machines.check_nodes() if reservation is None else {}
+    lost_nodes = [node for node, is_available in available.items() if not is_available]
     host = ray.remote(concurrency_groups={WORK: 1, WATCH: 1, LIFE: 1})(Host).options(
         name=name,
         get_if_exists=True,
@@ -296,7 +296,7 @@ async def start_worker(
         if reservation is None
         else PlacementGroupSchedulingStrategy(reservation.group, placement_group_bundle_index=reservation.index),
     )
-    making = asyncio.ensure_future(apart(lambda: host.remote(asleep=reservation is not None)))
+    making = asyncio.ensure_future(run_apart(lambda: host.remote(asleep=reservation is not None)))
     try:
         async with asyncio.timeout(spec.start_seconds):
             actor = await asyncio.shield(making)
@@ -322,7 +322,7 @@ async def find_worker(spec: PoolSpec, name: str, *, machines: Machines) -> Worke
 
     what = f"{spec.role} worker {name}"
     try:
-        actor = await apart(lambda: ray.get_actor(name))
+        actor = await run_apart(lambda: ray.get_actor(name))
         query = actor.place.options(concurrency_group=WATCH).remote()
         place: ProcessPlace = await asyncio.wait_for(_await_reference(query, what), spec.start_seconds)
     except (ValueError, TimeoutError) as error:
@@ -335,7 +335,7 @@ async def list_workers(role: str) -> dict[int, int]:
     import ray
 
     generations: dict[int, int] = {}
-    for name in await apart(ray.util.list_named_actors):
+    for name in await run_apart(ray.util.list_named_actors):
         match = re.fullmatch(rf"{re.escape(role)}-(\d+)-(\d+)", name)
         if match is not None:
             index, generation = int(match[1]), int(match[2])
@@ -397,4 +397,4 @@ def _kill(actor: "ActorHandle") -> None:
     """Kill an actor through Ray without waiting for the result."""
     import ray
 
-    aside(lambda: ray.kill(actor, no_restart=True))
+    start_apart(lambda: ray.kill(actor, no_restart=True))

@@ -27,16 +27,16 @@ from infra import runner, sandbox_runner
 from infra.errors import BadInput, WorkerFailed, WorkerLost
 from infra.plugins import target_folders
 from infra.processes.clock import CallClock
-from infra.processes.sandbox import NOBODY, asked, check_sandbox, limits, start_sandboxed, switches_user
-from infra.untrusted_text import visible
+from infra.processes.sandbox import NOBODY, call_limits, check_sandbox, query_python, start_sandboxed, switches_user
+from infra.untrusted_text import make_visible
 
 START_SECONDS: Final = 120.0
 """Maximum seconds for the process to import its functions. For example, sympy takes about 10 s on a busy machine."""
-STARTS: Final = 3
+MAX_STARTS: Final = 3
 """Number of attempts to start a process that dies during its imports."""
-MOST_ENDS: Final = 4
+MAX_ENDS: Final = 4
 """Maximum number of times that one call is tried if its process ends during the call."""
-STARVED: Final = 10.0
+MAX_SLOWDOWN: Final = 10.0
 """Factor for calls on a busy machine: a call may last this many times its time limit, plus one minute."""
 MAX_FRAME: Final = 1 << 24
 _EXIT_SECONDS = 1.0  # between the end of a dying process's pipe and its exit code
@@ -58,29 +58,29 @@ class Interpreter:
 class ProcessEnded(Exception):
     """Raised when the process has ended, or must be ended, during a call."""
 
-    def __init__(self, reason: str, *, cause: str, suffices: int | None = 2) -> None:
+    def __init__(self, reason: str, *, cause: str, num_repeats: int | None = 2) -> None:
         super().__init__(reason)
         self.cause = cause
         """Kind of cause, to recognize repeated ends with the same cause."""
-        self.suffices = suffices
+        self.num_repeats = num_repeats
         """Number of ends with the same cause after which the call itself is considered to be at fault. None if the call
         is never at fault for this cause."""
 
 
-def our_interpreter() -> Interpreter:
+def rheostat_interpreter() -> Interpreter:
     """Return the interpreter for Rheostat's own functions. Users' folders are not on its module path."""
     here = {"", str(Path.cwd())}
     return Interpreter(sys.executable, (), (_HOME, *(folder for folder in sys.path if folder not in here)))
 
 
-def users_interpreter(python: Path | None = None, *, sandbox: str = "") -> Interpreter:
+def user_interpreter(python: Path | None = None, *, sandbox: str = "") -> Interpreter:
     """Return the interpreter for users' functions. Users' folders come first on its module path.
 
     If this process runs the same Python, the module path of this process comes last.
 
     `sandbox` is the setting that requires a sandbox. Raises BadInput if the Python or the sandbox is not available.
     """
-    program = sys.executable if python is None else asked(python, where="scoring.python")[0]
+    program = sys.executable if python is None else query_python(python, where="scoring.python")[0]
     if sandbox:
         check_sandbox(sandbox)
     last = () if python else tuple(filter(None, sys.path))
@@ -132,7 +132,7 @@ class Child:
             "parent": os.getpid(),
             "first": interpreter.first,
             "last": interpreter.last,
-            "limits": limits(seconds) if self._sandboxed else None,
+            "limits": call_limits(seconds) if self._sandboxed else None,
             "user": NOBODY if self._sandboxed and switches_user() else None,
             "outside": str(Path("/proc/self/ns/pid").readlink()) if self._sandboxed else "",
             **order,
@@ -162,8 +162,7 @@ class Child:
         return description
 
     def kill(self) -> None:
-        """Kill the process with its process group and descendants. Only the first call does so, since the id is free
-        afterwards."""
+        """Kill the process, its process group and its descendants. Further calls do nothing."""
         if self._killed:
             return
         self._killed = True
@@ -187,17 +186,17 @@ class Child:
         longest = seconds
         while True:
             unsent, answer = self._poll(unsent, clock.slice)
-            counted = clock.counted()
+            counted = clock.counted_seconds()
             if answer is not None:
                 return answer[0], counted
             if counted > seconds and stop_seconds and not unsent:
                 unsent, stop_seconds, longest = memoryview(runner.frame(runner.STOP)), 0.0, seconds + stop_seconds
             elif counted > longest:
                 raise self._timeout_error(seconds, used=clock.used)
-            if clock.lasted > STARVED * seconds + 60:
+            if clock.elapsed > MAX_SLOWDOWN * seconds + 60:
                 raise WorkerLost(
                     f"{self._what}: a call with a limit of {seconds:g} s got {clock.used:.0f} s of CPU time in "
-                    f"{clock.lasted:.0f} s. The machine is overloaded."
+                    f"{clock.elapsed:.0f} s. The machine is overloaded."
                 )
 
     def _poll(self, unsent: memoryview, seconds: float) -> tuple[memoryview, tuple[object] | None]:
@@ -245,8 +244,8 @@ class Child:
         slow."""
         with suppress(psutil.Error):
             if not self._sandboxed and psutil.Process(self.pid).status() == psutil.STATUS_STOPPED:
-                return ProcessEnded("its process was stopped", cause="SIGSTOP", suffices=None)
-        return ProcessEnded(f"no value after {seconds:g} s", cause="time", suffices=1 if used > seconds / 2 else 2)
+                return ProcessEnded("its process was stopped", cause="SIGSTOP", num_repeats=None)
+        return ProcessEnded(f"no value after {seconds:g} s", cause="time", num_repeats=1 if used > seconds / 2 else 2)
 
     def _end_error(self) -> ProcessEnded:
         """Return the error that describes how the process ended."""
@@ -286,7 +285,7 @@ def _print_visibly() -> int:
     def copy() -> None:
         with os.fdopen(read, "rb") as printed:
             for line in iter(partial(printed.readline, 1 << 16), b""):
-                sys.stderr.write(visible(line.decode(errors="replace")))
+                sys.stderr.write(make_visible(line.decode(errors="replace")))
                 sys.stderr.flush()
 
     threading.Thread(target=copy, name="printed by functions", daemon=True).start()
@@ -307,8 +306,8 @@ def _signal_error(name: str, *, inside: bool = False) -> ProcessEnded:
     itself. Code `inside` a sandbox can also send signals to its own process, so there the call may be at fault for any
     signal.
     """
-    suffices = 2 if name in _CRASHES else MOST_ENDS if inside else None
-    return ProcessEnded(f"{sandbox_runner.KILLED}{name}", cause=name, suffices=suffices)
+    num_repeats = 2 if name in _CRASHES else MAX_ENDS if inside else None
+    return ProcessEnded(f"{sandbox_runner.KILLED}{name}", cause=name, num_repeats=num_repeats)
 
 
 def invalid_answer() -> ProcessEnded:
@@ -337,8 +336,8 @@ def check_answer(answer: object, token: str) -> tuple[object, str | None]:
     return value, None
 
 
-class Served(Protocol):
-    """Code that runs in a child process, as used by `Place`."""
+class ChildProgram(Protocol):
+    """Code that runs in a child process, as used by `RestartingProcess`."""
 
     def ready(self) -> None:
         """Wait until the process can be used. Raises BadInput if it never can, and ProcessEnded if it ends."""
@@ -347,10 +346,10 @@ class Served(Protocol):
         """Kill the process."""
 
 
-Process = TypeVar("Process", bound=Served)
+Process = TypeVar("Process", bound=ChildProgram)
 
 
-class Place(Generic[Process]):
+class RestartingProcess(Generic[Process]):
     """Holder of a process, which is started when it is needed, and started again after it has ended."""
 
     def __init__(self, start: Callable[[], Process], *, what: str) -> None:
@@ -372,9 +371,9 @@ class Place(Generic[Process]):
     def ready(self) -> Process:
         """Return the process after its imports. A process that dies during its imports is started again.
 
-        Raises WorkerFailed after `STARTS` attempts.
+        Raises WorkerFailed after `MAX_STARTS` attempts.
         """
-        for attempt in range(STARTS):
+        for attempt in range(MAX_STARTS):
             self.start()
             assert self._process is not None, "the process was started"
             if self._is_ready:
@@ -385,8 +384,9 @@ class Place(Generic[Process]):
                 break
             except ProcessEnded as end:
                 self.close()
-                if attempt + 1 == STARTS:
-                    raise WorkerFailed(f"{self._what}: the import of the code failed {STARTS} times: {end}") from None
+                if attempt + 1 == MAX_STARTS:
+                    what = f"{self._what}: the import of the code failed {MAX_STARTS} times"
+                    raise WorkerFailed(f"{what}: {end}") from None
             except BaseException:
                 self.close()
                 raise

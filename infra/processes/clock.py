@@ -30,11 +30,11 @@ class CallClock:
         self._before: float | None = None
 
     @property
-    def lasted(self) -> float:
+    def elapsed(self) -> float:
         """Seconds since the call began."""
         return time.monotonic() - self._began
 
-    def counted(self) -> float:
+    def counted_seconds(self) -> float:
         """Return the counted seconds so far."""
         now = time.monotonic()
         elapsed = now - self._last
@@ -54,7 +54,7 @@ class CallClock:
 def _usage(pid: int) -> tuple[float, bool]:
     """Return the CPU seconds of a process and its descendants, and whether one of them is ready to run."""
     cpu, runs = 0.0, False
-    for each in family_of(pid):
+    for each in process_tree(pid):
         with suppress(psutil.Error):
             process = psutil.Process(each)
             cpu += sum(process.cpu_times()[:4])  # user, system, and those of ended children
@@ -62,7 +62,7 @@ def _usage(pid: int) -> tuple[float, bool]:
     return cpu, runs
 
 
-def family_of(pid: int) -> Iterator[int]:
+def process_tree(pid: int) -> Iterator[int]:
     """Yield the ids of a process and its descendants. On Linux no other processes are examined, which is faster."""
     waiting = [pid]
     while waiting:

@@ -29,17 +29,17 @@ class RunEnvironment:
     """Whether the process must describe the tools with schemas, which takes seconds."""
 
     @property
-    def brought(self) -> tuple[str, ...]:
+    def targets(self) -> tuple[str, ...]:
         """Import strings of the class and all tools."""
         return (self.target, *self.tools) if self.target else self.tools
 
-    def describing(self) -> "RunEnvironment":
+    def with_schemas(self) -> "RunEnvironment":
         """Return a copy that also requests the schemas of the tools."""
         return replace(self, describes=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class EnvironmentMessage:
     """Message that an environment returns to the policy."""
 
     role: str
@@ -52,13 +52,13 @@ class Said:
 class EnvironmentStep:
     """Response of an environment to one turn."""
 
-    messages: tuple[Said, ...]
+    messages: tuple[EnvironmentMessage, ...]
     done: bool
     reward: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class EpisodeRequest:
     """Request to answer the last turn of an episode. Without turns, the episode begins."""
 
     episode: str
@@ -93,7 +93,7 @@ class EpisodeProcess:
         """Kill the process with its process group and descendants."""
         self._child.kill()
 
-    def step(self, asked: Asked) -> tuple[EnvironmentStep | None, str | None]:
+    def step(self, asked: EpisodeRequest) -> tuple[EnvironmentStep | None, str | None]:
         """Return the environment's response to an episode's last turn and None, or None and the reason of a failure.
 
         Raises ProcessEnded if the process ended or was too slow. The process cannot be used afterwards.

@@ -16,8 +16,16 @@ from typing import Final
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from infra.errors import WorkerLost
-from infra.processes.child import MOST_ENDS, Child, Interpreter, Place, ProcessEnded, check_answer, invalid_answer
-from infra.processes.sandbox import asked, check_sandbox, program_limits
+from infra.processes.child import (
+    MAX_ENDS,
+    Child,
+    Interpreter,
+    ProcessEnded,
+    RestartingProcess,
+    check_answer,
+    invalid_answer,
+)
+from infra.processes.sandbox import check_sandbox, program_limits, query_python
 from infra.sandbox_runner import KILLED, STOPPED
 
 
@@ -33,7 +41,7 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class ProgramResult:
     """Result of a program."""
 
     output: str
@@ -49,7 +57,7 @@ class SandboxFailed(Exception):
     """Raised when the sandbox could not run a program, which is not the program's fault."""
 
 
-_RAN = TypeAdapter(Ran)
+_RESULT = TypeAdapter(ProgramResult)
 _GRACE_SECONDS: Final = 1.0
 """Extra seconds after the time limit before a program is stopped, and again before its sandbox is killed."""
 
@@ -71,7 +79,7 @@ class ProgramProcess:
         """Kill the sandbox with all its processes."""
         self._child.kill()
 
-    def run(self, program: Program, *, seconds: float) -> Ran:
+    def run(self, program: Program, *, seconds: float) -> ProgramResult:
         """Run a program. Raises ProcessEnded if the sandbox ended, and SandboxFailed if it could not run the
         program."""
         token, cpu = secrets.token_hex(8), math.ceil(seconds)
@@ -81,7 +89,7 @@ class ProgramProcess:
         if reason is not None:
             raise SandboxFailed(reason)
         try:
-            ran = _RAN.validate_python({**result, "seconds": seconds_used} if isinstance(result, dict) else result)
+            ran = _RESULT.validate_python({**result, "seconds": seconds_used} if isinstance(result, dict) else result)
         except ValidationError:
             raise invalid_answer() from None
         return ran
@@ -90,7 +98,7 @@ class ProgramProcess:
 def _interpreter(python: Path | None, *, where: str) -> Interpreter:
     """Return an interpreter in a sandbox without any folder of a user. Raises BadInput if it is not available."""
     check_sandbox(where)
-    program = sys.executable if python is None else asked(python, where=f"{where}: python")[0]
+    program = sys.executable if python is None else query_python(python, where=f"{where}: python")[0]
     return Interpreter(program, (), (), sandboxed=True)
 
 
@@ -100,7 +108,7 @@ class Programs:
     def __init__(self, python: Path | None, *, where: str, seconds: float, memory_bytes: int) -> None:
         self._where, self._seconds = where, seconds
         self._late = f"it took longer than {seconds:g} s"
-        self._place = Place(
+        self._place = RestartingProcess(
             lambda: ProgramProcess(python, where=where, seconds=seconds, memory_bytes=memory_bytes), what=where
         )
 
@@ -112,11 +120,11 @@ class Programs:
         """Kill the sandbox."""
         self._place.close()
 
-    def run(self, program: Program, *, seconds: float | None = None) -> Ran:
+    def run(self, program: Program, *, seconds: float | None = None) -> ProgramResult:
         """Run a program for at most `seconds` (default: the runner's limit).
 
         Raises SandboxFailed if the sandbox could not run the program, and WorkerLost if the sandbox was ended
-        `MOST_ENDS` times in a row by an unknown cause.
+        `MAX_ENDS` times in a row by an unknown cause.
         """
         longest, ends = self._seconds if seconds is None else seconds, list[str]()
         while True:
@@ -127,10 +135,10 @@ class Programs:
             except ProcessEnded as end:
                 self._place.close()
                 ends.append(end.cause)
-                if end.suffices is not None and ends.count(end.cause) >= end.suffices:
+                if end.num_repeats is not None and ends.count(end.cause) >= end.num_repeats:
                     late = end.cause == "time"
-                    return Ran("", self._late if late else str(end), seconds=longest, is_late=late)
-                if len(ends) == MOST_ENDS:
+                    return ProgramResult("", self._late if late else str(end), seconds=longest, is_late=late)
+                if len(ends) == MAX_ENDS:
                     raise WorkerLost(
                         f"{self._where}: the sandbox ended {len(ends)} times in a row ({', '.join(ends)}), and the "
                         "cause is "

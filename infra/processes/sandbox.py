@@ -88,7 +88,7 @@ def start_sandboxed(command: Sequence[str], folders: Sequence[str], *, stderr: i
     The command can read `folders` and the folders of the Python itself. Raises OSError if the system refuses to start
     the command or to map the user NOBODY.
     """
-    own = [folder for folder in asked(command[0], where="python")[1:] if Path(folder).exists()]
+    own = [folder for folder in query_python(command[0], where="python")[1:] if Path(folder).exists()]
     seen = sorted({*own, *(folder for folder in folders if Path(folder).exists()), *_RUNNERS})
     parents = sorted({str(parent) for place in seen for parent in Path(place).parents})
     here = str(Path.cwd())
@@ -190,7 +190,7 @@ def check_sandbox(where: str) -> None:
 
 
 @functools.cache
-def asked(python: str | Path, *, where: str) -> tuple[str, ...]:
+def query_python(python: str | Path, *, where: str) -> tuple[str, ...]:
     """Run a Python once and return the path of its executable, its prefixes and its module folders.
 
     `python` may be a script that starts another executable, and is the value of the setting `where`. Raises BadInput if
@@ -204,20 +204,20 @@ def asked(python: str | Path, *, where: str) -> tuple[str, ...]:
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         what = error.strerror if isinstance(error, OSError) else "it does not run Python code"
         raise BadInput(f"{where} is {str(python)!r}, which is not a Python interpreter: {what}") from error
-    if tuple(version) < runner.OLDEST:
-        expected, actual = (".".join(map(str, numbers)) for numbers in (runner.OLDEST, version))
+    if tuple(version) < runner.MIN_PYTHON:
+        expected, actual = (".".join(map(str, numbers)) for numbers in (runner.MIN_PYTHON, version))
         raise BadInput(f"{where} is {str(python)!r} with Python {actual}, but Python {expected} or newer is needed")
     return tuple(place for place in places if place)
 
 
-def limits(seconds: float) -> Mapping[str, int]:
+def call_limits(seconds: float) -> Mapping[str, int]:
     """Return the limits of a call with this time limit, by the names that infra/runner.py uses."""
     return {"memory": MEMORY_BYTES, "processes": PROCESSES, "file": FILE_BYTES, "cpu": int(seconds) + 2}
 
 
 def program_limits(seconds: float, *, memory_bytes: int) -> Mapping[str, int]:
     """Return the limits of a generated program. Its processes together may use as much memory as one process."""
-    return {**limits(seconds), "memory": memory_bytes, "held": memory_bytes, "output": OUTPUT_BYTES}
+    return {**call_limits(seconds), "memory": memory_bytes, "held": memory_bytes, "output": OUTPUT_BYTES}
 
 
 def _bubblewrap() -> str | None:

@@ -23,14 +23,14 @@ from infra.errors import WorkerFailed
 
 T = TypeVar("T")
 
-LOOK_SECONDS = 0.25
+CHECK_SECONDS = 0.25
 STOPPED_SECONDS = 2.0
 """Seconds after which a suspended server counts as failed. Shorter stops are ignored, because Ctrl-Z in a terminal
 suspends the server together with this process."""
-ASK_SECONDS = 2.0
+QUERY_SECONDS = 2.0
 SILENT_SECONDS = 20.0
 """Seconds without a response and without CPU use after which a server counts as failed."""
-STILL_SECONDS = 600.0
+IDLE_SECONDS = 600.0
 """Seconds without CPU use after which a command counts as failed. Commands may wait for slow disks or the network."""
 END_SECONDS = 8.0
 """Maximum seconds for this process to end regularly after a signal."""
@@ -80,7 +80,7 @@ class WatchedServer:
             return f"{self.what} (pid {self.process.pid}) is suspended"
         if cpu_seconds != self.cpu_seconds:
             self.cpu_seconds, self._heard = cpu_seconds, now
-        if now - max(self._asked, self._heard) >= ASK_SECONDS and not self._stopped_seconds:  # CPU use shows life
+        if now - max(self._asked, self._heard) >= QUERY_SECONDS and not self._stopped_seconds:  # CPU use shows life
             self._heard, self._asked = now if self.answers() else self._heard, time.monotonic()
         if now - self._heard > self.silent_seconds:
             silent = f"has neither responded nor used CPU time for {self.silent_seconds:g} s"
@@ -108,12 +108,12 @@ class WatchedPort:
     _heard: float = field(default_factory=time.monotonic)
 
     def failure(self) -> str | None:
-        """Check the port, at most once every `ASK_SECONDS`, and return the problem or None."""
-        if time.monotonic() - self._asked >= ASK_SECONDS:
-            with contextlib.suppress(OSError), socket.create_connection(self.address, timeout=ASK_SECONDS):
+        """Check the port, at most once every `QUERY_SECONDS`, and return the problem or None."""
+        if time.monotonic() - self._asked >= QUERY_SECONDS:
+            with contextlib.suppress(OSError), socket.create_connection(self.address, timeout=QUERY_SECONDS):
                 self._heard = time.monotonic()
             self._asked = time.monotonic()
-        return f"{self.what} accepts no more connections" if self._asked - self._heard > 2 * ASK_SECONDS else None
+        return f"{self.what} accepts no more connections" if self._asked - self._heard > 2 * QUERY_SECONDS else None
 
 
 class Watch:
@@ -129,7 +129,7 @@ class Watch:
         self._leave = threading.Event()
         threading.Thread(target=self._look, name="watch", daemon=True).start()
 
-    def look(self) -> str | None:
+    def check(self) -> str | None:
         """Check the servers now and return the first problem, or None. Once a problem was found, it is always
         returned."""
         if self.problem is None:
@@ -143,13 +143,13 @@ class Watch:
         self._leave.set()
 
     def _look(self) -> None:
-        while not self._leave.wait(LOOK_SECONDS):
-            if self.look() is not None:
+        while not self._leave.wait(CHECK_SECONDS):
+            if self.check() is not None:
                 self._failed(str(self.problem))
                 return
 
 
-class Ending:
+class ForcedExit:
     """Forced exit of this process if it does not end in time. No results are lost, because they are in the store."""
 
     def __init__(self) -> None:
@@ -165,7 +165,7 @@ class Ending:
             self._code = code
         threading.Thread(target=self._wait, args=(code, line), name="ending", daemon=True).start()
 
-    def over(self) -> None:
+    def finish(self) -> None:
         """Report that the work has ended. After `begin`, the process exits soon after its main thread ends."""
         if self._code is not None:
             exit_soon(self._code)
@@ -228,7 +228,7 @@ def ended_by_signals(line: str) -> Iterator[None]:
         return
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    ending, signals = Ending(), list[int]()
+    ending, signals = ForcedExit(), list[int]()
 
     def interrupt(number: int, _: object) -> None:
         signals.append(number)
@@ -241,18 +241,18 @@ def ended_by_signals(line: str) -> Iterator[None]:
             yield
     finally:
         signal.signal(signal.SIGTERM, before)
-        ending.over()
+        ending.finish()
 
 
-async def apart(body: Callable[[], T]) -> T:
+async def run_apart(body: Callable[[], T]) -> T:
     """Call a function in a separate thread and await its result.
 
     Use this if the function may wait for a server forever. The process can exit while the thread is still running.
     """
-    return await asyncio.wrap_future(aside(body))
+    return await asyncio.wrap_future(start_apart(body))
 
 
-def aside(body: Callable[[], T]) -> "Future[T]":
+def start_apart(body: Callable[[], T]) -> "Future[T]":
     """Call a function in a daemon thread and return its future."""
     answer: Future[T] = Future()
 
@@ -267,18 +267,18 @@ def aside(body: Callable[[], T]) -> "Future[T]":
     return answer
 
 
-def await_answer(what: str, command: Sequence[str], content: bytes) -> tuple[int, bytes, bytes]:
+def run_watched(what: str, command: Sequence[str], content: bytes) -> tuple[int, bytes, bytes]:
     """Run a command with these bytes as its stdin. Return the exit code, the stdout and the stderr.
 
-    Raises WorkerFailed if the command is suspended or uses no CPU time for `STILL_SECONDS`.
+    Raises WorkerFailed if the command is suspended or uses no CPU time for `IDLE_SECONDS`.
     """
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
-        server = WatchedServer(what, psutil.Process(process.pid), lambda: False, silent_seconds=STILL_SECONDS)
+        server = WatchedServer(what, psutil.Process(process.pid), lambda: False, silent_seconds=IDLE_SECONDS)
         feed: bytes | None = content
         while True:
             try:
-                answer, errors = process.communicate(feed, timeout=LOOK_SECONDS)
+                answer, errors = process.communicate(feed, timeout=CHECK_SECONDS)
                 return process.returncode, answer, errors
             except subprocess.TimeoutExpired:
                 feed = None

@@ -89,7 +89,7 @@ class Requests:
         with self._turn:
             self._counts[verb] += count
 
-    def so_far(self) -> dict[str, int]:
+    def counts(self) -> dict[str, int]:
         """Return the number of requests so far, by verb."""
         with self._turn:
             return dict(self._counts)
@@ -107,7 +107,7 @@ class Bucket:
     client: Client = field(repr=False, compare=False)
     parts: Client = field(repr=False, compare=False)
     """Client for uploads in parts. It repeats a failed part, so that the whole upload need not be repeated."""
-    patience: Timeouts = TIMEOUTS
+    timeouts: Timeouts = TIMEOUTS
     requests: Requests = field(default_factory=Requests, repr=False, compare=False)
     """Counter of the sent requests. Retries of the parts of an upload are not counted."""
     known: set[str] = field(default_factory=set, repr=False, compare=False)
@@ -353,7 +353,7 @@ class Bucket:
         retrying = Retrying(
             retry=retry_if_exception(may_pass),
             wait=wait_random_exponential(multiplier=0.2, max=10),
-            stop=stop_before_delay(self.patience.total_seconds),
+            stop=stop_before_delay(self.timeouts.total_seconds),
             reraise=True,
         )
         started = monotonic()

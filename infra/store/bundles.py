@@ -85,12 +85,14 @@ def write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> BundledFil
         return describe_pieces(written())
 
 
-def describe_bundle(directory: Path, *, written: Mapping[str, BundledFile] = MappingProxyType({})) -> Contents:
+def describe_bundle(directory: Path, *, written_files: Mapping[str, BundledFile] = MappingProxyType({})) -> Contents:
     """Return the contents of the bundle that a directory would become.
 
-    The digests in `written`, from `write_hashed`, are trusted. All other files are read.
+    The digests in `written_files`, from `write_hashed`, are trusted. All other files are read.
     """
-    return Contents(files={name: written.get(name) or _describe(path) for name, path in _files(directory).items()})
+    return Contents(
+        files={name: written_files.get(name) or _describe(path) for name, path in _files(directory).items()}
+    )
 
 
 def publish_bundle(
@@ -98,7 +100,7 @@ def publish_bundle(
     directory: Path,
     *,
     prefix: str,
-    written: Mapping[str, BundledFile] = MappingProxyType({}),
+    written_files: Mapping[str, BundledFile] = MappingProxyType({}),
     durable: bool = True,
 ) -> BundleRef:
     """Publish a directory as a bundle and return its reference. The same files give the same reference.
@@ -107,16 +109,16 @@ def publish_bundle(
     bundle without bundle.json does not exist. A damaged file under the same key is replaced. If `durable` is False, the
     bundle can be used, but `sync_bundle` must be called before a manifest names the bundle.
     """
-    contents = describe_bundle(directory, written=written)
+    contents = describe_bundle(directory, written_files=written_files)
     ref = contents.ref(prefix)
     for name in contents.files:
-        put_bundled(store, ref, contents, name, directory / name, durable=durable)
+        put_bundle_file(store, ref, contents, name, directory / name, durable=durable)
     complete_bundle(store, ref, contents, durable=durable)
     _known[store.uri, ref.key] = _stamp(store, ref)
     return ref
 
 
-def put_bundled(
+def put_bundle_file(
     store: Store, ref: BundleRef, contents: Contents, name: str, data: bytes | Path, *, durable: bool = True
 ) -> None:
     """Store one file of a bundle. Several processes can store different files of the same bundle."""
@@ -156,7 +158,7 @@ def fetch_bundle(store: Store, ref: BundleRef) -> Path:
     return _directory(store, ref)
 
 
-def fetch_part(store: Store, ref: BundleRef, names: Sequence[str]) -> Path:
+def fetch_bundle_files(store: Store, ref: BundleRef, names: Sequence[str]) -> Path:
     """Return a local directory with the verified files `names` of a bundle. The directory may contain other files.
 
     A remote store downloads only these files. A local store verifies the whole bundle. Raises BadInput if the bundle
@@ -188,12 +190,12 @@ def _download(store: Store, ref: BundleRef, *, room: int | None = None) -> None:
 
 def _directory(store: Store, ref: BundleRef) -> Path:
     key = f"{ref.key}/{CONTENTS}"
-    return (store.held(key) or store.local(key)).parent
+    return (store.cached_copy(key) or store.local_path(key)).parent
 
 
 @contextmanager
-def proved_beside(store: Store, ref: BundleRef, *, large: str) -> Iterator[Path]:
-    """Run the block with a bundle's directory, while a thread verifies the files whose names end in `large`.
+def verify_while_reading(store: Store, ref: BundleRef, *, large_suffix: str) -> Iterator[Path]:
+    """Run the block with a bundle's directory, while a thread verifies the files whose names end in `large_suffix`.
 
     The block can load these files at the same time, so that they are read from the disk only once. The loaded data is
     valid only if the context exits without raising Damaged.
@@ -204,7 +206,7 @@ def proved_beside(store: Store, ref: BundleRef, *, large: str) -> Iterator[Path]
     _download(store, ref)
     before = _stamp(store, ref)
     files = _verified_names(store, ref)
-    large_files = {name: digest for name, digest in files.items() if name.endswith(large)}
+    large_files = {name: digest for name, digest in files.items() if name.endswith(large_suffix)}
     for name in files.keys() - large_files.keys():
         _verify_file(store, ref, name, files[name])
     with ThreadPoolExecutor(1, thread_name_prefix="proof") as thread:
@@ -217,7 +219,7 @@ def proved_beside(store: Store, ref: BundleRef, *, large: str) -> Iterator[Path]
     _known[store.uri, ref.key] = before
 
 
-def fetch_file(store: Store, ref: BundleRef, name: str) -> Path:
+def fetch_bundle_file(store: Store, ref: BundleRef, name: str) -> Path:
     """Return one file of a bundle. Only this file is verified, because the others may be large.
 
     Raises BadInput if the bundle has no such file, and Damaged if the bundle is missing or the file has changed.
@@ -229,7 +231,7 @@ def fetch_file(store: Store, ref: BundleRef, name: str) -> Path:
     if name not in contents.files:
         raise BadInput(f"{where} has no file {name!r}; its files are {', '.join(sorted(contents.files))}")
     _verify_file(store, ref, name, contents.files[name].digest)
-    return store.local(f"{ref.key}/{name}")
+    return store.local_path(f"{ref.key}/{name}")
 
 
 def verify_bundle(store: Store, ref: BundleRef) -> None:
@@ -262,7 +264,7 @@ def _verify_file(store: Store, ref: BundleRef, name: str, digest: str) -> None:
         raise Damaged(f"bundle {ref.key!r} in {store.uri}: file {name!r}: expected digest {digest}, found {found}")
 
 
-def is_copy(directory: Path, digest: str) -> bool:
+def is_bundle_copy(directory: Path, digest: str) -> bool:
     """Whether a directory has files with the same names and sizes as the bundle whose digest starts with `digest`.
 
     Only bundle.json is read, so changed bytes in other files are not noticed.
@@ -371,7 +373,7 @@ def _stored_digest(store: Store, key: str) -> str:
     """Return the digest of an object's bytes. Raises Damaged if the object is missing."""
     while True:
         with suppress(FileNotFoundError):  # deleted after it was located: the next attempt raises Damaged
-            return _digest(store.local(key))
+            return _digest(store.local_path(key))
 
 
 def _digest(path: Path) -> str:

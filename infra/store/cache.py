@@ -9,16 +9,16 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from infra.config import whole_number
+from infra.config import read_number_variable
 from infra.store.disk import TEMPORARY, locked_file, make_directory, walk_files
 
-KEPT_SECONDS = 600
+MIN_KEPT_SECONDS = 600
 """Seconds after the last use of a file in which the file is never deleted, because it may still be open."""
 
-TURN_SECONDS = 120.0
+LOCK_SECONDS = 120.0
 """Maximum time in seconds to wait for another process that downloads the same file. Then both download it."""
 
-LOOKS = 16
+MEASUREMENT_DIVISOR = 16
 """Divisor of the free space: a process measures the cache again after it has added 1/16 of the free space."""
 
 _allowed: dict[Path, int] = {}
@@ -36,7 +36,7 @@ class Cache:
     root: Path
     limit_bytes: int
 
-    def holds(self, path: Path, size: int, tag: str) -> bool:
+    def is_current(self, path: Path, size: int, tag: str) -> bool:
         """Whether a file is the object with this size and ETag. Marks the file as used now."""
         try:
             status = path.stat()
@@ -52,24 +52,24 @@ class Cache:
             return False
         return True
 
-    def enter(self, fetched: Path, path: Path, tag: str) -> None:
+    def add(self, downloaded: Path, path: Path, tag: str) -> None:
         """Move a downloaded file to its path in the cache, set its time to the object's ETag, and make room if
         needed."""
-        size = fetched.stat().st_size
-        os.utime(fetched, ns=(time.time_ns(), _microseconds(tag) * 1000))
+        size = downloaded.stat().st_size
+        os.utime(downloaded, ns=(time.time_ns(), _microseconds(tag) * 1000))
         path.parent.mkdir(parents=True, exist_ok=True)
-        fetched.replace(path)
+        downloaded.replace(path)
         _allowed[self.root] = _allowed.get(self.root, 0) - size
         if _allowed[self.root] < 0:
             self.make_room()
 
     @contextmanager
-    def turn(self, path: Path) -> Iterator[None]:
+    def lock_download(self, path: Path) -> Iterator[None]:
         """Run the block with a lock on the download of a file. Other processes of this machine wait for the lock for at
-        most `TURN_SECONDS`."""
+        most `LOCK_SECONDS`."""
         make_directory(self.root)
         name = f"{TEMPORARY}{blake3(os.fsencode(path)).hexdigest()[:16]}"
-        with locked_file(self.root / name, seconds=TURN_SECONDS):
+        with locked_file(self.root / name, seconds=LOCK_SECONDS):
             yield
 
     def make_room(self, wanted: int = 0) -> bool:
@@ -80,15 +80,15 @@ class Cache:
             with suppress(FileNotFoundError):  # another process is making room too
                 path = Path(directory, name)
                 files.append((path.stat(), path))
-        size, before = sum(status.st_size for status, _ in files), time.time() - KEPT_SECONDS
+        size, before = sum(status.st_size for status, _ in files), time.time() - MIN_KEPT_SECONDS
         is_full = size + wanted > self.limit_bytes
-        enough = self.limit_bytes - self.limit_bytes // LOOKS  # the next files then fit without deletions
+        enough = self.limit_bytes - self.limit_bytes // MEASUREMENT_DIVISOR  # the next files then fit without deletions
         for status, path in sorted(files, key=lambda each: each[0].st_atime) if is_full else ():
             if size + wanted <= enough or status.st_atime > before:
                 break
             path.unlink(missing_ok=True)
             size -= status.st_size
-        _allowed[self.root] = max(0, self.limit_bytes - size) // LOOKS
+        _allowed[self.root] = max(0, self.limit_bytes - size) // MEASUREMENT_DIVISOR
         return size + wanted <= self.limit_bytes
 
 
@@ -105,4 +105,4 @@ def open_cache() -> Cache:
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     root = Path(os.environ.get("RHEOSTAT_CACHE") or home / "rheostat" / "objects")
-    return Cache(root, int(whole_number("RHEOSTAT_CACHE_GB", 100)) * 10**9)
+    return Cache(root, int(read_number_variable("RHEOSTAT_CACHE_GB", 100)) * 10**9)

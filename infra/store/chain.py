@@ -131,7 +131,7 @@ def _find_missing(run: Run, committed: Sequence[Manifest], placed: Iterable[str]
         for parent in manifest.parents:
             if parent not in digests:
                 yield f"manifest {manifest.key!r} names a parent with digest {parent}, but no manifest has this digest"
-    keys = [manifest.key for manifest in (*committed, *run.left())]
+    keys = [manifest.key for manifest in (*committed, *run.leftover_manifests())]
     for part in sorted({path.rpartition("/")[0] for path in placed} - {""}):
         if not any(key.startswith(f"{part}/") for key in keys):
             yield f"the journal has placement entries of {part!r}, but no manifest of {part!r} exists"
@@ -161,7 +161,7 @@ def _check_links(run: Run, digests: Collection[str]) -> Iterator[str]:
 
 def _check_journal(run: Run, link: Link, key: str) -> Iterator[str]:
     for entry_key, digest in link.journal.items():
-        entry = run.noted(entry_key)
+        entry = run.find_entry(entry_key)
         if entry is None or record_digest(entry) != digest:
             yield f"{key!r} names 'journal/{entry_key}.json' with digest {digest}, but it is missing or has changed"
 

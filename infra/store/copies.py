@@ -12,15 +12,15 @@ from infra.store.bundles import CONTENTS
 from infra.store.chain import complete_manifests
 from infra.store.epochs import LEASES
 from infra.store.run_record import RECORD
-from infra.store.runs import HELD, JOURNAL, LOCK, MANIFESTS, METRICS, Run, open_run, run_store
+from infra.store.runs import JOURNAL, LOCK, MANIFESTS, METRICS, TRANSIENT, Run, open_run, run_store
 from infra.store.storage import Entry, Store
-from infra.store.tombstones import needed
+from infra.store.tombstones import needed_objects
 
 logger = logging.getLogger(__name__)
 
-AT_A_TIME = 8
+MAX_PARALLEL = 8
 """Number of objects that are copied in parallel."""
-TELL_SECONDS = 5.0
+REPORT_SECONDS = 5.0
 """Interval in seconds of the progress messages of a long copy."""
 RECORDS = (LEASES, JOURNAL, MANIFESTS, "chain/", RECORD)
 """Prefixes of the records, which are copied in this order after all other objects. The run record is last, because the
@@ -43,7 +43,7 @@ def copy_run(name: str, source_uri: str, target_uri: str) -> RunCopy:
     """Copy a run to another store under the same name. Objects that the target already has are not copied again.
 
     Both runs are locked during the copy, and nothing is overwritten. The same call continues an interrupted copy and
-    adds newer results. The target has no run until the first copy is complete. Raises RunHeld if a live process has
+    adds newer results. The target has no run until the first copy is complete. Raises RunLocked if a live process has
     locked the source, BadInput if the target is the same store, is locked or has another run with the name, Conflict if
     the target has a different object under a key, and Damaged, with nothing copied, if objects or records of the source
     are missing.
@@ -54,10 +54,10 @@ def copy_run(name: str, source_uri: str, target_uri: str) -> RunCopy:
     target.check()
     if target.exists(RECORD) and target.read(RECORD) != run.store.read(RECORD):
         raise BadInput(f"run {name!r} cannot be copied: {target_uri} has a different run with this name")
-    with run.still(), target.hold(LOCK) as lease:
+    with run.lock_without_epoch(), target.lock(LOCK) as lease:
         if lease is None:
             raise BadInput(f"run {name!r} cannot be copied: its copy in {target_uri} is locked by another process")
-        entries = [entry for entry in run.store.entries("") if not entry.key.startswith((*HELD, METRICS))]
+        entries = [entry for entry in run.store.entries("") if not entry.key.startswith((*TRANSIENT, METRICS))]
         _check_listed(run, entries)
         sizes = {entry.key: entry.bytes for entry in target.entries("")}
         existing = [entry for entry in entries if entry.key in sizes]
@@ -70,7 +70,7 @@ def copy_run(name: str, source_uri: str, target_uri: str) -> RunCopy:
 def _check_listed(run: Run, entries: Sequence[Entry]) -> None:
     """Raise Damaged if an object that the manifests name is missing from the listing, or a record of the run is
     missing."""
-    objects, listed = needed(complete_manifests(run)), {entry.key for entry in entries}
+    objects, listed = needed_objects(complete_manifests(run)), {entry.key for entry in entries}
     keys = {shard.key for shard in objects.shards} | {f"{bundle.key}/{CONTENTS}" for bundle in objects.bundles}
     absent = sorted(keys - listed)  # an optimizer state that is not written yet may be missing too
     for key, is_there in zip(absent, run.store.exist(absent), strict=True):
@@ -97,7 +97,7 @@ class _Copier:
             key = entry.key
             return sizes[key] != entry.bytes or (_rank(key) > 0 and self.source.read(key) != self.target.read(key))
 
-        with ThreadPoolExecutor(AT_A_TIME) as threads:
+        with ThreadPoolExecutor(MAX_PARALLEL) as threads:
             for entry, other in zip(existing, threads.map(differs, existing), strict=True):
                 if other:
                     raise self._conflict(entry.key)
@@ -106,16 +106,16 @@ class _Copier:
         """Copy objects in parallel. After the first failure no new copy starts, and running copies finish."""
         pending = sorted(entries, key=lambda entry: _rank(entry.key))
         reported, done, size, total = time.monotonic(), 0, 0, sum(entry.bytes for entry in pending)
-        with ThreadPoolExecutor(AT_A_TIME) as threads:
+        with ThreadPoolExecutor(MAX_PARALLEL) as threads:
             for _, same in groupby(pending, lambda entry: _rank(entry.key)):
                 for entry in threads.map(self._copy, same):
                     done, size = done + 1, size + entry.bytes
-                    if time.monotonic() - reported > TELL_SECONDS:
+                    if time.monotonic() - reported > REPORT_SECONDS:
                         reported, of = time.monotonic(), f"{size / 1e6:,.0f} of {total / 1e6:,.0f} MB"
                         logger.info("copied %d of %d objects, %s", done, len(pending), of)
 
     def _copy(self, entry: Entry) -> Entry:
-        if not self.target.put(entry.key, self.source.local(entry.key)):
+        if not self.target.put(entry.key, self.source.local_path(entry.key)):
             raise self._conflict(entry.key)
         return entry
 

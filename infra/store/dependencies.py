@@ -160,7 +160,7 @@ def record_dependencies(
     if changes or not records or records[-1].folder != folder:
         created = provenance_here().created
         record = DependencyRecord(iteration=iteration, created=created, dependencies=now, folder=folder)
-        run.note(f"{prefix}{DEPENDENCIES}{len(records) + 1:04d}", record.as_recorded())
+        run.write_entry(f"{prefix}{DEPENDENCIES}{len(records) + 1:04d}", record.as_recorded())
 
 
 def _describe_changes(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:

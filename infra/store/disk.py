@@ -27,7 +27,7 @@ _locked_descriptors: set[int] = set()
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class LockState:
     """State of a lock: `held` by a live process, `left` by a process that died, or free."""
 
     state: Literal["held", "left", "free"]
@@ -35,13 +35,13 @@ class Holding:
     """Process and host that have the lock, such as `process 12 on host`, or an empty string if unknown."""
 
 
-def read_lock_record(content: bytes, state: Literal["held", "left"]) -> Holding:
+def read_lock_record(content: bytes, state: Literal["held", "left"]) -> LockState:
     """Return the lock state with the process named in the lock's record."""
     try:
         owner = json.loads(content)
-        return Holding(state, f"process {owner['pid']} on {owner['host']}")
+        return LockState(state, f"process {owner['pid']} on {owner['host']}")
     except (ValueError, KeyError, TypeError):  # the process has the lock but has not written its name yet
-        return Holding(state)
+        return LockState(state)
 
 
 def sweep(root: Path) -> None:
@@ -98,7 +98,7 @@ def _open_scratch(root: Path) -> tuple[int, Path]:
 
 
 @contextmanager
-def hold_file(path: Path) -> Iterator[bool]:
+def lock_file(path: Path) -> Iterator[bool]:
     """Run the block with a lock on a file, which then contains the name of this process. Yields False if another
     process has the lock.
 
@@ -122,19 +122,19 @@ def hold_file(path: Path) -> Iterator[bool]:
             os.close(descriptor)
 
 
-def read_lock_state(path: Path) -> Holding:
+def read_lock_state(path: Path) -> LockState:
     """Return whether a file is locked, without writing to it. The check takes a shared lock for a moment."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
-        return Holding("free")
+        return LockState("free")
     try:
         content = os.pread(descriptor, 4096, 0)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return read_lock_record(content, "held")
-        return read_lock_record(content, "left") if content else Holding("free")
+        return read_lock_record(content, "left") if content else LockState("free")
     finally:
         os.close(descriptor)
 

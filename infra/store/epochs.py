@@ -16,7 +16,7 @@ _LEASE = re.compile(r"(\d{6,})\.json")
 T = TypeVar("T")
 
 
-class Shared(Generic[T]):
+class SharedCall(Generic[T]):
     """Function call that threads share. Threads that call at about the same time get the result of one function call.
 
     The shared function call always begins after the call of each thread, so that no thread gets an outdated result.
@@ -28,7 +28,7 @@ class Shared(Generic[T]):
         self._next: Future[T] | None = None
         """Result for the threads that called while the previous call was running."""
 
-    def ask(self) -> T:
+    def call(self) -> T:
         """Call the function, or wait for the result of the thread that is about to call it. Raises the function's
         error."""
         with self._turn:
@@ -53,12 +53,12 @@ class Epoch:
         show whether the run still exists."""
         self.number = number
         self._store, self._renewed = store, renewed
-        self._shared_query = Shared(self._query_is_over)
+        self._shared_query = SharedCall(self._query_is_over)
 
     def is_over(self) -> bool:
         """Whether a newer epoch has begun or the run was deleted. Threads that call this at the same time share one
         query."""
-        return self._shared_query.ask()
+        return self._shared_query.call()
 
     def _query_is_over(self) -> bool:
         if self._renewed:

@@ -14,7 +14,7 @@ from typing import Final
 from blake3 import blake3
 
 from infra.errors import BadInput, WorkerFailed
-from infra.processes.watch import await_answer
+from infra.processes.watch import run_watched
 
 COMMAND: Final = (sys.executable, "-P", "-m", __name__)
 LABEL: Final = "the process that computes digests of data files"
@@ -30,7 +30,7 @@ def file_digests(files: tuple[tuple[Path, int, int], ...]) -> list[str]:
     """
     if not files:
         return []
-    code, answer, errors = await_answer(LABEL, COMMAND, json.dumps(files, default=str).encode())
+    code, answer, errors = run_watched(LABEL, COMMAND, json.dumps(files, default=str).encode())
     if code == 2:
         raise BadInput(errors.decode().strip())
     if code:

@@ -24,9 +24,9 @@ from infra.store.readers import bundles_in_use
 from infra.store.run_record import RECORD
 from infra.store.runs import MANIFESTS, Run, list_runs, open_run
 from infra.store.storage import Entry
-from infra.store.tombstones import WHOLE_RUN, Deleted, bury, find_tombstone, needed
+from infra.store.tombstones import WHOLE_RUN, Deleted, find_tombstone, needed_objects, write_tombstone
 
-AT_A_TIME = 8
+MAX_PARALLEL = 8
 """Number of objects that are deleted in parallel."""
 TAGS = "tags/"
 """Prefix of the journal entries with a run's tags."""
@@ -34,8 +34,8 @@ _LOOSE = re.compile(r"(orders|quarantine|shards)/.+")
 _BUNDLED = re.compile(r"(([a-z_]+)/[0-9a-f]{16})/.+")
 
 
-def find_garbage(run: Run, *, given_up: bool = False) -> dict[str, list[Entry]]:
-    """Return the objects of a run that are garbage, by kind. With `given_up`, return all objects.
+def find_garbage(run: Run, *, whole_run: bool = False) -> dict[str, list[Entry]]:
+    """Return the objects of a run that are garbage, by kind. With `whole_run`, return all objects.
 
     Objects are kept if a committed manifest names them, or a pending one, which is computed but not committed yet.
     Raises Damaged if a manifest cannot be read or a named record is missing, because objects that are still needed
@@ -43,7 +43,7 @@ def find_garbage(run: Run, *, given_up: bool = False) -> dict[str, list[Entry]]:
     """
     entries = run.store.entries("")  # listed before the manifests are read: newer objects are not garbage
     manifests = complete_manifests(run)
-    objects = needed([] if given_up else [*manifests, *run.left()])
+    objects = needed_objects([] if whole_run else [*manifests, *run.leftover_manifests()])
     shards = {shard.key for shard in objects.shards}
     bundles, in_use = {bundle.key for bundle in objects.bundles}, bundles_in_use(run.store)
     garbage: dict[str, list[Entry]] = {}
@@ -82,11 +82,11 @@ def delete_all(run: Run, keys: Sequence[str]) -> None:
     """
 
     def delete(key: str) -> None:
-        run.check_held()
+        run.check_lock()
         run.store.delete(key)
 
     run.check_lease()
-    with ThreadPoolExecutor(AT_A_TIME) as threads:
+    with ThreadPoolExecutor(MAX_PARALLEL) as threads:
         for _ in threads.map(delete, keys):
             pass
 
@@ -97,7 +97,7 @@ def _delete_late_manifests(run: Run, known: Collection[str], *, gone: set[str]) 
         if entry.key not in known:
             manifest = run.load(entry.key.removeprefix(MANIFESTS).removesuffix(".json"))
             if not gone.isdisjoint(_parts(manifest)):
-                run.check_held()
+                run.check_lock()
                 run.store.delete(entry.key)
 
 
@@ -112,7 +112,7 @@ def delete_run(run: Run, *, why: str) -> dict[str, list[Entry]]:
     Raises Damaged and deletes nothing if a record of the run is missing or unreadable.
     """
     complete_manifests(run)
-    bury(run, WHOLE_RUN, Deleted(why=why, shards_below=("",), bundles_below=("",)))
+    write_tombstone(run, WHOLE_RUN, Deleted(why=why, shards_below=("",), bundles_below=("",)))
     return collect_garbage(run)
 
 
@@ -140,7 +140,7 @@ class Rules:
         return " ".join(["rheostat gc", *days, *keep, *(f"--tag {tag}" for tag in sorted(self.tags))])
 
 
-def given_up(store_uri: str, names: Collection[str], rules: Rules) -> dict[str, datetime]:
+def select_runs(store_uri: str, names: Collection[str], rules: Rules) -> dict[str, datetime]:
     """Return the time of the last commit of each run that the rules select, by name.
 
     Runs that another run of the store still needs are left out.
@@ -156,7 +156,7 @@ def given_up(store_uri: str, names: Collection[str], rules: Rules) -> dict[str, 
         for run in runs[rules.keep or 0 :]
         if (rules.older_than is None or run.store.now() - commit_times[run.name] > rules.older_than)
         and not rules.tags & tags_of(run)
-        and not any(needs(other, run) for other in everything)
+        and not any(depends_on(other, run) for other in everything)
     }
 
 
@@ -173,7 +173,7 @@ def last_commit(run: Run) -> datetime:
     return max(entry.modified for entry in entries if not entry.key.startswith(f"{MANIFESTS}retention/"))
 
 
-def needs(other: Run, run: Run) -> bool:
+def depends_on(other: Run, run: Run) -> bool:
     """Whether another run refers to an object of this run and may not have copied it yet."""
     if other.name == run.name or linked_parts(other):  # a run with a finished part has copied all objects that it needs
         return False
@@ -206,4 +206,4 @@ def tags_of(run: Run) -> frozenset[str]:
 def tag_run(run: Run, tags: Collection[str]) -> None:
     """Record the tags of a locked run in its journal, unless they are unchanged."""
     if {*tags} != tags_of(run):
-        run.note(f"{TAGS}{len(run.journal(TAGS)) + 1:04d}", {"tags": [*sorted(tags)]})
+        run.write_entry(f"{TAGS}{len(run.journal(TAGS)) + 1:04d}", {"tags": [*sorted(tags)]})

@@ -25,7 +25,7 @@ def is_remote(path: Path) -> bool:
     return path.parts[:1] == (_SCHEME,)
 
 
-def written(path: Path) -> str:
+def format_path(path: Path) -> str:
     """Return the text of a path or address, with two slashes after `s3:`."""
     return f"{_SCHEME}//{'/'.join(path.parts[1:])}" if is_remote(path) else str(path)
 
@@ -128,7 +128,7 @@ class PathNames:
 
     def name(self, path: Path) -> str:
         """Return the recorded name of a path of the settings, or of a path below it or next to it."""
-        text = self._relative(path) or written(path)
+        text = self._relative(path) or format_path(path)
         return text if text in self._recorded.values() else self._recorded.get(_full(path), text)
 
     def _relative(self, path: Path) -> str:
@@ -169,7 +169,7 @@ def _texts(value: JsonValue | Mapping[str, JsonValue]) -> Iterator[str]:
 
 
 def _serialize(path: Path, info: SerializationInfo) -> str:
-    return info.context.name(path) if isinstance(info.context, PathNames) else written(path)
+    return info.context.name(path) if isinstance(info.context, PathNames) else format_path(path)
 
 
 _AS_TEXT: Final = PlainSerializer(_serialize, return_type=str, when_used="json")
@@ -185,7 +185,7 @@ Program = Annotated[Path, BeforeValidator(_locate_program), _AS_TEXT]
 """Program: a path with `/`, or a name on PATH."""
 
 
-def fetched(path: Path) -> Path:
+def fetch_path(path: Path) -> Path:
     """Return a local path for a file or directory. A file or directory in a bucket is first downloaded into the cache.
 
     Files in the cached directory that no longer exist in the bucket are deleted. Raises BadInput if nothing is found.
@@ -193,16 +193,16 @@ def fetched(path: Path) -> Path:
     if not is_remote(path):
         return path
     if len(path.parts) < 3:
-        raise BadInput(f"{written(path)}: expected s3://bucket/name")
-    store, name = open_store(written(path.parent)), path.name
+        raise BadInput(f"{format_path(path)}: expected s3://bucket/name")
+    store, name = open_store(format_path(path.parent)), path.name
     if store.exists(name):
-        return store.local(name)
+        return store.local_path(name)
     keys = [entry.key for entry in store.entries(f"{name}/")]
     if not keys:
         raise BadInput(
-            f"{written(path)} does not exist: there is neither a file nor a directory with files at this address"
+            f"{format_path(path)} does not exist: there is neither a file nor a directory with files at this address"
         )
-    files = [store.local(key) for key in keys]
+    files = [store.local_path(key) for key in keys]
     directory = files[0].parents[keys[0].count("/") - 1]
     for other in directory.rglob("*"):
         if other.is_file() and other not in files:
@@ -214,4 +214,4 @@ def has_run(path: Path) -> bool:
     """Whether a path is the directory of a run."""
     if not is_remote(path):
         return (path / "run.json").is_file()
-    return len(path.parts) > 1 and open_store(written(path)).exists("run.json")
+    return len(path.parts) > 1 and open_store(format_path(path)).exists("run.json")

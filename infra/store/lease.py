@@ -19,7 +19,7 @@ from threading import Event, Lock, Thread
 
 from infra.errors import Damaged, Fenced, StoreFailed
 from infra.store.bucket import Bucket
-from infra.store.disk import Holding, read_lock_record
+from infra.store.disk import LockState, read_lock_record
 
 LEASE_SECONDS = 30.0
 """Seconds after which a lease expires. A run whose driver died on another machine can continue after this time. A
@@ -84,7 +84,7 @@ class BucketLease:
 
 
 @contextmanager
-def hold_lease(bucket: Bucket, key: str, *, seconds: float = LEASE_SECONDS) -> Iterator[BucketLease | None]:
+def acquire_lease(bucket: Bucket, key: str, *, seconds: float = LEASE_SECONDS) -> Iterator[BucketLease | None]:
     """Keep a lease on a key during the block, or yield None if another live process renews its lease.
 
     If another process has a lease but does not renew it, wait until this lease expires.
@@ -104,15 +104,15 @@ def hold_lease(bucket: Bucket, key: str, *, seconds: float = LEASE_SECONDS) -> I
         _try_renew(lease, seconds=0)
 
 
-def read_lease_state(bucket: Bucket, key: str) -> Holding:
+def read_lease_state(bucket: Bucket, key: str) -> LockState:
     """Return whether a key is leased, and by which process. An expired lease that was not released counts as `left`."""
     current = bucket.read(key)
     if current is None:
-        return Holding("free")
+        return LockState("free")
     body, stored = current
     term = _term(body, where=f"{key!r} in {bucket.uri}")
     if not term:
-        return Holding("free")
+        return LockState("free")
     is_over = bucket.now() > stored.modified + timedelta(seconds=term) + _SLACK
     return read_lock_record(body, "left" if is_over else "held")
 

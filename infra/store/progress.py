@@ -40,7 +40,7 @@ class StepNotes:
         if store is not None:
             clear_notes(store)
 
-    def tell(self, step: int, steps: int, loss: float) -> None:
+    def report(self, step: int, steps: int, loss: float) -> None:
         """Replace the last note, unless it was written less than `NOTE_SECONDS` ago."""
         if self._store is None or self._clock() - self._written < NOTE_SECONDS:
             return
@@ -79,7 +79,7 @@ class Goal(Settings):
     """Total number of iterations."""
 
 
-def note_goal(store: Objects, iterations: int, *, epoch: int) -> None:
+def write_goal(store: Objects, iterations: int, *, epoch: int) -> None:
     """Record the requested number of iterations of a run. This number is not in the run record, because no result
     depends on it."""
     store.put(f"{GOALS}{epoch:06d}.json", Goal(iterations=iterations).model_dump_json().encode(), durable=False)

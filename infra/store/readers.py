@@ -43,7 +43,7 @@ def _hold(store: Store, bundle: BundleRef, stack: ExitStack) -> None:
         key = f"{READERS}{bundle.digest[:16]}-{secrets.token_hex(8)}"
         with ExitStack() as attempt:
             attempt.callback(_release, store, key)
-            if attempt.enter_context(store.hold(key)) is not None:
+            if attempt.enter_context(store.lock(key)) is not None:
                 stack.enter_context(attempt.pop_all())
                 return
     raise StoreFailed(f"store {store.uri}: cannot lock a key below {READERS!r}")
@@ -59,7 +59,7 @@ def bundles_in_use(store: Store) -> frozenset[str]:
     deleted."""
     in_use = set[str]()
     for name in store.children(READERS.rstrip("/")):
-        state = store.look_at(f"{READERS}{name}").state
+        state = store.lock_state(f"{READERS}{name}").state
         if state == "held":
             in_use.add(name.partition("-")[0])
         elif state == "left":  # a free key may be one that its reader is about to lock

@@ -85,7 +85,7 @@ class Registry:
     def canary(self) -> RegistryRecord | None:
         """Return the newest proposal that waits for a decision, or the champion's record if no proposal waits."""
         records = self.records()
-        return next(reversed(waiting_among(records)), champion_of(records))
+        return next(reversed(waiting_proposals(records)), champion_of(records))
 
     def append(self, make: MakeRecord) -> RegistryRecord | None:
         """Append the record that `make` builds, and return it. If `make` returns None, nothing is written.
@@ -122,7 +122,7 @@ def champion_of(records: Sequence[RegistryRecord]) -> RegistryRecord | None:
     return next((record for record in reversed(records) if record.is_champion), None)
 
 
-def waiting_among(records: Sequence[RegistryRecord]) -> list[RegistryRecord]:
+def waiting_proposals(records: Sequence[RegistryRecord]) -> list[RegistryRecord]:
     """Return the proposals that were compared with the present champion and were not refused."""
     champion, refused = champion_of(records), {record.run for record in records if record.kind == "refuse"}
     proposed = [record for record in records if record.kind == "proposal" and record.run not in refused]
@@ -139,7 +139,7 @@ def registries(store_uri: str) -> list[str]:
     return open_store(store_uri).children(REGISTRIES)
 
 
-def known_registry(store_uri: str, name: str) -> Registry:
+def open_existing_registry(store_uri: str, name: str) -> Registry:
     """Open an existing registry. Raises BadInput with the names of the existing registries if there is none."""
     names = registries(store_uri)
     if name not in names:

@@ -11,10 +11,10 @@ from threading import RLock
 
 from pydantic import JsonValue
 
-from infra.config import Identified, difference
-from infra.errors import BadInput, Conflict, Damaged, Fenced, RunChanged, RunHeld, StoreFailed
+from infra.config import Identified, describe_difference
+from infra.errors import BadInput, Conflict, Damaged, Fenced, RunChanged, RunLocked, StoreFailed
 from infra.store.checksums import SealedRecord, seal, unseal
-from infra.store.disk import Holding
+from infra.store.disk import LockState
 from infra.store.epochs import Epoch, begin_epoch, newest_epoch
 from infra.store.manifests import Manifest, decode_manifest
 from infra.store.run_record import RECORD, RunRecord, has_results, new_record, read_record, replace_record
@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 MANIFESTS, JOURNAL = "manifests/", "journal/"
-LOCK, EXPECTED, ORDERS, TRACKERS = "lock", "expected/", "orders/", "trackers/"
-HELD = (LOCK, EXPECTED, ORDERS, TRACKERS, "readers/")
+LOCK, PENDING, ORDERS, TRACKERS = "lock", "expected/", "orders/", "trackers/"
+TRANSIENT = (LOCK, PENDING, ORDERS, TRACKERS, "readers/")
 """Names in a run's directory that only live processes use: locks, pending manifests, orders, trackers and readers."""
 METRICS = "metrics.jsonl"
 """File with the run's metrics, which is extended after each iteration. It is the only file of a run that changes."""
@@ -38,7 +38,7 @@ KNOWN_FOLDERS = 64
 
 
 class Run:
-    """A run, opened for reading. `hold` locks it for commits, and `join` lets another process commit for the lock's
+    """Run, opened for reading. `lock` locks it for commits, and `join` lets another process commit for the lock's
     holder."""
 
     def __init__(self, store: Store, record: RunRecord, *, epoch: int = 0) -> None:
@@ -50,7 +50,7 @@ class Run:
         self._known: OrderedDict[str, Manifest] = OrderedDict()
         """Most recently used manifests by key. Manifests never change, so they need not be read and verified each time.
         """
-        self._alone = False
+        self._is_sole_writer = False
         """Whether no other process commits under this epoch."""
         self._folders: OrderedDict[str, set[str]] = OrderedDict()
         """Keys in the most recently listed manifest folders. Only used if no other process commits."""
@@ -68,11 +68,11 @@ class Run:
         """Name of the run."""
         return self.record.name
 
-    def check_identity(self, config: Identified, *, besides: Collection[str] = ()) -> None:
+    def check_identity(self, config: Identified, *, ignored: Collection[str] = ()) -> None:
         """Raise RunChanged if the run was created from another configuration. The error lists the differing settings.
-        Settings in `besides` (dotted keys) may differ."""
+        Settings in `ignored` (dotted keys) may differ."""
         recorded = self.record.config
-        self._refuse(difference(config.normalize(recorded), config.identity(recorded), besides=besides))
+        self._refuse(describe_difference(config.normalize(recorded), config.identity(recorded), ignored=ignored))
 
     def _refuse(self, changes: str) -> None:
         if changes:
@@ -81,34 +81,35 @@ class Run:
                 "these settings to continue the run, or choose another name for a new run."
             )
 
-    def check_free(self) -> None:
-        """Raise RunHeld if a live process has locked the run."""
-        with self.still():
+    def check_unlocked(self) -> None:
+        """Raise RunLocked if a live process has locked the run."""
+        with self.lock_without_epoch():
             pass
 
-    def holding(self) -> Holding:
+    def lock_state(self) -> LockState:
         """Return the state of the run's lock: free, held by a live process, or left by a process that died."""
-        return self.store.look_at(LOCK)
+        return self.store.lock_state(LOCK)
 
     @contextmanager
-    def still(self) -> Iterator[Lease]:
-        """Lock the run for the block without beginning an epoch. Raises RunHeld if a live process has the lock."""
-        with self.store.hold(LOCK) as lease:
+    def lock_without_epoch(self) -> Iterator[Lease]:
+        """Lock the run for the block without beginning an epoch. Raises RunLocked if a live process has the lock."""
+        with self.store.lock(LOCK) as lease:
             if lease is None:
-                raise RunHeld(f"run {self.name!r} in {self.store.uri} is locked by {_holder(self.store)}")
+                raise RunLocked(f"run {self.name!r} in {self.store.uri} is locked by {_holder(self.store)}")
             yield lease
 
     @contextmanager
-    def hold(self, *, alone: bool = False) -> Iterator["Run"]:
-        """Lock the run for this process and begin the next epoch. Raises RunHeld if another live process has the lock.
-        Set `alone` if no other process joins the epoch, so that cached listings show which manifests are missing."""
-        with self.still() as lease:
-            self._lease, self.epoch, self._alone = lease, begin_epoch(self.store), alone
+    def lock(self, *, sole_writer: bool = False) -> Iterator["Run"]:
+        """Lock the run for this process and begin the next epoch. Raises RunLocked if another live process has the
+        lock. Set `sole_writer` if no other process joins the epoch, so that cached listings show which manifests are
+        missing."""
+        with self.lock_without_epoch() as lease:
+            self._lease, self.epoch, self._is_sole_writer = lease, begin_epoch(self.store), sole_writer
             self._epoch = Epoch(self.store, self.epoch, renewed=self.store.is_remote)
             try:
                 yield self
             finally:
-                self._lease, self.epoch, self._alone = None, 0, False
+                self._lease, self.epoch, self._is_sole_writer = None, 0, False
                 self._folders.clear()
 
     def join(self, epoch: int) -> "Run":
@@ -143,7 +144,7 @@ class Run:
         inside an iteration are listed, because a batch has one manifest per shard. Returns False if another process
         could have committed the manifest."""
         folder = key.rpartition("/")[0]
-        if not self._alone or "/" not in folder:
+        if not self._is_sole_writer or "/" not in folder:
             return False
         with self._turn:  # manifests committed during the listing are added after it
             if folder not in self._folders:
@@ -171,50 +172,49 @@ class Run:
         manifests. The last part of a key ends with `.json`."""
         return self.store.children(f"{MANIFESTS}{under}".rstrip("/"))
 
-    def expect(self, manifest: Manifest) -> Manifest:
+    def add_pending(self, manifest: Manifest) -> Manifest:
         """Register a pending manifest: `find` returns it in this process from now on, and it is to be committed later.
         It must be committed before the manifests that are computed from it. If this process is killed before that, the
-        next process finds the manifest with `left`, except after a power failure."""
+        next process finds the manifest with `leftover_manifests`, except after a power failure."""
         expected = manifest.model_copy(update={"run": self.record.fingerprint})
         self._expected[manifest.key] = expected
-        kept = f"{EXPECTED}{next(_NUMBERS):06d}/{manifest.key}.json"
+        kept = f"{PENDING}{next(_NUMBERS):06d}/{manifest.key}.json"
         if self._lease is not None and self.store.put(kept, expected.encode(), durable=False):
             self._pending_paths[kept] = manifest.key
         return expected
 
-    def left(self) -> Iterator[Manifest]:
+    def leftover_manifests(self) -> Iterator[Manifest]:
         """Yield the pending manifests that an earlier process did not commit, in order. Raises Damaged if one
         is incomplete."""
-        for path in records(self.store, EXPECTED):
+        for path in records(self.store, PENDING):
             if path not in self._pending_paths:
-                key = path.removeprefix(EXPECTED).partition("/")[2].removesuffix(".json")
+                key = path.removeprefix(PENDING).partition("/")[2].removesuffix(".json")
                 if not self.has(key):
                     yield decode_manifest(self.store.read(path), key=key)
 
-    def forget(self, *, left: bool = False) -> None:
-        """Delete the stored copies of pending manifests that are now committed, or all stored copies if
-        `left` is set."""
-        for path in records(self.store, EXPECTED) if left else list(self._pending_paths):
+    def delete_pending_copies(self, *, every_copy: bool = False) -> None:
+        """Delete the stored copies of committed manifests, or all stored copies if `every_copy` is set."""
+        for path in records(self.store, PENDING) if every_copy else list(self._pending_paths):
             if self._pending_paths.get(path) not in self._expected:
                 self.store.delete(path)
                 self._pending_paths.pop(path, None)
 
-    def expected(self) -> list[Manifest]:
+    def pending_manifests(self) -> list[Manifest]:
         """Return the pending manifests of this process in the order of their commits."""
         return list(self._expected.values())
 
-    def expects(self, parents: Collection[str]) -> bool:
+    def has_pending(self, digests: Collection[str]) -> bool:
         """Whether one of these digests belongs to a pending manifest."""
-        return any(manifest.digest in parents for manifest in self.expected())
+        return any(manifest.digest in digests for manifest in self.pending_manifests())
 
-    def commit(self, manifest: Manifest, *, promised: Collection[str] = ()) -> Manifest:
+    def commit(self, manifest: Manifest, *, deferred: Collection[str] = ()) -> Manifest:
         """Commit a manifest and return it, or return the equal manifest that another process committed first.
-        Bundles named in `promised` may be stored later, because they can be computed again. Raises Conflict if a
+        Bundles named in `deferred` may be stored later, because they can be computed again. Raises Conflict if a
         different result is committed under the key, Fenced if a newer epoch began, and Damaged if a shard or bundle is
         not stored."""
-        assert not self.expects(manifest.parents), f"{manifest.key} must be committed after its parents"
+        assert not self.has_pending(manifest.parents), f"{manifest.key} must be committed after its parents"
         manifest = manifest.model_copy(update={"run": self.record.fingerprint})
-        absent = self._absent_part(manifest, promised) if self.epoch else None
+        absent = self._absent_part(manifest, deferred) if self.epoch else None
         self.check_lease()
         winner = self._known.get(manifest.key) if absent is None else self._find_committed(manifest.key)
         if winner is None:
@@ -225,7 +225,7 @@ class Run:
             manifest = manifest.model_copy(update={"provenance": provenance})
             if self.store.put(f"{MANIFESTS}{manifest.key}.json", manifest.encode()):
                 self._expected.pop(manifest.key, None)
-                self._check_overtaken(manifest, promised)
+                self._check_overtaken(manifest, deferred)
                 return self._remember(manifest)
             winner = self.load(manifest.key)
         self._expected.pop(manifest.key, None)
@@ -240,33 +240,33 @@ class Run:
         """Raise Fenced if another process may have locked the run, so that this process must not write any more. Raises
         BadInput if the run is only open for reading."""
         if not self.epoch:
-            raise BadInput(f"run {self.name!r} is only open for reading. Call hold() or join() before commits.")
-        self.check_held()
+            raise BadInput(f"run {self.name!r} is only open for reading. Call lock() or join() before commits.")
+        self.check_lock()
         if self._epoch.is_over():
             newest = newest_epoch(self.store)
             why = f"another process has epoch {newest}" if newest > self.epoch else "the run was deleted from the store"
             raise Fenced(f"run {self.name!r}: epoch {self.epoch} is over, {why}")
-        self.check_held()
+        self.check_lock()
 
-    def check_held(self) -> None:
+    def check_lock(self) -> None:
         """Raise Fenced if another process has locked the run, or StoreFailed if the store does not respond. The store
         is queried only if the lease was not renewed in time."""
         if self._lease is not None:
             self._lease.check()
 
-    def _check_overtaken(self, manifest: Manifest, promised: Collection[str]) -> None:
+    def _check_overtaken(self, manifest: Manifest, deferred: Collection[str]) -> None:
         """Delete a new manifest and raise Fenced if another process has locked the run and deleted a part of the
         manifest."""
         try:
-            self.check_held()
+            self.check_lock()
             overtaken = self._lease is None and self._epoch.is_over()
         except (Fenced, StoreFailed):
             overtaken = True
-        if overtaken and (absent := self._absent_part(manifest, promised)) is not None:
+        if overtaken and (absent := self._absent_part(manifest, deferred)) is not None:
             self.store.delete(f"{MANIFESTS}{manifest.key}.json")
             raise Fenced(f"manifest {manifest.key!r} of run {self.name!r}: {absent!r} was deleted before the commit")
 
-    def note(self, key: str, entry: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    def write_entry(self, key: str, entry: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
         """Write a journal entry and return the entry stored under the key: this one, or an earlier one. The journal
         records measurements and decisions of a run. Results do not depend on it, so entries may differ between runs
         with the same digests."""
@@ -283,7 +283,7 @@ class Run:
         if not self.store.put(key, record.seal()) and self.store.read(key) != record.seal():
             raise Conflict(f"{key!r} of run {self.name!r}: another process wrote a different record first")
 
-    def noted(self, key: str) -> dict[str, JsonValue] | None:
+    def find_entry(self, key: str) -> dict[str, JsonValue] | None:
         """Return the journal entry with this key, or None if there is none."""
         path = f"{JOURNAL}{key}.json"
         content = self.store.find(path)
@@ -321,9 +321,9 @@ class Run:
                 self._known.popitem(last=False)
             return manifest
 
-    def _absent_part(self, manifest: Manifest, promised: Collection[str]) -> str | None:
+    def _absent_part(self, manifest: Manifest, deferred: Collection[str]) -> str | None:
         parts = [shard.key for shard in manifest.shards]
-        parts += [f"{bundle.key}/bundle.json" for name, bundle in manifest.bundles.items() if name not in promised]
+        parts += [f"{bundle.key}/bundle.json" for name, bundle in manifest.bundles.items() if name not in deferred]
         existence = self.store.exist(parts)
         return next((key for key, is_there in zip(parts, existence, strict=True) if not is_there), None)
 
@@ -335,7 +335,7 @@ def records(store: Objects, prefix: str) -> list[str]:
 
 def create_run(store_uri: str, name: str, config: Mapping[str, JsonValue]) -> Run:
     """Create a run, or open the existing run with this name. The configuration of a run without results is replaced.
-    Raises RunChanged if a run with results has another configuration, RunHeld if a live process has locked a run
+    Raises RunChanged if a run with results has another configuration, RunLocked if a live process has locked a run
     without results, and Damaged if there are manifests but no run record, because their run is then unknown."""
     store = run_store(store_uri, name)
     if not store.exists(RECORD):
@@ -348,7 +348,7 @@ def create_run(store_uri: str, name: str, config: Mapping[str, JsonValue]) -> Ru
         if store.put(RECORD, record.seal()):
             return Run(store, record)
     run = open_run(store_uri, name)
-    changes = difference(run.record.config, config)
+    changes = describe_difference(run.record.config, config)
     if changes and not has_results(store):
         return _replace_run(run, config)
     run._refuse(changes)
@@ -357,9 +357,9 @@ def create_run(store_uri: str, name: str, config: Mapping[str, JsonValue]) -> Ru
 
 def _replace_run(run: Run, config: Mapping[str, JsonValue]) -> Run:
     """Replace the record of a run without results, and delete the journal of its earlier configuration."""
-    with run.hold():
+    with run.lock():
         if has_results(run.store):  # another process has committed results meanwhile
-            run._refuse(difference(run.record.config, config))
+            run._refuse(describe_difference(run.record.config, config))
         logger.info("run %s has no results under its earlier configuration and starts from the beginning", run.name)
         record = replace_record(run.store, run.name, config)
     return Run(run.store, record)

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, TypeVar
 from blake3 import blake3
 from obstore.store import S3Store as Client
 
-from infra.config import whole_number
+from infra.config import read_number_variable
 from infra.errors import BadInput, Damaged, StoreFailed
 from infra.store.bucket import TEMPORARY, TIMEOUTS, Bucket, Timeouts
 from infra.store.cache import Cache, open_cache
-from infra.store.disk import Holding, make_directory, scratch_directory, sweep
-from infra.store.lease import LEASE_SECONDS, BucketLease, hold_lease, read_lease_state
+from infra.store.disk import LockState, make_directory, scratch_directory, sweep
+from infra.store.lease import LEASE_SECONDS, BucketLease, acquire_lease, read_lease_state
 from infra.store.storage import Entry, Store, check_key, is_key
 
 if TYPE_CHECKING:  # obstore defines these types for type checkers only
@@ -32,7 +32,7 @@ Uploads in parts are not reliably conditional on any server. Only files of bundl
 digest of their content, so writing a file twice stores the same bytes.
 """
 
-AT_A_TIME = 16
+MAX_PARALLEL = 16
 """Maximum number of parallel requests about several objects."""
 
 PART_RETRIES = 10
@@ -45,7 +45,7 @@ checked again at the next use."""
 T = TypeVar("T")
 
 _known_copies: set[Path] = set()
-"""Local copies of objects that this process has put, opened with `local` or passed to `fetch`, so that they
+"""Local copies of objects that this process has put, opened with `local_path` or passed to `fetch`, so that they
 must exist."""
 
 
@@ -66,16 +66,16 @@ class S3Store:
         return True
 
     def requests(self) -> Mapping[str, int]:
-        return self.bucket.requests.so_far()
+        return self.bucket.requests.counts()
 
-    def put(self, key: str, data: bytes | Path, *, durable: bool = True, kept: bool = False) -> bool:
+    def put(self, key: str, data: bytes | Path, *, durable: bool = True, cache: bool = False) -> bool:
         check_key(key)
         self.bucket.quotes_etags()
         if isinstance(data, bytes) or data.stat().st_size <= WHOLE_BYTES:
             tag = self.bucket.create(key, data)
         else:
             tag = None if self.exists(key) else self.bucket.upload(key, data)
-        if tag is not None and (kept or isinstance(data, Path)):
+        if tag is not None and (cache or isinstance(data, Path)):
             self._keep(key, data, tag)
         return tag is not None
 
@@ -135,21 +135,21 @@ class S3Store:
         self._cached(key).unlink(missing_ok=True)
         self.bucket.delete(key)
 
-    def local(self, key: str) -> Path:
+    def local_path(self, key: str) -> Path:
         check_key(key)
         path = self._cached(key)
         if path.exists():
             stored = self.bucket.find(key)
             if stored is None:
                 raise self._missing(key)
-            if not self.cache.holds(path, stored.bytes, stored.tag):
+            if not self.cache.is_current(path, stored.bytes, stored.tag):
                 path.unlink(missing_ok=True)
         if not path.exists():
             self._download(key, path)
         _remember_copy(path)
         return path
 
-    def held(self, key: str) -> Path | None:
+    def cached_copy(self, key: str) -> Path | None:
         check_key(key)
         path = self._cached(key)
         return path if path in _known_copies and self.cache.touch(path) else None
@@ -158,30 +158,30 @@ class S3Store:
         missing = []
         for key in keys:
             _remember_copy(self._cached(key))
-            if self.held(key) is None:
+            if self.cached_copy(key) is None:
                 missing.append(key)
         with self._disk_failures():
             if missing and room is not None and not self.cache.make_room(room):
                 return
-        _call_in_parallel(self.local, missing)
+        _call_in_parallel(self.local_path, missing)
 
     def _download(self, key: str, path: Path) -> None:
         """Download an object into the cache, unless another process does so while this one waits for the lock."""
-        with self.scratch() as scratch, self.cache.turn(path):
+        with self.scratch() as scratch, self.cache.lock_download(path):
             if not path.exists():
                 fetched = self.bucket.download(key, scratch / "object")
                 if fetched is None:
                     raise self._missing(key)
                 with self._disk_failures():
-                    self.cache.enter(scratch / "object", path, fetched.tag)
+                    self.cache.add(scratch / "object", path, fetched.tag)
 
-    def hold(self, key: str) -> AbstractContextManager[BucketLease | None]:
+    def lock(self, key: str) -> AbstractContextManager[BucketLease | None]:
         check_key(key)
         with self._disk_failures():
             sweep(self.cache.root)
-        return hold_lease(self.bucket, key, seconds=self.lease_seconds)
+        return acquire_lease(self.bucket, key, seconds=self.lease_seconds)
 
-    def look_at(self, key: str) -> Holding:
+    def lock_state(self, key: str) -> LockState:
         check_key(key)
         return read_lease_state(self.bucket, key)
 
@@ -203,7 +203,7 @@ class S3Store:
                     kept.hardlink_to(data)
                 except OSError:  # the file is on another disk
                     shutil.copyfile(data, kept)
-            self.cache.enter(kept, self._cached(key), tag)
+            self.cache.add(kept, self._cached(key), tag)
             _remember_copy(self._cached(key))
 
     def _cached(self, key: str) -> Path:
@@ -227,31 +227,31 @@ def _remember_copy(path: Path) -> None:
 
 
 def _call_in_parallel(ask: Callable[[str], T], keys: Sequence[str]) -> list[T]:
-    """Call a function for each key, with at most `AT_A_TIME` parallel calls, and return the results in order."""
+    """Call a function for each key, with at most `MAX_PARALLEL` parallel calls, and return the results in order."""
     if len(keys) < 2:
         return [ask(key) for key in keys]
-    with ThreadPoolExecutor(min(AT_A_TIME, len(keys)), thread_name_prefix="s3") as threads:
+    with ThreadPoolExecutor(min(MAX_PARALLEL, len(keys)), thread_name_prefix="s3") as threads:
         return list(threads.map(ask, keys))
 
 
-def open_s3(uri: str, *, patience: Timeouts | None = None, lease_seconds: float | None = None) -> Store:
+def open_s3(uri: str, *, timeouts: Timeouts | None = None, lease_seconds: float | None = None) -> Store:
     """Open the store at an address `s3://bucket/prefix`. The first request is sent at the first use.
 
     RHEOSTAT_S3_SECONDS and RHEOSTAT_LEASE_SECONDS override the default timeouts of requests and leases. Raises BadInput
     if the address is not valid.
     """
-    if patience is None:
-        total = whole_number("RHEOSTAT_S3_SECONDS", TIMEOUTS.total_seconds)
-        patience = Timeouts(answer_seconds=min(TIMEOUTS.answer_seconds, total / 2), total_seconds=total)
+    if timeouts is None:
+        total = read_number_variable("RHEOSTAT_S3_SECONDS", TIMEOUTS.total_seconds)
+        timeouts = Timeouts(answer_seconds=min(TIMEOUTS.answer_seconds, total / 2), total_seconds=total)
     if lease_seconds is None:
-        lease_seconds = whole_number("RHEOSTAT_LEASE_SECONDS", LEASE_SECONDS)
+        lease_seconds = read_number_variable("RHEOSTAT_LEASE_SECONDS", LEASE_SECONDS)
     bucket, _, prefix = uri.removeprefix("s3://").rstrip("/").partition("/")
     if not uri.startswith("s3://") or not bucket or not all(map(is_key, (bucket, prefix or "none"))):
         raise BadInput(f"store {uri!r}: expected s3://bucket/prefix")
-    return S3Store(_open_bucket(bucket, prefix, patience=patience), open_cache(), lease_seconds)
+    return S3Store(_open_bucket(bucket, prefix, timeouts=timeouts), open_cache(), lease_seconds)
 
 
-def _open_bucket(bucket: str, prefix: str, *, patience: Timeouts) -> Bucket:
+def _open_bucket(bucket: str, prefix: str, *, timeouts: Timeouts) -> Bucket:
     """Return a bucket with endpoint, region and credentials from the environment or from the AWS profile that
     it names."""
     config = _profile(os.environ)
@@ -259,16 +259,16 @@ def _open_bucket(bucket: str, prefix: str, *, patience: Timeouts) -> Bucket:
         config["endpoint"] = endpoint
     options: ClientConfig = {
         "allow_http": config.get("endpoint", "").startswith("http://"),
-        "connect_timeout": timedelta(seconds=min(5, patience.answer_seconds)),
-        "read_timeout": timedelta(seconds=patience.answer_seconds),
-        "timeout": timedelta(seconds=10 * patience.answer_seconds),
+        "connect_timeout": timedelta(seconds=min(5, timeouts.answer_seconds)),
+        "read_timeout": timedelta(seconds=timeouts.answer_seconds),
+        "timeout": timedelta(seconds=10 * timeouts.answer_seconds),
     }
 
     def client(retries: int) -> Client:
-        within: RetryConfig = {"max_retries": retries, "retry_timeout": timedelta(seconds=patience.total_seconds)}
+        within: RetryConfig = {"max_retries": retries, "retry_timeout": timedelta(seconds=timeouts.total_seconds)}
         return Client(bucket, prefix=prefix or None, config=config, client_options=options, retry_config=within)
 
-    return Bucket(f"s3://{bucket}/{prefix}".rstrip("/"), client(0), client(PART_RETRIES), patience)
+    return Bucket(f"s3://{bucket}/{prefix}".rstrip("/"), client(0), client(PART_RETRIES), timeouts)
 
 
 def _profile(environment: Mapping[str, str]) -> "S3Config":

@@ -90,19 +90,19 @@ def write_shard(store: Store, table: "pa.Table", *, kind: str, metadata: Mapping
     data = _encode(table, kind=kind, metadata=metadata)
     digest = blake3(data).hexdigest()
     ref = ShardRef(key=f"shards/{digest[:2]}/{digest}.arrow", bytes=len(data), rows=table.num_rows, digest=digest)
-    if not store.put(ref.key, data, kept=True) and quarantine(store, ref):
-        store.put(ref.key, data, kept=True)
+    if not store.put(ref.key, data, cache=True) and quarantine(store, ref):
+        store.put(ref.key, data, cache=True)
     return ref
 
 
-def write_again(store: Store, table: "pa.Table") -> ShardRef:
+def rewrite_shard(store: Store, table: "pa.Table") -> ShardRef:
     """Publish the changed table of a shard as a new shard with the same kind and metadata."""
     metadata = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
     others = {key: value for key, value in metadata.items() if not key.startswith(_OWN)}
     return write_shard(store, table, kind=metadata[f"{_OWN}kind"], metadata=others)
 
 
-def standing_for(store: Store, ref: ShardRef) -> ShardRef:
+def current_shard(store: Store, ref: ShardRef) -> ShardRef:
     """Return the shard itself, or its replacement if it was deleted and replaced."""
     return _find_current(store, ref)[0]
 
@@ -150,7 +150,7 @@ def _find_again(read: Callable[[], T]) -> T:
 def _find_cached(store: Store, ref: ShardRef, *, is_known: bool) -> Path | None:
     """Return the cached local copy of a remote shard if its size and digest are right, without a request to
     the store."""
-    path = store.held(ref.key)
+    path = store.cached_copy(ref.key)
     if path is None or path.stat().st_size != ref.bytes:
         return None
     return path if is_known or _digest(path) == ref.digest else None
@@ -264,7 +264,7 @@ def _find_current(store: Store, ref: ShardRef) -> tuple[ShardRef, Path]:
 
 
 def _find_sized(store: Store, ref: ShardRef) -> Path:
-    path = store.local(ref.key)  # one request if the store is remote
+    path = store.local_path(ref.key)  # one request if the store is remote
     if (size := path.stat().st_size) != ref.bytes:
         raise Damaged(f"shard {ref.key!r} in {store.uri}: expected {ref.bytes} bytes, found {size}")
     return path

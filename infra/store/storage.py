@@ -16,10 +16,10 @@ from urllib.request import url2pathname
 from infra.errors import BadInput, Damaged, StoreFailed
 from infra.store.disk import (
     TEMPORARY,
-    Holding,
+    LockState,
     check_writable,
     checked_directory,
-    hold_file,
+    lock_file,
     make_directory,
     publish_file,
     read_lock_state,
@@ -62,8 +62,8 @@ class Objects(Protocol):
         """Return the number of requests sent so far, by verb. Empty for a store on a disk."""
         ...
 
-    def put(self, key: str, data: bytes | Path, *, durable: bool = True, kept: bool = False) -> bool:
-        """Write an object if its key is free. Return False and change nothing if the key is taken. With `kept`, bytes
+    def put(self, key: str, data: bytes | Path, *, durable: bool = True, cache: bool = False) -> bool:
+        """Write an object if its key is free. Return False and change nothing if the key is taken. With `cache`, bytes
         are also added to the local cache, like every file that is put. A file from the store's scratch directory
         becomes the object without a copy. An object put with `durable=False` is complete for all processes, but may be
         incomplete after a power failure before `sync`."""
@@ -121,13 +121,13 @@ class Objects(Protocol):
 class LocalFiles(Protocol):
     """Objects as local files, for libraries that read files or map them into memory."""
 
-    def local(self, key: str) -> Path:
+    def local_path(self, key: str) -> Path:
         """Return a local file with the object's bytes. Objects of one folder have local files in one folder."""
         ...
 
-    def held(self, key: str) -> Path | None:
+    def cached_copy(self, key: str) -> Path | None:
         """Return the cached local copy of an object without a request to the store, or None if there is none. Only
-        objects that this process has put, opened with `local` or passed to `fetch` are found. `LocalStore` always
+        objects that this process has put, opened with `local_path` or passed to `fetch` are found. `LocalStore` always
         returns None."""
         ...
 
@@ -154,13 +154,13 @@ class Lease(Protocol):
 class Leases(Protocol):
     """Locks on keys, each held by one process at a time."""
 
-    def hold(self, key: str) -> AbstractContextManager[Lease | None]:
+    def lock(self, key: str) -> AbstractContextManager[Lease | None]:
         """Run the block with a lock on a key, or yield None if another process has the lock. The lock ends at the
         latest when this process ends. A record in the store names the process. Temporary files of dead processes are
         deleted."""
         ...
 
-    def look_at(self, key: str) -> Holding:
+    def lock_state(self, key: str) -> LockState:
         """Return whether a key is locked, and by which process. Nothing is written."""
         ...
 
@@ -169,14 +169,14 @@ class Store(Objects, LocalFiles, Leases, Protocol):
     """Complete interface of a store, as a run needs it. Functions that need less take one of the smaller protocols."""
 
 
-EXPECTED = "expected a path, file:// or s3://bucket/prefix"
+URI_FORMS = "expected a path, file:// or s3://bucket/prefix"
 
 
 def open_store(uri: str) -> Store:
     """Open a store by its path, file:// or s3:// address. Nothing is written before the first put. Raises BadInput if
     the address is not valid or names a file."""
     if not uri or "::" in uri:
-        raise BadInput(f"store {uri!r}: {EXPECTED}, without '::' chains")
+        raise BadInput(f"store {uri!r}: {URI_FORMS}, without '::' chains")
     scheme, separator, _ = uri.partition("://")
     if not separator:
         return LocalStore(checked_directory(Path(uri).expanduser().resolve()))
@@ -186,7 +186,7 @@ def open_store(uri: str) -> Store:
         return open_s3(uri)
     parts = urlsplit(uri)
     if scheme != "file":
-        raise BadInput(f"store {uri!r}: {EXPECTED}")
+        raise BadInput(f"store {uri!r}: {URI_FORMS}")
     if parts.netloc not in ("", "localhost"):
         raise BadInput(f"store {uri!r}: a file:// address has no host. Use file:///absolute/path.")
     return LocalStore(checked_directory(Path(url2pathname(parts.path)).resolve()))
@@ -235,7 +235,7 @@ class LocalStore:
     def requests(self) -> Mapping[str, int]:
         return {}
 
-    def put(self, key: str, data: bytes | Path, *, durable: bool = True, kept: bool = False) -> bool:
+    def put(self, key: str, data: bytes | Path, *, durable: bool = True, cache: bool = False) -> bool:
         path = self._own_path(key)
         with self._failures(f"cannot write {key!r}"):
             try:
@@ -252,7 +252,7 @@ class LocalStore:
             return won
 
     def sync(self, key: str) -> None:
-        path = self.local(key)
+        path = self.local_path(key)
         with self._failures(f"cannot sync {key!r}"):
             sync(path)
             sync(path.parent)
@@ -265,10 +265,10 @@ class LocalStore:
     def read(self, key: str) -> bytes:
         with self._failures(f"cannot read {key!r}"):
             while True:
-                with suppress(FileNotFoundError):  # deleted since it was located: `local` finds it missing
-                    return self.local(key).read_bytes()
+                with suppress(FileNotFoundError):  # deleted since it was located: `local_path` finds it missing
+                    return self.local_path(key).read_bytes()
 
-    def local(self, key: str) -> Path:
+    def local_path(self, key: str) -> Path:
         path = self._path(key)
         if not path.is_file():
             raise Damaged(f"{key!r} is missing from {self.uri}")
@@ -276,7 +276,7 @@ class LocalStore:
             raise Damaged(f"{key!r} in {self.uri} must be a plain file, but its path contains the symbolic link {link}")
         return path
 
-    def held(self, key: str) -> Path | None:
+    def cached_copy(self, key: str) -> Path | None:
         return None
 
     def fetch(self, keys: Iterable[str], *, room: int | None = None) -> None:
@@ -300,7 +300,7 @@ class LocalStore:
             return sorted(name for name in names if not is_key(name))
 
     def locate(self, key: str) -> str:
-        return str(self.local(key))
+        return str(self.local_path(key))
 
     def now(self) -> datetime:
         with self._failures("cannot read the clock of the store"), self.scratch() as directory:
@@ -327,12 +327,12 @@ class LocalStore:
                 sync(remove_empty(path.parent, root=self.root))
 
     @contextmanager
-    def hold(self, key: str) -> Iterator[Lease | None]:
+    def lock(self, key: str) -> Iterator[Lease | None]:
         path = self._own_path(key)
         with ExitStack() as stack:
             with self._failures(f"cannot lock {key!r}"):
                 make_directory(path.parent)
-                is_locked = stack.enter_context(hold_file(path))
+                is_locked = stack.enter_context(lock_file(path))
                 if is_locked:
                     sweep(self.root)
             yield _LIFELONG if is_locked else None
@@ -340,7 +340,7 @@ class LocalStore:
                 with self._failures("cannot delete temporary files"):
                     sweep(self.root)
 
-    def look_at(self, key: str) -> Holding:
+    def lock_state(self, key: str) -> LockState:
         with self._failures(f"cannot check the lock {key!r}"):
             return read_lock_state(self._path(key))
 

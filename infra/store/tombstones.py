@@ -62,14 +62,14 @@ class Tombstone(Settings):
 
 
 @dataclass(frozen=True, slots=True)
-class Needed:
+class NeededObjects:
     """Shards and bundles that must exist in the store."""
 
     shards: frozenset[ShardRef]
     bundles: frozenset[BundleRef]
 
 
-def needed(manifests: Iterable[Manifest]) -> Needed:
+def needed_objects(manifests: Iterable[Manifest]) -> NeededObjects:
     """Return the shards and bundles that manifests name, except those that tombstones among them record as deleted."""
     manifests = list(manifests)
     deletions = [(each.key, _read(each)) for each in manifests if each.key.startswith(_FOLDER)]
@@ -80,7 +80,7 @@ def needed(manifests: Iterable[Manifest]) -> Needed:
     bundles = {
         bundle for each in manifests if not each.key.startswith(without_bundles) for bundle in each.bundles.values()
     }
-    return Needed(
+    return NeededObjects(
         frozenset(shard for shard in shards if tombstone_key(shard.digest) not in tombstone_keys),
         frozenset(bundle for bundle in bundles if tombstone_key(bundle.digest) not in tombstone_keys),
     )
@@ -91,12 +91,12 @@ def is_replacement(manifest: Manifest) -> bool:
     return manifest.key.startswith(_FOLDER) and bool(manifest.shards)
 
 
-def replaced(manifests: Iterable[Manifest]) -> list[str]:
+def replaced_shards(manifests: Iterable[Manifest]) -> list[str]:
     """Return the keys of the shards that were replaced."""
     return [_read(each).shard for each in manifests if is_replacement(each)]
 
 
-def bury(run: Run, name: str, deleted: Deleted, *, instead: tuple[ShardRef, ...] = ()) -> Manifest:
+def write_tombstone(run: Run, name: str, deleted: Deleted, *, replacement: tuple[ShardRef, ...] = ()) -> Manifest:
     """Commit a tombstone to a locked run before the objects are deleted. Return the existing tombstone if
     there is one."""
     existing = run.find(f"{_FOLDER}{name}")
@@ -104,7 +104,7 @@ def bury(run: Run, name: str, deleted: Deleted, *, instead: tuple[ShardRef, ...]
         return existing
     detail = deleted.model_dump(mode="json", exclude_defaults=True)
     tombstone = Manifest(
-        key=f"{_FOLDER}{name}", shards=instead, detail=detail, provenance=provenance_here(worker=_user())
+        key=f"{_FOLDER}{name}", shards=replacement, detail=detail, provenance=provenance_here(worker=_user())
     )
     return run.commit(tombstone)
 

@@ -14,24 +14,24 @@ from infra.store.run_record import RECORD, RunRecord
 from infra.store.runs import Run, records
 from infra.store.shards import ShardRef, verify_shard
 from infra.store.storage import Objects, Store
-from infra.store.tombstones import needed, replaced
+from infra.store.tombstones import needed_objects, replaced_shards
 
 
-def verify_store(run: Run, *, promised: Callable[[list[Manifest]], Collection[BundleRef]] = lambda _: ()) -> list[str]:
+def verify_store(run: Run, *, deferred: Callable[[list[Manifest]], Collection[BundleRef]] = lambda _: ()) -> list[str]:
     """Read every record, journal entry, manifest, shard and bundle of a run. Return one line per problem.
 
     Every byte is read again, even if this process has verified it before. Objects that a tombstone records as deleted
-    are no problem. `promised` returns bundles that may not have been written yet.
+    are no problem. `deferred` returns bundles that may not have been written yet.
     """
     manifests: list[Manifest] = []
     problems = [*_check_records(run.store), *_check_manifests(run, manifests)]
     problems = problems or [*check_chain(run), *_check_leases(run.store, manifests)]
-    objects = needed(manifests)
-    pending = {bundle for bundle in promised(manifests) if not has_bundle(run.store, bundle)}
+    objects = needed_objects(manifests)
+    pending = {bundle for bundle in deferred(manifests) if not has_bundle(run.store, bundle)}
     problems += [
         f"shard {key!r} in {run.store.uri}: the prompts were forgotten, but the shard still exists; run `rheostat "
         "forget` again"
-        for key in replaced(manifests)
+        for key in replaced_shards(manifests)
         if run.store.exists(key)
     ]
     return [*problems, *_check_shards(run.store, objects.shards), *_check_bundles(run.store, objects.bundles - pending)]

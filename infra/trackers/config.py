@@ -105,7 +105,7 @@ def check_tracker(tracker: Tracker) -> None:
     if tracker.package is not None and find_spec(tracker.package[0]) is None:
         name, requirement = tracker.package
         raise BadInput(
-            f"tracking {tracker.known_as!r} needs the package {name}. Install it with: pip install '{requirement}'"
+            f"tracking {tracker.label!r} needs the package {name}. Install it with: pip install '{requirement}'"
         )
     if not tracker.ships_with("infra"):
         check_implementation(tracker, "subject", "settings", where="tracking")

@@ -9,7 +9,7 @@ from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 
 from infra.trackers.config import MlflowTracker
-from infra.trackers.records import Point, Product, Subject, TextTable, flattened
+from infra.trackers.records import Point, Product, Subject, TextTable, flatten_config
 
 LOCAL_URI = "sqlite:///mlflow.db"
 TAG = "rheostat.run"
@@ -18,8 +18,8 @@ DIGEST = "rheostat.policy"
 """Tag with the digest of a registered model version."""
 ALIAS = "newest"
 SAMPLES = "samples"
-MOST_AT_A_TIME = 100  # parameters per request; for metrics the limit is 1,000
-MOST_CHARACTERS = 6000  # characters of a parameter's value
+MAX_PARAMETERS = 100  # parameters per request; for metrics the limit is 1,000
+MAX_CHARACTERS = 6000  # characters of a parameter's value
 
 
 class TrackedRun:
@@ -40,9 +40,9 @@ class TrackedRun:
         if runs := client.search_runs([place], filter_string=f"tags.`{TAG}` = '{subject.identity}'"):
             return str(runs[0].info.run_id)
         run = client.create_run(place, run_name=subject.name, tags={TAG: subject.identity})
-        params = [Param(key, value[:MOST_CHARACTERS]) for key, value in flattened(subject.config)]
-        for begin in range(0, len(params), MOST_AT_A_TIME):
-            client.log_batch(run.info.run_id, params=params[begin : begin + MOST_AT_A_TIME])
+        params = [Param(key, value[:MAX_CHARACTERS]) for key, value in flatten_config(subject.config)]
+        for begin in range(0, len(params), MAX_PARAMETERS):
+            client.log_batch(run.info.run_id, params=params[begin : begin + MAX_PARAMETERS])
         return str(run.info.run_id)
 
     def lacks(self, point: Point) -> bool:

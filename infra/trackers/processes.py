@@ -71,7 +71,7 @@ class MirrorProcess:
     @property
     def name(self) -> str:
         """Name of the tracker in messages."""
-        return self.order.tracker.known_as
+        return self.order.tracker.label
 
     def request_sync(self) -> None:
         """Request the process to look for new data, without waiting for it."""

@@ -93,16 +93,16 @@ Follow = Callable[[], Iterator[Point]]
 """Function that yields the points since its last call."""
 
 
-def flattened(config: Mapping[str, JsonValue], prefix: str = "") -> Iterator[tuple[str, str]]:
+def flatten_config(config: Mapping[str, JsonValue], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield the values of a configuration as texts, with their dotted keys."""
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
-            yield from flattened(value, f"{prefix}{key}.")
+            yield from flatten_config(value, f"{prefix}{key}.")
         elif (
             isinstance(value, Sequence)
             and not isinstance(value, str)
             and any(isinstance(each, Mapping) for each in value)
         ):
-            yield from flattened({str(place): each for place, each in enumerate(value)}, f"{prefix}{key}.")
+            yield from flatten_config({str(place): each for place, each in enumerate(value)}, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", str(value)

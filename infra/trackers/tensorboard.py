@@ -9,7 +9,7 @@ from tensorboardX import SummaryWriter
 from tensorboardX.proto.event_pb2 import Event
 
 from infra.trackers.config import TensorBoardTracker
-from infra.trackers.records import Point, Product, Subject, TextTable, flattened
+from infra.trackers.records import Point, Product, Subject, TextTable, flatten_config
 
 SAMPLES = "samples"
 _FRAME = struct.Struct("<QI")  # length of the event and its checksum; another checksum of 4 bytes follows the event
@@ -25,7 +25,7 @@ class EventFiles:
         # The default name only contains the second, so a file that begins in the same second would replace this one.
         self._writer = SummaryWriter(str(folder), flush_secs=3600, filename_suffix=f".{time.time_ns()}")
         if ("config/text_summary", 0) not in self._known:
-            table = TextTable(("key", "value"), tuple(flattened(subject.config)))
+            table = TextTable(("key", "value"), tuple(flatten_config(subject.config)))
             self._writer.add_text("config", table.markdown(), 0)
 
     def lacks(self, point: Point) -> bool:

@@ -56,7 +56,7 @@ def check_algorithm(algorithm: Algorithm) -> None:
     """Raise BadInput unless the algorithm's functions can be imported and called."""
     for name, parameters in algorithm.functions().items():
         target = getattr(algorithm, name)
-        check_function(target, *parameters, where=f"algorithm {algorithm.known_as!r}: {name} {target!r}")
+        check_function(target, *parameters, where=f"algorithm {algorithm.label!r}: {name} {target!r}")
 
 
 def token_advantages(experience: Experience, algorithm: Algorithm) -> Advantages:
@@ -72,7 +72,7 @@ def token_advantages(experience: Experience, algorithm: Algorithm) -> Advantages
 
 def informative_groups(scored: ScoredGroups, algorithm: Algorithm) -> Mask:
     """Return which groups are worth training on, from the rewards alone before penalties (G)."""
-    is_informative = find_target(algorithm.informative, where=f"{algorithm.known_as!r}")
+    is_informative = find_target(algorithm.informative, where=f"{algorithm.label!r}")
     return cast(InformativeFunction, is_informative)(scored, algorithm)
 
 

@@ -107,7 +107,7 @@ def informative(scored: ScoredGroups, algorithm: GroupRelative) -> Mask:
 
 
 def _relative(algorithm: GroupRelative) -> Relative:
-    return cast(Relative, find_target(algorithm.compares_by, where=f"{algorithm.known_as!r}"))
+    return cast(Relative, find_target(algorithm.compares_by, where=f"{algorithm.label!r}"))
 
 
 def _sum_of_terms(scored: ScoredGroups, relative: Relative) -> Floats:

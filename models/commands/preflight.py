@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict
 
 from infra.config import PoolsConfig
-from infra.errors import BadInput, Complaints, EndpointDown
-from infra.runner import die_with
+from infra.errors import BadInput, EndpointDown, InputErrors
+from infra.runner import die_with_parent
 from infra.trackers.config import TrackerConfig, check_tracker
 from infra.variants import check_implementation
 from models.algorithms.advantages import check_algorithm, required_models
@@ -166,31 +166,31 @@ def _check_sizes(inputs: Inputs, counts: Mapping[str, float]) -> None:
 
 def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) -> None:
     """Check the splits, the warm-up examples and the reference answers. Raises BadInput that lists all faults."""
-    training_problems, complaints = {problem.identity for problem in train}, Complaints()
+    training_problems, input_errors = {problem.identity for problem in train}, InputErrors()
     for problem in heldout:
-        with complaints.kept(problem.source):
+        with input_errors.collect(problem.source):
             if problem.identity in training_problems:
                 raise BadInput(
                     f"{problem.source}: this held-out problem is also a training problem. Remove one of the two."
                 )
-    complaints.check()
+    input_errors.check()
     if inputs.warmup is not None:
         one = inputs.warmup.model_copy(update={"steps": 1})
         if inputs.policy.picture_side is None:
             warmup_examples(inputs.data, one, inputs.seed)
         else:
             images.check_warmup_images(picture_examples(inputs.data, one, inputs.seed), side=inputs.policy.picture_side)
-    checking = [(rule.known_as, build_reward(rule)) for rule in inputs.scoring.built_in_rules if rule.checks_references]
+    checking = [(rule.label, build_reward(rule)) for rule in inputs.scoring.built_in_rules if rule.checks_references]
     checks: list[tuple[str, Callable[[str], object]]] = [(kind, partial(reward, "", "")) for kind, reward in checking]
-    checks += [(reward.known_as, read_tests) for reward in inputs.scoring.code_rewards.values()]
+    checks += [(reward.label, read_tests) for reward in inputs.scoring.code_rewards.values()]
     for problem in (*train, *heldout):
-        with complaints.kept(problem.source):
+        with input_errors.collect(problem.source):
             for kind, check_reference in checks:
                 try:
                     check_reference(problem.answer)
                 except ValueError as error:
                     raise BadInput(f"{problem.source}: the {kind} reward cannot use the answer: {error}") from error
-    complaints.check()
+    input_errors.check()
 
 
 def _check_suite(inputs: Inputs, against: SuiteCheck, heldout: list[Problem]) -> None:
@@ -324,12 +324,12 @@ def _check_preferences(
         load_preferences(inputs.preferences, inputs.data, split=split, seed=inputs.seed)
         for split in ("train", "heldout")
     )
-    heldout_prompts, complaints = {problem.identity for problem in heldout}, Complaints()
+    heldout_prompts, input_errors = {problem.identity for problem in heldout}, InputErrors()
     for pair in train:
-        with complaints.kept(pair.source):
+        with input_errors.collect(pair.source):
             if identity(pair.prompt) in heldout_prompts:
                 raise BadInput(f"{pair.source}: this training pair uses a held-out problem. Remove one of the two.")
-    complaints.check()
+    input_errors.check()
     if inputs.dpo is not None:
         policy_pairs([*train, *heldout_pairs], tokenizer, context=shape.context)
     trained = inputs.scoring.trained_reward_models
@@ -376,7 +376,7 @@ def _check_user(inputs: Inputs, problems: list[Problem]) -> dict[str, float]:
 
 def main() -> int:
     """Read one request from stdin and write one line to stdout. Returns the exit code."""
-    die_with(os.getppid())
+    die_with_parent(os.getppid())
     answer = os.fdopen(os.dup(1), "w")
     with contextlib.redirect_stdout(sys.stderr):  # rewards and libraries may print; stdout must contain only the answer
         inputs = Inputs.model_validate_json(sys.stdin.read())

@@ -17,7 +17,7 @@ from typing import Final
 from blake3 import blake3
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from infra.store.inputs import fetched
+from infra.store.inputs import fetch_path
 
 MAX_RESULTS: Final = 200
 """Maximum number of cached results, of about 1 KB each. The oldest are deleted first."""
@@ -82,7 +82,7 @@ def _paths(value: object) -> Iterator[Path]:
     """Yield every path in the settings."""
     match value:
         case Path():
-            yield fetched(value).absolute()
+            yield fetch_path(value).absolute()
         case BaseModel():
             for _, part in value:
                 yield from _paths(part)

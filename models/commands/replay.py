@@ -12,14 +12,14 @@ import sys
 from pydantic import TypeAdapter
 
 from infra.errors import BadInput
-from infra.runner import die_with
+from infra.runner import die_with_parent
 from models.environments.replay import replay
 from models.records.replays import Difference, ReplayWork
 
 
 def main() -> int:
     """Read one request from stdin and write one line to stdout. Returns the exit code."""
-    die_with(os.getppid())
+    die_with_parent(os.getppid())
     answer = os.fdopen(os.dup(1), "w")
     with contextlib.redirect_stdout(sys.stderr):  # libraries may print; stdout must contain only the answer
         error, differences = "", list[Difference]()

@@ -55,7 +55,7 @@ class Alarm(Settings):
     """Maximum number of times that this alarm may revert a run. The next time it ends the run."""
 
     @property
-    def known_as(self) -> str:
+    def label(self) -> str:
         """Name of the alarm in messages."""
         return self.name or str(getattr(self, "kind", ""))
 
@@ -179,7 +179,7 @@ class MetricAlarm(Alarm):
     """Number of newest iterations whose mean is compared with the bound."""
 
     @property
-    def known_as(self) -> str:
+    def label(self) -> str:
         """Name of the alarm in messages."""
         return self.name or self.metric
 
@@ -215,10 +215,10 @@ def find_alarm_conflicts(alarms: Iterable[Alarm], job: Job) -> Iterator[str]:
     """Yield one line per conflict between a job's alarms, or between an alarm and the job."""
     names = set[str]()
     for alarm in alarms:
-        where = f"alarms: {alarm.known_as!r}"
-        if alarm.known_as in names:
+        where = f"alarms: {alarm.label!r}"
+        if alarm.label in names:
             yield f"{where} is listed twice, but names must be unique. Set `name`"
-        names.add(alarm.known_as)
+        names.add(alarm.label)
         yield from (f"{where}: {reason}" for reason in alarm.find_conflicts(job))
         if alarm.action == "return" and job.rollout.staleness:
             yield (

@@ -102,12 +102,12 @@ class Algorithm(Variant):
         """Yield one line per invalid combination of settings. The user is shown the first."""
         if self.compares_groups and job.rollout.group_size < 2:
             yield (
-                f"rollout.group_size is {job.rollout.group_size}, but algorithm.kind = {self.known_as!r} compares the "
+                f"rollout.group_size is {job.rollout.group_size}, but algorithm.kind = {self.label!r} compares the "
                 "completions of a group. Set it to at least 2, or use ppo, reinforce_pp or distillation"
             )
         if self.equal_rewards_teach and job.rollout.dynamic is not None:
             yield (
-                f"rollout.dynamic cannot be combined with algorithm.kind = {self.known_as!r}, which is also trained on "
+                f"rollout.dynamic cannot be combined with algorithm.kind = {self.label!r}, which is also trained on "
                 "groups of equal rewards and would be biased without them. Remove rollout.dynamic"
             )
         if self.reward_kl is not None and job.update.kl_penalty is not None:

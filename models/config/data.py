@@ -371,7 +371,7 @@ class ArithmeticPreferences(Preferences):
         if not data.makes_pairs:
             yield (
                 f"preferences.kind = 'arithmetic' builds pairs from arithmetic problems, but data.kind is "
-                f"{data.known_as!r}. Use preferences.kind = 'file'"
+                f"{data.label!r}. Use preferences.kind = 'file'"
             )
 
 

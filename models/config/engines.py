@@ -114,7 +114,7 @@ class EngineSettings(Variant):
 
     def describe(self, pools: PoolsConfig) -> str:
         """Return a description of the engine for one line of the plan."""
-        return self.known_as
+        return self.label
 
 
 class TransformersEngine(EngineSettings):

@@ -78,20 +78,20 @@ def find_image_generation_conflicts(
     if not policy.generates_images:
         if denoising is not None:
             yield (
-                f"rollout.denoising needs a text-to-image policy, but policy.kind is {policy.known_as!r}. Remove it, "
+                f"rollout.denoising needs a text-to-image policy, but policy.kind is {policy.label!r}. Remove it, "
                 "or set policy.kind = 'diffusion'"
             )
         if engine.generates_images:
             yield (
-                f"rollout.engine.kind = {engine.known_as!r} generates pictures, but policy.kind = {policy.known_as!r} "
+                f"rollout.engine.kind = {engine.label!r} generates pictures, but policy.kind = {policy.label!r} "
                 "generates text. Use another engine, such as 'transformers'"
             )
         return
-    kind = f"policy.kind = {policy.known_as!r}"
+    kind = f"policy.kind = {policy.label!r}"
     if denoising is None:
         yield f"{kind} generates pictures and needs [rollout.denoising] with its steps and sampler. Set it"
     if not engine.generates_images:
-        yield f"rollout.engine.kind is {engine.known_as!r}, but {kind} generates pictures. Use 'diffusers'"
+        yield f"rollout.engine.kind is {engine.label!r}, but {kind} generates pictures. Use 'diffusers'"
     if warmup is not None:
         yield from _find_warmup_conflicts(policy, data)
     rollout, update = job.rollout, job.update
@@ -104,11 +104,11 @@ def find_image_generation_conflicts(
         ),
         "algorithm.distillation": (job.algorithm.distillation is not None, "teachers read only text. Remove it"),
         "algorithm.critic": (job.algorithm.value_model is not None, "critics read only text. Use grpo"),
-        f"algorithm.kind = {job.algorithm.known_as!r}": (
+        f"algorithm.kind = {job.algorithm.label!r}": (
             job.algorithm.credits_steps,
             "the algorithm assigns credit to steps of a text. Use grpo",
         ),
-        f"update.loss.kind = {update.loss.known_as!r}": (
+        f"update.loss.kind = {update.loss.label!r}": (
             update.loss.compares_sequences,
             "the log-prob of a denoising step is already a mean. Use 'ppo_clip'",
         ),
@@ -134,9 +134,9 @@ def find_image_generation_conflicts(
 
 def _find_warmup_conflicts(policy: PolicySource, data: DataConfig) -> Iterator[str]:
     if policy.picture_side is None:
-        yield f"policy.kind = {policy.known_as!r} is already trained and needs no warm-up. Remove [warmup]"
+        yield f"policy.kind = {policy.label!r} is already trained and needs no warm-up. Remove [warmup]"
     elif not data.pictures:
-        yield f"[warmup] needs pictures to imitate, but data.kind = {data.known_as!r} has none. Remove [warmup]"
+        yield f"[warmup] needs pictures to imitate, but data.kind = {data.label!r} has none. Remove [warmup]"
 
 
 def _find_staleness_conflicts(update: UpdateConfig, rollout: RolloutConfig) -> Iterator[str]:
@@ -172,7 +172,7 @@ def _find_replay_conflicts(rollout: RolloutConfig) -> Iterator[str]:
     if not rollout.engine.records_experts:
         yield (
             "update.router_replay needs an engine that reports the chosen experts, but rollout.engine.kind = "
-            f"{rollout.engine.known_as!r} does not. Remove the key, or use 'transformers' or 'vllm'"
+            f"{rollout.engine.label!r} does not. Remove the key, or use 'transformers' or 'vllm'"
         )
     if rollout.environment is not None:
         yield (

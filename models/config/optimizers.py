@@ -29,7 +29,7 @@ class Optimizer(Variant):
     def find_conflicts(self, update: "UpdateConfig") -> Iterator[str]:
         """Yield one line per setting of the update, or problem with a package, that does not work with this
         optimizer."""
-        name, max_stage = self.known_as, self.highest_zero_stage
+        name, max_stage = self.label, self.highest_zero_stage
         if update.running_stage > max_stage:
             bfloat16 = update.zero_stage <= max_stage
             setting = "dtype = 'bfloat16', which needs ZeRO-2" if bfloat16 else f"zero_stage = {update.zero_stage}"

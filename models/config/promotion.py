@@ -223,7 +223,7 @@ class PromotionConfig(Settings):
                 if reward.is_graded and reward.score_range is None:
                     yield (
                         f"promotion: the guard of {rule.label!r} needs `range`, the lowest and the highest possible "
-                        f"score, because nothing limits the scores of a reward of kind {reward.known_as!r}"
+                        f"score, because nothing limits the scores of a reward of kind {reward.label!r}"
                     )
             if problems[rule.suite] < MIN_PROBLEMS:
                 yield (

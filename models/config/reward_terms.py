@@ -133,7 +133,7 @@ class BuiltInReward(RuleReward):
         """Function that is built from these settings in the process that calls it."""
         settings: dict[str, JsonValue] = {"settings": self.model_dump(mode="json")}
         return RunFunction(
-            "models.rewards.rules:load_reward", where=f"the {self.known_as} reward", options=settings, made=True
+            "models.rewards.rules:load_reward", where=f"the {self.label} reward", options=settings, made=True
         )
 
 

@@ -118,7 +118,7 @@ def check_required_outputs(auxiliary_scores: AuxiliaryScores, algorithm: Algorit
     if lacking := [name for name, (is_needed, values_T) in needed.items() if is_needed and values_T is None]:
         available = ", ".join(name for name, (_, values_T) in needed.items() if values_T is not None) or "none"
         raise BadInput(
-            f"algorithm {algorithm.known_as!r} needs estimates of {', '.join(lacking)}, but the shards have {available}"
+            f"algorithm {algorithm.label!r} needs estimates of {', '.join(lacking)}, but the shards have {available}"
         )
 
 

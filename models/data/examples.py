@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final, NamedTuple, Protocol, cast
 
-from infra.errors import BadInput, Complaints
+from infra.errors import BadInput, InputErrors
 from infra.plugins import find_target
 from infra.variants import implementation_of
 from models.config.data import ArithmeticPreferences, DataConfig, FilePreferences, Preferences
@@ -79,11 +79,11 @@ def picture_examples(data: DataConfig, warmup: WarmupConfig, seed: int) -> list[
     """
     if not data.pictures:
         raise BadInput(
-            f"[warmup] of a text-to-image policy trains on pictures, but data.kind {data.known_as!r} provides none. "
+            f"[warmup] of a text-to-image policy trains on pictures, but data.kind {data.label!r} provides none. "
             "Remove [warmup] or use data.kind 'paintings'."
         )
     num_examples = warmup.steps * warmup.batch_size
-    make = cast(PictureSource, find_target(data.pictures, where=f"data.kind {data.known_as!r}"))
+    make = cast(PictureSource, find_target(data.pictures, where=f"data.kind {data.label!r}"))
     pictures, rng = make(data, min(num_examples, MAX_PICTURES), seed), Random(f"{seed}/warmup")
     examples: list[tuple[str, bytes]] = []
     while len(examples) < num_examples:
@@ -186,11 +186,11 @@ def file_preferences(config: FilePreferences, data: DataConfig, split: str, seed
 def _read_pairs(path: Path, config: FilePreferences) -> list[Preference]:
     """Read all pairs of a file, before the template and the split are applied. Raises BadInput for invalid rows."""
     columns = [config.prompt_column, config.chosen_column, config.rejected_column]
-    pairs, complaints = list[Preference](), Complaints()
-    for place, row in read_rows(path, columns, complaints):
-        with complaints.kept(place):
+    pairs, input_errors = list[Preference](), InputErrors()
+    for place, row in read_rows(path, columns, input_errors):
+        with input_errors.collect(place):
             pairs.append(_build_pair(place, row, config))
-    complaints.check()
+    input_errors.check()
     if not pairs:
         raise BadInput(f"{path}: the file is empty. Expected at least one preference pair.")
     return pairs
@@ -226,9 +226,9 @@ def _read_completion(place: str, row: Mapping[str, object], column: str) -> str:
 
 def _require_new_prompts(heldout: Sequence[Preference], config: FilePreferences) -> None:
     """Raise BadInput if a held-out prompt is also a training prompt."""
-    training_prompts, complaints = {identity(pair.prompt) for pair in _read_pairs(config.path, config)}, Complaints()
+    training_prompts, input_errors = {identity(pair.prompt) for pair in _read_pairs(config.path, config)}, InputErrors()
     for pair in heldout:
-        with complaints.kept(pair.source):
+        with input_errors.collect(pair.source):
             if identity(pair.prompt) in training_prompts:
                 raise BadInput(f"{pair.source}: this held-out prompt is also a training prompt. Remove one of the two.")
-    complaints.check()
+    input_errors.check()

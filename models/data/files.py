@@ -20,8 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import JsonValue
 
-from infra.errors import BadInput, Complaints
-from infra.store.inputs import fetched, is_remote, written
+from infra.errors import BadInput, InputErrors
+from infra.store.inputs import fetch_path, format_path, is_remote
 from infra.user_files import describe_irregular
 from models.config.data import ProblemFile
 from models.data.images import read_images
@@ -63,10 +63,10 @@ READ_BYTES: Final = 2**20
 SUFFIXES: Final = (*TEXTS, ".parquet", ".arrow")
 
 
-def read_rows(path: Path, columns: Sequence[str], complaints: Complaints) -> Iterator[FileRow]:
+def read_rows(path: Path, columns: Sequence[str], input_errors: InputErrors) -> Iterator[FileRow]:
     """Yield the rows of one file in order. Each row must have the given columns.
 
-    Invalid rows are added to the complaints. Raises BadInput if the file cannot be read.
+    Invalid rows are added to `input_errors`. Raises BadInput if the file cannot be read.
     """
     _check_is_no_hub_name(path)
     if find_format(path) not in SUFFIXES:
@@ -74,7 +74,7 @@ def read_rows(path: Path, columns: Sequence[str], complaints: Complaints) -> Ite
         raise BadInput(
             f"{path}: files with the suffix {path.suffix!r} cannot be read. Use one of {', '.join(SUFFIXES)}, {packed}."
         )
-    here, name = fetched(path), written(path)
+    here, name = fetch_path(path), format_path(path)
     try:
         kind = describe_irregular(here)
     except OSError as error:
@@ -88,8 +88,8 @@ def read_rows(path: Path, columns: Sequence[str], complaints: Complaints) -> Ite
         if find_format(path) not in TEXTS:
             yield from _read_table_rows(here, columns, name=name)
             return
-        for place, row in text_rows(here, complaints, name=name):
-            with complaints.kept(place):
+        for place, row in text_rows(here, input_errors, name=name):
+            with input_errors.collect(place):
                 _require_columns(place, columns, list(row))
                 yield place, row
     except (OSError, EOFError, zlib.error) as error:
@@ -112,16 +112,16 @@ def find_format(path: Path) -> str:
     return inner if path.suffix == ".gz" and inner in TEXTS else path.suffix
 
 
-def text_rows(path: Path, complaints: Complaints, *, name: str) -> Iterator[FileRow]:
+def text_rows(path: Path, input_errors: InputErrors, *, name: str) -> Iterator[FileRow]:
     """Yield the rows of a text file. Values in CSV files are always text."""
     with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as content:
         match find_format(path):
             case ".jsonl":
-                yield from _read_json_lines(content, name, complaints)
+                yield from _read_json_lines(content, name, input_errors)
             case ".json":
-                yield from _read_json_array(content, name, complaints)
+                yield from _read_json_array(content, name, input_errors)
             case _:
-                yield from _read_csv_rows(content, name, complaints)
+                yield from _read_csv_rows(content, name, input_errors)
 
 
 def _iterate_lines(content: LineReader[T], name: str) -> Iterator[T]:
@@ -136,13 +136,13 @@ def _iterate_lines(content: LineReader[T], name: str) -> Iterator[T]:
         yield line
 
 
-def _read_json_lines(content: io.BufferedIOBase, name: str, complaints: Complaints) -> Iterator[FileRow]:
+def _read_json_lines(content: io.BufferedIOBase, name: str, input_errors: InputErrors) -> Iterator[FileRow]:
     """Yield the objects of a JSON lines file. Blank lines are skipped."""
     for number, line in enumerate(_iterate_lines(content, name), start=1):
         if not line.strip():
             continue
         place = f"{name}:{number}"
-        with complaints.kept(place):
+        with input_errors.collect(place):
             yield (
                 place,
                 _require_object(place, _parse_json_line(place, line, encoding="utf-8-sig" if number == 1 else "utf-8")),
@@ -157,7 +157,7 @@ def _parse_json_line(place: str, line: bytes, *, encoding: str) -> object:
         raise BadInput(f"{place}: the line is not valid JSON: {error}") from error
 
 
-def _read_json_array(content: io.BufferedIOBase, name: str, complaints: Complaints) -> Iterator[FileRow]:
+def _read_json_array(content: io.BufferedIOBase, name: str, input_errors: InputErrors) -> Iterator[FileRow]:
     """Yield the objects of a JSON array. Raises BadInput if the file is too large or is not a JSON array."""
     max_bytes, encoded = MAX_ARRAY_MEBIBYTES * 2**20, bytearray()
     while len(encoded) < max_bytes and (
@@ -179,7 +179,7 @@ def _read_json_array(content: io.BufferedIOBase, name: str, complaints: Complain
         raise BadInput(f"{name}: expected a JSON array of objects, found {type(rows).__name__}")
     for number, row in enumerate(rows):
         place = f"{name}[{number}]"
-        with complaints.kept(place):
+        with input_errors.collect(place):
             yield place, _require_object(place, row)
 
 
@@ -190,7 +190,7 @@ def _require_object(place: str, row: object) -> Mapping[str, object]:
     return row
 
 
-def _read_csv_rows(content: io.BufferedIOBase, name: str, complaints: Complaints) -> Iterator[FileRow]:
+def _read_csv_rows(content: io.BufferedIOBase, name: str, input_errors: InputErrors) -> Iterator[FileRow]:
     """Yield the rows of a CSV file with a header line. Raises BadInput if the file is not CSV in UTF-8."""
     csv.field_size_limit(sys.maxsize)  # instead of 128 KiB
     text = io.TextIOWrapper(cast(IO[bytes], content), encoding="utf-8-sig", newline="")
@@ -199,7 +199,7 @@ def _read_csv_rows(content: io.BufferedIOBase, name: str, complaints: Complaints
         header = next(rows, [])
         for row in filter(None, rows):
             place = f"{name}:{rows.line_num}"
-            with complaints.kept(place):
+            with input_errors.collect(place):
                 if len(row) != len(header):
                     raise BadInput(f"{place}: expected {len(header)} columns like the first line, found {len(row)}")
                 yield place, dict(zip(header, row, strict=True))
@@ -343,11 +343,11 @@ def read_problems(path: Path, data: ProblemFile) -> list[Problem]:
     named = [data.prompt_column, data.answer_column, data.images_column, *data.environment_columns]
     columns = list(dict.fromkeys(filter(None, named)))
     root = data.images_root or path.parent
-    problems, complaints = list[Problem](), Complaints()
-    for place, row in islice(read_rows(path, columns, complaints), data.limit):
-        with complaints.kept(place):
+    problems, input_errors = list[Problem](), InputErrors()
+    for place, row in islice(read_rows(path, columns, input_errors), data.limit):
+        with input_errors.collect(place):
             problems.append(_build_problem(place, row, data, root=root))
-    complaints.check()
+    input_errors.check()
     if not problems:
         raise BadInput(f"{path}: the file is empty. Expected at least one problem.")
     return problems

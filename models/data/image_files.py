@@ -12,8 +12,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from infra.errors import BadInput, Complaints
-from infra.store.inputs import fetched
+from infra.errors import BadInput, InputErrors
+from infra.store.inputs import fetch_path
 from models.config.data import ProblemFile
 from models.data.files import find_format, text_rows
 
@@ -31,7 +31,7 @@ def image_files(data: ProblemFile) -> Iterator[Path]:
     for path in filter(None, (data.path, data.heldout_path)):
         root = data.images_root or path.parent
         with suppress(OSError, EOFError, ValueError, BadInput, zlib.error, pa.ArrowException):
-            for name in _iterate_paths(fetched(path), data.images_column):
+            for name in _iterate_paths(fetch_path(path), data.images_column):
                 image_path = root / name
                 if image_path not in seen_paths and not name.startswith("data:") and "://" not in name:
                     seen_paths.add(image_path)
@@ -42,7 +42,7 @@ def _iterate_paths(path: Path, column: str) -> Iterator[str]:
     """Yield the paths in a column. Image data embedded in the rows of a table is not read."""
     match find_format(path):
         case ".jsonl" | ".json" | ".csv":
-            for _, row in text_rows(path, Complaints(), name=str(path)):
+            for _, row in text_rows(path, InputErrors(), name=str(path)):
                 yield from _paths_in_value(row.get(column))
         case ".parquet":
             file = pq.ParquetFile(path)

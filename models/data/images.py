@@ -18,7 +18,7 @@ from blake3 import blake3
 from PIL import ExifTags, Image, ImageFile, ImageOps
 
 from infra.errors import BadInput
-from infra.store.inputs import fetched, is_remote, written
+from infra.store.inputs import fetch_path, format_path, is_remote
 from models.records.schemas import MEDIA_SCHEMA
 from models.vision.families import ImageSize
 
@@ -242,7 +242,7 @@ def _read_image_file(name: str, *, where: str, root: Path) -> bytes:
     if relative_path.is_absolute() or ".." in relative_path.parts:
         raise _outside_root(name, where=where, root=root)
     try:
-        path = fetched(root / relative_path)
+        path = fetch_path(root / relative_path)
     except (BadInput, OSError) as error:
         raise BadInput(f"{where}: {error}") from error
     try:
@@ -250,11 +250,13 @@ def _read_image_file(name: str, *, where: str, root: Path) -> bytes:
             raise _outside_root(name, where=where, root=root)
         return path.read_bytes()
     except OSError as error:
-        raise BadInput(f"{where}: {written(root / relative_path)} cannot be read: {error.strerror or error}") from error
+        raise BadInput(
+            f"{where}: {format_path(root / relative_path)} cannot be read: {error.strerror or error}"
+        ) from error
 
 
 def _outside_root(name: str, *, where: str, root: Path) -> BadInput:
     """Return the error for a path outside the root."""
     return BadInput(
-        f"{where}: expected a file below {written(root)} (data.images_root), but {name[:80]!r} is outside of it"
+        f"{where}: expected a file below {format_path(root)} (data.images_root), but {name[:80]!r} is outside of it"
     )

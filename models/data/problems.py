@@ -110,7 +110,7 @@ def find_exclusions(data: DataConfig, seed: int) -> dict[str, str]:
     """Return the training problems that a source excludes: the reason by the origin of the problem."""
     if not data.exclusion_filter:
         return {}
-    return cast(ExclusionFilter, find_target(data.exclusion_filter, where=f"data {data.known_as!r}"))(data, seed)
+    return cast(ExclusionFilter, find_target(data.exclusion_filter, where=f"data {data.label!r}"))(data, seed)
 
 
 def is_heldout(text: str, share: float) -> bool:
@@ -227,7 +227,7 @@ def load_problems(data: DataConfig, split: str, seed: int) -> list[Problem]:
     Raises BadInput if the source fails or returns something other than `Problem` objects.
     """
     assert split in ("train", "heldout"), split
-    where = f"data.kind {data.known_as!r}: {split} problems"
+    where = f"data.kind {data.label!r}: {split} problems"
     try:
         problems = [*cast(ProblemSource, implementation_of(data))(data, split, seed)]
     except BadInput:

@@ -179,7 +179,7 @@ def diffusers_class(name: str) -> Any:  # noqa: ANN401 -- diffusers has few type
         return getattr(diffusers, name)
 
 
-def family_of(pipeline: str, denoiser: str) -> DenoiserFamily:
+def process_tree(pipeline: str, denoiser: str) -> DenoiserFamily:
     """Return the family of a pipeline class and a denoiser class. Raises BadInput if they are not supported."""
     for family in FAMILIES:
         if pipeline in family.pipelines and family.denoiser == denoiser:

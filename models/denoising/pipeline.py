@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from infra.errors import BadInput
 from infra.store.bundles import CONTENTS, Contents
 from models.config.denoising import DenoisingConfig
-from models.denoising.families import Condition, DenoiserFamily, PromptLimit, diffusers_class, family_of
+from models.denoising.families import Condition, DenoiserFamily, PromptLimit, diffusers_class, process_tree
 from models.denoising.samplers import NoiseSchedule, noisy_steps
 from models.denoising.schedulers import check_scheduler, schedule_of
 from models.modeling.policy import lock_model_construction
@@ -136,7 +136,7 @@ def read_pipeline(directory: Path) -> PipelineOutline:
     part = index.get(folder)
     denoiser = part[1] if isinstance(part, list) and len(part) == 2 else None
     try:
-        family = family_of(str(pipeline), str(denoiser))
+        family = process_tree(str(pipeline), str(denoiser))
         config = _read_object(directory / folder / "config.json")
         family.check(config)
     except BadInput as error:

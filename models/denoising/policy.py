@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from infra.errors import BadInput
-from infra.store.inputs import fetched
+from infra.store.inputs import fetch_path
 from models.config.denoising import DenoisingConfig
 from models.config.policy import DiffusionPolicy, ModelOutline, ModelShape, ScratchDiffusionPolicy
 from models.denoising.families import (
@@ -82,7 +82,7 @@ def write_diffusion(policy: DiffusionPolicy, directory: Path, *, texts: Iterable
 
     Returns the denoiser's number of parameters. Raises BadInput if the pipeline cannot be trained here.
     """
-    source = fetched(policy.path)
+    source = fetch_path(policy.path)
     parameters = check_weights(read_pipeline(source))
     copy_pipeline(source, directory)
     byte_tokenizer().save_pretrained(directory)
@@ -173,7 +173,7 @@ def inspect_scratch_diffusion(policy: ScratchDiffusionPolicy, texts: Iterable[st
 
 def inspect_diffusion(policy: DiffusionPolicy, texts: Iterable[str]) -> Inspected:
     """Describe the pipeline of `policy.path`. Raises BadInput if it cannot be trained here."""
-    model = read_pipeline(fetched(policy.path))
+    model = read_pipeline(fetch_path(policy.path))
     check_weights(model)
     described = _describe(model.family, model.denoiser, text=sum(each.tokens or CLIP_TOKENS for each in model.limits))
     return replace(described, check_drawing=partial(_check_drawing, model))

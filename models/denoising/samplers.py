@@ -155,7 +155,7 @@ def transition(
     `prediction_ND` is the model's prediction at the states `x_ND`, and `steps_N` are the indices of their steps.
     """
     assert sampler.prediction_type == schedule.prediction_type, (
-        f"{sampler.known_as} reads {sampler.prediction_type}, but the model predicts {schedule.prediction_type}"
+        f"{sampler.label} reads {sampler.prediction_type}, but the model predicts {schedule.prediction_type}"
     )
     return cast(Transition, implementation_of(sampler))(x_ND, prediction_ND, steps_N, schedule, sampler)
 

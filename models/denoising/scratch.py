@@ -16,7 +16,7 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection, PreTrained
 
 from infra.errors import BadInput
 from models.config.policy import ScratchDiffusionPolicy
-from models.denoising.families import diffusers_class, family_of
+from models.denoising.families import diffusers_class, process_tree
 from models.denoising.pipeline import PipelineOutline
 from models.modeling.policy import lock_model_construction
 from models.text.tokenizer import EOS, PAD
@@ -86,7 +86,7 @@ def write_scratch_pipeline(policy: ScratchDiffusionPolicy, directory: Path, *, t
 
 def scratch_model(policy: ScratchDiffusionPolicy) -> PipelineOutline:
     """Return the description that `read_pipeline` would return for the directory of a policy that is not built yet."""
-    family = family_of("StableDiffusion3Pipeline", "SD3Transformer2DModel")
+    family = process_tree("StableDiffusion3Pipeline", "SD3Transformer2DModel")
     scheduler = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": policy.shift}
     return PipelineOutline(Path(), family.pipelines[0], family, denoiser_config(policy), scheduler, None, ())
 

@@ -234,6 +234,6 @@ def check_class(config: EngineSettings, *, name: str) -> None:
     missing = [method for method in METHODS if not callable(getattr(engine_class, method, None))]
     if isinstance(engine_class, type) and missing:
         raise BadInput(
-            f"{name} {config.known_as!r}: {config.implementation!r} must have the methods {', '.join(METHODS)}, but it "
+            f"{name} {config.label!r}: {config.implementation!r} must have the methods {', '.join(METHODS)}, but it "
             f"has no {', '.join(missing)}"
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Lock
 
 from infra.errors import BadInput
-from infra.processes.episodes import Asked, EnvironmentStep, Said
+from infra.processes.episodes import EnvironmentMessage, EnvironmentStep, EpisodeRequest
 from models.config.environments import DialogueEnvironment
 from models.environments.responders import TurnAnswer
 from models.environments.user_view import Transcript, fill_instructions
@@ -52,7 +52,7 @@ class Dialogues:
         if self._held is not None:
             self._held.sleep()
 
-    def answer(self, asked: Sequence[Asked], numbers: Sequence[int]) -> list[TurnAnswer]:
+    def answer(self, asked: Sequence[EpisodeRequest], numbers: Sequence[int]) -> list[TurnAnswer]:
         """Start new episodes and answer the last turns of the others with one call of the model."""
         with self._turn:
             answers: dict[int, TurnAnswer] = {}
@@ -90,7 +90,7 @@ class Dialogues:
         if self._held is not None:
             self._held.close()
 
-    def _answer_without_user(self, asked: Asked) -> EnvironmentStep | None:
+    def _answer_without_user(self, asked: EpisodeRequest) -> EnvironmentStep | None:
         """Return the step if no reply of the user is needed, else None.
 
         No reply is needed at the start, after a turn that matches `final`, and after the last allowed turn if no reply
@@ -105,12 +105,12 @@ class Dialogues:
             return _SILENT
         return None
 
-    def _build_transcript(self, asked: Asked, instructions: str) -> Transcript:
+    def _build_transcript(self, asked: EpisodeRequest, instructions: str) -> Transcript:
         """Build the dialogue so far, with the stored replies of the user."""
         turns = tuple(str(turn["text"]) for turn in asked.turns)
         return Transcript(instructions, turns, self._replies[asked.episode])
 
-    def _read(self, asked: Asked, reply: Reply) -> TurnAnswer:
+    def _read(self, asked: EpisodeRequest, reply: Reply) -> TurnAnswer:
         """Store a reply and convert it into an answer.
 
         The first of `endings` in the reply ends the dialogue with its reward.
@@ -122,7 +122,7 @@ class Dialogues:
         ending = min((each for each, place in places.items() if place >= 0), key=lambda each: places[each], default="")
         if ending:
             return TurnAnswer(EnvironmentStep((), done=True, reward=self._settings.endings[ending]))
-        return TurnAnswer(EnvironmentStep((Said(self._settings.run.role, reply.text),), done=False))
+        return TurnAnswer(EnvironmentStep((EnvironmentMessage(self._settings.run.role, reply.text),), done=False))
 
 
 def _build_user(settings: DialogueEnvironment) -> tuple[SimulatedUser, LocalUser | None]:
@@ -138,6 +138,6 @@ def _build_user(settings: DialogueEnvironment) -> tuple[SimulatedUser, LocalUser
     return user, user
 
 
-def _derive_reply_seed(asked: Asked) -> int:
+def _derive_reply_seed(asked: EpisodeRequest) -> int:
     """Derive the seed of a reply from the seed of the episode and the number of turns."""
     return derive_seed("user", asked.seed, len(asked.turns))

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from threading import Event
 from typing import Final
 
-from infra.processes.episodes import Asked, EnvironmentStep
+from infra.processes.episodes import EnvironmentStep, EpisodeRequest
 from models.config.engines import SamplingConfig
 from models.config.environments import EpisodeSettings
 from models.config.rollout import PartialRollout
@@ -72,9 +72,9 @@ class _Episode:
         """Whether the last turn has ended and waits for an answer of the environment."""
         return self.draft.finish_reason is FinishReason.CUT and not self.draft.num_turn_tokens
 
-    def asked(self) -> Asked:
+    def asked(self) -> EpisodeRequest:
         """Build the request to the environment about the last turn."""
-        return Asked(
+        return EpisodeRequest(
             episode=f"{self.number}-{self.draft.seed}",
             problem={**self.group.columns, "prompt": self.group.prompt, "answer": self.group.answer},
             seed=derive_seed(self.draft.seed, "environment"),

@@ -16,14 +16,21 @@ from threading import Lock
 from typing import Any, Protocol, cast
 
 from infra.errors import BadInput, WorkerLost
-from infra.processes.child import MOST_ENDS, Place, ProcessEnded, Served, our_interpreter, users_interpreter
-from infra.processes.episodes import Asked, EnvironmentStep, EpisodeProcess
+from infra.processes.child import (
+    MAX_ENDS,
+    ChildProgram,
+    ProcessEnded,
+    RestartingProcess,
+    rheostat_interpreter,
+    user_interpreter,
+)
+from infra.processes.episodes import EnvironmentStep, EpisodeProcess, EpisodeRequest
 from infra.variants import implementation_of
 from models.config.environments import EnvironmentSettings, McpEnvironment
 from models.environments.responders import TurnAnswer
 
 
-class EnvironmentProcess(Served, Protocol):
+class EnvironmentProcess(ChildProgram, Protocol):
     """Environment process that answers the turns of episodes."""
 
     @property
@@ -33,7 +40,7 @@ class EnvironmentProcess(Served, Protocol):
         Available once the process is ready, and only if it was started with `describes`.
         """
 
-    def step(self, asked: Asked) -> tuple[EnvironmentStep | None, str | None]:
+    def step(self, asked: EpisodeRequest) -> tuple[EnvironmentStep | None, str | None]:
         """Answer the last turn of an episode.
 
         Returns the step and None, or None and the reason for the failure. Raises ProcessEnded if the process is no
@@ -61,8 +68,8 @@ def start_process(settings: EnvironmentSettings, *, describes: bool = False) -> 
 
 def user_process(settings: EnvironmentSettings, *, describes: bool) -> EpisodeProcess:
     """Start a process that runs the user's environment code. Raises BadInput if the sandbox is not available."""
-    run = settings.run.describing() if describes else settings.run
-    return EpisodeProcess(run, users_interpreter(sandbox=settings.sandboxed_by), seconds=settings.step_seconds)
+    run = settings.run.with_schemas() if describes else settings.run
+    return EpisodeProcess(run, user_interpreter(sandbox=settings.sandboxed_by), seconds=settings.step_seconds)
 
 
 def server_process(settings: McpEnvironment, *, describes: bool) -> EpisodeProcess:
@@ -75,8 +82,8 @@ def server_process(settings: McpEnvironment, *, describes: bool) -> EpisodeProce
     for variable in settings.secrets.values():
         if not os.environ.get(variable):
             raise BadInput(f"{settings.run.where}: the environment variable {variable!r} is not set or is empty")
-    run = settings.run.describing() if describes else settings.run
-    return EpisodeProcess(run, our_interpreter(), seconds=settings.step_seconds)
+    run = settings.run.with_schemas() if describes else settings.run
+    return EpisodeProcess(run, rheostat_interpreter(), seconds=settings.step_seconds)
 
 
 class EnvironmentPool:
@@ -88,14 +95,15 @@ class EnvironmentPool:
     def __init__(self, settings: EnvironmentSettings) -> None:
         self._settings = settings
         self._places = [
-            Place(partial(start_process, settings), what=settings.run.where) for _ in range(settings.processes)
+            RestartingProcess(partial(start_process, settings), what=settings.run.where)
+            for _ in range(settings.processes)
         ]
         self._turns = [Lock() for _ in self._places]  # several batches share the processes
         self._threads = ThreadPoolExecutor(settings.processes, thread_name_prefix="environment")
         self.progress = 0
         """Turns answered so far."""
 
-    def answer(self, asked: Sequence[Asked], numbers: Sequence[int]) -> list[TurnAnswer]:
+    def answer(self, asked: Sequence[EpisodeRequest], numbers: Sequence[int]) -> list[TurnAnswer]:
         """Answer the last turn of each episode. `numbers` are the episode numbers, which determine the processes.
 
         Raises BadInput if the environment cannot be used, and WorkerLost if its process is repeatedly killed from
@@ -121,7 +129,7 @@ class EnvironmentPool:
             parts.setdefault(number % len(self._places), []).append(index)
         return parts
 
-    def _answer_in_turn(self, place: int, asked: Sequence[Asked]) -> list[TurnAnswer]:
+    def _answer_in_turn(self, place: int, asked: Sequence[EpisodeRequest]) -> list[TurnAnswer]:
         """Answer episodes one after the other in one process, while no other thread uses that process."""
         with self._turns[place]:
             return [self._answer_one(self._places[place], each) for each in asked]
@@ -132,7 +140,7 @@ class EnvironmentPool:
             with self._turns[place]:
                 self._end(self._places[place], [episodes[index] for index in part])
 
-    def _end(self, place: Place[EnvironmentProcess], episodes: Sequence[str]) -> None:
+    def _end(self, place: RestartingProcess[EnvironmentProcess], episodes: Sequence[str]) -> None:
         """Close episodes in one process if the process is up. A process that ends during the call is closed."""
         try:
             if place.is_up:
@@ -145,11 +153,11 @@ class EnvironmentPool:
         for place in self._places:
             place.close()
 
-    def _answer_one(self, place: Place[EnvironmentProcess], asked: Asked) -> TurnAnswer:
+    def _answer_one(self, place: RestartingProcess[EnvironmentProcess], asked: EpisodeRequest) -> TurnAnswer:
         """Answer the last turn of one episode, restarting the process if it ends during the call.
 
-        The episode fails if the process ends for the same cause as often as `ProcessEnded.suffices` says. Raises
-        WorkerLost after `MOST_ENDS` ends.
+        The episode fails if the process ends for the same cause as often as `ProcessEnded.num_repeats` says. Raises
+        WorkerLost after `MAX_ENDS` ends.
         """
         ends: list[str] = []
         began = time.monotonic()
@@ -161,10 +169,10 @@ class EnvironmentPool:
             except ProcessEnded as end:
                 place.close()
                 ends.append(end.cause)
-                if end.suffices is not None and ends.count(end.cause) >= end.suffices:
+                if end.num_repeats is not None and ends.count(end.cause) >= end.num_repeats:
                     late = f"no answer after {self._settings.step_seconds:g} s"
                     return TurnAnswer(None, late if end.cause == "time" else str(end), time.monotonic() - began)
-                if len(ends) == MOST_ENDS:
+                if len(ends) == MAX_ENDS:
                     raise WorkerLost(
                         f"{self._settings.run.where}: the environment's process ended {len(ends)} times in a row, by "
                         f"{', '.join(ends)}, for an unknown reason. Check that the machine has enough memory and that "

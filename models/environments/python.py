@@ -7,8 +7,8 @@ program are reported to the policy. An episode fails only if the sandbox itself 
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from infra.episode_runner import ToolBox, ToolError, observed, schemas_of, turn_of
-from infra.processes.episodes import Asked, EnvironmentStep, Said
+from infra.episode_runner import ToolBox, ToolError, build_schemas, parse_step, parse_turn
+from infra.processes.episodes import EnvironmentMessage, EnvironmentStep, EpisodeRequest
 from infra.processes.programs import Program, Programs, SandboxFailed
 from models.config.environments import PythonEnvironment
 
@@ -55,7 +55,7 @@ class PythonTool:
         )
         self._seconds, self._left = settings.step_seconds, 0.0
         self._box = ToolBox([self._tool()])
-        self.schemas: Sequence[object] = schemas_of(self._box.tools) if describes else []
+        self.schemas: Sequence[object] = build_schemas(self._box.tools) if describes else []
         """Schema of the only tool, or an empty list if `describes` is not set."""
 
     def ready(self) -> None:
@@ -66,7 +66,7 @@ class PythonTool:
         """Kill the sandbox."""
         self._programs.close()
 
-    def step(self, asked: Asked) -> tuple[EnvironmentStep | None, str | None]:
+    def step(self, asked: EpisodeRequest) -> tuple[EnvironmentStep | None, str | None]:
         """Run the calls of an episode's last turn. A turn without a call ends the episode.
 
         Returns the step and None, or None and the reason if the sandbox failed. Raises WorkerLost if the sandbox was
@@ -76,11 +76,11 @@ class PythonTool:
             return EnvironmentStep((), done=False), None
         self._left = self._seconds
         try:
-            observation = observed(self._box.step(turn_of(asked.turns[-1], len(asked.turns) - 1)), role="tool")
+            observation = parse_step(self._box.step(parse_turn(asked.turns[-1], len(asked.turns) - 1)), role="tool")
         except SandboxFailed as error:
             return None, f"the sandbox failed: {error}"
         return EnvironmentStep(
-            tuple(Said(**message) for message in observation["messages"]), done=observation["done"]
+            tuple(EnvironmentMessage(**message) for message in observation["messages"]), done=observation["done"]
         ), None
 
     def end(self, closed: Sequence[str]) -> None:

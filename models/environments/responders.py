@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
 from infra.plugins import find_target
-from infra.processes.episodes import Asked, EnvironmentStep
+from infra.processes.episodes import EnvironmentStep, EpisodeRequest
 from models.config.environments import EpisodeSettings
 from models.records.versions import ModelVersion
 
@@ -28,7 +28,7 @@ class Responder(Protocol):
     def progress(self) -> int:
         """Counter that grows at least once with every answered turn."""
 
-    def answer(self, asked: Sequence[Asked], numbers: Sequence[int]) -> list[TurnAnswer]:
+    def answer(self, asked: Sequence[EpisodeRequest], numbers: Sequence[int]) -> list[TurnAnswer]:
         """Answer the last turn of each episode. `numbers` are the episode numbers.
 
         Raises BadInput if the environment cannot be used, and WorkerLost if it was ended for an unknown external
@@ -62,4 +62,4 @@ class ResponderFactory(Protocol):
 
 def build_responder(settings: EpisodeSettings) -> Responder:
     """Create the responder for an environment. Raises BadInput if the environment cannot be used."""
-    return cast(ResponderFactory, find_target(settings.responder, where=f"{settings.known_as!r}"))(settings)
+    return cast(ResponderFactory, find_target(settings.responder, where=f"{settings.label!r}"))(settings)

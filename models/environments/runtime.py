@@ -7,8 +7,8 @@ from typing import cast
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from infra.errors import BadInput
-from infra.processes.child import Place
-from infra.processes.episodes import Asked
+from infra.processes.child import RestartingProcess
+from infra.processes.episodes import EpisodeRequest
 from models.config.environments import EpisodeSettings
 from models.data.problems import Message, Problem
 from models.engines.protocol import Engine
@@ -99,7 +99,7 @@ def tool_schemas(settings: EpisodeSettings) -> tuple[ToolSchema, ...]:
     if settings.process is None:
         return ()
     process = start_process(settings.process, describes=True)
-    place = Place(lambda: process, what=settings.run.where)
+    place = RestartingProcess(lambda: process, what=settings.run.where)
     try:
         return tuple(cast(ToolSchema, schema) for schema in place.ready().schemas)
     finally:
@@ -146,7 +146,7 @@ def check_turns(
         check_template_appends(form, role=settings.run.role, where="rollout.environment")
     answers = build_responder(settings)
     try:
-        [first_answer] = answers.answer([Asked(episode="0", problem=build_problem_data(problem), seed=0)], [0])
+        [first_answer] = answers.answer([EpisodeRequest(episode="0", problem=build_problem_data(problem), seed=0)], [0])
     finally:
         answers.close()
     if first_answer.step is None:

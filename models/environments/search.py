@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from infra.episode_runner import ToolBox, ToolError, observed, schemas_of, turn_of
-from infra.errors import BadInput, Complaints
-from infra.processes.episodes import Asked, EnvironmentStep, Said
-from infra.store.inputs import written
+from infra.episode_runner import ToolBox, ToolError, build_schemas, parse_step, parse_turn
+from infra.errors import BadInput, InputErrors
+from infra.processes.episodes import EnvironmentMessage, EnvironmentStep, EpisodeRequest
+from infra.store.inputs import format_path
 from models.config.environments import SearchEnvironment
 from models.data.files import read_rows, read_text
 from models.retrieval.encoders import Retriever
@@ -27,13 +27,13 @@ class Index:
 
         Raises BadInput if the retriever cannot be loaded or the file has no passages.
         """
-        complaints, self.passages = Complaints(), list[str]()
-        for place, row in read_rows(corpus, [column], complaints):
-            with complaints.kept(place):
+        input_errors, self.passages = InputErrors(), list[str]()
+        for place, row in read_rows(corpus, [column], input_errors):
+            with input_errors.collect(place):
                 self.passages.append(read_text(place, row[column], column))
-        complaints.check()
+        input_errors.check()
         if not self.passages:
-            raise BadInput(f"rollout.environment.corpus {written(corpus)}: the file has no passages")
+            raise BadInput(f"rollout.environment.corpus {format_path(corpus)}: the file has no passages")
         self._retriever = Retriever(retriever, "rollout.environment.retriever")
         self._passages_ND = self._retriever.embed(self.passages)
 
@@ -56,7 +56,7 @@ class SearchTool:
         """Store the settings. Retriever and passages are loaded by `ready` or the first call."""
         self._settings = settings
         self._box = ToolBox([self._tool()])
-        self.schemas: Sequence[object] = schemas_of(self._box.tools) if describes else []
+        self.schemas: Sequence[object] = build_schemas(self._box.tools) if describes else []
         """Schema of the only tool, or an empty list if `describes` is not set."""
 
     def ready(self) -> None:
@@ -66,13 +66,13 @@ class SearchTool:
     def kill(self) -> None:
         """Do nothing, because no process was started."""
 
-    def step(self, asked: Asked) -> tuple[EnvironmentStep | None, str | None]:
+    def step(self, asked: EpisodeRequest) -> tuple[EnvironmentStep | None, str | None]:
         """Answer the calls of an episode's last turn. A turn without a call ends the episode."""
         if not asked.turns:
             return EnvironmentStep((), done=False), None
-        observation = observed(self._box.step(turn_of(asked.turns[-1], len(asked.turns) - 1)), role="tool")
+        observation = parse_step(self._box.step(parse_turn(asked.turns[-1], len(asked.turns) - 1)), role="tool")
         return EnvironmentStep(
-            tuple(Said(**message) for message in observation["messages"]), done=observation["done"]
+            tuple(EnvironmentMessage(**message) for message in observation["messages"]), done=observation["done"]
         ), None
 
     def end(self, closed: Sequence[str]) -> None:

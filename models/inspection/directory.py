@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from infra.errors import BadInput
 from infra.plugins import find_target
-from infra.store.inputs import fetched
+from infra.store.inputs import fetch_path
 from models.config.data import PixelLimits
 from models.config.denoising import DenoisingConfig
 from models.config.policy import (
@@ -201,7 +201,7 @@ class Inspection(Protocol):
 
 def inspect_policy(policy: PolicySource, texts: Iterable[str]) -> Inspected:
     """Describe a run's initial policy before it is created. Raises BadInput if it cannot be trained or sampled."""
-    inspect = find_target(policy.inspection, where=f"policy {policy.known_as!r}")
+    inspect = find_target(policy.inspection, where=f"policy {policy.label!r}")
     return cast(Inspection, inspect)(policy, texts)
 
 
@@ -232,7 +232,7 @@ def inspect_vision_scratch(policy: VisionScratchPolicy, texts: Iterable[str]) ->
 
 def inspect_import(policy: DirectoryPolicy, texts: Iterable[str]) -> Inspected:
     """Describe the policy in the configured directory."""
-    return inspect_directory(fetched(policy.path))
+    return inspect_directory(fetch_path(policy.path))
 
 
 def inspect_merge(policy: MergePolicy, texts: Iterable[str]) -> Inspected:

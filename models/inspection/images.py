@@ -9,7 +9,7 @@ from typing import Final
 
 from PIL import Image
 
-from infra.errors import BadInput, Complaints, WorkerFailed
+from infra.errors import BadInput, InputErrors, WorkerFailed
 from models.config.data import PixelLimits
 from models.config.judges import EndpointJudge, JudgeReward, ScoreVerdict
 from models.config.rewards import ScoringConfig
@@ -39,11 +39,11 @@ def check_images(problems: Sequence[Problem], processor: VisionProcessor | None)
         for problem in problems
         for number, encoded in enumerate(problem.images, start=1)
     }
-    complaints = Complaints()
+    input_errors = InputErrors()
     for encoded, where in places.items():
-        with complaints.kept(where):
+        with input_errors.collect(where):
             _check_image(encoded, processor, where=where)
-    complaints.check()
+    input_errors.check()
 
 
 def _check_image(encoded: bytes, processor: VisionProcessor | None, *, where: str) -> None:

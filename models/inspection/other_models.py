@@ -76,7 +76,7 @@ def check_teacher(teacher: Teacher, tokenizer: PreTrainedTokenizerFast, *, longe
     completion together, `slices` the number of ranks in a sequence-parallel group. Neither weights nor the network are
     accessed. Raises BadInput if the teacher does not fit.
     """
-    check = cast(TeacherCheck, find_target(teacher.inspection, where=f"teacher {teacher.known_as!r}"))
+    check = cast(TeacherCheck, find_target(teacher.inspection, where=f"teacher {teacher.label!r}"))
     return check(teacher, tokenizer, longest_tokens=longest_tokens, slices=slices)
 
 
@@ -174,7 +174,7 @@ def check_served_model(term: str, reward: ServedReward, *, problems: Sequence[Pr
     Weights are not read. Raises BadInput if the model does not fit.
     """
     try:
-        check = cast(ServedModelCheck, find_target(reward.model.inspection, where=f"model {reward.model.known_as!r}"))
+        check = cast(ServedModelCheck, find_target(reward.model.inspection, where=f"model {reward.model.label!r}"))
         return check(reward, reward.model, problems=problems, seed=seed, gpus=gpus)
     except BadInput as error:
         raise BadInput(f"reward {term}: {error}") from error

@@ -40,7 +40,7 @@ def check_user(environment: DialogueEnvironment, *, problems: Sequence[Problem],
     """
     model = environment.model
     try:
-        check = cast(UserCheck, find_target(model.inspection, where=f"model {model.known_as!r}"))
+        check = cast(UserCheck, find_target(model.inspection, where=f"model {model.label!r}"))
         return check(environment, model, problems=problems, gpus=gpus)
     except BadInput as error:
         raise BadInput(f"rollout.environment.model: {error}") from error

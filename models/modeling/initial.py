@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from infra.errors import BadInput
-from infra.store.inputs import fetched
+from infra.store.inputs import fetch_path
 from infra.variants import implementation_of
 from models.config.data import DataConfig
 from models.config.environments import DialogueEnvironment
@@ -73,7 +73,7 @@ def write_vision_scratch(policy: VisionScratchPolicy, directory: Path, *, texts:
 
 def write_import(policy: DirectoryPolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
     """Copy the policy from an external directory."""
-    return _copy(fetched(policy.path), directory)
+    return _copy(fetch_path(policy.path), directory)
 
 
 def write_merged_policy(policy: MergePolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:

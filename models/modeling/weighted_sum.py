@@ -19,7 +19,7 @@ from torch import Tensor
 
 from infra.errors import BadInput
 from infra.store.bundles import CONTENTS, Contents, describe_pieces, write_hashed
-from infra.store.inputs import fetched, written
+from infra.store.inputs import fetch_path, format_path
 from models.config.policy import MergePolicy
 from models.modeling.directory import INDEX, KEPT, check_directory, copy_config_files, meta_policy, weight_files
 from models.modeling.merging import SETTINGS, TENSORS, Adapter, add_adapter, find_base, is_adapter, read_adapter
@@ -39,7 +39,7 @@ CHUNK_BYTES: Final = 2**20
 def find_parents(policy: MergePolicy) -> tuple[Parent, ...]:
     """Return the parents of a configured policy: their directories on this machine, weights and starting policies."""
     return tuple(
-        Parent(written(parent.path), fetched(parent.path), parent.weight, start_of(parent.path))
+        Parent(format_path(parent.path), fetch_path(parent.path), parent.weight, start_of(parent.path))
         for parent in policy.parents
     )
 

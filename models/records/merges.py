@@ -7,7 +7,7 @@ from typing import Final, Literal
 from pydantic import JsonValue
 
 from infra.config import Settings
-from infra.store.inputs import has_run, is_remote, written
+from infra.store.inputs import format_path, has_run, is_remote
 from infra.store.runs import Run, open_run
 
 MERGE: Final = "merge.json"
@@ -78,7 +78,7 @@ def start_of(path: Path) -> str:
     """Return the digest of the policy from which the run of a policy directory started, or "" if it is in no run."""
     place = path if is_remote(path) else path.resolve()
     home = next((parent for parent in place.parents if has_run(parent)), None)
-    return "" if home is None else start_of_run(open_run(written(home.parent), home.name))
+    return "" if home is None else start_of_run(open_run(format_path(home.parent), home.name))
 
 
 def start_of_run(run: Run) -> str:

@@ -352,7 +352,7 @@ def order_training(
     model = reward.model
     if model.training is None:
         return None
-    order = cast(TrainingOrder, find_target(model.training, where=f"model {model.known_as!r}"))
+    order = cast(TrainingOrder, find_target(model.training, where=f"model {model.label!r}"))
     return order(base, reward, model, data=data, preferences=preferences, seed=seed)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infra.errors import BadInput
-from infra.store.inputs import fetched, written
+from infra.store.inputs import fetch_path, format_path
 from models.config.retriever import EncoderConfig
 from models.untrusted_files.directory import check_untrusted_files, missing_directory_error
 
@@ -75,7 +75,7 @@ def check_directory(path: Path, where: str) -> Path:
     Raises BadInput if the directory is not an encoder, or if it names code outside sentence-transformers.
     """
     require_library(where)
-    here = fetched(path)
+    here = fetch_path(path)
     if not here.is_dir():
         raise missing_directory_error(where, path)
     check_untrusted_files(here)
@@ -86,16 +86,16 @@ def check_directory(path: Path, where: str) -> Path:
         if not (here / "config.json").is_file():
             contents = ", ".join(sorted(each.name for each in here.iterdir())[:5]) or "no file"
             raise BadInput(
-                f"{where} {written(path)}: expected an encoder directory with {MODULES} or config.json, found "
+                f"{where} {format_path(path)}: expected an encoder directory with {MODULES} or config.json, found "
                 f"{contents}"
             ) from None
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise BadInput(f"{where} {written(path)}: {MODULES} is not a valid list of modules: {error}") from error
+        raise BadInput(f"{where} {format_path(path)}: {MODULES} is not a valid list of modules: {error}") from error
     for kind in kinds:
         if not str(kind).startswith("sentence_transformers."):
             raise BadInput(
-                f"{where} {written(path)}: {MODULES} names the module {kind!r}. Only modules of sentence_transformers "
-                "are loaded."
+                f"{where} {format_path(path)}: {MODULES} names the module {kind!r}. Only modules of "
+                "sentence_transformers are loaded."
             )
     return here
 
@@ -147,7 +147,7 @@ def _loading(path: Path, where: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise BadInput(f"{where} {written(path)}: the encoder cannot be loaded: {reason}") from error
+        raise BadInput(f"{where} {format_path(path)}: the encoder cannot be loaded: {reason}") from error
 
 
 class Retriever:

@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol, cast
 import numpy as np
 
 from infra.config import Settings
-from infra.errors import BadInput, Complaints
+from infra.errors import BadInput, InputErrors
 from infra.variants import implementation_of
 from models.config.retriever import PairFile, RetrieverConfig, TemplatedPairs
 from models.data.files import read_rows, read_text
@@ -79,12 +79,12 @@ def file_pairs(source: PairFile, seed: int, fraction: float) -> PairSet:
 def _read(path: Path, source: PairFile) -> tuple[Pair, ...]:
     """Read all pairs of a file. Raises BadInput if a row is invalid or the file has no pairs."""
     columns = [source.query_column, source.passage_column, *filter(None, [source.negatives_column])]
-    pairs, complaints = list[Pair](), Complaints()
-    for place, row in read_rows(path, columns, complaints):
-        with complaints.kept(place):
+    pairs, input_errors = list[Pair](), InputErrors()
+    for place, row in read_rows(path, columns, input_errors):
+        with input_errors.collect(place):
             query, passage = (read_text(place, row[column], column) for column in columns[:2])
             pairs.append(Pair(query=query, passage=passage, negatives=_negatives(place, row, columns[2:])))
-    complaints.check()
+    input_errors.check()
     if not pairs:
         raise BadInput(f"{path}: the file is empty. Expected at least one pair.")
     return tuple(pairs)

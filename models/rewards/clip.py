@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
 
 from infra.errors import BadInput
-from infra.store.inputs import fetched, written
+from infra.store.inputs import fetch_path, format_path
 from models.config.reward_terms import ClipReward
 from models.modeling.policy import first_line, load_weights
 from models.rewards.painting import PictureReward
@@ -91,7 +91,7 @@ def _normalize(embedding: Tensor) -> Tensor:
 
 def _find_directory(path: Path) -> Path:
     """Return the local directory of the model. Raises BadInput if it does not contain a CLIP model."""
-    here = fetched(path)
+    here = fetch_path(path)
     if not here.is_dir():
         raise missing_directory_error(WHERE, path)
     check_untrusted_files(here)
@@ -110,7 +110,7 @@ def _find_directory(path: Path) -> Path:
 
 def _unusable_model(path: Path, fault: str) -> BadInput:
     """Return the error for a directory without a usable CLIP model."""
-    return BadInput(f"{WHERE} {written(path)}: this is not a usable CLIP model: {fault}")
+    return BadInput(f"{WHERE} {format_path(path)}: this is not a usable CLIP model: {fault}")
 
 
 def _load_head(path: Path, *, width: int) -> Callable[[Tensor], Tensor]:
@@ -118,9 +118,9 @@ def _load_head(path: Path, *, width: int) -> Callable[[Tensor], Tensor]:
 
     `width` is the size of the embedding. Raises BadInput if the layers do not lead from `width` numbers to one.
     """
-    where = f"reward 'clip': head {written(path)}"
+    where = f"reward 'clip': head {format_path(path)}"
     try:
-        tensors = load_file(fetched(path))
+        tensors = load_file(fetch_path(path))
     except (OSError, SafetensorError) as error:
         raise BadInput(f"{where}: the file cannot be read as safetensors: {first_line(error)}") from error
     names = sorted(tensors, key=lambda name: [int(part) for part in re.findall(r"\d+", name)])

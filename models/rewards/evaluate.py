@@ -4,7 +4,7 @@ Rewards run untrusted code on text that a policy generated, so they may hang, ra
 happens, only the score of that completion is missing, with a reason. If the machine kills or stops the process or gives
 it no CPU time, the completion is judged again in a new process, and its score is missing only if the process ends in
 the same way again. Outside a sandbox, anyone could have sent a signal such as SIGKILL, so such an end is never
-attributed to the completion: after `MOST_ENDS` ends the worker is lost, and nothing is written for the shard.
+attributed to the completion: after `MAX_ENDS` ends the worker is lost, and nothing is written for the shard.
 
 Users' functions run in a process that imports no code of this project. Our own functions run in another process.
 """
@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 from typing import Final, cast
 
 from infra.errors import BadInput, WorkerLost
-from infra.processes.child import MOST_ENDS, Place, ProcessEnded, our_interpreter, users_interpreter
+from infra.processes.child import MAX_ENDS, ProcessEnded, RestartingProcess, rheostat_interpreter, user_interpreter
 from infra.processes.functions import CallResult, FunctionProcess, RunFunction
 from models.config.reward_terms import RuleReward, Segmentation
 from models.config.rewards import ScoringConfig
@@ -80,7 +80,7 @@ class _Part:
     """Functions that run in the same process."""
 
     functions: tuple[RunFunction, ...]
-    place: Place[FunctionProcess]
+    place: RestartingProcess[FunctionProcess]
 
 
 class Evaluator:
@@ -99,9 +99,9 @@ class Evaluator:
             there = [each for each in (*self._functions, *map(_build_cut_function, cuts)) if _is_ours(each) == ours]
             if there:
                 sandbox = "scoring.sandbox" if scoring.sandbox == "bubblewrap" else ""
-                interpreter = our_interpreter() if ours else users_interpreter(scoring.python, sandbox=sandbox)
+                interpreter = rheostat_interpreter() if ours else user_interpreter(scoring.python, sandbox=sandbox)
                 start = partial(FunctionProcess, there, interpreter, what=what, seconds=scoring.timeout_seconds)
-                self._parts[ours] = _Part(tuple(there), Place(start, what=what))
+                self._parts[ours] = _Part(tuple(there), RestartingProcess(start, what=what))
 
     def start(self) -> None:
         """Start the processes and import the rewards. Raises BadInput if a reward cannot be used."""
@@ -223,7 +223,7 @@ class Evaluator:
     ) -> CallResult:
         """Call a function. Call it again in a new process if the first process may have ended for an external reason.
 
-        Raises ProcessEnded if the function itself ended the process, and WorkerLost after `MOST_ENDS` ends.
+        Raises ProcessEnded if the function itself ended the process, and WorkerLost after `MAX_ENDS` ends.
         """
         part = self._parts[_is_ours(function)]
         texts, ends = (case.prompt, case.completion, case.answer), list[str]()
@@ -247,9 +247,9 @@ class Evaluator:
                 if end.cause == "time":
                     end.args = (f"no value after {self._scoring.timeout_seconds:g} s",)
                 ends.append(end.cause)
-                if end.suffices is not None and ends.count(end.cause) >= end.suffices:
+                if end.num_repeats is not None and ends.count(end.cause) >= end.num_repeats:
                     raise
-                if len(ends) == MOST_ENDS:
+                if len(ends) == MAX_ENDS:
                     raise _score_failed(function, case, ends) from end
 
     def _read_images(self, case: Case) -> list[bytes]:

@@ -11,7 +11,7 @@ from pydantic import JsonValue
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from infra.errors import BadInput, Complaints
+from infra.errors import BadInput, InputErrors
 from models.config.policy import ScratchPolicy
 from models.data.images import ImageHeader, read_header
 from models.data.problems import Message, Problem, Prompt, add_image_places, check_places, identity
@@ -247,14 +247,14 @@ def enforce_prompt_length(
 
     Raises BadInput that lists all empty or too long prompts, or if no prompt is left.
     """
-    complaints, fitting = Complaints(), TokenizedProblems()
+    input_errors, fitting = InputErrors(), TokenizedProblems()
     for problem, prompt in asked:
         if len(prompt.input) > max_tokens and too_long == "drop":
             continue
-        with complaints.kept(problem.source):
+        with input_errors.collect(problem.source):
             _require_room(problem, prompt, max_tokens=max_tokens)
             fitting.append((problem, prompt))
-    complaints.check()
+    input_errors.check()
     if not fitting:
         raise BadInput(
             f"data.too_long = 'drop' leaves no {split} problem: all {len(asked)} prompts have more than {max_tokens} "

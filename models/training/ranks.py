@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from infra.errors import BadInput
-from infra.pools.forks import THREADED, hide_modules
+from infra.pools.forks import THREADED_MODULES, hide_modules
 from models.modeling.sequence_parallel import SequenceParallelGroup
 
 
@@ -177,7 +177,7 @@ def _find_loopback_interface() -> str:
 
 
 def _start_deepspeed() -> None:
-    with hide_modules(*THREADED):  # importing MLflow takes as long as the rest of DeepSpeed
+    with hide_modules(*THREADED_MODULES):  # importing MLflow takes as long as the rest of DeepSpeed
         import deepspeed
         import deepspeed.ops
 

@@ -20,9 +20,9 @@ from infra.store.bundles import (
     Contents,
     complete_bundle,
     describe_pieces,
-    fetch_part,
+    fetch_bundle_files,
     has_bundle,
-    put_bundled,
+    put_bundle_file,
     write_hashed,
 )
 from infra.store.checksums import canonical_json
@@ -88,9 +88,9 @@ class StateWriter:
         with self._store.scratch() as scratch:
             name = _file_name(self._ranks.rank)
             write_hashed(scratch / name, self._counted(moments))
-            put_bundled(self._store, ref, contents, name, scratch / name)
+            put_bundle_file(self._store, ref, contents, name, scratch / name)
         if self._ranks.rank == 0:
-            put_bundled(self._store, ref, contents, _LAYOUT, _encoded(_build_layout(self._update, self._ranks)))
+            put_bundle_file(self._store, ref, contents, _LAYOUT, _encoded(_build_layout(self._update, self._ranks)))
         complete_bundle(self._store, ref, contents)  # done by the last rank
 
     def _counted(self, moments: Moments) -> Iterator[bytes | memoryview]:
@@ -115,7 +115,7 @@ def load_state(trainer: Trainer, store: Store, ref: BundleRef, *, update: Update
     layout do not fit, and Damaged if a file cannot be parsed.
     """
     current = _build_layout(update, ranks)
-    stored = StateLayout.model_validate_json((fetch_part(store, ref, [_LAYOUT]) / _LAYOUT).read_bytes())
+    stored = StateLayout.model_validate_json((fetch_bundle_files(store, ref, [_LAYOUT]) / _LAYOUT).read_bytes())
     if stored.dtype != current.dtype:
         raise BadInput(f"optimizer state {ref.key} is for {stored.dtype} weights, but update.dtype is {current.dtype}")
     if stored.optimizer != current.optimizer:
@@ -133,7 +133,7 @@ def load_state(trainer: Trainer, store: Store, ref: BundleRef, *, update: Update
         stored, ranks = current, replace(ranks, rank=0)
     writers = [ranks.rank] if stored == current else range(stored.world_size)
     names = [_file_name(rank) for rank in writers]
-    directory = fetch_part(store, ref, names)
+    directory = fetch_bundle_files(store, ref, names)
     try:
         if stored == current:
             moments = load_file(directory / names[0])
@@ -155,7 +155,7 @@ def _build_layout(update: UpdateConfig, ranks: Ranks) -> StateLayout:
         world_size=ranks.world_size,
         zero_stage=update.running_stage,
         dtype=update.dtype,
-        optimizer=update.optimizer.known_as,
+        optimizer=update.optimizer.label,
     )
 
 

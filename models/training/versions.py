@@ -65,9 +65,9 @@ def publish_version(
             if not trainer.trains_adapters:
                 _copy_beside_weights(fetch_bundle(store, parent.weights), scratch)
             if put == "not":
-                bundle = describe_bundle(scratch, written=files).ref(prefix)
+                bundle = describe_bundle(scratch, written_files=files).ref(prefix)
             else:
-                bundle = publish_bundle(store, scratch, prefix=prefix, written=files, durable=put == "durable")
+                bundle = publish_bundle(store, scratch, prefix=prefix, written_files=files, durable=put == "durable")
             part = {"adapter" if trainer.trains_adapters else "weights": bundle}
             encoded = _VERSION.dump_json(replace(parent, version=version, state=None, **part))
         return _VERSION.validate_json(broadcast_bytes(encoded, ranks))

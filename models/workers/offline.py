@@ -202,7 +202,7 @@ class OfflineTrainer:
         trainer = resident.load_with_fresh_optimizer(model)
         loaded = clock()
         notes = StepNotes(self._store if self._ranks.rank == 0 else None)
-        result = learn(trainer, TrainingCallbacks(self._on_progress, notes.tell))
+        result = learn(trainer, TrainingCallbacks(self._on_progress, notes.report))
         notes.end()
         stepped = clock()
         policy = resident.publish(model, version=model.version, put="durable")

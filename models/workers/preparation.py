@@ -12,7 +12,7 @@ from pydantic import JsonValue
 
 from infra.errors import BadInput
 from infra.store.bundles import fetch_bundle, publish_bundle
-from infra.store.inputs import fetched
+from infra.store.inputs import fetch_path
 from infra.store.shards import write_shard
 from infra.store.storage import open_store
 from models.data.images import media_tables
@@ -148,7 +148,7 @@ class PreparationWorker:
         tools = tools_of(work.environment, problems)
         prompts = tokenize_problems(problems, tokenizer, load_processor(directory), tools=tools)
         if work.split == "train" and work.data.without is not None:
-            problems, prompts = _exclude_listed(problems, prompts, fetched(work.data.without))
+            problems, prompts = _exclude_listed(problems, prompts, fetch_path(work.data.without))
         room, too_long = context - work.max_new_tokens, work.data.too_long
         fitting = enforce_prompt_length(
             [*zip(problems, prompts, strict=True)], max_tokens=room, too_long=too_long, split=work.split

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from transformers.utils import logging as transformers_logging
 
-from infra.store.bundles import BundleRef, fetch_bundle, fetch_file, publish_bundle
+from infra.store.bundles import BundleRef, fetch_bundle, fetch_bundle_file, publish_bundle
 from infra.store.storage import open_store
 from models.config.retriever import EncoderConfig, RetrieverConfig
 from models.records.retrievals import CrossEncoderWork, StudentWork
@@ -97,7 +97,7 @@ class RetrieverWorker:
         self._progress += 1
 
     def _pairs(self, ref: BundleRef) -> PairSet:
-        return PairSet.model_validate_json(fetch_file(self._store, ref, PAIRS).read_bytes())
+        return PairSet.model_validate_json(fetch_bundle_file(self._store, ref, PAIRS).read_bytes())
 
     def _cross_encoder(self, directory: Path) -> "CrossEncoder":
         config, seed = self._config, derive_seed("cross-encoder", self._config.seed)

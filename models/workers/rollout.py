@@ -11,7 +11,7 @@ import torch
 from pydantic import JsonValue
 
 from infra.errors import BadInput, Damaged
-from infra.store.bundles import fetch_bundle, proved_beside
+from infra.store.bundles import fetch_bundle, verify_while_reading
 from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.denoising import DenoisingConfig
@@ -94,7 +94,7 @@ class RolloutWorker:
         started = time.perf_counter()
         adapter = None if policy.adapter is None else fetch_bundle(self._store, policy.adapter)
         try:
-            with proved_beside(self._store, policy.weights, large=WEIGHTS) as directory:
+            with verify_while_reading(self._store, policy.weights, large_suffix=WEIGHTS) as directory:
                 self._moved_bytes += self._engine.load(directory, policy, adapter=adapter)
         except Damaged:
             self._engine.sleep()  # it may have loaded something else than the policy

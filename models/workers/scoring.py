@@ -9,7 +9,7 @@ from pydantic import JsonValue
 from tokenizers import Tokenizer
 
 from infra.errors import BadInput, Quarantined
-from infra.store.bundles import fetch_file
+from infra.store.bundles import fetch_bundle_file
 from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.algorithms import AlgorithmConfig
@@ -151,7 +151,7 @@ class ScoringWorker:
         if work.tokenizer is None:
             raise BadInput(f"scoring work: {', '.join(self._scoring.process_terms)} need the policy's tokenizer")
         if self._tokenizer is None or self._tokenizer[0] != work.tokenizer.digest:
-            tokenizer = open_tokenizer(fetch_file(self._store, work.tokenizer, "tokenizer.json"))
+            tokenizer = open_tokenizer(fetch_bundle_file(self._store, work.tokenizer, "tokenizer.json"))
             self._tokenizer = work.tokenizer.digest, tokenizer
         rows = zip(*(rollouts[name].to_pylist() for name in (COMPLETION_TOKENS, "completion")), strict=True)
         return [find_token_starts(self._tokenizer[1], tokens, text) for tokens, text in rows]

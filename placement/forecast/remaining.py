@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from placement.forecast.lengths import sample_units, share_below
-from placement.forecast.stage import list_schedule, releases, unit_seconds
+from placement.forecast.stage import list_schedule, release_times, unit_seconds
 from placement.records import DrainInputs, Floats, RoleProgress
 
-BEYOND = 0.25
+OVERDUE_SHARE = 0.25
 """Mean remaining time of a unit that already takes longer than all sampled units, as a fraction of its elapsed time."""
 
 FACTORS_S = np.geomspace(1 / 8, 8, 49)
@@ -32,7 +32,7 @@ MIN_SPREAD = 0.15
 less."""
 
 
-def residuals(pool_BP: Floats, elapsed_F: Floats, *, seed: tuple[int, ...]) -> Floats:
+def sample_residuals(pool_BP: Floats, elapsed_F: Floats, *, seed: tuple[int, ...]) -> Floats:
     """Sample the remaining seconds of each unit in progress, from sampled units that take longer than its elapsed time.
 
     `pool_BP` contains the total seconds of sampled units, `elapsed_F` the elapsed seconds of the units in progress.
@@ -44,10 +44,10 @@ def residuals(pool_BP: Floats, elapsed_F: Floats, *, seed: tuple[int, ...]) -> F
     shorter_BF = np.stack([np.searchsorted(row, elapsed_F, side="right") for row in sorted_BP])
     rank_BF = np.minimum(shorter_BF + ((size - shorter_BF) * uniform_BF).astype(np.int64), size - 1)
     left_BF = np.take_along_axis(sorted_BP, rank_BF, axis=1) - elapsed_F
-    return np.where(shorter_BF < size, left_BF, -BEYOND * np.log1p(-uniform_BF) * elapsed_F)
+    return np.where(shorter_BF < size, left_BF, -OVERDUE_SHARE * np.log1p(-uniform_BF) * elapsed_F)
 
 
-def stage_factor(pool_BP: Floats, elapsed_F: Floats, *, done: int, done_seconds: float) -> float:
+def estimate_stage_factor(pool_BP: Floats, elapsed_F: Floats, *, done: int, done_seconds: float) -> float:
     """Estimate the factor by which units of this stage take longer than the sampled units.
 
     Returns the posterior mean over `FACTORS_S`, with log-normal unit times. `done` units have finished and took
@@ -97,7 +97,7 @@ class RoleState:
     """Number of lanes that each slot contributes."""
 
 
-def remaining(inputs: DrainInputs, moves: Sequence[int], *, bootstraps: int) -> Floats:
+def predict_remaining(inputs: DrainInputs, moves: Sequence[int], *, bootstraps: int) -> Floats:
     """Return the predicted seconds to the end of the stage (K x B) for each candidate in `moves`.
 
     A candidate is a number of slots to move now. Positive numbers move slots to scoring, negative numbers to rollout.
@@ -134,8 +134,8 @@ def _state(
     pool_BP = unit_seconds(demand, samples.longest_BU, samples.tokens_BU, together=together)
     elapsed_F = np.array([unit.elapsed_seconds for unit in role.in_flight])
     done, done_seconds = _finished(role, inputs, lanes)
-    pool_BP = pool_BP * stage_factor(pool_BP, elapsed_F, done=done, done_seconds=done_seconds)
-    residual_BF = np.sort(residuals(pool_BP, elapsed_F, seed=(*seed, 1)), axis=1)
+    pool_BP = pool_BP * estimate_stage_factor(pool_BP, elapsed_F, done=done, done_seconds=done_seconds)
+    residual_BF = np.sort(sample_residuals(pool_BP, elapsed_F, seed=(*seed, 1)), axis=1)
     idle_BW = np.zeros((bootstraps, max(lanes - started, 0)))
     waiting, coming = round(role.waiting / scale), round(role.coming / scale)
     return RoleState(
@@ -218,7 +218,7 @@ def _ends(
     done_XU, free_XW = list_schedule(_padded(rollout_K), np.tile(rollout.seconds_BU, (K, 1)))
     done_XU = np.sort(np.concatenate([done_XU, np.tile(rollout.under_way_BF, (K, 1))], axis=1), axis=1)
     coming = scoring.seconds_BU.shape[1] - scoring.waiting
-    ready_XU = np.concatenate([np.zeros((K * B, scoring.waiting)), releases(done_XU, coming)], axis=1)
+    ready_XU = np.concatenate([np.zeros((K * B, scoring.waiting)), release_times(done_XU, coming)], axis=1)
     lanes_K1 = np.repeat([round(spare * rollout.lanes_per_slot) for spare in spare_K], B)[:, None]
     joining_XW = np.where(np.arange(free_XW.shape[1]) < lanes_K1, np.sort(free_XW, axis=1) + cost, NEVER)
     stride = max(1, round(rollout.lanes_per_slot / scoring.lanes_per_slot))

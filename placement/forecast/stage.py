@@ -65,7 +65,7 @@ class Forecast:
     """Predicted seconds of the stage for each plan and bootstrap resample."""
 
 
-def scores(seconds_KB: Floats, *, risk: float) -> Floats:
+def score_plans(seconds_KB: Floats, *, risk: float) -> Floats:
     """Return a score in seconds for each plan (K). Lower is better.
 
     The score is the weighted average of the mean over all resamples (weight 1) and the mean over the slowest 25% of the
@@ -139,7 +139,7 @@ def _scheduled(stage: _Stage) -> Floats:
     end_KB: Floats = done_XU.max(axis=1, initial=0).reshape(K, B)
     if not scoring.units:
         return end_KB
-    ready_KBU = releases(np.sort(done_XU, axis=1), scoring.units).reshape(K, B, -1)
+    ready_KBU = release_times(np.sort(done_XU, axis=1), scoring.units).reshape(K, B, -1)
     ready_KBU = np.where(stage.turns_K[:, None, None], end_KB[:, :, None], ready_KBU)
     own_XW, seconds_XU = _lanes(scoring, stage.scoring, stage.scoring_K)
     if stage.handover:
@@ -173,7 +173,7 @@ def _lanes(demand: Demand, draws: UnitSamples, slots_K: Ints) -> tuple[Floats, F
     return np.repeat(free_KW, B, axis=0), seconds_KBU.reshape(K * B, U)
 
 
-def releases(done_XU: Floats, units: int) -> Floats:
+def release_times(done_XU: Floats, units: int) -> Floats:
     """Return the time from which each of `units` scoring units can start.
 
     The units become ready evenly as rollout units finish. `done_XU` contains the ends of the rollout units, ascending.

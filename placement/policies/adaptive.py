@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.config import AdaptivePlacement
-from placement.forecast.remaining import remaining
-from placement.forecast.stage import Forecast, forecast, scores
-from placement.policies.simple import unchanged
+from placement.forecast.remaining import predict_remaining
+from placement.forecast.stage import Forecast, forecast, score_plans
+from placement.policies.simple import keep_plan
 from placement.records import (
     Decision,
     DrainInputs,
@@ -27,28 +27,28 @@ from placement.records import (
     describe_plan,
     short_label,
 )
-from placement.slots import candidates, find_current_plan
+from placement.slots import find_current_plan, list_candidates
 
-TIE = 0.02
+TIE_MARGIN = 0.02
 """Relative difference below which two predictions are treated as equal."""
-AT_ONCE = 0.25
+IMMEDIATE_GAIN = 0.25
 """Gain, as a fraction of the stage time, above which the plan is changed without waiting for a second stage."""
 MIN_GAIN = 0.01
 """Gain, as a fraction of the stage time, below which a predicted gain is ignored as a prediction error."""
 MIN_MOVE_GAIN = 0.10
 """Minimum gain of moving workers during a stage, as a fraction of the remaining time. The gain must also exceed the
 cost of the move."""
-DWELL = 2.0
+MIN_MOVE_INTERVAL = 2.0
 """Minimum time between two moves, as a multiple of the cost of moving."""
-OFF = 0.30
-"""Relative error from which a prediction counts as a miss. After `MISSES` consecutive misses no more workers are moved
-in this stage."""
-MISSES = 2
+MISS_ERROR = 0.30
+"""Relative error from which a prediction counts as a miss. After `MAX_MISSES` consecutive misses no more workers are
+moved in this stage."""
+MAX_MISSES = 2
 """Number of consecutive misses after which no more workers are moved in a stage."""
-LOOKS = 0.04
+EVALUATION_INTERVAL = 0.04
 """Time between two evaluations of the plan during a stage, as a fraction of the stage time. Predictions hardly change
 in less time."""
-MOVES = 8
+MAX_AMOUNTS = 8
 """Maximum number of different amounts of workers that are tried for a move in each direction."""
 
 
@@ -77,9 +77,9 @@ class Adaptive:
     """Settings of the policy."""
 
     def plan(self, inputs: PlanInputs) -> Decision:
-        plans = candidates(inputs)
+        plans = list_candidates(inputs)
         cast = forecast(inputs, plans, bootstraps=self.config.bootstraps, handover=self.config.drain)
-        scores_K = scores(cast.seconds_KB, risk=self.config.risk)
+        scores_K = score_plans(cast.seconds_KB, risk=self.config.risk)
         best, current = _prefer_few_rollout_slots(plans, scores_K), find_current_plan(inputs)
         if current is None:
             return _decide_first(inputs, cast, best, scores_K)
@@ -89,7 +89,7 @@ class Adaptive:
 
     def drain(self, inputs: DrainInputs) -> Decision:
         if not self.config.drain:
-            return unchanged(inputs, "moves during a stage are switched off (placement.drain)")
+            return keep_plan(inputs, "moves during a stage are switched off (placement.drain)")
         return correct_plan(inputs, bootstraps=self.config.bootstraps, risk=self.config.risk)
 
 
@@ -99,7 +99,7 @@ def _prefer_few_rollout_slots(plans: tuple[Plan, ...], scores_K: NDArray[np.floa
     If taking turns has the best score, its index is returned. Otherwise, the split with the fewest rollout slots is
     preferred among the splits with a score within 2% of the best. Splits that are worse than taking turns are excluded.
     """
-    lowest, tie = float(scores_K.min()), float(scores_K.min()) * (1 + TIE)
+    lowest, tie = float(scores_K.min()), float(scores_K.min()) * (1 + TIE_MARGIN)
     splits = [k for k, plan in enumerate(plans) if plan.mode == "split" and scores_K[k] <= min(tie, scores_K[0])]
     if not splits or lowest == scores_K[0]:
         return int(scores_K.argmin())
@@ -123,7 +123,7 @@ def _weigh(
     again = wanted is not None and past.wanted is not None and _same_way(plans[kept], wanted, past.wanted)
     held = 0 if wanted is None else past.held + 1 if again else 1
     gained = 0.0 if wanted is None else past.gained_seconds + gain if again else gain
-    at_once = gain > max(price, AT_ONCE * float(scores_K[kept])) and past.held >= 0
+    at_once = gain > max(price, IMMEDIATE_GAIN * float(scores_K[kept])) and past.held >= 0
     memory = Memory(wanted=wanted, held=held, gained_seconds=gained, behind_seconds=behind)
     return memory, at_once or (held >= 2 and gained > price) or behind > price
 
@@ -211,15 +211,15 @@ def correct_plan(inputs: DrainInputs, *, bootstraps: int, risk: float) -> Decisi
     workers whose role has no units left. Such workers are moved whenever the move is predicted to be faster.
     """
     if inputs.plan.mode == "colocated":
-        return unchanged(inputs, "roles take turns, so no worker is moved during a stage")
+        return keep_plan(inputs, "roles take turns, so no worker is moved during a stage")
     emptied = inputs.rollout.waiting + inputs.rollout.coming == 0
     if inputs.elapsed_seconds < inputs.memory.look_at and emptied == inputs.memory.emptied:
-        return unchanged(inputs, f"the next evaluation is {inputs.memory.look_at:.1f} s after the start")
+        return keep_plan(inputs, f"the next evaluation is {inputs.memory.look_at:.1f} s after the start")
     moves = _moves(inputs)
-    seconds_KB = remaining(inputs, moves, bootstraps=bootstraps)
-    scores_K = scores(seconds_KB, risk=risk)
+    seconds_KB = predict_remaining(inputs, moves, bootstraps=bootstraps)
+    scores_K = score_plans(seconds_KB, risk=risk)
     kept = moves.index(0)
-    as_good = [k for k in range(len(moves)) if scores_K[k] <= (1 + TIE) * scores_K.min()]
+    as_good = [k for k in range(len(moves)) if scores_K[k] <= (1 + TIE_MARGIN) * scores_K.min()]
     # If several moves have almost the same prediction, the smallest is best. If the source role has no units left, the
     # largest is best: its workers have nothing else to do, and could only move after this move is complete.
     best = max(as_good) if emptied and kept not in as_good else min(as_good, key=lambda k: abs(moves[k]))
@@ -228,7 +228,7 @@ def correct_plan(inputs: DrainInputs, *, bootstraps: int, risk: float) -> Decisi
     gain = float(scores_K[kept] - scores_K[best])
     held_back = _reason_against_move(inputs, memory, gain, float(scores_K[kept]), move=moves[best])
     if held_back:
-        return unchanged(
+        return keep_plan(
             inputs, f"kept {inputs.plan.rollout}/{inputs.plan.scoring}: {held_back}", seconds=seconds, memory=memory
         )
     return _decide_move(inputs, moves[best], float(seconds_KB[best].mean()), seconds, memory)
@@ -257,12 +257,12 @@ def _spare(role: RoleProgress, planned: int) -> int:
 def _amounts(maximum: int, step: int) -> list[int]:
     """Return the multiples of `step` up to `maximum`.
 
-    If there are more than `MOVES` multiples, return a geometrically spaced selection of `MOVES`.
+    If there are more than `MAX_AMOUNTS` multiples, return a geometrically spaced selection of `MAX_AMOUNTS`.
     """
     count = max(maximum, 0) // step
-    if count <= MOVES:
+    if count <= MAX_AMOUNTS:
         return [step * (number + 1) for number in range(count)]
-    return sorted({step * round(amount) for amount in np.geomspace(1, count, MOVES)})
+    return sorted({step * round(amount) for amount in np.geomspace(1, count, MAX_AMOUNTS)})
 
 
 def _remember(inputs: DrainInputs, seconds: float) -> Memory:
@@ -273,13 +273,13 @@ def _remember(inputs: DrainInputs, seconds: float) -> Memory:
     workers is the right reaction.
     """
     expected, end = inputs.memory.predicted_seconds, inputs.elapsed_seconds + seconds
-    missed = expected is not None and abs(end - expected) > OFF * expected and inputs.memory.moved > 0
+    missed = expected is not None and abs(end - expected) > MISS_ERROR * expected and inputs.memory.moved > 0
     misses = inputs.memory.misses
-    misses = misses if misses >= MISSES else misses + 1 if missed else 0
+    misses = misses if misses >= MAX_MISSES else misses + 1 if missed else 0
     update = {
         "misses": misses,
         "predicted_seconds": end,
-        "look_at": inputs.elapsed_seconds + LOOKS * end,
+        "look_at": inputs.elapsed_seconds + EVALUATION_INTERVAL * end,
         "emptied": inputs.rollout.waiting + inputs.rollout.coming == 0,
     }
     return inputs.memory.model_copy(update=update)
@@ -294,9 +294,9 @@ def _reason_against_move(inputs: DrainInputs, memory: Memory, gain: float, score
     if source.waiting + source.coming == 0:  # a handover: the source role has no units left
         return ""
     price = max(MIN_MOVE_GAIN * score, cost)
-    if memory.misses >= MISSES:
+    if memory.misses >= MAX_MISSES:
         return "two predictions were wrong by more than 30%, so the plan stays the same"
-    if inputs.elapsed_seconds - memory.moved_at < DWELL * cost:
+    if inputs.elapsed_seconds - memory.moved_at < MIN_MOVE_INTERVAL * cost:
         return f"workers were moved {inputs.elapsed_seconds - memory.moved_at:.1f} s ago"
     if gain <= price:
         return f"the best move would save {gain:.1f} s, less than the required {price:.1f} s"

@@ -1,17 +1,19 @@
 """Placement policies that do not compare predictions: taking turns, a fixed split, and a split in proportion to the
 measured work of each role."""
 
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from placement.forecast.stage import forecast
 from placement.records import Decision, DrainInputs, Memory, Plan, PlanInputs, describe_change, short_label
-from placement.slots import find_current_plan, nearest_split, turns
+from placement.slots import build_turns_plan, find_current_plan, nearest_split
 
 BOOTSTRAPS = 8
 """Number of bootstrap resamples for the predicted time that a decision reports."""
 
 
-def as_configured(inputs: PlanInputs, plan: Plan, what: str) -> Decision:
+def decide_configured(inputs: PlanInputs, plan: Plan, what: str) -> Decision:
     """Return a decision for the given plan, with its predicted time. `what` describes the plan in the reason."""
     seconds = float(forecast(inputs, (plan,), bootstraps=BOOTSTRAPS).seconds_KB.mean())
     return Decision(
@@ -23,7 +25,7 @@ def as_configured(inputs: PlanInputs, plan: Plan, what: str) -> Decision:
     )
 
 
-def unchanged(
+def keep_plan(
     inputs: DrainInputs, reason: str, *, seconds: float | None = None, memory: Memory | None = None
 ) -> Decision:
     """Return a decision that keeps the current plan.
@@ -47,10 +49,10 @@ class Colocated:
     """Placement policy that uses all workers for rollout first, and then all workers for scoring."""
 
     def plan(self, inputs: PlanInputs) -> Decision:
-        return as_configured(inputs, turns(inputs), f"roles take turns on all {inputs.workers} workers")
+        return decide_configured(inputs, build_turns_plan(inputs), f"roles take turns on all {inputs.workers} workers")
 
     def drain(self, inputs: DrainInputs) -> Decision:
-        return unchanged(inputs, "roles take turns, so no worker is moved during a stage")
+        return keep_plan(inputs, "roles take turns, so no worker is moved during a stage")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +64,10 @@ class Fixed:
 
     def plan(self, inputs: PlanInputs) -> Decision:
         plan = nearest_split(inputs, inputs.workers * self.rollout)
-        return as_configured(inputs, plan, f"split {plan.rollout}/{plan.scoring}")
+        return decide_configured(inputs, plan, f"split {plan.rollout}/{plan.scoring}")
 
     def drain(self, inputs: DrainInputs) -> Decision:
-        return unchanged(inputs, "the split is fixed")
+        return keep_plan(inputs, "the split is fixed")
 
 
 MIN_GAIN = 0.10
@@ -103,7 +105,7 @@ class Proportional:
         return _decide(inputs, target, seconds, reason, kept=current_seconds)
 
     def drain(self, inputs: DrainInputs) -> Decision:
-        return unchanged(inputs, "the split changes only between stages")
+        return keep_plan(inputs, "the split changes only between stages")
 
 
 def _makespan(inputs: PlanInputs, plan: Plan) -> float:
@@ -118,3 +120,16 @@ def _decide(inputs: PlanInputs, plan: Plan, seconds: float, reason: str, *, kept
         reason=reason,
         memory=inputs.memory.model_copy(update={"predicted_seconds": seconds or None}),
     )
+
+
+_FORMER_NAMES: dict[str, Callable[..., Decision]] = {"as_configured": decide_configured, "unchanged": keep_plan}
+"""Functions that users' policies may import under a former name, by that name."""
+
+
+def __getattr__(name: str) -> Callable[..., Decision]:
+    """Return a function by its former name, and print a deprecation warning."""
+    if name not in _FORMER_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    function = _FORMER_NAMES[name]
+    warnings.warn(f"{name} is deprecated and will be removed. Use {function.__name__}.", FutureWarning, stacklevel=2)
+    return function

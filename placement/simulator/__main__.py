@@ -24,11 +24,11 @@ from placement.simulator.cells import (
     CellResult,
     Load,
     Ratio,
+    check_aims,
     evaluate_cell,
     load_of,
     paired_ratio,
     recorded_load,
-    verdicts,
 )
 from placement.simulator.workload import KNOWN, SCENARIOS
 
@@ -115,7 +115,7 @@ def simulate(
         results += evaluate_cell(load, seeds=seeds, policies=compared, clock=time.process_time, report=_print_progress)
     if plot is not None:
         _plot(results, plot)
-    aim_results = verdicts(results)
+    aim_results = check_aims(results)
     if as_json:
         write(json.dumps(_to_documents(results, aim_results), indent=2))
         return

@@ -62,12 +62,12 @@ def lower_bound(work: StageWork, slowness_N: Floats) -> float:
     time.
     """
     speed = float((1 / slowness_N).sum())
-    total = sum(float(least_seconds(role, work.units_at_once).sum()) for role in (work.rollout, work.scoring))
+    total = sum(float(min_seconds(role, work.units_at_once).sum()) for role in (work.rollout, work.scoring))
     longest = float((work.rollout.seconds_U + work.scoring.seconds_U).max())
     return max(total / speed, longest * float(slowness_N.min()))
 
 
-def least_seconds(role: RoleWork, units_at_once: int) -> Floats:
+def min_seconds(role: RoleWork, units_at_once: int) -> Floats:
     """Return the minimum worker-seconds of each unit (U), if the constant time of each step is shared by a full
     batch."""
     if units_at_once == 1:

@@ -26,17 +26,17 @@ from placement.simulator.baselines import (
     lower_bound_run,
     split_run,
 )
-from placement.simulator.runs import play
+from placement.simulator.runs import simulate_run
 from placement.simulator.workload import (
     KNOWN,
+    Faults,
     JudgeLoad,
     RoleWork,
     StageWork,
-    Trouble,
     Workload,
     World,
-    draw_workload,
     role_work,
+    sample_workload,
 )
 
 REGIMES: dict[str, World] = {
@@ -47,7 +47,7 @@ REGIMES: dict[str, World] = {
     "votes-8": World(workers=0, judge=JudgeLoad(mean_tokens=128.0, votes=8)),
     "long-verdicts": World(workers=0, judge=JudgeLoad(mean_tokens=2048.0, unparsable=0.03)),
     "troubled": World(
-        workers=0, trouble=Trouble(slow_share=0.02, kills_per_hour=1.0, preemptions_per_hour=1.0, notice_seconds=10.0)
+        workers=0, faults=Faults(slow_share=0.02, kills_per_hour=1.0, preemptions_per_hour=1.0, notice_seconds=10.0)
     ),
 }
 """Kinds of load by name: many units, few long units, continuous batching, slower judges, and unreliable workers."""
@@ -122,7 +122,7 @@ class Load:
 
     cells: tuple[Cell, ...]
     """Conditions of each cell."""
-    draw: Callable[[int], Workload]
+    sample: Callable[[int], Workload]
     """Function that returns the random workload for a seed."""
 
 
@@ -142,7 +142,7 @@ def load_of(
     if iterations is not None:
         world = replace(world, iterations=iterations)
     cells = tuple(Cell(regime, workers, scenario, world.lengths.name, seconds) for seconds in resize_seconds)
-    return Load(cells=cells, draw=partial(draw_workload, world))
+    return Load(cells=cells, sample=partial(sample_workload, world))
 
 
 def evaluate_cell(
@@ -161,7 +161,7 @@ def evaluate_cell(
     trials: list[list[_Trial]] = [[] for _ in load.cells]
     for seed in range(seeds):
         report(f"{load.cells[0]}: seed {seed + 1} of {seeds}")
-        workload = load.draw(seed)
+        workload = load.sample(seed)
         still = _run_static_baselines(workload, policies)
         for cell, cell_trials in zip(load.cells, trials, strict=True):
             cell_trials.append(_trial(workload, still, cell.resize_seconds, policies=policies, clock=clock))
@@ -214,7 +214,7 @@ def _trial(
     for name, make in DECIDING_POLICIES.items():
         if name not in policies:
             continue
-        played = play(make(), workload, resize_seconds=resize_seconds, clock=clock)
+        played = simulate_run(make(), workload, resize_seconds=resize_seconds, clock=clock)
         seconds[name] = sum(played.seconds)
         slowest = max(slowest, played.slowest_decision)
         if name == "adaptive":
@@ -251,7 +251,7 @@ def recorded_load(
 ) -> Load:
     """Return a load from a run's measurements, with a pair (rollout, scoring) for each iteration."""
     cells = tuple(Cell(f"run {run}", workers, "as recorded", "measured", seconds) for seconds in resize_seconds)
-    return Load(cells=cells, draw=partial(recorded_workload, tuple(stages), workers=workers))
+    return Load(cells=cells, sample=partial(recorded_workload, tuple(stages), workers=workers))
 
 
 def recorded_workload(stages: tuple[tuple[Demand, Demand], ...], seed: int, *, workers: int) -> Workload:
@@ -387,7 +387,7 @@ AIMS = (
 """All aims of the adaptive policy."""
 
 
-def verdicts(results: Sequence[CellResult]) -> list[AimResult]:
+def check_aims(results: Sequence[CellResult]) -> list[AimResult]:
     """Check every aim in every cell, and return the results.
 
     A cell is skipped if the aim does not apply to it, or if a policy that the aim needs was not run.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from placement.measurements import SAMPLE, Measurements, UnitObservation
+from placement.measurements import MAX_LENGTHS, Measurements, UnitObservation
 from placement.records import Decision, Demand, DrainInputs, InFlight, Memory, Plan, PlanInputs, Policy, RoleProgress
 from placement.simulator.stage import RoleView, SimulatedRole, Stage, StageResult, UnitDone, View
 from placement.simulator.workload import StageWork, Workload
@@ -23,7 +23,7 @@ which makes the simulation much faster."""
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class SimulatedRun:
     """Results of a policy on a workload. Tuples have one entry for each iteration."""
 
     seconds: tuple[float, ...]
@@ -100,7 +100,9 @@ class _Player:
         return self.measurements.demand(role, units=units, sequences=sequences, units_at_once=work.units_at_once)
 
 
-def play(policy: Policy, workload: Workload, *, resize_seconds: float, clock: Callable[[], float]) -> Played:
+def simulate_run(
+    policy: Policy, workload: Workload, *, resize_seconds: float, clock: Callable[[], float]
+) -> SimulatedRun:
     """Simulate all iterations of a workload under a placement policy.
 
     Between iterations all slots sleep during the update and wake up in their planned roles. This takes the same time
@@ -119,7 +121,7 @@ def play(policy: Policy, workload: Workload, *, resize_seconds: float, clock: Ca
         moves.append(result.corrections + changed)
         handovers.append(result.handovers)
         plans.append(player.current)
-    return Played(
+    return SimulatedRun(
         seconds=tuple(seconds),
         moves=tuple(moves),
         handovers=tuple(handovers),
@@ -178,7 +180,7 @@ def _add_measurements(
     step = -(-len(work.rollout.seconds_U) // OBSERVED)
     units = [_observation(done, work) for done in result.done if done.unit % step == 0]
     moved = result.corrections + result.handovers + changed
-    return measurements.observe(units, moves=(resize_seconds,) * min(moved, SAMPLE))
+    return measurements.observe(units, moves=(resize_seconds,) * min(moved, MAX_LENGTHS))
 
 
 def _observation(done: UnitDone, work: StageWork) -> UnitObservation:

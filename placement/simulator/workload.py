@@ -101,15 +101,15 @@ KNOWN = {
 """Distributions of lengths by name."""
 
 
-def draw(lengths: Lengths, rng: np.random.Generator, *, units: int, groups: int, group_size: int) -> Floats:
+def sample_lengths(lengths: Lengths, rng: np.random.Generator, *, units: int, groups: int, group_size: int) -> Floats:
     """Return random lengths (U x S) with S = groups * group_size and median 1, before rounding to tokens."""
     shared = rng.standard_normal((units, groups, 1))
     own = rng.standard_normal((units, groups, group_size))
     normal = np.sqrt(lengths.correlation) * shared + np.sqrt(1 - lengths.correlation) * own
-    return np.minimum(_shaped(lengths, normal), cap(lengths)).reshape(units, groups * group_size)
+    return np.minimum(_shaped(lengths, normal), max_length(lengths)).reshape(units, groups * group_size)
 
 
-def cap(lengths: Lengths) -> float:
+def max_length(lengths: Lengths) -> float:
     """Return the maximum length as a multiple of the median. The fraction `truncated` of all lengths would exceed this
     maximum."""
     z = normal_quantile(1 - lengths.truncated)
@@ -158,7 +158,7 @@ class JudgeLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
+class Faults:
     """Rates at which workers fail or are slow. By default there are no failures."""
 
     slow_share: float = 0.0
@@ -204,7 +204,7 @@ class World:
     """Speed of a scoring worker."""
     judge: JudgeLoad = JudgeLoad()
     """Work of the generative reward model (judge)."""
-    trouble: Trouble = Trouble()
+    faults: Faults = Faults()
     """Rates of worker failures."""
     iterations: int = 12
     """Number of iterations."""
@@ -309,7 +309,7 @@ def role_work(pace: Pace, lengths_US: Floats, *, setup_U: Floats | None = None) 
     return RoleWork(pace=pace, lengths_US=lengths_US, setup_U=setup_U, seconds_U=setup_U + decoding_U)
 
 
-def draw_workload(world: World, seed: int) -> Workload:
+def sample_workload(world: World, seed: int) -> Workload:
     """Sample the work and failures of all iterations. Different seeds use independent random numbers."""
     kinds = np.random.SeedSequence(seed).spawn(3 + world.iterations)
     rollout_factors, scoring_factors = SCENARIOS[world.scenario](world.iterations, np.random.default_rng(kinds[0]))
@@ -318,14 +318,16 @@ def draw_workload(world: World, seed: int) -> Workload:
         for kind, rollout, scoring in zip(kinds[3:], rollout_factors, scoring_factors, strict=True)
     )
     rng = np.random.default_rng(kinds[1])
-    slow_N = rng.random(world.workers) < world.trouble.slow_share
+    slow_N = rng.random(world.workers) < world.faults.slow_share
     slowness_N = np.where(slow_N, rng.uniform(3, 10, world.workers), 1.0)
     absences = _absences(world, stages, np.random.default_rng(kinds[2]))
     return Workload(stages=stages, slowness_N=slowness_N, absences=absences)
 
 
 def _draw_stage(world: World, rng: np.random.Generator, rollout_factor: float, scoring_factor: float) -> StageWork:
-    lengths_US = draw(world.lengths, rng, units=world.units, groups=world.groups_per_unit, group_size=world.group_size)
+    lengths_US = sample_lengths(
+        world.lengths, rng, units=world.units, groups=world.groups_per_unit, group_size=world.group_size
+    )
     rollout = role_work(world.rollout, lengths_US * world.median_tokens * rollout_factor)
     judge, sequences = world.judge, lengths_US.shape[1] * world.judge.votes
     # `mean_tokens` is the mean. The median of a log-normal is lower by the factor exp(sigma²/2).
@@ -344,19 +346,19 @@ def _draw_stage(world: World, rng: np.random.Generator, rollout_factor: float, s
 def _absences(world: World, stages: Sequence[StageWork], rng: np.random.Generator) -> tuple[tuple[Absence, ...], ...]:
     """Sample crashes and preemptions in each iteration, for a period of ten times the expected time of the
     iteration."""
-    trouble = world.trouble
+    faults = world.faults
     by_iteration = []
     for stage in stages:
         horizon = 10 * float(stage.rollout.seconds_U.sum() + stage.scoring.seconds_U.sum()) / world.workers
         absences = [
-            *_arrivals(rng, trouble.kills_per_hour, horizon, world.workers, notice=0.0, away=trouble.restart_seconds),
+            *_arrivals(rng, faults.kills_per_hour, horizon, world.workers, notice=0.0, away=faults.restart_seconds),
             *_arrivals(
                 rng,
-                trouble.preemptions_per_hour,
+                faults.preemptions_per_hour,
                 horizon,
                 world.workers,
-                notice=trouble.notice_seconds,
-                away=trouble.restart_seconds,
+                notice=faults.notice_seconds,
+                away=faults.restart_seconds,
             ),
         ]
         by_iteration.append(tuple(sorted(absences, key=lambda absence: absence.notice)))

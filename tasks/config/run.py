@@ -197,7 +197,7 @@ class RunConfig(Settings):
         for reason in find_alarm_conflicts(self.alarms, self._job()):
             raise ValueError(reason)
         if self.soup is not None and self.policy.generates_images:
-            raise ValueError(f"[soup] cannot merge image policies (policy.kind {self.policy.known_as!r}).")
+            raise ValueError(f"[soup] cannot merge image policies (policy.kind {self.policy.label!r}).")
         for reason in self.soup.find_conflicts(self.scoring, self.update, self.data) if self.soup else ():
             raise ValueError(reason)
         return self
@@ -230,11 +230,11 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _roles_have_room(self) -> "RunConfig":
-        slots, min_workers = self._reward_slots(), self.pools.workers.fewest
+        slots, min_workers = self._reward_slots(), self.pools.workers.min_slots
         key = "pools.workers" if self.pools.workers.min is None else "pools.workers.min"
         if slots > min_workers:
             raise ValueError(f"{key} is {min_workers}, but the reward models need at least {slots} slots. Raise {key}.")
-        if slots and slots == min_workers and not self.placement.takes_turns:
+        if slots and slots == min_workers and not self.placement.can_take_turns:
             raise ValueError(
                 f"{key} is {min_workers}, but the reward models take {slots} slots, and placement.kind "
                 f"{self.placement.kind!r} needs more for rollout. Raise {key}, or use 'colocated' or 'adaptive'."
@@ -275,7 +275,7 @@ class RunConfig(Settings):
         if self.pools.workers.min is not None:
             return self.pools.workers.min
         slots = self._reward_slots()
-        return max(1, slots if self.placement.takes_turns else slots + 1)
+        return max(1, slots if self.placement.can_take_turns else slots + 1)
 
     @property
     def revert_alarms(self) -> tuple[Alarm, ...]:

@@ -14,7 +14,7 @@ from infra.store.dependencies import DependencyRecord, dependency_records
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from infra.store.shards import ShardRef, tombstone_key
-from infra.store.tombstones import Needed, Tombstone, is_replacement, needed, tombstones
+from infra.store.tombstones import NeededObjects, Tombstone, is_replacement, needed_objects, tombstones
 from models.config.rewards import ScoringConfig
 from models.records.versions import policy_of
 from tasks.run.keys import StageKey, evaluation_key, iteration_key, iteration_numbers
@@ -141,7 +141,7 @@ def _collect_ancestors(manifests: Iterable[Manifest], results: list[Manifest]) -
 
 def _describe_manifests(run: Run, traced: list[Manifest], manifests: list[Manifest]) -> Iterator[TracedManifest]:
     names = {each.digest: each.key for each in manifests}
-    needed_parts, replaced_keys = needed(manifests), {each.key for each in manifests if is_replacement(each)}
+    needed_parts, replaced_keys = needed_objects(manifests), {each.key for each in manifests if is_replacement(each)}
     parts = {each.key: _parts_of(each) for each in traced}
     keys = [_object_key(ref) for named_parts in parts.values() for _, ref in named_parts]
     exist = dict(zip(keys, run.store.exist(keys), strict=True))
@@ -173,7 +173,7 @@ def _object_key(ref: ShardRef | BundleRef) -> str:
 
 
 def _find_state(
-    ref: ShardRef | BundleRef, needed_parts: Needed, replaced_keys: set[str], exist: dict[str, bool]
+    ref: ShardRef | BundleRef, needed_parts: NeededObjects, replaced_keys: set[str], exist: dict[str, bool]
 ) -> PartState:
     if exist[_object_key(ref)]:
         return "there"

@@ -6,7 +6,14 @@ from collections.abc import Iterator
 from infra.config import Settings
 from infra.errors import BadInput
 from infra.store.bundles import has_bundle
-from infra.store.registry import Registry, RegistryRecord, champion_of, known_registry, open_registry, registries
+from infra.store.registry import (
+    Registry,
+    RegistryRecord,
+    champion_of,
+    open_existing_registry,
+    open_registry,
+    registries,
+)
 from infra.store.runs import list_runs, open_run
 from infra.validation_errors import nearest
 from models.records.versions import policy_of
@@ -46,7 +53,7 @@ def trace(store: str, name_or_digest: str) -> list[TracedVersion]:
     """
     name, separator, number = name_or_digest.partition("@")
     if separator or name in registries(store):
-        registry = known_registry(store, name)
+        registry = open_existing_registry(store, name)
         return list(_trace_chain(store, registry, _find_record(registry, number if separator else "champion")))
     if name_or_digest in list_runs(store):
         return list(_trace_run(store, name_or_digest, iteration=None))

@@ -8,7 +8,7 @@ from models.config.engines import EngineSettings
 from models.config.judges import ServedReward
 from placement.measurements import Measurements, Prior, Role, UnitObservation
 from placement.records import Demand, Pace, Plan
-from placement.slots import allot, least_slots
+from placement.slots import assign_replicas, count_min_slots
 from tasks.config.run import RunConfig
 from tasks.run.batch import BatchPlan
 from tasks.run.iteration import Iteration
@@ -34,7 +34,7 @@ def scoring_demand(settings: RunConfig, measured: Measurements, *, shards: int, 
         units=shards * len(local),
         sequences=max(1, round(completions * answers / len(local))),
         slots=max(1, round(sum(slots.values()) / len(local))),
-        least_slots=least_slots(slots, fixed=settings.placement.replicas),
+        min_slots=count_min_slots(slots, fixed=settings.placement.replicas),
         prior=_served_prior(next(iter(local.values()))),
     )
 
@@ -47,7 +47,7 @@ def workers_of(settings: RunConfig, plan: Plan, turn: str | None) -> dict[str, i
     if turn in (None, "rollout"):
         workers["rollout"] = plan.rollout
     if turn in (None, "scoring") and terms:
-        replicas = allot(plan.scoring, terms, fixed=settings.placement.replicas)
+        replicas = assign_replicas(plan.scoring, terms, fixed=settings.placement.replicas)
         workers |= {reward_model_role(term): count for term, count in replicas.items()}
     return workers
 

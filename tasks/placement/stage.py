@@ -14,7 +14,8 @@ from dataclasses import asdict
 from prefect.artifacts import acreate_markdown_artifact
 from pydantic import JsonValue
 
-from infra.pools.fleet import Fleet, Move
+from infra.pools.fleet import Fleet
+from infra.pools.moves import Move
 from models.records.versions import policy_of
 from placement.measurements import Role
 from placement.policies.build import build_policy
@@ -37,7 +38,7 @@ async def place_stage(open_run: OpenRun, batch: Batch) -> Plan:
 
     If roles share the slots, this is a Prefect task. If only rollout uses them, there is nothing to decide.
     """
-    workers = await (await open_run.get_fleet()).look()
+    workers = await (await open_run.get_fleet()).check_slots()
     if open_run.settings.scoring.hosted_rewards:
         return await _decide_placement(open_run, batch, workers)
     await _arrange(open_run, batch, {"rollout": workers})
@@ -52,7 +53,7 @@ async def _decide_placement(open_run: OpenRun, batch: Batch, workers: int) -> Pl
     decision = _last_decision(open_run, plan, workers=workers)
     if decision is None:
         decision = placing.policy.plan(inputs)
-        again = f"-{open_run.run.epoch:04d}" if open_run.run.noted(f"placement/{plan.key}/plan") else ""
+        again = f"-{open_run.run.epoch:04d}" if open_run.run.find_entry(f"placement/{plan.key}/plan") else ""
         note_decision(open_run, f"placement/{plan.key}/plan{again}", inputs, decision)
     if decision.plan != placing.current_plan:
         logger.info("placement of %s: %s", plan.key, decision.reason)
@@ -93,7 +94,9 @@ async def machines_of_update(open_run: OpenRun, iteration: Iteration) -> AsyncIt
         moves = await fleet.arrange({})
         if moves:
             key = f"placement/{iteration.key}/sleep-{open_run.run.epoch:04d}"
-            open_run.run.note(key, {"moves": [asdict(move) for move in moves], "seconds": time.monotonic() - started})
+            open_run.run.write_entry(
+                key, {"moves": [asdict(move) for move in moves], "seconds": time.monotonic() - started}
+            )
         yield
 
 
@@ -102,7 +105,7 @@ def learn(open_run: OpenRun, batch: Batch) -> None:
     plan, placing = batch.plan, open_run.placement
     if placing is None:
         return
-    open_run.run.note(f"placement/{plan.key}/stage", {"seconds": time.monotonic() - placing.stage_start_time})
+    open_run.run.write_entry(f"placement/{plan.key}/stage", {"seconds": time.monotonic() - placing.stage_start_time})
     if plan.split == "train":
         placing.measurements = add_observations(placing.measurements, open_run.run, plan, stages_of(open_run))
 
@@ -136,7 +139,7 @@ async def arrange(open_run: OpenRun, batch: Batch, plan: Plan, *, turn: str | No
 def note_decision(open_run: OpenRun, key: str, inputs: PlanInputs | DrainInputs, decision: Decision) -> None:
     """Record a decision in the journal, with its inputs and the settings of the placement policy."""
     entry = {"inputs": inputs, "decision": decision, "policy": open_run.settings.placement}
-    open_run.run.note(key, {name: value.model_dump(mode="json") for name, value in entry.items()})
+    open_run.run.write_entry(key, {name: value.model_dump(mode="json") for name, value in entry.items()})
 
 
 async def _arrange(open_run: OpenRun, batch: Batch, workers: dict[str, int]) -> tuple[Move, ...]:
@@ -153,7 +156,7 @@ async def _arrange(open_run: OpenRun, batch: Batch, workers: dict[str, int]) -> 
         key = f"placement/{batch.key}/moves-{open_run.run.epoch:04d}-{open_run.placement.num_moves:04d}"
         open_run.placement.num_moves += 1
         entry: dict[str, JsonValue] = {"moves": [asdict(move) for move in moves], "seconds": time.monotonic() - started}
-        open_run.run.note(key, entry)
+        open_run.run.write_entry(key, entry)
     return moves
 
 
@@ -225,7 +228,7 @@ async def correct_placement(open_run: OpenRun, batch: Batch, planned: Plan) -> N
                 )
                 stage.moved(planned, failed=False)
                 await arrange(open_run, batch, planned)
-            if not open_run.settings.placement.corrects:
+            if not open_run.settings.placement.can_move_workers:
                 continue
             decision = placing.policy.drain(inputs)
             placing.memory = decision.memory
@@ -236,7 +239,7 @@ async def correct_placement(open_run: OpenRun, batch: Batch, planned: Plan) -> N
                 stage.moved(decision.plan, failed=any(move.error is not None for move in moves))
     finally:
         if stage.queues:
-            open_run.run.note(stage.next_key("queues"), {"queues": stage.queues})
+            open_run.run.write_entry(stage.next_key("queues"), {"queues": stage.queues})
 
 
 def _is_starved(inputs: DrainInputs) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from infra.errors import BadInput, EndpointDown, RheostatError
-from infra.processes.watch import aside
+from infra.processes.watch import start_apart
 from infra.store.bundles import BundleRef, has_bundle
 from infra.store.registry import Registry, RegistryRecord, champion_of
 
@@ -57,7 +57,7 @@ def mirror(registry: Registry, address: str) -> str:
     """
     try:
         client = _open_client(address)
-        return aside(lambda: _sync_versions(client, registry, address)).result(MIRROR_SECONDS)
+        return start_apart(lambda: _sync_versions(client, registry, address)).result(MIRROR_SECONDS)
     except TimeoutError:
         raise EndpointDown(f"MLflow's registry did not answer within {MIRROR_SECONDS:g} s.") from None
     except RheostatError:

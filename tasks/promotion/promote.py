@@ -4,7 +4,7 @@ import logging
 from functools import partial
 
 from infra.config import Settings
-from infra.processes.watch import apart
+from infra.processes.watch import run_apart
 from infra.store.bundles import BundleRef, publish_bundle
 from infra.store.registry import POLICIES, Kind, Registry, RegistryRecord, open_registry
 from infra.store.runs import Run, open_run
@@ -111,7 +111,7 @@ async def sync_mirror(config: RunConfig) -> None:
     if (address := mirror_address()) is None:
         return
     registry = open_registry(config.store, rules_of(config).registry)
-    if (problem := await apart(partial(catch_up, registry, address))) is not None:
+    if (problem := await run_apart(partial(catch_up, registry, address))) is not None:
         logger.warning("registry %s is not synced to MLflow yet: %s", registry.name, problem)
 
 

@@ -6,7 +6,14 @@ from datetime import UTC, datetime
 
 from infra.errors import BadInput
 from infra.store.bundles import delete_bundle, has_bundle
-from infra.store.registry import MakeRecord, Registry, RegistryRecord, champion_of, known_registry, waiting_among
+from infra.store.registry import (
+    MakeRecord,
+    Registry,
+    RegistryRecord,
+    champion_of,
+    open_existing_registry,
+    waiting_proposals,
+)
 
 
 def promote(store: str, name: str, run: str, *, reason: str, who: str | None = None) -> tuple[RegistryRecord, bool]:
@@ -15,7 +22,7 @@ def promote(store: str, name: str, run: str, *, reason: str, who: str | None = N
     `who` is the person who signs, by default the user of this process. Raises BadInput if there is no such proposal, it
     was refused, or the champion changed since.
     """
-    registry = known_registry(store, name)
+    registry = open_existing_registry(store, name)
 
     def record(number: int, champion: RegistryRecord | None) -> RegistryRecord | None:
         proposal = _newest_proposal(registry, run)
@@ -42,7 +49,7 @@ def refuse(store: str, name: str, run: str, *, reason: str, who: str | None = No
 
     Raises BadInput if there is no such proposal or it was already signed.
     """
-    registry = known_registry(store, name)
+    registry = open_existing_registry(store, name)
 
     def record(number: int, _: RegistryRecord | None) -> RegistryRecord | None:
         proposal = _newest_proposal(registry, run)
@@ -66,7 +73,7 @@ def rollback(store: str, name: str, *, to: int | None, reason: str) -> tuple[Reg
     Nothing is measured. Return the record, and whether it is new: no record is added if that policy is the champion
     already. Raises BadInput if there is no such record or its files were deleted.
     """
-    registry = known_registry(store, name)
+    registry = open_existing_registry(store, name)
 
     def record(number: int, champion: RegistryRecord | None) -> RegistryRecord | None:
         champions = {each.number: each for each in registry.records() if each.is_champion}
@@ -106,7 +113,7 @@ def prune(registry: Registry, keep: int) -> None:
     records = registry.records()
     champion = champion_of(records)
     promoted = [record.bundle for record in reversed(records) if record.kind == "promote"]
-    waiting = [record.bundle for record in waiting_among(records)]
+    waiting = [record.bundle for record in waiting_proposals(records)]
     champion_bundles = [champion.bundle] if champion is not None else []
     kept = {bundle.key for bundle in (*promoted[:keep], *champion_bundles, *waiting) if bundle is not None}
     bundles_by_key = {record.bundle.key: record.bundle for record in records if record.bundle is not None}

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Final, Literal
 
 from infra.errors import BadInput, StoreFailed
-from infra.store.bundles import fetch_bundle, is_copy
-from infra.store.disk import hold_file, sync, walk_files
+from infra.store.bundles import fetch_bundle, is_bundle_copy
+from infra.store.disk import lock_file, sync, walk_files
 from infra.store.registry import Registry, RegistryRecord
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def place(record: RegistryRecord, directory: Path, link: Path) -> bool:
     copy = link.with_name(f".{link.name}-{record.bundle.digest[:16]}")
     with _working_directory(link) as work_folder:
         target_before = link.readlink() if link.is_symlink() else None
-        if copy.exists() and not is_copy(copy, record.bundle.digest):
+        if copy.exists() and not is_bundle_copy(copy, record.bundle.digest):
             raise BadInput(
                 f"{copy} is not an exact copy of {record.bundle.key!r}, as it should be. Move it away, then run the "
                 "command again."
@@ -94,7 +94,7 @@ def _working_directory(link: Path) -> Iterator[Path]:
     if own.is_symlink() or not own.is_dir() or (any(own.iterdir()) and not lock.is_file()):
         raise BadInput(f"{own} is reserved for `rheostat checkout`, but was created by something else. Move it away.")
     while True:
-        with hold_file(lock) as is_held:
+        with lock_file(lock) as is_held:
             if is_held:
                 yield own
                 return
@@ -120,7 +120,7 @@ def _find_copies(link: Path) -> list[Path]:
     """Return the directories next to a link that are copies of policies, by their names and their contents."""
     pattern = re.compile(rf"\.{re.escape(link.name)}-([0-9a-f]{{16}})")
     candidates = [(path, match[1]) for path in link.parent.iterdir() if (match := pattern.fullmatch(path.name))]
-    return [path for path, digest in candidates if is_copy(path, digest)]
+    return [path for path, digest in candidates if is_bundle_copy(path, digest)]
 
 
 def policy_files(registry: Registry, alias: Alias) -> tuple[RegistryRecord, Path]:

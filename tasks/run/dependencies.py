@@ -23,13 +23,13 @@ from typing import Final, cast
 
 from blake3 import blake3
 
-from infra.config import difference
+from infra.config import describe_difference
 from infra.plugins import PACKAGES, find_target, target_folders
 from infra.processes.child import user_folders
 from infra.processes.episodes import RunEnvironment
 from infra.store.dependencies import Dependencies, FileContent, check_dependencies, dependency_records
 from infra.store.file_digests import file_digests
-from infra.store.inputs import PathNames, fetched, is_remote, paths_in
+from infra.store.inputs import PathNames, fetch_path, is_remote, paths_in
 from infra.store.run_record import has_results
 from infra.store.runs import Run, list_runs, open_run
 from infra.store.tombstones import check_not_deleted, check_remembers
@@ -106,14 +106,14 @@ def _build_dependencies(
 ) -> Dependencies:
     rules = () if scoring is None else scoring.rules
     functions = {f"reward {rule.function.target}": rule.function.target for rule in rules if rule.brings_code}
-    functions |= {f"environment {target}": target for target in (environment.brought if environment else ())}
+    functions |= {f"environment {target}": target for target in (environment.targets if environment else ())}
     # Separate processes that run user code search the user's folders first. This process searches them last.
     sources = {name: [sources_of(target, (*user_folders(), *sys.path))] for name, target in functions.items()}
     for name, variant in {**variants, **engines}.items():
         if not variant.ships_with("models"):
             targets = sorted({type(variant).__module__, variant.implementation})
             folders = (*sys.path, *target_folders())
-            sources[f"{name} {variant.known_as}"] = [sources_of(target, folders) for target in targets]
+            sources[f"{name} {variant.label}"] = [sources_of(target, folders) for target in targets]
     imported = {library for target_sources in sources.values() for each in target_sources for library in each.libraries}
     versions = {"python": platform.python_version(), "rheostat": rheostat_version()}
     for engine in engines.values():
@@ -134,19 +134,19 @@ def find_run(config: RunConfig, *, accept_change: bool = False) -> Run | None:
     configuration.
 
     Raises RunChanged if a run with results has another configuration, if its code, data, libraries or ranks changed and
-    `accept_change` is false, or if its results were deleted. Raises RunHeld if a live process has locked a run without
-    results whose configuration differs.
+    `accept_change` is false, or if its results were deleted. Raises RunLocked if a live process has locked a run
+    without results whose configuration differs.
     """
     if config.name not in list_runs(config.store):
         return None
     run = open_run(config.store, config.name)
     if not has_results(run.store):
         recorded = run.record.config
-        if not difference(config.normalize(recorded), config.identity(recorded), besides=LAYOUT):
+        if not describe_difference(config.normalize(recorded), config.identity(recorded), ignored=LAYOUT):
             return run
-        run.check_free()
+        run.check_unlocked()
         return None
-    run.check_identity(config, besides=LAYOUT)
+    run.check_identity(config, ignored=LAYOUT)
     check_not_deleted(run)
     check_remembers(run, evaluation_key(config.iterations))
     if not accept_change:
@@ -197,7 +197,7 @@ def _referenced_files(source: DataSource, names: PathNames) -> dict[str, list[Pa
     if not source.referenced_files:
         return {}
     paths_by_reference = cast(
-        Callable[[DataSource], Iterator[Path]], find_target(source.referenced_files, where=source.known_as)
+        Callable[[DataSource], Iterator[Path]], find_target(source.referenced_files, where=source.label)
     )(source)
     folders: dict[str, list[Path]] = {}
     for path in paths_by_reference:
@@ -230,7 +230,7 @@ def _digest_files(
 
 
 def _stat_file(path: Path) -> tuple[Path, int, int]:
-    local_path = fetched(path)
+    local_path = fetch_path(path)
     status = local_path.stat()
     return local_path.absolute(), status.st_size, status.st_mtime_ns
 

@@ -162,7 +162,7 @@ class OpenRun:
         opened = self._fleet
         is_open = opened is not None and opened.done() and not opened.cancelled() and opened.exception() is None
         if opened is not None and is_open and self.run.store.is_remote:
-            opened.result().role(role).foresee(record)
+            opened.result().role(role).prefetch(record)
 
     def count_new_requests(self) -> dict[str, int]:
         """Return the number of store requests of this process since the last call, by verb."""

@@ -27,7 +27,7 @@ def required_revert(iteration: Iteration, alarms: Iterable[Alarm]) -> dict[str, 
     triggers."""
     for alarm, sentence in triggered_alarms(alarms, iteration):
         target = revert_target(iteration.run, iteration.number)
-        return {"version": iteration.number, "to": target, "alarm": alarm.known_as, "said": sentence}
+        return {"version": iteration.number, "to": target, "alarm": alarm.label, "said": sentence}
     return None
 
 

@@ -15,7 +15,7 @@ import psutil
 
 from infra.config import adopt_recorded
 from infra.errors import BadInput, EndpointDown, WorkerFailed
-from infra.processes.watch import LOOK_SECONDS, STILL_SECONDS, WatchedServer, apart
+from infra.processes.watch import CHECK_SECONDS, IDLE_SECONDS, WatchedServer, run_apart
 from infra.store.chain import linked_parts
 from infra.store.run_record import has_results
 from infra.store.runs import list_runs, open_run
@@ -73,7 +73,7 @@ def is_done(config: RunConfig) -> bool:
     run = open_run(config.store, config.name)
     if not has_results(run.store):
         return False
-    run.check_identity(with_recorded_defaults(config), besides=LAYOUT)
+    run.check_identity(with_recorded_defaults(config), ignored=LAYOUT)
     return evaluation_key(config.iterations) in linked_parts(run)
 
 
@@ -135,7 +135,7 @@ async def preflight(
     """
     store = open_store(config.store)
     if part != "plan" or not store.is_remote:  # a bucket is tested by writing objects
-        await apart(store.check)
+        await run_apart(store.check)
     document = config.model_dump(mode="json")
     if checked is None:
         document["giving_way"] = unset_keys(config)
@@ -144,9 +144,9 @@ async def preflight(
     command, request = [*PREFLIGHT, part], json.dumps(document).encode()
     process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
     checking = asyncio.ensure_future(process.communicate(request))
-    check = WatchedServer("the input check", psutil.Process(process.pid), lambda: False, silent_seconds=STILL_SECONDS)
+    check = WatchedServer("the input check", psutil.Process(process.pid), lambda: False, silent_seconds=IDLE_SECONDS)
     try:
-        while not (await asyncio.wait({checking}, timeout=LOOK_SECONDS))[0]:
+        while not (await asyncio.wait({checking}, timeout=CHECK_SECONDS))[0]:
             if check.failure() is not None and not (await asyncio.wait({checking}, timeout=1))[0]:
                 raise WorkerFailed(str(check.problem))
     finally:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from infra.config import Settings, difference, omit_unchanged_keys, read_recorded
+from infra.config import Settings, describe_difference, omit_unchanged_keys, read_recorded
 from infra.errors import RunChanged
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
@@ -141,7 +141,7 @@ def check_terms(run: Run, derived: Derived, terms: RescoringTerms | RecreditTerm
         return
     raise RunChanged(
         f"{derived.label} of run {run.name!r} was started with other settings: "
-        f"{difference(recorded, requested)}. Choose another name with --as."
+        f"{describe_difference(recorded, requested)}. Choose another name with --as."
     )
 
 

@@ -127,7 +127,7 @@ async def run_once(
             seconds={**(outcome.timings or {}), **waited},
         ),
     )
-    if open_run.run.expects(manifest.parents):
+    if open_run.run.has_pending(manifest.parents):
         await open_run.wait_for_commits()
     if not returns_before_durable:
         return await _commit_aside(open_run, manifest)
@@ -139,7 +139,7 @@ async def run_once(
 async def _commit_when_durable(open_run: OpenRun, role: str, manifest: Manifest) -> None:
     """Let a role make its bundles durable (fsync), then commit all manifests that wait for this."""
     await open_run.perform(role, "sync", [bundle for name, bundle in manifest.bundles.items() if name not in STATES])
-    while pending := open_run.run.expected():  # more manifests may be added during a commit
+    while pending := open_run.run.pending_manifests():  # more manifests may be added during a commit
         await _commit_aside(open_run, pending[0])
 
 
@@ -147,33 +147,33 @@ def commit_pending_results(run: Run) -> None:
     """Commit the results that the previous process of the run had computed but not committed when it was killed, unless
     their data is damaged."""
     try:
-        for manifest in run.left():
+        for manifest in run.leftover_manifests():
             for shard in manifest.shards:
                 verify_shard(run.store, shard)
             for name, bundle in manifest.bundles.items():
                 if name not in STATES:
                     sync_bundle(run.store, bundle)
-            run.commit(manifest, promised=STATES)
+            run.commit(manifest, deferred=STATES)
     except Damaged as error:  # for example after a power failure: this result and its successors are computed again
         logger.warning("run %s: %s. This result is computed again", run.name, error)
-    run.forget(left=True)
+    run.delete_pending_copies(every_copy=True)
 
 
 def _commit_manifest(open_run: OpenRun, manifest: Manifest) -> Manifest:
-    committed = open_run.run.commit(manifest, promised=STATES)
+    committed = open_run.run.commit(manifest, deferred=STATES)
     open_run.commits.announce(manifest.key)
     return committed
 
 
 async def _commit_aside(open_run: OpenRun, manifest: Manifest) -> Manifest:
     """Commit a manifest without blocking other tasks, and announce the commit. Optimizer states may be stored later."""
-    committed = await open_run.query_store(lambda: open_run.run.commit(manifest, promised=STATES))
+    committed = await open_run.query_store(lambda: open_run.run.commit(manifest, deferred=STATES))
     open_run.commits.announce(manifest.key)
     return committed
 
 
 def _expect_manifest(open_run: OpenRun, manifest: Manifest) -> Manifest:
-    expected = open_run.run.expect(manifest)
+    expected = open_run.run.add_pending(manifest)
     open_run.commits.announce(manifest.key)
     return expected
 
@@ -204,7 +204,7 @@ def commit_decision(
     )
     return (
         _expect_manifest(open_run, manifest)
-        if open_run.run.expects(manifest.parents)
+        if open_run.run.has_pending(manifest.parents)
         else _commit_manifest(open_run, manifest)
     )
 

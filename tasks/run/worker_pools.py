@@ -94,14 +94,16 @@ async def open_worker_slots(cluster: Cluster, run: Run, settings: RunConfig) -> 
     options |= {"threads": pools.threads, "adapter_rank": 0 if lora is None else lora.rank}
     options["records_experts"] = settings.update.router_replay == "rollout"
     slots = SlotCount(
-        most=pools.workers.max,
-        first=pools.workers.fewest,
-        least=settings.min_slots,
+        max_slots=pools.workers.max,
+        initial_slots=pools.workers.min_slots,
+        min_slots=settings.min_slots,
         wait_seconds=pools.wait_seconds,
     )
-    specs = [_build_spec(run, settings, "rollout", "models.workers.rollout:RolloutWorker", slots.most, options=options)]
+    specs = [
+        _build_spec(run, settings, "rollout", "models.workers.rollout:RolloutWorker", slots.max_slots, options=options)
+    ]
     for term, reward in settings.scoring.hosted_rewards.items():
-        specs.append(_reward_model_spec(run, settings, term, reward, size=slots.most // reward.slots))
+        specs.append(_reward_model_spec(run, settings, term, reward, size=slots.max_slots // reward.slots))
     return await cluster.fleet(specs, slots=slots, gpus_per_slot=pools.gpus_per_worker)
 
 
@@ -128,5 +130,5 @@ def _build_spec(
         start_seconds=pools.start_seconds,
         stall_seconds=pools.stall_seconds,
         max_restarts=pools.max_restarts,
-        looks_ahead=run.store.is_remote,
+        prefetches=run.store.is_remote,
     )

@@ -11,7 +11,7 @@ from pydantic import JsonValue
 from infra.config import Settings
 from infra.errors import BadInput
 from infra.store.bundles import fetch_bundle
-from infra.store.inputs import fetched, has_run, is_remote, written
+from infra.store.inputs import fetch_path, format_path, has_run, is_remote
 from models.config.policy import find_weights_conflict
 from models.config.promotion import CardConfig
 from models.records.merges import MERGE, Adapters, Merge, MergeWork, Parent, start_of, start_of_run
@@ -149,8 +149,8 @@ def _find_parent(store: str, name: str, weight: float) -> Parent:
     path = Path(name)
     if is_remote(path) or path.is_dir():
         if has_run(path):
-            raise BadInput(f"{written(path)} is a run. To merge its policy, name it {path.name} and set --store.")
-        return Parent(name, fetched(path), weight, start_of(path))
+            raise BadInput(f"{format_path(path)} is a run. To merge its policy, name it {path.name} and set --store.")
+        return Parent(name, fetch_path(path), weight, start_of(path))
     run_name, separator, number = name.partition("@")
     if separator and not number.isdecimal():
         raise BadInput(f"merge {name!r} must have an iteration after @, such as {run_name}@12.")

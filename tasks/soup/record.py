@@ -9,7 +9,7 @@ from pydantic import JsonValue
 from infra.config import Settings, fingerprint_of
 from infra.errors import BadInput, Damaged
 from infra.store.checksums import SealedRecord
-from infra.store.inputs import fetched
+from infra.store.inputs import fetch_path
 from infra.store.numbered import NumberedRecords
 from infra.store.runs import open_run
 from infra.store.storage import open_store
@@ -220,7 +220,7 @@ def soup_policy(
         "fingerprint": record.fingerprint,
     }
     parents = tuple(
-        Parent(part.run, fetched(Path(part.path)), weight, start_of(Path(part.path)))
+        Parent(part.run, fetch_path(Path(part.path)), weight, start_of(Path(part.path)))
         for part, weight in _weight_parts(record, preference)
         if abs(weight) > 1e-12
     )

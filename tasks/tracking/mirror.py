@@ -157,7 +157,7 @@ class TrackerSync:
     def _lock_tracker(self) -> None:
         if not self._has_lock:
             name = fingerprint_of(self._order.model_dump(mode="json", include={"tracker"}))
-            self._has_lock = self._tracker_lock.enter_context(self._run.store.hold(f"{TRACKERS}{name}")) is not None
+            self._has_lock = self._tracker_lock.enter_context(self._run.store.lock(f"{TRACKERS}{name}")) is not None
             if not self._has_lock:
                 self._tracker_lock.close()
                 raise BadInput(
@@ -165,10 +165,10 @@ class TrackerSync:
                 )
 
     def _report(self, *, is_over: bool = False) -> None:
-        self._send(MirrorReport(tracker=self._order.tracker.known_as, is_over=is_over))
+        self._send(MirrorReport(tracker=self._order.tracker.label, is_over=is_over))
 
     def _lose(self, problem: str) -> None:
-        self._send(MirrorReport(tracker=self._order.tracker.known_as, problem=problem))
+        self._send(MirrorReport(tracker=self._order.tracker.label, problem=problem))
 
     def _send(self, report: MirrorReport) -> None:
         step = None if self._last is None else self._last.step

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from infra.config import Settings
 from infra.errors import BadInput, WorkerFailed
-from infra.processes.watch import await_answer
+from infra.processes.watch import run_watched
 from infra.store.bundles import fetch_bundle
 from infra.store.runs import Run
 from infra.store.shards import ShardRef, read_shard
@@ -95,7 +95,7 @@ def _sample_episodes(run: Run, sealed: int) -> Iterator[tuple[ShardRef, int]]:
 
 def _run_replay(work: ReplayWork) -> list[Difference]:
     command = [sys.executable, "-P", "-m", "models.commands.replay"]
-    code, answer, errors = await_answer("the replay", command, TypeAdapter(ReplayWork).dump_json(work))
+    code, answer, errors = run_watched("the replay", command, TypeAdapter(ReplayWork).dump_json(work))
     try:
         response = json.loads(answer)
     except ValueError:

@@ -33,7 +33,7 @@ from tasks.views.runs import open_known_run
 def verify_run(store: str, name: str) -> list[str]:
     """Check every digest and every invariant of a run. Return one line per problem that names the faulty object."""
     run = open_known_run(store, name)
-    return verify_store(run, promised=partial(_promised_states, run)) or check_invariants(run)
+    return verify_store(run, deferred=partial(_promised_states, run)) or check_invariants(run)
 
 
 def _promised_states(run: Run, manifests: list[Manifest]) -> list[BundleRef]:

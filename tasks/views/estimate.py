@@ -11,7 +11,7 @@ from infra.validation_errors import nearest
 from models.commands.memory import head_bytes
 from models.config.engines import BYTES
 from models.config.objectives import UpdateConfig
-from placement.roofline import ACCELERATORS, Accelerator, Device, Generated, Limit, limit_of, shared_flops
+from placement.roofline import ACCELERATORS, Accelerator, Device, Generated, Limit, compute_limit, shared_flops
 from tasks.config.run import RunConfig
 
 NOT_COUNTED: Final = "Kernel launches, padding, weight transfers, judges, a critic and environments are not counted"
@@ -121,7 +121,7 @@ def estimate(
     def limit(dtype: str, workers: int) -> Limit:
         flops = kind.bfloat16 if dtype == "bfloat16" else kind.float32
         device = Device(flops=flops, bandwidth=kind.bandwidth, workers=workers)
-        return limit_of(generated_work, decoder, device, bytes_per_weight=BYTES[dtype], steps=minibatches)
+        return compute_limit(generated_work, decoder, device, bytes_per_weight=BYTES[dtype], steps=minibatches)
 
     generated = limit(getattr(rollout.engine, "dtype", update.dtype), pools.workers.max)
     trained = limit(update.dtype, pools.update_ranks)
@@ -134,12 +134,15 @@ def estimate(
     stages = {
         "prefill": (generated.prefill, sum(generated_work.prompts)),
         "decode": (generated.decode, generated_work.tokens),
-        "log-probs before the update": (trained.logprobs, generated_work.learnt),
-        "log-probs of reference and teacher": (other_passes, generated_work.learnt),
-        "forward and backward": (update.epochs * one_pass * (1 + 2 * backward), update.epochs * generated_work.learnt),
+        "log-probs before the update": (trained.logprobs, generated_work.trained_tokens),
+        "log-probs of reference and teacher": (other_passes, generated_work.trained_tokens),
+        "forward and backward": (
+            update.epochs * one_pass * (1 + 2 * backward),
+            update.epochs * generated_work.trained_tokens,
+        ),
         "optimizer": (
             update.epochs * trained.optimizer * facts["trained_parameters"] / decoder.parameters,
-            update.epochs * generated_work.learnt,
+            update.epochs * generated_work.trained_tokens,
         ),
     }
     nonzero_stages = {name: each for name, each in stages.items() if each[0]}
@@ -167,7 +170,7 @@ def _teacher_seconds(
     holds the teacher."""
     if config.algorithm.distillation is None or "teacher_parameters" not in facts:
         return 0.0
-    arithmetic = 2 * facts["teacher_parameters"] * generated_work.learnt
+    arithmetic = 2 * facts["teacher_parameters"] * generated_work.trained_tokens
     return one_pass * arithmetic / shared_flops(decoder, generated_work)
 
 

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from infra.config import Settings
 from infra.errors import BadInput, Damaged, EndpointDown, WorkerFailed
 from infra.processes.guard import guarded_directory
-from infra.processes.watch import await_answer
+from infra.processes.watch import run_watched
 from infra.store.bundles import BundleRef, fetch_bundle, has_bundle
 from infra.store.dependencies import dependency_records
 from infra.store.manifests import Manifest
@@ -190,7 +190,7 @@ def write_apart(work: ExportWork | MergeWork) -> None:
     """
     command = [sys.executable, "-P", "-m", "models.commands.export"]
     request = TypeAdapter[ExportWork | MergeWork](ExportWork | MergeWork).dump_json(work)
-    code, answer, errors = await_answer("the export", command, request)
+    code, answer, errors = run_watched("the export", command, request)
     try:
         error = json.loads(answer)["error"]
     except ValueError:

@@ -120,7 +120,7 @@ def _rollout_files(run: Run, scratch: Path) -> Iterator[Path]:
     for number in numbers:
         key = iteration_key(number)
         if run.store.exists(export_file(key)):
-            yield run.store.local(export_file(key))
+            yield run.store.local_path(export_file(key))
         elif number not in deleted:
             path = scratch / f"{run.name}-{key}.parquet"
             write_export(export_tables(run, number), path, key=key)

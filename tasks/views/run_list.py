@@ -8,7 +8,7 @@ from typing import Literal
 
 from infra.config import Settings
 from infra.errors import BadInput, Damaged
-from infra.store.disk import Holding
+from infra.store.disk import LockState
 from infra.store.manifests import Manifest
 from infra.store.run_record import RECORD
 from infra.store.runs import Run, list_runs, open_run
@@ -126,7 +126,7 @@ def _creation_time(opened: Run | RunLine) -> tuple[bool, str]:
 
 def _read_line(run: Run) -> RunLine:
     try:
-        folders, holding = run.folders(), run.holding()
+        folders, holding = run.folders(), run.lock_state()
         sealed = [
             number for number in iteration_numbers(folders) if run.has(StageKey.of(iteration_key(number), "seal"))
         ]
@@ -156,7 +156,7 @@ def _read_evaluations(run: Run, folders: list[str]) -> list[Manifest]:
     return [summary for key in keys if (summary := run.find(key)) is not None]
 
 
-def _find_status(holding: Holding, *, is_done: bool) -> RunStatus:
+def _find_status(holding: LockState, *, is_done: bool) -> RunStatus:
     if holding.state == "held":
         return "running"
     if is_done:

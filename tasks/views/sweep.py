@@ -5,7 +5,7 @@ from typing import Literal
 
 from infra.config import Settings
 from infra.store.runs import list_runs
-from infra.untrusted_text import visible
+from infra.untrusted_text import make_visible
 from tasks.config.run import RunConfig
 from tasks.views.metrics import Accuracy
 from tasks.views.run_list import read_run_line
@@ -35,7 +35,7 @@ class SweptRun(Settings):
         accuracy = self.accuracy
         held_out = "-" if accuracy is None else f"{accuracy.mean:.3f} ({accuracy.low:.3f} to {accuracy.high:.3f})"
         duration = "-" if self.seconds is None else f"{self.seconds:,.0f} s"
-        values = {key: visible(self.values.get(key, "")) for key in keys}
+        values = {key: make_visible(self.values.get(key, "")) for key in keys}
         return {"run": self.run, **values, "held-out accuracy": held_out, "took": duration, "status": self.status}
 
 

@@ -6,7 +6,7 @@ from threading import Event, Thread
 
 import pytest
 
-from infra.errors import RunHeld
+from infra.errors import RunLocked
 from infra.store.garbage import collect_garbage, find_garbage
 from infra.store.runs import open_run
 from tests.support import checker
@@ -31,9 +31,9 @@ def test_garbage_collection_during_a_run_deletes_nothing(reference, tmp_path, pr
         assert wait_for((job.run / "lease/000001.json").exists)
         while not ended.wait(0.01):
             try:
-                with open_run(str(job.store), "tiny").hold() as run:
+                with open_run(str(job.store), "tiny").lock() as run:
                     said.append(collect_garbage(run))
-            except RunHeld:
+            except RunLocked:
                 said.append("held")
 
     thread = Thread(target=collector)

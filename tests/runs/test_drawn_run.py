@@ -125,7 +125,7 @@ def test_an_image_does_not_depend_on_its_batch(whole):
     engine.load(fetch_bundle(run.store, version.weights), version)
     request = Request(row=0, inputs=(type(row)(row.chunks[:1]),), seeds=(table["seed"][5].as_py(),))
     first = int(row.completion[0])
-    [[alone]] = engine.draw([request], DenoisingConfig(steps=6, text_tokens=1), range(first, first + 2))
+    [[alone]] = engine.generate_images([request], DenoisingConfig(steps=6, text_tokens=1), range(first, first + 2))
     stored = media.states(row.images[0], steps=2)
     assert np.abs(alone.picture.states - stored).max() <= 1e-5
     assert alone.tokens == tuple(row.completion)
@@ -148,12 +148,12 @@ def test_text_encoders_are_loaded_once_for_all_policy_versions(whole, monkeypatc
     for version in versions:
         engine.load(fetch_bundle(run.store, version.weights), version)
         for steps in (6, 8):
-            [[one]] = engine.draw([request], DenoisingConfig(steps=steps, text_tokens=1), range(0))
+            [[one]] = engine.generate_images([request], DenoisingConfig(steps=steps, text_tokens=1), range(0))
             drawn.append(one.picture.encoded)
     assert len(loaded) == 1
     engine.sleep()
     engine.load(fetch_bundle(run.store, versions[0].weights), versions[0])
-    [[again]] = engine.draw([request], DenoisingConfig(steps=6, text_tokens=1), range(0))
+    [[again]] = engine.generate_images([request], DenoisingConfig(steps=6, text_tokens=1), range(0))
     assert len(loaded) == 2 and again.picture.encoded == drawn[0] != drawn[2]
 
 
@@ -223,7 +223,7 @@ def test_an_exported_policy_generates_the_same_image_in_the_pipeline_of_diffuser
     prompt = "red square left"
     read = ModelInput.from_prompt([*engine_tokens(target, prompt)])
     config = DenoisingConfig(steps=8, text_tokens=1)
-    [[drawn]] = engine.draw([Request(row=0, inputs=(read,), seeds=(5,))], config, range(0))
+    [[drawn]] = engine.generate_images([Request(row=0, inputs=(read,), seeds=(5,))], config, range(0))
     noise = np.random.Generator(np.random.Philox(5)).standard_normal(3 * 8 * 8, dtype=np.float32)
     pipe = StableDiffusion3Pipeline.from_pretrained(target, vae=None, text_encoder_3=None, tokenizer_3=None)
     pipe.set_progress_bar_config(disable=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import psutil
 import pytest
 
-from tests.support.jobs import Job, alive, family_of, wait_for
+from tests.support.jobs import Job, alive, process_tree, wait_for
 from tests.support.whole_runs import check_same_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2000)]
@@ -56,7 +56,7 @@ def strike(job: Job, failure: Failure) -> None:
     with job.started() as process:
         assert wait_for(lambda: not failure.moment or reached.exists() or process.poll() is not None)
         assert wait_for(lambda: server_of(process, failure.server))
-        server, family = server_of(process, failure.server), family_of(process.pid)
+        server, family = server_of(process, failure.server), process_tree(process.pid)
         server.send_signal(failure.number)
         if failure.interrupt is not None:
             process.send_signal(failure.interrupt)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import Fault, Job, alive, bundles_of, digest_of, family_of, files_of, manifest_of, wait_for
+from tests.support.jobs import Fault, Job, alive, bundles_of, digest_of, files_of, manifest_of, process_tree, wait_for
 from tests.support.whole_runs import check_same_run
 
 pytestmark = pytest.mark.timeout(2000)  # on an idle machine a job takes 20 s, and the chain of kills 10 minutes
@@ -111,7 +111,7 @@ def test_a_signal_ends_the_job_in_order_and_the_command_continues_it(number, ign
     job = Job(tmp_path, ignores=ignored)
     with job.started() as process:
         assert wait_for(lambda: (job.run / "manifests/it-0001/plan.json").exists())
-        family = family_of(process.pid)
+        family = process_tree(process.pid)
         process.send_signal(number)
         ended = job.ended(process)
     assert ended.code == 128 + number

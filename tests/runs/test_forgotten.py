@@ -158,7 +158,7 @@ def forget_and_die(home, ids, change):
         return change_or_die
 
     LocalStore.put, LocalStore.delete = dying(LocalStore.put), dying(LocalStore.delete)
-    with open_run(str(home), "tiny").hold() as run:
+    with open_run(str(home), "tiny").lock() as run:
         forget(run, frozenset(ids), delete=True)
 
 
@@ -170,7 +170,7 @@ def test_forget_that_is_killed_at_any_write_can_be_repeated(job, tmp_path):
         with process(forget_and_die, copy.store, ids, change) as child:
             child.join(60)
             code = child.exitcode
-        with open_run(str(copy.store), "tiny").hold() as run:
+        with open_run(str(copy.store), "tiny").lock() as run:
             assert len(rollouts(copy)) == len(rollouts(job))
             forget(run, frozenset(ids), delete=True)
         assert found_in(copy, secrets) == [], change

@@ -131,7 +131,7 @@ def test_an_unknown_policy_is_refused_in_one_line(given, words, message):
 
 def test_after_gc_deletes_shards_lineage_reports_the_deletion_and_has_every_digest(store, given):
     before = json.loads(given("assistant", "--json")[1])[0]["run"]
-    with open_run(str(store), "tiny").hold() as run:
+    with open_run(str(store), "tiny").lock() as run:
         delete_run(run, why="rheostat gc --keep 0")
     code, said = given("assistant")
     assert code == 0 and "deleted rollouts, samples and policies by rheostat gc --keep 0" in said

@@ -202,7 +202,7 @@ def test_invalid_rescorings_are_refused_in_one_line_and_write_nothing(arguments,
 
 def test_rescoring_a_locked_run_is_refused(copied, capsys):
     before = files_of(copied.run)
-    with open_run(str(copied.store), "tiny").hold():
+    with open_run(str(copied.store), "tiny").lock():
         held = files_of(copied.run)
         for asked in (["rescore", "--rewards", LENGTHS], ["recredit", "--algorithm", "rloo"]):
             command, *others = asked

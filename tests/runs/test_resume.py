@@ -15,9 +15,9 @@ from tests.support.jobs import (
     Job,
     alive,
     copy_prefect_database,
-    family_of,
     kill,
     manifests_of,
+    process_tree,
     wait_for,
     workers_of,
 )
@@ -57,7 +57,7 @@ def interrupted(tmp_path_factory, together, prefect_api):
     with alone.started(*settings, faults=[stop]) as process:
         wait_for(lambda: process.poll() is not None or alone.struck())
         assert process.poll() is None, alone.ended(process).output
-        family = family_of(process.pid)
+        family = process_tree(process.pid)
         listening = {
             connection.laddr.ip.removeprefix("::ffff:")  # how a socket of both kinds spells an IPv4 address
             for member in family

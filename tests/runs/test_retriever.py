@@ -9,7 +9,7 @@ import pytest
 from flows.cli.app import main
 from flows.cli.train import run_flow
 from infra.errors import BadInput, RheostatError, RunChanged
-from infra.processes.episodes import Asked
+from infra.processes.episodes import EpisodeRequest
 from infra.store.runs import open_run
 from models.config.data import DeduplicatedData, FileData
 from models.config.environments import SearchEnvironment
@@ -164,13 +164,13 @@ def test_the_search_tool_returns_the_nearest_passages_of_a_file(made, tmp_path):
 
     def told(arguments):
         call = {"name": "search", "arguments": arguments, "error": ""}
-        step, _ = tool.step(Asked("0", problem={}, seed=0, turns=({"text": "", "calls": [call]},)))
+        step, _ = tool.step(EpisodeRequest("0", problem={}, seed=0, turns=({"text": "", "calls": [call]},)))
         return step.messages[0].content
 
     first, second = told({"query": "blue cat river"}).splitlines()
     assert first == "1. blue cat river" and second.startswith("2. ") and second[3:] in texts
     assert told({"query": " "}) == "Error: search: expected a text as query"
-    step, _ = tool.step(Asked("0", problem={}, seed=0, turns=({"text": "done", "calls": []},)))
+    step, _ = tool.step(EpisodeRequest("0", problem={}, seed=0, turns=({"text": "done", "calls": []},)))
     assert step.done
     corpus.with_name("empty.jsonl").write_text("")
     with pytest.raises(BadInput, match=r"corpus .*empty.jsonl: the file has no passages"):

@@ -25,7 +25,7 @@ from infra.store.runs import open_run
 from models.config.data import FileData
 from models.data.problems import Problem, load_problems
 from tests.support.in_process import InProcessJob, own_store
-from tests.support.jobs import SMALLEST, TINY, Job, digest_of, family_of, files_of, manifests_of
+from tests.support.jobs import SMALLEST, TINY, Job, digest_of, files_of, manifests_of, process_tree
 from tests.support.jobs import Fault as WorkerFault
 from tests.support.pictures import picture
 from tests.support.prompts import chosen, secrets_of
@@ -132,7 +132,7 @@ def test_killed_ray_workers_do_not_change_a_run_in_a_bucket_and_no_process_write
         with job.started(faults=KILLS) as process:
 
             def look() -> None:
-                family = family_of(process.pid)
+                family = process_tree(process.pid)
                 clusters = {member.environ().get(CLUSTER) for member in family} - {None}
                 told.extend(" ".join(member.cmdline()).encode() for member in family)
                 told.extend(path.read_bytes() for path in files_below(*map(Path, clusters)))
@@ -263,14 +263,14 @@ def test_forgotten_prompts_of_a_run_in_a_bucket_are_in_neither_the_bucket_nor_th
 
     assert found() >= 2 * len(secrets), "the bucket and the cache have them"
     (tmp_path / "ids").write_text("\n".join(ids))
-    with open_run(place.uri, "tiny").hold():
+    with open_run(place.uri, "tiny").lock():
         assert "is locked by process" in job.command("forget", "--prompt-ids", str(tmp_path / "ids"), "--delete").output
         assert "is locked by process" in job.command("gc", "--keep", "0", "--delete").output
     forgotten = job.command("forget", "--prompt-ids", str(tmp_path / "ids"), "--delete")
     assert forgotten.code == 0, forgotten.output
     assert found() == 0
     for entry in store.entries("tiny/export/"):
-        rows = pq.read_table(store.local(entry.key)).to_pylist()
+        rows = pq.read_table(store.local_path(entry.key)).to_pylist()
         assert not any(row["prompt"] or row["completion"] for row in rows if row["prompt_id"] in ids)
     assert job.command("verify").code == 0
     store.put("tiny/shards/00/nobodys.arrow", b"nobody's")

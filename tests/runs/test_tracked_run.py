@@ -266,7 +266,7 @@ def test_rollouts_that_were_deleted_leave_no_samples(copied):
     run = open_run(str(copied.store), "tiny")
     from infra.store.garbage import delete_run
 
-    with run.hold():
+    with run.lock():
         delete_run(run, why="a test")
     assert sample_table(open_run(str(copied.store), "tiny"), 2) is None
     assert run.has(StageKey.of(iteration_key(2), "seal"))

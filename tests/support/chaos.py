@@ -359,7 +359,7 @@ def problems_after(
     code, attempts = -1, max(ATTEMPTS, len(strikes) + 1)
     for number in range(struck, attempts):
         if collects and (home / "store/tiny/run.json").exists():
-            with open_run(str(home / "store"), "tiny").hold() as held:
+            with open_run(str(home / "store"), "tiny").lock() as held:
                 collect_garbage(held)
         code = start(home, api, strikes[number] if number < len(strikes) else None, overrides)
         if code == 0:
@@ -376,7 +376,7 @@ def problems_after(
     if not shards_of(run) >= shards_of(whole):
         problems.append("shards are missing")
     if collects and code == 0:
-        with open_run(str(home / "store"), "tiny").hold() as held:
+        with open_run(str(home / "store"), "tiny").lock() as held:
             collect_garbage(held)
         problems += ["other shards than the undisturbed run's"] * (shards_of(run) != shards_of(whole))
     problems += [f"left {path.name}" for path in leftovers_of(run)]

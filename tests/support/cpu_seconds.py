@@ -9,7 +9,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from infra.processes.clock import family_of
+from infra.processes.clock import process_tree
 
 NAME = "cpu_seconds"
 
@@ -17,7 +17,7 @@ NAME = "cpu_seconds"
 def used() -> float:
     """Return the CPU seconds so far of this process, of its ended children, and of its running descendants."""
     seconds = 0.0
-    for pid in family_of(os.getpid()):
+    for pid in process_tree(os.getpid()):
         with suppress(psutil.Error):
             seconds += sum(psutil.Process(pid).cpu_times()[:4])  # user, system, and both of children waited for
     return seconds

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 
 from flows.cli.prefect_api import PROFILE
-from tests.support.jobs import AUTH, PASSWORD, PATIENCE, ROOT, family_of, kill, wait_for
+from tests.support.jobs import AUTH, PASSWORD, PATIENCE, ROOT, kill, process_tree, wait_for
 
 PREFECT = str(Path(sys.executable).with_name("prefect"))
 ENDED = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
@@ -116,7 +116,7 @@ def working(server: Server, home: Path) -> Iterator["subprocess.Popen[bytes]"]:
     try:
         yield process
     finally:
-        family = family_of(process.pid)
+        family = process_tree(process.pid)
         process.send_signal(signal.SIGTERM)
         for member in family:
             if member.is_running():

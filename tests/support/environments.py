@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from infra.environments.find import STAMP, Environment, Platform, Stamp, default_directory, pins_digest, python_in
-from infra.processes.episodes import Asked
+from infra.processes.episodes import EpisodeRequest
 from models.text.calls import Call, ParsedTurn
 
 VERSIONS = {"vllm": "0.32.0", "torch": "2.13.0+cpu", "transformers": "5.19.0", "python": "3.11.7"}
@@ -22,6 +22,6 @@ def leave_vllm(platform: Platform = "cpu") -> Path:
     return python
 
 
-def episode_with_calls(*calls: Call, text: str = "") -> Asked:
+def episode_with_calls(*calls: Call, text: str = "") -> EpisodeRequest:
     """Return an episode whose only turn makes calls of tools."""
-    return Asked("0", problem={}, seed=0, turns=(asdict(ParsedTurn(text, calls)),))
+    return EpisodeRequest("0", problem={}, seed=0, turns=(asdict(ParsedTurn(text, calls)),))

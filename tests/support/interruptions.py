@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.jobs import GO_ON, PAUSE, SMALLEST, Fault, Job, alive, family_of, wait_for
+from tests.support.jobs import GO_ON, PAUSE, SMALLEST, Fault, Job, alive, process_tree, wait_for
 from tests.support.judged import JUDGE
 
 JOB = ("iterations=1", *SMALLEST)
@@ -105,7 +105,7 @@ def interrupt(name: str, number: int, home: Path, api: str, *, ignores: tuple[in
         here = psutil.Process(process.pid)
         reached = wait_for(lambda: state.reached(job, here) or process.poll() is not None)
         assert reached and process.poll() is None, (home / "output").read_text()
-        family = family_of(process.pid)
+        family = process_tree(process.pid)
         began = time.monotonic()
         process.send_signal(number)
         ended = job.ended(process)

@@ -305,7 +305,7 @@ def workers_of(run: Path, role: str) -> set[int]:
     return {int(match[1]) for match in found if match}
 
 
-def family_of(pid: int) -> list[psutil.Process]:
+def process_tree(pid: int) -> list[psutil.Process]:
     """Return a process and all its descendants."""
     process = psutil.Process(pid)
     return [process, *process.children(recursive=True)]

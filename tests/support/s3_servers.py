@@ -45,14 +45,14 @@ class Place:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables with which clients find the S3 server."""
     lease_seconds: float = 4
-    patience: Timeouts = TIMEOUTS
+    timeouts: Timeouts = TIMEOUTS
 
     def open(self) -> Store:
         """Open the store. The environment variables of this process stay changed."""
         os.environ.update(self.environment)
         if not self.uri.startswith("s3://"):
             return open_store(self.uri)
-        return open_s3(self.uri, patience=self.patience, lease_seconds=self.lease_seconds)
+        return open_s3(self.uri, timeouts=self.timeouts, lease_seconds=self.lease_seconds)
 
     def manifests(self, run: str = "tiny") -> dict[str, str]:
         """Read key and digest of every manifest of a run."""

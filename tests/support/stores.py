@@ -22,8 +22,8 @@ class RacedStore(LocalStore):
     act: Callable[[str], object]
     """Receives the prefix of the listing, or the key of the object."""
 
-    def local(self, key: str) -> Path:
-        path = super().local(key)
+    def local_path(self, key: str) -> Path:
+        path = super().local_path(key)
         self.act(key)
         return path
 

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from infra.config import Settings, read_recorded
 from infra.errors import Damaged
-from infra.store.bundles import fetch_file
+from infra.store.bundles import fetch_bundle_file
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from infra.store.shards import read_shard
@@ -207,7 +207,7 @@ def _open_tokenizer(run: Run) -> Tokenizer | None:
     """Return the tokenizer of the policy, or None if its files were deleted."""
     try:
         weights = policy_of(run.require(StageKey.policy(0))).weights
-        return open_tokenizer(fetch_file(run.store, weights, "tokenizer.json"))
+        return open_tokenizer(fetch_bundle_file(run.store, weights, "tokenizer.json"))
     except Damaged:
         return None
 

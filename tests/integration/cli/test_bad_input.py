@@ -126,6 +126,6 @@ def make_run(*overrides: str) -> None:
 
 
 def _hold(store: str, name: str, told: str) -> None:
-    with open_run(store, name).hold():
+    with open_run(store, name).lock():
         Path(told).touch()
         Event().wait()

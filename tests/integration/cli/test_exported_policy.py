@@ -32,7 +32,7 @@ def run(tmp_path):
         "promotion": {"registry": "a", "card": {"license": "apache-2.0", "base_model": "a/b"}},
     }
     made = create_run(str(tmp_path / "store"), "going-on", parse_config(config, source="test").model_dump(mode="json"))
-    with made.hold():
+    with made.lock():
         commit_version(made, 0, tmp_path)
         yield made
 

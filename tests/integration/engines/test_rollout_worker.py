@@ -120,7 +120,7 @@ def test_damaged_weights_generate_nothing_and_the_worker_stays_usable(tmp_path):
     good = worker(tmp_path)
     before = digest(good.generate(work))
     other = publish(store, tmp_path / "other", seed=1)
-    path = store.local(f"{other.weights.key}/model.safetensors")
+    path = store.local_path(f"{other.weights.key}/model.safetensors")
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.chmod(0o644)

@@ -70,7 +70,7 @@ class Shared:
     @property
     def pids(self):
         """Process ids of all workers, awake and asleep."""
-        seats = [seat for pool in (self.rollout, self.judge) for seat in pool.seats.values()]
+        seats = [seat for pool in (self.rollout, self.judge) for seat in pool.slots.values()]
         return {seat.worker.place.pid for seat in seats if seat.worker is not None}
 
     def check(self):
@@ -183,7 +183,7 @@ async def test_idle_workers_leave_first_and_busy_workers_end_their_work(shared):
     held, reached = shared.tell_to_wait("work", 0)
     (work,) = shared.works(shared.rollout, 0)
     assert await until(lambda: reached() and shared.fleet.load()[shared.names[0]].idle == 1)
-    (idle,) = [slot for slot, seat in shared.rollout.seats.items() if seat.usable]
+    (idle,) = [slot for slot, seat in shared.rollout.slots.items() if seat.is_available]
     (first,) = await shared.arrange(1, 1)
     assert (first.slot, first.before, first.after) == (idle, *shared.names)
     second = asyncio.create_task(shared.arrange(0, 2))
@@ -305,7 +305,7 @@ async def test_waiting_work_retries_an_empty_slot_and_a_fleet_can_be_closed_duri
 
 async def test_a_sleeping_or_idle_worker_that_is_killed_is_started_again_when_it_is_needed(shared):
     await shared.arrange(2, 0)
-    sleeping = [seat.worker.place.pid for seat in shared.judge.seats.values() if seat.worker is not None]
+    sleeping = [seat.worker.place.pid for seat in shared.judge.slots.values() if seat.worker is not None]
     idle = shared.rollout.pids[0]
     for pid in (*sleeping, idle):
         os.kill(pid, signal.SIGKILL)
@@ -330,7 +330,7 @@ async def test_a_worker_killed_at_its_last_work_leaves_and_its_work_waits_for_an
     (slot,) = shared.fleet.allocation()[shared.names[0]]
     arranging = asyncio.create_task(shared.arrange(0, 2))
     await asyncio.sleep(0.1)
-    os.kill(shared.rollout.seats[slot].worker.place.pid, signal.SIGKILL)
+    os.kill(shared.rollout.slots[slot].worker.place.pid, signal.SIGKILL)
     (move,) = await arranging
     assert (move.error, shared.awake) == (None, (0, 2))
     assert not work.done()
@@ -447,9 +447,9 @@ async def test_another_process_uses_the_awake_workers_and_moves_no_worker(cluste
 
 
 async def test_a_cluster_without_room_for_the_slots_is_a_named_error(cluster):
-    berths = ReservedSlots(SlotCount(2, first=2), widest=1, gpus=1, machines=Machines())
+    reserved_slots = ReservedSlots(SlotCount(2, initial_slots=2), widest=1, gpus=1, machines=Machines())
     with pytest.raises(ClusterFailed, match=r"could not reserve 2 worker slots with .*'GPU': 1.* each within"):
-        await berths.reserve(0.3)
+        await reserved_slots.reserve(0.3)
 
 
 @pytest.mark.slow
@@ -469,7 +469,7 @@ async def main():
         roles = {f"narrow{slots}{gpus}": 1, f"wide{slots}{gpus}": 2}
         specs = [PoolSpec(role, "tests.support.workers:Counting", slots=width) for role, width in roles.items()]
         count = SlotCount(slots)
-        fleet = Fleet(specs, ReservedSlots(count, widest=2, gpus=gpus, machines=Machines(alone=True)), count)
+        fleet = Fleet(specs, ReservedSlots(count, widest=2, gpus=gpus, machines=Machines(is_single=True)), count)
         seen = []
         for (role, width) in roles.items():
             count = min(2, slots // width)

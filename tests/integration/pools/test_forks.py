@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from infra.pools.cluster import Preload, RayCluster
-from infra.pools.forks import start_nursery, worker_command
+from infra.pools.forks import start_forkserver, worker_command
 from infra.pools.host import thread_variables
 from infra.pools.worker import PoolSpec
 from tests.support.drivers import until
@@ -35,10 +35,10 @@ def spec(**changes):
     return PoolSpec(role=f"role{next(ROLES)}", target="tests.support.workers:Counting", **changes)
 
 
-def nursery_of(pid):
-    """Return the nursery that forked a worker, or None if the worker was started."""
+def forkserver_of(pid):
+    """Return the forkserver that forked a worker, or None if the worker was started."""
     parent = psutil.Process(pid).parent()
-    return parent if "nurse" in parent.cmdline() else None
+    return parent if "forkserver" in parent.cmdline() else None
 
 
 async def reaped(*pids):
@@ -52,14 +52,14 @@ async def cluster():
         yield opened
 
 
-# ---- under Ray; the last test kills the nursery
+# ---- under Ray; the last test kills the forkserver
 
 
 @pytest.mark.system
 async def test_forked_workers_have_different_random_states(cluster):
     pool = await cluster.pool(spec(size=2))
     first, second = pool.pids
-    assert nursery_of(first) == nursery_of(second) is not None
+    assert forkserver_of(first) == forkserver_of(second) is not None
     drawn = await asyncio.gather(*(pool.run("draw", 1.0, returns=tuple) for _ in range(2)))
     assert {done.pid for done in drawn} == {first, second}
     for one, other in zip(*(done.result for done in drawn), strict=True):
@@ -79,7 +79,7 @@ async def test_a_killed_fork_is_replaced_by_another_fork_and_its_children_die(cl
     (tmp_path / "released").touch()
     again = await work
     assert (again.attempts, again.pid == done.pid) == (2, False)
-    assert nursery_of(again.pid) is not None
+    assert forkserver_of(again.pid) is not None
     await pool.close()
 
 
@@ -96,7 +96,7 @@ async def test_forks_use_jemalloc_and_do_not_pass_it_to_their_children(cluster):
 @pytest.mark.system
 async def test_a_pool_with_a_separate_number_of_threads_is_not_forked(cluster):
     pool = await cluster.pool(spec(threads=2))
-    assert nursery_of(pool.pids[0]) is None
+    assert forkserver_of(pool.pids[0]) is None
     assert (await pool.run("environment", ("OMP_NUM_THREADS",), returns=dict)).result == {"OMP_NUM_THREADS": "2"}
     await pool.close()
 
@@ -104,11 +104,11 @@ async def test_a_pool_with_a_separate_number_of_threads_is_not_forked(cluster):
 @pytest.mark.system
 async def test_a_fork_equals_a_started_worker_and_pools_start_workers_after_the_forkserver_died(cluster):
     forked = await cluster.pool(spec())
-    nursery = nursery_of(forked.pids[0])
-    nursery.kill()
-    nursery.wait(10)
+    forkserver = forkserver_of(forked.pids[0])
+    forkserver.kill()
+    forkserver.wait(10)
     started = await cluster.pool(spec())
-    assert nursery_of(started.pids[0]) is None
+    assert forkserver_of(started.pids[0]) is None
     facts = [(await pool.run("facts", None, returns=dict)).result for pool in (forked, started)]
     assert facts[0] == facts[1]
     await asyncio.gather(forked.close(), started.close())
@@ -118,13 +118,13 @@ async def test_a_fork_equals_a_started_worker_and_pools_start_workers_after_the_
 
 
 @contextmanager
-def nursery(*modules):
-    """Run a nursery without a cluster. Yield it, a function that requests a process, and its directory."""
+def forkserver(*modules):
+    """Run a forkserver without a cluster. Yield it, a function that requests a process, and its directory."""
     with tempfile.TemporaryDirectory(prefix="rheostat-", dir="/tmp") as name:
         directory = Path(name)
         (directory / "program.py").write_text(PROGRAM)
         variables = thread_variables(1, gpus=0, devices=())
-        process = start_nursery(directory, modules, variables=variables)
+        process = start_forkserver(directory, modules, variables=variables)
 
         def ask(**changes):
             command = f"exec {worker_command(directory)} {directory / 'program.py'} 'a b'"
@@ -132,7 +132,7 @@ def nursery(*modules):
             return subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=60)
 
         try:
-            assert wait_for(lambda: list(directory.glob("nursery-*")))
+            assert wait_for(lambda: list(directory.glob("forkserver-*")))
             yield process, ask, directory
         finally:
             process.kill()
@@ -146,7 +146,7 @@ def parent_in(answer):
 
 
 async def test_a_worker_with_access_to_a_gpu_is_never_forked():
-    with nursery() as (process, ask, _):
+    with forkserver() as (process, ask, _):
         assert parent_in(ask()) == process.pid
         for visible in ("0", "0,1"):
             answer = ask(CUDA_VISIBLE_DEVICES=visible)
@@ -155,15 +155,15 @@ async def test_a_worker_with_access_to_a_gpu_is_never_forked():
 
 
 async def test_a_process_with_a_second_thread_does_not_fork():
-    with nursery("tests.support.thread") as (_, ask, directory):
+    with forkserver("tests.support.thread") as (_, ask, directory):
         answer = ask()
         assert parent_in(answer) == os.getpid()
         assert "the fork server created no process" in answer.stderr
-        assert "no worker was forked" in (directory / "nursery.log").read_text()
+        assert "no worker was forked" in (directory / "forkserver.log").read_text()
 
 
 async def test_an_abandoned_request_is_not_forked_later():
-    with nursery() as (process, ask, directory):
+    with forkserver() as (process, ask, directory):
         parent_in(ask())
         process.send_signal(signal.SIGSTOP)
         given_up = await asyncio.create_subprocess_shell(

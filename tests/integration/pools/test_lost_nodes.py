@@ -26,7 +26,7 @@ WORKERS = "tests.support.workers"
 async def lost_at_work(cluster: RayCluster, computers: Machines, folder: Path) -> object:
     """Lose one of two machines at work, start other workers next to the slots, and let another machine join."""
     raylets = [computers.join(2), computers.join(2)]
-    fleet = await fleet_on(cluster, SlotCount(4, first=4))
+    fleet = await fleet_on(cluster, SlotCount(4, initial_slots=4))
     await fleet.arrange({"rollout": 4})
     works = await begin_works(fleet, folder)
     lose_machine(raylets[1])
@@ -75,11 +75,11 @@ async def begin_works(fleet: Fleet, folder: Path) -> list[asyncio.Task]:
 async def yet_to_join(cluster: RayCluster, computers: Machines, folder: Path) -> object:
     """Begin with one machine. The machine that joins has room for a worker of two slots."""
     computers.join(2)
-    fleet = await fleet_on(cluster, SlotCount(4, first=2), wide=2)
+    fleet = await fleet_on(cluster, SlotCount(4, initial_slots=2), wide=2)
     await fleet.arrange({"rollout": 4})
     before = fleet.allocation()
     computers.join(2)
-    while await fleet.look() < 4:
+    while await fleet.check_slots() < 4:
         await asyncio.sleep(0.1)
     await fleet.arrange({"rollout": 2, "wide": 1})
     return [before["rollout"], fleet.allocation(), len(fleet.role("wide").pids)]

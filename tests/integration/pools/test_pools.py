@@ -49,7 +49,7 @@ async def test_an_idle_worker_that_dies_is_replaced_at_once(cluster):
 
 async def test_a_worker_at_work_is_lost_as_soon_as_its_machine_has_left_the_cluster(cluster):
     pool = await cluster.pool(spec())
-    worker = pool.seats[0].worker
+    worker = pool.slots[0].worker
     elsewhere = replace(worker, machines=Machines(), place=replace(worker.place, node="of no machine"))
     process = psutil.Process(worker.place.pid)
     process.suspend()

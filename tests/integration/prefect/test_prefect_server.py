@@ -25,7 +25,7 @@ from tasks.run.stages import is_transient
 from tests.support.controllers import FAIL, HANG, TWO_SHARDS, WITHIN_SECONDS, names_the_cause
 from tests.support.deployments import Server, deployed_to, working
 from tests.support.in_process import InProcessJob, prefect_at
-from tests.support.jobs import ROOT, TINY, Job, alive, family_of, manifests_of, wait_for
+from tests.support.jobs import ROOT, TINY, Job, alive, manifests_of, process_tree, wait_for
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -239,7 +239,7 @@ def test_a_deployed_run_has_the_name_of_its_job_and_logs_bad_input_in_its_last_l
 def test_a_cancelled_run_leaves_no_process_and_can_be_resumed(server, worker, reference, tmp_path):
     run = server.trigger("train/train", tiny(tmp_path, iterations=500))
     assert wait_for((tmp_path / "tiny/manifests/it-0002/seal.json").exists)
-    family = family_of(engine_of(worker).pid)
+    family = process_tree(engine_of(worker).pid)
     assert len(family) > 3
     server.cancel(run)
     assert server.ends(run) == "Cancelled"
@@ -248,7 +248,7 @@ def test_a_cancelled_run_leaves_no_process_and_can_be_resumed(server, worker, re
     assert messages and not [message for message in messages if "Crash" in message]
     assert [message for message in messages if "cancelled. A run of the same name" in message]
     assert not re.search("Traceback|ERROR", Path(psutil.Process(worker.pid).cwd(), "log").read_text())
-    open_run(str(tmp_path), "tiny").check_free()
+    open_run(str(tmp_path), "tiny").check_unlocked()
 
     sealed = len(list(tmp_path.glob("tiny/manifests/it-*/seal.json")))
     again = server.trigger("train/train", tiny(tmp_path, iterations=sealed + 1))
@@ -262,7 +262,7 @@ def test_a_killed_run_is_marked_as_crashed_and_resumes_with_the_same_digests(ser
     run = server.trigger("train/train", tiny(tmp_path))
     assert wait_for((tmp_path / "tiny/manifests/it-0002/plan.json").exists)
     engine = engine_of(worker)
-    family = family_of(engine.pid)
+    family = process_tree(engine.pid)
     engine.kill()
     assert server.ends(run) == "Crashed"
     assert wait_for(lambda: not alive(family)), alive(family)
@@ -353,7 +353,7 @@ def test_cancelling_a_run_cancels_its_deployed_controllers(server, worker, tmp_p
     server.cancel(run)
     assert server.ends(run) == "Cancelled"
     assert wait_for(lambda: not controllers_below(worker)), controllers_below(worker)
-    open_run(str(tmp_path), "tiny").check_free()
+    open_run(str(tmp_path), "tiny").check_unlocked()
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from infra.errors import BadInput
-from infra.processes.episodes import Asked
+from infra.processes.episodes import EpisodeRequest
 from infra.store.shards import read_shard
 from infra.store.storage import open_store
 from models.config.engines import SamplingConfig
@@ -23,7 +23,7 @@ PYTHON = PythonEnvironment(step_seconds=3, memory_mib=256)
 STOPS = SamplingConfig(max_new_tokens=60, stop=("a", "e", "o", " "))
 
 
-def run_codes(*codes: str, name: str = "python") -> Asked:
+def run_codes(*codes: str, name: str = "python") -> EpisodeRequest:
     return episode_with_calls(*(Call(name, {"code": code}) for code in codes))
 
 
@@ -142,7 +142,7 @@ def test_without_bubblewrap_an_environment_is_refused_with_the_setting_that_requ
     monkeypatch.setenv("PATH", str(tmp_path))
     pool = EnvironmentPool(settings)
     with pytest.raises(BadInput, match=f"{key}: .* bwrap is not on the PATH"):
-        pool.answer([Asked("0", problem={}, seed=0)], [0])
+        pool.answer([EpisodeRequest("0", problem={}, seed=0)], [0])
 
 
 @needs_sandbox

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 
 from infra.errors import BadInput
-from infra.processes.child import users_interpreter
+from infra.processes.child import user_interpreter
 from infra.processes.episodes import EpisodeProcess
 from models.config.environments import ToolsEnvironment
 from models.text.calls import Call
@@ -17,7 +17,7 @@ TOOLS = ToolsEnvironment(tools=("tests.support.games:price",))
 @contextmanager
 def describing(settings: ToolsEnvironment):
     """Start a process that describes and runs tools. The process is killed afterwards."""
-    process = EpisodeProcess(settings.run.describing(), users_interpreter(), seconds=20)
+    process = EpisodeProcess(settings.run.with_schemas(), user_interpreter(), seconds=20)
     try:
         yield process
     finally:

@@ -215,7 +215,7 @@ def test_a_model_is_loaded_once_and_only_if_its_files_have_its_digest(tmp_path, 
     assert scorer.worker.progress() == 1
     other = write_classifier(tmp_path / "other", "qwen3")
     torn = scorer.publish(other)
-    weights = scorer.store.local(f"{torn.weights.key}/model.safetensors")
+    weights = scorer.store.local_path(f"{torn.weights.key}/model.safetensors")
     weights.chmod(0o644)
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from infra.errors import BadInput
-from infra.processes.episodes import Asked
+from infra.processes.episodes import EpisodeRequest
 from infra.processes.sandbox import switches_user
 from models.config.environments import PythonEnvironment
 from models.config.reward_terms import CodeReward, NumericReward, TargetReward
@@ -135,7 +135,7 @@ def test_no_program_of_a_policy_escapes_and_the_next_call_is_answered(port: int,
 
     def run(code: str) -> str:
         call = {"name": "python", "arguments": {"code": code}, "error": ""}
-        step, failure = tool.step(Asked("0", problem={}, seed=0, turns=({"text": "", "calls": [call]},)))
+        step, failure = tool.step(EpisodeRequest("0", problem={}, seed=0, turns=({"text": "", "calls": [call]},)))
         assert failure is None
         return step.messages[0].content
 

@@ -21,7 +21,7 @@ import infra.store.s3
 from flows.cli.app import main
 from infra.errors import BadInput, Damaged, Fenced, StoreFailed
 from infra.store.bucket import Timeouts
-from infra.store.bundles import delete_bundle, fetch_bundle, fetch_part, proved_beside, publish_bundle
+from infra.store.bundles import delete_bundle, fetch_bundle, fetch_bundle_files, publish_bundle, verify_while_reading
 from infra.store.checksums import seal
 from infra.store.manifests import Manifest
 from infra.store.run_record import RunRecord
@@ -91,14 +91,14 @@ PASSING = ["500", "503", "400 RequestTimeout", "403 RequestTimeTooSkewed"]
 
 @pytest.mark.parametrize("fault", [*PASSING, "cut answer", "cut request", "lost answer", "slow"])
 def test_transient_faults_are_retried_and_no_object_is_torn(place, weather, fault, tmp_path):
-    store = replace(place, patience=replace(place.patience, answer_seconds=1)).open()
+    store = replace(place, timeouts=replace(place.timeouts, answer_seconds=1)).open()
     data, source = os.urandom(2_000_000), tmp_path / "source"
     source.write_bytes(data)
     store.put("warm", b"")
     methods = ("PUT", "GET") if fault.startswith("403") else ("PUT", "GET", "HEAD")  # an answer to HEAD has no code
     weather.faults = [Fault(fault, f"^{method} .*{what}", times=1) for method in methods for what in "ab"]
     assert store.put("shards/a", data) and store.put("shards/b", source)
-    assert store.read("shards/a") == data == store.local("shards/b").read_bytes()
+    assert store.read("shards/a") == data == store.local_path("shards/b").read_bytes()
     weather.faults = [Fault(fault, "list-type", times=1)]
     assert [(entry.key, entry.bytes) for entry in store.entries("shards/")] == [
         ("shards/a", len(data)),
@@ -117,7 +117,7 @@ def test_an_invalid_page_of_a_listing_is_requested_again(store, place, weather):
 
 
 def test_a_server_that_lists_nothing_is_an_error_whether_or_not_an_object_is_known(place, weather):
-    store = replace(place, patience=SHORT).open()
+    store = replace(place, timeouts=SHORT).open()
     weather.faults = [Fault("page", "list-type")]
     for _ in ("nothing known", "warm"):
         with pytest.raises(StoreFailed, match=r"cannot list .* no ListBucketResult"):
@@ -126,7 +126,7 @@ def test_a_server_that_lists_nothing_is_an_error_whether_or_not_an_object_is_kno
 
 
 def test_a_server_that_stays_down_is_an_error_with_the_attempts_and_seconds(place, weather):
-    store = replace(place, patience=SHORT).open()
+    store = replace(place, timeouts=SHORT).open()
     store.put("warm", b"")
     for kind in ("503", "slow"):
         weather.faults = [Fault(kind)]
@@ -155,7 +155,7 @@ def test_a_server_without_conditional_puts_is_refused_before_anything_is_written
         store = s3_servers.start("moto").place(endpoint=endpoint).open()
         with pytest.raises(BadInput, match=f"must support conditional writes, but .*{reason}"):
             store.put("run.json", b"{}")
-        with pytest.raises(BadInput, match="conditional writes"), store.hold("lock"):
+        with pytest.raises(BadInput, match="conditional writes"), store.lock("lock"):
             pass
         assert store.entries("") == []
 
@@ -189,7 +189,7 @@ def test_a_large_file_is_uploaded_in_parts_and_failed_parts_are_sent_again(place
     store.put("warm", b"")
     weather.faults = [Fault("503", "PUT .*partNumber=2", times=1), Fault("lost answer", "POST .*uploadId", times=1)]
     assert store.put("states/0/weights", source) and not store.put("states/0/weights", source)
-    assert blake3().update_mmap(store.local("states/0/weights")).digest() == blake3(source.read_bytes()).digest()
+    assert blake3().update_mmap(store.local_path("states/0/weights")).digest() == blake3(source.read_bytes()).digest()
     sent = [sum(f"partNumber={part}" in request for request in weather.seen) for part in (1, 2, 3)]
     assert sent == [1, 2, 1]
 
@@ -209,7 +209,7 @@ def test_a_large_file_is_fetched_in_concurrent_parts_and_failed_parts_are_fetche
     ]
     weather.seen.clear()
     other = open_elsewhere(place, tmp_path / "elsewhere")
-    assert other.local("states/0/weights").read_bytes() == source.read_bytes()
+    assert other.local_path("states/0/weights").read_bytes() == source.read_bytes()
     assert [request.partition(" ")[0] for request in weather.seen] == ["GET"] * 8 and not together.broken
 
 
@@ -217,12 +217,12 @@ def test_an_empty_object_is_an_empty_file(server, tmp_path):
     place = server.place()
     place.open().put("states/0/nothing", b"")
     other = open_elsewhere(place, tmp_path / "elsewhere")
-    assert other.local("states/0/nothing").read_bytes() == b""
+    assert other.local_path("states/0/nothing").read_bytes() == b""
 
 
 def test_concurrent_commits_share_checks_of_the_epoch(place, weather):
     run, many, together = _run(place), 12, threading.Barrier(12)
-    with run.hold(alone=True):
+    with run.lock(sole_writer=True):
         weather.seen.clear()
         weather.faults = [Fault("before", "^PUT .*manifests", times=many, does=lambda: together.wait(20))]
         with ThreadPoolExecutor(many) as threads:
@@ -235,7 +235,7 @@ def test_concurrent_commits_share_checks_of_the_epoch(place, weather):
 
 def test_no_concurrent_commit_succeeds_after_its_epoch_has_ended(place, weather):
     run = _run(place)
-    with run.hold(alone=True):
+    with run.lock(sole_writer=True):
         relieved = threading.Event()
 
         def relieve() -> None:
@@ -259,7 +259,7 @@ def test_another_machine_fetches_and_hashes_a_bundle_once(place, weather, tmp_pa
     monkeypatch.setattr(infra.store.bundles, "_known", {})
     hashed, digest = [], infra.store.bundles._digest
     monkeypatch.setattr(infra.store.bundles, "_digest", lambda path: hashed.append(path.name) or digest(path))
-    with proved_beside(other, bundle, large=".safetensors") as directory:
+    with verify_while_reading(other, bundle, large_suffix=".safetensors") as directory:
         assert (directory / "model.safetensors").read_bytes() == b"model.safetensors" * 100
     assert fetch_bundle(other, bundle) == directory
     assert sorted(hashed) == ["config.json", "model.safetensors"]
@@ -274,27 +274,27 @@ def test_one_file_of_a_bundle_is_fetched_without_the_others(place, weather, tmp_
     bundle = publish_bundle(place.open(), made, prefix="states")
     monkeypatch.setattr(infra.store.bundles, "_known", {})
     other = open_elsewhere(place, tmp_path / "other")
-    assert (fetch_part(other, bundle, ["rank-1"]) / "rank-1").read_bytes() == b"\1" * 1000
+    assert (fetch_bundle_files(other, bundle, ["rank-1"]) / "rank-1").read_bytes() == b"\1" * 1000
     fetched = {
         f"rank-{rank}" for rank in range(3) for r in weather.seen if r.startswith("GET") and f"/rank-{rank}" in r
     }
     assert fetched == {"rank-1"}
     with pytest.raises(BadInput, match=r"has no files \['rank-7'\]"):
-        fetch_part(other, bundle, ["rank-7"])
+        fetch_bundle_files(other, bundle, ["rank-7"])
 
 
 def test_a_cached_file_is_fetched_again_only_after_its_object_changes(place, weather):
     store = place.open()
     store.put("name", b"first")
-    path = store.local("name")
+    path = store.local_path("name")
     weather.seen.clear()
-    assert store.local("name") == path and [request.partition(" ")[0] for request in weather.seen] == ["HEAD"]
+    assert store.local_path("name") == path and [request.partition(" ")[0] for request in weather.seen] == ["HEAD"]
     other = open_elsewhere(place, path.parent / "elsewhere")
     other.delete("name")
     with pytest.raises(Damaged, match="'name' is missing"):
-        store.local("name")
+        store.local_path("name")
     other.put("name", b"second")
-    assert store.local("name").read_bytes() == b"second"
+    assert store.local_path("name").read_bytes() == b"second"
 
 
 def test_credentials_and_endpoint_are_read_from_the_configured_profile(server, tmp_path, monkeypatch):
@@ -352,7 +352,7 @@ def _put_all_kinds(store, directory):
         (directory / f"{size}").write_bytes(os.urandom(size))
         assert store.put(f"policies/{size}", directory / f"{size}")
     assert store.put("name", b"")
-    with store.hold("lock") as lease:
+    with store.lock("lock") as lease:
         lease.replace(seconds=4)
 
 
@@ -379,13 +379,13 @@ def test_a_run_in_a_bucket_is_written_read_and_verified(server, tmp_path):
     for name in ("config.json", "deep/weights"):
         (tmp_path / name).write_bytes(name.encode() * 1000)
     run.store.put("run.json", seal(run.record.model_dump(mode="json")))
-    with run.hold():
+    with run.lock():
         shard = write_shard(run.store, table, kind="test", metadata={})
         bundle = publish_bundle(run.store, tmp_path, prefix="policies")
         assert (fetch_bundle(run.store, bundle) / "deep/weights").read_bytes() == b"deep/weights" * 1000
         assert publish_bundle(run.store, tmp_path, prefix="policies") == bundle
         made = run.commit(Manifest(key="it-0001/rollout", shards=(shard,), bundles={"weights": bundle}))
-        run.note("it-0001/timing", {"seconds": 1})
+        run.write_entry("it-0001/timing", {"seconds": 1})
     reader = _run(place)
     assert reader.require("it-0001/rollout") == made and reader.journal() == {"it-0001/timing": {"seconds": 1}}
     assert read_shard(reader.store, shard).equals(table)
@@ -459,7 +459,7 @@ def _run(place):
 
 
 def _drive(place, line):
-    with _run(place).hold() as run:
+    with _run(place).lock() as run:
         line.send(run.epoch)
         number = 0
         try:
@@ -478,7 +478,7 @@ def test_a_stopped_driver_loses_its_lease_and_commits_nothing_when_it_continues(
     with process(_drive, place, far_end) as first:
         assert near.recv() == 1
         os.kill(first.pid, signal.SIGSTOP)
-        with _run(place).hold() as run:
+        with _run(place).lock() as run:
             assert run.epoch == 2
             before = {manifest.key for manifest in run.manifests("epoch-1/")}
             os.kill(first.pid, signal.SIGCONT)
@@ -495,21 +495,21 @@ def test_a_clock_that_is_wrong_by_an_hour_changes_nothing(place, weather, server
     with process(_drive, place, far_end) as first:
         assert near.recv() == 1
         time.sleep(2 * place.lease_seconds)
-        with _run(place).store.hold("lock") as held:
+        with _run(place).store.lock("lock") as held:
             assert held is None
         kill(first)
-        with _run(place).hold() as run:
+        with _run(place).lock() as run:
             assert run.epoch == 2
 
 
 def test_a_driver_that_cannot_renew_its_lease_stops_and_detects_a_new_holder(server):
     with s3_proxy(server.endpoint) as (endpoint, weather):
         place = server.place()
-        behind = replace(place, environment={**place.environment, "AWS_ENDPOINT_URL": endpoint}, patience=SHORT)
-        with behind.open().hold("lock") as lease:
+        behind = replace(place, environment={**place.environment, "AWS_ENDPOINT_URL": endpoint}, timeouts=SHORT)
+        with behind.open().lock("lock") as lease:
             weather.faults = [Fault("503", "PUT .*lock")]
             lease.check()
-            with place.open().hold("lock") as taken:
+            with place.open().lock("lock") as taken:
                 assert taken is not None
                 with pytest.raises(StoreFailed, match="cannot write 'lock'"):
                     lease.check()
@@ -522,21 +522,21 @@ def test_a_driver_that_cannot_renew_its_lease_stops_and_detects_a_new_holder(ser
 def test_a_lease_is_kept_if_the_server_was_down_longer_than_its_term_and_nobody_took_it(server):
     with s3_proxy(server.endpoint) as (endpoint, weather):
         place = server.place()
-        behind = replace(place, environment={**place.environment, "AWS_ENDPOINT_URL": endpoint}, patience=SHORT)
-        with behind.open().hold("lock") as lease:
+        behind = replace(place, environment={**place.environment, "AWS_ENDPOINT_URL": endpoint}, timeouts=SHORT)
+        with behind.open().lock("lock") as lease:
             weather.faults = [Fault("lost answer", "PUT .*lock", times=1), Fault("503", "lock")]
             time.sleep(place.lease_seconds + 1)
             with pytest.raises(StoreFailed):
                 lease.check()
             weather.faults = []
             lease.check()
-            with place.open().hold("lock") as other:
+            with place.open().lock("lock") as other:
                 assert other is None
 
 
 def test_a_lease_is_kept_despite_lost_answers(place, weather):
     store = place.open()
-    with store.hold("lock") as lease:
+    with store.lock("lock") as lease:
         weather.faults = [Fault("lost answer", "PUT .*lock", times=3), Fault("500 after", "PUT .*lock", times=2)]
         time.sleep(2 * place.lease_seconds)
         lease.check()

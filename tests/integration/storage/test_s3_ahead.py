@@ -45,7 +45,7 @@ async def test_the_next_shard_of_a_busy_worker_is_prefetched_once(far):
     place, shards, weather = far
     weather.faults = [Fault("slow", f"GET .*{shard.digest}") for shard in shards[:2]]
     second = open_store(f"{place.uri}/run")._cached(shards[1].key)
-    spec = PoolSpec("reader", "tests.support.workers:Reading", {"store_uri": place.uri, "run": "run"}, looks_ahead=True)
+    spec = PoolSpec("reader", "tests.support.workers:Reading", {"store_uri": place.uri, "run": "run"}, prefetches=True)
     async with ThreadCluster.open(threads=1) as cluster:
         pool = await cluster.pool(spec)
         works = [(shards[0], second), (shards[1], None)]
@@ -59,7 +59,7 @@ def test_the_shards_of_a_work_unit_are_fetched_concurrently(far):
     together = threading.Barrier(len(shards))
     weather.faults = [Fault("before", "^GET .*/shards/", times=len(shards), does=lambda: together.wait(20))]
     store = open_store(f"{place.uri}/run")
-    WorkInputs(store).bring({"shards": tuple(shards)})
+    WorkInputs(store).download({"shards": tuple(shards)})
     assert not together.broken
     for shard in shards:
         read_shard(store, shard)
@@ -75,7 +75,7 @@ def test_a_policy_is_prefetched_if_the_cache_has_room(far, tmp_path):
         cache = Cache(tmp_path / f"cache-{limit}", limit)
         store = replace(place.open(), cache=cache)
         inputs = WorkInputs(store)
-        inputs.foresee((bundle,))
+        inputs.prefetch((bundle,))
         inputs._ahead.shutdown()
         assert len(gets(weather, "model.safetensors")) == expected
         assert sum(path.stat().st_size for path in cache.root.rglob("*") if path.is_file()) <= limit
@@ -86,13 +86,13 @@ def test_cached_copies_of_a_tombstoned_shard_are_not_used(far, monkeypatch):
     run = Run(
         open_store(f"{place.uri}/run"), RunRecord(name="run", fingerprint="0", config={}, created="", versions={})
     )
-    with run.hold():
+    with run.lock():
         run.commit(Manifest(key=f"retention/{shards[0].digest[:16]}"))
     inputs = WorkInputs(run.store)
-    inputs.bring(shards)
-    assert [run.store.held(shard.key) is not None for shard in shards] == [False, *[True] * 5]
-    with run.hold():
+    inputs.download(shards)
+    assert [run.store.cached_copy(shard.key) is not None for shard in shards] == [False, *[True] * 5]
+    with run.lock():
         run.commit(Manifest(key="retention/it-0001"))
     monkeypatch.setattr(infra.store.s3, "_known_copies", set())
-    WorkInputs(run.store).bring(shards)
-    assert not any(run.store.held(shard.key) for shard in shards) and not gets(weather, shards[0].digest)
+    WorkInputs(run.store).download(shards)
+    assert not any(run.store.cached_copy(shard.key) for shard in shards) and not gets(weather, shards[0].digest)

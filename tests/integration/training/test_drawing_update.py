@@ -70,7 +70,7 @@ def drawn(tmp_path_factory):
     seeds = [tuple(range(GROUP * row, GROUP * row + GROUP)) for row in range(len(PROMPTS))]
     requests = [Request(row, (each,) * GROUP, seeds[row]) for row, each in enumerate(asked)]
     rows, pictures = [], []
-    for row, group in enumerate(engine.draw(requests, DRAWN, LEARNT)):
+    for row, group in enumerate(engine.generate_images(requests, DRAWN, LEARNT)):
         for sample, each in enumerate(group):
             pictures.append((row, each.picture))
             rows.append(

@@ -303,5 +303,5 @@ def test_a_killed_worker_leaves_no_copy_of_weights_once_the_store_is_locked_agai
         maker.kill()
     copies = [*tmp_path.glob("**/*.safetensors")]
     assert copies and all(copy.is_relative_to(store) for copy in copies)
-    with open_store(str(store / "run")).hold("lock"):
+    with open_store(str(store / "run")).lock("lock"):
         assert [*tmp_path.glob("**/*.safetensors")] == []

@@ -179,7 +179,7 @@ def test_parents_are_refused_by_the_first_difference(tmp_path, parents):
 def started(store: Path, name: str, start: Path, policy: Path) -> Path:
     """Write a run that started from a policy and trained another, and return the directory of the trained policy."""
     run = create_run(str(store), name, {})
-    with run.hold():
+    with run.lock():
         for number, source in enumerate((start, policy)):
             bundle = publish_bundle(run.store, source, prefix="policies")
             key = "it-0001/update" if number else "policy/initial"

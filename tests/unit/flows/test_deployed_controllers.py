@@ -88,7 +88,7 @@ async def sulk(run, asked):
 @pytest.fixture
 def held(tmp_path):
     run = create_run(str(tmp_path), "run", {})
-    with run.hold():
+    with run.lock():
         yield run
 
 

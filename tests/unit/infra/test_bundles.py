@@ -14,10 +14,10 @@ from infra.store.bundles import (
     BundleRef,
     delete_bundle,
     fetch_bundle,
-    fetch_file,
-    proved_beside,
+    fetch_bundle_file,
     publish_bundle,
     sync_bundle,
+    verify_while_reading,
     write_hashed,
 )
 from infra.store.storage import open_store
@@ -83,17 +83,17 @@ def test_files_from_the_scratch_directory_of_the_store_are_linked_and_other_file
         made = write_files(scratch / "policy", FILES)
         inodes = {name: (made / name).stat().st_ino for name in FILES}
         ref = publish(store, made)
-    assert {name: store.local(f"{ref.key}/{name}").stat().st_ino for name in FILES} == inodes
+    assert {name: store.local_path(f"{ref.key}/{name}").stat().st_ino for name in FILES} == inodes
     assert read_files(policy) == FILES and in_a_fresh_process(store, ref) == ""
     copied = publish(store, write_files(policy, {"more": b"1"}))
-    assert store.local(f"{copied.key}/more").stat().st_ino != (policy / "more").stat().st_ino
+    assert store.local_path(f"{copied.key}/more").stat().st_ino != (policy / "more").stat().st_ino
 
 
 def test_a_file_that_was_hashed_while_it_was_written_is_not_read_again(store, policy):
     written = {"model.safetensors": write_hashed(policy / "model.safetensors", [b"ab", memoryview(b""), b"c"])}
     assert written["model.safetensors"] == BundledFile(digest=blake3(b"abc").hexdigest(), bytes=3)
     (policy / "model.safetensors").write_bytes(b"abd")  # whoever read it again would say so
-    ref = publish(store, policy, written=written)
+    ref = publish(store, policy, written_files=written)
     assert fetch_bundle(store, ref).is_dir()
     assert "expected digest" in in_a_fresh_process(store, ref)
 
@@ -112,7 +112,7 @@ def synced(monkeypatch):
 
 
 def inodes_of(store, ref):
-    return {path.stat().st_ino for path in store.local(f"{ref.key}/bundle.json").parent.rglob("*")}
+    return {path.stat().st_ino for path in store.local_path(f"{ref.key}/bundle.json").parent.rglob("*")}
 
 
 @pytest.mark.parametrize("is_published_again", [False, True])
@@ -131,7 +131,7 @@ def test_a_bundle_published_early_becomes_durable_when_synced_or_published_durab
 def test_a_process_that_did_not_publish_a_bundle_verifies_it_before_it_syncs_it(store, policy, synced, monkeypatch):
     early = publish(store, policy, durable=False)
     monkeypatch.setattr(bundles, "_known", {})
-    store.local(f"{early.key}/model.safetensors").write_bytes(b"torn")
+    store.local_path(f"{early.key}/model.safetensors").write_bytes(b"torn")
     with pytest.raises(Damaged, match=r"model\.safetensors"):
         sync_bundle(store, early)
     assert not inodes_of(store, early) & set(synced)
@@ -139,28 +139,34 @@ def test_a_process_that_did_not_publish_a_bundle_verifies_it_before_it_syncs_it(
 
 def test_large_files_are_verified_while_they_are_used_and_small_ones_before(store, ref, monkeypatch):
     monkeypatch.setattr(bundles, "_known", {})
-    with proved_beside(store, ref, large=".safetensors") as directory:
+    with verify_while_reading(store, ref, large_suffix=".safetensors") as directory:
         assert read_files(directory).keys() == {*FILES, "bundle.json"}
     monkeypatch.setattr(bundles, "_digest", lambda path: pytest.fail(f"{path} is known, and read again"))
-    with proved_beside(store, ref, large=".safetensors"):
+    with verify_while_reading(store, ref, large_suffix=".safetensors"):
         pass
 
 
 def test_damage_replaces_the_error_of_the_code_that_uses_the_bundle(store, ref, monkeypatch):
     monkeypatch.setattr(bundles, "_known", {})
-    store.local(f"{ref.key}/model.safetensors").write_bytes(bytes(len(FILES["model.safetensors"])))
-    with pytest.raises(Damaged, match=r"model\.safetensors"), proved_beside(store, ref, large=".safetensors"):
+    store.local_path(f"{ref.key}/model.safetensors").write_bytes(bytes(len(FILES["model.safetensors"])))
+    with (
+        pytest.raises(Damaged, match=r"model\.safetensors"),
+        verify_while_reading(store, ref, large_suffix=".safetensors"),
+    ):
         raise ValueError("no safetensors")
-    with pytest.raises(Damaged, match=r"model\.safetensors"), proved_beside(store, ref, large=".safetensors"):
+    with (
+        pytest.raises(Damaged, match=r"model\.safetensors"),
+        verify_while_reading(store, ref, large_suffix=".safetensors"),
+    ):
         pass
-    (store.local(f"{ref.key}/config.json")).write_bytes(b"[]")
-    with pytest.raises(Damaged, match="config"), proved_beside(store, ref, large=".safetensors"):
+    (store.local_path(f"{ref.key}/config.json")).write_bytes(b"[]")
+    with pytest.raises(Damaged, match="config"), verify_while_reading(store, ref, large_suffix=".safetensors"):
         pytest.fail("its configuration was to be proved first")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "zero/rank_0.pt", "bundle.json"])
 def test_a_flipped_bit_in_any_file_is_damage_that_names_it(store, ref, name):
-    path = store.local(f"{ref.key}/{name}")
+    path = store.local_path(f"{ref.key}/{name}")
     flip_bit(path, 1)
     with pytest.raises(Damaged, match="expected digest") as caught:
         fetch_bundle(store, ref)
@@ -199,12 +205,12 @@ def test_a_link_in_place_of_a_file_is_damage_even_if_it_points_to_the_same_bytes
     with pytest.raises(Damaged, match=r"symbolic link|missing|found no file"):
         fetch_bundle(store, ref)
     with pytest.raises(Damaged, match="symbolic link"):
-        fetch_file(store, ref, {"zero": "zero/rank_0.pt", "bundle.json": "config.json"}.get(name, name))
+        fetch_bundle_file(store, ref, {"zero": "zero/rank_0.pt", "bundle.json": "config.json"}.get(name, name))
 
 
 def test_publishing_a_damaged_bundle_again_repairs_it(store, policy, ref):
     for name in ("model.safetensors", "bundle.json"):
-        store.local(f"{ref.key}/{name}").write_bytes(b"torn")
+        store.local_path(f"{ref.key}/{name}").write_bytes(b"torn")
     assert publish(store, policy) == ref
     assert in_a_fresh_process(store, ref) == ""
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from infra.errors import BadInput
-from infra.store.cache import KEPT_SECONDS, Cache, open_cache
+from infra.store.cache import MIN_KEPT_SECONDS, Cache, open_cache
 
 TAG = '"0cc175b9c0f1b6a831c399e269772661"'
 
@@ -16,7 +16,7 @@ def enter(cache, name, size, *, unused_seconds=0):
     fetched, path = cache.root / ".tmp-fetched", cache.root / "store" / name
     cache.root.mkdir(exist_ok=True)
     fetched.write_bytes(bytes(size))
-    cache.enter(fetched, path, TAG)
+    cache.add(fetched, path, TAG)
     os.utime(path, ns=(time.time_ns() - unused_seconds * 10**9, path.stat().st_mtime_ns))
     return path
 
@@ -24,16 +24,16 @@ def enter(cache, name, size, *, unused_seconds=0):
 def test_a_cached_file_is_used_only_for_the_object_of_its_size_and_etag(tmp_path):
     cache = Cache(tmp_path / "cache", 1000)
     path = enter(cache, "a", 10)
-    assert cache.holds(path, 10, TAG) and cache.holds(path, 10, TAG.strip('"'))
-    assert not cache.holds(path, 11, TAG) and not cache.holds(path, 10, TAG.replace("c", "d"))
-    assert not cache.holds(path.with_name("b"), 10, TAG)
+    assert cache.is_current(path, 10, TAG) and cache.is_current(path, 10, TAG.strip('"'))
+    assert not cache.is_current(path, 11, TAG) and not cache.is_current(path, 10, TAG.replace("c", "d"))
+    assert not cache.is_current(path.with_name("b"), 10, TAG)
 
 
 def test_a_full_cache_deletes_the_least_recently_used_file_and_no_file_in_use(tmp_path):
     cache = Cache(tmp_path / "cache", 100)
     oldest, used, recent = (
         enter(cache, name, 40, unused_seconds=seconds)
-        for name, seconds in (("a", 9 * KEPT_SECONDS), ("b", 3 * KEPT_SECONDS), ("c", 0))
+        for name, seconds in (("a", 9 * MIN_KEPT_SECONDS), ("b", 3 * MIN_KEPT_SECONDS), ("c", 0))
     )
     assert not oldest.exists() and used.exists() and recent.exists()
     assert enter(cache, "d", 200).exists()
@@ -42,7 +42,7 @@ def test_a_full_cache_deletes_the_least_recently_used_file_and_no_file_in_use(tm
 
 def test_making_room_for_a_prefetched_file_deletes_no_file_in_use(tmp_path):
     cache = Cache(tmp_path / "cache", 100)
-    old, used = enter(cache, "a", 40, unused_seconds=9 * KEPT_SECONDS), enter(cache, "b", 40)
+    old, used = enter(cache, "a", 40, unused_seconds=9 * MIN_KEPT_SECONDS), enter(cache, "b", 40)
     assert cache.make_room(60) and not old.exists() and used.exists()
     assert not cache.make_room(61) and used.exists()
 
@@ -51,7 +51,7 @@ def test_one_thread_at_a_time_fetches_a_file_and_leaves_no_lock_file(tmp_path):
     cache, inside, most = Cache(tmp_path / "cache", 100), [], []
 
     def fetch(_: int) -> None:
-        with cache.turn(cache.root / "store/a"):
+        with cache.lock_download(cache.root / "store/a"):
             inside.append(1)
             most.append(len(inside))
             time.sleep(0.002)

@@ -15,12 +15,12 @@ from infra.store.storage import LocalStore
 @pytest.fixture
 def root(tmp_path):
     """Run of two evaluations and two iterations, all of them in its chain."""
-    with create_run(str(tmp_path), "r", {"seed": 1}).hold() as run:
+    with create_run(str(tmp_path), "r", {"seed": 1}).lock() as run:
         chain = Chain(run)
         run.commit(Manifest(key="policy/base"))
         for part in ("eval-0000", "it-0001", "it-0002", "eval-0002"):
             run.commit(Manifest(key=f"{part}/plan"))
-            run.note(f"placement/{part}/stage", {"seconds": 1.5})
+            run.write_entry(f"placement/{part}/stage", {"seconds": 1.5})
             run.commit(Manifest(key=f"{part}/last", metrics={"accuracy": 0.5}))
             chain.link(part, journal=[f"placement/{part}/"])
     return tmp_path
@@ -34,7 +34,7 @@ def test_an_undamaged_chain_has_no_problems_and_each_part_is_linked_once(root):
     assert problems(root) == []
     run = open_run(str(root), "r")
     assert linked_parts(run) == ["eval-0000", "it-0001", "it-0002", "eval-0002"]
-    with run.hold():
+    with run.lock():
         Chain(run).link("it-0001")
     assert len(linked_parts(run)) == 4
 
@@ -43,7 +43,7 @@ def test_a_process_reads_the_chain_once_and_appends_after_the_last_record(root, 
     looked = []
     children = LocalStore.children
     monkeypatch.setattr(LocalStore, "children", lambda store, folder: looked.append(folder) or children(store, folder))
-    with open_run(str(root), "r").hold() as run:
+    with open_run(str(root), "r").lock() as run:
         chain = Chain(run)
         for number in range(3, 9):
             run.commit(Manifest(key=f"it-{number:04d}/seal"))
@@ -93,7 +93,7 @@ def test_foreign_files_are_ignored_and_the_chain_continues_after_a_lost_or_malfo
     (home / "notes.txt").write_bytes(b"x")
     assert problems(root) == []
     (home / "000002-it-0001.json").unlink()
-    with open_run(str(root), "r").hold() as run:
+    with open_run(str(root), "r").lock() as run:
         Chain(run).link("it-0003")
     assert sorted(path.name for path in home.glob("0*"))[-1] == "000005-it-0003.json"
     (problem,) = problems(root)
@@ -105,7 +105,7 @@ def test_foreign_files_are_ignored_and_the_chain_continues_after_a_lost_or_malfo
 
 def test_records_appended_by_two_threads_at_once_form_one_sequence(tmp_path, monkeypatch):
     run = create_run(str(tmp_path), "r", {})
-    with run.hold():
+    with run.lock():
         chain = Chain(run)
         chain.link("it-0001")
         listed = run.manifests

@@ -6,7 +6,7 @@ import time
 
 import psutil
 
-from infra.processes.clock import CallClock, family_of
+from infra.processes.clock import CallClock, process_tree
 
 TREE = """
 import subprocess, sys, threading
@@ -30,11 +30,11 @@ def test_the_family_of_a_process_contains_all_descendants_also_those_of_its_thre
             while len(found := [child.pid for child in known.children(recursive=True)]) < 3:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
-            assert sorted(family_of(process.pid)) == sorted([process.pid, *found])
+            assert sorted(process_tree(process.pid)) == sorted([process.pid, *found])
         finally:
             for each in (*known.children(recursive=True), known):
                 each.kill()
-    assert list(family_of(process.pid)) == [process.pid]
+    assert list(process_tree(process.pid)) == [process.pid]
 
 
 def test_a_long_call_is_polled_less_often_than_a_short_call_but_at_least_every_second():

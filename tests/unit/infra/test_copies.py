@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 
 import infra.store.storage
-from infra.errors import BadInput, Conflict, Damaged, RunHeld
+from infra.errors import BadInput, Conflict, Damaged, RunLocked
 from infra.store.copies import copy_run
 from infra.store.disk import publish_file
 from infra.store.manifests import Manifest
@@ -29,9 +29,9 @@ def source(tmp_path):
 
 def commit(store, number):
     """Commit one more shard, bundle and entry of the journal to the run `r`."""
-    with create_run(str(store), "r", {}).hold() as run:
+    with create_run(str(store), "r", {}).lock() as run:
         bundle = publish_number_policy(run, store.parent / f"policy-{number}", number)
-        run.note(f"placement/{number}", {"seconds": 1.5})
+        run.write_entry(f"placement/{number}", {"seconds": 1.5})
         shard = write_number_shard(run, number)
         run.commit(Manifest(key=f"it-000{number}", shards=(shard,), bundles={"weights": bundle}))
 
@@ -104,10 +104,10 @@ def test_a_listing_that_lacks_a_named_object_copies_nothing(source, tmp_path, mo
 
 
 def test_a_locked_run_is_neither_copied_nor_overwritten_by_a_copy(source, tmp_path):
-    with open_run(str(source), "r").hold(), pytest.raises(RunHeld, match="is locked by process"):
+    with open_run(str(source), "r").lock(), pytest.raises(RunLocked, match="is locked by process"):
         copy(source, tmp_path / "target")
     copy(source, tmp_path / "target")
-    with open_run(str(tmp_path / "target"), "r").hold(), pytest.raises(BadInput, match="is locked by another process"):
+    with open_run(str(tmp_path / "target"), "r").lock(), pytest.raises(BadInput, match="is locked by another process"):
         copy(source, tmp_path / "target")
 
 

@@ -33,7 +33,7 @@ def found(*, code="a" * 64, data="b" * 64, modified_ns=1, **libraries) -> Depend
 def run(tmp_path):
     """Run that was created with `found()`."""
     run = create_run(str(tmp_path), "r", {"seed": 1})
-    with run.hold():
+    with run.lock():
         record_dependencies(run, found(), iteration=1)
     return run
 
@@ -65,14 +65,14 @@ def test_a_touched_or_missing_data_file_is_no_difference(run):
 
 def test_a_change_that_is_not_accepted_is_not_recorded(run):
     before = files_of(run.store.root)
-    with run.hold(), pytest.raises(RunChanged):
+    with run.lock(), pytest.raises(RunChanged):
         record_dependencies(run, found(torch="2.9.1"), iteration=2)
     after = files_of(run.store.root)
     assert {*after} - {*before} == {"lease/000002.json"}
 
 
 def test_an_accepted_change_is_recorded_and_later_starts_are_compared_with_the_new_record(run):
-    with run.hold():
+    with run.lock():
         for _ in range(2):  # the second finds nothing new
             record_dependencies(run, found(torch="2.9.1"), iteration=3, accept_change=True)
     assert [record.iteration for record in dependency_records(run)] == [1, 3]
@@ -85,14 +85,14 @@ def test_an_accepted_change_is_recorded_and_later_starts_are_compared_with_the_n
 def test_a_run_of_an_older_rheostat_is_compared_from_its_next_start_on(tmp_path):
     run = create_run(str(tmp_path), "old", {"seed": 1})
     check_dependencies(run, found())
-    with run.hold():
+    with run.lock():
         record_dependencies(run, found(), iteration=7)
     assert accepted_changes(run) == []
     assert "torch" in refusal(run, found(torch="3"))
 
 
 def test_a_changed_or_lost_record_of_dependencies_is_found(run):
-    with run.hold():
+    with run.lock():
         run.commit(Manifest(key="it-0001/seal"))
         Chain(run).link("it-0001")
         record_dependencies(run, found(torch="2.9.1"), iteration=2, accept_change=True)
@@ -100,7 +100,7 @@ def test_a_changed_or_lost_record_of_dependencies_is_found(run):
         Chain(run).link("it-0002", journal=[DEPENDENCIES])
     assert verify_store(run) == []
     for number in (1, 2):
-        path = run.store.local(f"journal/dependencies/{number:04d}.json")
+        path = run.store.local_path(f"journal/dependencies/{number:04d}.json")
         whole = path.read_bytes()
         path.write_bytes(seal({**run.journal(DEPENDENCIES)[f"dependencies/{path.stem}"], "iteration": 5}))
         assert any(f"journal/dependencies/{path.name}" in problem for problem in check_chain(run))
@@ -114,6 +114,6 @@ def test_a_changed_or_lost_record_of_dependencies_is_found(run):
 
 
 def test_a_sealed_record_without_the_fields_of_dependencies_is_damage(run):
-    run.store.local("journal/dependencies/0001.json").write_bytes(seal({"iteration": 1}))
+    run.store.local_path("journal/dependencies/0001.json").write_bytes(seal({"iteration": 1}))
     with pytest.raises(Damaged, match="not a valid record of dependencies"):
         dependency_records(open_run(str(run.store.root.parent), "r"))

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from infra.store.epochs import Shared
+from infra.store.epochs import SharedCall
 from tests.support.jobs import wait_for
 
 
@@ -21,11 +21,11 @@ def test_a_call_during_a_lookup_does_not_get_an_older_answer():
 
     def ask_later() -> str:
         begun.append(True)
-        return shared.ask()
+        return shared.call()
 
-    shared, begun = Shared(question), []
+    shared, begun = SharedCall(question), []
     with ThreadPoolExecutor(9) as threads:
-        first = threads.submit(shared.ask)
+        first = threads.submit(shared.call)
         assert put.wait(600)
         state[0] = "after"
         later = [threads.submit(ask_later) for _ in range(8)]
@@ -43,7 +43,7 @@ def test_an_error_of_a_lookup_is_raised_and_the_next_lookup_may_succeed():
             raise error
         return "back"
 
-    shared = Shared(question)
+    shared = SharedCall(question)
     with pytest.raises(OSError, match="away"):
-        shared.ask()
-    assert shared.ask() == "back"
+        shared.call()
+    assert shared.call() == "back"

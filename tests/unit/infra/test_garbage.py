@@ -8,10 +8,10 @@ from itertools import count
 import pytest
 
 from flows.cli.app import main
-from infra.errors import Damaged, Fenced, RunChanged, RunHeld
+from infra.errors import Damaged, Fenced, RunChanged, RunLocked
 from infra.store.bundles import fetch_bundle
 from infra.store.chain import Chain
-from infra.store.garbage import Rules, collect_garbage, delete_run, find_garbage, given_up, tag_run
+from infra.store.garbage import Rules, collect_garbage, delete_run, find_garbage, select_runs, tag_run
 from infra.store.manifests import Manifest
 from infra.store.runs import create_run, open_run
 from infra.store.shards import read_shard
@@ -33,9 +33,9 @@ def home(tmp_path):
 
 def make(store, name, config=None):
     """Create a run with shards and policies: some of a manifest, some of an expected manifest, and garbage."""
-    with create_run(str(store), name, config or {}).hold() as run:
+    with create_run(str(store), name, config or {}).lock() as run:
         run.commit(parts(run, "it-0001/credit", 1))
-        run.expect(parts(run, "it-0002/credit", 2))
+        run.add_pending(parts(run, "it-0002/credit", 2))
         parts(run, "it-0003/credit", 3)
         run.store.put("orders/000001/some-controller/000000.json", b"{}")
         run.store.put("quarantine/0123456789abcdef-0123456789abcdef.arrow", b"torn")
@@ -50,7 +50,7 @@ def parts(run, key, number):
 
 
 def collect(home, name="r"):
-    with open_run(str(home), name).hold() as run:
+    with open_run(str(home), name).lock() as run:
         return collect_garbage(run)
 
 
@@ -69,7 +69,7 @@ def test_files_that_no_committed_or_expected_manifest_names_are_garbage(home):
 
 def test_nothing_of_a_damaged_or_locked_run_is_deleted(home):
     before = {*files_of(home / "r")}
-    with open_run(str(home), "r").hold(), pytest.raises(RunHeld):
+    with open_run(str(home), "r").lock(), pytest.raises(RunLocked):
         collect(home)
     flip_bit(home / "r/manifests/it-0001/credit.json")
     with pytest.raises(Damaged):
@@ -78,9 +78,9 @@ def test_nothing_of_a_damaged_or_locked_run_is_deleted(home):
 
 
 def test_collection_is_refused_if_manifests_of_an_unfinished_iteration_are_missing(home):
-    with open_run(str(home), "r").hold() as run:
+    with open_run(str(home), "r").lock() as run:
         run.commit(parts(run, "it-0003/plan", 3))
-        run.note("placement/it-0003/plan", {"workers": 2})
+        run.write_entry("placement/it-0003/plan", {"workers": 2})
     (home / "r/manifests/it-0003/plan.json").unlink()
     with pytest.raises(Damaged, match=r"the journal has placement entries of 'it-0003', but no manifest"):
         collect(home)
@@ -88,7 +88,7 @@ def test_collection_is_refused_if_manifests_of_an_unfinished_iteration_are_missi
 
 def test_a_damaged_run_is_skipped_by_name_and_the_others_are_collected(home, capsys):
     make(home, "s", {"seed": 1})
-    with open_run(str(home), "r").hold() as run:
+    with open_run(str(home), "r").lock() as run:
         Chain(run).link("it-0001")
     (home / "r/manifests/it-0001/credit.json").unlink()
     before = files_of(home / "r")
@@ -107,7 +107,7 @@ def collect_and_die(home, deletion, what):
         delete(self, key)
 
     LocalStore.delete = dying
-    with open_run(str(home), "r").hold() as run:
+    with open_run(str(home), "r").lock() as run:
         delete_run(run, why="a test") if what == "run" else collect_garbage(run)
 
 
@@ -128,7 +128,7 @@ def test_a_collector_killed_while_deleting_damages_nothing_and_the_next_collecto
 
 def test_a_commit_is_withdrawn_if_the_collector_deleted_its_shard(home, monkeypatch):
     """The worst moment: the commit has been checked but not written when the collector locks the run."""
-    with open_run(str(home), "r").hold() as holder:
+    with open_run(str(home), "r").lock() as holder:
         epoch = holder.epoch
     stale = open_run(str(home), "r").join(epoch)
     manifest = Manifest(key="it-0003/credit", shards=(write_number_shard(stale, 3),))
@@ -162,7 +162,7 @@ def test_the_collector_removes_a_manifest_committed_during_the_deletion_of_its_s
 
 
 def test_a_deleted_run_keeps_its_manifests_and_names_the_command_that_deleted_the_rest(home):
-    with open_run(str(home), "r").hold() as run:
+    with open_run(str(home), "r").lock() as run:
         made = run.require("it-0001/credit")
         delete_run(run, why="rheostat gc --keep 0")
     assert verify_store(open_run(str(home), "r")) == []
@@ -187,7 +187,7 @@ def age(home, name, days):
 
 
 def names(home, **rules):
-    return {*given_up(str(home), ["r", "s", "t"], Rules(**rules))}
+    return {*select_runs(str(home), ["r", "s", "t"], Rules(**rules))}
 
 
 def test_rules_select_runs_to_delete_by_age_number_and_tag(home):
@@ -199,10 +199,10 @@ def test_rules_select_runs_to_delete_by_age_number_and_tag(home):
     assert names(home, older_than=timedelta(days=10)) == {"s", "t"}
     assert names(home, keep=1) == {"s", "t"}
     assert names(home, keep=2, older_than=timedelta(days=10)) == {"t"}
-    with open_run(str(home), "t").hold() as run:
+    with open_run(str(home), "t").lock() as run:
         tag_run(run, ["paper"])
     assert names(home, keep=1, tags=frozenset({"paper"})) == {"s"}
-    with open_run(str(home), "s").hold() as run:
+    with open_run(str(home), "s").lock() as run:
         delete_run(run, why="a test")
     assert names(home, keep=1) == {"t"}, "what is deleted does not count"
 
@@ -211,7 +211,7 @@ def test_a_run_is_kept_until_a_run_that_starts_from_its_policy_has_copied_the_po
     make(home, "s", {"policy": {"path": str(home / "r/policies/0123456789abcdef")}})
     make(home, "t")
     assert names(home, keep=0) == {"s", "t"}
-    with open_run(str(home), "s").hold() as run:
+    with open_run(str(home), "s").lock() as run:
         Chain(run).link("eval-0000")
     assert names(home, keep=0) == {"r", "s", "t"}
 

@@ -20,23 +20,23 @@ class Machines:
         self._threads = ThreadLauncher()
 
     async def start(self, spec, name, *, slot):
-        if slot in await self.lost():
+        if slot in await self.list_lost_slots():
             raise NodeLost(f"{name}: its machine has left")
         return await self._threads.start(spec, name, slot=slot)
 
     async def find(self, spec, name):
         return await self._threads.find(spec, name)
 
-    async def found(self, role):
+    async def list_generations(self, role):
         return {}
 
-    async def lost(self):
+    async def list_lost_slots(self):
         return frozenset(slot for slot, node in enumerate(self.nodes) if node in self.gone)
 
     async def reserve(self, wait_seconds):
         pass
 
-    def remove(self):
+    def release(self):
         pass
 
 
@@ -49,7 +49,7 @@ async def opened():
         machines = Machines()
         machines.gone = {*gone}
         specs = [PoolSpec(role, "tests.support.workers:Counting", start_seconds=60) for role in ("rollout", "judge")]
-        fleets.append(Fleet(specs, machines, SlotCount(4, least=least, wait_seconds=wait_seconds)))
+        fleets.append(Fleet(specs, machines, SlotCount(4, min_slots=least, wait_seconds=wait_seconds)))
         fleets[-1].machines = machines
         return fleets[-1]
 
@@ -82,7 +82,7 @@ async def test_work_of_a_worker_whose_machine_is_gone_goes_to_the_remaining_slot
     fleet.machines.nodes = tuple("two" if slot in (first, second) else "one" for slot in range(4))
     fleet.machines.gone = {"two"}
     for slot in (first, second):
-        fleet.role("judge").seats[slot].lose()  # as Ray reports a worker whose machine died
+        fleet.role("judge").slots[slot].lose()  # as Ray reports a worker whose machine died
     done = await asyncio.wait_for(fleet.role("judge").run("echo", 7, returns=int), 200)
     assert done.result == 7
     assert not {first, second} & set(fleet.allocation()["judge"])
@@ -104,12 +104,12 @@ async def test_too_few_slots_fail_the_fleet_and_everything_that_waits_for_a_work
 
 async def test_fewer_slots_than_configured_fail_the_fleet_even_if_its_roles_need_no_more(opened):
     fleet = opened(least=3, wait_seconds=0.2)
-    assert await fleet.look() == 4
+    assert await fleet.check_slots() == 4
     fleet.machines.gone = {"two"}
     with pytest.raises(
         ClusterFailed, match=r"2 of 4 worker slots are available, but at least 3 are needed\. .* within 0\.2 s"
     ):
-        await fleet.look()
+        await fleet.check_slots()
     with pytest.raises(ClusterFailed, match="2 of 4 worker slots are available"):
         await fleet.arrange({"rollout": 1})
 
@@ -123,7 +123,7 @@ async def test_a_fleet_without_enough_slots_waits_for_machines_and_continues_whe
     assert fleet.slots == 2
     assert len(fleet.allocation()["rollout"]) == 2
     fleet.machines.gone = set()
-    assert await fleet.look() == 4
+    assert await fleet.check_slots() == 4
     await fleet.arrange({"rollout": 4})
     assert len(fleet.allocation()["rollout"]) == 4
 

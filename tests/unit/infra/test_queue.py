@@ -16,7 +16,7 @@ COUNTING = "tests.support.workers:Counting"
 class Gated:
     """Worker that ends each work when its gate opens. It starts itself."""
 
-    name, ours, nodes = "gated-0-0", False, ()
+    name, is_owned, nodes = "gated-0-0", False, ()
     place = ProcessPlace(1, 0.0, node="here", host="here", address="127.0.0.1", job="here")
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Gated:
         self.gate.clear()
         return Returned(arguments[0], 0.0)
 
-    async def found(self, role):
+    async def list_generations(self, role):
         return {}
 
     async def start(self, spec, name, *, slot):

@@ -8,7 +8,7 @@ import pytest
 from flows.cli.app import main
 from infra.errors import BadInput, Damaged
 from infra.store.checksums import seal
-from infra.store.registry import RegistryRecord, known_registry, open_registry, registries
+from infra.store.registry import RegistryRecord, open_existing_registry, open_registry, registries
 from infra.store.verify import verify_registry
 
 
@@ -114,4 +114,4 @@ def test_an_unknown_registry_is_refused_with_the_names_of_existing_registries(re
     registry.append(record)
     assert registries(str(tmp_path)) == ["assistant"]
     with pytest.raises(BadInput, match=r"no registry 'asistant' in .*: assistant"):
-        known_registry(str(tmp_path), "asistant")
+        open_existing_registry(str(tmp_path), "asistant")

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 import infra.store.runs
-from infra.errors import BadInput, Conflict, Damaged, Fenced, RunChanged, RunHeld
+from infra.errors import BadInput, Conflict, Damaged, Fenced, RunChanged, RunLocked
 from infra.store.checksums import seal, unseal
 from infra.store.manifests import Manifest, Provenance
 from infra.store.runs import create_run, list_runs, open_run
@@ -51,14 +51,14 @@ def test_a_run_name_that_is_not_safe_is_bad_input_that_states_the_rule(tmp_path,
 
 
 def test_a_run_without_results_accepts_another_configuration_and_drops_old_dependencies(tmp_path):
-    with make(tmp_path).hold() as run:
-        run.note("dependencies/0001", {"iteration": 1})
-        with pytest.raises(RunHeld):
+    with make(tmp_path).lock() as run:
+        run.write_entry("dependencies/0001", {"iteration": 1})
+        with pytest.raises(RunLocked):
             make(tmp_path, config=CONFIG | {"extra": True})
     again = make(tmp_path, config=CONFIG | {"extra": True})
     assert open_run(str(tmp_path), "first").record == again.record and again.record.config["extra"] is True
     assert again.journal() == {}
-    with again.hold():
+    with again.lock():
         assert again.epoch == 3, "epochs of the earlier configuration stay over"
 
 
@@ -70,7 +70,7 @@ def test_a_run_with_lost_manifests_does_not_accept_another_configuration(tmp_pat
 
 
 def test_another_configuration_is_refused_with_the_keys_and_values_that_differ(tmp_path):
-    with make(tmp_path).hold() as run:
+    with make(tmp_path).lock() as run:
         run.commit(Manifest(key="policy/base"))
     with pytest.raises(RunChanged) as caught:
         make(tmp_path, config=CONFIG | {"update": {"learning_rate": 2e-6, "zero": {"stage": 2}}, "extra": True})
@@ -84,7 +84,7 @@ def test_another_configuration_is_refused_with_the_keys_and_values_that_differ(t
 
 
 def test_an_edited_configuration_or_fingerprint_is_damage_even_with_a_valid_seal(tmp_path):
-    path = make(tmp_path).store.local("run.json")
+    path = make(tmp_path).store.local_path("run.json")
     whole = unseal(path.read_bytes(), where="run.json")
     for edited in ({**whole, "fingerprint": "0" * 16}, {**whole, "config": {**CONFIG, "rewards": ["mathematics"]}}):
         path.write_bytes(seal(edited))
@@ -97,9 +97,9 @@ def test_an_edited_configuration_or_fingerprint_is_damage_even_with_a_valid_seal
 
 
 def test_a_replaced_run_record_does_not_accept_existing_manifests(tmp_path):
-    with make(tmp_path).hold() as run:
+    with make(tmp_path).lock() as run:
         run.commit(Manifest(key="policy/base"))
-    run.store.local("run.json").unlink()
+    run.store.local_path("run.json").unlink()
     for config in (CONFIG, CONFIG | {"rewards": ["mathematics"]}):
         with pytest.raises(Damaged, match=r"run\.json is missing"):
             make(tmp_path, config=config)
@@ -110,7 +110,7 @@ def test_a_replaced_run_record_does_not_accept_existing_manifests(tmp_path):
 
 
 def test_a_manifest_with_stored_shards_is_committed_and_visible_to_all_processes(tmp_path):
-    with make(tmp_path).hold() as run:
+    with make(tmp_path).lock() as run:
         shard = write_shard(run.store, pa.table({"a": [1]}), kind="test", metadata={})
         missing = ShardRef(key="shards/00.arrow", bytes=1, rows=1, digest="00")
         with pytest.raises(Damaged, match=r"'it-0001/rollout/0000'.*shards/00\.arrow"):
@@ -128,22 +128,22 @@ def test_a_manifest_with_stored_shards_is_committed_and_visible_to_all_processes
 
 
 def test_an_expected_manifest_is_visible_only_in_its_process_and_commits_after_its_parents(tmp_path):
-    with make(tmp_path).hold() as run:
-        parent = run.expect(Manifest(key="it-0001/update"))
-        child = run.expect(Manifest(key="it-0002/plan", parents=(parent.digest,)))
-        assert [run.find(made.key) for made in (parent, child)] == run.expected() == [parent, child]
+    with make(tmp_path).lock() as run:
+        parent = run.add_pending(Manifest(key="it-0001/update"))
+        child = run.add_pending(Manifest(key="it-0002/plan", parents=(parent.digest,)))
+        assert [run.find(made.key) for made in (parent, child)] == run.pending_manifests() == [parent, child]
         elsewhere = open_run(str(tmp_path), "first")
         assert run.has(parent.key) and not elsewhere.has(parent.key) and run.manifests() == []
-        assert run.expects([parent.digest]) and not run.expects(["another"])
+        assert run.has_pending([parent.digest]) and not run.has_pending(["another"])
         with pytest.raises(AssertionError, match="committed after its parents"):
             run.commit(child)
         assert [run.commit(made).digest for made in (parent, child)] == [parent.digest, child.digest]
-        assert not run.expected() and elsewhere.find(child.key) == run.find(child.key)
+        assert not run.pending_manifests() and elsewhere.find(child.key) == run.find(child.key)
 
 
 def test_a_second_equal_result_returns_the_first_and_a_different_one_is_a_conflict(tmp_path):
     """The result is committed again, as after a lost acknowledgement, or when one attempt runs twice."""
-    with make(tmp_path).hold() as run:
+    with make(tmp_path).lock() as run:
         first = run.commit(Manifest(key="a", metrics={"x": 1.0}, provenance=Provenance(worker="first")))
         for again in (run, run.join(run.epoch)):
             assert again.commit(Manifest(key="a", metrics={"x": 1.0}, provenance=Provenance(worker="second"))) == first
@@ -162,7 +162,7 @@ def _commit_at_once(uri, epoch, number, start, results):
 
 def test_eight_processes_that_commit_one_attempt_at_once_store_one_manifest(tmp_path):
     start, results = CONTEXT.Barrier(8), CONTEXT.Queue()
-    with make(tmp_path).hold() as run:
+    with make(tmp_path).lock() as run:
         arguments = [(str(tmp_path), run.epoch, number, start, results) for number in range(8)]
         racers = [CONTEXT.Process(target=_commit_at_once, args=each) for each in arguments]
         try:
@@ -185,11 +185,11 @@ def reads(monkeypatch):
 
 
 def test_a_sole_committer_does_not_query_the_store_for_missing_manifests(tmp_path, reads):
-    with make(tmp_path).hold() as run:
+    with make(tmp_path).lock() as run:
         run.commit(Manifest(key="it-0001/rollout/0000"))
     again = open_run(str(tmp_path), "first")
     keys = [f"it-0001/rollout/{number:04d}" for number in range(3)]
-    with again.hold(alone=True):
+    with again.lock(sole_writer=True):
         reads.clear()
         assert [again.find(key) is None for key in keys] == [again.has(key) is False for key in keys]
         assert again.has(keys[0]) and not again.has(keys[1])
@@ -206,17 +206,17 @@ def test_a_run_open_for_reading_cannot_commit(tmp_path):
     run = make(tmp_path)
     with pytest.raises(BadInput, match="open for reading"):
         run.commit(Manifest(key="a"))
-    with run.hold():
+    with run.lock():
         run.commit(Manifest(key="a"))
     with pytest.raises(BadInput, match="open for reading"):
         run.commit(Manifest(key="b"))
 
 
 def test_a_controller_of_an_older_epoch_is_fenced(tmp_path):
-    with make(tmp_path).hold() as run:
+    with make(tmp_path).lock() as run:
         stale = run.join(run.epoch)
         stale.commit(Manifest(key="a"))
-    with open_run(str(tmp_path), "first").hold() as newer:
+    with open_run(str(tmp_path), "first").lock() as newer:
         assert newer.epoch == 2
         with pytest.raises(Fenced, match="epoch 1 is over, another process has epoch 2"):
             stale.commit(Manifest(key="b"))
@@ -224,7 +224,7 @@ def test_a_controller_of_an_older_epoch_is_fenced(tmp_path):
 
 
 def test_a_controller_of_a_deleted_run_is_fenced_with_an_error_that_names_the_deletion(tmp_path):
-    with make(tmp_path).hold() as run:
+    with make(tmp_path).lock() as run:
         shutil.rmtree(tmp_path / "first")
         with pytest.raises(Fenced, match="epoch 1 is over, the run was deleted from the store"):
             run.commit(Manifest(key="a"))
@@ -233,19 +233,19 @@ def test_a_controller_of_a_deleted_run_is_fenced_with_an_error_that_names_the_de
 def test_an_epoch_can_be_joined_once_begun_and_ignores_clocks_and_foreign_files(tmp_path):
     run = make(tmp_path)
     for epoch in (1, 2, 3):
-        with run.hold():
+        with run.lock():
             assert run.epoch == epoch
             for other in (-1, 0, epoch + 1):
                 with pytest.raises(BadInput, match=f"from 1 to {epoch}"):
                     run.join(other)
-            os.utime(run.store.local(f"lease/{epoch:06d}.json"), (2**33 - 3600 * epoch, 2**33 - 3600 * epoch))
+            os.utime(run.store.local_path(f"lease/{epoch:06d}.json"), (2**33 - 3600 * epoch, 2**33 - 3600 * epoch))
             for name in ("note.json", "12.json", "000007.json~"):
                 (tmp_path / "first" / "lease" / name).write_text("mine")
             run.commit(Manifest(key=f"it/{epoch:04d}"))
 
 
 def _control(uri, ready):
-    with open_run(uri, "first").hold() as run:
+    with open_run(uri, "first").lock() as run:
         run.commit(Manifest(key=f"epoch-{run.epoch}"))
         ready.set()
         for number in range(1_000_000):
@@ -260,18 +260,18 @@ def test_a_run_locked_by_a_live_or_stopped_process_is_refused_until_the_process_
         assert ready.wait(250)
         for stop in (signal.SIGCONT, signal.SIGSTOP):
             os.kill(holder.pid, stop)
-            with pytest.raises(RunHeld, match=f"'first'.*process {holder.pid} on "), run.hold():
+            with pytest.raises(RunLocked, match=f"'first'.*process {holder.pid} on "), run.lock():
                 pass
-    with run.hold():
+    with run.lock():
         assert run.epoch == 2 and run.find("epoch-1") is not None
         run.commit(Manifest(key="epoch-2"))
 
 
 def test_only_one_of_two_open_runs_in_a_process_can_lock_the_directory(tmp_path):
     first, second = make(tmp_path), make(tmp_path)
-    with first.hold(), pytest.raises(RunHeld, match=f"process {os.getpid()}"), second.hold():
+    with first.lock(), pytest.raises(RunLocked, match=f"process {os.getpid()}"), second.lock():
         pass
-    with second.hold():
+    with second.lock():
         assert second.epoch == 2 and first.epoch == 0
 
 
@@ -289,12 +289,12 @@ def _join(uri, epoch, line):
 def test_a_stopped_controller_that_continues_after_a_takeover_commits_nothing(tmp_path):
     run = make(tmp_path)
     line, far_end = CONTEXT.Pipe()
-    with run.hold():
+    with run.lock():
         epoch = run.epoch
     with process(_join, str(tmp_path), epoch, far_end) as stopped:
         assert line.recv() == "ready"
         os.kill(stopped.pid, signal.SIGSTOP)
-        with run.hold():
+        with run.lock():
             line.send("proceed")
             os.kill(stopped.pid, signal.SIGCONT)
             assert "epoch 1 is over, another process has epoch 2" in line.recv()
@@ -302,9 +302,9 @@ def test_a_stopped_controller_that_continues_after_a_takeover_commits_nothing(tm
 
 
 def test_each_of_thousands_of_manifests_is_read_once(tmp_path, reads):
-    with make(tmp_path).hold() as run:
+    with make(tmp_path).lock() as run:
         run.commit(Manifest(key="it/0000"))
-        folder = run.store.local("manifests/it/0000.json").parent
+        folder = run.store.local_path("manifests/it/0000.json").parent
         for number in range(2000):  # straight to the files: 2000 commits are 4000 fsyncs
             (folder / f"{number:04d}.json").write_bytes(Manifest(key=f"it/{number:04d}").encode())
     reader = open_run(str(tmp_path), "first")
@@ -321,8 +321,8 @@ def test_nothing_is_written_through_a_symbolic_link_inside_a_run(tmp_path, name)
     else:
         outside.mkdir()
     (tmp_path / "store" / "first" / name).symlink_to(outside)
-    with pytest.raises(BadInput, match=rf"symbolic link .*/first/{name}\. Remove the link"), run.hold() as held:
-        held.note("key", {"seconds": 1})
+    with pytest.raises(BadInput, match=rf"symbolic link .*/first/{name}\. Remove the link"), run.lock() as held:
+        held.write_entry("key", {"seconds": 1})
         held.commit(Manifest(key="it/0000"))
     assert outside.read_bytes() == b"precious" if name == "lock" else not list(outside.iterdir())
 
@@ -332,15 +332,15 @@ def test_a_store_and_a_run_may_be_links_themselves(tmp_path):
     (tmp_path / "store").symlink_to(tmp_path / "disk")
     (tmp_path / "disk" / "second").symlink_to(tmp_path / "disk" / "first")
     for name in ("first", "second"):
-        with open_run(str(tmp_path / "store"), name).hold() as run:
-            assert run.note(name, {"seconds": 1}) == run.noted(name) == {"seconds": 1}
+        with open_run(str(tmp_path / "store"), name).lock() as run:
+            assert run.write_entry(name, {"seconds": 1}) == run.find_entry(name) == {"seconds": 1}
 
 
 def test_a_process_caches_a_bounded_number_of_manifests_and_finds_all(tmp_path, monkeypatch):
     monkeypatch.setattr(infra.store.runs, "KNOWN_MANIFESTS", 3)
     keys = [f"it-{number:04d}/credit" for number in range(1, 11)]
     run = make(tmp_path)
-    with run.hold():
+    with run.lock():
         made = [run.commit(Manifest(key=key, metrics={"number": number})) for number, key in enumerate(keys)]
         digests, alive = [manifest.digest for manifest in made], [weakref.ref(manifest) for manifest in made]
         del made

@@ -40,7 +40,7 @@ def put(store, table=TABLE, **metadata):
 
 def damage(store, ref):
     """Change a bit of a stored shard."""
-    flip_bit(store.local(ref.key), -64)
+    flip_bit(store.local_path(ref.key), -64)
 
 
 def test_a_shard_reads_back_equal_with_its_metadata(store):
@@ -69,7 +69,7 @@ def test_a_shard_of_an_older_run_without_digest_folders_is_read(store):
 def test_columns_can_be_selected_and_the_file_is_uncompressed_arrow(store):
     ref = put(store)
     assert read_shard(store, ref, ["text", "row"]).equals(TABLE.select(["text", "row"]))
-    with pa.ipc.open_file(store.local(ref.key)) as reader:
+    with pa.ipc.open_file(store.local_path(ref.key)) as reader:
         assert reader.num_record_batches == 1 and reader.read_all().equals(TABLE)
 
 
@@ -146,7 +146,7 @@ def test_a_file_cut_at_any_byte_is_damage_even_after_it_was_verified(store):
     data = store.read(ref.key)
     read_shard(store, ref)
     for size in range(0, len(data), 97):
-        store.local(ref.key).write_bytes(data[:size])
+        store.local_path(ref.key).write_bytes(data[:size])
         with pytest.raises(Damaged, match=f"expected {len(data)} bytes, found {size}"):
             read_shard(store, ref)
 

@@ -52,9 +52,9 @@ def test_an_object_reads_back_as_it_was_written_from_bytes_or_a_file(place, tmp_
     source.write_bytes(bytes(range(256)) * 10_000)
     assert store.put("a/bytes", b"\0payload") and store.put("a/file", source) and store.put("a/empty", b"")
     assert store.read("a/bytes") == b"\0payload"
-    assert store.read("a/file") == source.read_bytes() == store.local("a/file").read_bytes()
+    assert store.read("a/file") == source.read_bytes() == store.local_path("a/file").read_bytes()
     assert store.find("a/file") == source.read_bytes() and store.find("a/none") is None
-    assert store.local("a/empty").read_bytes() == store.read("a/empty") == b""
+    assert store.local_path("a/empty").read_bytes() == store.read("a/empty") == b""
 
 
 @pytest.mark.parametrize("durable", [True, False])
@@ -80,7 +80,7 @@ def test_the_first_object_under_a_name_stays_until_it_is_deleted(place):
 
 def test_a_missing_object_is_damage_that_names_it(place):
     store = place.open()
-    for read in (store.read, store.local, store.locate):
+    for read in (store.read, store.local_path, store.locate):
         with pytest.raises(Damaged, match=r"shards/none\.arrow"):
             read("shards/none.arrow")
     assert not store.exists("shards/none.arrow")
@@ -202,7 +202,7 @@ def test_files_of_a_dead_writer_are_swept_and_files_of_a_live_one_are_not(tmp_pa
             stream.write(b"half")
         kill(dead)
         assert len(list(root.glob(".tmp-*"))) == 2 and open_store(str(root)).entries("") == []
-        with open_store(str(root)).hold("lock") as held:
+        with open_store(str(root)).lock("lock") as held:
             assert held and len(list(root.glob(".tmp-*"))) == 1
         for stream in streams:
             stream.close()
@@ -215,7 +215,7 @@ def test_taking_the_lock_lists_no_subfolder(tmp_path, monkeypatch):
     store.put("it-0001/rollout/0001.json", b"")
     looked = []
     monkeypatch.setattr(os, "scandir", lambda path, scan=os.scandir: looked.append(str(path)) or scan(path))
-    with store.hold("lock") as held:
+    with store.lock("lock") as held:
         assert held
     assert set(looked) <= {str(tmp_path)}
 
@@ -284,9 +284,9 @@ def test_a_scratch_directory_is_not_listed_and_is_deleted_by_its_process_or_the_
         assert dead.wait(250) and live.wait(250)
         kill(killed)
         assert len(list(root.glob(".tmp-*/deep/weights"))) == 2 and store.children("") == ["weights"]
-        with store.hold("lock") as held:
+        with store.lock("lock") as held:
             assert held and len(list(root.glob(".tmp-*/deep/weights"))) == 1
-    with store.hold("lock"):
+    with store.lock("lock"):
         assert not list(root.glob(".tmp-*"))
 
 
@@ -307,7 +307,7 @@ def test_a_failed_write_raises_store_failed_and_leaves_nothing(tmp_path):
 
 
 def _hold(place, ready):
-    with place.open().hold("lock") as held:
+    with place.open().lock("lock") as held:
         assert held
         ready.set()
         time.sleep(600)
@@ -315,27 +315,27 @@ def _hold(place, ready):
 
 def test_a_lock_is_refused_while_its_holder_lives_and_every_process_can_read_its_state(place):
     ready, store = CONTEXT.Event(), place.open()
-    assert store.look_at("lock").state == "free"
+    assert store.lock_state("lock").state == "free"
     with process(_hold, place, ready) as holder:
         assert ready.wait(250)
-        with store.hold("lock") as lock:
+        with store.lock("lock") as lock:
             assert lock is None
         assert str(holder.pid).encode() in store.read("lock")
-        status = store.look_at("lock")
+        status = store.lock_state("lock")
         assert status.state == "held" and status.who.startswith(f"process {holder.pid} on ")
-    assert wait_for(lambda: store.look_at("lock").state == "left")
-    assert store.look_at("lock").who == status.who
-    with store.hold("lock") as lock, place.open().hold("lock") as second:
+    assert wait_for(lambda: store.lock_state("lock").state == "left")
+    assert store.lock_state("lock").who == status.who
+    with store.lock("lock") as lock, place.open().lock("lock") as second:
         assert lock is not None and second is None
-        assert store.look_at("lock").state == "held"
+        assert store.lock_state("lock").state == "held"
         lock.check()
-    assert store.look_at("lock").state == "free"
-    with store.hold("lock") as again:
+    assert store.lock_state("lock").state == "free"
+    with store.lock("lock") as again:
         assert again is not None
 
 
 def _hold_and_fork(place, results):
-    with place.open().hold("lock"):
+    with place.open().lock("lock"):
         reading, writing = os.pipe()
         child = os.fork()
         if not child:
@@ -352,7 +352,7 @@ def test_a_forked_child_that_outlives_the_holder_does_not_keep_the_lock(place):
         child = results.get(timeout=250)
     try:
         os.kill(child, 0)
-        with place.open().hold("lock") as held:
+        with place.open().lock("lock") as held:
             assert held
     finally:
         os.kill(child, signal.SIGKILL)

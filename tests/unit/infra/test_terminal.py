@@ -24,11 +24,11 @@ def test_columns_without_room_are_omitted_from_the_right_and_named():
 
 
 def test_the_least_important_columns_are_omitted_first():
-    lines = table(ROWS, width=40, least=("took", "reason")).splitlines()
+    lines = table(ROWS, width=40, drop_first=("took", "reason")).splitlines()
     assert lines[0] == "run     accuracy     took  created", "a wide column keeps no narrower one out"
     assert lines[1] == "first      0.875  0:01:02   Monday"
     assert "columns that do not fit: reason (" in lines[3]
-    assert table(ROWS, width=25, least=("took", "reason")).splitlines()[0] == "run     accuracy  created"
+    assert table(ROWS, width=25, drop_first=("took", "reason")).splitlines()[0] == "run     accuracy  created"
 
 
 def test_a_file_or_pipe_gets_all_columns(monkeypatch):

@@ -6,7 +6,7 @@ from pydantic import TypeAdapter
 from infra.errors import BadInput
 from infra.trackers import config
 from infra.trackers.config import TensorBoardTracker, TrackerConfig, check_tracker
-from infra.trackers.records import Point, Product, Subject, TextTable, flattened
+from infra.trackers.records import Point, Product, Subject, TextTable, flatten_config
 from infra.trackers.tensorboard import open_mirror
 from tests.support.trackers import FileTracker, tensorboard_series, tensorboard_values
 
@@ -75,7 +75,7 @@ def test_completions_are_shown_as_text_in_a_table():
 
 def test_a_configuration_is_flattened_to_dotted_keys_also_for_tables_in_lists():
     nested = {"scoring": {"rewards": [{"kind": "math"}]}, "tags": ["a", "b"], "warmup": None, "empty": {}}
-    assert dict(flattened(nested)) == {
+    assert dict(flatten_config(nested)) == {
         "scoring.rewards.0.kind": "math", "tags": "['a', 'b']", "warmup": "None", "empty": "{}",
     }  # fmt: skip
 

@@ -11,7 +11,7 @@ import pytest
 from flows.cli.output import rollout_text
 from infra.errors import WorkerFailed
 from infra.terminal import command_app, run_command, write
-from infra.untrusted_text import log_visibly, redact, visible
+from infra.untrusted_text import log_visibly, make_visible, redact
 from models.rollouts.groups import TurnRecord
 from models.rollouts.preview import RolloutPreview
 
@@ -60,8 +60,8 @@ def test_a_text_without_the_secret_stays_as_it_is(text):
 
 
 def test_escaping_removes_control_characters_and_keeps_lines_and_spaces():
-    assert visible(HOSTILE) == ESCAPED
-    assert visible("größer,\n\t日本\u3000語 🙂") == "größer,\n\t日本\u3000語 🙂"
+    assert make_visible(HOSTILE) == ESCAPED
+    assert make_visible("größer,\n\t日本\u3000語 🙂") == "größer,\n\t日本\u3000語 🙂"
 
 
 def test_control_characters_are_escaped_in_command_output_and_json_stays_json(capsys):

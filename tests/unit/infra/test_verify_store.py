@@ -18,7 +18,7 @@ from tests.support.stores import flip_bit, publish_number_policy, write_number_s
 @pytest.fixture
 def run(tmp_path):
     """Locked run with two committed shards and two committed policies."""
-    with create_run(str(tmp_path / "runs"), "r", {}).hold() as run:
+    with create_run(str(tmp_path / "runs"), "r", {}).lock() as run:
         for number in range(2):
             bundle = publish_number_policy(run, tmp_path / f"policy-{number}", number)
             shard = write_number_shard(run, number)
@@ -32,7 +32,7 @@ def test_a_flipped_bit_in_any_committed_object_is_one_problem_that_names_it(run)
     for entry in run.store.entries(""):
         if entry.key == "lock":
             continue
-        path = run.store.local(entry.key)
+        path = run.store.local_path(entry.key)
         data = path.read_bytes()
         flip_bit(path, max(-9, -len(data)))
         problems = verify_store(run)
@@ -53,14 +53,14 @@ def test_a_missing_shard_or_bundle_is_a_problem_that_names_it(run):
 
 def test_a_damaged_shard_that_no_manifest_names_is_no_problem(run):
     assert verify_store(run) == []
-    flip_bit(run.store.local(write_number_shard(run, 7).key))
+    flip_bit(run.store.local_path(write_number_shard(run, 7).key))
     assert verify_store(run) == []
 
 
 def test_an_export_is_one_parquet_copy_that_is_written_once(run):
     tables = [read_shard(run.store, manifest.shards[0]) for manifest in run.manifests()]
     path = Path(export_parquet(run, (table for table in tables), "it-0001"))
-    assert path == run.store.local("export/it-0001.parquet")
+    assert path == run.store.local_path("export/it-0001.parquet")
     assert pq.read_table(path)["x"].to_pylist() == [0] * 100 + [1] * 100
     assert pq.ParquetFile(path).metadata.row_group(0).column(0).compression == "ZSTD"
     data = path.read_bytes()

@@ -12,7 +12,7 @@ import pytest
 
 from infra.errors import WorkerFailed
 from infra.processes import watch
-from infra.processes.watch import LOOK_SECONDS, Watch, WatchedServer, await_answer
+from infra.processes.watch import CHECK_SECONDS, Watch, WatchedServer, run_watched
 from tests.support.jobs import wait_for
 
 IDLE = "import time; time.sleep(600)"
@@ -66,7 +66,7 @@ def test_a_server_that_runs_between_its_stops_is_not_stopped(started):
         process.send_signal(signal.SIGSTOP)
         assert wait_for(lambda: here.process.status() == psutil.STATUS_STOPPED)
         assert here.failure() is None
-        time.sleep(LOOK_SECONDS)
+        time.sleep(CHECK_SECONDS)
         switches = here.process.num_ctx_switches()
         process.send_signal(signal.SIGCONT)
         assert wait_for(lambda before=switches: here.process.num_ctx_switches() != before), "it has run again"
@@ -75,7 +75,7 @@ def test_a_server_that_runs_between_its_stops_is_not_stopped(started):
 def test_a_silent_server_has_failed_unless_it_computes(started, monkeypatch):
     now = [time.monotonic()]
     monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(watch, "ASK_SECONDS", 0.0)
+    monkeypatch.setattr(watch, "QUERY_SECONDS", 0.0)
     idle, busy = (server(started(program), answers=False, silent_seconds=0.5) for program in (IDLE, BUSY))
     answering = server(started(IDLE), silent_seconds=0.5)
     for _ in range(3):
@@ -111,7 +111,7 @@ import ctypes, signal
 from infra.processes import watch
 watch.END_SECONDS = 0.2
 signal.signal(signal.SIGTERM, lambda *_: None)
-ending = watch.Ending()
+ending = watch.ForcedExit()
 with watch.on_signals(lambda number: ending.begin(128 + number, "interrupted")):
     mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
     lock(mutex)
@@ -132,17 +132,17 @@ def test_a_command_whose_main_thread_has_ended_still_returns_its_output():
 import ctypes, os, threading, time
 
 def answer():
-    time.sleep({3 * LOOK_SECONDS})
+    time.sleep({3 * CHECK_SECONDS})
     os.write(1, b"done")
     os._exit(3)
 
 threading.Thread(target=answer).start()
 ctypes.CDLL(None).pthread_exit(None)
 """
-    assert await_answer("the command", [sys.executable, "-S", "-c", program], b"") == (3, b"done", b"")
+    assert run_watched("the command", [sys.executable, "-S", "-c", program], b"") == (3, b"done", b"")
 
 
 def test_a_command_that_is_stopped_has_failed():
     program = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
     with pytest.raises(WorkerFailed, match=r"the command \(pid \d+\) is suspended"):
-        await_answer("the command", [sys.executable, "-S", "-c", program], b"")
+        run_watched("the command", [sys.executable, "-S", "-c", program], b"")

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.errors import BadInput, Complaints
+from infra.errors import BadInput, InputErrors
 from models.config.data import ArithmeticData, FileData
 from models.config.training import WarmupConfig
 from models.data import files
@@ -269,7 +269,7 @@ def test_the_limit_counts_problems_without_blank_lines_and_faults_after_it_are_i
 def test_a_small_json_file_is_read_with_little_memory(tmp_path):
     (tmp_path / "rows.json").write_text('[{"prompt": "one"}]')
     tracemalloc.start()
-    [(_, row)] = files.read_rows(tmp_path / "rows.json", ["prompt"], Complaints())
+    [(_, row)] = files.read_rows(tmp_path / "rows.json", ["prompt"], InputErrors())
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert row == {"prompt": "one"} and peak < 2**24

@@ -159,7 +159,7 @@ def test_scoring_steps_without_a_tokenizer_is_refused(store, tmp_path):
 
 
 def test_a_damaged_tokenizer_is_noticed_and_other_files_are_ignored(store, tokenizer, score):
-    folder = store.local(f"{tokenizer.key}/tokenizer.json").parent
+    folder = store.local_path(f"{tokenizer.key}/tokenizer.json").parent
     (folder / "tokenizer_config.json").write_text("changed")
     assert read_columns(store, score(write_completions(store, "1"), STEPWISE))["reward"] == [2.0]
     (folder / "tokenizer.json").write_text("{}")

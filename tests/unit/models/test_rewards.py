@@ -15,7 +15,7 @@ import pytest
 
 from infra import runner
 from infra.errors import WorkerFailed, WorkerLost
-from infra.processes.child import MOST_ENDS
+from infra.processes.child import MAX_ENDS
 from models.config.reward_terms import BuiltInReward, NumericReward, RegexReward, TargetReward
 from models.config.rewards import RewardConfig, ScoringConfig
 from models.rewards.evaluate import Case, Evaluator, Verdict
@@ -133,7 +133,7 @@ def test_a_process_that_was_killed_while_idle_costs_no_completion(start_evaluato
     ("sent", "times"),
     [
         *((each, 1) for each in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGSTOP)),
-        (signal.SIGKILL, MOST_ENDS - 1),
+        (signal.SIGKILL, MAX_ENDS - 1),
     ],
 )
 def test_signals_from_elsewhere_in_the_middle_of_a_completion_change_no_verdict(

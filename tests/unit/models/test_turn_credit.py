@@ -98,7 +98,7 @@ def assign_credit(algorithm, episodes: list[Episode] = WITH_PROMPTS, *, terms=(N
 # ---- credit
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda each: each.known_as)
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda each: each.label)
 def test_credit_is_that_of_the_tokens_of_the_policy_alone(algorithm):
     forms = (WITH_ENVIRONMENT, WITH_PROMPTS, ALONE)
     whole, cut, alone = (assign_credit(algorithm, each, terms=(NUMERIC, STEPS)).samples.to_pylist() for each in forms)

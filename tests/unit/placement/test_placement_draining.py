@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.config import AdaptivePlacement, ColocatedPlacement, FixedPlacement, ProportionalPlacement
-from placement.forecast.remaining import remaining, residuals, stage_factor
+from placement.forecast.remaining import estimate_stage_factor, predict_remaining, sample_residuals
 from placement.policies.build import build_policy
 from placement.records import Decision, DrainInputs, Memory
 from tests.support.placements import demand, drain_inputs, lognormal, split, turns
@@ -124,18 +124,18 @@ def test_only_workers_that_may_still_move_are_moved(rollout, movable, waiting, c
 
 def test_the_remaining_time_of_a_unit_is_sampled_from_units_that_took_longer():
     pool_BP = np.array([[1.0, 1.0, 1.0, 10.0]])
-    young, old = (residuals(pool_BP, np.full(2000, elapsed), seed=(0,)) for elapsed in (0.5, 2.0))
+    young, old = (sample_residuals(pool_BP, np.full(2000, elapsed), seed=(0,)) for elapsed in (0.5, 2.0))
     assert young.mean() == pytest.approx((3 * 0.5 + 9.5) / 4, rel=0.1)
     assert (old == 8.0).all()
-    older_than_all = residuals(np.array([[1.0, 2.0]]), np.full(1000, 8.0), seed=(0,))
+    older_than_all = sample_residuals(np.array([[1.0, 2.0]]), np.full(1000, 8.0), seed=(0,))
     assert older_than_all.min() > 0 and older_than_all.mean() == pytest.approx(2.0, rel=0.15)
 
 
 def test_a_longer_stage_is_detected_before_its_first_unit_ends():
     pool_BP = np.exp(0.3 * np.random.default_rng(0).standard_normal((4, 200)))
-    assert stage_factor(pool_BP, np.full(8, 0.1), done=0, done_seconds=0) == pytest.approx(1, abs=0.15)
-    assert stage_factor(pool_BP, np.full(8, 3.0), done=0, done_seconds=0) > 2
-    assert stage_factor(pool_BP, np.array([]), done=50, done_seconds=4.0) == pytest.approx(3.8, rel=0.1)
+    assert estimate_stage_factor(pool_BP, np.full(8, 0.1), done=0, done_seconds=0) == pytest.approx(1, abs=0.15)
+    assert estimate_stage_factor(pool_BP, np.full(8, 3.0), done=0, done_seconds=0) > 2
+    assert estimate_stage_factor(pool_BP, np.array([]), done=50, done_seconds=4.0) == pytest.approx(3.8, rel=0.1)
 
 
 def test_units_that_finish_first_do_not_bias_the_estimate_of_a_stage():
@@ -145,7 +145,7 @@ def test_units_that_finish_first_do_not_bias_the_estimate_of_a_stage():
     for unit in seconds:
         done = int((unit < 0.8).sum())
         mean = float(unit[:done].mean()) if done else 0.0
-        factors.append(stage_factor(seconds, np.full(8 - done, 0.8), done=done, done_seconds=mean))
+        factors.append(estimate_stage_factor(seconds, np.full(8 - done, 0.8), done=done, done_seconds=mean))
     assert np.mean(factors) == pytest.approx(1, abs=0.1)
 
 
@@ -153,7 +153,7 @@ def test_workers_that_are_moving_count_in_their_new_role():
     settled = drain_inputs(plan=split(4, 4), waiting=20, coming=24, flying=(1.0,) * 4, cost=0.01)
     leaving = settled.rollout.model_copy(update={"slots": 6})
     way = settled.model_copy(update={"rollout": leaving, "scoring": settled.scoring.model_copy(update={"slots": 2})})
-    seconds = [remaining(inputs, [0], bootstraps=16).mean() for inputs in (settled, way)]
+    seconds = [predict_remaining(inputs, [0], bootstraps=16).mean() for inputs in (settled, way)]
     assert seconds[1] == pytest.approx(seconds[0], rel=0.05)
 
 
@@ -165,5 +165,5 @@ def test_a_large_pool_is_predicted_like_a_small_one_of_the_same_shape():
             plan=split(16 * scale, 16 * scale), waiting=48 * scale, coming=64 * scale, flying=(4.0,) * 16 * scale,
             rollout=rollout, scoring=scoring,
         )  # fmt: skip
-        seconds.append(remaining(inputs, [0], bootstraps=32).mean())
+        seconds.append(predict_remaining(inputs, [0], bootstraps=32).mean())
     assert seconds[1] == pytest.approx(seconds[0], rel=0.1)

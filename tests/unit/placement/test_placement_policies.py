@@ -14,10 +14,11 @@ from placement.config import (
     ProportionalPlacement,
     TargetPlacement,
 )
-from placement.forecast.stage import forecast, scores
+from placement.forecast.stage import forecast, score_plans
+from placement.policies import simple
 from placement.policies.build import build_policy
 from placement.records import Decision, Memory, PlanInputs
-from placement.slots import candidates
+from placement.slots import list_candidates
 from tests.support.placements import demand, lognormal, plan_inputs, split, turns
 
 ADAPTIVE = build_policy(AdaptivePlacement())
@@ -118,9 +119,9 @@ def test_a_gain_below_the_cost_of_moving_does_not_change_the_plan():
 
 
 def test_a_plan_for_another_number_of_workers_is_discarded():
-    assert ADAPTIVE.plan(plan_inputs(workers=4, current=split(6, 2))).plan in candidates(plan_inputs(workers=4))
+    assert ADAPTIVE.plan(plan_inputs(workers=4, current=split(6, 2))).plan in list_candidates(plan_inputs(workers=4))
     handed_over = ADAPTIVE.plan(plan_inputs(current=split(0, 8)))
-    assert handed_over.plan in candidates(plan_inputs()) and "predicted" in handed_over.reason
+    assert handed_over.plan in list_candidates(plan_inputs()) and "predicted" in handed_over.reason
 
 
 def histories():
@@ -135,7 +136,7 @@ def histories():
 def test_the_loss_against_taking_turns_is_bounded_per_change(history, cost, threshold, workers, start):
     """The guard: in predicted seconds, sum(chosen) <= sum(turns) + threshold × S × (changes + 1), at every stage."""
     policy = build_policy(AdaptivePlacement(threshold=threshold, bootstraps=8))
-    current = candidates(plan_inputs(workers=workers))[start % workers]
+    current = list_candidates(plan_inputs(workers=workers))[start % workers]
     memory, behind, changes = Memory(), 0.0, 0
     for seed, (longer, wordier) in enumerate(history):
         inputs = plan_inputs(
@@ -148,8 +149,8 @@ def test_the_loss_against_taking_turns_is_bounded_per_change(history, cost, thre
             seed=seed,
         )
         decision = policy.plan(inputs)
-        plans = candidates(inputs)
-        scores_K = scores(forecast(inputs, plans, bootstraps=8, handover=True).seconds_KB, risk=0.25)
+        plans = list_candidates(inputs)
+        scores_K = score_plans(forecast(inputs, plans, bootstraps=8, handover=True).seconds_KB, risk=0.25)
         behind += float(scores_K[plans.index(decision.plan)] - scores_K[0])
         changes += decision.plan != current
         assert behind <= threshold * cost * (changes + 1) + 1e-6
@@ -210,3 +211,9 @@ def test_reasons_are_sentences_with_numbers():
     reasons = {build_policy(config).plan(plan_inputs(current=split(4, 4))).reason for config in KINDS}
     assert len(reasons) == len(KINDS)
     assert all(any(letter.isdigit() for letter in reason) for reason in reasons)
+
+
+def test_users_policies_may_import_functions_by_their_former_names():
+    for name, function in (("as_configured", simple.decide_configured), ("unchanged", simple.keep_plan)):
+        with pytest.warns(FutureWarning, match=f"{name} is deprecated .* Use {function.__name__}"):
+            assert getattr(simple, name) is function

@@ -9,7 +9,7 @@ from placement.forecast import stage
 from placement.forecast.lengths import sample_units
 from placement.forecast.stage import forecast, list_schedule, unit_seconds
 from placement.records import Pace
-from placement.slots import candidates
+from placement.slots import list_candidates
 from tests.support.placements import demand, draw_seconds, finish, lognormal, plan_inputs, split, stage_seconds, turns
 
 
@@ -35,7 +35,7 @@ def test_small_pools_are_predicted_within_a_tenth(workers, units):
         rollout=demand(units=units),
         scoring=demand(units=units, lengths=lognormal(200, 0.5), base=0.01),
     )
-    plans = candidates(inputs)
+    plans = list_candidates(inputs)
     assert predicted(inputs, *plans) == pytest.approx(simulated(inputs, *plans), rel=0.10)
 
 
@@ -86,7 +86,7 @@ def test_ignoring_the_tail_of_the_judge_picks_a_worse_split():
     rollout, scoring = demand(units=16), demand(units=16, lengths=judged, base=0.02, slope=0.0001)
     aware = plan_inputs(rollout=rollout, scoring=scoring)
     forgetful = plan_inputs(rollout=rollout, scoring=scoring.model_copy(update={"lengths": flat}))
-    splits = [plan for plan in candidates(aware) if plan.mode == "split"]
+    splits = [plan for plan in list_candidates(aware) if plan.mode == "split"]
     chosen, worse = (splits[int(predicted(inputs, *splits).argmin())] for inputs in (aware, forgetful))
     assert worse.scoring < chosen.scoring
     seconds = simulated(aware, chosen, worse)
@@ -104,7 +104,7 @@ def test_slower_workers_longer_answers_and_more_units_never_make_a_stage_shorter
     role = demand(units=units).model_copy(update={"pace": pace})
     slower = pace.model_copy(update={field: factor * getattr(pace, field)})
     longer = tuple(factor * length for length in role.lengths)
-    plans = candidates(plan_inputs())
+    plans = list_candidates(plan_inputs())
     before = predicted(plan_inputs(rollout=role, scoring=role), *plans)
     for update in ({"pace": slower}, {"lengths": longer}):
         after = role.model_copy(update=update)

@@ -13,12 +13,12 @@ from placement.roofline import (
     ADAM_BYTES,
     Device,
     Generated,
+    compute_limit,
+    compute_utilization,
     decode_seconds,
     forward_flops,
-    limit_of,
     shared_flops,
     train_flops,
-    utilisation,
 )
 
 # One layer of width 4, head of 2: projections 2·4·2·(2 + 1) = 48, MLP 3·4·8 = 96, head and embedding 10·4 = 40.
@@ -65,7 +65,7 @@ def test_decoding_takes_the_seconds_worked_by_hand(generated, device, seconds):
 
 
 def test_an_iteration_is_the_sum_of_its_stages():
-    found = limit_of(MADE, SMALL, SLOW_ARITHMETIC, bytes_per_weight=2, steps=4)
+    found = compute_limit(MADE, SMALL, SLOW_ARITHMETIC, bytes_per_weight=2, steps=4)
     # Prompts of 3 and 5 once, and completions of 2, 1 and 2. Attention, 16 per pair of tokens: in the prompts
     # 9/2 + 25/2, of the completions on their prompts 6 + 3 + 10, and among themselves 4/2 + 1/2 + 4/2.
     one_pass = (2 * 184 * 13 + 16 * (17 + 19 + 4.5)) / 1000
@@ -79,9 +79,9 @@ def test_an_iteration_is_the_sum_of_its_stages():
 
 
 def test_one_optimizer_step_needs_no_log_probs_and_a_group_of_one_costs_one_sequence():
-    assert limit_of(MADE, SMALL, SLOW_ARITHMETIC, bytes_per_weight=2, steps=1).logprobs == 0
+    assert compute_limit(MADE, SMALL, SLOW_ARITHMETIC, bytes_per_weight=2, steps=1).logprobs == 0
     assert shared_flops(SMALL, ALONE) == forward_flops(SMALL, [5])
-    assert utilisation(400.0, 2.0, peak=1000.0) == 0.2  # of the peak
+    assert compute_utilization(400.0, 2.0, peak=1000.0) == 0.2  # of the peak
 
 
 @pytest.mark.parametrize(

@@ -24,20 +24,20 @@ from placement.simulator.baselines import (
     split_seconds,
 )
 from placement.simulator.cells import REGIMES, evaluate_cell, interval, load_of, paired_ratio, recorded_load
-from placement.simulator.runs import play
+from placement.simulator.runs import simulate_run
 from placement.simulator.stage import Stage
 from placement.simulator.workers import unit_steps
 from placement.simulator.workload import (
     KNOWN,
     SCENARIOS,
     Absence,
+    Faults,
     StageWork,
-    Trouble,
     World,
-    cap,
-    draw,
-    draw_workload,
+    max_length,
     role_work,
+    sample_lengths,
+    sample_workload,
 )
 
 PACE = Pace(base_seconds=1.0, per_sequence_seconds=0.5)
@@ -206,10 +206,10 @@ def test_the_event_simulation_agrees_with_a_simulation_of_every_step(units_at_on
 
 
 def test_split_times_without_events_agree_with_the_event_simulation():
-    workload = draw_workload(small_world(scenario="burst"), 5)
-    played = play(build_policy(FixedPlacement(rollout=0.5)), workload, resize_seconds=3.0, clock=no_clock)
+    workload = sample_workload(small_world(scenario="burst"), 5)
+    played = simulate_run(build_policy(FixedPlacement(rollout=0.5)), workload, resize_seconds=3.0, clock=no_clock)
     assert played.seconds == pytest.approx(split_run(workload, 3))
-    workload = draw_workload(small_world(trouble=Trouble(slow_share=0.3)), 3)
+    workload = sample_workload(small_world(faults=Faults(slow_share=0.3)), 3)
     for rollout in range(1, 6):
         staged = [
             stage_of(work, rollout=rollout, scoring=6 - rollout, slowness=workload.slowness_N).run().seconds
@@ -240,8 +240,8 @@ class Restless:
 def test_every_unit_is_done_once_per_role_by_workers_that_are_in_one_role_at_a_time(regime):
     world = replace(REGIMES[regime], workers=6, iterations=2, units_per_worker=4.0)
     if regime == "troubled":
-        world = replace(world, trouble=replace(world.trouble, kills_per_hour=60.0))
-    workload = draw_workload(world, 1)
+        world = replace(world, faults=replace(world.faults, kills_per_hour=60.0))
+    workload = sample_workload(world, 1)
     for work, absences in zip(workload.stages, workload.absences, strict=True):
         policy, views = Restless(), []
 
@@ -269,28 +269,28 @@ def test_every_unit_is_done_once_per_role_by_workers_that_are_in_one_role_at_a_t
 @pytest.mark.parametrize("units_per_worker", [3.0, 0.5])
 @pytest.mark.parametrize("scenario", list(SCENARIOS))
 def test_no_policy_is_faster_than_the_lower_bound(scenario, units_per_worker):
-    world = small_world(scenario=scenario, units_per_worker=units_per_worker, trouble=Trouble(slow_share=0.2))
-    workload = draw_workload(world, 2)
+    world = small_world(scenario=scenario, units_per_worker=units_per_worker, faults=Faults(slow_share=0.2))
+    workload = sample_workload(world, 2)
     bound = lower_bound_run(workload)
     tried = hindsight(workload)
     for seconds in (*tried.seconds.values(), colocated_run(workload, 0.0), co_resident_run(workload)):
         assert all(s >= b - 1e-9 for s, b in zip(seconds, bound, strict=True))
     for policy in (build_policy(AdaptivePlacement()), Restless()):
-        played = play(policy, workload, resize_seconds=0.5, clock=no_clock)
+        played = simulate_run(policy, workload, resize_seconds=0.5, clock=no_clock)
         assert all(s >= b - 1e-9 for s, b in zip(played.seconds, bound, strict=True))
     shared = replace(REGIMES["batched"], workers=4, iterations=2)
-    for work in draw_workload(shared, 0).stages:
+    for work in sample_workload(shared, 0).stages:
         assert stage_of(work, rollout=2, scoring=2).run().seconds >= lower_bound(work, np.ones(4))
 
 
 def test_hindsight_is_the_best_fixed_split_and_worse_than_the_best_split_per_iteration():
-    tried = hindsight(draw_workload(small_world(scenario="drift"), 0))
+    tried = hindsight(sample_workload(small_world(scenario="drift"), 0))
     assert sum(tried.best_each()) < sum(tried.best_fixed()) == min(sum(seconds) for seconds in tried.seconds.values())
 
 
 def test_lost_workers_only_delay_a_stage():
-    world = small_world(trouble=Trouble(kills_per_hour=40.0, preemptions_per_hour=40.0, notice_seconds=5.0))
-    troubled = draw_workload(world, 0)
+    world = small_world(faults=Faults(kills_per_hour=40.0, preemptions_per_hour=40.0, notice_seconds=5.0))
+    troubled = sample_workload(world, 0)
     calm = replace(troubled, absences=((),) * 4)
     assert any(troubled.absences)
     # One worker per role: with more, a death can by luck order units better.
@@ -304,11 +304,11 @@ def test_lost_workers_only_delay_a_stage():
 
 def test_one_seed_gives_the_same_workload_for_every_policy_and_cost_of_moving():
     load = load_of("throughput", workers=4, scenario="drift", resize_seconds=[0.5, 30], iterations=3)
-    first, second = load.draw(7), load.draw(7)
+    first, second = load.sample(7), load.sample(7)
     for one, other in zip(first.stages, second.stages, strict=True):
         assert np.array_equal(one.rollout.lengths_US, other.rollout.lengths_US)
         assert np.array_equal(one.scoring.seconds_U, other.scoring.seconds_U)
-    assert not np.array_equal(first.stages[0].rollout.lengths_US, load.draw(8).stages[0].rollout.lengths_US)
+    assert not np.array_equal(first.stages[0].rollout.lengths_US, load.sample(8).stages[0].rollout.lengths_US)
     cheap, dear = evaluate_cell(load, seeds=2, clock=no_clock)
     for name in ("lower_bound", "fixed_50", "fixed_hindsight", "clairvoyant"):
         assert cheap.seconds[name] == dear.seconds[name]
@@ -320,9 +320,9 @@ def test_one_seed_gives_the_same_workload_for_every_policy_and_cost_of_moving():
 @pytest.mark.parametrize("name", list(KNOWN))
 def test_lengths_have_median_one_the_stated_mass_at_the_cap_and_resemble_each_other_in_a_group(name):
     lengths = KNOWN[name]
-    drawn = draw(lengths, np.random.default_rng(0), units=4000, groups=2, group_size=8)
+    drawn = sample_lengths(lengths, np.random.default_rng(0), units=4000, groups=2, group_size=8)
     assert np.median(drawn) == pytest.approx(1.0, rel=0.05)
-    assert np.mean(drawn >= cap(lengths)) == pytest.approx(lengths.truncated, rel=0.25)
+    assert np.mean(drawn >= max_length(lengths)) == pytest.approx(lengths.truncated, rel=0.25)
     ranks = np.argsort(np.argsort(drawn.ravel())).reshape(-1, 2, 8)
     alike = np.corrcoef(ranks[:, 0, 0], ranks[:, 0, 1])[0, 1]
     strange = np.corrcoef(ranks[:, 0, 0], ranks[:, 1, 0])[0, 1]
@@ -334,9 +334,9 @@ def test_drift_spans_a_factor_of_eight_and_verdicts_are_repeated_if_unparsable_a
     factors, verdicts = SCENARIOS["drift"](12, np.random.default_rng(0))
     assert factors[-1] / factors[0] == pytest.approx(8.0) and set(verdicts.tolist()) == {1.0}
     world = small_world(units_per_worker=40.0, iterations=2)
-    calm = draw_workload(replace(world, judge=replace(world.judge, unparsable=0.0)), 0).stages[0]
-    unsure = draw_workload(replace(world, judge=replace(world.judge, unparsable=0.03)), 0).stages[0]
-    voting = draw_workload(replace(world, judge=replace(world.judge, votes=4)), 0).stages[0]
+    calm = sample_workload(replace(world, judge=replace(world.judge, unparsable=0.0)), 0).stages[0]
+    unsure = sample_workload(replace(world, judge=replace(world.judge, unparsable=0.03)), 0).stages[0]
+    voting = sample_workload(replace(world, judge=replace(world.judge, votes=4)), 0).stages[0]
     assert calm.scoring.lengths_US.mean() == pytest.approx(world.judge.mean_tokens, rel=0.02)
     assert unsure.scoring.lengths_US.mean() == pytest.approx(1.03 * world.judge.mean_tokens, rel=0.02)
     assert voting.scoring.lengths_US.shape[1] == 4 * calm.scoring.lengths_US.shape[1]
@@ -350,7 +350,7 @@ def test_a_recorded_run_is_simulated_with_the_measurements_of_each_iteration():
 
     stages = [(demand((10.0, 20.0), 5), demand((1.0,), 5)), (demand((40.0,), 7), demand((30.0,), 7))]
     load = recorded_load("demo", stages, workers=3, resize_seconds=[1])
-    first, second = load.draw(0).stages
+    first, second = load.sample(0).stages
     assert (first.rollout.lengths_US.shape, second.rollout.lengths_US.shape) == ((5, 4), (7, 4))
     assert set(first.rollout.lengths_US.ravel()) == {10.0, 20.0}
     assert set(second.scoring.lengths_US.ravel()) == {30.0}

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.slots import allot, least_slots
+from placement.slots import assign_replicas, count_min_slots
 from tasks.run.batch import slice_shards, split_prompts
 
 
@@ -23,8 +23,12 @@ def test_controllers_get_disjoint_slices_of_nearly_equal_size(num_shards, contro
 
 
 def test_slots_go_to_fixed_replicas_first_then_in_turn_to_the_largest_and_may_stay_empty():
-    assert allot(16, {"small": 1, "big": 4, "fixed": 2}, fixed={"fixed": 3}) == {"small": 2, "big": 2, "fixed": 3}
-    assert allot(7, {"a": 3, "b": 3}, fixed={}) == {"a": 1, "b": 1}
+    assert assign_replicas(16, {"small": 1, "big": 4, "fixed": 2}, fixed={"fixed": 3}) == {
+        "small": 2,
+        "big": 2,
+        "fixed": 3,
+    }
+    assert assign_replicas(7, {"a": 3, "b": 3}, fixed={}) == {"a": 1, "b": 1}
 
 
 @given(
@@ -34,8 +38,8 @@ def test_slots_go_to_fixed_replicas_first_then_in_turn_to_the_largest_and_may_st
 )
 def test_every_reward_model_has_a_replica_and_no_further_replica_would_fit(slots, fixed, extra):
     fixed = {term: count for term, count in fixed.items() if term in slots}
-    total = least_slots(slots, fixed=fixed) + extra
-    replicas = allot(total, slots, fixed=fixed)
+    total = count_min_slots(slots, fixed=fixed) + extra
+    replicas = assign_replicas(total, slots, fixed=fixed)
     left = total - sum(slots[term] * count for term, count in replicas.items())
     assert min(replicas.values()) >= 1 and left >= 0
     assert all(replicas[term] == count for term, count in fixed.items())

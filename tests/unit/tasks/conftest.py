@@ -11,7 +11,7 @@ from infra.store.runs import create_run
 def run(tmp_path):
     """New run `r`, locked by this process."""
     new_run = create_run(str(tmp_path), "r", {"seed": 1})
-    with new_run.hold():
+    with new_run.lock():
         yield new_run
 
 

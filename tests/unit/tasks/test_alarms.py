@@ -27,7 +27,7 @@ DIP = "kind = 'reward_dip'"
 
 
 def test_a_run_without_configured_alarms_has_two_that_warn():
-    assert [(alarm.known_as, alarm.action) for alarm in accepted().alarms] == [
+    assert [(alarm.label, alarm.action) for alarm in accepted().alarms] == [
         ("length_collapse", "warn"),
         ("reward_dip", "warn"),
     ]
@@ -63,7 +63,7 @@ def test_a_healthy_run_raises_no_default_alarm(reference):
 def run(tmp_path):
     """Locked run whose alarms may revert it."""
     new_run = create_run(str(tmp_path), "r", {"seed": 1, "alarms": [{"kind": "kl", "action": "return"}]})
-    with new_run.hold():
+    with new_run.lock():
         yield new_run
 
 

@@ -9,7 +9,7 @@ import pytest
 from prefect.utilities.callables import parameter_schema
 from pydantic import TypeAdapter
 
-from infra.config import PoolsConfig, difference
+from infra.config import PoolsConfig, describe_difference
 from infra.errors import BadInput
 from models.config.policy import VisionScratchPolicy
 from tasks.config.run import LAYOUT, RunConfig, load_config, override_config, parse_config
@@ -111,7 +111,7 @@ def test_settings_that_do_not_change_results_do_not_change_the_fingerprint(overr
 def test_worker_slots_are_a_number_or_a_range_and_are_written_as_they_were_read():
     for written, fewest in ((4, 4), ({"min": 2, "max": 8}, 2)):
         pools = PoolsConfig.model_validate({"workers": written})
-        assert pools.workers.fewest == fewest
+        assert pools.workers.min_slots == fewest
         assert pools.model_dump(mode="json")["workers"] == written
 
 
@@ -162,8 +162,8 @@ def test_a_run_may_continue_with_another_degree_of_sequence_parallelism():
     assert not {"sequence_parallel", "router_replay"} & {*whole.identity()["update"]}
     assert whole.layout() == {"pools.update_ranks": 2, "pools.threads": 1, "update.zero_stage": 0}
     assert sliced.layout() == whole.layout() | {"update.sequence_parallel": 2}
-    assert difference(whole.identity(), sliced.identity()) == "update.sequence_parallel was absent, is 2"
-    assert difference(whole.identity(), sliced.identity(), besides=LAYOUT) == ""
+    assert describe_difference(whole.identity(), sliced.identity()) == "update.sequence_parallel was absent, is 2"
+    assert describe_difference(whole.identity(), sliced.identity(), ignored=LAYOUT) == ""
     for one, other in ((whole, sliced), (sliced, whole)):
         assert one.with_layout(other.layout()).fingerprint() == other.fingerprint()
     assert sliced.with_layout({}) == sliced

@@ -113,8 +113,8 @@ def test_costs_are_not_in_the_digest_of_a_manifest_and_budgets_not_in_the_identi
 
 def test_an_account_sums_the_costs_of_all_roles():
     account = Account()
-    account.take({"rollout": Cost(written_tokens=2, price=0.5), "update": Cost(learnt_tokens=2)})
-    account.take({"rollout": Cost(written_tokens=3, price=0.25)})
+    account.add({"rollout": Cost(written_tokens=2, price=0.5), "update": Cost(learnt_tokens=2)})
+    account.add({"rollout": Cost(written_tokens=3, price=0.25)})
     assert account.spent == total([Cost(written_tokens=5, learnt_tokens=2, price=0.75)])
 
 

@@ -124,7 +124,7 @@ def test_an_edited_file_and_another_library_are_changes_and_a_touched_file_is_no
 def test_a_large_file_is_read_again_only_when_its_size_or_time_changed(config, tmp_path, monkeypatch):
     monkeypatch.setattr(dependencies, "WHOLE_BYTES", 4)
     run = create_run(str(tmp_path / "runs"), "job", {})
-    with run.hold():
+    with run.lock():
         record_dependencies(run, dependencies_of(config), iteration=1)
     kept = Path("train.jsonl").stat()
     Path("train.jsonl").write_text("TRAIN\n")
@@ -228,7 +228,7 @@ def test_images_in_the_rows_of_a_table_are_not_read_to_find_the_image_files():
 
 def test_a_run_continues_with_other_libraries_as_long_as_it_has_no_results(tmp_path):
     config = accepted("name=r", f"store={tmp_path}")
-    with create_run(config.store, "r", config.identity()).hold() as run:
+    with create_run(config.store, "r", config.identity()).lock() as run:
         record_dependencies(run, Dependencies(code={}, data={}, libraries={"python": "2.7"}), iteration=1)
     assert find_run(config) is not None
     run.store.put("manifests/policy/base.json", b"")

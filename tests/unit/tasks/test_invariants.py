@@ -52,7 +52,7 @@ class Story:
         self.run = create_run(str(root), "story", config)
         self.rollout = RolloutWorker(str(root), "story", ROLLOUT.engine, 1)
         self.scoring = ScoringWorker(str(root), "story", SCORING, Grpo())
-        with self.run.hold():
+        with self.run.lock():
             self._prepare()
             for number in range(1, ITERATIONS + 1):
                 self._iterate(number)
@@ -158,7 +158,7 @@ def spoil(run: Run, key: str, change: Change) -> list[str]:
     """Replace a manifest with a changed one, and return the reported problems."""
     found = run.find(key)
     assert found is not None
-    path = run.store.local(f"manifests/{key}.json")
+    path = run.store.local_path(f"manifests/{key}.json")
     path.chmod(0o644)
     path.write_bytes(change(found).encode())
     return check_invariants(open_run(str(path).split("/story/")[0], "story"))
@@ -224,7 +224,7 @@ def test_credit_without_all_scores_of_the_iteration_is_reported(run):
 def test_auxiliary_scores_of_other_completions_than_those_of_the_credit_are_reported(run):
     looked_at = Iteration(run, 2).scored_rollouts().rollouts
     shards = tuple(rollouts.shards[0] for rollouts in looked_at)
-    with run.hold():
+    with run.lock():
         run.commit(Manifest(key="it-0002/estimates", shards=(shards[1], *shards[1:-1])))
     problems = check_invariants(run)
     assert f"it-0002/estimates: {len(looked_at) - 1} shards, expected {len(looked_at)}" in problems

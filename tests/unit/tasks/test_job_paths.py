@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from infra.errors import BadInput, RunChanged
 from infra.store.dependencies import record_dependencies, recorded_config
-from infra.store.garbage import needs
+from infra.store.garbage import depends_on
 from infra.store.inputs import PathNames
 from infra.store.runs import Run, create_run
 from infra.validation_errors import field_models
@@ -52,7 +52,7 @@ def job(tmp_path, monkeypatch) -> Path:
 
 def record(run: Run, config: RunConfig) -> None:
     """Record the dependencies of a run as its start or resumption does."""
-    with run.hold():
+    with run.lock():
         record_dependencies(run, dependencies_of(config, run), iteration=1, folder=PathNames(config).folder)
 
 
@@ -152,7 +152,7 @@ def test_a_run_is_kept_for_another_whose_job_names_its_policy_by_a_relative_path
     job.write_text('policy = {kind = "directory", path = "../runs/first/policies/1"}')
     second = create_run(store, "second", load_config(job).identity())
     record(second, load_config(job))
-    assert needs(second, first) and not needs(first, second)
+    assert depends_on(second, first) and not depends_on(first, second)
 
 
 def test_parts_that_are_replaced_later_do_not_change_the_other_paths(job):

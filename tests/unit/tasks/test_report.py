@@ -211,7 +211,7 @@ def test_the_list_of_runs_shows_the_status_of_each_run(tmp_path):
     run = write_long_run(tmp_path, iterations=2)
     ([line], _) = list_run_lines(store)
     assert (line.status, line.algorithm, line.best, line.held_by) == ("done", "grpo", 2 / 22, "")
-    with run.hold():
+    with run.lock():
         ([line], _) = list_run_lines(store)
         assert line.status == "running" and line.held_by.startswith("process ")
     assert list_run_lines(store)[0][0].status == "done", "who held it ended in order"

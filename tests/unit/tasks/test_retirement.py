@@ -113,7 +113,7 @@ def test_a_reader_that_was_killed_keeps_no_files(run):
 
 
 def test_no_policy_is_deleted_while_the_manifest_that_replaced_one_is_missing(tmp_path):
-    with create_run(str(tmp_path), "r", {"alarms": {}}).hold() as run:
+    with create_run(str(tmp_path), "r", {"alarms": {}}).lock() as run:
         for number in range(4):
             commit_version(run, number, weights=number)
             if number:

@@ -95,10 +95,10 @@ def test_a_running_warm_up_shows_its_steps_and_its_loss_and_leaves_no_files(stor
     shutil.copytree(store / "tiny", store / "other")
     clock = iter([0.0, 1.0, 4.0, 4.0, 8.0, 8.0])
     notes = StepNotes(open_store(str(run)), clock=lambda: next(clock))
-    notes.tell(10, 300, 2.0)  # too soon after the beginning to be worth a write
+    notes.report(10, 300, 2.0)  # too soon after the beginning to be worth a write
     assert newest_note(open_store(str(run))) is None
-    notes.tell(40, 300, 1.5)
-    notes.tell(80, 300, 1.25)
+    notes.report(40, 300, 1.5)
+    notes.report(80, 300, 1.25)
     activity = Watcher(str(store), "tiny", 3).read_progress().activity
     assert (activity.done, activity.of, activity.unit, activity.note) == (80, 300, "steps", "loss 1.250")
     assert len([*(run / "report/steps").iterdir()]) == 1

@@ -230,3 +230,8 @@ def test_built_in_classes_name_their_implementation_like_classes_of_users():
             if built_in.__module__.startswith("models.") and hasattr(built_in, "implementation"):
                 assert built_in.implementation.startswith("models.")
     check_algorithm(Grpo())
+
+
+def test_the_former_name_of_a_label_still_works_with_a_warning():
+    with pytest.warns(FutureWarning, match="known_as is deprecated .* Use label"):
+        assert Grpo().known_as == "grpo"

@@ -131,7 +131,7 @@ def test_a_run_older_than_a_key_continues_and_refuses_another_value_of_the_key(t
     assert "scale" not in recorded["scoring"]["rewards"][0] and "staleness" not in recorded["rollout"]
     recorded["rollout"]["staleness"] = 0  # as a version recorded that did not leave keys out
     create_run(str(tmp_path), "old", recorded)
-    open_run(str(tmp_path), "old").check_identity(with_recorded_defaults(config), besides=LAYOUT)
+    open_run(str(tmp_path), "old").check_identity(with_recorded_defaults(config), ignored=LAYOUT)
     other = accepted("name=old", f"store={tmp_path}", 'scoring.rewards=[{kind="math", scale=2}]')
     with pytest.raises(RunChanged, match=r"scoring\.rewards"):
-        open_run(str(tmp_path), "old").check_identity(with_recorded_defaults(other), besides=LAYOUT)
+        open_run(str(tmp_path), "old").check_identity(with_recorded_defaults(other), ignored=LAYOUT)

@@ -65,10 +65,10 @@ async def test_each_flow_run_gets_only_the_orders_for_it(run, joined):
 async def test_a_controller_of_an_epoch_that_is_over_is_fenced(tmp_path, monkeypatch):
     monkeypatch.setattr(work_queue, "LEASE_CHECK_SECONDS", 0.01)
     run = create_run(str(tmp_path), "r", {})
-    with run.hold():
+    with run.lock():
         old = open_run(str(tmp_path), "r").join(run.epoch)
         folder = messages_folder(run, "one")
-    with run.hold(), pytest.raises(Fenced, match=r"epoch 1 is over, .* epoch 2"):
+    with run.lock(), pytest.raises(Fenced, match=r"epoch 1 is over, .* epoch 2"):
         async with asyncio.timeout(60):
             await read(old, folder)
 
