@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from bench.curves import CONFIGS, warmed_up
-from bench.jobs import DEMO, finished_job
+from bench.curves import CONFIGS, prepare_policy
+from bench.jobs import DEMO, run_job_to_end
 from bench.tables import Table
 from infra.store.runs import Run
 from tasks.run.keys import StageKey, iteration_key
@@ -30,7 +30,7 @@ SHOWN: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Reinforced:
+class ReinforcedRun:
     """Results of reinforcement learning from one initial policy."""
 
     numbers: Mapping[str, tuple[float, ...]]
@@ -42,7 +42,7 @@ class Reinforced:
 
 def measure() -> Iterator[Table]:
     """Train from both initial policies on every seed, and write the plot in docs/."""
-    runs: dict[str, list[Reinforced]] = {DISTILLED: [], BALANCED: []}
+    runs: dict[str, list[ReinforcedRun]] = {DISTILLED: [], BALANCED: []}
     for seed in SEEDS:
         with ExitStack() as stack:
             parents = _parents(stack, seed)
@@ -64,13 +64,13 @@ def _parents(stack: ExitStack, seed: int) -> dict[str, Path]:
     "pretrained" is the demo's policy after warm-up on worked and bare answers, "instruct" that policy after more bare
     answers, and "distilled" that policy after distillation from a teacher that gives worked answers only.
     """
-    pretrained = stack.enter_context(warmed_up(seed))
+    pretrained = stack.enter_context(prepare_policy(seed))
     start = (f"seed={seed}", f'policy={{kind="directory", path="{pretrained}"}}')
     bare = ("iterations=0", "warmup.steps=200", "warmup.learning_rate=1e-3", "warmup.worked_fraction=0")
-    teacher = stack.enter_context(warmed_up(seed, "warmup.worked_fraction=1"))
+    teacher = stack.enter_context(prepare_policy(seed, "warmup.worked_fraction=1"))
     distillation = ("warmup=", f"algorithm.distillation.teacher.path={teacher}", "iterations=12")
-    instruct = stack.enter_context(finished_job(DEMO, (*start, *bare)))
-    distilled = stack.enter_context(finished_job(CONFIGS / "distill.toml", (*start, *distillation)))
+    instruct = stack.enter_context(run_job_to_end(DEMO, (*start, *bare)))
+    distilled = stack.enter_context(run_job_to_end(CONFIGS / "distill.toml", (*start, *distillation)))
     return {
         "pretrained": pretrained,
         "instruct": _policy_of(instruct.run, 0),
@@ -83,19 +83,19 @@ def _policy_of(run: Run, iterations: int) -> Path:
     return Path(run.store.local_path(f"{weights.key}/config.json")).parent
 
 
-def _reinforced(policy: str, seed: int) -> Reinforced:
+def _reinforced(policy: str, seed: int) -> ReinforcedRun:
     settings = ("warmup=", "update.kl.kind=k3", "update.kl.coefficient=1e-3", f"iterations={ITERATIONS}")
-    with finished_job(DEMO, (f"seed={seed}", policy, *settings)) as job:
+    with run_job_to_end(DEMO, (f"seed={seed}", policy, *settings)) as job:
         seals = [job.run.require(f"{iteration_key(number)}/seal") for number in range(1, ITERATIONS + 1)]
         evaluations = evaluations_of(job.run)
-    return Reinforced(
+    return ReinforcedRun(
         numbers={name: tuple(seal.metrics[name] for seal in seals) for name in SHOWN},
         before=evaluations[0].mean,
         after=evaluations[-1].mean,
     )
 
 
-def _table(runs: Mapping[str, Sequence[Reinforced]]) -> Table:
+def _table(runs: Mapping[str, Sequence[ReinforcedRun]]) -> Table:
     rows: list[tuple[str | float, ...]] = []
     for start, each in runs.items():
         for seed, run in zip(SEEDS, each, strict=True):
@@ -139,7 +139,7 @@ def _table(runs: Mapping[str, Sequence[Reinforced]]) -> Table:
     )
 
 
-def _draw(runs: Mapping[str, Sequence[Reinforced]]) -> None:
+def _draw(runs: Mapping[str, Sequence[ReinforcedRun]]) -> None:
     """Draw one panel per metric: each seed as a thin line, the mean over seeds as a thick one."""
     from matplotlib.figure import Figure
 

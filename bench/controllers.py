@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from bench.inputs import GROUP, write_inputs
-from bench.processes import PAGE, Watched, cpu_seconds, holds_file, wait_for, watching
+from bench.processes import PAGE, ProcessUsage, cpu_seconds, files_with, measure_processes, wait_for
 from bench.tables import Table
 from tests.support.jobs import RHEOSTAT, ROOT, kill
 
@@ -39,7 +39,7 @@ NOTES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class ControllerCosts:
     """Measurements of one run."""
 
     controllers: int
@@ -47,16 +47,16 @@ class Measured:
     iterations: int
     driver_cpu_seconds: float
     """CPU seconds of the driver from the first plan to the last seal."""
-    processes: tuple[Watched, ...]
+    processes: tuple[ProcessUsage, ...]
     files: tuple[Path, ...]
     """Files of Prefect that contain the marker. Expected to be empty."""
 
-    def of(self, kind: str) -> list[Watched]:
+    def of(self, kind: str) -> list[ProcessUsage]:
         """Return the processes of one kind."""
         return [process for process in self.processes if process.kind == kind]
 
     @property
-    def flow_processes(self) -> list[Watched]:
+    def flow_processes(self) -> list[ProcessUsage]:
         """Processes of the driver and the controllers."""
         return [*self.of("driver"), *self.of("controller")]
 
@@ -66,7 +66,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BenchPlace:
     """Environment of jobs: Prefect's home directory and the process ID of the worker that starts controllers."""
 
     home: Path
@@ -80,11 +80,11 @@ def measure() -> list[Table]:
     for controllers in CONTROLLERS:
         for payload in PAYLOADS:
             with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as home:
-                runs.append(run_job(Place(Path(home)), controllers, payload, iterations=ITERATIONS))
+                runs.append(run_job(BenchPlace(Path(home)), controllers, payload, iterations=ITERATIONS))
     return [_table(runs)]
 
 
-def run_job(place: Place, controllers: int, payload: int, *, iterations: int) -> Measured:
+def run_job(place: BenchPlace, controllers: int, payload: int, *, iterations: int) -> ControllerCosts:
     """Run one job and watch its processes until they end. Raises RuntimeError if the job fails."""
     marker = secrets.token_hex(16).encode()
     where = "nested" if place.worker is None else "deployment"
@@ -96,9 +96,9 @@ def run_job(place: Place, controllers: int, payload: int, *, iterations: int) ->
         overrides += [f"data.limit={PROMPTS}", f"controllers.count={controllers}", f"controllers.where={where}"]
         command = [RHEOSTAT, "train", str(inputs.config), *overrides, "--run", "bench", "--store", name]
         manifests = directory / "bench" / "manifests"
-        driver = subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr, env=environment(place))
+        driver = subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr, env=process_environment(place))
         try:
-            with watching(lambda: processes_of(driver.pid, place), marker=marker) as watched:
+            with measure_processes(lambda: list_processes(driver.pid, place), marker=marker) as watched:
                 wait_for(manifests / "it-0001/plan.json", lambda: driver.poll() is not None)
                 before = cpu_seconds(driver.pid)
                 wait_for(manifests / f"it-{iterations:04d}/seal.json", lambda: driver.poll() is not None)
@@ -108,8 +108,8 @@ def run_job(place: Place, controllers: int, payload: int, *, iterations: int) ->
             kill(driver)
         if driver.returncode:
             raise RuntimeError(f"{' '.join(command)} failed with exit code {driver.returncode}")
-        files = tuple(holds_file(place.home, marker))
-    return Measured(controllers, payload, iterations, used, tuple(watched.values()), files)
+        files = tuple(files_with(place.home, marker))
+    return ControllerCosts(controllers, payload, iterations, used, tuple(watched.values()), files)
 
 
 def _payload(marker: bytes, size: int) -> str:
@@ -119,7 +119,7 @@ def _payload(marker: bytes, size: int) -> str:
     return (head + line * (size // len(line)))[:size]
 
 
-def processes_of(driver: int, place: Place) -> dict[int, str]:
+def list_processes(driver: int, place: BenchPlace) -> dict[int, str]:
     """Return the kinds of the driver, its workers and the controllers below Prefect's worker, by process ID."""
     try:
         below = psutil.Process(driver).children(recursive=True)
@@ -139,13 +139,13 @@ def processes_of(driver: int, place: Place) -> dict[int, str]:
     return kinds
 
 
-def environment(place: Place) -> dict[str, str]:
+def process_environment(place: BenchPlace) -> dict[str, str]:
     """Return the environment variables for a process, without the Prefect settings of this process."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     return {**variables, "PREFECT_HOME": str(place.home), **place.environment}
 
 
-def _table(runs: Sequence[Measured]) -> Table:
+def _table(runs: Sequence[ControllerCosts]) -> Table:
     return Table(
         title=f"Controllers as sub-flows of the driver: {ITERATIONS} iterations of {SAMPLES} samples in 8 shards",
         columns=("controllers", "KiB per sample", "driver's peak, MiB", "ratio", *HITS, "CPU s / 10,000 samples"),
@@ -153,9 +153,9 @@ def _table(runs: Sequence[Measured]) -> Table:
             (
                 str(run.controllers),
                 run.payload_bytes // 1024,
-                peak(run.of("driver")),
+                peak_mebibytes(run.of("driver")),
                 ratio(run, runs, "driver"),
-                *hits(run),
+                *count_hits(run),
                 run.cpu_per_10_000(run.driver_cpu_seconds),
             )
             for run in runs
@@ -164,7 +164,7 @@ def _table(runs: Sequence[Measured]) -> Table:
     )
 
 
-def hits(run: Measured) -> tuple[int, int, int, int]:
+def count_hits(run: ControllerCosts) -> tuple[int, int, int, int]:
     """Return the searches and hits of the memory of flow processes, then those of workers.
 
     Raises AssertionError if a file of Prefect contains payload.
@@ -179,12 +179,12 @@ def hits(run: Measured) -> tuple[int, int, int, int]:
     )
 
 
-def peak(processes: Sequence[Watched]) -> float:
+def peak_mebibytes(processes: Sequence[ProcessUsage]) -> float:
     """Return the largest peak memory of the processes in MiB."""
     return max(process.peak_bytes for process in processes) / 2**20
 
 
-def ratio(run: Measured, runs: Sequence[Measured], kind: str) -> float:
+def ratio(run: ControllerCosts, runs: Sequence[ControllerCosts], kind: str) -> float:
     """Return the peak memory relative to the run with the same number of controllers and the smallest payload."""
     small = next(other for other in runs if other.controllers == run.controllers)
-    return peak(run.of(kind)) / peak(small.of(kind))
+    return peak_mebibytes(run.of(kind)) / peak_mebibytes(small.of(kind))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
-from bench.jobs import DEMO, finished_job
+from bench.jobs import DEMO, run_job_to_end
 from bench.tables import Table
 from tasks.run.keys import StageKey
 from tasks.views.metrics import evaluations_of, reports_of
@@ -87,30 +87,30 @@ def measure() -> Iterator[Table]:
     """Train every recipe on every seed and write the plot in docs/, then compare two recipes on more seeds."""
     curves: dict[str, list[Curve]] = {name: [] for name in RECIPES}
     for seed in (*SEEDS, *MORE_SEEDS):
-        with warmed_up(seed) as start, warmed_up(seed, "warmup.worked_fraction=1") as teacher:
+        with prepare_policy(seed) as start, prepare_policy(seed, "warmup.worked_fraction=1") as teacher:
             for name in RECIPES if seed in SEEDS else (GRPO, CAPO):
-                curves[name].append(curve(start, seed, RECIPES[name], teacher=teacher))
+                curves[name].append(train_curve(start, seed, RECIPES[name], teacher=teacher))
                 sys.stderr.write(f"seed {seed}  {name}: {curves[name][-1].after:.3f}\n")
     shown_curves = {name: runs[: len(SEEDS)] for name, runs in curves.items()}
     draw(shown_curves, PLOT)
     yield table(f"Learning on the demo's problems, {len(SEEDS)} seeds", shown_curves)
-    yield pairs(curves[GRPO], curves[CAPO])
+    yield pairs_table(curves[GRPO], curves[CAPO])
 
 
 @contextmanager
-def warmed_up(seed: int, *overrides: str):
+def prepare_policy(seed: int, *overrides: str):
     """Run the block with the directory of the demo's policy after its warm-up, before any reinforcement learning."""
-    with finished_job(DEMO, (f"seed={seed}", "iterations=0", *overrides)) as job:
+    with run_job_to_end(DEMO, (f"seed={seed}", "iterations=0", *overrides)) as job:
         manifest = job.run.find(StageKey.policy(0))
         assert manifest is not None
         yield Path(job.run.store.local_path(f"{manifest.bundles['weights'].key}/config.json")).parent
 
 
-def curve(start: Path, seed: int, recipe: Recipe, *, teacher: Path) -> Curve:
+def train_curve(start: Path, seed: int, recipe: Recipe, *, teacher: Path) -> Curve:
     """Train from a warmed-up policy and return the learning curve."""
     begun = ("warmup=", "policy.kind=directory", f"policy.path={start}", f"seed={seed}")
     overrides = tuple(override.replace("{teacher}", str(teacher)) for override in recipe.overrides)
-    with finished_job(recipe.config, (*begun, *overrides)) as job:
+    with run_job_to_end(recipe.config, (*begun, *overrides)) as job:
         evaluations = evaluations_of(job.run)
         reports = reports_of(job.run, term="numeric")
     return Curve(
@@ -149,7 +149,7 @@ def table(title: str, curves: Mapping[str, Sequence[Curve]]) -> Table:
     )
 
 
-def pairs(grpo: Sequence[Curve], capo: Sequence[Curve]) -> Table:
+def pairs_table(grpo: Sequence[Curve], capo: Sequence[Curve]) -> Table:
     """Build a table with one row per seed, on which both algorithms share the policy, prompts and budget."""
     rows = [
         (f"seed {seed}", fmean(a.rollouts), fmean(b.rollouts), a.after, b.after)

@@ -18,10 +18,10 @@ from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from tasks.run.keys import iteration_key
 
-DATA = ("load", "write", "save")
+DATA_TIMINGS = ("load", "write", "save")
 """Names of workers' timings for moving data. The rest of a worker's seconds is work."""
 
-BEFORE = "weights_seconds"
+WEIGHTS_TIMING = "weights_seconds"
 """Name of the timing of all loading of weights by a worker, at its wake-up before the work or within the work."""
 
 Interval = tuple[float, float]
@@ -50,7 +50,7 @@ class Cycle:
         return self.orchestration + self.data
 
 
-def cycles_of(run: Run) -> list[Cycle]:
+def read_cycles(run: Run) -> list[Cycle]:
     """Return the cycle of every sealed iteration, in order."""
     number, ends, cycles = 1, _end(run.find("eval-0000/summary")), []
     while (seal := run.find(f"{iteration_key(number)}/seal")) is not None:
@@ -82,10 +82,10 @@ def _cycle(number: int, manifests: Sequence[Manifest], *, seconds: float) -> Cyc
     for manifest in manifests:
         stage, spent = manifest.key.split("/")[1], manifest.provenance.seconds
         if stage in stages:
-            end, before = _end(manifest), max(0.0, spent.get(BEFORE, 0.0) - spent.get("load", 0.0))
+            end, before = _end(manifest), max(0.0, spent.get(WEIGHTS_TIMING, 0.0) - spent.get("load", 0.0))
             busy.append((end - spent["worker"] - before, end))
             stages[stage].append(spent["worker"])
-            data[stage].append(sum(spent.get(name, 0.0) for name in DATA) + before)
+            data[stage].append(sum(spent.get(name, 0.0) for name in DATA_TIMINGS) + before)
     return Cycle(
         number=number,
         seconds=seconds,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bench.ddpo_pipeline import write_small_pipeline
 from bench.ddpo_rheostat import denoising_of
-from bench.ddpo_workload import DrawingWorkload, EpochCost, running
+from bench.ddpo_workload import DrawingWorkload, EpochCost, start_trainer
 from bench.tables import Table
 from infra.errors import BadInput
 from models.denoising.families import select_conditions
@@ -67,7 +67,7 @@ def measure() -> Iterator[Table]:
             variant = replace(workload, learnt=num_trained)
             ours, theirs = _rounds(variant, python, directory / "workload.json")
             if num_trained == STEPS:
-                yield steps_table(*said_of_trail(variant))
+                yield steps_table(*read_logprobs(variant))
             yield table(variant, ours, theirs, weights=weights)
 
 
@@ -87,8 +87,8 @@ def _rounds(workload: DrawingWorkload, python: Path, path: Path) -> tuple[list[E
     workload.write(path)
     ours, theirs = list[EpochCost](), list[EpochCost]()
     with (
-        running(python, "bench.ddpo_trainer", path) as take_theirs,
-        running(Path(sys.executable), "bench.ddpo_rheostat", path) as take_ours,
+        start_trainer(python, "bench.ddpo_trainer", path) as take_theirs,
+        start_trainer(Path(sys.executable), "bench.ddpo_rheostat", path) as take_ours,
     ):
         turns = [(take_ours, ours), (take_theirs, theirs)]
         for number in range(ROUNDS + 1):
@@ -99,7 +99,7 @@ def _rounds(workload: DrawingWorkload, python: Path, path: Path) -> tuple[list[E
 
 
 @torch.no_grad()
-def said_of_trail(workload: DrawingWorkload) -> tuple[Tensor, Tensor]:
+def read_logprobs(workload: DrawingWorkload) -> tuple[Tensor, Tensor]:
     """Return the log-probs of TRL's steps from Rheostat's trainer and from TRL, of shape (images, steps).
 
     TRL's log-probs include the constants of the normal distribution, which Rheostat's omit. They are added here.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from bench.ddpo_workload import DrawingWorkload, EpochCost, Stopwatch, answer_epochs, peak_bytes
+from bench.ddpo_workload import DrawingWorkload, EpochCost, Stopwatch, peak_bytes, serve_epochs
 from infra.store.bundles import publish_bundle
 from infra.store.shards import ShardRef, write_shard
 from infra.store.storage import Store, open_store
@@ -59,11 +59,11 @@ class Learning:
         """Run one iteration and return its cost."""
         watch = Stopwatch.started()
         self.rollout.take(self.policy)
-        loading_cpu, loading = watch.lap()
+        loading_cpu, loading = watch.restart()
         pictures = self._drawn()
-        drawing_cpu, drawing = watch.lap()
+        drawing_cpu, drawing = watch.restart()
         self._learn(*pictures)
-        training_cpu, training = watch.lap()
+        training_cpu, training = watch.restart()
         return EpochCost(
             drawing_cpu=loading_cpu + drawing_cpu,
             drawing=loading + drawing,
@@ -170,4 +170,4 @@ def _prompts(store: Store, policy: Path, texts: tuple[str, ...]) -> ShardRef:
 
 
 if __name__ == "__main__":
-    answer_epochs(begin)
+    serve_epochs(begin)

@@ -10,7 +10,7 @@ import torch
 from accelerate import PartialState
 from trl import DDPOConfig, DDPOTrainer, DefaultDDPOStableDiffusionPipeline
 
-from bench.ddpo_workload import DrawingWorkload, EpochCost, Stopwatch, answer_epochs, peak_bytes
+from bench.ddpo_workload import DrawingWorkload, EpochCost, Stopwatch, peak_bytes, serve_epochs
 
 
 class TimedTrainer(DDPOTrainer):
@@ -21,7 +21,7 @@ class TimedTrainer(DDPOTrainer):
 
     def compute_rewards(self, prompt_image_pairs, is_async=False):
         rewards = super().compute_rewards(prompt_image_pairs, is_async=is_async)
-        self.drawn = self.watch.lap()
+        self.drawn = self.watch.restart()
         return rewards
 
 
@@ -38,7 +38,7 @@ def begin(workload: DrawingWorkload):
     def take() -> EpochCost:
         trainer.watch = Stopwatch.started()
         trainer.step(0, 0)  # as epoch 0, which saves no checkpoint
-        drawn, trained = trainer.drawn, trainer.watch.lap()
+        drawn, trained = trainer.drawn, trainer.watch.restart()
         return EpochCost(*drawn, *trained, loading_cpu=0.0, peak_bytes=peak_bytes())
 
     return take
@@ -78,4 +78,4 @@ def write_trail(trainer: DDPOTrainer, workload: DrawingWorkload) -> None:
 
 
 if __name__ == "__main__":
-    answer_epochs(begin)
+    serve_epochs(begin)

@@ -96,7 +96,7 @@ class Stopwatch:
     def started(cls) -> "Stopwatch":
         return cls(cpu_seconds(), time.perf_counter())
 
-    def lap(self) -> tuple[float, float]:
+    def restart(self) -> tuple[float, float]:
         before = self.cpu, self.clock
         self.cpu, self.clock = cpu_seconds(), time.perf_counter()
         return self.cpu - before[0], self.clock - before[1]
@@ -115,7 +115,7 @@ def peak_bytes() -> int:
     return 1024 * int(match[1])
 
 
-def answer_epochs(begin: Callable[[DrawingWorkload], Callable[[], EpochCost]]) -> None:
+def serve_epochs(begin: Callable[[DrawingWorkload], Callable[[], EpochCost]]) -> None:
     """Run one epoch for each line on stdin and answer with its cost as one line on stdout, which has no other output.
 
     The first argument on the command line is the file of the workload.
@@ -129,7 +129,7 @@ def answer_epochs(begin: Callable[[DrawingWorkload], Callable[[], EpochCost]]) -
 
 
 @contextmanager
-def running(python: Path, module: str, path: Path) -> Iterator[Callable[[], EpochCost]]:
+def start_trainer(python: Path, module: str, path: Path) -> Iterator[Callable[[], EpochCost]]:
     """Run the block with a trainer process on one thread. Yields a function that runs one epoch in the trainer."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
     child = subprocess.Popen(

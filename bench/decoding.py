@@ -45,34 +45,34 @@ SHAPES: Mapping[str, Mapping[str, object]] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class DecodingCost:
     """Cost of generating some completions."""
 
     tokens: int
     steps: int
     cpu_seconds: float
-    written: list[Completion]
+    generated: list[Completion]
 
 
 def measure() -> Iterator[Table]:
     """Run both comparisons on one thread, as in a rollout worker."""
     torch.set_num_threads(1)
-    yield caches()
-    yield admission()
+    yield measure_caches()
+    yield measure_admission()
 
 
-def caches() -> Table:
+def measure_caches() -> Table:
     """Compare the caches while 64 completions are generated up to 512 tokens."""
     rows, notes = [], []
     for name, changes in SHAPES.items():
-        engine, work = engine_of(changes), requests([TOKENS] * ROWS)
+        engine, work = engine_with(changes), requests([TOKENS] * ROWS)
 
-        def growing(engine: HuggingFaceEngine = engine, work: list[Request] = work) -> Taken:
+        def growing(engine: HuggingFaceEngine = engine, work: list[Request] = work) -> DecodingCost:
             with growing_cache():
-                return generated(engine, [work])
+                return generate(engine, [work])
 
-        def in_place(engine: HuggingFaceEngine = engine, work: list[Request] = work) -> Taken:
-            return generated(engine, [work])
+        def in_place(engine: HuggingFaceEngine = engine, work: list[Request] = work) -> DecodingCost:
+            return generate(engine, [work])
 
         pairs = compare(growing, in_place)
         for way, takes in zip(("growing", "in place"), zip(*pairs, strict=True), strict=True):
@@ -87,14 +87,14 @@ def caches() -> Table:
     )
 
 
-def admission() -> Table:
+def measure_admission() -> Table:
     """Compare one work of log-normal lengths with the same rows split into works that fill the batch only once."""
     name, changes = next(iter(SHAPES.items()))
     random = np.random.Generator(np.random.Philox(derive_seed("bench")))
     lengths = np.clip(random.lognormal(np.log(MEDIAN), SIGMA, COMPLETIONS), 1, TOKENS).astype(int).tolist()
-    engine, work = engine_of(changes), requests(lengths)
+    engine, work = engine_with(changes), requests(lengths)
     passes = [work[start : start + ROWS] for start in range(0, len(work), ROWS)]
-    pairs = compare(lambda: generated(engine, passes), lambda: generated(engine, [work]))
+    pairs = compare(lambda: generate(engine, passes), lambda: generate(engine, [work]))
     rows = tuple(
         (way, takes[0].tokens, takes[0].steps, statistics.median(one.cpu_seconds / one.tokens for one in takes) * 1e6)
         for way, takes in zip(("batch by batch", "continuous batching"), zip(*pairs, strict=True), strict=True)
@@ -109,27 +109,31 @@ def admission() -> Table:
     )
 
 
-def compare(old: Callable[[], Taken], new: Callable[[], Taken]) -> list[tuple[Taken, Taken]]:
+def compare(
+    old: Callable[[], DecodingCost], new: Callable[[], DecodingCost]
+) -> list[tuple[DecodingCost, DecodingCost]]:
     """Run both variants in turns. Raises AssertionError if they generate different tokens."""
     pairs = [(old(), new()) for _ in range(ROUNDS)]
     for one, other in pairs:
-        assert [row.tokens for row in one.written] == [row.tokens for row in other.written]
+        assert [row.tokens for row in one.generated] == [row.tokens for row in other.generated]
     return pairs
 
 
-def ratios(pairs: list[tuple[Taken, Taken]]) -> str:
+def ratios(pairs: list[tuple[DecodingCost, DecodingCost]]) -> str:
     """Return a text with the ratio of the CPU times of the two variants, as median and range over rounds."""
     speedups = sorted(old.cpu_seconds / new.cpu_seconds for old, new in pairs)
     middle, rounds = statistics.median(speedups), len(speedups)
     return f"{middle:.2f} times less CPU ({speedups[0]:.2f} to {speedups[-1]:.2f} in {rounds} rounds)"
 
 
-def generated(engine: HuggingFaceEngine, works: list[list[Request]]) -> Taken:
+def generate(engine: HuggingFaceEngine, works: list[list[Request]]) -> DecodingCost:
     """Generate the completions of several works one after another."""
     steps, started = engine.step_sums().steps, time.process_time()
     completions = [one for work in works for [one] in engine.generate(work, SamplingConfig(max_new_tokens=TOKENS))]
     spent = time.process_time() - started
-    return Taken(sum(len(one.tokens) for one in completions), engine.step_sums().steps - steps, spent, completions)
+    return DecodingCost(
+        sum(len(one.tokens) for one in completions), engine.step_sums().steps - steps, spent, completions
+    )
 
 
 @contextmanager
@@ -143,7 +147,7 @@ def growing_cache() -> Iterator[None]:
         decoding.use_in_place_layers = replaced
 
 
-def engine_of(changes: Mapping[str, object]) -> HuggingFaceEngine:
+def engine_with(changes: Mapping[str, object]) -> HuggingFaceEngine:
     """Load a random policy that almost never ends a completion by itself."""
     engine = HuggingFaceEngine(TransformersEngine(max_batch_rows=ROWS))
     with tempfile.TemporaryDirectory() as name:

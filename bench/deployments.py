@@ -23,18 +23,18 @@ from bench.controllers import (
     NOTES,
     PAYLOADS,
     SAMPLES,
-    Measured,
-    Place,
-    environment,
-    hits,
-    peak,
-    processes_of,
+    BenchPlace,
+    ControllerCosts,
+    count_hits,
+    list_processes,
+    peak_mebibytes,
+    process_environment,
     ratio,
     run_job,
 )
 from bench.inputs import write_inputs
+from bench.processes import measure_processes
 from bench.processes import wait_for as wait_for_file
-from bench.processes import watching
 from bench.tables import Table
 from tests.support.jobs import AUTH, PASSWORD, RHEOSTAT, ROOT, kill, prefect_server, wait_for
 
@@ -68,7 +68,7 @@ class Cost:
     seconds: float
 
 
-def _cost(place: Place, where: str) -> Cost:
+def _cost(place: BenchPlace, where: str) -> Cost:
     """Run a job and sum up the CPU time of its processes."""
     sys.stderr.write(f"{ITERATIONS_OF_COST} iterations, {where}\n")
     with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as name:
@@ -77,9 +77,9 @@ def _cost(place: Place, where: str) -> Cost:
         overrides = [f"iterations={ITERATIONS_OF_COST}", f"controllers.where={where}"]
         command = [RHEOSTAT, "train", str(inputs.config), *overrides, "--run", "bench", "--store", name]
         manifests = directory / "bench" / "manifests"
-        driver = subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr, env=environment(place))
+        driver = subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr, env=process_environment(place))
         try:
-            with watching(lambda: _flow_processes(driver.pid, place)) as watched:
+            with measure_processes(lambda: _flow_processes(driver.pid, place)) as watched:
                 wait_for_file(manifests / "it-0001/plan.json", lambda: driver.poll() is not None)
                 began = time.monotonic()
                 before = {pid: process.cpu_seconds for pid, process in watched.items()}
@@ -94,10 +94,10 @@ def _cost(place: Place, where: str) -> Cost:
     return Cost(where, sum(process.kind == "controller" for process in watched.values()), used, seconds)
 
 
-def _flow_processes(driver: int, place: Place) -> dict[int, str]:
+def _flow_processes(driver: int, place: BenchPlace) -> dict[int, str]:
     """Return the kinds of the driver, the controllers, Prefect's server and Prefect's worker, by process ID."""
     assert place.worker is not None
-    processes = {pid: kind for pid, kind in processes_of(driver, place).items() if kind != "worker"}
+    processes = {pid: kind for pid, kind in list_processes(driver, place).items() if kind != "worker"}
     served = {child.pid: "server" for child in psutil.Process().children() if "flows.cli.server" in child.cmdline()}
     return {**processes, **served, place.worker: "Prefect's worker"}
 
@@ -126,19 +126,19 @@ def _costs(costs: Sequence[Cost]) -> Table:
 
 
 @contextmanager
-def _deployments(home: Path) -> Iterator[Place]:
+def _deployments(home: Path) -> Iterator[BenchPlace]:
     """Run the block with a Prefect server, the deployments of prefect.yaml and a worker, as in docs/deployments.md."""
     with prefect_server(home) as api:
         environ = {"PREFECT_API_URL": api, **AUTH, "PREFECT_WORKER_QUERY_SECONDS": "1", "RHEOSTAT_HOME": str(home)}
-        place = Place(home, environ)
+        place = BenchPlace(home, environ)
         pool = {"name": "rheostat", "type": "process"}
         httpx.post(f"{api}/work_pools/", json=pool, auth=PASSWORD, timeout=60).raise_for_status()
         command = [PREFECT, "--no-prompt", "deploy", "--all"]
-        subprocess.run(command, cwd=ROOT, env=environment(place), stdout=subprocess.DEVNULL, check=True)
+        subprocess.run(command, cwd=ROOT, env=process_environment(place), stdout=subprocess.DEVNULL, check=True)
         command = [PREFECT, "worker", "start", "--pool", "rheostat"]
-        worker = subprocess.Popen(command, cwd=home, env=environment(place), stdout=subprocess.DEVNULL)
+        worker = subprocess.Popen(command, cwd=home, env=process_environment(place), stdout=subprocess.DEVNULL)
         try:
-            yield Place(home, place.environment, worker.pid)
+            yield BenchPlace(home, place.environment, worker.pid)
         finally:
             below = psutil.Process(worker.pid).children(recursive=True)
             worker.terminate()
@@ -149,7 +149,7 @@ def _deployments(home: Path) -> Iterator[Place]:
             kill(worker)
 
 
-def _table(runs: Sequence[Measured]) -> Table:
+def _table(runs: Sequence[ControllerCosts]) -> Table:
     return Table(
         title=f"Controllers as deployments: {ITERATIONS} iteration of {SAMPLES} samples in 8 shards",
         columns=(
@@ -168,11 +168,11 @@ def _table(runs: Sequence[Measured]) -> Table:
                 str(run.controllers),
                 run.payload_bytes // 1024,
                 len(run.of("controller")),
-                peak(run.of("controller")),
+                peak_mebibytes(run.of("controller")),
                 ratio(run, runs, "controller"),
-                peak(run.of("driver")),
+                peak_mebibytes(run.of("driver")),
                 ratio(run, runs, "driver"),
-                *hits(run),
+                *count_hits(run),
                 statistics.median(process.cpu_seconds for process in run.of("controller")),
             )
             for run in runs

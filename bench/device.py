@@ -17,7 +17,7 @@ SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class DeviceSpeed:
     """Measured properties of one device."""
 
     name: str
@@ -41,14 +41,14 @@ def has_gpu() -> bool:
     return subprocess.run([sys.executable, "-c", program], stderr=subprocess.DEVNULL).returncode == 0
 
 
-def measured_device(dtype: str, *, threads: int) -> Measured:
+def measure_device(dtype: str, *, threads: int) -> DeviceSpeed:
     """Measure the device in a separate process."""
     command = [sys.executable, "-m", "bench.device", dtype, str(threads)]
     answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    return Measured(**json.loads(answer))
+    return DeviceSpeed(**json.loads(answer))
 
 
-def _measure(dtype: str, threads: int) -> Measured:
+def _measure(dtype: str, threads: int) -> DeviceSpeed:
     import torch
 
     torch.set_num_threads(threads)
@@ -59,7 +59,7 @@ def _measure(dtype: str, threads: int) -> Measured:
     source = torch.ones(values, device=device, dtype=torch.bfloat16)
     target = torch.empty_like(source)
     properties = torch.cuda.get_device_properties(0) if cuda else None
-    return Measured(
+    return DeviceSpeed(
         name=properties.name if properties else f"{threads} CPU threads",
         cuda=cuda,
         memory=properties.total_memory if properties else 0,

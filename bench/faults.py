@@ -99,7 +99,7 @@ STAGES = {
 }
 """Role, moment and number of occurrences at which each method is disturbed, if possible in mid-work."""
 
-ELSEWHERE = {
+OTHER_FAULTS = {
     "a worker without progress, dead ranks, a pool that loses all workers": "tests/integration/pools/test_pools.py",
     "workers that die while they start, sleep, wake up or move": "tests/integration/pools/test_fleet.py",
     "machines of a cluster that are lost, and one that joins": "tests/runs/test_lost_machines.py",
@@ -120,7 +120,7 @@ ELSEWHERE = {
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class FaultRow:
     """Result of one scenario."""
 
     scenario: str
@@ -165,7 +165,7 @@ def kind_of(run: Path, name: str) -> str:
     )
 
 
-def at_every_file(home: Path, api: str) -> Iterator[Row]:
+def fault_every_file(home: Path, api: str) -> Iterator[FaultRow]:
     """Disturb the small run of `make chaos` at the write of every kind of file."""
     whole = home / "whole"
     whole.mkdir()
@@ -180,13 +180,13 @@ def at_every_file(home: Path, api: str) -> Iterator[Row]:
         for how, strike in (STRIKES[number % len(KILLS)], STRIKES[-1])
     ]
 
-    def one(number: int) -> Row:
+    def one(number: int) -> FaultRow:
         kind, how, strike = cases[number]
         place = home / f"case-{number}"
         problems = problems_after([strike], place, api, run, start=run_once)
         for problem in problems:
             sys.stderr.write(f"{strike}: {problem}\n")
-        return Row(kind, how, 1, int(not problems), begun_again(place))
+        return FaultRow(kind, how, 1, int(not problems), begun_again(place))
 
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         for number, row in enumerate(pool.map(one, range(len(cases))), start=1):
@@ -195,7 +195,7 @@ def at_every_file(home: Path, api: str) -> Iterator[Row]:
             yield row
 
 
-def on_processes(home: Path, api: str) -> Iterator[Row]:
+def fault_processes(home: Path, api: str) -> Iterator[FaultRow]:
     """Disturb runs whose workers are Ray processes."""
     whole = Job(home / "ray", api, counts_works=True)
     assert whole.train().code == 0
@@ -214,7 +214,7 @@ def on_processes(home: Path, api: str) -> Iterator[Row]:
         same = manifests_of(job.run) == manifests_of(whole.run) and shards_of(job.run) == shards_of(whole.run)
         is_equal = code == 0 and same and not leftovers_of(job.run) and not checker.problems_of(job.run)
         again = sum(times - 1 for times in job.works().values())
-        yield Row(scenario, f"{struck} of {len(faults)} injected", 1, int(is_equal), again / max(1, struck))
+        yield FaultRow(scenario, f"{struck} of {len(faults)} injected", 1, int(is_equal), again / max(1, struck))
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +254,7 @@ def seconds_of(job: Job) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class SignalEnd:
     """Time that a job in one state takes to end after each signal."""
 
     state: str
@@ -269,21 +269,21 @@ class Ending:
         return f"| {self.state} | {durations} | {self.gone_seconds:.1f} |"
 
 
-def on_signals(home: Path, api: str) -> Iterator[Ending]:
+def send_signals(home: Path, api: str) -> Iterator[SignalEnd]:
     """Interrupt the smallest job in each of its states, one at a time."""
     for index, state in enumerate(STATES):
         ended = {number.name: interrupt(state, number, home / f"{index}-{number.name}", api) for number in SIGNALS}
         for name, how in ended.items():
             sys.stderr.write(f"{state}, {name}: {how.seconds:.1f} s, {how.gone_seconds:.1f} s\n")
         seconds = {name: how.seconds for name, how in ended.items()}
-        yield Ending(state, seconds, max(how.gone_seconds for how in ended.values()))
+        yield SignalEnd(state, seconds, max(how.gone_seconds for how in ended.values()))
 
 
-def page(files: Sequence[Row], processes: Sequence[Row], endings: Sequence[Ending], share: Share) -> str:
+def page(files: Sequence[FaultRow], processes: Sequence[FaultRow], endings: Sequence[SignalEnd], share: Share) -> str:
     """Return the Markdown text of the page."""
     rows = [*files, *processes]
     runs, num_equal = sum(row.runs for row in rows), sum(row.undisturbed for row in rows)
-    others = "\n".join(f"| {what} | `{where}` |" for what, where in ELSEWHERE.items())
+    others = "\n".join(f"| {what} | `{where}` |" for what, where in OTHER_FAULTS.items())
     return f"""# Faults
 
 This page lists the faults that are injected into runs, and the work and time that each fault costs.
@@ -340,9 +340,9 @@ of their work: {share.struck} of {share.planted} faults were injected. The time 
 
 PARTS: dict[str, Callable[[Path, str], object]] = {
     "share": lambda home, api: asdict(productive_share(home, api)),
-    "processes": lambda home, api: [asdict(row) for row in on_processes(home, api)],
-    "signals": lambda home, api: [asdict(ending) for ending in on_signals(home, api)],
-    "files": lambda home, api: [asdict(row) for row in at_every_file(home, api)],
+    "processes": lambda home, api: [asdict(row) for row in fault_processes(home, api)],
+    "signals": lambda home, api: [asdict(ending) for ending in send_signals(home, api)],
+    "files": lambda home, api: [asdict(row) for row in fault_every_file(home, api)],
 }
 
 
@@ -359,8 +359,8 @@ def main() -> None:
                     measured[part] = measure(home, api)
                     MEASURED.write_text(json.dumps(measured, indent=2))
                 sys.stderr.write(f"{part}: done\n")
-    rows = {part: [Row(**row) for row in measured[part]] for part in ("files", "processes")}
-    endings = [Ending(**ending) for ending in measured["signals"]]
+    rows = {part: [FaultRow(**row) for row in measured[part]] for part in ("files", "processes")}
+    endings = [SignalEnd(**ending) for ending in measured["signals"]]
     PAGE.write_text(page(rows["files"], rows["processes"], endings, Share(**measured["share"])))
     sys.stdout.write(f"{PAGE}\n")
 

@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.decoders import BYTES, QWEN3_0_6B, QWEN3_1_7B, TINY, Decoder, DType, write_decoder
-from bench.device import Measured, has_gpu, measured_device
+from bench.device import DeviceSpeed, has_gpu, measure_device
 from bench.drawn import DrawnLengths
-from bench.gpu_tables import Taken, against_limit, beside_trl, seconds_per_stage
-from bench.iterations import generated_by, iterations_of
-from bench.jobs import finished_job
+from bench.gpu_tables import MeasuredIteration, compare_with_limit, compare_with_trl, seconds_per_stage
+from bench.iterations import read_iterations, read_lengths
+from bench.jobs import run_job_to_end
 from bench.tables import Table
-from bench.trl_workload import ColocatedVllm, TrlIteration, Workload, running_trl
+from bench.trl_workload import ColocatedVllm, TrlIteration, Workload, start_trl
 from infra.environments.find import find_python
 from infra.errors import BadInput
 from placement.roofline import Device, Generated, compute_limit
@@ -122,7 +122,7 @@ def _scales(size: str | None) -> tuple[Scale, ...]:
 
 def _measured(scale: Scale, python: Path) -> Iterator[Table]:
     """Measure Rheostat, then TRL with the same completion lengths."""
-    found = measured_device(scale.dtype, threads=1)
+    found = measure_device(scale.dtype, threads=1)
     device = Device(flops=found.flops, bandwidth=found.bandwidth)
     share = server_share(found.memory, scale.decoder)
     with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as name:
@@ -131,18 +131,18 @@ def _measured(scale: Scale, python: Path) -> Iterator[Table]:
         prompts = _write_problems(directory, scale)
         config = directory / "config.toml"
         config.write_text(config_of(directory, scale, python=python, share=share, cuda=found.cuda))
-        with finished_job(config) as job:
-            iterations = iterations_of(job.run)
-            made = [generated_by(job.run, number + 1) for number in range(ITERATIONS)]
+        with run_job_to_end(config) as job:
+            iterations = read_iterations(job.run)
+            made = [read_lengths(job.run, number + 1) for number in range(ITERATIONS)]
         limits = [
             compute_limit(one, scale.decoder, device, bytes_per_weight=BYTES[scale.dtype], steps=MINIBATCHES)
             for one in made
         ]
-        taken = [Taken(*one) for one in list(zip(iterations, made, limits, strict=True))[SETTLED:]]
+        taken = [MeasuredIteration(*one) for one in list(zip(iterations, made, limits, strict=True))[SETTLED:]]
         yield seconds_per_stage(taken, scale.decoder)
-        yield against_limit(taken, scale.decoder, found)
-        yield beside_trl(
-            taken, _trl(scale, directory, prompts, made=made, share=share, device=found), scale.decoder, found
+        yield compare_with_limit(taken, scale.decoder, found)
+        yield compare_with_trl(
+            taken, _trl(scale, directory, prompts, workloads=made, share=share, device=found), scale.decoder, found
         )
 
 
@@ -230,7 +230,7 @@ def _trl(
     *,
     workloads: list[Generated],
     share: float,
-    device: Measured,
+    device: DeviceSpeed,
 ) -> list[TrlIteration]:
     """Run the same number of iterations in TRL, or return an empty list if TRL's environment does not exist."""
     configured = os.environ.get(TRL_VARIABLE)
@@ -257,5 +257,5 @@ def _trl(
             lengths=tuple(tuple(length for _, length in one.contexts) for one in workloads),
         ),
     )
-    with running_trl(python, workload, directory / "trl.json") as take_block:
+    with start_trl(python, workload, directory / "trl.json") as take_block:
         return take_block()[SETTLED:]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bench.decoders import Decoder
-from bench.device import Measured, peak_flops
+from bench.device import DeviceSpeed, peak_flops
 from bench.iterations import IterationSeconds
 from bench.tables import Cell, Table
 from bench.trl_workload import TrlIteration
@@ -13,22 +13,22 @@ from placement.roofline import Generated, Limit, compute_utilization, train_flop
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class MeasuredIteration:
     """Measured times of one iteration, its generated lengths, and the time that the device would need at its limit."""
 
-    spent: IterationSeconds
-    made: Generated
+    times: IterationSeconds
+    generated: Generated
     limit: Limit
 
     @property
     def sequences(self) -> list[int]:
         """Number of tokens of each sequence that was trained on."""
-        return [prompt + length for prompt, length in self.made.contexts]
+        return [prompt + length for prompt, length in self.generated.contexts]
 
 
-def seconds_per_stage(taken: Sequence[Taken], decoder: Decoder) -> Table:
+def seconds_per_stage(taken: Sequence[MeasuredIteration], decoder: Decoder) -> Table:
     """Build a table of the time of Rheostat's iterations by stage."""
-    whole = _median(one.spent.seconds for one in taken)
+    whole = _median(one.times.seconds for one in taken)
     stages: tuple[tuple[str, Callable[[IterationSeconds], float]], ...] = (
         ("server wakes up and loads weights", lambda spent: spent.load),
         ("generate", lambda spent: spent.generate),
@@ -44,7 +44,7 @@ def seconds_per_stage(taken: Sequence[Taken], decoder: Decoder) -> Table:
         ("whole iteration", lambda spent: spent.seconds),
     )
     rows = [(name, seconds, 100 * seconds / whole) for name, of in stages for seconds in [_of(taken, of)]]
-    tokens = _median(one.made.tokens for one in taken)
+    tokens = _median(one.generated.tokens for one in taken)
     return Table(
         title=f"Seconds per stage, {decoder.name}: {_workload(taken)}",
         columns=("stage", "seconds", "% of the iteration"),
@@ -58,7 +58,7 @@ def seconds_per_stage(taken: Sequence[Taken], decoder: Decoder) -> Table:
     )
 
 
-def against_limit(taken: Sequence[Taken], decoder: Decoder, device: Measured) -> Table:
+def compare_with_limit(taken: Sequence[MeasuredIteration], decoder: Decoder, device: DeviceSpeed) -> Table:
     """Build a table that compares the iterations with the device's own limit."""
     stages: tuple[tuple[str, float, Cell], ...] = (
         ("prefill and decode", _median(one.limit.prefill + one.limit.decode for one in taken), "generate"),
@@ -68,12 +68,12 @@ def against_limit(taken: Sequence[Taken], decoder: Decoder, device: Measured) ->
     )
     rows = []
     for name, limit, measured in stages:
-        seconds = _median(getattr(one.spent, str(measured)) for one in taken)
+        seconds = _median(getattr(one.times, str(measured)) for one in taken)
         rows.append((name, limit, seconds, limit / seconds))
     peak, source = _peak(device)
-    mfu = _median(compute_utilization(train_flops(decoder, one.sequences), one.spent.steps, peak=peak) for one in taken)
+    mfu = _median(compute_utilization(train_flops(decoder, one.sequences), one.times.steps, peak=peak) for one in taken)
     whole = _median(
-        compute_utilization(train_flops(decoder, one.sequences), one.spent.update, peak=peak) for one in taken
+        compute_utilization(train_flops(decoder, one.sequences), one.times.update, peak=peak) for one in taken
     )
     return Table(
         title=f"Compared with the physical limit, {decoder.name} on {device.name}",
@@ -87,10 +87,12 @@ def against_limit(taken: Sequence[Taken], decoder: Decoder, device: Measured) ->
     )
 
 
-def beside_trl(taken: Sequence[Taken], theirs: Sequence[TrlIteration], decoder: Decoder, device: Measured) -> Table:
+def compare_with_trl(
+    taken: Sequence[MeasuredIteration], theirs: Sequence[TrlIteration], decoder: Decoder, device: DeviceSpeed
+) -> Table:
     """Build a table that compares both trainers on the same prompts, lengths and number of steps."""
     peak, _ = _peak(device)
-    ours_update = _median(one.spent.steps + one.spent.logprobs for one in taken)
+    ours_update = _median(one.times.steps + one.times.logprobs for one in taken)
     rows: list[tuple[Cell, ...]] = []
 
     def compare(name: str, ours: float, trl: Callable[[TrlIteration], float]) -> None:
@@ -105,8 +107,8 @@ def beside_trl(taken: Sequence[Taken], theirs: Sequence[TrlIteration], decoder: 
     )
     compare("of which: vLLM loads the weights, s", _of(taken, lambda spent: spent.load), lambda one: one.weights)
     compare("log-probs and optimizer steps, s", ours_update, lambda one: one.seconds - one.generation)
-    mfu = [compute_utilization(train_flops(decoder, one.sequences), one.spent.steps, peak=peak) for one in taken]
-    eff = [one.limit.seconds / one.spent.seconds for one in taken]
+    mfu = [compute_utilization(train_flops(decoder, one.sequences), one.times.steps, peak=peak) for one in taken]
+    eff = [one.limit.seconds / one.times.seconds for one in taken]
     pairs = list(zip(taken, theirs, strict=False))
     their_mfu = [
         compute_utilization(
@@ -130,8 +132,8 @@ def beside_trl(taken: Sequence[Taken], theirs: Sequence[TrlIteration], decoder: 
     )
 
 
-def _workload(taken: Sequence[Taken]) -> str:
-    made = taken[-1].made
+def _workload(taken: Sequence[MeasuredIteration]) -> str:
+    made = taken[-1].generated
     lengths = [length for _, length in made.contexts]
     group = len(made.lengths[0])
     return (
@@ -139,7 +141,7 @@ def _workload(taken: Sequence[Taken]) -> str:
     )
 
 
-def _peak(device: Measured) -> tuple[float, str]:
+def _peak(device: DeviceSpeed) -> tuple[float, str]:
     """Return the peak FLOP/s and its source: the data sheet, or a measurement if the device is unknown."""
     peak = peak_flops(device.name) if device.cuda else None
     return (
@@ -149,8 +151,8 @@ def _peak(device: Measured) -> tuple[float, str]:
     )
 
 
-def _of(taken: Sequence[Taken], of: Callable[[IterationSeconds], float]) -> float:
-    return _median(of(one.spent) for one in taken)
+def _of(taken: Sequence[MeasuredIteration], of: Callable[[IterationSeconds], float]) -> float:
+    return _median(of(one.times) for one in taken)
 
 
 def _median(values) -> float:

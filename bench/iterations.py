@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
-from bench.cycles import cycles_of
+from bench.cycles import read_cycles
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from infra.store.shards import read_shard
@@ -46,9 +46,9 @@ class IterationSeconds:
         return self.seconds - stages
 
 
-def iterations_of(run: Run) -> list[IterationSeconds]:
+def read_iterations(run: Run) -> list[IterationSeconds]:
     """Return the times of every sealed iteration, in order."""
-    return [_iteration(run, cycle.number, seconds=cycle.seconds) for cycle in cycles_of(run)]
+    return [_iteration(run, cycle.number, seconds=cycle.seconds) for cycle in read_cycles(run)]
 
 
 def _iteration(run: Run, number: int, *, seconds: float) -> IterationSeconds:
@@ -72,7 +72,7 @@ def _iteration(run: Run, number: int, *, seconds: float) -> IterationSeconds:
     )
 
 
-def generated_by(run: Run, number: int) -> Generated:
+def read_lengths(run: Run, number: int) -> Generated:
     """Read the lengths of an iteration's prompts and completions from its shards."""
     prompts: list[int] = []
     lengths: list[tuple[int, ...]] = []

@@ -19,11 +19,11 @@ from infra.store.runs import Run, open_run
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "configs" / "demo.toml"
 NAME = "bench"
-LOOK_SECONDS = 0.05
+POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class FinishedJob:
     """Finished run, still in its store."""
 
     run: Run
@@ -31,7 +31,10 @@ class Job:
 
 
 class PeakMemory:
-    """Peak resident memory of any single process of a job, polled every second. Pass an instance to `finished_job`."""
+    """Peak resident memory of any single process of a job, polled every second.
+
+    Pass an instance to `run_job_to_end`.
+    """
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -47,22 +50,23 @@ class PeakMemory:
 
 
 @contextmanager
-def finished_job(
+def run_job_to_end(
     config: Path,
     overrides: Sequence[str] = (),
     *,
-    begun: Path | None = None,
-    meanwhile: Callable[[int, Path], None] = lambda _pid, _run: None,
+    initial_store: Path | None = None,
+    on_poll: Callable[[int, Path], None] = lambda _pid, _run: None,
 ):
-    """Run the block with a job that `rheostat train` has finished in a temporary store, or in a copy of a `begun` one.
+    """Run the block with a job that `rheostat train` has finished in a temporary store, or in a copy of
+    `initial_store`.
 
-    `meanwhile` is called repeatedly with the job's process ID and the run's directory. Raises RuntimeError if the job
+    `on_poll` is called repeatedly with the job's process ID and the run's directory. Raises RuntimeError if the job
     fails.
     """
     with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as directory:
         store = f"{directory}/store"
-        if begun is not None:
-            shutil.copytree(begun, store)
+        if initial_store is not None:
+            shutil.copytree(initial_store, store)
         command = [str(Path(sys.executable).with_name("rheostat")), "train", str(config), *overrides]
         started = time.monotonic()
         child = subprocess.Popen(
@@ -76,11 +80,11 @@ def finished_job(
         )
         try:
             while child.poll() is None:
-                meanwhile(child.pid, Path(store, NAME))
-                time.sleep(LOOK_SECONDS)
+                on_poll(child.pid, Path(store, NAME))
+                time.sleep(POLL_SECONDS)
         finally:
             child.terminate()
             child.wait()
         if child.returncode:
             raise RuntimeError(f"{' '.join(command)} failed with exit code {child.returncode}")
-        yield Job(run=open_run(store, NAME), seconds=time.monotonic() - started)
+        yield FinishedJob(run=open_run(store, NAME), seconds=time.monotonic() - started)

@@ -1,7 +1,7 @@
 """Share of orchestration and data movement in an iteration that takes about a minute."""
 
-from bench.cycles import cycles_of
-from bench.jobs import DEMO, finished_job
+from bench.cycles import read_cycles
+from bench.jobs import DEMO, run_job_to_end
 from bench.tables import Table
 
 # Four times the demo's width, more layers and longer completions. One iteration is enough, because it is long.
@@ -21,8 +21,8 @@ LONG = (
 
 def measure() -> list[Table]:
     """Run one long iteration."""
-    with finished_job(DEMO, LONG) as job:
-        (cycle,) = cycles_of(job.run)
+    with run_job_to_end(DEMO, LONG) as job:
+        (cycle,) = read_cycles(job.run)
     return [
         Table(
             title="Share of orchestration and data plane in one long iteration, measured",

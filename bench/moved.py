@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file
 
-from bench.jobs import DEMO, Job, finished_job
+from bench.jobs import DEMO, FinishedJob, run_job_to_end
 from bench.tables import Table
 from infra.store.bundles import fetch_bundle
 from infra.store.shards import read_shard
@@ -34,12 +34,12 @@ Weights = dict[str, np.ndarray]
 
 def measure() -> Iterator[Table]:
     """Measure the distances after one and after all further iterations, relative to the updates' length."""
-    with finished_job(DEMO, [*JOB, f"iterations={BEGUN}"]) as start:
+    with run_job_to_end(DEMO, [*JOB, f"iterations={BEGUN}"]) as start:
         store = Path(start.run.store.uri.removeprefix("file://")).parent
         before, stayed, rows = _weights(start, BEGUN), None, []
         for name, overrides in MOVES.items():
             arguments = [*JOB, f"iterations={BEGUN + MORE}", *overrides, "--accept-change"]
-            with finished_job(DEMO, arguments, begun=store) as job:
+            with run_job_to_end(DEMO, arguments, initial_store=store) as job:
                 after = [_weights(job, BEGUN + 1), _weights(job, BEGUN + MORE)]
                 prompts = [_prompts(job, number) for number in range(1, BEGUN + MORE + 1)]
             stayed = stayed or (after, prompts)
@@ -53,12 +53,12 @@ def measure() -> Iterator[Table]:
     )
 
 
-def _weights(job: Job, number: int) -> Weights:
+def _weights(job: FinishedJob, number: int) -> Weights:
     ref = job.run.require(StageKey.policy(number)).bundles["weights"]
     return load_file(fetch_bundle(job.run.store, ref) / "model.safetensors")
 
 
-def _prompts(job: Job, number: int) -> list[str]:
+def _prompts(job: FinishedJob, number: int) -> list[str]:
     tables = (read_shard(job.run.store, rollouts.shards[0]) for rollouts in rollouts_of(job.run, number))
     return [prompt for table in tables for prompt in table["prompt_id"].to_pylist()]
 

@@ -301,7 +301,7 @@ def in_fork(tree, log, seconds, function, *arguments):
 
 
 @contextmanager
-def applied(mutant, tree):
+def apply_mutant(mutant, tree):
     """Write a mutant to its file, and restore the file afterwards. Yield the mutant with its present line."""
     path = tree / mutant["file"]
     source, times = path.read_text(), path.stat()
@@ -319,7 +319,7 @@ def applied(mutant, tree):
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-def judge(mutant, ranked, suite, tree, log):
+def run_mutant(mutant, ranked, suite, tree, log):
     """Run the tests that reach a mutant, in rounds, until one fails. Return the row of the results."""
     began, tried = time.monotonic(), []
     row = {name: mutant[name] for name in ("id", "file", "line", "operator", "diff")}
@@ -363,9 +363,9 @@ def main(arguments=None):
     for mutant in mutants:
         if mutant["id"] in {row["id"] for row in rows}:
             continue
-        with nullcontext(mutant) if options.unmutated else applied(mutant, tree) as placed:
+        with nullcontext(mutant) if options.unmutated else apply_mutant(mutant, tree) as placed:
             ranked = [test for test in rank(placed, suite, tree) if test not in options.exclude]
-            rows.append(judge(placed, ranked, suite, tree, log))
+            rows.append(run_mutant(placed, ranked, suite, tree, log))
         options.results.write_text("".join(json.dumps(row) + "\n" for row in rows))
         sys.stderr.write("{id} {file}:{line} {operator} {status} {killed_by} {seconds} s\n".format(**rows[-1]))
     killers = sorted({row["killed_by"] for row in rows if "::" in (row["killed_by"] or "")})

@@ -19,14 +19,14 @@ MOMENT = "12 of 24 iterations"
 """Text after which the image is taken as soon as the terminal shows the generation speed."""
 
 
-class Taken(Exception):
+class MomentReached(Exception):
     """Raised when it is time for the image, with the terminal's output so far."""
 
 
-def look(sent: str) -> None:
-    """Raise `Taken` when it is time for the image."""
+def check_moment(sent: str) -> None:
+    """Raise `MomentReached` when it is time for the image."""
     if "tokens/s" in sent.partition(MOMENT)[2]:
-        raise Taken(sent)
+        raise MomentReached(sent)
 
 
 def draw(sent: str, path: Path, *, title: str) -> None:
@@ -44,8 +44,8 @@ def main(*arguments: str) -> None:
         os.chdir(home)
         command = [RHEOSTAT, "train", str(ROOT / "configs/demo.toml"), "--store", "runs", *arguments]
         try:
-            on_terminal(command, seen=look)
-        except Taken as taken:
+            on_terminal(command, seen=check_moment)
+        except MomentReached as taken:
             draw(str(taken), ROOT / "docs/pictures/terminal.svg", title="make demo")
             return
     raise SystemExit(f"the demo ended before it showed {MOMENT!r}, so there is no screenshot")

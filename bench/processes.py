@@ -13,14 +13,18 @@ import numpy as np
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 TICKS = os.sysconf("SC_CLK_TCK")
-LOOK_SECONDS = 0.2
+POLL_SECONDS = 0.2
 SEARCH_SECONDS = 1.0
-PIECE = 16 * 2**20
-GONE = (FileNotFoundError, ProcessLookupError, PermissionError)  # a process that is ending raises PermissionError
+PIECE_BYTES = 16 * 2**20
+PROCESS_ENDED_ERRORS = (
+    FileNotFoundError,
+    ProcessLookupError,
+    PermissionError,
+)  # a process that is ending raises PermissionError
 
 
 @dataclass(slots=True)
-class Watched:
+class ProcessUsage:
     """Latest measurements of one process."""
 
     pid: int
@@ -33,7 +37,7 @@ class Watched:
     hits: int = 0
     """Number of searches that found the marker."""
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Read the peak memory and CPU time. A process that has ended keeps its last values."""
         status = Path(f"/proc/{self.pid}/status").read_text()
         peak = re.search(r"VmHWM:\s+(\d+) kB", status)
@@ -45,7 +49,7 @@ class Watched:
         """Search the process's memory for the marker, unless the process is a worker in which it was found before."""
         if self.kind == "worker" and self.hits:
             return
-        holds_marker = holds(self.pid, marker)
+        holds_marker = memory_contains(self.pid, marker)
         self.searches += 1
         self.hits += holds_marker
 
@@ -56,17 +60,17 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS
 
 
-def holds(pid: int, marker: bytes) -> bool:
+def memory_contains(pid: int, marker: bytes) -> bool:
     """Return whether a process's memory contains the marker.
     Only resident pages are read, so that no page is loaded.
     """
     with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
         for start, end in _resident(pid):
             rest = b""
-            for begin in range(start, end, PIECE):
+            for begin in range(start, end, PIECE_BYTES):
                 memory.seek(begin)
                 try:
-                    piece = memory.read(min(PIECE, end - begin))
+                    piece = memory.read(min(PIECE_BYTES, end - begin))
                 except OSError:  # released since the page map was read
                     break
                 if marker in rest + piece:
@@ -92,27 +96,27 @@ def _resident(pid: int) -> Iterator[tuple[int, int]]:
 
 
 @contextmanager
-def watching(find: Callable[[], dict[int, str]], *, marker: bytes = b"") -> Iterator[dict[int, Watched]]:
+def measure_processes(find: Callable[[], dict[int, str]], *, marker: bytes = b"") -> Iterator[dict[int, ProcessUsage]]:
     """Run the block while measuring the processes that `find` returns by ID, with their kinds.
 
     Their memory is searched for the marker. Yields the measurements by process ID, which are updated until the block
     ends.
     """
-    watched: dict[int, Watched] = {}
+    watched: dict[int, ProcessUsage] = {}
     ended = Event()
 
-    def each(act: Callable[[Watched], None]) -> None:
+    def each(act: Callable[[ProcessUsage], None]) -> None:
         for process in list(watched.values()):
             try:
                 act(process)
-            except GONE:
+            except PROCESS_ENDED_ERRORS:
                 continue
 
     def look() -> None:
-        while not ended.wait(LOOK_SECONDS):
+        while not ended.wait(POLL_SECONDS):
             for pid, kind in find().items():
-                watched.setdefault(pid, Watched(pid, kind))
-            each(Watched.look)
+                watched.setdefault(pid, ProcessUsage(pid, kind))
+            each(ProcessUsage.update)
 
     def search() -> None:
         while not ended.wait(SEARCH_SECONDS):
@@ -129,7 +133,7 @@ def watching(find: Callable[[], dict[int, str]], *, marker: bytes = b"") -> Iter
             thread.join()
 
 
-def holds_file(directory: Path, marker: bytes) -> list[Path]:
+def files_with(directory: Path, marker: bytes) -> list[Path]:
     """Return the files below a directory that contain the marker."""
     return [path for path in sorted(directory.rglob("*")) if path.is_file() and marker in path.read_bytes()]
 

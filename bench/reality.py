@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import JsonValue
 
-from bench.jobs import finished_job
+from bench.jobs import run_job_to_end
 from bench.tables import Table
 from infra.store.manifests import Provenance
 from infra.store.runs import Run
@@ -52,7 +52,7 @@ Journal = Mapping[str, Mapping[str, JsonValue]]
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class PlacementComparison:
     """Run and its simulations, with one entry per iteration."""
 
     placement: str
@@ -92,13 +92,13 @@ def measure() -> Iterator[Table]:
     runs = []
     for name, overrides in PLACEMENTS.items():
         sys.stderr.write(f"--- placement {name}\n")
-        with finished_job(REALITY, overrides) as job:
-            runs.append(compared(job.run, load_config(REALITY, overrides), placement=name))
+        with run_job_to_end(REALITY, overrides) as job:
+            runs.append(compare_placement(job.run, load_config(REALITY, overrides), placement=name))
         yield by_iteration(runs[-1])
     yield summary(runs)
 
 
-def compared(run: Run, config: RunConfig, *, placement: str) -> Compared:
+def compare_placement(run: Run, config: RunConfig, *, placement: str) -> PlacementComparison:
     """Read the work and times of a finished run and simulate it."""
     iterations = [Iteration(run, number) for number in range(1, config.iterations + 1)]
     plans = [batch.plan for iteration in iterations for batch in iteration.batches]
@@ -112,7 +112,7 @@ def compared(run: Run, config: RunConfig, *, placement: str) -> Compared:
     played = simulate_run(build_policy(config.placement), workload, resize_seconds=resize, clock=perf_counter)
     around = tuple(_stage_seconds(journal, plan) - _span_seconds(run, plan) for plan in plans)
     again = [_Decided.of(journal, plan, late=late) for plan, late in zip(plans, around, strict=True)]
-    return Compared(
+    return PlacementComparison(
         placement=placement,
         seconds=tuple(_stage_seconds(journal, plan) for plan in plans),
         around=around,
@@ -194,7 +194,7 @@ def _work(run: Run, plan: BatchPlan, measured: Measurements) -> StageWork:
     return StageWork(rollout=rollout, scoring=scoring, units_at_once=1)
 
 
-def by_iteration(run: Compared) -> Table:
+def by_iteration(run: PlacementComparison) -> Table:
     """Build a table with every stage of a run."""
     columns: dict[str, Sequence[str | int | float]] = {
         "iteration": [str(number + 1) for number in range(len(run.seconds))],
@@ -224,7 +224,7 @@ def by_iteration(run: Compared) -> Table:
     )
 
 
-def summary(runs: Sequence[Compared]) -> Table:
+def summary(runs: Sequence[PlacementComparison]) -> Table:
     """Build a table with the means over iterations and the errors of the simulations."""
     rows = []
     for run in runs:

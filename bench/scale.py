@@ -37,7 +37,7 @@ SHOWN = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Hundred:
+class HundredIterations:
     """Measurements of consecutive iterations."""
 
     last: int
@@ -48,7 +48,7 @@ class Hundred:
     """Resident memory of the process in MiB after the last iteration."""
 
 
-class Story:
+class SyntheticRun:
     """Run without workers."""
 
     def __init__(self, run: Run, settings: RunConfig, home: Path) -> None:
@@ -96,7 +96,7 @@ class Story:
 def measure() -> list[Table]:
     """Run the iterations one after another. The CPU time is that of this process, which does nothing else."""
     with tempfile.TemporaryDirectory(prefix="rheostat-bench-", dir=MEMORY if MEMORY.is_dir() else None) as directory:
-        hundreds = go_through(Path(directory), iterations=ITERATIONS)
+        hundreds = run_iterations(Path(directory), iterations=ITERATIONS)
     chosen = [row for index, row in enumerate(hundreds) if index % 5 == 0 or row is hundreds[-1]]
     rows = tuple((f"{row.last - SHOWN + 1} to {row.last}", row.cpu_ms, row.resident_mib) for row in chosen)
     return [
@@ -108,7 +108,7 @@ def measure() -> list[Table]:
     ]
 
 
-def go_through(home: Path, *, iterations: int) -> list[Hundred]:
+def run_iterations(home: Path, *, iterations: int) -> list[HundredIterations]:
     """Run the iterations and return the measurements of every hundred."""
     prompts = SHARDS * SHARD_PROMPTS
     document = {"name": "long", "rollout": {"prompts": prompts, "shard_prompts": SHARD_PROMPTS}}
@@ -116,14 +116,14 @@ def go_through(home: Path, *, iterations: int) -> list[Hundred]:
     run = create_run(str(home), settings.name, settings.identity())
     hundreds = []
     with run.lock():
-        story = Story(run, settings, home)
+        story = SyntheticRun(run, settings, home)
         for last in range(SHOWN, iterations + 1, SHOWN):
             began = time.process_time()
             for number in range(last - SHOWN + 1, last + 1):
                 story.iterate(number)
             cpu_ms = 1000 * (time.process_time() - began) / SHOWN
             gc.collect()
-            hundreds.append(Hundred(last, cpu_ms, _resident_mib()))
+            hundreds.append(HundredIterations(last, cpu_ms, _resident_mib()))
             sys.stderr.write(f"iterations to {last}: {cpu_ms:.0f} ms, {hundreds[-1].resident_mib:.0f} MiB\n")
     return hundreds
 

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from tests.support.browsers import OpenedPage, opened
+from tests.support.browsers import OpenedPage, open_page
 
 HOME: Final = Path(__file__).parents[1]
 STORE: Final = HOME / "build" / "screenshots"
@@ -23,16 +23,16 @@ def main() -> None:
     _rheostat("report", "judge", "--to", str(report))
     _rheostat("compare", *RUNS, "--to", str(comparison))
     for scheme in ("light", "dark"):
-        with opened(report, scheme=scheme) as session:
+        with open_page(report, scheme=scheme) as session:
             _photograph(session, "verdict", f"report-{scheme}")
-    with opened(report) as session:
+    with open_page(report) as session:
         session.page.select_option("#batch", "it-0001")
         session.page.select_option("#beside", "it-0024")
         session.page.select_option("#order", "spread")
         session.page.select_option("#tint", "advantage")
         _photograph(session, "samples", "report-completions")
         _photograph(session, "slots", "report-workers")
-    with opened(comparison) as session:
+    with open_page(comparison) as session:
         _photograph(session, "verdict", "report-compared")
 
 

@@ -1,7 +1,7 @@
 """Seconds per stage of the demo's iterations, and the remaining time of orchestration and data."""
 
-from bench.cycles import cycles_of, median_cycle
-from bench.jobs import DEMO, finished_job
+from bench.cycles import median_cycle, read_cycles
+from bench.jobs import DEMO, run_job_to_end
 from bench.tables import Table
 
 ITERATIONS = 10
@@ -13,8 +13,8 @@ TARGET_SECONDS = 60
 
 def measure() -> list[Table]:
     """Run the demo's iterations after a shorter warm-up."""
-    with finished_job(DEMO, QUICK) as job:
-        cycles = cycles_of(job.run)[SETTLED:]
+    with run_job_to_end(DEMO, QUICK) as job:
+        cycles = read_cycles(job.run)[SETTLED:]
     cycle = median_cycle(cycles)
     stages = Table(
         title=f"Seconds per stage: configs/demo.toml, median of iterations {SETTLED + 1} to {ITERATIONS}",

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
-from bench.curves import SEEDS, Curve, Recipe, curve, draw, table, warmed_up
-from bench.cycles import Cycle, cycles_of
-from bench.jobs import DEMO, finished_job
+from bench.curves import SEEDS, Curve, Recipe, draw, prepare_policy, table, train_curve
+from bench.cycles import Cycle, read_cycles
+from bench.jobs import DEMO, run_job_to_end
 from bench.tables import Table
 
 TOKENS = 60
@@ -51,9 +51,9 @@ def measure() -> Iterator[Table]:
     yield gain()
     curves: dict[str, list[Curve]] = {name: [] for name in RECIPES}
     for seed in SEEDS:
-        with warmed_up(seed) as start:
+        with prepare_policy(seed) as start:
             for name, recipe in RECIPES.items():
-                curves[name].append(curve(start, seed, recipe, teacher=start))
+                curves[name].append(train_curve(start, seed, recipe, teacher=start))
                 sys.stderr.write(f"seed {seed}  {name}: {curves[name][-1].after:.3f}\n")
     draw(curves, PLOT)
     yield table(f"Learning on the demo's problems, {len(SEEDS)} seeds", curves)
@@ -91,5 +91,5 @@ def _cycles(base_seconds: float, *, iterations: int, staleness: int) -> Sequence
     options = f"{{base_seconds={base_seconds},per_sequence_seconds=0,sigma=0,median_tokens={TOKENS}}}"
     engine = f'rollout.engine={{kind="target",target="bench.paced:PacedEngine",options={options}}}'
     sys.stderr.write(f"--- rollout.staleness={staleness}, {base_seconds * TOKENS:.1f} s per rollout\n")
-    with finished_job(DEMO, (*JOB, engine, f"iterations={iterations}", f"rollout.staleness={staleness}")) as job:
-        return cycles_of(job.run)[SETTLED:]
+    with run_job_to_end(DEMO, (*JOB, engine, f"iterations={iterations}", f"rollout.staleness={staleness}")) as job:
+        return read_cycles(job.run)[SETTLED:]

@@ -41,28 +41,28 @@ SHAPE = {
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class EpisodeTimes:
     """Measurements of one shard of episodes."""
 
     tokens: float
     seconds: float
     """Seconds of generation, including tools."""
-    waited: float
+    waiting_seconds: float
     """Seconds, within `seconds`, in which nothing was generated because all episodes waited for tools."""
 
     @classmethod
-    def of(cls, outcome: Outcome) -> "Arm":
+    def of(cls, outcome: Outcome) -> "EpisodeTimes":
         timings = outcome.timings or {}
         return cls(outcome.metrics["tokens"], timings["generate"], timings["environment"])
 
     @property
-    def speed(self) -> float:
+    def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
 
     @property
-    def busy(self) -> float:
+    def busy_share(self) -> float:
         """Share of the seconds in which tokens were generated."""
-        return 1 - self.waited / self.seconds
+        return 1 - self.waiting_seconds / self.seconds
 
 
 def measure() -> Iterator[Table]:
@@ -79,7 +79,7 @@ def measure() -> Iterator[Table]:
         yield _table(name, *_pairs(engine, batches))
 
 
-def _pairs(engine: EngineConfig, batches: int) -> tuple[list[tuple[Arm, Arm]], bool]:
+def _pairs(engine: EngineConfig, batches: int) -> tuple[list[tuple[EpisodeTimes, EpisodeTimes]], bool]:
     """Run all episodes with immediate and with sleeping tools, in turns.
     Also return whether their tokens are the same.
     """
@@ -92,7 +92,7 @@ def _pairs(engine: EngineConfig, batches: int) -> tuple[list[tuple[Arm, Arm]], b
             pairs = []
             for _ in range(PAIRS):
                 made += [worker.generate(at_once), worker.generate(sleeping)]
-                pairs.append((Arm.of(made[-2]), Arm.of(made[-1])))
+                pairs.append((EpisodeTimes.of(made[-2]), EpisodeTimes.of(made[-1])))
         first, *others = [_written(store, outcome.shards[0]) for outcome in made]
     return pairs, all(other == first for other in others)
 
@@ -148,9 +148,9 @@ def _written(store: Store, shard: ShardRef) -> list[list[int]]:
     return tokens
 
 
-def _table(name: str, pairs: list[tuple[Arm, Arm]], same: bool) -> Table:
+def _table(name: str, pairs: list[tuple[EpisodeTimes, EpisodeTimes]], same: bool) -> Table:
     plain, tools = zip(*pairs, strict=True)
-    ratios = [sleeping.speed / at_once.speed for at_once, sleeping in pairs]
+    ratios = [sleeping.tokens_per_second / at_once.tokens_per_second for at_once, sleeping in pairs]
 
     def row(label: str, values: list[float]) -> tuple[str, float, float, float]:
         return label, statistics.median(values), min(values), max(values)
@@ -160,13 +160,13 @@ def _table(name: str, pairs: list[tuple[Arm, Arm]], same: bool) -> Table:
         f"(log-normal, sigma {SIGMA:g}), {plain[0].tokens:,.0f} tokens, {THREADS} thread",
         columns=("", "median", "least", "most"),
         rows=(
-            row("tools that answer immediately, tokens/s", [each.speed for each in plain]),
-            row("tools that sleep, tokens/s", [each.speed for each in tools]),
+            row("tools that answer immediately, tokens/s", [each.tokens_per_second for each in plain]),
+            row("tools that sleep, tokens/s", [each.tokens_per_second for each in tools]),
             row("ratio, pair by pair", ratios),
             row("immediate answers, seconds", [each.seconds for each in plain]),
             row("sleeping tools, seconds", [each.seconds for each in tools]),
-            row("of which no token is generated", [each.waited for each in tools]),
-            row("share in which tokens are generated", [each.busy for each in tools]),
+            row("of which no token is generated", [each.waiting_seconds for each in tools]),
+            row("share in which tokens are generated", [each.busy_share for each in tools]),
         ),
         notes=(
             f"{PAIRS} pairs after a warm-up shard; the target is a ratio of 0.8",

@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.cycles import cycles_of
+from bench.cycles import read_cycles
 from bench.inputs import GROUP, LEARNING_RATE, MINIBATCHES, PROMPTS, REWARD_PATTERN, Inputs, write_inputs
-from bench.jobs import Job, PeakMemory, finished_job
+from bench.jobs import FinishedJob, PeakMemory, run_job_to_end
 from bench.tables import Cell, Table
-from bench.trl_workload import TrlIteration, Workload, running_trl
+from bench.trl_workload import TrlIteration, Workload, start_trl
 from infra.store.runs import Run
 from models.text.tokenizer import load_tokenizer
 from tasks.run.keys import iteration_key
@@ -69,7 +69,7 @@ SIZES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredIteration:
     """Medians over iterations."""
 
     seconds: float
@@ -99,7 +99,7 @@ def measure() -> Iterator[Table]:
                 preamble=size.preamble,
             )
             peak = PeakMemory()
-            with beside_trl(inputs, iterations=size.iterations, peak=peak) as (job, theirs):
+            with compare_with_trl(inputs, iterations=size.iterations, peak=peak) as (job, theirs):
                 compared = medians_of(job.run), medians(theirs)
             tokenizer = load_tokenizer(inputs.policy)
             prompt = statistics.fmean(len(tokenizer(each)["input_ids"]) for each in inputs.prompts)
@@ -113,13 +113,13 @@ def measure() -> Iterator[Table]:
 
 
 @contextmanager
-def beside_trl(
+def compare_with_trl(
     inputs: Inputs,
     *,
     iterations: int,
     images: tuple[Path, ...] = (),
     peak: Callable[[int, Path], None] = lambda _pid, _run: None,
-) -> Iterator[tuple[Job, list[TrlIteration]]]:
+) -> Iterator[tuple[FinishedJob, list[TrlIteration]]]:
     """Run the block with a Rheostat job that ran between two blocks of TRL's iterations.
     Yields the job and TRL's counted iterations.
 
@@ -138,52 +138,54 @@ def beside_trl(
         blocks=2,
         microbatch=len(inputs.prompts) * GROUP // MINIBATCHES,
     )
-    with running_trl(Path(sys.executable), workload, inputs.config.with_name("workload.json")) as take_block:
+    with start_trl(Path(sys.executable), workload, inputs.config.with_name("workload.json")) as take_block:
         before = take_block()
-        with finished_job(inputs.config, [f"iterations={2 * iterations + SETTLED}"], meanwhile=peak) as job:
+        with run_job_to_end(inputs.config, [f"iterations={2 * iterations + SETTLED}"], on_poll=peak) as job:
             yield job, [*before[SETTLED:], *take_block()[SETTLED:]]
 
 
-def medians_of(run: Run) -> Measured:
+def medians_of(run: Run) -> MeasuredIteration:
     """Return the medians of a finished run of Rheostat."""
 
     def tokens(number: int) -> float:
         return sum(manifest.metrics["tokens"] for manifest in run.manifests(f"{iteration_key(number)}/rollout/"))
 
     return _medians(
-        Measured(
+        MeasuredIteration(
             seconds=cycle.seconds,
             generation=cycle.stages["rollout"] + cycle.stages["scoring"],
             update=cycle.stages["credit"] + cycle.stages["update"],
             tokens=tokens(cycle.number),
         )
-        for cycle in cycles_of(run)[SETTLED:]
+        for cycle in read_cycles(run)[SETTLED:]
     )
 
 
-def medians(taken: Iterable[TrlIteration]) -> Measured:
+def medians(taken: Iterable[TrlIteration]) -> MeasuredIteration:
     """Return the medians of TRL's iterations."""
     return _medians(
-        Measured(seconds=one.seconds, generation=one.generation, update=one.seconds - one.generation, tokens=one.tokens)
+        MeasuredIteration(
+            seconds=one.seconds, generation=one.generation, update=one.seconds - one.generation, tokens=one.tokens
+        )
         for one in taken
     )
 
 
-def _medians(measured: Iterable[Measured]) -> Measured:
+def _medians(measured: Iterable[MeasuredIteration]) -> MeasuredIteration:
     iterations = list(measured)
 
     def median(name: str) -> float:
         return statistics.median(getattr(one, name) for one in iterations)
 
-    return Measured(
+    return MeasuredIteration(
         seconds=median("seconds"), generation=median("generation"), update=median("update"), tokens=median("tokens")
     )
 
 
 def table(
     model: str,
-    ours: Measured,
-    theirs: Measured,
+    ours: MeasuredIteration,
+    theirs: MeasuredIteration,
     *,
     max_new_tokens: int,
     iterations: int,

@@ -94,7 +94,7 @@ def train(workload: Workload, answers: TextIO) -> None:
         model=str(workload.policy),
         reward_funcs=found,
         args=config_of(workload),
-        train_dataset=Dataset.from_dict(asked(workload)),
+        train_dataset=Dataset.from_dict(build_prompts(workload)),
     )
     trainer.iterations = []
     if workload.images:
@@ -108,7 +108,7 @@ def train(workload: Workload, answers: TextIO) -> None:
     trainer.train()
 
 
-def asked(workload: Workload) -> dict[str, list[object]]:
+def build_prompts(workload: Workload) -> dict[str, list[object]]:
     """Return the prompts, as chats of one message if they have images."""
     if not workload.images:
         return {"prompt": [*workload.prompts]}

@@ -92,7 +92,7 @@ class TrlIteration:
 
 
 @contextmanager
-def running_trl(python: Path, workload: Workload, path: Path) -> Iterator[Callable[[], list[TrlIteration]]]:
+def start_trl(python: Path, workload: Workload, path: Path) -> Iterator[Callable[[], list[TrlIteration]]]:
     """Run the block with a TRL process. Yields a function that runs one block of iterations in TRL."""
     workload.write(path)
     command = [str(python), "-m", "bench.trl_trainer", str(path)]

@@ -22,9 +22,9 @@ from torch import Tensor
 from transformers.models.idefics3.modeling_idefics3 import Idefics3Model
 
 from bench.inputs import GROUP, HELDOUT, PROMPTS, Inputs, job_config
-from bench.jobs import Job
+from bench.jobs import FinishedJob
 from bench.tables import Table
-from bench.trl import SETTLED, beside_trl, medians, medians_of, table
+from bench.trl import SETTLED, compare_with_trl, medians, medians_of, table
 from infra.store.storage import Store
 from models.config.algorithms import Grpo
 from models.config.engines import TransformersEngine
@@ -56,7 +56,7 @@ def measure() -> Iterator[Table]:
     with tempfile.TemporaryDirectory(prefix="rheostat-bench-") as name:
         directory = Path(name)
         inputs, pictures = _write_inputs(directory)
-        with beside_trl(inputs, iterations=ITERATIONS, images=pictures) as (job, theirs):
+        with compare_with_trl(inputs, iterations=ITERATIONS, images=pictures) as (job, theirs):
             ours, other = medians_of(job.run), medians(theirs)
             generated, trained = _tower_of_generation(job), _tower_of_update(job)
     num_images = theirs[-1].images
@@ -135,7 +135,7 @@ def _clocked(work: Callable[[], object], *, completions: int) -> Clock:
     return clock
 
 
-def _tower_of_generation(job: Job) -> Clock:
+def _tower_of_generation(job: FinishedJob) -> Clock:
     """Generate one shard of the last iteration again and return the times."""
     batch = _last(job).batches[0]
     worker = RolloutWorker(_uri(job.run.store), job.run.name, TransformersEngine(), threads=1)
@@ -153,7 +153,7 @@ def _tower_of_generation(job: Job) -> Clock:
     return _clocked(lambda: worker.generate(work), completions=len(work.rows) * work.group_size)
 
 
-def _tower_of_update(job: Job) -> Clock:
+def _tower_of_update(job: FinishedJob) -> Clock:
     """Train the last iteration again and return the times."""
     iteration = _last(job)
     settings = UpdateConfig.model_validate(job.run.record.config["update"])
@@ -174,7 +174,7 @@ def _tower_of_update(job: Job) -> Clock:
     return _clocked(lambda: worker.update(work), completions=PROMPTS * GROUP)
 
 
-def _last(job: Job) -> Iteration:
+def _last(job: FinishedJob) -> Iteration:
     return Iteration(job.run, 2 * ITERATIONS + SETTLED)
 
 

@@ -22,7 +22,7 @@ import pyarrow as pa
 from bench.decoders import MIDDLE, TINY, Decoder, write_decoder
 from bench.drawn import DrawnLengths, DrawnVllm
 from bench.tables import Table
-from bench.vllm_raw import Raw, RawRound, RawWorkload, running_raw
+from bench.vllm_raw import RawProcess, RawRound, RawWorkload, start_raw
 from infra.environments.find import find_python
 from infra.pools.cluster import RayCluster
 from infra.pools.pool import Pool
@@ -95,13 +95,13 @@ async def _compare(size: Size, python: Path) -> Table:
         async with _pool(directory / "store", size, python) as pool:
             made = (await pool.run("generate", work, returns=Outcome)).result  # starts the server and loads the weights
             raw = _raw_workload(store, made.shards[0], directory / "policy", size)
-            with running_raw(python, raw, directory / "raw.json", threads=THREADS) as beside:
-                beside.ask("same")
+            with start_raw(python, raw, directory / "raw.json", threads=THREADS) as beside:
+                beside.run_round("same")
                 ours = (*pool.pids, *_servers(directory))
                 rounds = [
                     await _round(pool, work, beside, ours=ours, raw_first=bool(turn % 2)) for turn in range(size.rounds)
                 ]
-                plain = beside.ask("plain")
+                plain = beside.run_round("plain")
     return _table(size, rounds, tokens=sum(raw.lengths), plain=plain.tokens / plain.seconds)
 
 
@@ -128,10 +128,10 @@ async def _pool(home: Path, size: Size, python: Path):
         yield await cluster.pool(spec)
 
 
-async def _round(pool: Pool, work: RolloutWork, beside: Raw, *, ours: Sequence[int], raw_first: bool) -> Round:
+async def _round(pool: Pool, work: RolloutWork, beside: RawProcess, *, ours: Sequence[int], raw_first: bool) -> Round:
     def take_raw() -> tuple[RawRound, float]:
         before = _cpu_seconds([beside.pid])
-        return beside.ask("same"), _cpu_seconds([beside.pid]) - before
+        return beside.run_round("same"), _cpu_seconds([beside.pid]) - before
 
     early = take_raw() if raw_first else None
     before, started = _cpu_seconds(ours), time.perf_counter()

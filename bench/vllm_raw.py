@@ -38,11 +38,11 @@ class RawRound:
 
 
 @dataclass(frozen=True, slots=True)
-class Raw:
+class RawProcess:
     """Process with a running `LLM`."""
 
     pid: int
-    ask: Callable[[str], RawRound]
+    run_round: Callable[[str], RawRound]
     """Function that runs one round: `same` with the same seeds and log-probs as Rheostat, `plain` without them."""
 
 
@@ -53,7 +53,7 @@ Both must yield equally to other processes.
 
 
 @contextmanager
-def running_raw(python: Path, workload: RawWorkload, path: Path, *, threads: int) -> Iterator[Raw]:
+def start_raw(python: Path, workload: RawWorkload, path: Path, *, threads: int) -> Iterator[RawProcess]:
     """Run the block with the `LLM` process."""
     path.write_text(json.dumps(asdict(workload), default=str))
     command = ["nice", "-n", str(RAY_NICENESS), str(python), "-m", "bench.vllm_raw", str(path)]
@@ -78,7 +78,7 @@ def running_raw(python: Path, workload: RawWorkload, path: Path, *, threads: int
         return RawRound(**json.loads(answer))
 
     try:
-        yield Raw(child.pid, ask)
+        yield RawProcess(child.pid, ask)
     finally:
         child.stdin.close()  # then it and its engine's process end
         child.wait()

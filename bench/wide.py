@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from bench.jobs import DEMO, finished_job
+from bench.jobs import DEMO, run_job_to_end
 from bench.processes import cpu_seconds
 from bench.tables import Table
 from tasks.run.keys import iteration_key
@@ -29,9 +29,9 @@ def measure() -> list[Table]:
 
     def look(driver: int, run: Path) -> None:
         if (run / f"manifests/{iteration_key(len(sealed) + 1)}/seal.json").exists():
-            sealed.append((cpu_seconds(driver), sum(cpu_seconds(server.pid) for server in servers_of(driver))))
+            sealed.append((cpu_seconds(driver), sum(cpu_seconds(server.pid) for server in list_servers(driver))))
 
-    with finished_job(DEMO, WIDE, meanwhile=look):
+    with run_job_to_end(DEMO, WIDE, on_poll=look):
         pass
     spent = [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(sealed)]
     return [
@@ -47,6 +47,6 @@ def measure() -> list[Table]:
     ]
 
 
-def servers_of(driver: int) -> list[psutil.Process]:
+def list_servers(driver: int) -> list[psutil.Process]:
     """Return Prefect's servers that a driver has started."""
     return [child for child in psutil.Process(driver).children() if "flows.cli.server" in " ".join(child.cmdline())]

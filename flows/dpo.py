@@ -7,7 +7,7 @@ from flows.prefect_states import install_state_handling
 from flows.preparation import run_fine_tuning, run_preference_training
 from flows.run_access import lock_run
 from tasks.config.run import RunConfig, require_part, with_rule_rewards_only
-from tasks.preparation import begin, is_fine_tuned
+from tasks.preparation import prepare_policy_and_prompts, uses_fine_tuning
 from tasks.reporting import TrainedPolicy, report_policy
 from tasks.run.keys import BASE, DPO, SFT
 
@@ -23,10 +23,10 @@ async def dpo(config: RunConfig, accept_change: bool = False) -> TrainedPolicy:
     install_state_handling()
     require_part("dpo", config)
     async with lock_run(config, scope=with_rule_rewards_only(config), accept_change=accept_change) as open_run:
-        await begin(open_run)
-        if is_fine_tuned(open_run):
+        await prepare_policy_and_prompts(open_run)
+        if uses_fine_tuning(open_run):
             await run_fine_tuning(open_run.ref)
-        before = await measure_policy(open_run, SFT if is_fine_tuned(open_run) else BASE)
+        before = await measure_policy(open_run, SFT if uses_fine_tuning(open_run) else BASE)
         await run_preference_training(open_run.ref)
         after = await measure_policy(open_run, DPO)
         return await report_policy(open_run, DPO, before, after)

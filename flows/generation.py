@@ -7,7 +7,7 @@ from flows.controllers import run_on_controller
 from flows.rollout import rollout
 from flows.scoring import scoring
 from placement.records import Plan
-from tasks.placement.stage import correct_placement, learn, place_stage, place_turn
+from tasks.placement.stage import correct_placement, give_slots_to, place_stage, record_measurements
 from tasks.run.batch import Batch, slice_shards
 from tasks.run.open_run import OpenRun
 
@@ -20,7 +20,7 @@ async def generate_and_score(open_run: OpenRun, batch: Batch) -> None:
             await generate_then_score(open_run, batch)
         else:
             await score_while_generating(open_run, batch, plan)
-        learn(open_run, batch)
+        record_measurements(open_run, batch)
 
 
 async def generate_then_score(open_run: OpenRun, batch: Batch) -> None:
@@ -29,7 +29,7 @@ async def generate_then_score(open_run: OpenRun, batch: Batch) -> None:
         start_rollout(group, open_run, batch)
     async with asyncio.TaskGroup() as group:
         start_scoring(group, open_run, batch)  # scoring waits for its workers, whose start takes longer
-        await place_turn(open_run, batch, "scoring")
+        await give_slots_to(open_run, batch, "scoring")
 
 
 async def score_while_generating(open_run: OpenRun, batch: Batch, plan: Plan) -> None:

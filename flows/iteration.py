@@ -9,17 +9,17 @@ from concurrent.futures import Executor
 from flows.controllers import run_on_controller
 from flows.generation import generate_and_score
 from flows.update import update
-from tasks.auxiliary import estimate
+from tasks.auxiliary import compute_auxiliary_scores
 from tasks.commit import retire_policies, retire_rollouts, seal_iteration
 from tasks.credit import assign_credit
-from tasks.placement.stage import machines_of_update
+from tasks.placement.stage import reserve_update_machines
 from tasks.plan import plan_iteration, plan_next_wave
 from tasks.reporting import report_iteration
 from tasks.run.batch import Batch
 from tasks.run.iteration import Iteration
 from tasks.run.open_run import OpenRun
 from tasks.run.stages import tag_tasks
-from tasks.tracking.follow import note_metrics, track_iteration
+from tasks.tracking.follow import track_iteration, update_metrics_file
 
 CLOSE_AFTER_SECONDS = 0.05
 """Delay in seconds before an iteration is sealed, so that pending requests reach the workers before sealing uses the
@@ -41,8 +41,8 @@ async def train_iteration(open_run: OpenRun, number: int) -> None:
     """Train the policy on the rollouts of an iteration: auxiliary scores, credit and update."""
     this = Iteration(open_run.run, number)
     with tag_tasks(this.key):
-        async with machines_of_update(open_run, this):
-            await estimate(open_run, this)
+        async with reserve_update_machines(open_run, this):
+            await compute_auxiliary_scores(open_run, this)
             await assign_credit(open_run, this)
             await run_on_controller(update, open_run, batch=this.key)
 
@@ -66,7 +66,7 @@ def _seal(open_run: OpenRun, iteration: Iteration) -> None:
     retire_policies(open_run, iteration)
     retire_rollouts(open_run, iteration)
     open_run.run.delete_pending_copies()
-    note_metrics(open_run.run)
+    update_metrics_file(open_run.run)
 
 
 async def generate_ahead(group: asyncio.TaskGroup, open_run: OpenRun, numbers: Sequence[int]) -> AsyncIterator[int]:

@@ -6,20 +6,20 @@ flow, which takes a third of a second.
 
 from prefect import flow
 
-from tasks.preparation import fine_tune, make_reward_model, prefer, train_reward_model
+from tasks.preparation import fine_tune_policy, make_reward_model, train_policy_on_preferences, train_reward_model
 from tasks.run.open_run import RunRef, get_open_run
 
 
 @flow(name="fine-tuning", flow_run_name="fine-tuning")
 async def run_fine_tuning(run: RunRef) -> None:
     """Train the initial policy on worked examples."""
-    await fine_tune(get_open_run(run))
+    await fine_tune_policy(get_open_run(run))
 
 
 @flow(name="preference-learning", flow_run_name="preference learning")
 async def run_preference_training(run: RunRef) -> None:
     """Train the policy on preferences after its warm-up."""
-    await prefer(get_open_run(run))
+    await train_policy_on_preferences(get_open_run(run))
 
 
 @flow(name="reward-modelling", flow_run_name="reward modelling")

@@ -12,31 +12,31 @@ from flows.run_access import reopen_run
 from flows.scoring import judge_and_score
 from tasks.preparation import make_reward_model, train_reward_model
 from tasks.rescoring import (
-    adopt_reward_models,
     begin_recredit,
     begin_rescoring,
-    credit_again,
-    iterations_left,
+    find_remaining_iterations,
+    recompute_credit,
+    reuse_reward_models,
     seal_recredit,
     seal_rescoring,
-    wake_reward_models,
+    start_reward_models,
 )
-from tasks.run.rescorings import Derived, Recredit, Rescoring, rescored_batches
+from tasks.run.rescorings import DerivedResult, Recredit, Rescoring, rescored_batches
 
 
 @flow(name="rescore", flow_run_name="{request.config.name} {request.name}")
 async def rescore(request: Rescoring) -> None:
     """Score the selected iterations of a run again. If started again, only missing iterations are scored."""
-    derived = Derived("rescore", request.name)
+    derived = DerivedResult("rescore", request.name)
     async with reopen_run(request.config) as open_run:
         await begin_rescoring(open_run, derived)
-        remaining = await iterations_left(open_run, derived, request.iterations)
+        remaining = await find_remaining_iterations(open_run, derived, request.iterations)
         if not remaining:
             return
-        for term in await adopt_reward_models(open_run, derived):
+        for term in await reuse_reward_models(open_run, derived):
             base = await make_reward_model(open_run, term, derived.prefix)
             await train_reward_model(open_run, term, base, derived.prefix)
-        await wake_reward_models(open_run, derived)
+        await start_reward_models(open_run, derived)
         for iteration in remaining:
             began = time.monotonic()
             async with asyncio.TaskGroup() as group:
@@ -49,10 +49,10 @@ async def rescore(request: Rescoring) -> None:
 async def recredit(request: Recredit) -> None:
     """Compute the credit of the selected iterations of a run again. If started again, only missing iterations are
     computed."""
-    derived = Derived("recredit", request.name)
+    derived = DerivedResult("recredit", request.name)
     async with reopen_run(request.config) as open_run:
         await begin_recredit(open_run, derived, request.scores)
-        for iteration in await iterations_left(open_run, derived, request.iterations):
+        for iteration in await find_remaining_iterations(open_run, derived, request.iterations):
             began = time.monotonic()
-            credited = await credit_again(open_run, derived, iteration, request.scores)
+            credited = await recompute_credit(open_run, derived, iteration, request.scores)
             await seal_recredit(open_run, derived, iteration, credited, began)

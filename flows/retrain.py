@@ -12,11 +12,11 @@ from flows.train import train
 from tasks.config.run import RunConfig
 from tasks.promotion.approval import await_approval
 from tasks.promotion.draft import draft_retrain, with_date
-from tasks.promotion.gate import judge
+from tasks.promotion.gate import run_gate
 from tasks.promotion.page import report_gate
 from tasks.promotion.power import check_suites
-from tasks.promotion.promote import Retrained, conclude, find_record, sync_mirror
-from tasks.promotion.suites import contenders, opponent_of, suites_of
+from tasks.promotion.promote import Retrained, find_verdict, record_verdict, sync_mirror
+from tasks.promotion.suites import find_opponent, policies_to_compare, suites_of
 
 
 def _build_name() -> str:
@@ -42,17 +42,17 @@ async def retrain(config: RunConfig, accept_change: bool = False, day: date | No
     install_state_handling()
     config = with_date(config, day or flow_run.scheduled_start_time)
     draft = draft_retrain(config)
-    run_config = draft.begin(config)
+    run_config = draft.start_config(config)
     if run_config.promotion is None:
         return Retrained(trained=await train(run_config, accept_change=accept_change))
     await check_suites(run_config, config.policy)
     trained = await train.with_options(persist_result=False)(run_config, accept_change=accept_change)
-    while (record := find_record(run_config)) is None:  # repeat if there is a new champion meanwhile
-        opponent = opponent_of(run_config)
+    while (record := find_verdict(run_config)) is None:  # repeat if there is a new champion meanwhile
+        opponent = find_opponent(run_config)
         for suite in suites_of(run_config):
-            for side, policy in contenders(run_config, opponent).items():
+            for side, policy in policies_to_compare(run_config, opponent).items():
                 await evaluate(suite.config(side, policy))
-        await conclude(run_config, draft, await judge(run_config, opponent))
+        await record_verdict(run_config, draft, await run_gate(run_config, opponent))
     await report_gate(run_config, record)
     record = await await_approval(run_config, record)
     await sync_mirror(run_config)

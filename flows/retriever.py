@@ -7,11 +7,11 @@ from flows.prefect_states import install_state_handling
 from models.config.retriever import RetrieverConfig
 from models.records.retrievals import TrainedRetriever
 from tasks.retriever import (
-    choose,
     find_finished,
-    first_terms,
-    hold_retriever,
+    first_training_method,
+    lock_retriever,
     make_pairs,
+    select_retriever,
     should_teach,
     train_cross_encoder,
     train_student,
@@ -31,13 +31,13 @@ async def retriever(config: RetrieverConfig) -> TrainedRetriever:
     config = with_recorded_defaults(config)
     if (done := find_finished(config)) is not None:
         return done
-    async with hold_retriever(config) as opened:
+    async with lock_retriever(config) as opened:
         pairs = await make_pairs(opened)
-        student = await train_student(opened, pairs, first_terms(config))
+        student = await train_student(opened, pairs, first_training_method(config))
         if not trains_teacher(config):
-            return await choose(opened, [student])
+            return await select_retriever(opened, [student])
         teacher = await train_cross_encoder(opened, pairs, student)
         if not should_teach(config, student, teacher):
-            return await choose(opened, [student], teacher)
+            return await select_retriever(opened, [student], teacher)
         second_student = await train_student(opened, pairs, "cascade", teacher)
-        return await choose(opened, [student, second_student], teacher)
+        return await select_retriever(opened, [student, second_student], teacher)

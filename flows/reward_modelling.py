@@ -6,7 +6,12 @@ from flows.prefect_states import install_state_handling
 from flows.preparation import run_fine_tuning, run_preference_training, train_reward_models
 from flows.run_access import lock_run
 from tasks.config.run import RunConfig, require_part
-from tasks.preparation import begin, begin_with, is_fine_tuned, is_preferring
+from tasks.preparation import (
+    commit_initial_policy,
+    prepare_policy_and_prompts,
+    uses_fine_tuning,
+    uses_preference_training,
+)
 from tasks.reporting import TrainedRewards, report_rewards
 
 
@@ -21,11 +26,11 @@ async def reward_model(config: RunConfig, accept_change: bool = False) -> Traine
     install_state_handling()
     require_part("reward-model", config)
     async with lock_run(config, accept_change=accept_change) as open_run:
-        await begin(open_run)
-        if is_fine_tuned(open_run):
+        await prepare_policy_and_prompts(open_run)
+        if uses_fine_tuning(open_run):
             await run_fine_tuning(open_run.ref)
-        if is_preferring(open_run):
+        if uses_preference_training(open_run):
             await run_preference_training(open_run.ref)
-        await begin_with(open_run)
+        await commit_initial_policy(open_run)
         await train_reward_models(open_run.ref)
         return await report_rewards(open_run)

@@ -33,10 +33,10 @@ from infra.untrusted_text import log_visibly
 from placement.measurements import Role
 from tasks.config.run import RunConfig, parse_config
 from tasks.events import emit_of_run
-from tasks.placement.stage import place_alone
+from tasks.placement.stage import place_single_role
 from tasks.preparation import check_inputs
 from tasks.run.batch import Batch
-from tasks.run.dependencies import dependencies_of, find_run, layout_of, next_iteration
+from tasks.run.dependencies import dependencies_of, find_matching_run, next_iteration, recorded_layout
 from tasks.run.open_run import OpenRun, RunRef, get_open_run, is_open, open_with_workers
 from tasks.run.preflight import with_data_sized_defaults, with_recorded_defaults
 from tasks.run.stages import commit_pending_results, tag_tasks
@@ -74,7 +74,7 @@ async def lock_run(
         if config.controllers.where == "deployment":
             # Queues are in the processes of the controllers, so the placement cannot be corrected during a stage.
             config = config.model_copy(update={"placement": config.placement.without_moves()})
-        existing = find_run(config, accept_change=accept_change)
+        existing = find_matching_run(config, accept_change=accept_change)
         dependencies = dependencies_of(config, existing)
         run = existing or create_run(config.store, config.name, config.identity())
         with run.lock(sole_writer=config.controllers.where == "nested"):
@@ -159,7 +159,7 @@ async def run_controller(
             if batch is None:
                 return await serve_requests(open_run, run_batch)
             if slots is not None and run.epoch is None:
-                await place_alone(open_run, Batch.read(open_run.run, batch), slots)
+                await place_single_role(open_run, Batch.read(open_run.run, batch), slots)
             await run_batch(batch, None)
             return 1
     except HolderLost as lost:
@@ -184,7 +184,7 @@ async def _join(ref: RunRef) -> AsyncIterator[OpenRun]:
     config = parse_config(document, source=f"run {ref.name}", recorded=True)
     overrides = {"pools": ref.pools, "controllers": ref.controllers}
     config = config.model_copy(update={name: part for name, part in overrides.items() if part is not None})
-    config = config.with_layout(layout_of(run))
+    config = config.with_layout(recorded_layout(run))
     with tags(ref.name):
         if ref.epoch is None:
             check_dependencies(run, dependencies_of(config, run))

@@ -7,7 +7,7 @@ from flows.prefect_states import install_state_handling
 from flows.preparation import run_fine_tuning
 from flows.run_access import lock_run
 from tasks.config.run import RunConfig, require_part, with_rule_rewards_only
-from tasks.preparation import begin
+from tasks.preparation import prepare_policy_and_prompts
 from tasks.reporting import TrainedPolicy, report_policy
 from tasks.run.keys import BASE, SFT
 
@@ -23,7 +23,7 @@ async def sft(config: RunConfig, accept_change: bool = False) -> TrainedPolicy:
     install_state_handling()
     require_part("sft", config)
     async with lock_run(config, scope=with_rule_rewards_only(config), accept_change=accept_change) as open_run:
-        await begin(open_run)
+        await prepare_policy_and_prompts(open_run)
         before = await measure_policy(open_run, BASE)
         await run_fine_tuning(open_run.ref)
         after = await measure_policy(open_run, SFT)

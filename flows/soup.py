@@ -7,7 +7,7 @@ from prefect import flow
 from flows.evaluation import evaluate
 from flows.train import train
 from tasks.config.run import RunConfig
-from tasks.run.preflight import is_done
+from tasks.run.preflight import is_run_complete
 from tasks.soup.parts import (
     PreferencePoint,
     Statistics,
@@ -19,12 +19,12 @@ from tasks.soup.parts import (
     oracle_points,
     oracle_runs,
     search_iterations,
-    soup_of,
+    soup_settings,
     standardize,
     start_run,
     statistics_run,
 )
-from tasks.soup.record import SoupRecord, choose_beta, conclude
+from tasks.soup.record import SoupRecord, choose_beta, commit_soup
 
 logger = logging.getLogger(__name__)
 
@@ -40,26 +40,26 @@ async def soup(config: RunConfig, accept_change: bool = False) -> SoupRecord:
         config: Configuration of the run, with `soup`.
         accept_change: Resume even if reward code, data files or library versions have changed.
     """
-    settings = soup_of(config)
+    settings = soup_settings(config)
     await _train([start_run(config)], accept_change)
     await _evaluate_runs([statistics_run(config)])
     statistics = standardize(config)
     if settings.method == "oracle":
         await _train(oracle_runs(config, statistics), accept_change)
         points = await _evaluate(config, [*oracle_points(config, statistics)])
-        return conclude(config, statistics, points, beta=1.0, candidates={})
+        return commit_soup(config, statistics, points, beta=1.0, candidates={})
     candidates = await _search(config, statistics, accept_change)
     beta = next(iter(candidates), beta_of(settings))
     await _train([*backbone_runs(config, statistics, beta), *expert_runs(config, statistics)], accept_change)
     points = await _evaluate(config, [*merge_points(config, statistics, beta)])
-    return conclude(config, statistics, points, beta=beta, candidates=candidates)
+    return commit_soup(config, statistics, points, beta=beta, candidates=candidates)
 
 
 async def _search(config: RunConfig, statistics: Statistics, accept_change: bool) -> dict[float, float]:
     """Train the backbones of every candidate beta for a part of the iterations. Return the hypervolume of each beta's
     front, the best first."""
     iterations, points = search_iterations(config), dict[float, list[PreferencePoint]]()
-    for beta in soup_of(config).candidates if soup_of(config).mixes else ():
+    for beta in soup_settings(config).candidates if soup_settings(config).mixes else ():
         await _train(backbone_runs(config, statistics, beta, iterations=iterations), accept_change)
         points[beta] = await _evaluate(config, [*merge_points(config, statistics, beta, search=True)])
     return choose_beta(config, statistics, points)
@@ -67,7 +67,7 @@ async def _search(config: RunConfig, statistics: Statistics, accept_change: bool
 
 async def _train(runs: list[RunConfig], accept_change: bool) -> None:
     for run in runs:
-        if not is_done(run):
+        if not is_run_complete(run):
             logger.info("run %s: training", run.name)
             await train.with_options(persist_result=False)(run, accept_change=accept_change)
 
@@ -79,6 +79,6 @@ async def _evaluate(config: RunConfig, points: list[PreferencePoint]) -> list[Pr
 
 async def _evaluate_runs(runs: list[RunConfig]) -> None:
     for run in runs:
-        if not is_done(run):
+        if not is_run_complete(run):
             logger.info("run %s: evaluation", run.name)
             await evaluate.with_options(persist_result=False)(run)

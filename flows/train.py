@@ -12,13 +12,13 @@ from flows.warmup import prepare_run
 from tasks.alarms import apply_alarms, check_alarms
 from tasks.commit import retire_policies, retire_rollouts
 from tasks.config.run import RunConfig
-from tasks.costs import account, check_budget
+from tasks.costs import check_budget, record_costs
 from tasks.preparation import start_pools
-from tasks.reporting import report_run, resume_point, showing_progress
+from tasks.reporting import find_remaining_iterations, keep_pages_updated, report_run
 from tasks.run.iteration import Iteration
 from tasks.run.keys import evaluation_key
 from tasks.run.open_run import OpenRun
-from tasks.tracking.follow import tracked
+from tasks.tracking.follow import mirror_to_trackers
 from tasks.views.summary import RunSummary
 
 
@@ -33,7 +33,7 @@ async def train(config: RunConfig, accept_change: bool = False) -> RunSummary:
         accept_change: Resume even if reward code, data files or library versions have changed.
     """
     locked_run = lock_run(config, accept_change=accept_change, final_key=evaluation_key(config.iterations))
-    async with locked_run as open_run, tracked(open_run):
+    async with locked_run as open_run, mirror_to_trackers(open_run):
         if open_run.is_finished:
             retire_policies(open_run, Iteration(open_run.run, config.iterations))
             retire_rollouts(open_run, Iteration(open_run.run, config.iterations))
@@ -47,7 +47,7 @@ async def run_iterations(open_run: OpenRun) -> None:
 
     A single thread seals iterations, so seals stay in order. The run stays locked until this thread has ended.
     """
-    config, (unclosed, remaining) = open_run.settings, resume_point(open_run)
+    config, (unclosed, remaining) = open_run.settings, find_remaining_iterations(open_run)
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="book-keeping") as thread:
         for number in unclosed:
             apply_alarms(open_run, number)
@@ -58,13 +58,13 @@ async def run_iterations(open_run: OpenRun) -> None:
         await prepare_run(open_run.ref)
         if config.evaluation.is_due(remaining.start - 1):
             await evaluate_iteration(open_run, remaining.start - 1)
-        async with showing_progress(open_run):
+        async with keep_pages_updated(open_run):
             async with asyncio.TaskGroup() as group:
                 closing_task = None
                 async for number in generate_ahead(group, open_run, remaining):
                     await train_iteration(open_run, number)
                     must_end = apply_alarms(open_run, number)
-                    must_end |= await account(open_run, number)
+                    must_end |= await record_costs(open_run, number)
                     if closing_task is not None:
                         await closing_task
                     closing_task = group.create_task(close_iteration(open_run, number, thread))

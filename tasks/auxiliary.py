@@ -16,23 +16,23 @@ from tasks.run.open_run import OpenRun
 from tasks.run.stages import run_once, stage
 
 
-def held_teacher(settings: RunConfig) -> TeacherDirectory | None:
+def find_stored_teacher(settings: RunConfig) -> TeacherDirectory | None:
     """Return the teacher whose model the run stores, or None if there is no teacher or it is behind an endpoint."""
     distillation = settings.algorithm.distillation
     return None if distillation is None else distillation.teacher.local_model
 
 
-def holds_teacher(open_run: OpenRun) -> bool:
+def stores_teacher(open_run: OpenRun) -> bool:
     """Return whether the run stores a teacher's model."""
-    return held_teacher(open_run.settings) is not None
+    return find_stored_teacher(open_run.settings) is not None
 
 
 @stage("teacher", retries=2)
 async def make_teacher(open_run: OpenRun) -> Manifest:
     """Copy the teacher's model into the run. Raises BadInput if its tokenizer does not match the policy's."""
     settings = open_run.settings
-    teacher = held_teacher(settings)
-    assert teacher is not None, "make_teacher where holds_teacher"
+    teacher = find_stored_teacher(settings)
+    assert teacher is not None, "make_teacher needs a teacher that the run stores"
     base, prompts = open_run.run.require(BASE), open_run.run.require(PROMPTS["train"])
     longest = int(prompts.metrics["longest"]) + settings.rollout.sampling.max_new_tokens
     pixels = open_run.settings.data.pixels
@@ -42,20 +42,20 @@ async def make_teacher(open_run: OpenRun) -> Manifest:
     )
 
 
-async def estimate(open_run: OpenRun, iteration: Iteration) -> None:
+async def compute_auxiliary_scores(open_run: OpenRun, iteration: Iteration) -> None:
     """Compute the auxiliary scores that the algorithm needs. Most algorithms need none."""
     if required_models(open_run.settings.algorithm).any:
-        await estimate_tokens(open_run, iteration)
+        await score_tokens(open_run, iteration)
 
 
 @stage("{iteration.key} estimates", retries=2)
-async def estimate_tokens(open_run: OpenRun, iteration: Iteration) -> Manifest:
+async def score_tokens(open_run: OpenRun, iteration: Iteration) -> Manifest:
     """Let the update ranks compute the auxiliary scores of every token that the credit stage reads, including surplus
     groups of the previous iteration."""
     needs, scored, policy = required_models(open_run.settings.algorithm), iteration.scored_rollouts(), iteration.policy
     reference = iteration.initial_policy if needs.reference else None
     critic = iteration.critic if needs.critic else None
-    teacher = open_run.run.require(TEACHER) if holds_teacher(open_run) else None
+    teacher = open_run.run.require(TEACHER) if stores_teacher(open_run) else None
     work = EstimateWork(
         iteration=iteration.number,
         shards=scored.shards,
@@ -70,7 +70,7 @@ async def estimate_tokens(open_run: OpenRun, iteration: Iteration) -> Manifest:
     return await run_once(open_run, key, role="update", method="estimate", work=work, parents=parents)
 
 
-def auxiliary_of(open_run: OpenRun, iteration: Iteration) -> list[Manifest]:
+def auxiliary_manifests(open_run: OpenRun, iteration: Iteration) -> list[Manifest]:
     """Return the manifest of the iteration's auxiliary scores, or an empty list if the algorithm needs none."""
     return [iteration.stage_manifest("estimates")] if required_models(open_run.settings.algorithm).any else []
 
@@ -84,6 +84,6 @@ def has_critic(open_run: OpenRun) -> bool:
 async def make_critic(open_run: OpenRun, policy: Manifest) -> Manifest:
     """Build the initial critic from the initial policy, or import the configured one."""
     critic = open_run.settings.algorithm.value_model
-    assert critic is not None, "make_critic where has_critic"
+    assert critic is not None, "make_critic needs an algorithm with a critic"
     work, key = CriticWork(policy=policy_of(policy), critic=critic), StageKey.critic(0)
     return await run_once(open_run, key, role="preparation", method="make_critic", work=work, parents=[policy])

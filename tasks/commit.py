@@ -14,12 +14,12 @@ from infra.store.shards import tombstone_key
 from infra.store.tombstones import Deleted, deleted_parts, write_tombstone
 from models.records.versions import policy_of
 from tasks.alarms import describe_triggered
-from tasks.auxiliary import auxiliary_of
+from tasks.auxiliary import auxiliary_manifests
 from tasks.costs import Reservation, iteration_costs
 from tasks.run.iteration import Iteration, carry_over_after, carry_over_before
 from tasks.run.keys import StageKey, iteration_key, iteration_numbers
 from tasks.run.open_run import OpenRun
-from tasks.run.rescorings import Derived, derived_of
+from tasks.run.rescorings import DerivedResult, list_derived_results
 from tasks.run.reverts import has_reverted, policy_after
 from tasks.run.stages import append_to_chain, commit_decision, controller_provenance
 from tasks.run.states import newest_with_state, updates_since_state
@@ -30,7 +30,7 @@ def seal_iteration(open_run: OpenRun, iteration: Iteration) -> Manifest:
     iteration."""
     plans = [batch.plan_manifest for batch in iteration.batches]
     rollouts, scores = iteration.shard_manifests("rollout"), iteration.shard_manifests("scoring")
-    auxiliary, credit, update = auxiliary_of(open_run, iteration), iteration.credit, iteration.update
+    auxiliary, credit, update = auxiliary_manifests(open_run, iteration), iteration.credit, iteration.update
     elapsed = datetime.now(UTC) - datetime.fromisoformat(plans[0].provenance.created)
     seconds = {
         "rollout": max((m.provenance.seconds["stage"] for m in rollouts), default=0.0),
@@ -102,7 +102,7 @@ def retire_policies(open_run: OpenRun, iteration: Iteration) -> int:
     old: dict[str, BundleRef] = {}
     for version in range(progress.first_unexamined_version, newest.start):
         bundles = {bundle.key: bundle for bundle in _bundles_of(run, version)}
-        if is_kept(version, keep_every=keep.keep_every):
+        if is_kept_at_any_age(version, keep_every=keep.keep_every):
             progress.kept_bundles |= bundles.keys()
         else:
             old |= bundles
@@ -152,7 +152,7 @@ def _is_continued(run: Run, number: int) -> bool:
 def _retire_shards(run: Run, number: int) -> None:
     """Write a tombstone for an iteration and delete its shards. A shard names its iteration, so no other iteration
     shares it."""
-    derived = [Derived(line.kind, line.name) for line in derived_of(run)]
+    derived = [DerivedResult(line.kind, line.name) for line in list_derived_results(run)]
     keys = [iteration_key(number), *(each.iteration_key(number) for each in derived)]
     below = tuple(f"{key}/" for key in keys)
     write_tombstone(run, iteration_key(number), Deleted(why="retention.rollouts_keep_last", shards_below=below))
@@ -176,7 +176,7 @@ def retire_bundles(run: Run, bundles: Collection[BundleRef]) -> list[BundleRef]:
     return kept
 
 
-def is_kept(version: int, *, keep_every: int) -> bool:
+def is_kept_at_any_age(version: int, *, keep_every: int) -> bool:
     """Return whether a version keeps its files at any age. The initial version does, and every `keep_every`-th."""
     return version == 0 or (keep_every > 0 and version % keep_every == 0)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from infra.costs import Cost, total
 from infra.errors import BudgetSpent
 from infra.store.manifests import Manifest
-from tasks.auxiliary import auxiliary_of
+from tasks.auxiliary import auxiliary_manifests
 from tasks.events import emit_of_run
 from tasks.run.batch import Batch
 from tasks.run.iteration import Iteration
@@ -41,7 +41,7 @@ def check_budget(open_run: OpenRun) -> None:
         raise BudgetSpent(f"Run {name!r}: {text}. Run the same command with a larger limit to continue.")
 
 
-async def account(open_run: OpenRun, number: int) -> bool:
+async def record_costs(open_run: OpenRun, number: int) -> bool:
     """Compute the costs of an iteration for its seal. Return whether the run must end after it because of the
     budget."""
     iteration, settings = Iteration(open_run.run, number), open_run.settings
@@ -53,14 +53,14 @@ async def account(open_run: OpenRun, number: int) -> bool:
 
 def iteration_costs(open_run: OpenRun, iteration: Iteration, reservation: Reservation) -> dict[str, Cost]:
     """Return the costs of an iteration after its update, by role."""
-    trained = [*auxiliary_of(open_run, iteration), iteration.update]
+    trained = [*auxiliary_manifests(open_run, iteration), iteration.update]
     known_bundles = {bundle.key for bundle in iteration.policy.bundles.values()}
-    return costs_of(
+    return compute_costs(
         open_run, iteration.batches, reservation, credit=[iteration.credit], trained=trained, known=known_bundles
     )
 
 
-def costs_of(
+def compute_costs(
     open_run: OpenRun,
     batches: Sequence[Batch],
     reservation: Reservation,

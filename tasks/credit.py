@@ -7,7 +7,7 @@ from models.config.rewards import ScoringConfig
 from models.config.rollout import DynamicSampling
 from models.judges.checks import check_judges
 from models.records.work import CreditWork
-from tasks.auxiliary import auxiliary_of
+from tasks.auxiliary import auxiliary_manifests
 from tasks.run.batch import Batch
 from tasks.run.iteration import Iteration, ScoredRollouts
 from tasks.run.keys import StageKey, reward_model_role
@@ -23,7 +23,7 @@ async def assign_credit(open_run: OpenRun, iteration: Iteration) -> Manifest:
     Raises Quarantined if too many answers of a judge are unusable, or too many known-bad completions pass a judge.
     """
     check_verdicts(open_run.settings.scoring, iteration.batches, iteration=iteration.number)
-    return await credit(
+    return await compute_credit(
         open_run,
         iteration,
         iteration.stage_key("credit"),
@@ -33,7 +33,7 @@ async def assign_credit(open_run: OpenRun, iteration: Iteration) -> Manifest:
     )
 
 
-async def credit(
+async def compute_credit(
     open_run: OpenRun,
     iteration: Iteration,
     key: StageKey,
@@ -43,7 +43,7 @@ async def credit(
     kl_coefficient: float,
 ) -> Manifest:
     """Compute and commit the training samples that scored rollouts yield under the configured algorithm."""
-    settings, auxiliary = open_run.settings, auxiliary_of(open_run, iteration)
+    settings, auxiliary = open_run.settings, auxiliary_manifests(open_run, iteration)
     work = CreditWork(
         iteration=iteration.number,
         shards=scored.shards,

@@ -7,9 +7,9 @@ from infra.costs import Cost
 from infra.store.manifests import Manifest
 from infra.store.shards import read_shard
 from models.rewards.scores import problem_metrics
-from tasks.costs import costs_of, read_reservation
+from tasks.costs import compute_costs, read_reservation
 from tasks.events import emit_of_run
-from tasks.preparation import FROM_STORE
+from tasks.preparation import FROM_STORE_SUFFIX
 from tasks.run.batch import Batch
 from tasks.run.keys import StageKey
 from tasks.run.open_run import OpenRun
@@ -27,7 +27,7 @@ def is_summarized(batch: Batch) -> bool:
 async def summarize_evaluation(open_run: OpenRun, batch: Batch) -> Accuracy:
     """Commit the accuracy of an evaluated policy, log it, and return it."""
     is_stored = is_summarized(batch)
-    costs = {} if is_stored else costs_of(open_run, [batch], await read_reservation(open_run))
+    costs = {} if is_stored else compute_costs(open_run, [batch], await read_reservation(open_run))
     open_run.account.add(costs)
     accuracy = _commit_accuracy(open_run, batch, costs)
     append_to_chain(open_run, batch.key)
@@ -36,7 +36,7 @@ async def summarize_evaluation(open_run: OpenRun, batch: Batch) -> Accuracy:
         emit_of_run(open_run.run.name, "evaluation.made", iterations=accuracy.number, **payload)
     # the last accuracy is part of the summary
     if accuracy.number == 0 or accuracy.number < open_run.settings.iterations:
-        suffix = FROM_STORE if is_stored else ""
+        suffix = FROM_STORE_SUFFIX if is_stored else ""
         logger.info("held-out accuracy after %d iterations: %s%s", accuracy.number, accuracy.line(), suffix)
     return accuracy
 

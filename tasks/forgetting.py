@@ -39,7 +39,7 @@ class Forgotten(Settings):
     """Users' data files that the run was made from. They are never changed."""
 
 
-def forget(run: Run, ids: frozenset[str], *, delete: bool) -> Forgotten:
+def remove_prompts(run: Run, ids: frozenset[str], *, delete: bool) -> Forgotten:
     """Return the data of some prompts in a run and, with `delete`, remove it. The run must be locked for that.
 
     A second call finishes an interrupted one. Raises Damaged, with nothing deleted, if a record of the run is missing,

@@ -28,7 +28,7 @@ from tasks.run.stages import commit_decision, run_once, stage
 
 logger = logging.getLogger(__name__)
 
-SHOWN_PROBLEMS: Final = 3
+MAX_SHOWN_PROBLEMS: Final = 3
 """Number of left-out problems of a source that are named in the log. The manifest lists all of them."""
 
 
@@ -59,10 +59,10 @@ async def make_prompts(open_run: OpenRun, base: Manifest, split: str) -> Manifes
     if left_out := manifest.metrics.get("too_long"):
         num_problems = manifest.metrics["prompts"] + left_out
         what = f"{left_out:,.0f} of {num_problems:,.0f} problems left out because they are too long"
-        logger.info("prompts %s: %s (data.too_long)%s", split, what, "" if existing is None else FROM_STORE)
+        logger.info("prompts %s: %s (data.too_long)%s", split, what, "" if existing is None else FROM_STORE_SUFFIX)
     if isinstance(left_out_problems := manifest.detail.get("left_out"), dict):
-        examples = "; ".join(f"{place} {why}" for place, why in [*left_out_problems.items()][:SHOWN_PROBLEMS])
-        more = "; …" if len(left_out_problems) > SHOWN_PROBLEMS else ""
+        examples = "; ".join(f"{place} {why}" for place, why in [*left_out_problems.items()][:MAX_SHOWN_PROBLEMS])
+        more = "; …" if len(left_out_problems) > MAX_SHOWN_PROBLEMS else ""
         kind = settings.data.label
         logger.info(
             "prompts %s: %d problems left out (data.kind %r): %s%s", split, len(left_out_problems), kind, examples, more
@@ -91,37 +91,37 @@ async def check_inputs(config: RunConfig) -> dict[str, float]:
     return await preflight(config)
 
 
-async def begin(open_run: OpenRun) -> None:
+async def prepare_policy_and_prompts(open_run: OpenRun) -> None:
     """Create the initial policy, both splits of the prompts, and the model of the simulated user in dialogues."""
     base = await make_policy(open_run)
     await make_prompts(open_run, base, "train")
     await make_prompts(open_run, base, "heldout")
-    if (dialogue := held_dialogue(open_run.settings)) is not None:
+    if (dialogue := find_dialogue_with_stored_user(open_run.settings)) is not None:
         user = await make_user(open_run, dialogue)
         await train_user(open_run, dialogue, user)
 
 
-SHOWN_LOSSES = 6
+MAX_SHOWN_LOSSES = 6
 
-FROM_STORE: Final = " (from the store)"
+FROM_STORE_SUFFIX: Final = " (from the store)"
 """Suffix of log lines about results of an earlier process."""
 
 
-def is_fine_tuned(open_run: OpenRun) -> bool:
+def uses_fine_tuning(open_run: OpenRun) -> bool:
     """Return whether the policy has a supervised warm-up (SFT)."""
     return open_run.settings.warmup is not None
 
 
-def is_preferring(open_run: OpenRun) -> bool:
+def uses_preference_training(open_run: OpenRun) -> bool:
     """Return whether the policy is trained with direct preference optimization (DPO)."""
     return open_run.settings.dpo is not None
 
 
 @stage("fine-tuning of the policy", retries=2)
-async def fine_tune(open_run: OpenRun) -> Manifest:
+async def fine_tune_policy(open_run: OpenRun) -> Manifest:
     """Train the policy in its supervised warm-up, and commit it."""
     settings = open_run.settings
-    assert settings.warmup is not None, "fine_tune where is_fine_tuned"
+    assert settings.warmup is not None, "fine_tune_policy needs [warmup]"
     base = open_run.run.require(BASE)
     work = WarmupWork(
         policy=policy_of(base),
@@ -135,11 +135,13 @@ async def fine_tune(open_run: OpenRun) -> Manifest:
 
 
 @stage("preferences of the policy", retries=2)
-async def prefer(open_run: OpenRun) -> Manifest:
+async def train_policy_on_preferences(open_run: OpenRun) -> Manifest:
     """Train the policy with direct preference optimization, and commit it."""
     settings = open_run.settings
-    assert settings.dpo is not None and settings.preferences is not None, "prefer where is_preferring"
-    start = open_run.run.require(SFT if is_fine_tuned(open_run) else BASE)
+    assert settings.dpo is not None and settings.preferences is not None, (
+        "train_policy_on_preferences needs [dpo] and [preferences]"
+    )
+    start = open_run.run.require(SFT if uses_fine_tuning(open_run) else BASE)
     work = PreferenceWork(
         policy=policy_of(start),
         data=settings.data,
@@ -152,9 +154,11 @@ async def prefer(open_run: OpenRun) -> Manifest:
 
 
 @stage("policy 0")
-async def begin_with(open_run: OpenRun) -> Manifest:
+async def commit_initial_policy(open_run: OpenRun) -> Manifest:
     """Commit version 0, which is the policy after all training on data."""
-    trained = open_run.run.require(DPO if is_preferring(open_run) else SFT if is_fine_tuned(open_run) else BASE)
+    trained = open_run.run.require(
+        DPO if uses_preference_training(open_run) else SFT if uses_fine_tuning(open_run) else BASE
+    )
     return commit_decision(
         open_run, StageKey.policy(0), parents=[trained], bundles=trained.bundles, detail={"version": 0}
     )
@@ -169,14 +173,14 @@ async def _train_and_log(
     if existing is None:
         logger.info("%s: %s", what, course)
     trained = await run_once(open_run, key, role="update", method=method, work=work, parents=parents)
-    logger.info("%s: %s%s", what, losses_line(trained), "" if existing is None else FROM_STORE)
+    logger.info("%s: %s%s", what, describe_losses(trained), "" if existing is None else FROM_STORE_SUFFIX)
     return trained
 
 
-def losses_line(trained: Manifest) -> str:
+def describe_losses(trained: Manifest) -> str:
     """Return a line of text with losses over the training, and the accuracy on held-out pairs if there are any."""
     losses, metrics = losses_of(trained), trained.metrics
-    stride = -(-len(losses) // SHOWN_LOSSES)
+    stride = -(-len(losses) // MAX_SHOWN_LOSSES)
     course = " ".join(f"{loss:.3f}" for loss in [*losses[:-1:stride], losses[-1]])
     pairs = ""
     if "heldout_accuracy" in metrics:
@@ -217,7 +221,7 @@ async def train_reward_model(open_run: OpenRun, term: str, base: Manifest, prefi
     return await _train_and_log(open_run, key, term, course=work.course, method=work.method, work=work, parents=[base])
 
 
-def held_dialogue(settings: RunConfig) -> DialogueEnvironment | None:
+def find_dialogue_with_stored_user(settings: RunConfig) -> DialogueEnvironment | None:
     """Return the dialogue environment whose simulated user is a model stored in the run, or None."""
     environment = settings.rollout.environment
     dialogue = None if environment is None else environment.dialogue

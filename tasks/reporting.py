@@ -30,7 +30,7 @@ from models.records.versions import directory_of, policy_of
 from models.records.work import ExcerptWork, ScoredShard
 from models.rollouts.preview import Excerpts
 from tasks.events import emit_of_run
-from tasks.preparation import FROM_STORE, losses_of
+from tasks.preparation import FROM_STORE_SUFFIX, losses_of
 from tasks.report_link import publish_report
 from tasks.run.batch import picture_shards_of
 from tasks.run.iteration import Iteration
@@ -49,8 +49,8 @@ from tasks.views.metrics import (
     reports_of,
     run_costs,
 )
-from tasks.views.plots import Curves, draw_aside, draw_here, learning_curves, loss_curves
-from tasks.views.summary import RunSummary, places_of, rollout_table, standing_text, summary_lines, summary_page
+from tasks.views.plots import Curves, draw_in_process, draw_in_thread, learning_curves, loss_curves
+from tasks.views.summary import RunSummary, places_of, progress_text, rollout_table, summary_lines, summary_page
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ Draw = Callable[[Run, str], Coroutine[object, object, bytes]]
 """Function that draws the curves of a run, stores them under a key, and returns them."""
 
 
-def resume_point(open_run: OpenRun) -> tuple[range, range]:
+def find_remaining_iterations(open_run: OpenRun) -> tuple[range, range]:
     """Return the iterations whose update exists but which may be incomplete, and the iterations that remain.
 
     The last sealed iteration is among the former, because the steps after its seal may have been interrupted. Raises
@@ -94,7 +94,7 @@ async def report_iteration(open_run: OpenRun, number: int) -> None:
     line, eta = reports[-1].line(total), timedelta(seconds=round(sum(recent) / len(recent) * (total - number)))
     sealed = open_run.run.require(_seal_key(number))
     is_stored = sealed.provenance.epoch < open_run.run.epoch
-    logger.info("%s", f"{line}{FROM_STORE}" if is_stored else line, extra={"eta": eta})
+    logger.info("%s", f"{line}{FROM_STORE_SUFFIX}" if is_stored else line, extra={"eta": eta})
     if not is_stored:
         payload = {"reward": reports[-1].reward, "kl": reports[-1].kl, "seconds": reports[-1].seconds["total"]}
         emit_of_run(open_run.run.name, "iteration.sealed", iteration=number, iterations=total, **payload)
@@ -107,12 +107,12 @@ async def report_iteration(open_run: OpenRun, number: int) -> None:
     open_run.prefect_pages.pending_line, open_run.prefect_pages.last_reported = (number, f"{line}  eta {eta}"), number
     every = open_run.settings.report_every
     if every and number % every == 0 and number < total:
-        open_run.prefect_pages.start_renewal(renew_summary(open_run, number, draw=draw_aside))
+        open_run.prefect_pages.start_renewal(update_summary(open_run, number, draw=draw_in_process))
     if time.monotonic() - open_run.prefect_pages.last_renewal_time >= PAGES_SECONDS:
-        await show_progress(open_run)
+        await update_progress_pages(open_run)
 
 
-async def show_progress(open_run: OpenRun) -> None:
+async def update_progress_pages(open_run: OpenRun) -> None:
     """Renew the run's progress and table artifacts, if an iteration was reported since the last renewal."""
     pages, key = open_run.prefect_pages, artifact_key(open_run.run.name)
     if pages.pending_line is None:
@@ -125,7 +125,7 @@ async def show_progress(open_run: OpenRun) -> None:
     await acreate_table_artifact(table, key=f"{key}-iterations", description=f"Run {open_run.run.name}")
 
 
-async def renew_summary(open_run: OpenRun, number: int, *, draw: Draw, max_seconds: float | None = None) -> None:
+async def update_summary(open_run: OpenRun, number: int, *, draw: Draw, max_seconds: float | None = None) -> None:
     """Renew the plot, the summary and some rollouts in Prefect after an iteration.
 
     Errors are logged and do not stop the run. If workers do not respond within `max_seconds`, the summary has no
@@ -154,12 +154,12 @@ def _describe_progress(open_run: OpenRun, number: int) -> tuple[str, list[str]]:
     """Return the progress of the run as text, and its warnings. Only the newest iterations are read, so a long run
     costs no more."""
     reports = _newest_reports(open_run, number, limit=TABLE_ROWS)
-    text = standing_text(reports, evaluations_of(open_run.run), total=open_run.settings.iterations)
+    text = progress_text(reports, evaluations_of(open_run.run), total=open_run.settings.iterations)
     return text, summarize_warnings([report.warnings for report in reports], first=reports[0].iteration)
 
 
 @asynccontextmanager
-async def showing_progress(open_run: OpenRun) -> AsyncIterator[None]:
+async def keep_pages_updated(open_run: OpenRun) -> AsyncIterator[None]:
     """Keep pages up to date at the end of the block: they show the last reported iteration, however the block ends. API
     errors are ignored.
 
@@ -177,7 +177,7 @@ async def showing_progress(open_run: OpenRun) -> AsyncIterator[None]:
 async def _show_last(open_run: OpenRun) -> None:
     try:
         async with asyncio.timeout(LAST_PAGE_SECONDS):
-            await show_progress(open_run)
+            await update_progress_pages(open_run)
     except Exception as error:  # the reason why the run ends is more important
         logger.warning("Prefect's pages of the last iterations were not updated: %r", error)
 
@@ -188,7 +188,7 @@ async def _summarise_last(open_run: OpenRun) -> None:
     if pages.last_reported > pages.last_summarized:
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_SUMMARY_SECONDS):
-                await renew_summary(open_run, pages.last_reported, draw=draw_here, max_seconds=LAST_PAGE_SECONDS)
+                await update_summary(open_run, pages.last_reported, draw=draw_in_thread, max_seconds=LAST_PAGE_SECONDS)
 
 
 @stage("report")
@@ -232,7 +232,7 @@ def _plot_key(number: int) -> str:
     return f"report/learning-curve-{number:04d}.png"
 
 
-async def delete_samples(name: str) -> None:
+async def delete_published_completions(name: str) -> None:
     """Delete the Prefect artifacts of a run that contain completions: the table of rollouts and the summary."""
     key = artifact_key(name)
     artifact_filter = ArtifactFilter(key=ArtifactFilterKey(any_=[f"{key}-rollouts", f"{key}-summary"]))

@@ -13,18 +13,18 @@ from models.config.rewards import ScoringConfig
 from models.records.versions import policy_of
 from models.records.work import ComparisonWork
 from placement.records import Plan
-from tasks.credit import check_verdicts, credit
-from tasks.placement.demand import workers_of
+from tasks.credit import check_verdicts, compute_credit
+from tasks.placement.demand import workers_per_role
 from tasks.run.dependencies import recredit_dependencies, rescoring_dependencies
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, reward_model_role
 from tasks.run.open_run import OpenRun
 from tasks.run.rescorings import (
-    Derived,
+    DerivedResult,
     RecreditTerms,
     RescoringTerms,
     check_terms,
-    own_terms,
+    recorded_terms,
     rescored_batches,
     rescored_shards,
     sealed_numbers,
@@ -37,14 +37,14 @@ logger = logging.getLogger(__name__)
 
 
 @stage("begin {derived.name}")
-async def begin_rescoring(open_run: OpenRun, derived: Derived) -> None:
+async def begin_rescoring(open_run: OpenRun, derived: DerivedResult) -> None:
     """Commit the rewards of a re-scoring. Raises RunChanged if it was begun with other rewards or other code."""
     scoring = open_run.settings.scoring
     _commit_terms(open_run, derived, RescoringTerms(scoring=scoring), rescoring_dependencies(scoring))
 
 
 @stage("begin {derived.name}")
-async def begin_recredit(open_run: OpenRun, derived: Derived, scores: str | None) -> None:
+async def begin_recredit(open_run: OpenRun, derived: DerivedResult, scores: str | None) -> None:
     """Commit the algorithm and the scores of a re-credit. Raises RunChanged if it was begun with others."""
     algorithm = open_run.settings.algorithm
     terms = RecreditTerms(algorithm=algorithm, scores=scores)
@@ -52,21 +52,23 @@ async def begin_recredit(open_run: OpenRun, derived: Derived, scores: str | None
 
 
 def _commit_terms(
-    open_run: OpenRun, derived: Derived, terms: RescoringTerms | RecreditTerms, now: Dependencies
+    open_run: OpenRun, derived: DerivedResult, terms: RescoringTerms | RecreditTerms, now: Dependencies
 ) -> None:
     check_terms(open_run.run, derived, terms)
     record_dependencies(open_run.run, now, iteration=1, prefix=derived.prefix)
     commit_decision(open_run, derived.terms_key, detail=terms.as_recorded())
 
 
-async def iterations_left(open_run: OpenRun, derived: Derived, numbers: tuple[int, ...]) -> list[Iteration]:
+async def find_remaining_iterations(
+    open_run: OpenRun, derived: DerivedResult, numbers: tuple[int, ...]
+) -> list[Iteration]:
     """Return the iterations that are not done yet."""
     done = sealed_numbers(open_run.run, derived)
     return [Iteration(open_run.run, number) for number in numbers if number not in done]
 
 
 @stage("judges of the run")
-async def adopt_reward_models(open_run: OpenRun, derived: Derived) -> list[str]:
+async def reuse_reward_models(open_run: OpenRun, derived: DerivedResult) -> list[str]:
     """Reuse the run's models for identical rewards. Return the terms whose model is not available."""
     own_rewards = read_recorded(ScoringConfig, open_run.run.record.config["scoring"]).hosted_rewards
     missing = []
@@ -86,7 +88,7 @@ async def adopt_reward_models(open_run: OpenRun, derived: Derived) -> list[str]:
     return missing
 
 
-async def wake_reward_models(open_run: OpenRun, derived: Derived) -> None:
+async def start_reward_models(open_run: OpenRun, derived: DerivedResult) -> None:
     """Give all worker slots to the reward models. Other roles are not needed."""
     for role in ("preparation", "update"):
         await open_run.close_pool(role)
@@ -94,7 +96,7 @@ async def wake_reward_models(open_run: OpenRun, derived: Derived) -> None:
     if terms:
         fleet = await open_run.get_fleet()
         slots = await fleet.check_slots()
-        workers = workers_of(open_run.settings, Plan(mode="colocated", rollout=slots, scoring=slots), "scoring")
+        workers = workers_per_role(open_run.settings, Plan(mode="colocated", rollout=slots, scoring=slots), "scoring")
         models = {
             reward_model_role(term): policy_of(open_run.reward_model(term, prefix=derived.prefix)) for term in terms
         }
@@ -102,7 +104,9 @@ async def wake_reward_models(open_run: OpenRun, derived: Derived) -> None:
 
 
 @stage("{iteration.key} seal")
-async def seal_rescoring(open_run: OpenRun, derived: Derived, iteration: Iteration, began: float) -> Manifest:
+async def seal_rescoring(
+    open_run: OpenRun, derived: DerivedResult, iteration: Iteration, start_time: float
+) -> Manifest:
     """Commit the seal of a re-scored iteration with a comparison of the rewards.
 
     Raises Quarantined if too many answers of a judge are unusable, or too many known-bad completions pass a judge.
@@ -118,7 +122,7 @@ async def seal_rescoring(open_run: OpenRun, derived: Derived, iteration: Iterati
         derived.key(iteration.number, "seal"),
         parents=[manifest for manifests in shards for manifest in manifests],
         metrics=metrics,
-        provenance=controller_provenance(seconds={"total": time.monotonic() - began}),
+        provenance=controller_provenance(seconds={"total": time.monotonic() - start_time}),
     )
     logger.info(
         "iteration %3d  reward %s  stored reward %s  changed %.1f%%  missing %d  %.1fs",
@@ -127,13 +131,15 @@ async def seal_rescoring(open_run: OpenRun, derived: Derived, iteration: Iterati
         format_number(metrics.get("stored_reward_mean")),
         100 * metrics["changed_fraction"],
         metrics["missing"],
-        time.monotonic() - began,
+        time.monotonic() - start_time,
     )
     return sealed
 
 
 @stage("{iteration.key} credit", retries=2)
-async def credit_again(open_run: OpenRun, derived: Derived, iteration: Iteration, scores: str | None) -> Manifest:
+async def recompute_credit(
+    open_run: OpenRun, derived: DerivedResult, iteration: Iteration, scores: str | None
+) -> Manifest:
     """Compute training samples from an iteration's stored rollouts, with the configured algorithm.
 
     `scores` names the re-scoring whose scores are used. None uses the run's own scores.
@@ -141,11 +147,11 @@ async def credit_again(open_run: OpenRun, derived: Derived, iteration: Iteration
     dynamic = open_run.settings.rollout.dynamic
     if dynamic is not None and dynamic.on_shortfall == "fail":  # other scores may leave fewer informative groups
         dynamic = dynamic.model_copy(update={"on_shortfall": "shrink"})
-    return await credit(
+    return await compute_credit(
         open_run,
         iteration,
         derived.key(iteration.number, "credit"),
-        iteration.scored_rollouts(prefix="" if scores is None else Derived("rescore", scores).prefix),
+        iteration.scored_rollouts(prefix="" if scores is None else DerivedResult("rescore", scores).prefix),
         dynamic=dynamic,
         kl_coefficient=_kl_coefficient(open_run, iteration),
     )
@@ -153,7 +159,7 @@ async def credit_again(open_run: OpenRun, derived: Derived, iteration: Iteration
 
 @stage("{iteration.key} seal")
 async def seal_recredit(
-    open_run: OpenRun, derived: Derived, iteration: Iteration, new: Manifest, began: float
+    open_run: OpenRun, derived: DerivedResult, iteration: Iteration, new: Manifest, start_time: float
 ) -> Manifest:
     """Commit the seal of a re-credited iteration, with a comparison of new and stored advantages."""
     stored = iteration.credit
@@ -164,7 +170,7 @@ async def seal_recredit(
         "informative_groups": new.metrics["informative_groups"],
         **(compared.result.metrics or {}),
     }
-    key, elapsed = derived.key(iteration.number, "seal"), time.monotonic() - began
+    key, elapsed = derived.key(iteration.number, "seal"), time.monotonic() - start_time
     sealed = commit_decision(
         open_run,
         key,
@@ -190,5 +196,5 @@ def _kl_coefficient(open_run: OpenRun, iteration: Iteration) -> float:
     kl = open_run.settings.algorithm.reward_kl
     if kl is None:
         return 0.0
-    own = own_terms(open_run.run).algorithm.reward_kl
+    own = recorded_terms(open_run.run).algorithm.reward_kl
     return reward_coefficient(open_run, iteration) if kl == own else kl.coefficient

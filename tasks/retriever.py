@@ -37,7 +37,7 @@ class OpenRetriever:
 
 
 @asynccontextmanager
-async def hold_retriever(config: RetrieverConfig) -> AsyncIterator[OpenRetriever]:
+async def lock_retriever(config: RetrieverConfig) -> AsyncIterator[OpenRetriever]:
     """Create or reopen the retriever's part of the store, lock it during the block, and start its worker.
 
     Raises BadInput before anything is written, RunLocked if another process has locked it, and RunChanged if it was
@@ -84,7 +84,7 @@ def find_finished(config: RetrieverConfig) -> TrainedRetriever | None:
     return None if existing is None or not existing.has(CHOSEN) else _read_result(existing)
 
 
-def first_terms(config: RetrieverConfig) -> Terms:
+def first_training_method(config: RetrieverConfig) -> Terms:
     """Return the training method of the first student."""
     return "dual" if config.method == "dual" else "self-distillation"
 
@@ -124,7 +124,7 @@ def should_teach(config: RetrieverConfig, student: Manifest, teacher: Manifest) 
 
 
 @stage("choice")
-async def choose(
+async def select_retriever(
     opened: OpenRetriever, students: Sequence[Manifest], teacher: Manifest | None = None
 ) -> TrainedRetriever:
     """Record the last student as the retriever, with the reason for the choice."""

@@ -6,7 +6,7 @@ from infra.store.manifests import Manifest
 from models.config.denoising import DenoisingConfig
 from models.records.versions import policy_of
 from models.records.work import RolloutWork
-from tasks.preparation import held_dialogue
+from tasks.preparation import find_dialogue_with_stored_user
 from tasks.run.batch import Batch
 from tasks.run.keys import USER
 from tasks.run.open_run import OpenRun
@@ -21,7 +21,7 @@ async def generate_shards(open_run: OpenRun, batch: Batch, shards: Sequence[int]
 
 async def _generate_shard(open_run: OpenRun, batch: Batch, shard: int) -> Manifest:
     plan, policy, prompts, continued = batch.plan, batch.policy, batch.prompts, batch.partial_rollouts(shard)
-    user = None if held_dialogue(open_run.settings) is None else open_run.run.require(USER)
+    user = None if find_dialogue_with_stored_user(open_run.settings) is None else open_run.run.require(USER)
     work = RolloutWork(
         iteration=plan.number,
         policy=policy_of(policy),

@@ -39,12 +39,12 @@ def _find_coefficient(
     last = Iteration(iteration.run, updating_iteration(iteration.run, iteration.number - 1))
     if adaptive is None or not last.number:
         return first
-    return adapted(
+    return adapt_coefficient(
         last.stage_manifest(measured).metrics, adaptive=adaptive, discarded=last.update.metrics["quarantined"] > 0
     )
 
 
-def adapted(measured: Mapping[str, float], *, adaptive: AdaptiveKl, discarded: bool) -> float:
+def adapt_coefficient(measured: Mapping[str, float], *, adaptive: AdaptiveKl, discarded: bool) -> float:
     """Return the coefficient after an iteration. It is unchanged if the update was discarded or no divergence was
     measured."""
     coefficient = measured["kl_coefficient"]

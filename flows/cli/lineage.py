@@ -186,9 +186,9 @@ def _describe_deletions(run: "TracedRun") -> Sequence[str]:
 
 
 def _write_learners(store: str, prompt: str, *, as_json: bool) -> None:
-    from tasks.lineage.learners import learners
+    from tasks.lineage.learners import find_trained_policies
 
-    policies = learners(store, frozenset([prompt]))
+    policies = find_trained_policies(store, frozenset([prompt]))
     if as_json:
         write(json.dumps([each.model_dump(mode="json") for each in policies], indent=2))
     elif not policies:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
-from flows.cli.options import Lines, Verbosity, attach, detach, log_progress
+from flows.cli.options import LineHandler, Verbosity, attach_handler, detach_handler, log_progress
 from infra.terminal import console, wrap_text
 from infra.untrusted_text import make_visible
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.live import Live
 
     from tasks.views.metrics import IterationReport
-    from tasks.views.run_progress import RunProgress, Watcher
+    from tasks.views.run_progress import ProgressReader, RunProgress
 
 LOOK_SECONDS: Final = 1.0
 REMOTE_SECONDS: Final = 5.0
@@ -40,18 +40,18 @@ def show_run(store: str, name: str, *, iterations: int, verbosity: Verbosity, as
         log_progress(quiet=as_json, verbosity=verbosity)
         yield
         return
-    from tasks.views.run_progress import Watcher
+    from tasks.views.run_progress import ProgressReader
 
     with _open_live(terminal) as live:
-        page = _Page(live, Watcher(store, name, iterations))
+        page = _Page(live, ProgressReader(store, name, iterations))
         lines = _LinesAbove(live.console, page)
-        attach(lines)
+        attach_handler(lines)
         page.start()
         try:
             yield
         finally:
             page.end()
-            detach(lines)
+            detach_handler(lines)
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def _open_live(terminal: "Console") -> Iterator["Live"]:
         yield live
 
 
-class _LinesAbove(Lines):
+class _LinesAbove(LineHandler):
     """Logging handler that prints above the live page. The page itself shows the remaining time."""
 
     def __init__(self, terminal: "Console", page: "_Page") -> None:
@@ -96,7 +96,7 @@ def print_line(terminal: "Console", line: str, level: int = logging.INFO) -> Non
 class _Page(threading.Thread):
     """Thread that updates the page until the run has ended. Failed reads are retried."""
 
-    def __init__(self, live: "Live", watcher: "Watcher") -> None:
+    def __init__(self, live: "Live", watcher: "ProgressReader") -> None:
         super().__init__(name="live page", daemon=True)
         self._live, self._watcher = live, watcher
         self._ended, self._began = threading.Event(), time.monotonic()
@@ -138,20 +138,24 @@ def draw_page(status: "RunProgress", *, seconds: float) -> "RenderableType":
         bar,
         Text(f"{sealed}{f' of {total}' if total else ''} iterations  {_format_duration(seconds)}{eta}"),
     )
-    progress = f"{activity.done:,} of {activity.of:,} {activity.unit}" if activity.of else ""
-    steps = ProgressBar(total=activity.of, completed=activity.done, width=BAR) if activity.of else Text("")
+    progress = f"{activity.done:,} of {activity.total:,} {activity.unit}" if activity.total else ""
+    steps = ProgressBar(total=activity.total, completed=activity.done, width=BAR) if activity.total else Text("")
     page.add_row(
-        Text(make_visible(activity.what)), steps, Text(make_visible("  ".join(filter(None, (progress, activity.note)))))
+        Text(make_visible(activity.description)),
+        steps,
+        Text(make_visible("  ".join(filter(None, (progress, activity.note))))),
     )
     if status.reports:
         page.add_row(
-            Text("sampled accuracy"), Text(sparks([r.accuracy for r in status.reports])), Text(_describe_best(status))
+            Text("sampled accuracy"),
+            Text(draw_sparkline([r.accuracy for r in status.reports])),
+            Text(_describe_best(status)),
         )
         page.add_row(Text("last iteration"), *map(Text, _describe_last(status.reports[-1])))
     return page
 
 
-def sparks(values: Sequence[float | None]) -> str:
+def draw_sparkline(values: Sequence[float | None]) -> str:
     """Return the newest values as a row of bars, scaled between their minimum and maximum."""
     known = [value for value in values[-BAR:] if value is not None]
     low, span = min(known, default=0.0), (max(known, default=0.0) - min(known, default=0.0)) or 1.0
@@ -160,7 +164,7 @@ def sparks(values: Sequence[float | None]) -> str:
 
 def _describe_best(status: "RunProgress") -> str:
     best = max((each.mean for each in status.evaluations), default=None)
-    return "" if best is None else f"best held-out accuracy ({status.evaluations[-1].chosen}) {best:.3f}"
+    return "" if best is None else f"best held-out accuracy ({status.evaluations[-1].sampling_method}) {best:.3f}"
 
 
 def _describe_last(report: "IterationReport") -> tuple[str, str]:
@@ -176,12 +180,12 @@ def _format_duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-def follow(store: str, run: str) -> None:
+def watch_run(store: str, run: str) -> None:
     """Show a run that another process trains until the run ends or no process trains it. Without a terminal, print
     lines."""
-    from tasks.views.run_progress import Watcher
+    from tasks.views.run_progress import ProgressReader
 
-    watcher, terminal = Watcher(store, run), console()
+    watcher, terminal = ProgressReader(store, run), console()
     if terminal.is_terminal and not terminal.is_dumb_terminal:
         with _open_live(terminal) as live:
             status = _follow_until_end(watcher, terminal, live)
@@ -191,13 +195,13 @@ def follow(store: str, run: str) -> None:
     progress = f"{sealed}{f' of {status.iterations}' if status.iterations else ''} iterations"
     hint = (
         ""
-        if status.is_over
+        if status.is_finished
         else ". No process trains this run now; `rheostat train` with its configuration continues it"
     )
     print_line(terminal, f"run {run}: {progress}{hint}")
 
 
-def _follow_until_end(watcher: "Watcher", terminal: "Console", live: "Live | None") -> "RunProgress":
+def _follow_until_end(watcher: "ProgressReader", terminal: "Console", live: "Live | None") -> "RunProgress":
     """Print new results and update the page at each read. Return after two reads without a process that trains the
     run."""
     pause = REMOTE_SECONDS if watcher.store.startswith("s3://") else LOOK_SECONDS
@@ -211,8 +215,8 @@ def _follow_until_end(watcher: "Watcher", terminal: "Console", live: "Live | Non
             for warning in report.warnings.values():
                 print_line(terminal, f"warning: iteration {report.iteration}: {warning}", logging.WARNING)
         iterations, evaluations = len(status.reports), len(status.evaluations)
-        absences = absences + 1 if watcher.holder() is None else 0
-        if status.is_over or absences > 1:
+        absences = absences + 1 if watcher.find_lock_holder() is None else 0
+        if status.is_finished or absences > 1:
             return status
         if live is not None:
             live.update(draw_page(status, seconds=time.monotonic() - began), refresh=True)

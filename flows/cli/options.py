@@ -75,10 +75,10 @@ class Display:
         return "quiet" if self.quiet else "verbose" if self.verbose else "normal"
 
 
-AS_USUAL = Display()
+DEFAULT_DISPLAY = Display()
 
 
-class Lines(logging.Handler):
+class LineHandler(logging.Handler):
     """Logging handler that passes log records of tasks, and warnings of all packages, to a function that prints them.
 
     Records of workers in threads are included only with verbosity "verbose".
@@ -114,10 +114,10 @@ def log_progress(*, quiet: bool, verbosity: Verbosity = "normal") -> None:
         stream.write(f"{wrap_text(line)}\n")
         stream.flush()
 
-    attach(Lines(write, verbosity))
+    attach_handler(LineHandler(write, verbosity))
 
 
-def attach(handler: logging.Handler) -> None:
+def attach_handler(handler: logging.Handler) -> None:
     """Attach a handler to the loggers of all packages, and stop propagation to other handlers."""
     for package in PACKAGES:
         logger = logging.getLogger(package)
@@ -126,7 +126,7 @@ def attach(handler: logging.Handler) -> None:
         logger.propagate = False
 
 
-def detach(handler: logging.Handler) -> None:
+def detach_handler(handler: logging.Handler) -> None:
     """Detach a handler from the loggers of all packages."""
     for package in PACKAGES:
         logging.getLogger(package).removeHandler(handler)

@@ -13,9 +13,9 @@ from infra.processes.sandbox import NOBODY, switches_user
 from infra.store.storage import open_store
 from models.config.teachers import Distillation
 from tasks.config.run import RunConfig
-from tasks.run.dependencies import find_run
+from tasks.run.dependencies import find_matching_run
 from tasks.run.preflight import preflight, with_data_sized_defaults, with_recorded_defaults
-from tasks.views.estimate import DeviceEstimate, accelerator, estimate, held_parts
+from tasks.views.estimate import DeviceEstimate, accelerator, estimate, peak_memory_by_part
 from tasks.views.metrics import sealed_iterations
 from tasks.views.placement import first_placement
 
@@ -40,7 +40,7 @@ class RunPlan(Settings):
 def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
     """Return the plan of a run. Raises BadInput in the same cases as the run itself."""
     config = with_recorded_defaults(config)
-    run = find_run(config, accept_change=accept_change)
+    run = find_matching_run(config, accept_change=accept_change)
     facts = asyncio.run(preflight(config, part="plan"))
     config, adaptations = with_data_sized_defaults(config, facts)
     sealed = 0 if run is None else len(sealed_iterations(run))
@@ -242,7 +242,7 @@ def _format_update_memory(config: RunConfig, facts: dict[str, float]) -> str:
 
 def _format_memory(facts: dict[str, float], role: str, *, offloaded: tuple[str, ...] = ()) -> str:
     """Return the estimated peak memory of one worker with its parts. Offloaded parts are listed separately."""
-    parts = {name: value / 2**20 for name, value in held_parts(facts, role).items()}
+    parts = {name: value / 2**20 for name, value in peak_memory_by_part(facts, role).items()}
     offloaded_parts = {name: parts.pop(name) for name in offloaded}
     detail = " + ".join(f"{name} {value:,.1f}" for name, value in parts.items())
     addition = (

@@ -78,7 +78,7 @@ def server(*, port: Annotated[int, Parameter(converter=parse_port, help="local p
     """
     from flows.cli.server import serve
 
-    own = own_password()
+    own = configured_password()
     password = own or store_password(port)
     write(f"Prefect UI at http://127.0.0.1:{port} (stop with Ctrl-C)")
     if own:
@@ -136,7 +136,7 @@ def prefect_api(*modules: str, port: int | None = None) -> Iterator[str]:
             _check_reachable(configured)
             yield configured
             return
-    own = own_password()
+    own = configured_password()
     password = own or _create_password()
     with _open_listener(port) as listener:  # bound here, so that two jobs cannot use the same server
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
@@ -195,12 +195,12 @@ def _check_reachable(url: str) -> None:
         )
 
 
-def own_server() -> WatchedServer | None:
+def find_own_server() -> WatchedServer | None:
     """Return the server that this process has started, or None if there is none."""
     return _SERVING.get()
 
 
-def own_password() -> str | None:
+def configured_password() -> str | None:
     """Return the `NAME:PASSWORD` that the user has set for Prefect's server, else for its clients, or None."""
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_SERVER_API_AUTH_STRING
 
@@ -318,7 +318,7 @@ def run_flow(flow: "Coroutine[object, object, R]") -> R:
     SIGTERM cancels the flow like Ctrl-C. Both end in a KeyboardInterrupt with the signal's number.
     """
     numbers: list[int] = []
-    ending, serving = ForcedExit(), own_server()
+    ending, serving = ForcedExit(), find_own_server()
 
     def on_signal(number: int) -> None:
         numbers.append(number)

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from flows.cli.options import DEFAULT_STORE, Config, Overrides, Store, StoredIn, log_progress
 from flows.cli.prefect_api import configured_api, run_flow
-from flows.cli.train import AcceptChange, JobArguments, watched
+from flows.cli.train import AcceptChange, JobArguments, open_job
 from infra.errors import BadInput
 from infra.terminal import Json, parse_whole_number, table, write, write_error
 
@@ -110,7 +110,7 @@ def require_finished(config: "RunConfig", *, today: date) -> None:
 
 def retrain_here(config: "RunConfig", *, day: date, accept_change: bool = False) -> "Retrained":
     """Retrain in this process. Raises BadInput before anything is written or started."""
-    with watched(config, "flows.retrain") as config:
+    with open_job(config, "flows.retrain") as config:
         from flows.retrain import retrain as retrain_flow
 
         return run_flow(retrain_flow(config, accept_change=accept_change, day=day))
@@ -186,13 +186,13 @@ def mirror(name: RegistryName, /, *, to: MirrorAddress = None, store: Store = DE
     Promotions and rollbacks do this by themselves if MLFLOW_REGISTRY_URI is set.
     """
     from infra.store.registry import open_existing_registry
-    from tasks.promotion.mirror import ADDRESS, mirror_address
-    from tasks.promotion.mirror import mirror as write_mirror
+    from tasks.promotion.mirror import ADDRESS_VARIABLE, mirror_address
+    from tasks.promotion.mirror import sync_to_mlflow as write_mirror
 
     registry = open_existing_registry(store, name)
     if (address := to or mirror_address()) is None:
         raise BadInput(
-            f"The address of MLflow's registry is missing. Set --to URI or {ADDRESS}, for example to sqlite:///mlflow.db."
+            f"The address of MLflow's registry is missing. Set --to URI or {ADDRESS_VARIABLE}, for example to sqlite:///mlflow.db."
         )
     write(f"MLflow's registry: {write_mirror(registry, address)}")
 
@@ -235,10 +235,10 @@ def _report_to_prefect(name: str, record: "RegistryRecord") -> None:
 def _sync_mirror(store: str, name: str) -> None:
     """Sync MLflow's registry if its address is set. A failure is printed as a warning."""
     from infra.store.registry import open_registry
-    from tasks.promotion.mirror import catch_up, mirror_address
+    from tasks.promotion.mirror import mirror_address, try_sync_to_mlflow
 
     address = mirror_address()
-    if address is not None and (problem := catch_up(open_registry(store, name), address)) is not None:
+    if address is not None and (problem := try_sync_to_mlflow(open_registry(store, name), address)) is not None:
         write_error(f"warning: registry {name} is not synced to MLflow yet: {problem}")
 
 

@@ -34,13 +34,13 @@ from tasks.run.iteration import carry_over_before
 from tasks.run.keys import StageKey
 from tasks.run.preflight import preflight
 from tasks.run.rescorings import (
-    Derived,
+    DerivedResult,
     Recredit,
     RecreditTerms,
     Rescoring,
     RescoringTerms,
     check_terms,
-    own_terms,
+    recorded_terms,
     rescoring_terms,
     sealed_numbers,
 )
@@ -66,7 +66,7 @@ def request_rescoring(
     """Parse and check a re-scoring from the command line. Raises BadInput before anything is written."""
     run = open_known_run(store, run_name)
     terms = parse_part(rewards, RescoringTerms, part="scoring", what="--rewards")
-    chosen = checked_name(name) if name is not None else f"{terms.scoring.terms[0]}-{digest_of(terms)}"
+    chosen = check_name(name) if name is not None else f"{terms.scoring.terms[0]}-{digest_of(terms)}"
     numbers = parse_iterations(iterations, run)
     config = stored_configuration(run, store, overrides, scoring=terms.scoring)
     slots, workers = (
@@ -80,7 +80,7 @@ def request_rescoring(
             raise BadInput(
                 f"Reward {term!r} has model.kind 'trained', which needs [preferences], but the run has no preferences."
             )
-    derived = Derived("rescore", chosen)
+    derived = DerivedResult("rescore", chosen)
     check_terms(run, derived, terms)
     check_dependencies(run, rescoring_dependencies(terms.scoring), prefix=derived.prefix)
     return Rescoring(config=config, name=chosen, iterations=numbers)
@@ -103,20 +103,20 @@ def request_recredit(
     terms = parse_part(table, RecreditTerms, part="algorithm", what="--algorithm")
     terms = terms.model_copy(update={"scores": scores})
     short = terms.algorithm.label.rpartition(":")[2].lower()
-    chosen = checked_name(name) if name is not None else f"{short}-{digest_of(terms)}"
+    chosen = check_name(name) if name is not None else f"{short}-{digest_of(terms)}"
     numbers = parse_iterations(iterations, run)
     scoring = _read_scoring(run, scores)
     config = stored_configuration(run, store, overrides, scoring=scoring)
     config = config.model_copy(update={"algorithm": terms.algorithm})
-    for reason in why_not(run, terms, config, numbers):
+    for reason in find_recredit_conflicts(run, terms, config, numbers):
         raise BadInput(f"re-credit of run {run.name!r}: {reason}")
-    derived = Derived("recredit", chosen)
+    derived = DerivedResult("recredit", chosen)
     check_terms(run, derived, terms)
     check_dependencies(run, recredit_dependencies(terms.algorithm), prefix=derived.prefix)
     return Recredit(config=config, name=chosen, scores=scores, iterations=numbers)
 
 
-def why_not(run: Run, terms: RecreditTerms, config: RunConfig, numbers: Sequence[int]) -> Iterator[str]:
+def find_recredit_conflicts(run: Run, terms: RecreditTerms, config: RunConfig, numbers: Sequence[int]) -> Iterator[str]:
     """Yield the reasons why an algorithm cannot compute advantages for the stored rollouts."""
     # There is no update, so its settings are irrelevant.
     yield from find_conflicts(
@@ -130,9 +130,9 @@ def why_not(run: Run, terms: RecreditTerms, config: RunConfig, numbers: Sequence
         )
     )
     own, needs, has = (
-        own_terms(run).algorithm,
+        recorded_terms(run).algorithm,
         required_models(terms.algorithm),
-        required_models(own_terms(run).algorithm),
+        required_models(recorded_terms(run).algorithm),
     )
     wanting = {
         "log-probs of the initial policy (algorithm.kl)": needs.reference and not has.reference,
@@ -149,7 +149,7 @@ def why_not(run: Run, terms: RecreditTerms, config: RunConfig, numbers: Sequence
 
 
 def _missing_scores(run: Run, scores: str, numbers: Sequence[int]) -> Iterator[str]:
-    derived = Derived("rescore", scores)
+    derived = DerivedResult("rescore", scores)
     for number in numbers:
         before = {StageKey.parse(groups.scores).iteration for groups in carry_over_before(run, number).leftover_groups}
         for needed in sorted({number, *before} - {*sealed_numbers(run, derived)}):
@@ -178,7 +178,7 @@ def stored_configuration(run: Run, store: str, overrides: Sequence[str], *, scor
     recorded = recorded_config(run)
     own_scoring, recorded_pools = read_recorded(ScoringConfig, recorded["scoring"]), recorded["pools"]
     assert isinstance(recorded_pools, dict), "a run's identity has its pools"
-    pools = {**recorded_pools, **room_for(own_scoring, scoring)}
+    pools = {**recorded_pools, **pools_for(own_scoring, scoring)}
     document = {**recorded, "name": run.name, "store": store, "pools": pools}
     document["placement"] = {"kind": "colocated"}
     config = override_config(document, overrides, source=f"run {run.name}", recorded=True)
@@ -189,7 +189,7 @@ def stored_configuration(run: Run, store: str, overrides: Sequence[str], *, scor
     return config.model_copy(update={"scoring": scoring, "rollout": rollout})
 
 
-def room_for(*scorings: ScoringConfig) -> dict[str, JsonValue]:
+def pools_for(*scorings: ScoringConfig) -> dict[str, JsonValue]:
     """Return the minimum worker slots and stall time for these rewards. A run's record does not contain the numbers it
     used."""
     defaults, max_seconds = PoolsConfig(), 0.0
@@ -263,7 +263,7 @@ def parse_iterations(text: str | None, run: Run) -> tuple[int, ...]:
     return tuple(sorted(numbers))
 
 
-def checked_name(name: str) -> str:
+def check_name(name: str) -> str:
     """Return the name if it can be part of a manifest's key. Raises BadInput if it cannot."""
     if not NAME.fullmatch(name) or ".." in name:
         raise BadInput(
@@ -280,7 +280,7 @@ def digest_of(terms: BaseModel) -> str:
 
 def rescore_here(request: Rescoring) -> None:
     """Score stored rollouts again in this process. Raises BadInput before anything is written or started."""
-    derived = Derived("rescore", request.name)
+    derived = DerivedResult("rescore", request.name)
     if _has_remaining(request, derived):
         asyncio.run(preflight(request.config, part="scoring"))
         with _open_prefect(request, derived):
@@ -291,7 +291,7 @@ def rescore_here(request: Rescoring) -> None:
 
 def recredit_here(request: Recredit) -> None:
     """Credit stored rollouts again in this process. Raises BadInput before anything is written or started."""
-    derived = Derived("recredit", request.name)
+    derived = DerivedResult("recredit", request.name)
     if _has_remaining(request, derived):
         with _open_prefect(request, derived):
             from flows.rescoring import recredit
@@ -299,7 +299,7 @@ def recredit_here(request: Recredit) -> None:
             run_flow(recredit(request))
 
 
-def _has_remaining(request: Rescoring | Recredit, derived: Derived) -> bool:
+def _has_remaining(request: Rescoring | Recredit, derived: DerivedResult) -> bool:
     """Return whether iterations are missing. If so, raise RunLocked if another process holds the run."""
     run = open_run(request.config.store, request.config.name)
     if set(request.iterations) <= {*sealed_numbers(run, derived)}:
@@ -309,7 +309,7 @@ def _has_remaining(request: Rescoring | Recredit, derived: Derived) -> bool:
 
 
 @contextmanager
-def _open_prefect(request: Rescoring | Recredit, derived: Derived) -> Iterator[None]:
+def _open_prefect(request: Rescoring | Recredit, derived: DerivedResult) -> Iterator[None]:
     with prefect_api() as url:
         logger.info("%s of run %s; Prefect's UI: %s", derived.label, request.config.name, url.removesuffix("/api"))
         yield

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from flows.cli.output import Rows
     from infra.config import Settings
-    from tasks.run.rescorings import Derived
+    from tasks.run.rescorings import DerivedResult
 
 Rewards = Annotated[
     str, Parameter(metavar="TOML", help="new rewards: TOML file with a [scoring] table, or its keys as inline TOML")
@@ -57,14 +57,14 @@ def rescore(
     """Score a run's stored rollouts again with other rewards, without generating anything."""
     from flows.cli.output import rescored_rows
     from flows.cli.requests import request_rescoring, rescore_here
-    from tasks.run.rescorings import Derived
+    from tasks.run.rescorings import DerivedResult
     from tasks.views.runs import rescored_iterations
 
     log_progress(quiet=as_json)
     request = request_rescoring(store, run, rewards=rewards, name=name, iterations=iterations, overrides=overrides)
     rescore_here(request)
     lines = rescored_iterations(store, run, request.name, request.iterations)
-    _show(Derived("rescore", request.name), run, lines, rescored_rows(lines), as_json=as_json)
+    _show(DerivedResult("rescore", request.name), run, lines, rescored_rows(lines), as_json=as_json)
 
 
 def recredit(
@@ -81,7 +81,7 @@ def recredit(
     """Compute new advantages for a run's stored rollouts, with another algorithm or from other scores."""
     from flows.cli.output import recredited_rows
     from flows.cli.requests import recredit_here, request_recredit
-    from tasks.run.rescorings import Derived
+    from tasks.run.rescorings import DerivedResult
     from tasks.views.runs import recredited_iterations
 
     log_progress(quiet=as_json)
@@ -90,10 +90,10 @@ def recredit(
     )
     recredit_here(request)
     lines = recredited_iterations(store, run, request.name, request.iterations)
-    _show(Derived("recredit", request.name), run, lines, recredited_rows(lines), as_json=as_json)
+    _show(DerivedResult("recredit", request.name), run, lines, recredited_rows(lines), as_json=as_json)
 
 
-def _show(derived: "Derived", run: str, lines: "Sequence[Settings]", rows: "Rows", *, as_json: bool) -> None:
+def _show(derived: "DerivedResult", run: str, lines: "Sequence[Settings]", rows: "Rows", *, as_json: bool) -> None:
     if as_json:
         write(json.dumps({"name": derived.name, "iterations": [line.model_dump() for line in lines]}, indent=2))
     else:

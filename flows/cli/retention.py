@@ -159,8 +159,8 @@ def forget(
 ) -> None:
     """List, or with --delete remove, every copy of the given prompts and their completions in all runs."""
     from infra.store.runs import list_runs, open_run
-    from tasks.forgetting import forget as forget_prompts
-    from tasks.lineage.learners import learners
+    from tasks.forgetting import remove_prompts as forget_prompts
+    from tasks.lineage.learners import find_trained_policies
     from tasks.views.runs import open_known_run
 
     ids = _read_ids(prompt_ids)
@@ -182,7 +182,12 @@ def forget(
         write(json.dumps([each.model_dump() for each in reports], indent=2))
     else:
         write(
-            "\n".join([*_describe(reports, len(ids), delete=delete), *(each.line() for each in learners(store, ids))])
+            "\n".join(
+                [
+                    *_describe(reports, len(ids), delete=delete),
+                    *(each.line() for each in find_trained_policies(store, ids)),
+                ]
+            )
         )
 
 
@@ -218,7 +223,7 @@ def _forget_samples(runs: Sequence[str]) -> None:
     from flows.cli.prefect_api import prefect_api
 
     with prefect_api():
-        from tasks.reporting import delete_samples
+        from tasks.reporting import delete_published_completions
 
         for run in runs:
-            asyncio.run(delete_samples(run))
+            asyncio.run(delete_published_completions(run))

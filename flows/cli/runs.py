@@ -65,7 +65,7 @@ Verified = Annotated[str, Parameter(name="RUN", help="name of the run, registry 
 Replays = Annotated[
     bool, Parameter(help="also replay stored episodes, and list the turns that new environments answer differently")
 ]
-LEAST_OF_RUNS: Final = ("created", "took", "algorithm", "best", "accuracy before", "iterations")
+OPTIONAL_COLUMNS: Final = ("created", "took", "algorithm", "best", "accuracy before", "iterations")
 """Columns of the list of runs that are dropped first on a narrow terminal."""
 EPISODES = 16
 Episodes = Annotated[
@@ -109,7 +109,7 @@ def runs(*, limit: Newest = None, store: Store = DEFAULT_STORE, as_json: Json = 
     if as_json:
         write(json.dumps([run.model_dump() for run in listed], indent=2))
         return
-    write(table([run.row() for run in listed], drop_first=LEAST_OF_RUNS) or f"no runs in {open_store(store).uri}")
+    write(table([run.row() for run in listed], drop_first=OPTIONAL_COLUMNS) or f"no runs in {open_store(store).uri}")
     if len(listed) < num_runs:
         write(f"the newest {len(listed)} of {num_runs:,} runs")
 
@@ -117,7 +117,7 @@ def runs(*, limit: Newest = None, store: Store = DEFAULT_STORE, as_json: Json = 
 def show(run: RunName, /, *, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
     """Show a run's iterations, metrics, digests and seconds per stage."""
     from flows.cli.output import cost_lines, episode_lines, iteration_rows, term_lines, work_lines
-    from tasks.run.rescorings import derived_line
+    from tasks.run.rescorings import describe_derived_results
     from tasks.views.diagnosis import summarize_warnings
     from tasks.views.runs import describe_run
 
@@ -141,11 +141,11 @@ def show(run: RunName, /, *, store: Store = DEFAULT_STORE, as_json: Json = False
     for change in description.changes:
         write(f"changed from iteration {change.iteration} on: {'; '.join(change.changes)}")
     if description.policy:
-        write(f"policy {description.policy}{added_to(description.base)}")
+        write(f"policy {description.policy}{describe_base_model(description.base)}")
     if description.base:
         write(f"export {export_command(run, store)}")
     if description.derived:
-        write(derived_line(description.derived))
+        write(describe_derived_results(description.derived))
 
 
 def plot(*run: RunNames, to: Picture = None, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
@@ -171,11 +171,11 @@ def plot(*run: RunNames, to: Picture = None, store: Store = DEFAULT_STORE, as_js
 
 def watch(run: RunName, /, *, store: Store = DEFAULT_STORE) -> None:
     """Follow a run that another process trains, on this machine or elsewhere, until it ends."""
-    from flows.cli.live import follow
+    from flows.cli.live import watch_run
     from tasks.views.runs import open_known_run
 
     open_known_run(store, run)
-    follow(store, run)
+    watch_run(store, run)
 
 
 def rollouts(
@@ -291,9 +291,9 @@ def verify(
     from infra.store.registry import open_registry, registries
     from infra.store.runs import list_runs
     from infra.store.verify import verify_registry
-    from tasks.soup.record import soup_records, soups, verify_soup
+    from tasks.soup.record import list_soups, soup_records, verify_soup
     from tasks.verification.episodes import check_environment
-    from tasks.verification.invariants import deletions, ignored_files, states_to_learn_again, verify_run
+    from tasks.verification.invariants import deletions, ignored_files, missing_states, verify_run
     from tasks.views.runs import open_known_run
 
     if episodes is not None and (episodes < 1 or not environment):
@@ -302,10 +302,10 @@ def verify(
         if run in registries(store):
             registry = open_registry(store, run)
             return _report_records("registry", run, verify_registry(registry), registry.numbered, as_json=as_json)
-        if run in soups(store):
+        if run in list_soups(store):
             return _report_records("soup", run, verify_soup(store, run), soup_records(store, run), as_json=as_json)
     problems, ignored = verify_run(store, run), ignored_files(store, run)
-    again, deleted = ([], []) if problems else (states_to_learn_again(store, run), deletions(store, run))
+    again, deleted = ([], []) if problems else (missing_states(store, run), deletions(store, run))
     environment_check = None
     if environment and not problems:
         environment_check = check_environment(open_known_run(store, run), episodes=episodes or EPISODES)
@@ -387,7 +387,7 @@ def placement(run: RunName, /, *, stages: Stages = False, store: Store = DEFAULT
     return 0 if all(line.replayed for line in lines) else 1
 
 
-def added_to(base: str | None) -> str:
+def describe_base_model(base: str | None) -> str:
     """Return a note with the base model if the policy is an adapter, else an empty string."""
     return "" if base is None else f"\n         adapter for the base model {base}"
 

@@ -56,15 +56,15 @@ def serve(port: int, *, password: str, listener: socket.socket | None = None) ->
     """Serve API and UI on a loopback port, or on a socket that already listens, until the process is stopped."""
     AioSqliteConfiguration.begin_sqlite_stmt = _begin_transaction  # type: ignore[method-assign, assignment]
     with temporary_settings({PREFECT_SERVER_API_AUTH_STRING: password}, set_defaults=DEFAULTS) as settings:
-        app = closed(create_app(final=True), settings.server.api.cors_allowed_origins.split(","))
+        app = restrict_hosts(create_app(final=True), settings.server.api.cors_allowed_origins.split(","))
         if not settings.server.analytics_enabled:
-            app = silent(app, settings.server.ui.api_url or "")
+            app = block_telemetry(app, settings.server.ui.api_url or "")
         config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", timeout_graceful_shutdown=5)
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=None if listener is None else [listener])
 
 
-def closed(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+def restrict_hosts(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     """Return the app restricted to loopback host names and the hosts of `origins`. Pages of other origins get status
     403."""
 
@@ -81,7 +81,7 @@ def closed(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     return TrustedHostMiddleware(same_origin, allowed_hosts=[*LOOPBACK, *names], www_redirect=False)
 
 
-def silent(app: ASGIApp, api_url: str) -> ASGIApp:
+def block_telemetry(app: ASGIApp, api_url: str) -> ASGIApp:
     """Return the app with a content security policy that lets the UI connect only to this server and its API.
 
     Without this policy the UI sends usage statistics to another server.

@@ -45,7 +45,7 @@ def serve(
     from infra.store.registry import open_existing_registry
     from models.engines.vllm.fixed_server import FixedAddressServer
     from models.engines.vllm.server import Address
-    from tasks.promotion.serving import follow
+    from tasks.promotion.serving import watch_policy
 
     log_progress(quiet=True)
     registry, configured_key = open_existing_registry(store, name), os.environ.get(key_variable)
@@ -60,7 +60,7 @@ def serve(
     if configured_key is None:
         write(f"export {key_variable}={at.key}")
     with contextlib.suppress(KeyboardInterrupt), contextlib.closing(server):
-        follow(registry, use, every=_check_interval(every), alias=alias)
+        watch_policy(registry, use, every=_check_interval(every), alias=alias)
 
 
 def checkout(
@@ -81,12 +81,12 @@ def checkout(
     registry = open_existing_registry(store, name)
 
     def keep(champion: "RegistryRecord", files: Path) -> None:
-        if serving.place(champion, files, to):
+        if serving.update_link(champion, files, to):
             write(f"{to} now points to {describe_champion(champion)}")
 
     with contextlib.suppress(KeyboardInterrupt):
         if follow:
-            serving.follow(registry, keep, every=_check_interval(every), alias=alias)
+            serving.watch_policy(registry, keep, every=_check_interval(every), alias=alias)
         else:
             keep(*serving.policy_files(registry, alias))
 

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from flows.cli.options import DEFAULT_STORE, Config, Named, Overrides, Store, StoredIn, log_progress
 from flows.cli.prefect_api import run_flow
 from flows.cli.runs import PICTURES, NewDirectory, NewFile
-from flows.cli.train import AcceptChange, JobArguments, watched
+from flows.cli.train import AcceptChange, JobArguments, open_job
 from infra.errors import BadInput
 from infra.terminal import Json, table, write
 
@@ -95,12 +95,12 @@ def soup(
     as_json: Json = False,
 ) -> None:
     """Train backbones on mixes of rewards, merge them for every preference, and evaluate the merges, or continue."""
-    from tasks.soup.parts import soup_of
+    from tasks.soup.parts import soup_settings
 
     job = JobArguments(config, overrides, run, store).load()
-    soup_of(job)
+    soup_settings(job)
     log_progress(quiet=as_json)
-    with watched(job, "flows.soup") as job:
+    with open_job(job, "flows.soup") as job:
         from flows.soup import soup as soup_flow
 
         record = run_flow(soup_flow(job, accept_change=accept_change))

@@ -143,12 +143,12 @@ def _train_runs(
     jobs: Sequence[JobArguments], loaded: Sequence["RunConfig"], course: SweepOptions, reporter: _Reporter
 ) -> dict[str, str]:
     """Train the runs that are not done, up to `course.limit` at a time. Return the reasons of failures by run name."""
-    from tasks.run.preflight import is_done
+    from tasks.run.preflight import is_run_complete
 
     errors, waiting = dict[str, str](), list[tuple[str, JobArguments]]()
     for job, config in zip(jobs, loaded, strict=True):
         try:
-            if is_done(config):
+            if is_run_complete(config):
                 reporter.tell(config.name, "already finished")
             else:
                 waiting.append((config.name, job))

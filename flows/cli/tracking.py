@@ -27,13 +27,13 @@ Port = Annotated[int, Parameter(converter=parse_port_or_free, help="port to list
 
 def track(run: RunName, /, *, tracking: Tracking = None, store: Store = DEFAULT_STORE, as_json: Json = False) -> int:
     """Rewrite a run's metrics.jsonl, and send trackers the metrics that they are missing."""
-    from tasks.tracking.metrics_file import renew_metrics
+    from tasks.tracking.metrics_file import rewrite_metrics
     from tasks.tracking.mirror import tracker_processes_of
     from tasks.views.runs import open_known_run
 
     opened = open_known_run(store, run)
     trackers = () if tracking is None else _parse_trackers(tracking)
-    path = renew_metrics(opened)
+    path = rewrite_metrics(opened)
     reports = tracker_processes_of(opened, trackers).finish()
     if as_json:
         document = {"run": run, "metrics": path, "trackers": [report.model_dump() for report in reports]}

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import Parameter
 
-from flows.cli.options import AS_USUAL, DEFAULT_STORE, Config, Display, Named, Overrides, StoredIn, log_progress
+from flows.cli.options import DEFAULT_DISPLAY, DEFAULT_STORE, Config, Display, Named, Overrides, StoredIn, log_progress
 from flows.cli.prefect_api import prefect_api, run_flow
-from flows.cli.runs import added_to, export_command
+from flows.cli.runs import describe_base_model, export_command
 from infra.errors import BadInput
 from infra.plugins import register_target_folder
 from infra.processes.guard import guarded_directory
@@ -111,7 +111,7 @@ def train(
     store: StoredIn = None,
     accept_change: AcceptChange = False,
     dry_run: DryRun = False,
-    display: Display = AS_USUAL,
+    display: Display = DEFAULT_DISPLAY,
     as_json: Json = False,
 ) -> None:
     """Run the configured job, or continue it."""
@@ -139,7 +139,7 @@ def sft(
     run: Named = None,
     store: StoredIn = None,
     accept_change: AcceptChange = False,
-    display: Display = AS_USUAL,
+    display: Display = DEFAULT_DISPLAY,
     as_json: Json = False,
 ) -> None:
     """Run the configured job up to the end of supervised fine-tuning; `rheostat train` continues from there."""
@@ -154,7 +154,7 @@ def dpo(
     run: Named = None,
     store: StoredIn = None,
     accept_change: AcceptChange = False,
-    display: Display = AS_USUAL,
+    display: Display = DEFAULT_DISPLAY,
     as_json: Json = False,
 ) -> None:
     """Run the configured job up to the end of preference optimization; `rheostat train` continues from there."""
@@ -169,7 +169,7 @@ def reward_model(
     run: Named = None,
     store: StoredIn = None,
     accept_change: AcceptChange = False,
-    display: Display = AS_USUAL,
+    display: Display = DEFAULT_DISPLAY,
     as_json: Json = False,
 ) -> None:
     """Run the configured job up to its trained reward models; `rheostat train` continues from there."""
@@ -233,7 +233,7 @@ def _print_estimate(config: "RunConfig", device: str, tokens: int | None, *, as_
 
 def train_here(config: "RunConfig", *, accept_change: bool = False, port: int | None = None) -> "RunSummary":
     """Run or continue the job in this process. Raises BadInput before anything is written or started."""
-    with watched(config, "flows.train", accept_change=accept_change, port=port) as config:
+    with open_job(config, "flows.train", accept_change=accept_change, port=port) as config:
         from flows.train import train as train_flow
 
         return run_flow(train_flow(config, accept_change=accept_change))
@@ -246,7 +246,7 @@ def run_part(
     from tasks.config.run import require_part
 
     require_part(command, config)
-    with watched(config, f"flows.{PARTS[command]}", accept_change=accept_change, port=port) as config:
+    with open_job(config, f"flows.{PARTS[command]}", accept_change=accept_change, port=port) as config:
         match command:
             case "sft":
                 from flows.sft import sft as sft_flow
@@ -277,7 +277,7 @@ def evaluate_here(policy: Path, *, config_path: Path | None, overrides: Sequence
 
 
 @contextmanager
-def watched(
+def open_job(
     config: "RunConfig", flow: str, *, accept_change: bool = False, port: int | None = None
 ) -> Iterator["RunConfig"]:
     """Check a job, then run the block with a Prefect API and with the flow's module already imported.
@@ -285,11 +285,11 @@ def watched(
     Yields the configuration with the defaults that its inputs determine. Raises BadInput before anything is written or
     started.
     """
-    from tasks.run.dependencies import find_run
+    from tasks.run.dependencies import find_matching_run
     from tasks.run.preflight import preflight, with_data_sized_defaults, with_recorded_defaults
 
     config = with_recorded_defaults(config)
-    existing = find_run(config, accept_change=accept_change)
+    existing = find_matching_run(config, accept_change=accept_change)
     if existing is not None:
         existing.check_unlocked()
     config, adaptations = with_data_sized_defaults(config, asyncio.run(preflight(config)))
@@ -332,7 +332,7 @@ def _describe_results(summary: "RunSummary", config: "RunConfig") -> str:
         f"\n{summary_lines(summary)}",
         *([f"report   {summary.report}"] if summary.report else []),
         f"plot     {summary.plot}\nrun      {summary.path}",
-        f"policy   {summary.policy}{added_to(summary.base)}\ndigest   {summary.digest}",
+        f"policy   {summary.policy}{describe_base_model(summary.base)}\ndigest   {summary.digest}",
     ]
     if summary.base:
         lines.append(f"export   {export_command(config.name, config.store)}")

@@ -365,7 +365,7 @@ class DiffusersEngine(EngineSettings):
     """Generation of pictures inside the worker, with the denoiser, text encoders and VAE of a directory in diffusers
     format."""
 
-    implementation = "models.engines.image_generation:PictureEngine"
+    implementation = "models.engines.image_generation:DiffusersImageEngine"
     generates_images = True
 
     kind: Literal["diffusers"] = "diffusers"

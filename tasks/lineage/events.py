@@ -35,7 +35,7 @@ class DatasetVersion:
     version: str
     """Digest of the dataset's manifest."""
 
-    def read(self) -> "InputDataset":
+    def as_input(self) -> "InputDataset":
         """Return the dataset version as an input of an event."""
         from openlineage.client.event_v2 import InputDataset
         from openlineage.client.facet_v2 import dataset_version_dataset
@@ -43,11 +43,11 @@ class DatasetVersion:
         version = dataset_version_dataset.DatasetVersionDatasetFacet(self.version, producer=PRODUCER)
         return InputDataset(self.namespace, self.name, facets={"version": version})
 
-    def written(self) -> "OutputDataset":
+    def as_output(self) -> "OutputDataset":
         """Return the dataset version as an output of an event."""
         from openlineage.client.event_v2 import OutputDataset
 
-        read = self.read()
+        read = self.as_input()
         return OutputDataset(read.namespace, read.name, facets=read.facets)
 
 
@@ -161,6 +161,6 @@ def _event_pair(
             producer=PRODUCER,
             run=Run(str(number)),
             job=Job(namespace, job),
-            inputs=[each.read() for each in inputs],
-            outputs=[] if output is None else [output.written()],
+            inputs=[each.as_input() for each in inputs],
+            outputs=[] if output is None else [output.as_output()],
         )

@@ -72,7 +72,7 @@ class PromptLearner(Settings):
         )
 
 
-def learners(store: str, ids: frozenset[str]) -> list[PromptLearner]:
+def find_trained_policies(store: str, ids: frozenset[str]) -> list[PromptLearner]:
     """Return the promoted policies of all registries of a store that were trained on the prompts, directly or through a
     champion they started from.
 
@@ -127,7 +127,7 @@ def _own_prompts(registry: Registry, run: str) -> set[str]:
     """Return the prompts that a run itself was trained on according to the registry, without those of earlier
     champions."""
     draft = read_draft(registry, run)
-    keys = (trained_ids_key(run), draft.left_out if draft is not None else "")
+    keys = (trained_ids_key(run), draft.exclude_ids_key if draft is not None else "")
     own, before = ({*(registry.store.find(key) or b"").decode().split()} if key else set[str]() for key in keys)
     return own - before
 

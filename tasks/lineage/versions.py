@@ -65,7 +65,7 @@ def trace(store: str, name_or_digest: str) -> list[TracedVersion]:
     raise BadInput(f"lineage: {name_or_digest!r} is unknown. Give {forms}. {names}")
 
 
-def began_as(registry: Registry, run: str) -> int:
+def champion_before(registry: Registry, run: str) -> int:
     """Return the number of the record of the champion that a retrain started from, or 0 if it started from its
     configured policy."""
     draft = read_draft(registry, run)
@@ -81,7 +81,7 @@ def ancestry(registry: Registry, record: RegistryRecord) -> Iterator[RegistryRec
     last: RegistryRecord | None = record
     while last is not None:
         yield last
-        before = began_as(registry, last.run)
+        before = champion_before(registry, last.run)
         last = records.get(before) if before < last.number else None
 
 
@@ -109,7 +109,7 @@ def _trace_chain(store: str, registry: Registry, record: RegistryRecord) -> Iter
             registry=registry.name,
             record=each,
             is_champion=champion is not None and champion.policy == each.policy,
-            began_as=began_as(registry, each.run),
+            began_as=champion_before(registry, each.run),
             files=registry.locate(each) if bundle is not None and has_bundle(registry.store, bundle) else "",
             run=trace_run(open_run(store, each.run), iteration=each.iteration) if each.run in runs else None,
             name=each.run,

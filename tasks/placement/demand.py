@@ -39,7 +39,7 @@ def scoring_demand(settings: RunConfig, measured: Measurements, *, shards: int, 
     )
 
 
-def workers_of(settings: RunConfig, plan: Plan, turn: str | None) -> dict[str, int]:
+def workers_per_role(settings: RunConfig, plan: Plan, turn: str | None) -> dict[str, int]:
     """Return the number of workers per role under a plan. If roles take turns, only the workers of the role `turn` are
     returned."""
     terms = {term: reward.slots for term, reward in settings.scoring.hosted_rewards.items()}
@@ -82,7 +82,7 @@ def add_observations(measured: Measurements, run: Run, plan: BatchPlan, stages: 
     return measured.observe(_observe_units(run, plan, stages), moves=_move_seconds(run, plan))
 
 
-def recall_measurements(run: Run, stages: dict[str, Role], *, before: int, iterations: int) -> Measurements:
+def read_measurements(run: Run, stages: dict[str, Role], *, before: int, iterations: int) -> Measurements:
     """Return the measurements of the last `iterations` iterations before iteration `before`.
 
     Iterations that are not stored are skipped.

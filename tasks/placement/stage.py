@@ -20,7 +20,7 @@ from models.records.versions import policy_of
 from placement.measurements import Role
 from placement.policies.build import build_policy
 from placement.records import Decision, DrainInputs, InFlight, Plan, PlanInputs, RoleProgress
-from tasks.placement.demand import add_observations, recall_measurements, rollout_demand, scoring_demand, workers_of
+from tasks.placement.demand import add_observations, read_measurements, rollout_demand, scoring_demand, workers_per_role
 from tasks.run.batch import Batch, BatchPlan
 from tasks.run.iteration import Iteration
 from tasks.run.keys import artifact_key, reward_model_role
@@ -48,41 +48,41 @@ async def place_stage(open_run: OpenRun, batch: Batch) -> Plan:
 @stage("place {batch.key}")
 async def _decide_placement(open_run: OpenRun, batch: Batch, workers: int) -> Plan:
     plan = batch.plan
-    placing = placing_of(open_run, before=plan.number + (plan.split == "heldout"))
-    inputs = _plan_inputs(open_run, placing, plan, workers=workers)
+    placement_state = get_placement(open_run, before=plan.number + (plan.split == "heldout"))
+    inputs = _plan_inputs(open_run, placement_state, plan, workers=workers)
     decision = _last_decision(open_run, plan, workers=workers)
     if decision is None:
-        decision = placing.policy.plan(inputs)
+        decision = placement_state.policy.plan(inputs)
         again = f"-{open_run.run.epoch:04d}" if open_run.run.find_entry(f"placement/{plan.key}/plan") else ""
-        note_decision(open_run, f"placement/{plan.key}/plan{again}", inputs, decision)
-    if decision.plan != placing.current_plan:
+        record_decision(open_run, f"placement/{plan.key}/plan{again}", inputs, decision)
+    if decision.plan != placement_state.current_plan:
         logger.info("placement of %s: %s", plan.key, decision.reason)
-    placing.current_plan, placing.memory = decision.plan, decision.memory
+    placement_state.current_plan, placement_state.memory = decision.plan, decision.memory
     await _publish_decision(open_run, plan, decision)
     turn = "rollout" if decision.plan.mode == "colocated" else None
     await arrange(open_run, batch, decision.plan, turn=turn)
-    placing.stage_start_time = time.monotonic()  # predicted times start with the first work
+    placement_state.stage_start_time = time.monotonic()  # predicted times start with the first work
     return decision.plan
 
 
 @stage("turn of {role} {batch.key}")
-async def place_turn(open_run: OpenRun, batch: Batch, role: Role) -> None:
+async def give_slots_to(open_run: OpenRun, batch: Batch, role: Role) -> None:
     """Give all slots to one role, and put the workers of the other roles to sleep. Used if roles take turns."""
-    placing = open_run.placement
-    assert placing is not None and placing.current_plan is not None, "a turn follows a plan"
-    await arrange(open_run, batch, placing.current_plan, turn=role)
+    placement_state = open_run.placement
+    assert placement_state is not None and placement_state.current_plan is not None, "a turn follows a plan"
+    await arrange(open_run, batch, placement_state.current_plan, turn=role)
 
 
-async def place_alone(open_run: OpenRun, batch: Batch, role: Role) -> None:
+async def place_single_role(open_run: OpenRun, batch: Batch, role: Role) -> None:
     """Wake the workers of one role for a batch. Used if this process runs no other role."""
     if role == "rollout" or open_run.settings.scoring.hosted_rewards:
         plan = await place_stage(open_run, batch)
         if role == "scoring" and plan.mode == "colocated":
-            await place_turn(open_run, batch, role)
+            await give_slots_to(open_run, batch, role)
 
 
 @asynccontextmanager
-async def machines_of_update(open_run: OpenRun, iteration: Iteration) -> AsyncIterator[None]:
+async def reserve_update_machines(open_run: OpenRun, iteration: Iteration) -> AsyncIterator[None]:
     """Run the block with machines for the update: separate ones, or those of the slots, whose workers sleep
     meanwhile."""
     if open_run.settings.pools.update_apart:
@@ -100,28 +100,32 @@ async def machines_of_update(open_run: OpenRun, iteration: Iteration) -> AsyncIt
         yield
 
 
-def learn(open_run: OpenRun, batch: Batch) -> None:
+def record_measurements(open_run: OpenRun, batch: Batch) -> None:
     """Add the measurements of a batch to the placement, and record its duration in the journal."""
-    plan, placing = batch.plan, open_run.placement
-    if placing is None:
+    plan, placement_state = batch.plan, open_run.placement
+    if placement_state is None:
         return
-    open_run.run.write_entry(f"placement/{plan.key}/stage", {"seconds": time.monotonic() - placing.stage_start_time})
+    open_run.run.write_entry(
+        f"placement/{plan.key}/stage", {"seconds": time.monotonic() - placement_state.stage_start_time}
+    )
     if plan.split == "train":
-        placing.measurements = add_observations(placing.measurements, open_run.run, plan, stages_of(open_run))
+        placement_state.measurements = add_observations(
+            placement_state.measurements, open_run.run, plan, stages_of(open_run)
+        )
 
 
-def placing_of(open_run: OpenRun, *, before: int) -> PlacementState:
+def get_placement(open_run: OpenRun, *, before: int) -> PlacementState:
     """Return the placement of a run. On first use its measurements are read from the store."""
     if open_run.placement is None:
-        placing = PlacementState(policy=build_policy(open_run.settings.placement))
-        placing.measurements = recall_measurements(
+        placement_state = PlacementState(policy=build_policy(open_run.settings.placement))
+        placement_state.measurements = read_measurements(
             open_run.run, stages_of(open_run), before=before, iterations=PAST_ITERATIONS
         )
         batches = Iteration(open_run.run, before - 1).batches if before > 1 else ()
         last = [decision for batch in batches if (decision := _last_decision(open_run, batch.plan)) is not None]
         if last:
-            placing.current_plan, placing.memory = last[-1].plan, last[-1].memory
-        open_run.placement = placing
+            placement_state.current_plan, placement_state.memory = last[-1].plan, last[-1].memory
+        open_run.placement = placement_state
     return open_run.placement
 
 
@@ -133,10 +137,10 @@ def stages_of(open_run: OpenRun) -> dict[str, Role]:
 
 async def arrange(open_run: OpenRun, batch: Batch, plan: Plan, *, turn: str | None = None) -> tuple[Move, ...]:
     """Wake the workers of a plan, and record the duration of their moves in the journal."""
-    return await _arrange(open_run, batch, workers_of(open_run.settings, plan, turn))
+    return await _arrange(open_run, batch, workers_per_role(open_run.settings, plan, turn))
 
 
-def note_decision(open_run: OpenRun, key: str, inputs: PlanInputs | DrainInputs, decision: Decision) -> None:
+def record_decision(open_run: OpenRun, key: str, inputs: PlanInputs | DrainInputs, decision: Decision) -> None:
     """Record a decision in the journal, with its inputs and the settings of the placement policy."""
     entry = {"inputs": inputs, "decision": decision, "policy": open_run.settings.placement}
     open_run.run.write_entry(key, {name: value.model_dump(mode="json") for name, value in entry.items()})
@@ -160,20 +164,20 @@ async def _arrange(open_run: OpenRun, batch: Batch, workers: dict[str, int]) -> 
     return moves
 
 
-def _plan_inputs(open_run: OpenRun, placing: PlacementState, plan: BatchPlan, *, workers: int) -> PlanInputs:
-    demand = {"shards": plan.num_shards, "completions": completions_of(plan)}
+def _plan_inputs(open_run: OpenRun, placement_state: PlacementState, plan: BatchPlan, *, workers: int) -> PlanInputs:
+    demand = {"shards": plan.num_shards, "completions": completions_per_shard(plan)}
     return PlanInputs(
         workers=workers,
-        rollout=rollout_demand(open_run.settings, placing.measurements, **demand),
-        scoring=scoring_demand(open_run.settings, placing.measurements, **demand),
-        resize=placing.measurements.resize(),
-        current=placing.current_plan,
-        memory=placing.memory,
+        rollout=rollout_demand(open_run.settings, placement_state.measurements, **demand),
+        scoring=scoring_demand(open_run.settings, placement_state.measurements, **demand),
+        resize=placement_state.measurements.resize(),
+        current=placement_state.current_plan,
+        memory=placement_state.memory,
         seed=plan.number,
     )
 
 
-def completions_of(plan: BatchPlan) -> int:
+def completions_per_shard(plan: BatchPlan) -> int:
     """Return the number of completions per shard."""
     return max(1, min(plan.shard_prompts, len(plan.rows))) * plan.group_size
 
@@ -203,20 +207,20 @@ async def _publish_decision(open_run: OpenRun, plan: BatchPlan, decision: Decisi
     await acreate_markdown_artifact(text, key=key, description=decision.reason)
 
 
-LEAST_SECONDS = 0.5
+MIN_CHECK_SECONDS = 0.5
 """Minimum interval in seconds between two checks of a stage. The interval is a quarter of the cost of a move if that is
 more."""
 
 
 async def correct_placement(open_run: OpenRun, batch: Batch, planned: Plan) -> None:
     """Watch a running stage, and move workers when the placement policy decides so. Runs until canceled."""
-    placing = open_run.placement
-    if placing is None:
+    placement_state = open_run.placement
+    if placement_state is None:
         return
-    stage = _Stage(open_run, placing, batch.plan, await open_run.get_fleet(), planned)
+    stage = _Stage(open_run, placement_state, batch.plan, await open_run.get_fleet(), planned)
     try:
         while True:
-            await asyncio.sleep(max(LEAST_SECONDS, placing.measurements.resize().mean_seconds / 4))
+            await asyncio.sleep(max(MIN_CHECK_SECONDS, placement_state.measurements.resize().mean_seconds / 4))
             inputs = stage.inputs()
             stage.queues.append(_queue_depths(inputs))
             if stage.slots_lost():
@@ -230,10 +234,10 @@ async def correct_placement(open_run: OpenRun, batch: Batch, planned: Plan) -> N
                 await arrange(open_run, batch, planned)
             if not open_run.settings.placement.can_move_workers:
                 continue
-            decision = placing.policy.drain(inputs)
-            placing.memory = decision.memory
+            decision = placement_state.policy.drain(inputs)
+            placement_state.memory = decision.memory
             if decision.plan != stage.dealt:
-                note_decision(open_run, stage.next_key("drain"), inputs, decision)
+                record_decision(open_run, stage.next_key("drain"), inputs, decision)
                 logger.info("placement during %s: %s", batch.key, decision.reason)
                 moves = await arrange(open_run, batch, decision.plan)
                 stage.moved(decision.plan, failed=any(move.error is not None for move in moves))
@@ -261,10 +265,10 @@ class _Stage:
     """State of a running stage: its remaining work, and the workers that were not moved yet."""
 
     def __init__(
-        self, open_run: OpenRun, placing: PlacementState, plan: BatchPlan, fleet: Fleet, planned: Plan
+        self, open_run: OpenRun, placement_state: PlacementState, plan: BatchPlan, fleet: Fleet, planned: Plan
     ) -> None:
         self.dealt = planned
-        self._open_run, self._placing, self._plan, self._fleet = open_run, placing, plan, fleet
+        self._open_run, self._placement_state, self._plan, self._fleet = open_run, placement_state, plan, fleet
         self._began, self._slots = time.monotonic(), fleet.slots
         self._movable = {"rollout": planned.rollout, "scoring": planned.scoring}
         self._noted = 0
@@ -285,8 +289,8 @@ class _Stage:
             scoring=self._progress("scoring"),
             movable_rollout=self._movable["rollout"],
             movable_scoring=self._movable["scoring"],
-            resize=self._placing.measurements.resize(),
-            memory=self._placing.memory,
+            resize=self._placement_state.measurements.resize(),
+            memory=self._placement_state.memory,
             seed=self._plan.number,
         )
 
@@ -317,9 +321,9 @@ class _Stage:
         loads = [all_loads[stage] for stage in stages]
         demand = (rollout_demand if role == "rollout" else scoring_demand)(
             self._open_run.settings,
-            self._placing.measurements,
+            self._placement_state.measurements,
             shards=self._plan.num_shards,
-            completions=completions_of(self._plan),
+            completions=completions_per_shard(self._plan),
         )
         elapsed = [seconds for load in loads for seconds, _ in load.in_flight]
         done = sum(load.done - self._done_before[load.role] for load in loads)

@@ -15,7 +15,7 @@ from tasks.events import emit_record
 from tasks.promotion.gate import GateResult
 from tasks.promotion.page import report_gate
 from tasks.promotion.registry import promote, refuse
-from tasks.promotion.suites import rules_of
+from tasks.promotion.suites import promotion_rules
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ async def await_approval(config: RunConfig, record: RegistryRecord) -> RegistryR
     Raises BadInput if the answer is too late, because the champion changed or the proposal was already signed or
     refused.
     """
-    context, rules = FlowRunContext.get(), rules_of(config)
+    context, rules = FlowRunContext.get(), promotion_rules(config)
     assert context is not None and context.flow_run is not None
     flow_run, registry = context.flow_run, open_registry(config.store, rules.registry)
     is_asked = FORM in (flow_run.empirical_policy.pause_keys or ())

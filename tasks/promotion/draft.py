@@ -36,11 +36,11 @@ class Draft(Settings):
     """File with the ids of the prompts that the retrain leaves out. Empty if none are left out."""
 
     @property
-    def left_out(self) -> str:
+    def exclude_ids_key(self) -> str:
         """Key in the registry of the list of left-out prompts. Empty if there is no such list."""
         return f"{TRAINED_IDS}/{self.without.rpartition('/')[2]}" if self.without else ""
 
-    def begin(self, config: RunConfig) -> RunConfig:
+    def start_config(self, config: RunConfig) -> RunConfig:
         """Return the configuration of the retrain's run. It starts from the champion and skips training on data (SFT,
         DPO), which the champion has already had."""
         if not self.policy:

@@ -46,7 +46,7 @@ class SuiteAnswers:
         return blake3("\n".join(sorted(self.problems.values())).encode()).hexdigest()
 
 
-def answers_of(suite: Suite, side: str) -> SuiteAnswers:
+def read_answers(suite: Suite, side: str) -> SuiteAnswers:
     """Read the answers of the policy labeled `side` to a suite. Its evaluation must be finished."""
     run = open_run(suite.retrain.store, suite.run_name(side))
     batch = Batch.read(run, evaluation_key(0))

@@ -16,8 +16,8 @@ from models.gate.contamination import Contamination, contamination
 from models.gate.verdict import Evidence, GateVerdict, MeasuredFloor, MeasuredGain, MeasuredGuard, MeasuredLimit, decide
 from tasks.config.run import RunConfig
 from tasks.promotion.draft import read_draft, trained_ids_key
-from tasks.promotion.evidence import SuiteAnswers, answers_of, mean_score, prompt_identities
-from tasks.promotion.suites import CHALLENGER, Opponent, Suite, rules_of, suites_of
+from tasks.promotion.evidence import SuiteAnswers, mean_score, prompt_identities, read_answers
+from tasks.promotion.suites import CHALLENGER, Opponent, Suite, promotion_rules, suites_of
 from tasks.run.keys import StageKey, iteration_key
 from tasks.run.stages import stage
 from tasks.views.metrics import Accuracy, run_costs
@@ -50,12 +50,12 @@ class GateResult(GateVerdict):
 
 
 @stage("gate")
-async def judge(config: RunConfig, opponent: Opponent) -> GateResult:
+async def run_gate(config: RunConfig, opponent: Opponent) -> GateResult:
     """Compare the two policies on every suite that the rules name. The same evaluations always give the same
     verdict."""
-    rules, run = rules_of(config), open_run(config.store, config.name)
+    rules, run = promotion_rules(config), open_run(config.store, config.name)
     suites = list(suites_of(config))
-    answers = {suite.name: [answers_of(suite, side) for side in (opponent.side, CHALLENGER)] for suite in suites}
+    answers = {suite.name: [read_answers(suite, side) for side in (opponent.side, CHALLENGER)] for suite in suites}
     evidence = None
     try:
         evidence = _collect_evidence(run, config, opponent, answers)
@@ -108,7 +108,7 @@ def _warn_of_reuse(name: str, past: int, alpha: float) -> str:
 def _collect_evidence(
     run: Run, config: RunConfig, opponent: Opponent, answers: Mapping[str, list[SuiteAnswers]]
 ) -> Evidence:
-    rules = rules_of(config)
+    rules = promotion_rules(config)
     suites = {suite.name: suite for suite in suites_of(config)}
 
     def difference(rule: ComparisonRule, threshold: float) -> PairedDifference:

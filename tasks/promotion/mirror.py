@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 PACKAGE: Final = "mlflow-skinny>=3.17,<4"
-ADDRESS: Final = "MLFLOW_REGISTRY_URI"
+ADDRESS_VARIABLE: Final = "MLFLOW_REGISTRY_URI"
 """Environment variable of MLflow with the address of its registry. A mirror exists if it is set."""
 ALIAS: Final = "champion"
 FILES: Final = "rheostat.files"
@@ -37,19 +37,19 @@ CLIENT: Final = {
 
 def mirror_address() -> str | None:
     """Return the address of the mirror, or None if no mirror is configured."""
-    return os.environ.get(ADDRESS) or None
+    return os.environ.get(ADDRESS_VARIABLE) or None
 
 
-def catch_up(registry: Registry, address: str) -> str | None:
+def try_sync_to_mlflow(registry: Registry, address: str) -> str | None:
     """Bring the mirror up to date. Return None, or the reason of a failure in one line."""
     try:
-        mirror(registry, address)
+        sync_to_mlflow(registry, address)
     except (RheostatError, OSError) as error:  # the record in our registry is valid anyway
         return str(error)
     return None
 
 
-def mirror(registry: Registry, address: str) -> str:
+def sync_to_mlflow(registry: Registry, address: str) -> str:
     """Update MLflow's registry from ours, and return a sentence about its champion version.
 
     Raises BadInput if the MLflow client is not installed, and EndpointDown if MLflow fails or does not respond within

@@ -9,7 +9,7 @@ from models.gate.comparison import PairedDifference
 from models.gate.verdict import Evidence, MeasuredFloor, MeasuredLimit
 from tasks.config.run import RunConfig
 from tasks.promotion.gate import GateResult
-from tasks.promotion.suites import rules_of
+from tasks.promotion.suites import promotion_rules
 from tasks.run.keys import artifact_key
 from tasks.run.stages import stage
 
@@ -17,7 +17,7 @@ from tasks.run.stages import stage
 @stage("gate page")
 async def report_gate(config: RunConfig, record: RegistryRecord) -> None:
     """Publish the result of a retrain with its measurements as the Prefect artifact `NAME-gate`."""
-    registry = rules_of(config).registry
+    registry = promotion_rules(config).registry
     title = f"registry {registry}, record {record.number}: {record.kind}"
     page = f"# {title[0].upper()}{title[1:]}\n\n{gate_page(record)}"
     await acreate_markdown_artifact(page, key=f"{artifact_key(record.run)}-gate", description=title)

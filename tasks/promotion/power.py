@@ -13,7 +13,7 @@ from models.gate.size import DISCORDANT, RulePower
 from models.gate.verdict import MeasuredGain, MeasuredGuard
 from tasks.config.run import RunConfig
 from tasks.promotion.gate import gates_of
-from tasks.promotion.suites import CHALLENGER, Suite, rules_of, suites_of
+from tasks.promotion.suites import CHALLENGER, Suite, promotion_rules, suites_of
 from tasks.run.preflight import preflight
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ async def check_suites(config: RunConfig, configured: PolicyConfig) -> None:
 
 async def gate_power(config: RunConfig, configured: PolicyConfig | None = None) -> list[RulePower]:
     """Return the power of each rule with the problems of its suite. Raises BadInput if inputs of a suite are wrong."""
-    rules, suites = rules_of(config), list(suites_of(config))
+    rules, suites = promotion_rules(config), list(suites_of(config))
     for suite in suites:
         check = SuiteCheck(
             suite=suite.name, data=config.data, max_contaminated=rules.max_contaminated, policy=configured

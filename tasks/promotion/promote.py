@@ -15,9 +15,9 @@ from tasks.config.run import RunConfig
 from tasks.events import emit_record
 from tasks.promotion.draft import Draft, trained_ids_key
 from tasks.promotion.gate import GateResult
-from tasks.promotion.mirror import catch_up, mirror_address
-from tasks.promotion.registry import now, number_of, prune
-from tasks.promotion.suites import rules_of
+from tasks.promotion.mirror import mirror_address, try_sync_to_mlflow
+from tasks.promotion.registry import prune, record_number, timestamp
+from tasks.promotion.suites import promotion_rules
 from tasks.run.dependencies import rheostat_version
 from tasks.run.keys import PROMPTS
 from tasks.run.reverts import policy_after
@@ -46,32 +46,32 @@ class Retrained(Settings):
         return "\n".join(lines)
 
 
-def find_record(config: RunConfig) -> RegistryRecord | None:
+def find_verdict(config: RunConfig) -> RegistryRecord | None:
     """Return the last record about a retrain in the registry, or None if the retrain is not concluded."""
-    registry = open_registry(config.store, rules_of(config).registry)
+    registry = open_registry(config.store, promotion_rules(config).registry)
     known = [record for record in registry.records() if record.run == config.name and record.kind != "rollback"]
     return known[-1] if known else None
 
 
 @stage("promotion")
-async def conclude(config: RunConfig, draft: Draft, gate: GateResult) -> RegistryRecord | None:
+async def record_verdict(config: RunConfig, draft: Draft, gate: GateResult) -> RegistryRecord | None:
     """Record the gate's verdict about a challenger. If it is promoted or proposed, its files are copied to the registry
     first.
 
     Returns None if the champion changed meanwhile, because the challenger was not compared with the new champion.
     """
-    rules, run = rules_of(config), open_run(config.store, config.name)
+    rules, run = promotion_rules(config), open_run(config.store, config.name)
     registry = open_registry(config.store, rules.registry)
     kind: Kind = gate.verdict
     if kind == "promote" and rules.approve == "manual":
         kind = "proposal"
     bundle = None
-    if kind in ("promote", "proposal") and number_of(registry.champion()) == gate.opponent:
+    if kind in ("promote", "proposal") and record_number(registry.champion()) == gate.opponent:
         bundle = _store_files(registry, run, config, rules, gate, draft)
     policy = policy_of(policy_after(run, config.iterations))
 
     def record(number: int, champion: RegistryRecord | None) -> RegistryRecord | None:
-        if number_of(champion) != gate.opponent:
+        if record_number(champion) != gate.opponent:
             return None
         return RegistryRecord(
             number=number,
@@ -84,7 +84,7 @@ async def conclude(config: RunConfig, draft: Draft, gate: GateResult) -> Registr
             gate=gate.model_dump(mode="json"),
             reason="; ".join(gate.reasons),
             who=f"retrain {run.name}",
-            when=now(),
+            when=timestamp(),
             version=rheostat_version(),
         )
 
@@ -110,8 +110,8 @@ async def sync_mirror(config: RunConfig) -> None:
     """Update the mirror if one is configured. A failure is logged as a warning only."""
     if (address := mirror_address()) is None:
         return
-    registry = open_registry(config.store, rules_of(config).registry)
-    if (problem := await run_apart(partial(catch_up, registry, address))) is not None:
+    registry = open_registry(config.store, promotion_rules(config).registry)
+    if (problem := await run_apart(partial(try_sync_to_mlflow, registry, address))) is not None:
         logger.warning("registry %s is not synced to MLflow yet: %s", registry.name, problem)
 
 
@@ -121,7 +121,7 @@ def _store_files(
     """Publish a policy with its model card in the registry, with a list of the problems that it and its predecessors
     were trained on."""
     prompts = read_shard(run.store, run.require(PROMPTS["train"]).shards[0])["prompt_id"].to_pylist()
-    earlier = registry.store.find(draft.left_out) if draft.left_out else None
+    earlier = registry.store.find(draft.exclude_ids_key) if draft.exclude_ids_key else None
     problem_ids = sorted({*prompts, *(earlier or b"").decode().split()})
     registry.store.put(trained_ids_key(run.name), "".join(f"{name}\n" for name in problem_ids).encode())
     with registry.store.scratch() as scratch:

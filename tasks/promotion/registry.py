@@ -28,7 +28,7 @@ def promote(store: str, name: str, run: str, *, reason: str, who: str | None = N
         proposal = _newest_proposal(registry, run)
         if champion is not None and champion.policy == proposal.policy:
             return None
-        current = number_of(champion)
+        current = record_number(champion)
         if proposal.kind == "refuse":
             raise BadInput(
                 f"registry {name!r}: the proposal of {run!r} was refused (record {proposal.number}). Retrain again."
@@ -38,7 +38,13 @@ def promote(store: str, name: str, run: str, *, reason: str, who: str | None = N
                 f"registry {name!r}: {run!r} was compared with record {proposal.previous}, but record {current} is "
                 "champion now. Retrain again, or use `rheostat rollback` if the policy was champion before."
             )
-        signed = {"number": number, "kind": "promote", "reason": reason, "who": who or here(), "when": now()}
+        signed = {
+            "number": number,
+            "kind": "promote",
+            "reason": reason,
+            "who": who or describe_user(),
+            "when": timestamp(),
+        }
         return proposal.model_copy(update=signed)
 
     return _append_record(registry, record)
@@ -60,7 +66,13 @@ def refuse(store: str, name: str, run: str, *, reason: str, who: str | None = No
                 f"registry {name!r}: the proposal of {run!r} was already signed (record {proposal.number}). "
                 "`rheostat rollback` restores the previous champion."
             )
-        refused = {"number": number, "kind": "refuse", "reason": reason, "who": who or here(), "when": now()}
+        refused = {
+            "number": number,
+            "kind": "refuse",
+            "reason": reason,
+            "who": who or describe_user(),
+            "when": timestamp(),
+        }
         return proposal.model_copy(update=refused)
 
     refused_record = registry.append(record)
@@ -99,8 +111,8 @@ def rollback(store: str, name: str, *, to: int | None, reason: str) -> tuple[Reg
                 "kind": "rollback",
                 "previous": champion.number,
                 "reason": reason,
-                "who": here(),
-                "when": now(),
+                "who": describe_user(),
+                "when": timestamp(),
             }
         )
 
@@ -122,7 +134,7 @@ def prune(registry: Registry, keep: int) -> None:
             delete_bundle(registry.store, bundle)
 
 
-def number_of(record: RegistryRecord | None) -> int:
+def record_number(record: RegistryRecord | None) -> int:
     """Return the number of a champion's record, or 0 for None."""
     return 0 if record is None else record.number
 
@@ -146,11 +158,11 @@ def _newest_proposal(registry: Registry, run: str) -> RegistryRecord:
     return proposals[-1]
 
 
-def here() -> str:
+def describe_user() -> str:
     """Return the user and host of this process as text for people."""
     return f"{getpass.getuser()}@{socket.gethostname()}"
 
 
-def now() -> str:
+def timestamp() -> str:
     """Return the current UTC time as text for people."""
     return datetime.now(UTC).isoformat(timespec="seconds")

@@ -22,11 +22,11 @@ WAIT_SECONDS: Final = 0.05
 Alias = Literal["champion", "canary"]
 """Policy to serve: the champion, or as the canary the newest proposal that waits for a signature. Without such a
 proposal the canary is the champion."""
-Use = Callable[[RegistryRecord, Path], None]
+UsePolicy = Callable[[RegistryRecord, Path], None]
 """Callback that receives a policy's record and a local directory with its verified files."""
 
 
-def follow(registry: Registry, use: Use, *, every: float, alias: Alias = "champion") -> None:
+def watch_policy(registry: Registry, use: UsePolicy, *, every: float, alias: Alias = "champion") -> None:
     """Call `use` with a policy immediately and then every `every` seconds, until interrupted.
 
     Raises BadInput if there is no champion or its files are gone. If the store cannot be read later, one warning is
@@ -44,7 +44,7 @@ def follow(registry: Registry, use: Use, *, every: float, alias: Alias = "champi
             is_lost = True
 
 
-def place(record: RegistryRecord, directory: Path, link: Path) -> bool:
+def update_link(record: RegistryRecord, directory: Path, link: Path) -> bool:
     """Point a symbolic link at a copy of the champion's files next to the link; return whether the link was moved.
 
     The link is replaced atomically after the copy is durable (fsync), so a program that opens files through the link

@@ -97,11 +97,11 @@ class Suite:
 def suites_of(config: RunConfig) -> Iterator[Suite]:
     """Yield the suites that a retrain's promotion rules name."""
     others = {suite.name: suite for suite in config.evaluations}
-    for name in rules_of(config).suites():
+    for name in promotion_rules(config).suites():
         yield _own_suite(config) if name == HELDOUT else _other_suite(config, others[name])
 
 
-def rules_of(config: RunConfig) -> PromotionConfig:
+def promotion_rules(config: RunConfig) -> PromotionConfig:
     """Return the promotion rules of a retrain."""
     assert config.promotion is not None, "a gate has rules"
     return config.promotion
@@ -119,22 +119,22 @@ def _other_suite(config: RunConfig, suite: SuiteConfig) -> Suite:
     return Suite(suite.name, suite.data, scoring, evaluation, sampling, config)
 
 
-def opponent_of(config: RunConfig) -> Opponent:
+def find_opponent(config: RunConfig) -> Opponent:
     """Return the current champion, or the run's initial policy if there is no champion."""
-    registry = open_registry(config.store, rules_of(config).registry)
+    registry = open_registry(config.store, promotion_rules(config).registry)
     champion = registry.champion()
     if champion is None:
-        return Opponent(number=0, policy=directory_after(config, 0))
+        return Opponent(number=0, policy=policy_directory(config, 0))
     return Opponent(number=champion.number, policy=registry.locate(champion))
 
 
-def contenders(config: RunConfig, opponent: Opponent) -> dict[str, PolicyConfig]:
+def policies_to_compare(config: RunConfig, opponent: Opponent) -> dict[str, PolicyConfig]:
     """Return the two policies to compare, by label (side)."""
-    directories = {opponent.side: opponent.policy, CHALLENGER: directory_after(config, config.iterations)}
+    directories = {opponent.side: opponent.policy, CHALLENGER: policy_directory(config, config.iterations)}
     return {side: config.policy.with_path(Path(directory)) for side, directory in directories.items()}
 
 
-def directory_after(config: RunConfig, iterations: int) -> str:
+def policy_directory(config: RunConfig, iterations: int) -> str:
     """Return the directory of the policy, or of its adapter, after a number of iterations of a configured run."""
     run = open_run(config.store, config.name)
     policy = policy_of(policy_after(run, iterations))

@@ -24,6 +24,7 @@ from typing import Final, cast
 from blake3 import blake3
 
 from infra.config import describe_difference
+from infra.errors import BadInput
 from infra.plugins import PACKAGES, find_target, target_folders
 from infra.processes.child import user_folders
 from infra.processes.episodes import RunEnvironment
@@ -129,13 +130,13 @@ def _build_dependencies(
     )
 
 
-def find_run(config: RunConfig, *, accept_change: bool = False) -> Run | None:
+def find_matching_run(config: RunConfig, *, accept_change: bool = False) -> Run | None:
     """Return the configured run if it exists. Return None if it does not exist, or if it has no results and another
     configuration.
 
     Raises RunChanged if a run with results has another configuration, if its code, data, libraries or ranks changed and
-    `accept_change` is false, or if its results were deleted. Raises RunLocked if a live process has locked a run
-    without results whose configuration differs.
+    `accept_change` is false, or if its results were deleted. Raises BadInput if the run has more iterations than are
+    configured. Raises RunLocked if a live process has locked a run without results whose configuration differs.
     """
     if config.name not in list_runs(config.store):
         return None
@@ -147,6 +148,11 @@ def find_run(config: RunConfig, *, accept_change: bool = False) -> Run | None:
         run.check_unlocked()
         return None
     run.check_identity(config, ignored=LAYOUT)
+    if (num_stored := next_iteration(run) - 1) > config.iterations:
+        raise BadInput(
+            f"iterations is {config.iterations}, but run {run.name!r} in {run.store.uri} already has {num_stored} "
+            f"iterations. Set iterations to {num_stored} or more, or choose another name for a new run."
+        )
     check_not_deleted(run)
     check_remembers(run, evaluation_key(config.iterations))
     if not accept_change:
@@ -154,7 +160,7 @@ def find_run(config: RunConfig, *, accept_change: bool = False) -> Run | None:
     return run
 
 
-def layout_of(run: Run) -> dict[str, int]:
+def recorded_layout(run: Run) -> dict[str, int]:
     """Return the current number of ranks that each sum of the run is distributed over, by dotted key of the
     configuration."""
     records = dependency_records(run)
@@ -242,8 +248,8 @@ def _combine_digests(paths: Sequence[Path], digests: Sequence[str]) -> str:
     return whole.hexdigest()
 
 
-HOUSE: Final = Path(__file__).parents[2]
-INSTALLED: Final = {"site-packages", "dist-packages"}
+REPOSITORY: Final = Path(__file__).parents[2]
+LIBRARY_FOLDERS: Final = {"site-packages", "dist-packages"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +276,7 @@ def sources_of(target: str, folders: Sequence[str]) -> Sources:
                 continue
             if _is_ours(path):
                 break
-            if _top_level(name) != own and INSTALLED & {*path.parts}:
+            if _top_level(name) != own and LIBRARY_FOLDERS & {*path.parts}:
                 libraries.add(_top_level(name))
                 break
             source = path.read_bytes()
@@ -285,8 +291,8 @@ def rheostat_version() -> str:
     """Return Rheostat's version with a digest of its sources after a plus sign, because sources change between
     releases."""
     whole = blake3()
-    for path in (path for room in PACKAGES for path in sorted((HOUSE / room).rglob("*.py"))):
-        whole.update(path.relative_to(HOUSE).as_posix().encode() + path.read_bytes())
+    for path in (path for room in PACKAGES for path in sorted((REPOSITORY / room).rglob("*.py"))):
+        whole.update(path.relative_to(REPOSITORY).as_posix().encode() + path.read_bytes())
     return f"{metadata.version('rheostat')}+{whole.hexdigest()[:8]}"
 
 
@@ -308,7 +314,7 @@ def _top_level(module: str) -> str:
 
 
 def _is_ours(path: Path) -> bool:
-    return path.is_relative_to(HOUSE) and path.relative_to(HOUSE).parts[0] in PACKAGES
+    return path.is_relative_to(REPOSITORY) and path.relative_to(REPOSITORY).parts[0] in PACKAGES
 
 
 def _module_files(module: str, folders: Sequence[str]) -> Iterator[tuple[str, Path]]:

@@ -24,7 +24,7 @@ from models.config.promotion import SuiteCheck
 from tasks.config.run import LAYOUT, RunConfig
 from tasks.run.keys import evaluation_key
 
-PREFLIGHT = (sys.executable, "-P", "-m", "models.commands.preflight")
+PREFLIGHT_COMMAND = (sys.executable, "-P", "-m", "models.commands.preflight")
 """Command of the check. `-P` prevents that a user's models.py in the working directory is imported."""
 
 
@@ -35,7 +35,7 @@ _COUNTED: Final = {
     "rollout.prompts": ("train_problems", "training problems"),
     "evaluation.problems": ("heldout_problems", "held-out problems"),
 }
-FOLLOWING: Final = ("rollout.shard_prompts", "update.minibatches")
+LIMITED_BY_PROMPTS: Final = ("rollout.shard_prompts", "update.minibatches")
 """Keys whose defaults are limited to `rollout.prompts` if that default was lowered."""
 
 
@@ -57,13 +57,13 @@ def with_recorded_defaults(config: RunConfig) -> RunConfig:
     if not has_results(run.store):
         return config
     recorded = run.record.config
-    config, unset = adopt_recorded(config, recorded), unset_keys(config, (*SIZED_BY_DATA, *FOLLOWING))
+    config, unset = adopt_recorded(config, recorded), unset_keys(config, (*SIZED_BY_DATA, *LIMITED_BY_PROMPTS))
     tables = {key: recorded.get(key.partition(".")[0]) for key in unset}
     values = {key: table.get(key.partition(".")[2]) for key, table in tables.items() if isinstance(table, dict)}
     return _with_values(config, {key: value for key, value in values.items() if isinstance(value, int)})
 
 
-def is_done(config: RunConfig) -> bool:
+def is_run_complete(config: RunConfig) -> bool:
     """Return whether the run has reached the configured number of iterations and was evaluated there.
 
     Raises RunChanged if a run with results has another configuration.
@@ -102,7 +102,7 @@ def with_data_sized_defaults(config: RunConfig, facts: Mapping[str, float]) -> t
                 f"update.activation_checkpointing is true, because a micro-batch would keep {kept:,.1f} GiB otherwise."
             )
     if (prompts := values.get("rollout.prompts")) is not None:
-        values |= {key: prompts for key in unset_keys(config, FOLLOWING) if _value_of(config, key) > prompts}
+        values |= {key: prompts for key in unset_keys(config, LIMITED_BY_PROMPTS) if _value_of(config, key) > prompts}
     return _with_values(config, values), lines
 
 
@@ -141,7 +141,7 @@ async def preflight(
         document["giving_way"] = unset_keys(config)
     else:
         document["checked"] = checked.model_dump(mode="json")
-    command, request = [*PREFLIGHT, part], json.dumps(document).encode()
+    command, request = [*PREFLIGHT_COMMAND, part], json.dumps(document).encode()
     process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
     checking = asyncio.ensure_future(process.communicate(request))
     check = WatchedServer("the input check", psutil.Process(process.pid), lambda: False, silent_seconds=IDLE_SECONDS)

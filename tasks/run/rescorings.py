@@ -20,7 +20,7 @@ Kind = Literal["rescore", "recredit"]
 
 
 @dataclass(frozen=True, slots=True)
-class Derived:
+class DerivedResult:
     """Name of one re-scoring or re-credit of a run."""
 
     kind: Kind
@@ -44,7 +44,7 @@ class Derived:
         """Return the key of a stage of an iteration. The iteration is complete when its seal exists."""
         return StageKey.of(self.iteration_key(number), stage)
 
-    def made(self, run: Run, number: int, stage: str) -> Manifest:
+    def stage_manifest(self, run: Run, number: int, stage: str) -> Manifest:
         """Return the manifest of a stage of an iteration. Raises Damaged if it is missing."""
         return run.require(self.key(number, stage))
 
@@ -73,7 +73,7 @@ class RecreditTerms(Settings):
         return None if self.algorithm.distillation is None else self.algorithm.distillation.teacher
 
 
-class DerivedLine(Settings):
+class DerivedSummary(Settings):
     """Re-scoring or re-credit in the description of a run."""
 
     kind: Kind
@@ -84,17 +84,17 @@ class DerivedLine(Settings):
     """Numbers of the completed iterations."""
 
 
-def derived_of(run: Run) -> list[DerivedLine]:
+def list_derived_results(run: Run) -> list[DerivedSummary]:
     """Return every re-scoring and re-credit of a run, with its completed iterations."""
     kinds: tuple[Kind, ...] = ("rescore", "recredit")
     return [
-        DerivedLine(kind=kind, name=name, iterations=sealed_numbers(run, Derived(kind, name)))
+        DerivedSummary(kind=kind, name=name, iterations=sealed_numbers(run, DerivedResult(kind, name)))
         for kind in kinds
         for name in run.folders(kind)
     ]
 
 
-def derived_line(lines: Sequence[DerivedLine]) -> str:
+def describe_derived_results(lines: Sequence[DerivedSummary]) -> str:
     """Return one line of text with every re-scoring and re-credit and its iterations."""
     words = {"rescore": "re-scored as", "recredit": "re-credited as"}
     return "; ".join(f"{words[line.kind]} {line.name}: {iterations_text(line.iterations)}" for line in lines)
@@ -108,7 +108,7 @@ def iterations_text(numbers: Sequence[int]) -> str:
     return f"iteration{'s' if len(numbers) > 1 else ''} {','.join(spans)}" if numbers else "no iteration yet"
 
 
-def sealed_numbers(run: Run, derived: Derived) -> tuple[int, ...]:
+def sealed_numbers(run: Run, derived: DerivedResult) -> tuple[int, ...]:
     """Return the numbers of the iterations that a re-scoring or re-credit has completed."""
     numbers = iteration_numbers(run.folders(derived.prefix))
     return tuple(number for number in numbers if run.find(derived.key(number, "seal")) is not None)
@@ -116,22 +116,22 @@ def sealed_numbers(run: Run, derived: Derived) -> tuple[int, ...]:
 
 def rescoring_terms(run: Run, name: str) -> RescoringTerms | None:
     """Return the rewards of a re-scoring, or None if there is no such re-scoring."""
-    manifest = run.find(Derived("rescore", name).terms_key)
+    manifest = run.find(DerivedResult("rescore", name).terms_key)
     return None if manifest is None else read_recorded(RescoringTerms, manifest.detail)
 
 
 def recredit_terms(run: Run, name: str) -> RecreditTerms | None:
     """Return the algorithm of a re-credit, or None if there is no such re-credit."""
-    manifest = run.find(Derived("recredit", name).terms_key)
+    manifest = run.find(DerivedResult("recredit", name).terms_key)
     return None if manifest is None else read_recorded(RecreditTerms, manifest.detail)
 
 
-def own_terms(run: Run) -> RecreditTerms:
+def recorded_terms(run: Run) -> RecreditTerms:
     """Return the algorithm of the run itself."""
     return read_recorded(RecreditTerms, {"algorithm": run.record.config["algorithm"]})
 
 
-def check_terms(run: Run, derived: Derived, terms: RescoringTerms | RecreditTerms) -> None:
+def check_terms(run: Run, derived: DerivedResult, terms: RescoringTerms | RecreditTerms) -> None:
     """Raise RunChanged if the re-scoring or re-credit of that name was begun with other terms."""
     manifest = run.find(derived.terms_key)
     if manifest is None:
@@ -145,12 +145,12 @@ def check_terms(run: Run, derived: Derived, terms: RescoringTerms | RecreditTerm
     )
 
 
-def rescored_batches(iteration: Iteration, derived: Derived) -> list[Batch]:
+def rescored_batches(iteration: Iteration, derived: DerivedResult) -> list[Batch]:
     """Return the batches of a stored iteration under the keys of a re-scoring."""
     return [batch.as_rescoring(derived.prefix) for batch in iteration.batches]
 
 
-def rescored_shards(iteration: Iteration, derived: Derived) -> list[tuple[Manifest, Manifest, Manifest]]:
+def rescored_shards(iteration: Iteration, derived: DerivedResult) -> list[tuple[Manifest, Manifest, Manifest]]:
     """Return rollouts, stored scores and new scores of a re-scored iteration, shard by shard. Raises Damaged if one is
     missing."""
     new = [manifest for batch in rescored_batches(iteration, derived) for manifest in batch.stage_manifests("scoring")]

@@ -22,7 +22,7 @@ def states_of(version: Manifest) -> list[BundleRef]:
     return [version.bundles[name] for name in STATES if name in version.bundles]
 
 
-def took_steps(update: Manifest) -> bool:
+def changed_model(update: Manifest) -> bool:
     """Return whether an update changed the model. An update without training tokens or one that was discarded changes
     nothing."""
     return update.metrics.get("steps", 0) > 0
@@ -49,13 +49,13 @@ def updates_since_state(run: Run, number: int) -> tuple[int, list[int]]:
         states = states_of(version)
         if states and all(has_bundle(run.store, state) for state in states):
             break
-        if took_steps(version):
+        if changed_model(version):
             way.append(number)
         number = version_before(run, number)
     return number, way[::-1]
 
 
-def coming_states(manifests: Iterable[Manifest], *, relayout_iteration: int = 0) -> list[BundleRef]:
+def possibly_missing_states(manifests: Iterable[Manifest], *, relayout_iteration: int = 0) -> list[BundleRef]:
     """Return the optimizer states that may not be stored yet: those of the newest version and of versions that an alarm
     reverted.
 

@@ -15,10 +15,10 @@ from infra.store.inputs import fetch_path, format_path, has_run, is_remote
 from models.config.policy import find_weights_conflict
 from models.config.promotion import CardConfig
 from models.records.merges import MERGE, Adapters, Merge, MergeWork, Parent, start_of, start_of_run
-from tasks.promotion.registry import here, now
+from tasks.promotion.registry import describe_user, timestamp
 from tasks.run.dependencies import rheostat_version
 from tasks.views.card import CARD, merge_card
-from tasks.views.policy_export import new_directory, policy_after, write_apart
+from tasks.views.policy_export import new_directory, policy_after, write_in_process
 from tasks.views.runs import open_known_run
 
 EXAMPLE: Final = "such as demo=0.7 longer@12=0.3"
@@ -123,9 +123,11 @@ def write_merged(
     """Write the weighted sum with its merge.json and model card to a directory that appears only when it is
     complete."""
     with new_directory(target) as directory:
-        write_apart(MergeWork(parents, directory, dtype=dtype, adapters=adapters, unrelated=unrelated))
+        write_in_process(MergeWork(parents, directory, dtype=dtype, adapters=adapters, unrelated=unrelated))
         recorded = Merge.model_validate_json((directory / MERGE).read_text())
-        merge = recorded.model_copy(update={"who": here(), "when": now(), "version": rheostat_version(), "soup": soup})
+        merge = recorded.model_copy(
+            update={"who": describe_user(), "when": timestamp(), "version": rheostat_version(), "soup": soup}
+        )
         (directory / MERGE).write_text(merge.model_dump_json(indent=2))
         (directory / CARD).write_text(merge_card(CardConfig(), title=target.name, merge=merge))
     return MergedPolicy(path=str(target), merge=merge)

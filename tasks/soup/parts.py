@@ -23,7 +23,7 @@ from models.config.training import EvaluationConfig
 from models.soup.mixing import compute_backbone_weights, extrapolate_weights, mixing_matrix, preference_grid
 from tasks.config.run import RunConfig, validate_again
 from tasks.promotion.evidence import problem_scores
-from tasks.promotion.suites import Suite, directory_after
+from tasks.promotion.suites import Suite, policy_directory
 from tasks.run.batch import Batch
 from tasks.run.keys import evaluation_key
 
@@ -55,7 +55,7 @@ class PreferencePoint:
     """Kind of the policy, as used in the name of its evaluation."""
 
 
-def soup_of(config: RunConfig) -> SoupConfig:
+def soup_settings(config: RunConfig) -> SoupConfig:
     """Return the soup settings of a configuration. Raises BadInput if it has none."""
     if config.soup is None:
         raise BadInput(f"Run {config.name!r} is not a soup. Set [soup].")
@@ -77,7 +77,7 @@ def backbone_run(
     config: RunConfig, statistics: Statistics, mix: Sequence[float], *, iterations: int | None = None
 ) -> RunConfig:
     """Return the run that trains the start policy on a mix of standardized rewards, by default for all iterations."""
-    places, rewards = dict(zip(soup_of(config).terms, range(len(mix)), strict=True)), []
+    places, rewards = dict(zip(soup_settings(config).terms, range(len(mix)), strict=True)), []
     for term, reward in zip(config.scoring.terms, config.scoring.rewards, strict=True):
         if (place := places.get(term)) is not None:
             standard = {"shift": statistics.mean[place], "scale": statistics.std[place]}
@@ -87,7 +87,7 @@ def backbone_run(
         config,
         f"{config.name}.for-{_format_shares(mix)}",
         iterations=config.iterations if iterations is None else iterations,
-        policy=DirectoryPolicy(path=Path(directory_after(start_run(config), 0))),
+        policy=DirectoryPolicy(path=Path(policy_directory(start_run(config), 0))),
         scoring=config.scoring.model_copy(update={"rewards": tuple(rewards)}),
         warmup=None,
         dpo=None,
@@ -99,14 +99,14 @@ def backbone_runs(
     config: RunConfig, statistics: Statistics, beta: float, *, iterations: int | None = None
 ) -> list[RunConfig]:
     """Return the runs of the backbones for one β, in the order of the rewards."""
-    mixes = mixing_matrix(len(soup_of(config).terms), beta).tolist()
+    mixes = mixing_matrix(len(soup_settings(config).terms), beta).tolist()
     return [backbone_run(config, statistics, mix, iterations=iterations) for mix in mixes]
 
 
 def expert_runs(config: RunConfig, statistics: Statistics) -> list[RunConfig]:
     """Return the runs trained on one reward each (experts), which replace the merges at the corners (preferences for
     one reward only). Empty if the corners use merges."""
-    soup = soup_of(config)
+    soup = soup_settings(config)
     return backbone_runs(config, statistics, 1.0) if soup.corners == "expert" and soup.mixes else []
 
 
@@ -117,13 +117,13 @@ def oracle_runs(config: RunConfig, statistics: Statistics) -> list[RunConfig]:
 
 def search_iterations(config: RunConfig) -> int:
     """Return the number of iterations after which candidates for β are compared."""
-    return max(1, ceil(config.iterations * soup_of(config).search_share))
+    return max(1, ceil(config.iterations * soup_settings(config).search_share))
 
 
 # ---- evaluation
 def grid_of(config: RunConfig) -> list[tuple[float, ...]]:
     """Return the grid of preferences that are evaluated."""
-    soup = soup_of(config)
+    soup = soup_settings(config)
     return preference_grid(len(soup.terms), soup.grid)
 
 
@@ -134,15 +134,15 @@ def merge_points(
     replaces the merge if the soup has experts."""
     iterations = search_iterations(config) if search else config.iterations
     runs = backbone_runs(config, statistics, beta, iterations=iterations)
-    backbones = [directory_after(run, iterations) for run in runs]
-    experts = [] if search else [directory_after(run, iterations) for run in expert_runs(config, statistics)]
-    side = f"{soup_of(config).method}-{beta:g}{'-search' if search else ''}"
+    backbones = [policy_directory(run, iterations) for run in runs]
+    experts = [] if search else [policy_directory(run, iterations) for run in expert_runs(config, statistics)]
+    side = f"{soup_settings(config).method}-{beta:g}{'-search' if search else ''}"
     for preference in grid_of(config):
         if experts and 1.0 in preference:
             policy = DirectoryPolicy(path=Path(experts[preference.index(1.0)]))
             yield PreferencePoint(preference, (), policy, "expert")
             continue
-        weights = compute_backbone_weights(soup_of(config).method, preference, beta)
+        weights = compute_backbone_weights(soup_settings(config).method, preference, beta)
         parents = soup_parents(config, backbones, weights)
         yield PreferencePoint(preference, weights, MergePolicy(parents=parents), side)
 
@@ -150,9 +150,9 @@ def merge_points(
 def soup_parents(config: RunConfig, backbones: Sequence[str], weights: Sequence[float]) -> tuple[MergeParent, ...]:
     """Return the policies to add with their weights: the backbones, and the start policy if the merge is extrapolated
     away from it."""
-    alpha = soup_of(config).extrapolate
+    alpha = soup_settings(config).extrapolate
     scaled, of_start = extrapolate_weights(weights, alpha)
-    start = [(directory_after(start_run(config), 0), of_start)] if alpha else []
+    start = [(policy_directory(start_run(config), 0), of_start)] if alpha else []
     weighed = [*zip(backbones, scaled, strict=True), *start]
     return tuple(MergeParent(path=Path(path), weight=weight) for path, weight in weighed if abs(weight) > 1e-12)
 
@@ -161,13 +161,13 @@ def oracle_points(config: RunConfig, statistics: Statistics) -> Iterator[Prefere
     """Yield the policy that was trained for each preference of the grid."""
     for preference, run in zip(grid_of(config), oracle_runs(config, statistics), strict=True):
         yield PreferencePoint(
-            preference, (), DirectoryPolicy(path=Path(directory_after(run, run.iterations))), "oracle"
+            preference, (), DirectoryPolicy(path=Path(policy_directory(run, run.iterations))), "oracle"
         )
 
 
 def statistics_suite(config: RunConfig) -> Suite:
     """Return the suite on which the start policy is evaluated to standardize the rewards."""
-    soup, rollout = soup_of(config), config.rollout
+    soup, rollout = soup_settings(config), config.rollout
     evaluation = EvaluationConfig(
         problems=soup.statistics_prompts, samples=rollout.group_size, temperature=rollout.sampling.temperature
     )
@@ -188,7 +188,7 @@ def evaluation_run(config: RunConfig, point: PreferencePoint) -> RunConfig:
 
 def statistics_run(config: RunConfig) -> RunConfig:
     """Return the run that evaluates the start policy."""
-    start = DirectoryPolicy(path=Path(directory_after(start_run(config), 0)))
+    start = DirectoryPolicy(path=Path(policy_directory(start_run(config), 0)))
     return statistics_suite(config).config("start", start)
 
 
@@ -217,7 +217,7 @@ def rewards_of(config: RunConfig, evaluation: RunConfig) -> tuple[float, ...]:
 
 def _read_scores(config: RunConfig, evaluation: RunConfig) -> dict[str, list[float]]:
     batch = Batch.read(open_run(evaluation.store, evaluation.name), evaluation_key(0))
-    scores = problem_scores(batch, soup_of(config).terms)
+    scores = problem_scores(batch, soup_settings(config).terms)
     return {term: [s for s in chain(*each.values()) if not isnan(s)] for term, each in scores.items()}
 
 

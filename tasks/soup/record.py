@@ -19,8 +19,8 @@ from models.records.versions import policy_of
 from models.soup.front import FrontMetrics, measure_front
 from models.soup.mixing import check_preference, compute_backbone_weights, extrapolate_weights, mixing_matrix
 from tasks.config.run import RunConfig
-from tasks.promotion.registry import now
-from tasks.promotion.suites import directory_after
+from tasks.promotion.registry import timestamp
+from tasks.promotion.suites import policy_directory
 from tasks.run.dependencies import dependencies_of
 from tasks.run.reverts import policy_after
 from tasks.soup.merging import MergedPolicy, write_merged
@@ -32,7 +32,7 @@ from tasks.soup.parts import (
     expert_runs,
     oracle_runs,
     rewards_of,
-    soup_of,
+    soup_settings,
     start_run,
 )
 
@@ -106,15 +106,15 @@ def choose_beta(
 ) -> dict[float, float]:
     """Return the hypervolume of each candidate β after the search, largest first. Equal candidates keep their given
     order."""
-    volumes = {beta: measured(config, statistics, each)[1].hypervolume for beta, each in points.items()}
+    volumes = {beta: measure_points(config, statistics, each)[1].hypervolume for beta, each in points.items()}
     return dict(sorted(volumes.items(), key=lambda item: -item[1]))
 
 
-def measured(
+def measure_points(
     config: RunConfig, statistics: Statistics, points: Sequence[PreferencePoint]
 ) -> tuple[tuple[SoupPoint, ...], FrontMetrics]:
     """Read the rewards of the evaluated points and compute the metrics of their front."""
-    soup, measured_points = soup_of(config), []
+    soup, measured_points = soup_settings(config), []
     for point in points:
         evaluation = evaluation_run(config, point)
         rewards = rewards_of(config, evaluation)
@@ -135,7 +135,7 @@ def measured(
     return tuple(measured_points), metrics
 
 
-def conclude(
+def commit_soup(
     config: RunConfig,
     statistics: Statistics,
     points: Sequence[PreferencePoint],
@@ -145,21 +145,21 @@ def conclude(
 ) -> SoupRecord:
     """Record a soup whose parts are all trained and evaluated. A soup with the same fingerprint is recorded only
     once."""
-    soup, numbered = soup_of(config), soup_records(config.store, config.name)
+    soup, numbered = soup_settings(config), soup_records(config.store, config.name)
     identity: dict[str, JsonValue] = {
         "run": config.identity(),
         "iterations": config.iterations,
         "soup": soup.as_recorded(),
     }
     fingerprint = fingerprint_of(identity)
-    measured_points, metrics = measured(config, statistics, points)
+    measured_points, metrics = measure_points(config, statistics, points)
     oracle = soup.method == "oracle"
     runs = oracle_runs(config, statistics) if oracle else backbone_runs(config, statistics, beta)
     record = SoupRecord(
         name=config.name,
         number=1,
         fingerprint=fingerprint,
-        when=now(),
+        when=timestamp(),
         method=soup.method,
         terms=soup.terms,
         beta=beta,
@@ -186,7 +186,7 @@ def conclude(
 
 def latest_records(store: str, name: str) -> list[SoupRecord]:
     """Return the last record of each method of a soup. Raises BadInput with the known soups if the name is unknown."""
-    names = soups(store)
+    names = list_soups(store)
     if name not in names:
         raise BadInput(f"There is no soup {name!r} in {store!r}. Existing soups: {', '.join(names) or 'none'}")
     return list({record.method: record for record in _read_records(soup_records(store, name))}.values())
@@ -242,7 +242,7 @@ def _weight_parts(record: SoupRecord, preference: Sequence[float]) -> list[tuple
     return [*zip(record.backbones, weights, strict=True), (record.start, of_start)]
 
 
-def soups(store: str) -> list[str]:
+def list_soups(store: str) -> list[str]:
     """Return the names of the soups of a store."""
     return open_store(store).children(SOUPS)
 
@@ -272,4 +272,4 @@ def _read_records(numbered: NumberedRecords) -> list[SoupRecord]:
 
 def _describe_part(run: RunConfig) -> SoupPart:
     policy = policy_of(policy_after(open_run(run.store, run.name), run.iterations))
-    return SoupPart(run=run.name, path=directory_after(run, run.iterations), digest=policy.digest)
+    return SoupPart(run=run.name, path=policy_directory(run, run.iterations), digest=policy.digest)

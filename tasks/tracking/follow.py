@@ -14,7 +14,7 @@ from infra.store.runs import Run
 from infra.trackers.processes import TrackerProcesses
 from tasks.run.open_run import OpenRun
 from tasks.run.stages import stage
-from tasks.tracking.metrics_file import extend_metrics, renew_metrics
+from tasks.tracking.metrics_file import extend_metrics, rewrite_metrics
 from tasks.tracking.mirror import tracker_processes_of
 
 logger = logging.getLogger(__name__)
@@ -23,14 +23,14 @@ _TRACKERS: ContextVar[TrackerProcesses | None] = ContextVar("trackers", default=
 """Trackers of the run that is open in this context, or None if it has none."""
 
 
-def note_metrics(run: Run, *, is_over: bool = False) -> None:
+def update_metrics_file(run: Run, *, is_over: bool = False) -> None:
     """Append new numbers to `metrics.jsonl`. In a bucket, where objects cannot grow, the file is written when the run
     is over."""
     try:
         if not run.store.is_remote:
             extend_metrics(run)
         elif is_over:
-            renew_metrics(run)
+            rewrite_metrics(run)
     except RheostatError as error:
         logger.warning("metrics.jsonl is not up to date: %s", error)
 
@@ -48,19 +48,19 @@ async def _notify_trackers(open_run: OpenRun, trackers: TrackerProcesses, number
 
 
 @asynccontextmanager
-async def tracked(open_run: OpenRun) -> AsyncIterator[None]:
+async def mirror_to_trackers(open_run: OpenRun) -> AsyncIterator[None]:
     """Mirror the run to its trackers during the block. At the end, even after an error, the trackers may catch up as
     long as they respond."""
     if not open_run.settings.tracking:
         yield
-        note_metrics(open_run.run, is_over=True)
+        update_metrics_file(open_run.run, is_over=True)
         return
     trackers = tracker_processes_of(open_run.run, open_run.settings.tracking)
     token = _TRACKERS.set(trackers)
     trackers.request_sync()
     try:
         yield
-        note_metrics(open_run.run, is_over=True)
+        update_metrics_file(open_run.run, is_over=True)
     finally:
         _TRACKERS.reset(token)
         await _finish_trackers(open_run, trackers)

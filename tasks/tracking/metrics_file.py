@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 from infra.store.lines import extend_lines, replace_lines
 from infra.store.runs import METRICS, Run
-from tasks.tracking.points import PointName, places_after, point_at
+from tasks.tracking.points import PointName, points_after, read_point
 
 
-def renew_metrics(run: Run) -> str:
+def rewrite_metrics(run: Run) -> str:
     """Write the whole file from the seals, and return its location."""
     replace_lines(run.store, METRICS, _build_lines(run, None))
     return run.store.locate(METRICS)
@@ -18,7 +18,7 @@ def extend_metrics(run: Run) -> None:
     """Append new lines to a local file. If its content is not what was written before, the whole file is written
     again."""
     if not run.store.is_remote and not extend_lines(run.store, METRICS, lambda line: _lines_after(run, line)):
-        renew_metrics(run)
+        rewrite_metrics(run)
 
 
 def _lines_after(run: Run, line: str) -> Iterator[str] | None:
@@ -32,6 +32,6 @@ def _lines_after(run: Run, line: str) -> Iterator[str] | None:
 
 
 def _build_lines(run: Run, last: PointName | None) -> Iterator[str]:
-    for place in places_after(run, last):
-        point = point_at(run, place)
+    for place in points_after(run, last):
+        point = read_point(run, place)
         yield json.dumps({"series": point.series, "step": point.step, **point.scalars})

@@ -22,7 +22,7 @@ from infra.trackers.records import Mirror, OpenMirror, Product
 from infra.variants import implementation_of
 from models.records.versions import policy_of
 from tasks.run.reverts import policy_after
-from tasks.tracking.points import PointName, places_after, point_at, subject_of
+from tasks.tracking.points import PointName, points_after, read_point, subject_of
 
 COMMAND: Final = (sys.executable, "-P", "-m", "tasks.tracking.mirror")
 """Command of the process. `-P` prevents that a user's module in the working directory is imported."""
@@ -57,7 +57,7 @@ class Watchdog:
         """Record that a call has started or made progress."""
         self._began = time.monotonic()
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Record that no call is in progress."""
         self._began = None
 
@@ -79,7 +79,7 @@ class Watchdog:
                 os._exit(0)
 
 
-class NewsReader:
+class RequestReader:
     """Reader of stdin that wakes the mirror when there is something new, in a separate thread."""
 
     def __init__(self, watchdog: Watchdog) -> None:
@@ -128,14 +128,14 @@ class TrackerSync:
             self._lose(_describe_error(error))
             return False
         finally:
-            self.watchdog.rest()
+            self.watchdog.pause()
 
     def close(self) -> None:
         """Close the tracker after all points have arrived, with the final policy of the run."""
         try:
             self.watchdog.begin()
             if self._mirror is not None:
-                self._mirror.close(product_of(self._run))
+                self._mirror.close(final_policy_of(self._run))
             self._report(is_over=True)
         except Exception as error:
             self._lose(_describe_error(error))
@@ -145,8 +145,8 @@ class TrackerSync:
         if self._mirror is None:
             open_mirror = cast(OpenMirror, implementation_of(self._order.tracker))
             self._mirror = open_mirror(subject_of(self._run), self._order.tracker)
-        for place in places_after(self._run, self._last):
-            point = point_at(self._run, place, samples=self._order.tracker.samples)
+        for place in points_after(self._run, self._last):
+            point = read_point(self._run, place, samples=self._order.tracker.samples)
             if self._mirror.lacks(point):
                 self._mirror.write(point, None if point.samples is None else point.samples())
                 self._points += 1
@@ -175,10 +175,10 @@ class TrackerSync:
         send(report.model_copy(update={"points": self._points, "step": step}), self._report_descriptor)
 
 
-def product_of(run: Run) -> Product | None:
+def final_policy_of(run: Run) -> Product | None:
     """Return the final policy of a run, which was evaluated after its last iteration, or None if the run is not
     finished."""
-    places = [*places_after(run, None)]
+    places = [*points_after(run, None)]
     if not places or places[-1].series != "evaluation" or not places[-1].step:
         return None
     policy = policy_of(policy_after(run, places[-1].step))
@@ -196,7 +196,7 @@ def main() -> None:
     os.dup2(2, 1)  # output of libraries must not mix with the reports
     order = MirrorOrder.model_validate_json(sys.stdin.buffer.readline())
     sync = TrackerSync(order, report_descriptor)
-    news = NewsReader(sync.watchdog)
+    news = RequestReader(sync.watchdog)
     while not news.are_over:
         news.wait(None if sync.catch_up() else RETRY_SECONDS)
     if sync.catch_up():

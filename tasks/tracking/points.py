@@ -34,7 +34,7 @@ def subject_of(run: Run) -> Subject:
     return Subject(name=run.name, identity=identity, config=run.record.config)
 
 
-def places_after(run: Run, last: PointName | None) -> Iterator[PointName]:
+def points_after(run: Run, last: PointName | None) -> Iterator[PointName]:
     """Yield the points of a run after `last`, in order. The evaluation after an iteration follows the iteration."""
     folders = {*run.folders()}
 
@@ -51,7 +51,7 @@ def places_after(run: Run, last: PointName | None) -> Iterator[PointName]:
             yield PointName("evaluation", number)
 
 
-def point_at(run: Run, place: PointName, *, samples: bool = False) -> Point:
+def read_point(run: Run, place: PointName, *, samples: bool = False) -> Point:
     """Read the metrics of a point, and with `samples` a function that reads some of its completions."""
     if place.series == "evaluation":
         summary = run.require(StageKey.of(evaluation_key(place.step), "summary"))

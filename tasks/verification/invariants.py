@@ -22,10 +22,17 @@ from tasks.run.dependencies import relayout_iteration
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, iteration_key, reward_model_role
 from tasks.run.ordered_reverts import recorded_revert_alarms, required_revert
-from tasks.run.rescorings import Derived, derived_of, recredit_terms, rescored_batches, rescored_shards, rescoring_terms
+from tasks.run.rescorings import (
+    DerivedResult,
+    list_derived_results,
+    recredit_terms,
+    rescored_batches,
+    rescored_shards,
+    rescoring_terms,
+)
 from tasks.run.reverts import policy_after, restored_version, revert_key
-from tasks.run.states import coming_states, is_due, state_every, states_of, took_steps
-from tasks.verification.samples import check_credit, check_rollouts, check_samples, finished_in
+from tasks.run.states import changed_model, is_due, possibly_missing_states, state_every, states_of
+from tasks.verification.samples import check_credit, check_rollouts, check_samples, finished_completions
 from tasks.views.metrics import sealed_iterations
 from tasks.views.runs import open_known_run
 
@@ -41,7 +48,7 @@ def _promised_states(run: Run, manifests: list[Manifest]) -> list[BundleRef]:
         moved = relayout_iteration(run)
     except Damaged:  # the check of the journal reports the damage
         moved = 0
-    return coming_states(manifests, relayout_iteration=moved)
+    return possibly_missing_states(manifests, relayout_iteration=moved)
 
 
 def ignored_files(store: str, name: str) -> list[str]:
@@ -56,12 +63,12 @@ def deletions(store: str, name: str) -> list[Tombstone]:
     ]
 
 
-def states_to_learn_again(store: str, name: str) -> list[str]:
+def missing_states(store: str, name: str) -> list[str]:
     """Return the keys of the optimizer states that the newest version names but the store does not have (yet)."""
     run = open_known_run(store, name)
     if find_tombstone(run) is not None:
         return []
-    return [state.key for state in coming_states(run.manifests()) if not has_bundle(run.store, state)]
+    return [state.key for state in possibly_missing_states(run.manifests()) if not has_bundle(run.store, state)]
 
 
 def check_invariants(run: Run) -> list[str]:
@@ -166,7 +173,7 @@ def _check_state(iteration: Iteration) -> Iterator[str]:
     """Check that an update stores its optimizer state when it is due, and that an update without steps names its
     parent's state."""
     run, update, every = iteration.run, iteration.update, state_every(iteration.run)
-    if not took_steps(update):
+    if not changed_model(update):
         if states_of(update) != states_of(iteration.policy):
             yield f"{update.key}: took no step but names another optimizer state than the previous version"
     elif bool(states_of(update)) != is_due(run, iteration.number, every=every):
@@ -192,8 +199,8 @@ def check_derived(run: Run) -> Iterator[str]:
     """Check every re-scored or re-credited iteration. Yield one line per violated invariant that names the faulty
     object."""
     digests = {manifest.digest for manifest in run.manifests()}
-    for line in derived_of(run):
-        derived = Derived(line.kind, line.name)
+    for line in list_derived_results(run):
+        derived = DerivedResult(line.kind, line.name)
         for manifest in run.manifests(derived.prefix):
             for parent in manifest.parents:
                 if parent not in digests:
@@ -204,7 +211,7 @@ def check_derived(run: Run) -> Iterator[str]:
             yield from () if number in deleted else check(Iteration(run, number), derived)
 
 
-def _check_rescored(iteration: Iteration, derived: Derived) -> Iterator[str]:
+def _check_rescored(iteration: Iteration, derived: DerivedResult) -> Iterator[str]:
     """Check that every shard was scored by the recorded rewards, on the recorded rollouts."""
     run = iteration.run
     terms, shards = rescoring_terms(run, derived.name), rescored_shards(iteration, derived)
@@ -245,30 +252,34 @@ def _check_verdicts(batch: Batch, scoring: ScoringConfig) -> Iterator[str]:
                 yield f"{verdicts.key}: {rollouts.key} is not among the parents"
 
 
-def _check_recredited(iteration: Iteration, derived: Derived) -> Iterator[str]:
+def _check_recredited(iteration: Iteration, derived: DerivedResult) -> Iterator[str]:
     """Check that the advantages belong to the completions and scores that the re-credit names."""
     run = iteration.run
     terms = recredit_terms(run, derived.name)
     if terms is None:
         yield f"{derived.terms_key}: the manifest is missing"
         return
-    credit = derived.made(run, iteration.number, "credit")
-    scored = iteration.scored_rollouts(prefix="" if terms.scores is None else Derived("rescore", terms.scores).prefix)
+    credit = derived.stage_manifest(run, iteration.number, "credit")
+    scored = iteration.scored_rollouts(
+        prefix="" if terms.scores is None else DerivedResult("rescore", terms.scores).prefix
+    )
     parents = [manifest.digest for manifest in scored.manifests]
     if list(credit.parents[: len(parents)]) != parents:
         yield f"{credit.key}: the parents are not the iteration's rollouts and their scores"
     if len(credit.parents) > len(parents) and credit.parents[-1] != iteration.stage_manifest("estimates").digest:
         yield f"{credit.key}: the last parent is not {iteration.stage_key('estimates')}"
-    finished = {name: each.samples for part in scored.rollouts for name, each in finished_in(run, part).items()}
+    finished = {
+        name: each.samples for part in scored.rollouts for name, each in finished_completions(run, part).items()
+    }
     if any(count != finished.get(name) for name, count in Counter(_read_names(run, credit.shards[0])).items()):
         yield f"{credit.key}: a completion is repeated, incomplete or not from this iteration"
     yield from _check_seal(iteration, derived, [iteration.credit, credit], None)
 
 
 def _check_seal(
-    iteration: Iteration, derived: Derived, parts: list[Manifest], expected: dict[str, float] | None
+    iteration: Iteration, derived: DerivedResult, parts: list[Manifest], expected: dict[str, float] | None
 ) -> Iterator[str]:
-    sealed = derived.made(iteration.run, iteration.number, "seal")
+    sealed = derived.stage_manifest(iteration.run, iteration.number, "seal")
     if sealed.parents != tuple(part.digest for part in parts):
         yield f"{sealed.key}: the parents are not all manifests that it was made from"
     if expected is not None and not _are_close(sealed.metrics, expected):

@@ -35,11 +35,13 @@ def check_samples(iteration: Iteration) -> Iterator[str]:
     sample is too stale."""
     credit, run = iteration.credit, iteration.run
     own_completions = [
-        finished for manifest in iteration.shard_manifests("rollout") for finished in finished_in(run, manifest).items()
+        finished
+        for manifest in iteration.shard_manifests("rollout")
+        for finished in finished_completions(run, manifest).items()
     ]
     known, bound = dict(own_completions), _staleness_bounds(iteration)
     for groups in iteration.start_state.leftover_groups:
-        finished_before = finished_in(run, run.require(groups.rollouts))
+        finished_before = finished_completions(run, run.require(groups.rollouts))
         known |= {name: finished for name, finished in finished_before.items() if name[0] in groups.rows}
     waiting = {row for surplus in iteration.surplus_groups for row in surplus.rows}
     for name, count in Counter(chain.from_iterable(_read_names(run, ref) for ref in credit.shards)).items():
@@ -175,7 +177,7 @@ def _staleness_bounds(iteration: Iteration) -> dict[int | None, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedCompletion:
     """Completion that has ended."""
 
     begun: int
@@ -184,11 +186,11 @@ class Finished:
     """Number of training samples that the completion becomes."""
 
 
-def finished_in(run: Run, rollouts: Manifest) -> dict[Name, Finished]:
+def finished_completions(run: Run, rollouts: Manifest) -> dict[Name, FinishedCompletion]:
     """Return the finished completions of a rollout shard."""
     table = read_shard(run.store, rollouts.shards[0], columns=["prompt_row", "sample", "segments"])
     return {
-        _name(row): Finished(min(versions), 1 + more)
+        _name(row): FinishedCompletion(min(versions), 1 + more)
         for row, more in zip(table.to_pylist(), count_turn_prompts(table).tolist(), strict=True)
         if (versions := [each["policy_version"] for each in row["segments"] if each["policy_version"] >= 0])
     }

@@ -31,7 +31,7 @@ class Symptom:
     side: Literal["above", "below"] = "above"
     """Side of the bound on which a value triggers the warning."""
 
-    def shows(self, value: float) -> bool:
+    def is_triggered(self, value: float) -> bool:
         """Return whether a value is beyond the bound."""
         return value > self.bound if self.side == "above" else value < self.bound
 
@@ -115,7 +115,7 @@ SYMPTOMS: Final = (
 _TERM: Final = re.compile(r"credit/term_(.+)_std")
 
 
-def warnings_of(
+def find_warnings(
     metrics: Mapping[str, float], *, first: Mapping[str, float] | None = None, accuracy: float | None = None
 ) -> dict[str, str]:
     """Return the warnings of an iteration by metric.
@@ -132,7 +132,9 @@ def warnings_of(
     if flat:  # a constant reward explains why groups do not differ
         values.pop(INFORMATIVE, None)
     measured_symptoms = [(each, values[each.metric]) for each in SYMPTOMS if each.metric in values]
-    return {each.metric: each.warning.format(value) for each, value in measured_symptoms if each.shows(value)} | flat
+    return {
+        each.metric: each.warning.format(value) for each, value in measured_symptoms if each.is_triggered(value)
+    } | flat
 
 
 def _flat_terms(metrics: Mapping[str, float]) -> dict[str, str]:

@@ -174,7 +174,7 @@ def _teacher_seconds(
     return one_pass * arithmetic / shared_flops(decoder, generated_work)
 
 
-def held_parts(facts: Mapping[str, float], role: str) -> dict[str, float]:
+def peak_memory_by_part(facts: Mapping[str, float], role: str) -> dict[str, float]:
     """Return the peak memory of a worker in bytes, by part."""
     return {
         name.removeprefix(f"{role}_").removesuffix("_bytes"): value
@@ -184,13 +184,15 @@ def held_parts(facts: Mapping[str, float], role: str) -> dict[str, float]:
 
 
 def _estimate_memory(role: str, facts: Mapping[str, float], kind: Accelerator) -> MemoryEstimate:
-    return MemoryEstimate(role=role, gigabytes=sum(held_parts(facts, role).values()) / 1e9, of=kind.memory / 1e9)
+    return MemoryEstimate(
+        role=role, gigabytes=sum(peak_memory_by_part(facts, role).values()) / 1e9, of=kind.memory / 1e9
+    )
 
 
 def _estimate_update_memory(update: UpdateConfig, facts: Mapping[str, float], kind: Accelerator) -> MemoryEstimate:
     """Return the memory of one update rank. Its chunks of logits grow with the accelerator's memory, and offloaded
     parts are counted as memory of the machine."""
-    parts = held_parts(facts, "update") | {"head": head_bytes(facts["pass_logits"], memory=kind.memory)}
+    parts = peak_memory_by_part(facts, "update") | {"head": head_bytes(facts["pass_logits"], memory=kind.memory)}
     parts.pop("writing", None)  # the copy that is being written to the store is in the machine's memory
     offloaded_bytes = sum(parts.pop(part) for part in update.offloaded)
     total_bytes = sum(parts.values())

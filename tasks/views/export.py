@@ -30,7 +30,7 @@ from models.records.schemas import EXPERTS
 from tasks.run.batch import iterations_with_rollouts, rollouts_of
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, iteration_key
-from tasks.run.rescorings import Derived, rescoring_terms, sealed_numbers
+from tasks.run.rescorings import DerivedResult, rescoring_terms, sealed_numbers
 from tasks.views.metrics import sealed_iterations
 from tasks.views.runs import detect_deletion, known_rescoring, open_known_run
 
@@ -85,7 +85,7 @@ def export_file(key: str) -> str:
     return f"export/{key}.parquet"
 
 
-def export_tables(run: Run, number: int, derived: Derived | None = None) -> Iterator[pa.Table]:
+def export_tables(run: Run, number: int, derived: DerivedResult | None = None) -> Iterator[pa.Table]:
     """Yield one table per rollout shard of an iteration, with rollouts, scores, group columns, and columns for run and
     iteration.
 
@@ -138,7 +138,7 @@ def _read_advantages(iteration: Iteration) -> dict[Place, np.ndarray]:
 
 
 def _informative_rule(
-    run: Run, derived: Derived | None
+    run: Run, derived: DerivedResult | None
 ) -> tuple[Callable[[ScoredGroups], Mask] | None, tuple[TermColumns, ...]]:
     """Return the function that marks informative groups, and the reward terms of the scores.
 

@@ -14,7 +14,7 @@ from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from models.config.training import EvaluationConfig
 from tasks.run.keys import StageKey, iteration_key, iteration_numbers
-from tasks.views.diagnosis import WAITED, warnings_of
+from tasks.views.diagnosis import WAITED, find_warnings
 
 _TERM_MEAN = re.compile(r"credit/term_(.+)_mean")
 STAGES: Final = {
@@ -52,25 +52,25 @@ class Accuracy(Settings):
     term."""
 
     @property
-    def asked(self) -> str:
+    def evaluation_text(self) -> str:
         """Description of the evaluation: number of problems, completions per problem if there are several, and sampling
         method."""
         several = f" with {self.samples} completions each" if self.samples > 1 else ""
-        return f"{self.problems} problems{several}{'' if self.temperature is None else f', {self.chosen}'}"
+        return f"{self.problems} problems{several}{'' if self.temperature is None else f', {self.sampling_method}'}"
 
     @property
-    def chosen(self) -> str:
+    def sampling_method(self) -> str:
         """Sampling method of the completions: "sampled" or "greedy"."""
         return "sampled" if self.temperature else "greedy"
 
     @property
-    def passed(self) -> str:
+    def pass_at_text(self) -> str:
         """Text with the pass@k shares, starting with a comma. Empty if there are none."""
         return "".join(f", pass@{k} {share:.3f}" for k, share in self.pass_at.items())
 
     def line(self) -> str:
         """Return the accuracy with its interval and the description of the evaluation as text."""
-        return f"{self.interval[:-1]}, {self.asked}){self.passed}"
+        return f"{self.interval[:-1]}, {self.evaluation_text}){self.pass_at_text}"
 
     @property
     def interval(self) -> str:
@@ -253,7 +253,7 @@ def format_scientific(value: float | None) -> str:
     return "-" if value is None else f"{value:.1e}"
 
 
-def report_of(sealed: Manifest, *, term: str, first: Manifest | None = None) -> IterationReport:
+def read_report(sealed: Manifest, *, term: str, first: Manifest | None = None) -> IterationReport:
     """Read the statistics of an iteration from its seal.
 
     `term` names the reward term that is reported as accuracy. `first` is the seal of the run's first iteration and
@@ -295,7 +295,7 @@ def report_of(sealed: Manifest, *, term: str, first: Manifest | None = None) -> 
         weights_seconds=seconds.pop("weights_seconds"),
         seconds=_with_time_between(seconds),
         episodes=_episodes_report(metrics, environment_seconds),
-        warnings=warnings_of(metrics | share, first=first_metrics, accuracy=accuracy) | sealed.provenance.alarms,
+        warnings=find_warnings(metrics | share, first=first_metrics, accuracy=accuracy) | sealed.provenance.alarms,
         requests=sealed.provenance.requests,
         costs=sealed.provenance.costs,
     )
@@ -362,7 +362,7 @@ def run_costs(run: Run) -> dict[str, Cost]:
 def reports_of(run: Run, *, term: str) -> list[IterationReport]:
     """Return the statistics of every sealed iteration. `term` names the reward term that is reported as accuracy."""
     seals = sealed_iterations(run)
-    return [report_of(sealed, term=term, first=seals[0]) for sealed in seals]
+    return [read_report(sealed, term=term, first=seals[0]) for sealed in seals]
 
 
 def newest_reports(run: Run, number: int, *, limit: int, term: str) -> list[IterationReport]:
@@ -370,7 +370,7 @@ def newest_reports(run: Run, number: int, *, limit: int, term: str) -> list[Iter
     first seal are read."""
     keys = [StageKey.of(iteration_key(each), "seal") for each in (1, *range(max(1, number + 1 - limit), number + 1))]
     first, *seals = [run.require(key) for key in keys]
-    return [report_of(sealed, term=term, first=first) for sealed in seals]
+    return [read_report(sealed, term=term, first=first) for sealed in seals]
 
 
 def accuracy_of(summary: Manifest, *, temperature: float | None = None) -> Accuracy:

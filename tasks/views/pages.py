@@ -24,7 +24,7 @@ SHOWN_BY_BROWSERS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 COLUMNS: Final = 8
 SIDE: Final = 128
 """Number of images per row of a contact sheet, and side length of each image in pixels."""
-MOST_PICTURES: Final = 1000
+MAX_IMAGES: Final = 1000
 """Maximum number of images on a contact sheet, which then has about 20 million pixels."""
 _HEAD: Final = """\
 <!doctype html>
@@ -60,7 +60,7 @@ def write_sheet(run: Run, samples: Sequence[RolloutPreview], target: Path) -> No
     """Write the last image of each completion to a new PNG file, grouped by prompt in order of appearance.
 
     Raises BadInput if the target exists or does not end in .png, if no completion has an image, or if there are more
-    than `MOST_PICTURES` images.
+    than `MAX_IMAGES` images.
     """
     if target.suffix.lower() != ".png":
         raise BadInput(f"--sheet {target} must end with .png.")
@@ -73,8 +73,8 @@ def write_sheet(run: Run, samples: Sequence[RolloutPreview], target: Path) -> No
     num_images = sum(map(len, rows.values()))
     if not num_images:
         raise BadInput(f"--sheet {target}: none of the {len(samples)} rollouts has an image.")
-    if num_images > MOST_PICTURES:
-        raise BadInput(f"--sheet {target}: at most {MOST_PICTURES} images fit, found {num_images}. Lower --limit.")
+    if num_images > MAX_IMAGES:
+        raise BadInput(f"--sheet {target}: at most {MAX_IMAGES} images fit, found {num_images}. Lower --limit.")
     images = _read_images(run, samples)
     sheet = contact_sheet([_sheet_row(row, images) for row in rows.values()], columns=COLUMNS, side=SIDE)
     try:

@@ -41,7 +41,7 @@ def curves_of(run: Run) -> Curves:
         return Curves(run.name, reports_of(run, term=term), evaluations_of(run))
 
 
-async def draw_aside(run: Run, key: str) -> bytes:
+async def draw_in_process(run: Run, key: str) -> bytes:
     """Draw the learning curves of a run in a separate low-priority process, store them under `key`, and return the PNG.
 
     Raises OSError if the process fails and TimeoutError if it takes longer than `DRAW_SECONDS`.
@@ -61,7 +61,7 @@ async def draw_aside(run: Run, key: str) -> bytes:
     return picture
 
 
-async def draw_here(run: Run, key: str) -> bytes:
+async def draw_in_thread(run: Run, key: str) -> bytes:
     """Draw the learning curves of a run in a thread of this process, store them under `key`, and return the PNG.
 
     The thread stores the PNG even if the caller is canceled while it waits.
@@ -152,7 +152,7 @@ def _draw_accuracy(axes: "Axes", curves: Curves, *, colour: str, name: str) -> N
         capsize=4,
         color=colour,
         markerfacecolor="white",
-        label=f"{name}held out{f', {evaluations[0].chosen}' if evaluations else ''}, 95% interval",
+        label=f"{name}held out{f', {evaluations[0].sampling_method}' if evaluations else ''}, 95% interval",
     )
 
 

@@ -100,7 +100,7 @@ def _write_policy(
         with new_directory(target) as directory:
             base = fetch_bundle(run.store, policy.weights)
             adapter = None if policy.adapter is None else fetch_bundle(run.store, policy.adapter)
-            write_apart(ExportWork(base=base, adapter=adapter, target=directory, dtype=dtype))
+            write_in_process(ExportWork(base=base, adapter=adapter, target=directory, dtype=dtype))
             if not _is_there(run, policy):
                 raise Damaged("the files of the policy were deleted meanwhile")
             (directory / CARD).write_text(card_of(run, policy, number=number))
@@ -183,7 +183,7 @@ def _policy_manifest(run: Run, number: int) -> Manifest:
     return manifests[0] if manifests else run.require(keys[0])
 
 
-def write_apart(work: ExportWork | MergeWork) -> None:
+def write_in_process(work: ExportWork | MergeWork) -> None:
     """Write an exported or merged policy in a separate process.
 
     Raises BadInput if the process rejects its input and WorkerFailed if it crashes.

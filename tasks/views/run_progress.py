@@ -18,10 +18,10 @@ from infra.store.runs import LOCK, Run, open_run
 from models.config.rewards import ScoringConfig
 from tasks.run.batch import Batch
 from tasks.run.keys import BASE, StageKey, evaluation_key, iteration_key, iteration_numbers
-from tasks.views.metrics import Accuracy, IterationReport, accuracy_of, evaluation_temperature, report_of
+from tasks.views.metrics import Accuracy, IterationReport, accuracy_of, evaluation_temperature, read_report
 from tasks.views.runs import detect_deletion
 
-RECENT = 5
+RECENT_ITERATIONS = 5
 """Number of recent iterations whose mean duration predicts the remaining time."""
 
 
@@ -29,9 +29,9 @@ RECENT = 5
 class Activity:
     """Current activity of a run."""
 
-    what: str
+    description: str
     done: int = 0
-    of: int = 0
+    total: int = 0
     """Total amount of work in `unit`, or 0 if the activity has no countable work."""
     unit: str = ""
     note: str = ""
@@ -51,12 +51,12 @@ class RunProgress:
     activity: Activity
     eta_seconds: float | None
     """Predicted time for the remaining iterations in seconds, or None before the first iteration is sealed."""
-    is_over: bool
+    is_finished: bool
     """Whether the run has computed everything that was requested."""
 
 
 @dataclass(slots=True)
-class Watcher:
+class ProgressReader:
     """Observer that reads the progress of a run repeatedly and rereads nothing that it has read before."""
 
     store: str
@@ -87,7 +87,7 @@ class Watcher:
             if (sealed := run.find(StageKey.of(iteration_key(number), "seal"))) is None:
                 break
             self._first = self._first or sealed
-            self._reports.append(report_of(sealed, term=term, first=self._first))
+            self._reports.append(read_report(sealed, term=term, first=self._first))
         evaluated = [int(folder.removeprefix("eval-")) for folder in folders if folder.startswith("eval-")]
         for number in evaluated:
             if number not in self._evaluations and (
@@ -103,21 +103,21 @@ class Watcher:
             evaluations=tuple(self._evaluations[number] for number in sorted(self._evaluations)),
             activity=self._find_activity(run, started[sealed_count:], open_evaluations, now),
             eta_seconds=None if total is None else self._predict_seconds(total),
-            is_over=total is not None and evaluation_key(total) in linked_parts(run),
+            is_finished=total is not None and evaluation_key(total) in linked_parts(run),
         )
 
-    def holder(self) -> str | None:
+    def find_lock_holder(self) -> str | None:
         """Return the live process that has locked the run, or None if there is none."""
-        return None if self._run is None else holder_of(self._run)
+        return None if self._run is None else find_lock_holder(self._run)
 
     def _predict_seconds(self, total: int) -> float | None:
-        totals = [report.seconds["total"] for report in self._reports[-RECENT:]]
+        totals = [report.seconds["total"] for report in self._reports[-RECENT_ITERATIONS:]]
         return sum(totals) / len(totals) * max(0, total - len(self._reports)) if totals else None
 
     def _find_activity(self, run: Run, started: list[int], evaluations: list[int], now: datetime) -> Activity:
         """Return the first activity that is not finished."""
         if evaluations and (activity := _describe_batch(run, evaluation_key(evaluations[-1]), now)) is not None:
-            return Activity("held-out evaluation", activity.done, activity.of, activity.unit, activity.note)
+            return Activity("held-out evaluation", activity.done, activity.total, activity.unit, activity.note)
         if started:
             return _describe_iteration(run, started[0], now)
         note = newest_note(run.store)
@@ -141,9 +141,9 @@ def _describe_iteration(run: Run, number: int, now: datetime) -> Activity:
     # dynamic sampling adds batches until enough groups are informative
     of_wave = f", batch {wave - 1}" if wave > 2 else ""
     return Activity(
-        f"iteration {number}: {last_activity.what}{of_wave}",
+        f"iteration {number}: {last_activity.description}{of_wave}",
         last_activity.done,
-        last_activity.of,
+        last_activity.total,
         last_activity.unit,
         last_activity.note,
     )
@@ -165,7 +165,7 @@ def _describe_batch(run: Run, key: str, now: datetime) -> Activity | None:
     return Activity("scoring" if scored < batch.plan.num_shards else "credit", scored, batch.plan.num_shards, "shards")
 
 
-def holder_of(run: Run) -> str | None:
+def find_lock_holder(run: Run) -> str | None:
     """Return the live process that has locked a run, or None if there is none. The lock itself is not touched.
 
     The calling process does not count. A process on another machine with a shared disk always counts as alive, because

@@ -29,13 +29,13 @@ from tasks.run.batch import (
     rollouts_of_batch,
 )
 from tasks.run.keys import PROMPTS, StageKey, iteration_key, iteration_numbers
-from tasks.run.rescorings import Derived, DerivedLine, derived_of
+from tasks.run.rescorings import DerivedResult, DerivedSummary, list_derived_results
 from tasks.run.reverts import policy_key
 from tasks.views.metrics import (
     Accuracy,
     IterationReport,
     evaluations_of,
-    report_of,
+    read_report,
     reports_of,
     run_costs,
     sealed_iterations,
@@ -116,7 +116,7 @@ def _stored_rollouts(run: Run) -> list[Manifest]:
     return [manifest for key in sorted(keys) for manifest in rollouts_of_batch(run, key)]
 
 
-def producers_of(run: Run) -> dict[str, list[str]]:
+def engines_by_role(run: Run) -> dict[str, list[str]]:
     """Return the engines of each role in the newest iteration that has rollouts. A role has several engines if its
     engine was changed during the iteration."""
     sealed = len(sealed_iterations(run))
@@ -153,7 +153,7 @@ class RunDescription(Settings):
     """Directory of the last sealed policy or of its adapter, or None if there is no policy yet."""
     base: str | None
     """Directory of the base weights to which the adapter is added, or None if the policy has no adapter."""
-    derived: list[DerivedLine]
+    derived: list[DerivedSummary]
     """Re-scorings and re-credits of the run's rollouts."""
     changes: list[AcceptedChange]
     """Accepted changes of code, data and libraries, in order."""
@@ -167,23 +167,23 @@ def describe_run(store: str, name: str) -> RunDescription:
     """Return the description of a run. Raises BadInput if the store has no such run."""
     run = open_known_run(store, name)
     with detect_deletion(run):
-        return describe_opened(run)
+        return describe_open_run(run)
 
 
-def describe_opened(run: Run) -> RunDescription:
+def describe_open_run(run: Run) -> RunDescription:
     """Return the description of an opened run."""
     policy, base = _last_policy(run)
     return RunDescription(
         name=run.name,
         created=run.record.created,
         fingerprint=run.record.fingerprint,
-        engines=producers_of(run),
+        engines=engines_by_role(run),
         evaluations=evaluations_of(run),
         iterations=reports_of(run, term=_terms_of(run)[0]),
         costs=run_costs(run),
         policy=policy,
         base=base,
-        derived=derived_of(run),
+        derived=list_derived_results(run),
         changes=accepted_changes(run),
         tags=sorted(tags_of(run)),
         deleted=find_tombstone(run),
@@ -203,13 +203,13 @@ def read_rollouts(
             sealed = sealed_iterations(run)
             if not sealed:
                 raise BadInput(f"Run {name!r} has no sealed iteration yet. Choose one in progress with --iteration.")
-            iteration = report_of(sealed[-1], term=_terms_of(run)[0]).iteration
+            iteration = read_report(sealed[-1], term=_terms_of(run)[0]).iteration
         return sample_rollouts(run, iteration, limit=limit, order=order)
 
 
-def known_rescoring(run: Run, name: str) -> Derived:
+def known_rescoring(run: Run, name: str) -> DerivedResult:
     """Return a re-scoring by name. Raises BadInput with the most similar name if the run has no such re-scoring."""
-    derived, known = Derived("rescore", name), run.folders("rescore")
+    derived, known = DerivedResult("rescore", name), run.folders("rescore")
     if name in known and run.find(derived.terms_key) is not None:
         return derived
     raise BadInput(
@@ -291,8 +291,8 @@ class RescoredIteration(Settings):
 
 def rescored_iterations(store: str, run_name: str, name: str, numbers: Iterable[int]) -> list[RescoredIteration]:
     """Return the comparison of new and stored rewards for some iterations of a re-scoring."""
-    run, derived = open_known_run(store, run_name), Derived("rescore", name)
-    return [_compare_rewards(number, derived.made(run, number, "seal").metrics) for number in numbers]
+    run, derived = open_known_run(store, run_name), DerivedResult("rescore", name)
+    return [_compare_rewards(number, derived.stage_manifest(run, number, "seal").metrics) for number in numbers]
 
 
 def _compare_rewards(number: int, metrics: dict[str, float]) -> RescoredIteration:
@@ -326,8 +326,8 @@ class RecreditedIteration(Settings):
 
 def recredited_iterations(store: str, run_name: str, name: str, numbers: Iterable[int]) -> list[RecreditedIteration]:
     """Return the comparison of new and stored advantages for some iterations of a re-credit."""
-    run, derived = open_known_run(store, run_name), Derived("recredit", name)
-    return [_compare_advantages(number, derived.made(run, number, "seal").metrics) for number in numbers]
+    run, derived = open_known_run(store, run_name), DerivedResult("recredit", name)
+    return [_compare_advantages(number, derived.stage_manifest(run, number, "seal").metrics) for number in numbers]
 
 
 def _compare_advantages(number: int, metrics: dict[str, float]) -> RecreditedIteration:

@@ -13,7 +13,7 @@ from infra.costs import Cost
 from models.rollouts.preview import PICTURED, Excerpts, RolloutPreview
 from tasks.views.metrics import Accuracy, IterationReport, format_number
 
-TOLD_SECONDS: Final = 0.05
+MIN_SHOWN_SECONDS: Final = 0.05
 """Minimum duration in seconds for a stage to be listed."""
 
 FENCE_COLUMNS: Final = 80
@@ -127,12 +127,14 @@ def summary_lines(summary: RunSummary) -> str:
 def seconds_line(stages: Mapping[str, float]) -> str:
     """Return the mean duration of an iteration as text, with the seconds of each stage that add up to it."""
     parts = [
-        f"{name} {seconds:.1f}" for name, seconds in stages.items() if name != "between" and seconds >= TOLD_SECONDS
+        f"{name} {seconds:.1f}"
+        for name, seconds in stages.items()
+        if name != "between" and seconds >= MIN_SHOWN_SECONDS
     ]
     return f"{sum(stages.values()):.1f} s per iteration: {', '.join(parts)}, between stages {stages['between']:.1f}"
 
 
-def standing_text(reports: Sequence[IterationReport], evaluations: Sequence[Accuracy], *, total: int) -> str:
+def progress_text(reports: Sequence[IterationReport], evaluations: Sequence[Accuracy], *, total: int) -> str:
     """Return the progress of an active or interrupted run as text, with its held-out accuracy."""
     newest = reports[-1]
     lines = [f"iteration {newest.iteration} of {total}: sampled accuracy {format_number(newest.accuracy)}"]
@@ -141,8 +143,10 @@ def standing_text(reports: Sequence[IterationReport], evaluations: Sequence[Accu
 
 
 def _accuracy_lines(before: Accuracy, after: Accuracy) -> list[str]:
-    lines = [f"held-out accuracy before {before.interval}{before.passed}, {before.asked}"]
-    difference = "" if after.asked == before.asked else f", {after.asked}"
+    lines = [f"held-out accuracy before {before.interval}{before.pass_at_text}, {before.evaluation_text}"]
+    difference = "" if after.evaluation_text == before.evaluation_text else f", {after.evaluation_text}"
     return (
-        lines if after == before else [*lines, f"                  after  {after.interval}{after.passed}{difference}"]
+        lines
+        if after == before
+        else [*lines, f"                  after  {after.interval}{after.pass_at_text}{difference}"]
     )

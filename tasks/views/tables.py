@@ -21,7 +21,7 @@ from models.records.schemas import VERDICT_SCHEMA
 from models.records.versions import policy_of
 from tasks.run.batch import iterations_without_rollouts, rollouts_of
 from tasks.run.keys import StageKey, iteration_key, reward_model_role
-from tasks.run.rescorings import Derived, Kind, derived_of, rescoring_terms
+from tasks.run.rescorings import DerivedResult, Kind, list_derived_results, rescoring_terms
 from tasks.run.reverts import policy_after
 from tasks.views.metrics import sealed_iterations
 
@@ -140,13 +140,13 @@ def _stored_iterations(run: Run, kind: Kind) -> Iterator[tuple[int, str | None, 
     numbers = range(1, len(sealed_iterations(run)) + 1)
     deleted, derived = (
         iterations_without_rollouts(run, numbers),
-        [line for line in derived_of(run) if line.kind == kind],
+        [line for line in list_derived_results(run) if line.kind == kind],
     )
     for number in (number for number in numbers if number not in deleted):
         yield number, None, ""
         for line in derived:
             if number in line.iterations:
-                yield number, line.name, Derived(kind, line.name).prefix
+                yield number, line.name, DerivedResult(kind, line.name).prefix
 
 
 TABLES: Final[Mapping[str, Callable[[Run], Iterator[pa.Table]]]] = {

@@ -8,7 +8,7 @@ import pytest
 from flows.cli.app import main
 from infra.store.runs import Run
 from tasks.config.run import load_config
-from tasks.run.dependencies import find_run
+from tasks.run.dependencies import find_matching_run
 from tasks.verification.invariants import verify_run
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import ROOT, files_of, manifests_of
@@ -39,9 +39,9 @@ def train(job: InProcessJob, *arguments: str) -> int:
         return main(["train", str(job.home / "tiny.toml"), *arguments, *here])
 
 
-def found(job: InProcessJob) -> Run | None:
+def find_resumable(job: InProcessJob) -> Run | None:
     """Return what the same command would continue with. Raises RunChanged if it may not continue."""
-    return find_run(load_config(job.home / "tiny.toml", [f"store={job.store}"]))
+    return find_matching_run(load_config(job.home / "tiny.toml", [f"store={job.store}"]))
 
 
 def test_a_changed_reward_and_library_are_refused_by_name_until_accepted(job, capsys):
@@ -61,7 +61,7 @@ def test_a_changed_reward_and_library_are_refused_by_name_until_accepted(job, ca
     told = " ".join(capsys.readouterr().out.split())  # lines are wrapped
     assert f"warning: run tiny continues from iteration 4 with changes: {reward}; {torch}" in told
     assert f"from iteration 4 on: {reward}; {torch}\n" in job.command("show").output
-    assert found(job) is not None, "what was accepted is the run's own from then on"
+    assert find_resumable(job) is not None, "what was accepted is the run's own from then on"
     (change,) = json.loads(job.command("show", "--json").output)["changes"]
     assert (change["iteration"], change["changes"]) == (4, [reward, torch])
     assert manifests_of(job.run) == made
@@ -79,5 +79,5 @@ def test_a_run_of_an_older_rheostat_is_valid_and_may_continue(copied):
     for folder in ("chain", "journal/dependencies"):
         shutil.rmtree(copied.run / folder)
     assert verify_run(str(copied.store), "tiny") == []
-    assert found(copied) is not None
+    assert find_resumable(copied) is not None
     assert json.loads(copied.command("show", "--json").output)["changes"] == []

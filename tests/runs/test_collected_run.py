@@ -12,7 +12,7 @@ from infra.store.runs import open_run
 from tests.support import checker
 from tests.support.in_process import InProcessJob, run_command
 from tests.support.jobs import files_of, manifests_of, shards_of, wait_for
-from tests.support.prompts import chosen
+from tests.support.prompts import choose_prompts
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -66,7 +66,7 @@ def test_gc_deletes_only_files_that_no_manifest_names(copied, reference):
     "lost", ["manifests/it-0001", "manifests", "manifests/it-0002/update.json", "chain+manifests/it-0001"]
 )
 def test_gc_forget_and_copy_refuse_a_run_with_lost_records(copied, lost):
-    (prompt_id,) = chosen(copied)[:1]
+    (prompt_id,) = choose_prompts(copied)[:1]
     (copied.home / "ids").write_text(prompt_id)
     for name in lost.split("+"):
         path = copied.run / name

@@ -27,7 +27,7 @@ from tasks.run.batch import picture_shards_of
 from tasks.run.keys import StageKey
 from tasks.verification.invariants import verify_run
 from tests.support import checker
-from tests.support.chat_server import chat_server, says
+from tests.support.chat_server import chat_server, reply_with
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import files_of
 from tests.support.stored_runs import open_tiny
@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 FAMILY = "diffusion"
 
 
-def drawn_in(run):
+def rollouts_with_pictures(run):
     """Return completions and pictures of each rollout shard, by key."""
     made = [each for each in run.manifests() if "/rollout/" in each.key]
     return {
@@ -47,7 +47,7 @@ def drawn_in(run):
 
 def test_every_completion_has_an_image_and_the_states_of_its_trained_steps(whole):
     run = open_tiny(whole)
-    for key, (table, media) in drawn_in(run).items():
+    for key, (table, media) in rollouts_with_pictures(run).items():
         digests = [digest for images in table["images"].to_pylist() for digest in images]
         assert len({*digests}) == table.num_rows == len(media.digests), "no two drawings have one name"
         for digest, steps in zip(digests, table["completion_tokens"].to_pylist(), strict=True):
@@ -58,7 +58,7 @@ def test_every_completion_has_an_image_and_the_states_of_its_trained_steps(whole
                 assert len(steps) == 2 and steps[0] in range(3)
                 assert media.states(digest, steps=2).shape == (3, 3 * 8 * 8)
     windows: dict[str, set[tuple[int, ...]]] = {}
-    for key, (table, _) in drawn_in(run).items():
+    for key, (table, _) in rollouts_with_pictures(run).items():
         windows.setdefault(key[:7], set()).update(map(tuple, table["completion_tokens"].to_pylist()))
     assert {len(windows[f"it-000{number}"]) for number in (1, 2)} == {1}, "an iteration has one window"
 
@@ -66,7 +66,7 @@ def test_every_completion_has_an_image_and_the_states_of_its_trained_steps(whole
 def test_an_update_reports_the_log_ratio_of_each_trained_step(whole):
     run = open_tiny(whole)
     for number in (1, 2):
-        table, _ = drawn_in(run)[f"it-000{number}/rollout/0000"]
+        table, _ = rollouts_with_pictures(run)[f"it-000{number}/rollout/0000"]
         learnt, told = {*table["completion_tokens"].to_pylist()[0]}, run.require(f"it-000{number}/update").metrics
         assert {int(name.rpartition("_")[2]) for name in told if name.startswith("log_ratio_mean_step")} == learnt
         assert all(told[f"log_ratio_std_step_{step}"] > 0 for step in learnt)
@@ -74,7 +74,7 @@ def test_an_update_reports_the_log_ratio_of_each_trained_step(whole):
 
 def test_the_prefect_summary_and_the_report_show_generated_images(whole, job):
     run = open_tiny(whole)
-    drawn = {digest for _, media in drawn_in(run).values() for digest in media.digests}
+    drawn = {digest for _, media in rollouts_with_pictures(run).values() for digest in media.digests}
     pages = [each["data"] for each in json.loads((whole.home / "artifacts.json").read_text())]
     images = [{*re.findall(r"!\[image (\w{16})\]\(data:image/png;base64,", page)} for page in pages]
     known = {digest[:16] for digest in drawn}
@@ -101,7 +101,7 @@ def test_before_the_first_step_the_ratio_is_1_for_any_micro_batch_size(whole, si
     module = StepLogprobs(
         load_denoiser(directory), GenerationSetup.load(directory, config, FrozenParts(device="cpu")), gallery
     )
-    for key, (table, media) in drawn_in(run).items():
+    for key, (table, media) in rollouts_with_pictures(run).items():
         if not key.startswith("it-0001"):
             continue
         gallery.source = media
@@ -119,7 +119,7 @@ def test_before_the_first_step_the_ratio_is_1_for_any_micro_batch_size(whole, si
 def test_an_image_does_not_depend_on_its_batch(whole):
     run = open_tiny(whole)
     version = policy_of(run.require(StageKey.policy(0)))
-    table, media = drawn_in(run)["it-0001/rollout/0000"]
+    table, media = rollouts_with_pictures(run)["it-0001/rollout/0000"]
     row = rollout_inputs(table)[5]
     engine = DiffusersImageEngine(DiffusersEngine())
     engine.load(fetch_bundle(run.store, version.weights), version)
@@ -140,7 +140,7 @@ def test_text_encoders_are_loaded_once_for_all_policy_versions(whole, monkeypatc
     reader = pipeline.PromptEncoder
     monkeypatch.setattr(pipeline, "PromptEncoder", lambda *of, **named: loaded.append(of) or reader(*of, **named))
     run = open_tiny(whole)
-    table, _ = drawn_in(run)["it-0001/rollout/0000"]
+    table, _ = rollouts_with_pictures(run)["it-0001/rollout/0000"]
     read = rollout_inputs(table)[0]
     request = Request(row=0, inputs=(type(read)(read.chunks[:1]),), seeds=(3,))
     versions = [policy_of(run.require(key)) for key in (StageKey.policy(0), "it-0001/update", "it-0002/update")]
@@ -165,7 +165,7 @@ def test_rescore_accepts_stored_images(job):
 
 def test_forgetting_a_prompt_deletes_its_images(job, tmp_path):
     run = open_tiny(job)
-    table, media = drawn_in(run)["it-0001/rollout/0000"]
+    table, media = rollouts_with_pictures(run)["it-0001/rollout/0000"]
     prompt, [digest] = table["prompt_id"][0].as_py(), table["images"][0].as_py()
     picture = media.encoded(digest)
     assert any(picture in content for content in files_of(job.run).values())
@@ -178,12 +178,14 @@ def test_forgetting_a_prompt_deletes_its_images(job, tmp_path):
 def test_rescore_passes_stored_images_to_a_judge_and_sums_several_rewards(job):
     """Judge by the size of the received image file: 1 if it is larger than the median."""
     run = open_tiny(job)
-    sizes = sorted(media.shown(digest).bytes for _, media in drawn_in(run).values() for digest in media.digests)
+    sizes = sorted(
+        media.shown(digest).bytes for _, media in rollouts_with_pictures(run).values() for digest in media.digests
+    )
     median = sizes[len(sizes) // 2]
 
     def weighs(asked, before):
         [image] = asked.images
-        return says(f"{len(image)} bytes" if "colour" in asked.text else "yes" if len(image) > median else "no")
+        return reply_with(f"{len(image)} bytes" if "colour" in asked.text else "yes" if len(image) > median else "no")
 
     with chat_server(weighs) as server:
         where = f"base_url='{server.url}', allowed_hosts=['127.0.0.1'], allow_private=true"
@@ -194,7 +196,7 @@ def test_rescore_passes_stored_images_to_a_judge_and_sums_several_rewards(job):
         ended = job.command("rescore", "--rewards", rewards, "--as", "judged", "pools.cluster=threads")
     assert ended.code == 0, ended.output
     judged = 0
-    for key, (table, media) in drawn_in(run).items():
+    for key, (table, media) in rollouts_with_pictures(run).items():
         if key.startswith("eval"):
             continue
         scores = read_shard(run.store, run.require(f"rescore/judged/{key.replace('rollout', 'scoring')}").shards[0])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import psutil
 import pytest
 
-from tests.support.jobs import Job, alive, process_tree, wait_for
+from tests.support.jobs import Job, list_running, process_tree, wait_for
 from tests.support.whole_runs import check_same_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2000)]
@@ -64,7 +64,7 @@ def strike(job: Job, failure: Failure) -> None:
     output = (job.home / "output").read_text()
     assert re.search(f"^rheostat: .*{failure.told}", output, re.MULTILINE), (failure, output)
     assert code == (1 if failure.interrupt is None else 128 + failure.interrupt)
-    assert wait_for(lambda: not alive(family), seconds=15), alive(family)
+    assert wait_for(lambda: not list_running(family), seconds=15), list_running(family)
 
 
 def test_a_failed_server_ends_the_run_with_its_name_and_the_same_command_continues_the_run(reference, tmp_path):

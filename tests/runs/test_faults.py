@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import Fault, Job, alive, bundles_of, digest_of, files_of, manifest_of, process_tree, wait_for
+from tests.support.jobs import (
+    Fault,
+    Job,
+    bundles_of,
+    digest_of,
+    files_of,
+    list_running,
+    manifest_of,
+    process_tree,
+    wait_for,
+)
 from tests.support.whole_runs import check_same_run
 
 pytestmark = pytest.mark.timeout(2000)  # on an idle machine a job takes 20 s, and the chain of kills 10 minutes
@@ -30,7 +40,7 @@ UPDATE_FAULTS = (
 )
 
 
-def stopped_inside(reference, home, *, without):
+def copy_unfinished(reference, home, *, without):
     """Copy a run as it was before some stages of its last iteration: without their manifests and chain records."""
     job = Job(home, reference.api)
     shutil.copytree(reference.store, job.store)
@@ -45,7 +55,7 @@ def stopped_inside(reference, home, *, without):
 @pytest.mark.slow
 def test_a_damaged_shard_of_an_unsealed_iteration_stops_the_run_and_is_named(reference, tmp_path):
     stages = ("scoring/0001", "credit", "update", "seal")
-    job = stopped_inside(reference, tmp_path, without=[f"it-0003/{stage}" for stage in stages])
+    job = copy_unfinished(reference, tmp_path, without=[f"it-0003/{stage}" for stage in stages])
     shard = job.run / manifest_of(job.run, "it-0003/rollout/0001")["shards"][0]["key"]
     whole = shard.read_bytes()
     shard.write_bytes(whole[:400] + bytes([whole[400] ^ 4]) + whole[401:])
@@ -62,7 +72,7 @@ def test_a_damaged_shard_of_an_unsealed_iteration_stops_the_run_and_is_named(ref
 @pytest.mark.slow
 def test_a_missing_policy_file_stops_the_run_and_is_named(reference, tmp_path):
     stages = ("rollout/*", "scoring/*", "credit", "update", "seal")
-    job = stopped_inside(reference, tmp_path, without=[f"it-0003/{stage}" for stage in stages])
+    job = copy_unfinished(reference, tmp_path, without=[f"it-0003/{stage}" for stage in stages])
     policy = bundles_of(job.run, "it-0002/update")["weights"]
     (policy / "model.safetensors").unlink()
     ended = job.train()
@@ -74,7 +84,7 @@ def test_a_missing_policy_file_stops_the_run_and_is_named(reference, tmp_path):
 @pytest.mark.slow
 def test_one_damaged_bit_in_the_weights_stops_the_run_and_is_named(reference, tmp_path):
     stages = ("rollout/*", "scoring/*", "credit", "update", "seal")
-    job = stopped_inside(reference, tmp_path, without=[f"it-0003/{stage}" for stage in stages])
+    job = copy_unfinished(reference, tmp_path, without=[f"it-0003/{stage}" for stage in stages])
     policy = bundles_of(job.run, "it-0002/update")["weights"]
     weights = policy / "model.safetensors"
     whole = weights.read_bytes()
@@ -117,7 +127,7 @@ def test_a_signal_ends_the_job_in_order_and_the_command_continues_it(number, ign
     assert ended.code == 128 + number
     assert ended.output.splitlines()[-1] == "rheostat: interrupted; run the same command again to continue"
     assert "Traceback" not in ended.output
-    assert wait_for(lambda: not alive(family), seconds=10), alive(family)
+    assert wait_for(lambda: not list_running(family), seconds=10), list_running(family)
     resumed = Job(tmp_path, reference.api).train()
     assert resumed.code == 0, resumed.output
     check_same_run(job.run, reference.run)

@@ -17,13 +17,13 @@ from infra.errors import RunChanged
 from infra.store.manifests import decode_manifest
 from infra.store.runs import open_run
 from infra.store.storage import LocalStore
-from tasks.forgetting import forget
-from tasks.reporting import delete_samples
+from tasks.forgetting import remove_prompts
+from tasks.reporting import delete_published_completions
 from tasks.verification.invariants import verify_run
 from tests.support.in_process import copy_job
 from tests.support.jobs import files_of, manifests_of
 from tests.support.processes import preload, process
-from tests.support.prompts import chosen, rollouts, secrets_of
+from tests.support.prompts import choose_prompts, rollouts, secrets_of
 
 preload(__name__)
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
@@ -63,7 +63,7 @@ def write_ids(job, ids):
 
 @pytest.mark.smoke
 def test_forget_deletes_every_byte_of_the_prompts_and_nothing_else(job):
-    ids, before, manifests = chosen(job), rollouts(job), manifests_of(job.run)
+    ids, before, manifests = choose_prompts(job), rollouts(job), manifests_of(job.run)
     secrets = secrets_of(job, ids)
     assert {name.partition("/")[0] for name in found_in(job, secrets)} == {"shards", "export"}
     untouched = files_of(job.run)
@@ -86,7 +86,7 @@ def test_forget_deletes_every_byte_of_the_prompts_and_nothing_else(job):
 
 def test_commands_accept_a_run_with_forgotten_prompts(job):
     shown = job.command("show").output
-    job.command("forget", "--prompt-ids", write_ids(job, chosen(job)), "--delete")
+    job.command("forget", "--prompt-ids", write_ids(job, choose_prompts(job)), "--delete")
     verified = job.command("verify")
     assert verified.code == 0 and "shards rewritten by rheostat forget (last by" in verified.output
     assert job.command("show").output == shown
@@ -106,7 +106,9 @@ def test_forget_deletes_the_prefect_artifacts_of_its_run_only(whole):
         async with get_client() as client:
             for key in 2 * keys:
                 await client.create_artifact(ArtifactCreate(key=key, type="markdown", data="a completion"))
-            await asyncio.gather(*(delete_samples("forgetful") for _ in range(3)))  # several commands at once
+            await asyncio.gather(
+                *(delete_published_completions("forgetful") for _ in range(3))
+            )  # several commands at once
             found = await client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=keys)))
             return [each.key for each in found]
 
@@ -115,7 +117,7 @@ def test_forget_deletes_the_prefect_artifacts_of_its_run_only(whole):
 
 
 def test_forgetting_the_same_prompt_again_changes_nothing(job):
-    ids = chosen(job)
+    ids = choose_prompts(job)
     job.command("forget", "--prompt-ids", write_ids(job, ids[:1]), "--delete")
     before = manifests_of(job.run)
     again = job.command("forget", "--prompt-ids", write_ids(job, ids[:1]), "--delete")
@@ -127,7 +129,7 @@ def test_forgetting_the_same_prompt_again_changes_nothing(job):
 
 
 def test_a_tombstone_names_both_shards_and_contains_no_text(job):
-    ids = chosen(job)
+    ids = choose_prompts(job)
     secrets = secrets_of(job, ids)
     job.command("forget", "--prompt-ids", write_ids(job, ids), "--delete")
     stones = sorted(path for path in (job.run / "manifests/retention").glob("*.json") if b'"rows"' in path.read_bytes())
@@ -138,7 +140,7 @@ def test_a_tombstone_names_both_shards_and_contains_no_text(job):
 
 
 def test_a_run_with_forgotten_prompts_cannot_be_resumed(job):
-    job.command("forget", "--prompt-ids", write_ids(job, chosen(job)), "--delete")
+    job.command("forget", "--prompt-ids", write_ids(job, choose_prompts(job)), "--delete")
     before = files_of(job.run)
     with pytest.raises(RunChanged, match=r"removed prompts from the run, .* Choose another name"):
         job.train("iterations=4")
@@ -159,11 +161,11 @@ def forget_and_die(home, ids, change):
 
     LocalStore.put, LocalStore.delete = dying(LocalStore.put), dying(LocalStore.delete)
     with open_run(str(home), "tiny").lock() as run:
-        forget(run, frozenset(ids), delete=True)
+        remove_prompts(run, frozenset(ids), delete=True)
 
 
 def test_forget_that_is_killed_at_any_write_can_be_repeated(job, tmp_path):
-    ids = chosen(job)
+    ids = choose_prompts(job)
     secrets, change, code = secrets_of(job, ids), 1, -signal.SIGKILL
     while code == -signal.SIGKILL:
         copy = copy_job(job, tmp_path / f"{change}")
@@ -172,7 +174,7 @@ def test_forget_that_is_killed_at_any_write_can_be_repeated(job, tmp_path):
             code = child.exitcode
         with open_run(str(copy.store), "tiny").lock() as run:
             assert len(rollouts(copy)) == len(rollouts(job))
-            forget(run, frozenset(ids), delete=True)
+            remove_prompts(run, frozenset(ids), delete=True)
         assert found_in(copy, secrets) == [], change
         assert verify_run(str(copy.store), "tiny") == [], change
         shutil.rmtree(copy.home)

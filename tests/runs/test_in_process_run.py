@@ -12,10 +12,10 @@ from flows.cli.train import run_flow
 from infra.errors import BadInput
 from infra.store.runs import open_run
 from tasks.config.run import parse_config
-from tasks.reporting import report_iteration, showing_progress
+from tasks.reporting import keep_pages_updated, report_iteration
 from tasks.run.prefect_pages import PrefectPages
-from tests.support.in_process import InProcessJob, copy_job
-from tests.support.jobs import PASSWORD, leftovers_of, manifests_of
+from tests.support.in_process import InProcessJob, copy_job, run_command
+from tests.support.jobs import PASSWORD, TINY, leftovers_of, manifests_of
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -35,7 +35,7 @@ def test_progress_pages_are_throttled_but_show_the_last_iteration_of_a_failed_ru
     @flow
     async def failing():
         ids.append(str(flow_run.id))
-        async with showing_progress(opened):
+        async with keep_pages_updated(opened):
             for number in (1, 2, 3):
                 await report_iteration(opened, number)
             raise BadInput("nothing goes on")
@@ -66,4 +66,17 @@ def test_resuming_a_finished_run_reserves_no_workers_and_changes_nothing(referen
     monkeypatch.setattr(tasks.run.open_run, "open_worker_slots", refuse)
     job.train()
     assert {work.partition("(")[0] for work in job.works()} <= {"excerpts"}
+    assert manifests_of(job.run) == manifests_of(reference.run)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--dry-run"]])
+def test_fewer_iterations_than_a_run_has_are_refused_and_the_run_is_unchanged(reference, tmp_path, arguments):
+    job = copy_job(reference, tmp_path / "job")
+    (job.home / "tiny.toml").write_text(TINY)
+    settings = (f"store={job.store}", "pools.cluster=threads", "iterations=1")
+    with job.prefect():
+        ended = run_command("train", str(job.home / "tiny.toml"), *settings, *arguments)
+    assert ended.code == 2
+    assert "iterations is 1, but run 'tiny'" in ended.output
+    assert "already has 3 iterations. Set iterations to 3 or more" in ended.output
     assert manifests_of(job.run) == manifests_of(reference.run)

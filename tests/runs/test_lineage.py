@@ -18,7 +18,7 @@ from infra.store.runs import open_run
 from infra.store.shards import read_shard
 from tasks.promotion.draft import Draft, draft_key, trained_ids_key
 from tests.support.jobs import manifests_of
-from tests.support.prompts import chosen
+from tests.support.prompts import choose_prompts
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def store(reference, tmp_path):
 
 
 @pytest.fixture
-def given(store, capsys):
+def run_lineage(store, capsys):
     """Function that runs the command and returns its exit code and its output."""
 
     def give(*words):
@@ -69,7 +69,7 @@ def prompts(run):
     return read_shard(run.store, run.require("prompts/train").shards[0])["prompt_id"].to_pylist()
 
 
-def behind(store, ends):
+def ancestors_of(store, ends):
     """Return the keys of manifests and of all their ancestors, read from their files."""
     files = [json.loads(path.read_text()) for path in (store / "tiny/manifests").rglob("*.json")]
     by_digest, found, ahead = {each["digest"]: each for each in files}, set(), [*ends]
@@ -81,14 +81,14 @@ def behind(store, ends):
     return found
 
 
-def test_a_champion_is_traced_to_all_parents_of_its_seals_and_to_the_previous_champion(store, given):
-    code, said = given("assistant@champion", "--json")
+def test_a_champion_is_traced_to_all_parents_of_its_seals_and_to_the_previous_champion(store, run_lineage):
+    code, said = run_lineage("assistant@champion", "--json")
     assert code == 0
     champion, before = json.loads(said)
     run, record = champion["run"], json.loads((store / "tiny/run.json").read_text())
     ends = [f"it-{number:04d}/seal" for number in (1, 2, 3)]
     evaluated = [key for key in manifests_of(store / "tiny") if key.endswith("/summary")]
-    assert {each["key"] for each in run["manifests"]} == behind(store, [*ends, *evaluated])
+    assert {each["key"] for each in run["manifests"]} == ancestors_of(store, [*ends, *evaluated])
     assert {each["key"]: each["digest"] for each in run["manifests"]}.items() <= manifests_of(store / "tiny").items()
     assert {"prompts/train", "policy/base", "policy/sft", "it-0001/rollout/0002"} <= {
         each["key"] for each in run["manifests"]
@@ -101,14 +101,14 @@ def test_a_champion_is_traced_to_all_parents_of_its_seals_and_to_the_previous_ch
     assert (champion["began_as"], before["name"], before["run"], before["began_as"]) == (1, "first", None, 0)
 
 
-def test_a_version_is_found_by_registry_number_run_and_policy(store, given):
-    expected = given("assistant@champion")
-    policy = json.loads(given("assistant@2", "--json")[1])[0]["record"]["policy"]
+def test_a_version_is_found_by_registry_number_run_and_policy(store, run_lineage):
+    expected = run_lineage("assistant@champion")
+    policy = json.loads(run_lineage("assistant@2", "--json")[1])[0]["record"]["policy"]
     for name in ("assistant@2", "assistant", "tiny", policy, policy[:8]):
-        assert given(name) == expected
+        assert run_lineage(name) == expected
     assert "assistant@2: policy" in expected[1] and "run first: no longer in this store" in expected[1]
     assert "3 seal, 3 update, 3 credit, 9 scoring, 9 rollout, 3 plan" in expected[1]
-    code, everything = given("assistant", "--all")
+    code, everything = run_lineage("assistant", "--all")
     assert code == 0 and "it-0002/rollout/0001 " in everything and "from it-0001/update, prompts/train" in everything
 
 
@@ -124,41 +124,43 @@ def test_a_version_is_found_by_registry_number_run_and_policy(store, given):
         (["--prompt", "short"], "must be a prompt_id of 16 digits 0-9 a-f"),
     ],
 )
-def test_an_unknown_policy_is_refused_in_one_line(given, words, message):
-    code, said = given(*words)
+def test_an_unknown_policy_is_refused_in_one_line(run_lineage, words, message):
+    code, said = run_lineage(*words)
     assert code == 2 and message in said and len(said.splitlines()) == 1
 
 
-def test_after_gc_deletes_shards_lineage_reports_the_deletion_and_has_every_digest(store, given):
-    before = json.loads(given("assistant", "--json")[1])[0]["run"]
+def test_after_gc_deletes_shards_lineage_reports_the_deletion_and_has_every_digest(store, run_lineage):
+    before = json.loads(run_lineage("assistant", "--json")[1])[0]["run"]
     with open_run(str(store), "tiny").lock() as run:
         delete_run(run, why="rheostat gc --keep 0")
-    code, said = given("assistant")
+    code, said = run_lineage("assistant")
     assert code == 0 and "deleted rollouts, samples and policies by rheostat gc --keep 0" in said
-    after = json.loads(given("assistant", "--json")[1])[0]["run"]
+    after = json.loads(run_lineage("assistant", "--json")[1])[0]["run"]
     assert {part["state"] for each in after["manifests"] for part in each["parts"]} == {"deleted"}
     digests = [[(each["key"], each["digest"]) for each in run["manifests"]] for run in (before, after)]
     assert digests[0] == digests[1]
 
 
-def test_a_prompt_is_found_in_the_promoted_policies_and_iterations_that_were_trained_on_it(reference, store, given):
-    run, (asked, _, heldout) = open_run(str(store), "tiny"), chosen(reference)
+def test_a_prompt_is_found_in_the_promoted_policies_and_iterations_that_were_trained_on_it(
+    reference, store, run_lineage
+):
+    run, (asked, _, heldout) = open_run(str(store), "tiny"), choose_prompts(reference)
     row = prompts(run).index(asked)
     iterations = [number for number in (1, 2, 3) if row in run.require(f"it-{number:04d}/plan").detail["rows"]]
     tables = [read_shard(run.store, run.require(f"it-{number:04d}/credit").shards[0]) for number in iterations]
     samples = sum(table["prompt_row"].to_pylist().count(row) for table in tables)
-    code, said = given("--prompt", asked, "--json")
+    code, said = run_lineage("--prompt", asked, "--json")
     first, second = json.loads(said)
     assert (code, first["number"], first["learnt"][0]["gone"]) == (0, 1, True)
     assert [each["run"] for each in second["learnt"]] == ["tiny", "first"], "it came from that one"
     assert (second["learnt"][0]["iterations"], second["learnt"][0]["samples"]) == (iterations, samples)
-    assert "champion, was trained on the prompts in run tiny: warm-up " in given("--prompt", asked)[1]
-    code, said = given("--prompt", heldout)
+    assert "champion, was trained on the prompts in run tiny: warm-up " in run_lineage("--prompt", asked)[1]
+    code, said = run_lineage("--prompt", heldout)
     assert code == 0 and f"No promoted policy in {store} was trained on prompt {heldout}" in said
 
 
-def test_openlineage_events_trace_the_champion_to_its_prompts_in_a_file_and_at_an_address(store, given, tmp_path):
-    code, said = given("assistant", "--openlineage", str(tmp_path / "events.ndjson"))
+def test_openlineage_events_trace_the_champion_to_its_prompts_in_a_file_and_at_an_address(store, run_lineage, tmp_path):
+    code, said = run_lineage("assistant", "--openlineage", str(tmp_path / "events.ndjson"))
     events = [json.loads(line) for line in (tmp_path / "events.ndjson").read_text().splitlines()]
     assert code == 0 and f"{len(events)} OpenLineage events" in said
     states, made_from = defaultdict(list), {}
@@ -172,12 +174,12 @@ def test_openlineage_events_trace_the_champion_to_its_prompts_in_a_file_and_at_a
     while ahead:
         found.add(name := ahead.pop())
         ahead += made_from.get(name, ())
-    assert {f"tiny/{key}" for key in behind(store, ["it-0003/update"])} < found
+    assert {f"tiny/{key}" for key in ancestors_of(store, ["it-0003/update"])} < found
     assert len([name for name in found if name.startswith("registry/")]) == 2, "the champion before, too"
     with listening() as (address, received):
-        assert given("assistant", "--openlineage", address)[0] == 0
+        assert run_lineage("assistant", "--openlineage", address)[0] == 0
     assert received == events
-    code, said = given("assistant", "--openlineage", str(tmp_path / "events.ndjson"))
+    code, said = run_lineage("assistant", "--openlineage", str(tmp_path / "events.ndjson"))
     assert code == 2 and "must be a new file" in said
 
 

@@ -13,7 +13,7 @@ from tests.support.whole_runs import check_same_run, copy_until
 pytestmark = [pytest.mark.system, pytest.mark.timeout(2000)]
 
 
-def stopped_after(whole, home, number, *, api):
+def copy_without_state(whole, home, number, *, api):
     """Copy a run as it was when an update was committed but its optimizer state was not stored."""
     job = InProcessJob(home, api, counts_works=True)
     copy_until(whole.run, job.run, iteration=number + 1)
@@ -27,7 +27,7 @@ def stopped_after(whole, home, number, *, api):
 
 def test_a_run_killed_between_a_policy_and_its_state_ends_with_the_same_weights(undisturbed, tmp_path, prefect_api):
     whole = undisturbed("all versions kept")
-    job = stopped_after(whole, tmp_path, 2, api=prefect_api)
+    job = copy_without_state(whole, tmp_path, 2, api=prefect_api)
     assert checker.problems_of(job.run) == []
     assert verify_run(str(job.store), "tiny") == []
     job.train("retention.keep_last=4")

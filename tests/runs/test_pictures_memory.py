@@ -5,8 +5,8 @@ import secrets
 
 import pytest
 
-from bench.controllers import Place, processes_of
-from bench.processes import Watched, holds_file, watching
+from bench.controllers import BenchPlace, list_processes
+from bench.processes import ProcessUsage, files_with, measure_processes
 from tests.support.jobs import Job
 from tests.support.pictures import picture
 
@@ -28,7 +28,7 @@ SEEING = (
 )
 
 
-def watched(home, api, size: int, *, searched: bool) -> tuple[list[Watched], list[Watched]]:
+def watch_memory(home, api, size: int, *, searched: bool) -> tuple[list[ProcessUsage], list[ProcessUsage]]:
     """Run a job with pictures of a size, each filled with a marker. Return its driver and controllers, and its workers.
 
     Without a search for the marker only the peak memory is measured, because a search takes as long as the run.
@@ -45,18 +45,20 @@ def watched(home, api, size: int, *, searched: bool) -> tuple[list[Watched], lis
     data = (f"data.path={home / 'rows.jsonl'}", "data.heldout_fraction=0.3")
     with (
         job.started(*SEEING, *data) as process,
-        watching(lambda: processes_of(process.pid, Place(home)), marker=marker if searched else b"") as seen,
+        measure_processes(
+            lambda: list_processes(process.pid, BenchPlace(home)), marker=marker if searched else b""
+        ) as seen,
     ):
         ended = job.ended(process)
     assert ended.code == 0, ended.output
-    assert holds_file(job.run / "shards", marker), "the pictures are in the run"
+    assert files_with(job.run / "shards", marker), "the pictures are in the run"
     workers = [each for each in seen.values() if each.kind == "worker"]
     return [each for each in seen.values() if each.kind != "worker"], workers
 
 
 def test_the_driver_loads_no_image_and_its_memory_does_not_grow_with_the_images(tmp_path, prefect_api):
-    few, _ = watched(tmp_path / "few", prefect_api, SMALL, searched=False)
-    many, workers = watched(tmp_path / "many", prefect_api, LARGE, searched=True)
+    few, _ = watch_memory(tmp_path / "few", prefect_api, SMALL, searched=False)
+    many, workers = watch_memory(tmp_path / "many", prefect_api, LARGE, searched=True)
     for process in many:
         assert process.searches > 0 and process.hits == 0, process
     assert sum(worker.hits for worker in workers) > 0, "the search finds them where they are"

@@ -26,7 +26,7 @@ from models.vision.processor import load_processor
 from tasks.run.keys import PROMPTS, StageKey
 from tasks.verification.invariants import verify_run
 from tests.support import checker
-from tests.support.chat_server import chat_server, says
+from tests.support.chat_server import chat_server, reply_with
 from tests.support.jobs import files_of
 from tests.support.stored_runs import open_tiny
 
@@ -89,7 +89,7 @@ def test_rescore_passes_images_to_a_judge(job):
 
     def weighs(asked, before):
         [image] = asked.images
-        return says(f"{len(image)} bytes" if "colour" in asked.text else "yes" if len(image) > median else "no")
+        return reply_with(f"{len(image)} bytes" if "colour" in asked.text else "yes" if len(image) > median else "no")
 
     with chat_server(weighs) as server:
         where = f"base_url='{server.url}', allowed_hosts=['127.0.0.1'], allow_private=true"

@@ -20,7 +20,7 @@ from infra.errors import BadInput
 from infra.terminal import table
 from tasks.views.query import VIEWS, query_runs
 from tasks.views.tables import CREDIT
-from tests.support.chat_server import chat_server, says
+from tests.support.chat_server import chat_server, reply_with
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import ROOT, bundles_of, files_of, manifest_of, manifests_of
 from tests.support.stored_runs import rows_of
@@ -32,10 +32,10 @@ QUESTIONS = re.findall(r"^```sql\n(.*?)^```$", (ROOT / "docs/queries.md").read_t
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory, prefect_api):
+def queried_run(tmp_path_factory, prefect_api):
     """Run with a rule and a judge of two votes, rescored as `short` and recredited as `rloo`."""
     job, threads = InProcessJob(tmp_path_factory.mktemp("asked"), prefect_api), "pools.cluster=threads"
-    with chat_server(lambda asked, before: says(ANSWERS[asked.body["seed"] % 3])) as server:
+    with chat_server(lambda queried_run, before: reply_with(ANSWERS[queried_run.body["seed"] % 3])) as server:
         job.train(
             "scoring.rewards=[{kind = 'target', target = 'tests.support.rewards:even', weight = 0.5},"
             " {kind = 'judge', name = 'quality', votes = 2, max_invalid = 1.0,"
@@ -62,8 +62,8 @@ def rows(job, sql, *names):
 
 @pytest.mark.system
 @pytest.mark.parametrize("question", QUESTIONS, ids=lambda text: " ".join(text.split())[:60])
-def test_every_query_in_the_documentation_returns_rows(asked, question):
-    answer = rows(asked, question)
+def test_every_query_in_the_documentation_returns_rows(queried_run, question):
+    answer = rows(queried_run, question)
     assert answer
     sys.stdout.write(f"{question}{table(answer_rows(answer))}\n")
 
@@ -74,24 +74,26 @@ def test_the_documentation_has_ten_queries_that_use_every_view():
 
 
 @pytest.mark.system
-def test_the_view_of_scores_equals_the_score_shards_with_their_verdicts(asked):
+def test_the_view_of_scores_equals_the_score_shards_with_their_verdicts(queried_run):
     keys = [f"it-{number:04d}/scoring/{shard:04d}" for number in (1, 2) for shard in range(3)]
-    own = rows(asked, "select term, value, reward, verdicts from scores where rescoring is null and term = 'quality'")
-    stored = rows_of(asked, *keys)
+    own = rows(
+        queried_run, "select term, value, reward, verdicts from scores where rescoring is null and term = 'quality'"
+    )
+    stored = rows_of(queried_run, *keys)
     assert [(row["value"], row["reward"]) for row in own] == [(row["reward_quality"], row["reward"]) for row in stored]
-    verdicts = rows_of(asked, *(key.replace("scoring", "judge-quality") for key in keys))
+    verdicts = rows_of(queried_run, *(key.replace("scoring", "judge-quality") for key in keys))
     flat = [{name: row[name] for name in ("vote", "attempt", "text", "value")} for row in verdicts]
     told = [{name: each[name] for name in flat[0]} for row in own for each in row["verdicts"]]
     assert told == flat and len({row["attempt"] for row in flat}) == 2, "invalid answers are asked for again"
-    again = rows(asked, "select * from scores where rescoring = 'short'")
-    stored = rows_of(asked, *(f"rescore/short/{key}" for key in keys))
+    again = rows(queried_run, "select * from scores where rescoring = 'short'")
+    stored = rows_of(queried_run, *(f"rescore/short/{key}" for key in keys))
     assert [row["value"] for row in again] == [row["reward_target"] for row in stored]
     assert {row["term"] for row in again} == {"target"} and all(row["verdicts"] is None for row in again)
 
 
 @pytest.mark.system
-def test_an_exported_rescoring_has_separate_groups_and_no_advantages(asked):
-    ended = asked.command("export", "--scores", "short", "--json")
+def test_an_exported_rescoring_has_separate_groups_and_no_advantages(queried_run):
+    ended = queried_run.command("export", "--scores", "short", "--json")
     assert ended.code == 0, ended.output
     for path in json.loads(ended.output):
         rows = pq.read_table(path).to_pylist()
@@ -103,23 +105,23 @@ def test_an_exported_rescoring_has_separate_groups_and_no_advantages(asked):
 
 
 @pytest.mark.system
-def test_the_costs_of_a_judge_count_its_verdicts(asked):
-    (calls,) = rows(asked, "select sum(cost_judge_calls) as calls from iterations")
+def test_the_costs_of_a_judge_count_its_verdicts(queried_run):
+    (calls,) = rows(queried_run, "select sum(cost_judge_calls) as calls from iterations")
     (verdicts,) = rows(
-        asked,
+        queried_run,
         "with votes as (select unnest(verdicts) as vote from scores) select count(vote.text) as answers from votes",
     )
     assert calls["calls"] == verdicts["answers"] > 48 * 2
-    (spent,) = rows(asked, "select sum(cost_price) as price, sum(cost_worker_seconds) as held from iterations")
+    (spent,) = rows(queried_run, "select sum(cost_price) as price, sum(cost_worker_seconds) as held from iterations")
     # 2 per 1,000 calls, 10 per 1,000,000 of the 5 tokens that the server says it read, 3,600 an hour of a worker
     assert spent["price"] == pytest.approx(int(calls["calls"]) * (0.002 + 5 * 10 / 1e6) + spent["held"])
 
 
 @pytest.mark.system
 @pytest.mark.parametrize(("recredit", "prefix"), [("is null", ""), ("= 'rloo'", "recredit/rloo/")])
-def test_the_view_of_samples_equals_the_sample_shards(asked, recredit, prefix):
-    told = rows(asked, f"select * from samples where recredit {recredit}")
-    stored = rows_of(asked, *(f"{prefix}it-{number:04d}/credit" for number in (1, 2)))
+def test_the_view_of_samples_equals_the_sample_shards(queried_run, recredit, prefix):
+    told = rows(queried_run, f"select * from samples where recredit {recredit}")
+    stored = rows_of(queried_run, *(f"{prefix}it-{number:04d}/credit" for number in (1, 2)))
     assert len(told) == len(stored) > 0
     for row, sample in zip(told, stored, strict=True):
         advantages = sample["advantages"]
@@ -183,10 +185,12 @@ def test_sums_of_whole_numbers_are_printed_as_whole_numbers(reference):
 
 
 @pytest.mark.system
-def test_a_query_writes_nothing_to_the_store(asked):
-    before = files_of(asked.run)
-    rows(asked, "select count(*) from rollouts, scores, samples, iterations, policies where rollouts.iteration < 0")
-    assert files_of(asked.run) == before
+def test_a_query_writes_nothing_to_the_store(queried_run):
+    before = files_of(queried_run.run)
+    rows(
+        queried_run, "select count(*) from rollouts, scores, samples, iterations, policies where rollouts.iteration < 0"
+    )
+    assert files_of(queried_run.run) == before
 
 
 def test_views_omit_iterations_whose_shards_were_deleted(copied):

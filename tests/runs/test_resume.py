@@ -10,12 +10,12 @@ import pytest
 
 from tests.support.in_process import InProcessJob, copy_job
 from tests.support.jobs import (
-    Ended,
+    CommandResult,
     Fault,
     Job,
-    alive,
     copy_prefect_database,
     kill,
+    list_running,
     manifests_of,
     process_tree,
     wait_for,
@@ -42,7 +42,7 @@ class Interrupted:
     """Addresses at which processes of the stopped job listened."""
     left: list[str]
     """Processes that outlived their driver."""
-    resumed: Ended
+    resumed: CommandResult
     struck: int
 
 
@@ -65,8 +65,8 @@ def interrupted(tmp_path_factory, together, prefect_api):
             if connection.status == psutil.CONN_LISTEN
         }
         kill(process)
-    wait_for(lambda: not alive(family), seconds=REAPING_SECONDS)
-    left = alive(family)
+    wait_for(lambda: not list_running(family), seconds=REAPING_SECONDS)
+    left = list_running(family)
     job = Job(home, prefect_api, counts_works=True)
     resumed = job.train(*settings, faults=[Fault("rollout", "progress", "generate", count=3)])
     return Interrupted(job, listening, left, resumed, job.struck())

@@ -30,14 +30,14 @@ SMALL = (
 )
 
 
-def small(store, *overrides):
+def small_config(store, *overrides):
     return load_retriever_config(
         ROOT / "configs/retriever.toml", [*SMALL, f"store={json.dumps(str(store))}", *overrides]
     )
 
 
 @contextmanager
-def dying(after):
+def fail_after(after):
     """Make the worker fail after this number of steps."""
     from models.workers.retriever import RetrieverWorker
 
@@ -64,17 +64,17 @@ def made(job):
     from flows.retriever import retriever
 
     with job.prefect():
-        return run_flow(retriever(small(job.store, "method=cascade")))
+        return run_flow(retriever(small_config(job.store, "method=cascade")))
 
 
 @pytest.mark.system
 def test_a_retriever_killed_in_any_stage_ends_with_the_same_bits_and_repeats_no_stage(job, made, tmp_path):
     from flows.retriever import retriever
 
-    config = small(tmp_path, "method=cascade")
+    config = small_config(tmp_path, "method=cascade")
     with job.prefect():
         for after in (3, 10, 6):  # in the student, in its teacher, and in the student that is taught
-            with dying(after), pytest.raises(RheostatError, match="killed"):
+            with fail_after(after), pytest.raises(RheostatError, match="killed"):
                 run_flow(retriever(config))
         again = run_flow(retriever(config))
     assert (again.digest, again.measured) == (made.digest, made.measured)
@@ -89,9 +89,9 @@ def test_a_finished_retriever_is_reported_again_and_another_configuration_is_ref
     from flows.retriever import retriever
 
     with job.prefect():
-        assert run_flow(retriever(small(job.store, "method=cascade", "report_steps=1"))) == made
+        assert run_flow(retriever(small_config(job.store, "method=cascade", "report_steps=1"))) == made
         with pytest.raises(RunChanged, match="max_tokens was 16, is 17"):
-            run_flow(retriever(small(job.store, "method=cascade", "max_tokens=17")))
+            run_flow(retriever(small_config(job.store, "method=cascade", "max_tokens=17")))
 
 
 @pytest.mark.system
@@ -99,7 +99,7 @@ def test_sentence_transformers_loads_a_retriever_and_measures_the_reported_metri
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 
-    pairs = load_pairs(small(job.store))
+    pairs = load_pairs(small_config(job.store))
     model = SentenceTransformer(made.path, local_files_only=True)
     measure = InformationRetrievalEvaluator(
         {str(number): pair.query for number, pair in enumerate(pairs.heldout)},

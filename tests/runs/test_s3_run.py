@@ -28,7 +28,7 @@ from tests.support.in_process import InProcessJob, own_store
 from tests.support.jobs import SMALLEST, TINY, Job, digest_of, files_of, manifests_of, process_tree
 from tests.support.jobs import Fault as WorkerFault
 from tests.support.pictures import picture
-from tests.support.prompts import chosen, secrets_of
+from tests.support.prompts import choose_prompts, secrets_of
 from tests.support.s3_proxy import Fault, s3_proxy
 from tests.support.s3_servers import SECRET_KEY
 
@@ -253,7 +253,7 @@ def test_forgotten_prompts_of_a_run_in_a_bucket_are_in_neither_the_bucket_nor_th
     copy_run("tiny", own_store(reference, tmp_path), place.uri)
     job = InProcessJob(tmp_path, prefect_api, address=place.uri)
     assert job.command("export").code == 0 and job.command("verify").code == 0
-    ids = chosen(reference)
+    ids = choose_prompts(reference)
     secrets = secrets_of(reference, ids)
 
     def found():
@@ -300,7 +300,7 @@ def test_a_registry_in_a_bucket_promotes_rolls_back_and_checks_out_its_champion(
     (tmp_path / "tiny.toml").write_text(TINY + RULES)
     smallest = (*SMALLEST, "iterations=1", "pools.cluster=threads", "promotion.problems=all")
     for day in ("2026-11-02", "2026-11-09"):
-        assert given(job, "retrain", str(tmp_path / "tiny.toml"), *smallest, "--day", day) == 0
+        assert run_command(job, "retrain", str(tmp_path / "tiny.toml"), *smallest, "--day", day) == 0
     registry = open_registry(place.uri, "assistant")
     first, second = registry.records()
     assert [(each.kind, each.previous) for each in (first, second)] == [("promote", 0), ("promote", 1)]
@@ -315,14 +315,14 @@ def test_a_registry_in_a_bucket_promotes_rolls_back_and_checks_out_its_champion(
     with ThreadPoolExecutor(20) as threads:
         made = list(threads.map(again, map("run-{}".format, range(20))))
     assert sorted((each.number, each.previous) for each in made) == [(number, number - 1) for number in range(3, 23)]
-    assert given(job, "rollback", "assistant", "--to", "1", "--reason", "it refuses too often") == 0
+    assert run_command(job, "rollback", "assistant", "--to", "1", "--reason", "it refuses too often") == 0
     assert registry.champion().policy == first.policy
-    assert given(job, "verify", "assistant") == 0
-    assert given(job, "lineage", "assistant@champion") == 0
-    assert given(job, "checkout", "assistant", "--to", str(tmp_path / "current")) == 0
+    assert run_command(job, "verify", "assistant") == 0
+    assert run_command(job, "lineage", "assistant@champion") == 0
+    assert run_command(job, "checkout", "assistant", "--to", str(tmp_path / "current")) == 0
     assert blake3((tmp_path / "current" / CONTENTS).read_bytes()).hexdigest() == first.bundle.digest
 
 
-def given(job: InProcessJob, *words: str) -> int:
+def run_command(job: InProcessJob, *words: str) -> int:
     with job.prefect():
         return main([*words, "--store", job.address])

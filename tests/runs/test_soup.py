@@ -23,7 +23,7 @@ from tasks.config.run import RunConfig, load_config
 from tasks.run.batch import Batch
 from tasks.run.keys import StageKey, evaluation_key
 from tasks.soup.record import SoupRecord, latest_records, soup_policy, verify_soup
-from tests.support.chaos import driven
+from tests.support.chaos import run_driver
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import ROOT, Fault, Job, manifests_of
 
@@ -116,9 +116,9 @@ def test_a_soup_that_is_killed_while_it_trains_backbones_ends_with_the_same_weig
         whole = run_flow(flows.soup.soup(load_config(job.configured(), [*words, f"store='{store}'"])))
     store.rename(tmp_path / "whole")  # runs name the directories of the policies from which they start
     job.plant([Fault("driver", "after", "/soup.for-.*/manifests/it-0001/credit.json")])
-    assert driven(job, "soup", *words) == -signal.SIGKILL
+    assert run_driver(job, "soup", *words) == -signal.SIGKILL
     assert not [*store.glob("soup.at-*/manifests/eval-*/summary.json")]
-    assert driven(job, "soup", *words) == 0, (job.home / "output").read_text()
+    assert run_driver(job, "soup", *words) == 0, (job.home / "output").read_text()
     (record,) = latest_records(str(store), "soup")
     assert record.model_copy(update={"when": whole.when}) == whole
     names = list_runs(str(store))

@@ -10,7 +10,7 @@ import pytest
 
 from infra.terminal import WIDTH
 from tests.support.jobs import RHEOSTAT, Job
-from tests.support.terminal import COLOUR, on_terminal, plain, screen
+from tests.support.terminal import COLOUR, on_terminal, plain_screen, screen
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -27,7 +27,7 @@ def test_watch_shows_a_run_of_another_process_until_it_ends(reference, tmp_path)
 
     def finish(sent: str) -> None:
         if "3 of 3 iterations" in sent and "held-out evaluation" in sent and not pages:
-            pages.append(plain(screen(sent)))
+            pages.append(plain_screen(screen(sent)))
             for part in parts:
                 shutil.move(tmp_path / part.name, part)
 
@@ -36,7 +36,7 @@ def test_watch_shows_a_run_of_another_process_until_it_ends(reference, tmp_path)
     [page] = pages
     assert any(re.match(r"held-out evaluation .* 1 of 1 shards", line) for line in page), page
     assert max(map(len, page)) <= WIDTH
-    lines = [line for line in plain(screen(sent)) if line]
+    lines = [line for line in plain_screen(screen(sent)) if line]
     assert lines[-1] == "run tiny: 3 of 3 iterations", "the page goes, the lines stay"
     assert [line[:14] for line in lines if line.startswith("iteration")] == [f"iteration   {n}/" for n in (1, 2, 3)]
     assert lines[-2].startswith("held-out accuracy after 3 iterations: ")
@@ -47,7 +47,7 @@ def test_watch_shows_a_run_of_another_process_until_it_ends(reference, tmp_path)
 @pytest.mark.parametrize("command", [["show", "tiny"], ["runs"]])
 def test_tables_fit_a_terminal_of_80_columns(reference, command):
     code, sent = on_terminal([RHEOSTAT, *command, "--store", str(reference.store)], columns=80)
-    lines = plain(sent.splitlines())
+    lines = plain_screen(sent.splitlines())
     assert code == 0
     assert [line for line in lines if len(line) > 80 and "/" not in line] == [], "a path stays whole"
     assert any(line.startswith("columns that do not fit: ") for line in lines)
@@ -65,11 +65,11 @@ def test_train_on_a_terminal_shows_its_progress_and_hides_the_output_of_librarie
         """Render the screen only if the newest output has a line that is still missing, because rendering is slow."""
         for line in {*SHOWN} - found:
             if re.search(line, COLOUR.sub("", sent[-4000:])):
-                found.update({line} if any(re.search(line, each) for each in plain(screen(sent))) else ())
+                found.update({line} if any(re.search(line, each) for each in plain_screen(screen(sent))) else ())
 
     command = [RHEOSTAT, "train", str(job.configured()), "warmup.steps=500", "--store", str(job.store)]
     code, sent = on_terminal(command, env=job.environment(), seen=look)
-    lines = [line for line in plain(screen(sent)) if line]
+    lines = [line for line in plain_screen(screen(sent)) if line]
     assert code == 0, lines
     assert lines[0].startswith("run tiny: grpo, 3 iterations of 6 prompts × 4 completions, in")
     begun = ("password of Prefect's UI: ", "Prefect's UI: http://127.0.0.1:", "warm-up: ", "held-out accuracy ")

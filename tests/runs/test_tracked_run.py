@@ -17,8 +17,8 @@ from tasks.run.keys import StageKey, iteration_key
 from tasks.tracking import mirror
 from tasks.tracking.exporter import RunsCollector
 from tasks.tracking.metrics_file import extend_metrics
-from tasks.tracking.mirror import product_of
-from tasks.tracking.points import PointName, places_after, subject_of
+from tasks.tracking.mirror import final_policy_of
+from tasks.tracking.points import PointName, points_after, subject_of
 from tasks.tracking.samples import COLUMNS, chosen_rows, sample_table
 from tasks.views.metrics import evaluations_of, reports_of
 from tests.support.in_process import InProcessJob
@@ -37,7 +37,7 @@ def lines_of(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def places(lines) -> list[tuple[object, object]]:
+def read_positions(lines) -> list[tuple[object, object]]:
     return [(line["series"], line["step"]) for line in lines]
 
 
@@ -46,7 +46,7 @@ def places(lines) -> list[tuple[object, object]]:
 
 def test_the_metrics_file_has_a_line_per_iteration_and_evaluation(reference):
     lines, run = lines_of(reference.run / METRICS), open_run(str(reference.store), "tiny")
-    assert places(lines) == ORDER
+    assert read_positions(lines) == ORDER
     reports = reports_of(run, term="target")
     told = [line for line in lines if line["series"] == "iteration"]
     assert [line["credit/term_target_mean"] for line in told] == [report.accuracy for report in reports]
@@ -87,9 +87,9 @@ def test_the_metrics_file_is_neither_copied_nor_verified(copied, tmp_path):
 
 def test_points_are_ordered_and_an_evaluation_follows_its_iteration(reference):
     run = open_run(str(reference.store), "tiny")
-    assert [(place.series, place.step) for place in places_after(run, None)] == ORDER
+    assert [(place.series, place.step) for place in points_after(run, None)] == ORDER
     for done, place in enumerate(ORDER, start=1):
-        assert [(each.series, each.step) for each in places_after(run, PointName(*place))] == ORDER[done:]
+        assert [(each.series, each.step) for each in points_after(run, PointName(*place))] == ORDER[done:]
 
 
 # ---- identity
@@ -202,7 +202,7 @@ def test_a_run_continues_while_trackers_fail_and_the_trackers_catch_up_later(
     lines = [json.loads(line) for line in written.read_text().splitlines()]
     assert [(series, step) for series, step, _, _ in lines] == ORDER
     assert [rows for *_, rows in lines] == [None, 16, 16, 16, None]
-    assert written.with_suffix(".ended").read_text() == product_of(open_run(str(job.store), "tiny")).digest
+    assert written.with_suffix(".ended").read_text() == final_policy_of(open_run(str(job.store), "tiny")).digest
 
     job.train("iterations=4", f"tracking=[{down}, {board}]")
     assert len(written.read_text().splitlines()) == 7

@@ -6,7 +6,7 @@ import pytest
 
 from infra.errors import RheostatError
 from infra.store.manifests import decode_manifest
-from tasks.verification.invariants import states_to_learn_again, verify_run
+from tasks.verification.invariants import missing_states, verify_run
 from tests.support.in_process import copy_job
 
 pytestmark = pytest.mark.timeout(1000)  # the fixture is a whole job
@@ -75,7 +75,7 @@ def test_any_lost_file_is_found_and_named(copy):
         aside = path.rename(path.with_name("aside"))
         shutil.move(aside, copy.home / "aside")
         problems = problems_of(copy)
-        found = names(problems, path, copy) or names(str(states_to_learn_again(str(copy.store), "tiny")), path, copy)
+        found = names(problems, path, copy) or names(str(missing_states(str(copy.store), "tiny")), path, copy)
         assert found or path == last or ("retention" in path.parts and problems), path
         shutil.move(copy.home / "aside", path)
     assert problems_of(copy) == ""

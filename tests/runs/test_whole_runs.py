@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.chaos import Strike, attempt, driven
+from tests.support.chaos import Strike, attempt, run_driver
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import KILL_DRIVER, PATIENCE, Fault, Job, bundles_of, manifest_of
 from tests.support.processes import process
@@ -65,7 +65,7 @@ def run_on_ray(case: Case, job: Job, overrides: Sequence[str]) -> None:
     for number, faults in enumerate(starts):
         job.plant(faults)
         own = case.start_overrides[number] if case.start_overrides else ()
-        code = driven(job, "train", *overrides, *own)
+        code = run_driver(job, "train", *overrides, *own)
         assert code == (-signal.SIGKILL if kills_driver(faults) else 0), f"start {number + 1}: {output_of(job)[-3000:]}"
         assert job.struck() == len(faults), f"start {number + 1}: {faults}"
 

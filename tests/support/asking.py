@@ -104,12 +104,12 @@ class Asking:
 
     def another(self) -> "Asking":
         """Trigger the same day's retrain again, up to its form."""
-        asking = replace(self, flow_run=triggered(self.job, self.deployment))
+        asking = replace(self, flow_run=create_run(self.job, self.deployment))
         assert asking.goes_on().state.name == "Suspended"
         return asking
 
 
-def triggered(job: InProcessJob, deployment: UUID) -> FlowRun:
+def create_run(job: InProcessJob, deployment: UUID) -> FlowRun:
     """Create a run of the deployment that nobody has started."""
     here = (f"store={job.store}", "pools.cluster=threads", *OVERRIDES)
     config = override_config(tomllib.loads(TINY) | tomllib.loads(PROPOSING), here, source="tiny")
@@ -135,6 +135,6 @@ def asked(home: Path, api: str) -> Asking:
     job = InProcessJob(home, api, sends_events=True)
     with job.prefect():
         deployment = run_flow(deploy())
-    asking = Asking(job, deployment, triggered(job, deployment))
+    asking = Asking(job, deployment, create_run(job, deployment))
     assert asking.goes_on().state.name == "Suspended"
     return asking

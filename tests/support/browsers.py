@@ -23,7 +23,7 @@ class OpenedPage:
 
 
 @contextmanager
-def opened(path: Path, *, scheme: str = "light", width: int = 1300, height: int = 900) -> Iterator[OpenedPage]:
+def open_page(path: Path, *, scheme: str = "light", width: int = 1300, height: int = 900) -> Iterator[OpenedPage]:
     """Open a file from disk."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])

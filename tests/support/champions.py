@@ -6,7 +6,7 @@ from infra.store.bundles import publish_bundle
 from infra.store.registry import POLICIES, Kind, Registry, RegistryRecord
 
 
-def appended(
+def append_record(
     registry: Registry, tmp_path: Path, policy: str, *, kind: Kind = "promote", run: str | None = None
 ) -> RegistryRecord | None:
     """Append the record of a policy whose only content is its name."""

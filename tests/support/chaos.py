@@ -217,20 +217,20 @@ def start_on_ray(home: Path, api: str, storm: Storm | None, overrides: Sequence[
     """Start the job with its workers in processes of Ray; return its exit code."""
     job = Job(home, api, counts_works=True)
     job.plant(() if storm is None else storm.faults)
-    code = driven(job, "train", *JOB, *overrides)
+    code = run_driver(job, "train", *JOB, *overrides)
     with (home / "struck").open("a") as struck:
         struck.write("x" * job.struck())
     return code
 
 
-def driven(job: Job, *words: str) -> int:
+def run_driver(job: Job, *words: str) -> int:
     """Run a command of the job with its faults that have not happened yet, and return its exit code."""
-    with process(drive, job, words) as driver:
+    with process(execute_command, job, words) as driver:
         driver.join(PATIENCE)
         return -1000 if driver.exitcode is None else driver.exitcode
 
 
-def drive(job: Job, words: Sequence[str]) -> None:
+def execute_command(job: Job, words: Sequence[str]) -> None:
     """Execute a command of the job in this process, which has already imported its modules."""
     os.setsid()
     os.environ.clear()

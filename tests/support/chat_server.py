@@ -25,7 +25,7 @@ class Reply:
 
 
 @dataclass
-class Asked:
+class ChatRequest:
     """One received request."""
 
     path: str
@@ -54,14 +54,14 @@ class Asked:
 class ChatServer:
     """`reply` is called with the request and the number of earlier requests with the same question."""
 
-    reply: Callable[[Asked, int], Reply]
+    reply: Callable[[ChatRequest, int], Reply]
     url: str = ""
-    asked: list[Asked] = field(default_factory=list)
+    asked: list[ChatRequest] = field(default_factory=list)
     most_at_once: int = 0
     at_once: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def handle(self, asked: Asked) -> Reply:
+    def handle(self, asked: ChatRequest) -> Reply:
         with self.lock:
             before = sum(other.text == asked.text for other in self.asked)
             self.asked.append(asked)
@@ -70,7 +70,7 @@ class ChatServer:
         return reply
 
 
-def says(text: str, **choice: object) -> Reply:
+def reply_with(text: str, **choice: object) -> Reply:
     """Answer a question with the usual fields."""
     message = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop", **choice}
     usage = {"prompt_tokens": 5, "completion_tokens": len(text.split())}
@@ -78,7 +78,7 @@ def says(text: str, **choice: object) -> Reply:
 
 
 @contextmanager
-def chat_server(reply: Callable[[Asked, int], Reply], tls: ssl.SSLContext | None = None) -> Iterator[ChatServer]:
+def chat_server(reply: Callable[[ChatRequest, int], Reply], tls: ssl.SSLContext | None = None) -> Iterator[ChatServer]:
     server = ChatServer(reply)
 
     class Handler(BaseHTTPRequestHandler):
@@ -91,7 +91,7 @@ def chat_server(reply: Callable[[Asked, int], Reply], tls: ssl.SSLContext | None
                 server.at_once += 1
                 server.most_at_once = max(server.most_at_once, server.at_once)
             try:
-                self.answer(server.handle(Asked(self.path, dict(self.headers), body, time.monotonic())))
+                self.answer(server.handle(ChatRequest(self.path, dict(self.headers), body, time.monotonic())))
             except OSError:
                 self.close_connection = True  # whoever asked has gone
             finally:

@@ -345,7 +345,7 @@ def message(role, text):
     return Message(role, text, "find" if role == "tool" else "")
 
 
-def spelt(name, chat):
+def build_template_chat(name, chat):
     """Return a chat for `apply_chat_template`: tool messages answer the calls of the turn before them."""
     answered, found = [], []
     for turn in chat:
@@ -372,7 +372,11 @@ def call_turn(name, calls=1):
 
 def templated(name, chat, *, generation_prompt=True):
     return tokenizer_of(name).apply_chat_template(
-        spelt(name, chat), tools=[FIND], tokenize=True, return_dict=False, add_generation_prompt=generation_prompt
+        build_template_chat(name, chat),
+        tools=[FIND],
+        tokenize=True,
+        return_dict=False,
+        add_generation_prompt=generation_prompt,
     )
 
 

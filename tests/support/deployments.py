@@ -85,7 +85,7 @@ class Server:
         return {a["key"]: a for a in sorted(found, key=lambda artifact: artifact["created"]) if a["key"]}
 
 
-def deployed_to(api: str, home: Path) -> Server:
+def serve_deployments(api: str, home: Path) -> Server:
     """Deploy prefect.yaml and create its work pool, as a user does after `rheostat server`."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     told = "".join(f'{name} = "{value}"\n' for name, value in {"PREFECT_API_URL": api, **AUTH}.items())
@@ -102,7 +102,7 @@ def deployed_to(api: str, home: Path) -> Server:
 
 
 @contextmanager
-def working(server: Server, home: Path) -> Iterator["subprocess.Popen[bytes]"]:
+def run_worker(server: Server, home: Path) -> Iterator["subprocess.Popen[bytes]"]:
     """Run a worker for the process pool. Its log contains the output of its runs."""
     with (home / "log").open("wb") as output:
         process = subprocess.Popen(

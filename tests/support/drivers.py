@@ -62,6 +62,6 @@ async def until(holds: Callable[[], object], *, seconds: float = PATIENCE) -> bo
     return bool(holds())
 
 
-async def gone(*pids: int) -> bool:
+async def wait_until_gone(*pids: int) -> bool:
     """Wait until no process runs. Return False if one still runs after a minute."""
     return await until(lambda: not any(map(is_alive, pids)), seconds=60)

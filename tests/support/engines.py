@@ -25,7 +25,7 @@ from models.records.model_input import ModelInput
 from models.records.schemas import FinishReason
 from models.records.seeds import sample_seed
 from models.records.versions import ModelVersion
-from tests.support.inputs import asking, going_on
+from tests.support.inputs import request_completions, request_continuations
 from tests.support.policies import CONTEXT, VOCABULARY, small_tokenizer, write_policy
 
 SHAPE = {"head_dim": 32}
@@ -112,7 +112,7 @@ def request(row: int, length: int, group: int = 4) -> Request:
     """Return a request for completions of a prompt of random tokens, without special tokens."""
     tokens = np.random.Generator(np.random.Philox(row)).integers(2, VOCABULARY, size=length)
     seeds = tuple(sample_seed(0, 0, prompt_row=row, sample=sample) for sample in range(group))
-    return asking(row, tokens.tolist(), seeds)
+    return request_completions(row, tokens.tolist(), seeds)
 
 
 MIXED = [request(row, length) for row, length in enumerate([30, 7, 19, 7, 41])]
@@ -144,9 +144,11 @@ def require_plain_logprobs(
             assert completion.logprobs == pytest.approx(expected, abs=TOLERANCE)
 
 
-def readable(engine: Engine, asked: Request, *, prefix: tuple[int, ...] = ()) -> tuple[Request, Completion]:
+def find_readable_completion(
+    engine: Engine, asked: Request, *, prefix: tuple[int, ...] = ()
+) -> tuple[Request, Completion]:
     """Return a completion whose first six tokens are whole characters, and the request for it alone."""
-    asked = going_on(asked, [prefix] * len(asked.seeds))
+    asked = request_continuations(asked, [prefix] * len(asked.seeds))
     [group] = engine.generate([asked], SAMPLING)
     for seed, found in zip(asked.seeds, group, strict=True):
         begun = small_tokenizer().batch_decode([[token] for token in found.tokens[:6]])
@@ -155,7 +157,7 @@ def readable(engine: Engine, asked: Request, *, prefix: tuple[int, ...] = ()) ->
     raise AssertionError("no completion begins with readable tokens; ask for more")
 
 
-def written_by(groups: list[list[Completion]]) -> list[list[tuple[int, ...]]]:
+def list_tokens(groups: list[list[Completion]]) -> list[list[tuple[int, ...]]]:
     return [[completion.tokens for completion in group] for group in groups]
 
 
@@ -191,7 +193,7 @@ def test_tokens_after_a_prefix_have_the_frequencies_of_the_softmax(loaded: Loade
     asked = request(3, 11, group=4000)
     engine = loaded(policy)
     [first] = engine.generate([asked], SamplingConfig(max_new_tokens=1))
-    rare = going_on(asked, [first[0].tokens[:1]] * 4000)
+    rare = request_continuations(asked, [first[0].tokens[:1]] * 4000)
     [second] = engine.generate([rare], SamplingConfig(max_new_tokens=2))
     require_frequencies(policy.model(), rare.inputs[0], [completion.tokens[0] for completion in second], 1.0)
     same = sum(one.tokens[0] == other.tokens[0] for one, other in zip(first, second, strict=True))
@@ -203,7 +205,7 @@ def test_equal_seeds_give_equal_tokens_and_other_seeds_give_others(loaded: Loade
     first = engine.generate(MIXED, SAMPLING)
     engine.generate([request(99, 50)], SamplingConfig(max_new_tokens=5))
     again = engine.generate(MIXED, SAMPLING)
-    assert written_by(again) == written_by(first)
+    assert list_tokens(again) == list_tokens(first)
     for group, repeated in zip(first, again, strict=True):
         assert len({completion.tokens for completion in group}) == len(group)
         for completion, other in zip(group, repeated, strict=True):
@@ -257,7 +259,7 @@ def test_every_end_token_of_the_model_ends_a_completion(loaded: Loaded, policy, 
 
 def test_a_stop_text_ends_a_completion_at_the_token_that_completes_it(loaded: Loaded, policy):
     engine = loaded(policy)
-    asked, free = readable(engine, request(8, 9, group=32))
+    asked, free = find_readable_completion(engine, request(8, 9, group=32))
     stop = small_tokenizer().decode(free.tokens[3:6])
     [[stopped]] = engine.generate([asked], SamplingConfig(max_new_tokens=24, stop=("never said", stop)))
     texts = [small_tokenizer().decode(free.tokens[:length]) for length in range(7)]
@@ -268,7 +270,9 @@ def test_a_stop_text_ends_a_completion_at_the_token_that_completes_it(loaded: Lo
 
 def test_a_stop_text_that_begins_in_the_prefix_ends_a_completion(loaded: Loaded, policy):
     engine = loaded(policy)
-    asked, free = readable(engine, request(8, 9, group=32), prefix=tuple(small_tokenizer()("Ana has")["input_ids"]))
+    asked, free = find_readable_completion(
+        engine, request(8, 9, group=32), prefix=tuple(small_tokenizer()("Ana has")["input_ids"])
+    )
     stop = "has" + small_tokenizer().decode(free.tokens[:2])
     [[stopped]] = engine.generate([asked], SamplingConfig(max_new_tokens=24, stop=(stop,)))
     assert stopped.tokens == free.tokens[:2]
@@ -280,7 +284,7 @@ def test_a_budget_cuts_a_completion_which_can_be_continued(loaded: Loaded, polic
     engine, asked = loaded(policy), request(8, 9)
     [begun] = engine.generate([replace(asked, budget=3)], SAMPLING)
     assert {(len(one.tokens), one.finish_reason) for one in begun} == {(3, FinishReason.CUT)}
-    goes_on = going_on(asked, [one.tokens for one in begun], budget=30)
+    goes_on = request_continuations(asked, [one.tokens for one in begun], budget=30)
     [ended] = engine.generate([goes_on], SAMPLING)
     require_plain_logprobs(policy, [goes_on], [ended], 1.0)
     for first, last in zip(begun, ended, strict=True):
@@ -325,8 +329,8 @@ def test_a_policy_that_is_loaded_replaces_the_former_policy(loaded: Loaded, poli
     assert engine.loaded_digest() == other.version.digest
     after = engine.generate(MIXED, SAMPLING)
     require_plain_logprobs(other, MIXED, after, 1.0)
-    assert written_by(after) != written_by(before)
-    assert written_by(loaded(policy).generate(MIXED, SAMPLING)) == written_by(before)
+    assert list_tokens(after) != list_tokens(before)
+    assert list_tokens(loaded(policy).generate(MIXED, SAMPLING)) == list_tokens(before)
 
 
 def test_an_adapter_gives_the_log_probs_of_the_merged_policy(loaded: Loaded, policy, tmp_path):

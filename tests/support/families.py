@@ -85,7 +85,7 @@ def batch():
     return lay_out(inputs)
 
 
-def ask(module, read, *, shares, device="cpu"):
+def compute_results(module, read, *, shares, device="cpu"):
     """Return the log-probs of a micro-batch and the gradients of a weighted sum of the log-probs."""
     module.zero_grad()
     found_N = module(ForwardInput.from_microbatch(read, torch.device(device), shares=shares))
@@ -95,7 +95,7 @@ def ask(module, read, *, shares, device="cpu"):
 
 
 def assert_same_results(found, expected):
-    """Compare log-probs and gradients of two calls of `ask`."""
+    """Compare log-probs and gradients of two calls of `compute_results`."""
     torch.testing.assert_close(found[0], expected[0], rtol=0, atol=2e-6)
     assert found[1].keys() == expected[1].keys()
     for name, gradient in expected[1].items():

@@ -23,7 +23,7 @@ import certifi
 from flows.cli.app import main
 from flows.cli.train import run_flow
 from tasks.config.run import override_config
-from tests.support.jobs import PASSWORD, TINY, Ended, works_of
+from tests.support.jobs import PASSWORD, TINY, CommandResult, works_of
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class InProcessJob:
             gc.freeze()  # trainers collect garbage: what is there already need not be looked through each time
             run_flow(train(config, accept_change=accept_change))
 
-    def command(self, name: str, *arguments: str) -> Ended:
+    def command(self, name: str, *arguments: str) -> CommandResult:
         """Run a command on the run. Commands that start workers get `pools.cluster=threads`."""
         with self.prefect(), patch.dict(os.environ):  # the command has defaults for Prefect
             return run_command(name, "tiny", *arguments, "--store", self.address or str(self.store))
@@ -96,12 +96,12 @@ class InProcessJob:
                 EventsWorker.set_client_override(None)
 
 
-def run_command(*arguments: str) -> Ended:
+def run_command(*arguments: str) -> CommandResult:
     """Run a `rheostat` command in this process."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         code = main([*arguments])
-    return Ended(code, output.getvalue())
+    return CommandResult(code, output.getvalue())
 
 
 @contextmanager

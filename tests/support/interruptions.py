@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.jobs import GO_ON, PAUSE, SMALLEST, Fault, Job, alive, process_tree, wait_for
+from tests.support.jobs import GO_ON, PAUSE, SMALLEST, Fault, Job, list_running, process_tree, wait_for
 from tests.support.judged import JUDGE
 
 JOB = ("iterations=1", *SMALLEST)
@@ -17,7 +17,7 @@ JOB = ("iterations=1", *SMALLEST)
 Reached = Callable[[Job, psutil.Process], object]
 
 
-def struck(job: Job, process: psutil.Process) -> bool:
+def has_struck(job: Job, process: psutil.Process) -> bool:
     """Return whether the planted fault has happened."""
     return job.struck() > 0
 
@@ -35,7 +35,7 @@ def has_child(words: str, *, cpu_seconds: float = 0.0) -> Reached:
     return reached
 
 
-def made(name: str) -> Reached:
+def file_exists(name: str) -> Reached:
     """Return a condition: a file of this name is in the job's directory."""
     return lambda job, process: (job.home / name).exists()
 
@@ -44,7 +44,7 @@ def made(name: str) -> Reached:
 class State:
     """State of the command in the worst case, with a worker or a server that makes no progress."""
 
-    reached: Reached = struck
+    reached: Reached = has_struck
     fault: Fault | None = None
     overrides: tuple[str, ...] = ()
     own_server: bool = False
@@ -52,9 +52,10 @@ class State:
 
 
 STATES = {
-    "Python starts": State(made("output")),
+    "Python starts": State(file_exists("output")),
     "a reward's module is imported to be checked": State(
-        made("importing"), overrides=("scoring.rewards=[{kind='target',target='tests.support.slow_module:reward'}]",)
+        file_exists("importing"),
+        overrides=("scoring.rewards=[{kind='target',target='tests.support.slow_module:reward'}]",),
     ),
     "Prefect's server starts": State(has_child("flows.cli.server"), own_server=True),
     "the job waits for Prefect's API": State(has_child("flows.cli.server", cpu_seconds=1), own_server=True),
@@ -64,7 +65,7 @@ STATES = {
     "warm-up": State(fault=Fault("update-0", "begin", "warmup", signal=PAUSE)),
     "rollout": State(fault=Fault("rollout", "begin", "generate", signal=PAUSE)),
     "a user's reward sleeps": State(
-        made("asleep"),
+        file_exists("asleep"),
         overrides=(
             "scoring.rewards=[{kind='target',target='tests.support.rewards:never',options={told='HOME/asleep'}}]",
             "scoring.timeout_seconds=3600",
@@ -110,8 +111,8 @@ def interrupt(name: str, number: int, home: Path, api: str, *, ignores: tuple[in
         process.send_signal(number)
         ended = job.ended(process)
         seconds = time.monotonic() - began
-        wait_for(lambda: not alive(family), seconds=60)
-        return Interrupted(ended.code, ended.output, seconds, time.monotonic() - began, alive(family))
+        wait_for(lambda: not list_running(family), seconds=60)
+        return Interrupted(ended.code, ended.output, seconds, time.monotonic() - began, list_running(family))
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

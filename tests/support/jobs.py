@@ -112,7 +112,7 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Ended:
+class CommandResult:
     """A command that has ended."""
 
     code: int
@@ -146,7 +146,7 @@ class Job:
         """Directory of the run."""
         return self.store / "tiny"
 
-    def train(self, *overrides: str, faults: Sequence[Fault] = ()) -> Ended:
+    def train(self, *overrides: str, faults: Sequence[Fault] = ()) -> CommandResult:
         """Run the job to its end, or to the end that a planted fault causes."""
         with self.started(*overrides, faults=faults) as process:
             return self.ended(process)
@@ -173,12 +173,12 @@ class Job:
         finally:
             kill(process)
 
-    def ended(self, process: "subprocess.Popen[bytes]") -> Ended:
+    def ended(self, process: "subprocess.Popen[bytes]") -> CommandResult:
         """Wait for a started job's end."""
         code = process.wait(PATIENCE)
-        return Ended(code, (self.home / "output").read_text(errors="replace"))
+        return CommandResult(code, (self.home / "output").read_text(errors="replace"))
 
-    def part(self, command: str, *overrides: str) -> Ended:
+    def part(self, command: str, *overrides: str) -> CommandResult:
         """Run one stage of the job: `sft`, `dpo` or `reward-model`."""
         return self._call(command, str(self.configured()), *overrides)
 
@@ -189,7 +189,7 @@ class Job:
         path.write_text(self.document)
         return path
 
-    def command(self, name: str, *arguments: str, faults: Sequence[Fault] = ()) -> Ended:
+    def command(self, name: str, *arguments: str, faults: Sequence[Fault] = ()) -> CommandResult:
         """Run a command about the run."""
         self.plant(faults)
         return self._call(
@@ -202,12 +202,12 @@ class Job:
             struck.unlink()
         (self.home / "faults.json").write_text(json.dumps([asdict(fault) for fault in faults]))
 
-    def _call(self, *arguments: str, program: Sequence[str] | None = None) -> Ended:
+    def _call(self, *arguments: str, program: Sequence[str] | None = None) -> CommandResult:
         command = [*(program or [RHEOSTAT]), *arguments, "--store", self.address or str(self.store)]
         done = subprocess.run(
             command, cwd=ROOT, env=self.environment(), capture_output=True, text=True, timeout=PATIENCE
         )
-        return Ended(done.returncode, done.stdout + done.stderr)
+        return CommandResult(done.returncode, done.stdout + done.stderr)
 
     def struck(self) -> int:
         """Count the planted faults of the last start that happened."""
@@ -333,7 +333,7 @@ def _is_of(process: psutil.Process, home: Path) -> bool:
     return process.environ().get("RHEOSTAT_FAULTS") == str(home)
 
 
-def alive(family: Sequence[psutil.Process]) -> list[str]:
+def list_running(family: Sequence[psutil.Process]) -> list[str]:
     """Return the command lines of the processes that still run."""
     lines = []
     for process in family:

@@ -13,7 +13,7 @@ from models.config.judges import DirectoryJudge, JudgeReward, VerdictConfig
 from models.judges.prompts import build_question_text
 from models.judges.verdicts import Answer, Judgement, read_verdict
 from models.records.schemas import ROLLOUT_SCHEMA
-from tests.support.chat_server import Asked, Reply, says
+from tests.support.chat_server import ChatRequest, Reply, reply_with
 
 JUDGE = (
     "scoring.rewards=["
@@ -46,24 +46,24 @@ def rollouts(home: Path, *completions: str, group: int = 2) -> ShardRef:
     return write_shard(open_store(f"{home}/run"), table, kind="rollouts", metadata={})
 
 
-def colour_of(image: bytes) -> str:
+def read_colour(image: bytes) -> str:
     """Return the colour of a picture's first pixel."""
     pixel = Image.open(BytesIO(image)).convert("RGB").getpixel((0, 0))
     return {(255, 0, 0): "red", (0, 0, 255): "blue", (0, 128, 0): "green"}.get(pixel, "something else")
 
 
-def looks(asked: Asked, before: int) -> Reply:
+def answer_from_image(asked: ChatRequest, before: int) -> Reply:
     """Answer which colour is shown, or for a completion whether it names the colour that the prompt shows."""
-    colour = colour_of(asked.images[0]) if asked.images else "nothing"
+    colour = read_colour(asked.images[0]) if asked.images else "nothing"
     if "What colour is the square" in asked.text:
-        return says(f"{colour.title()}.")
+        return reply_with(f"{colour.title()}.")
     completion = re.search(r"(fence-\w+)\n(.*?)\n\1", asked.text, re.S)
-    return says("yes" if completion is not None and colour in completion[2] else "no")
+    return reply_with("yes" if completion is not None and colour in completion[2] else "no")
 
 
-def ignores(asked: Asked, before: int) -> Reply:
+def answer_without_image(asked: ChatRequest, before: int) -> Reply:
     """Answer like servers that ignore images silently."""
-    return says("I see no image." if "What colour is the square" in asked.text else "yes")
+    return reply_with("I see no image." if "What colour is the square" in asked.text else "yes")
 
 
 def build_question(completion: str, verdict: VerdictConfig, *, answer: str = "4", seed: int = 7) -> str:

@@ -67,7 +67,7 @@ def random_tokens(lengths: Sequence[int], *, seed: int, mismatch: float = 0.3, m
     )
 
 
-def moved(tokens: LossInputs, *, seed: int, move: float = 0.3) -> Tensor:
+def move_policy(tokens: LossInputs, *, seed: int, move: float = 0.3) -> Tensor:
     """Return log-probs of a policy after some training since the old policy, as a leaf that needs gradients."""
     assert tokens.old_N is not None, "nothing to move from"
     step_N = doubles(np.random.default_rng(seed + 1).normal(size=len(tokens.old_N)).tolist())

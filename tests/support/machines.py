@@ -20,7 +20,7 @@ class Machines:
         """Add a machine, whose GPUs need not exist, and return the pid of its raylet, which a kill removes."""
         self.keeper.stdin.write(f"{cpus} {gpus}\n")
         self.keeper.stdin.flush()
-        return int(told(self.keeper.stdout))
+        return int(read_value(self.keeper.stdout))
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def machines(environment: Mapping[str, str]) -> Iterator[Machines]:
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(environment)
     ) as keeper:
         try:
-            yield Machines(keeper, told(keeper.stdout))
+            yield Machines(keeper, read_value(keeper.stdout))
         finally:
             keeper.stdin.close()
             keeper.wait(60)
@@ -45,13 +45,13 @@ def lose_machine(raylet: int) -> None:
             process.kill()
 
 
-def tell(what: object) -> None:
+def print_value(what: object) -> None:
     """Print a value on a separate line between those of Ray."""
     sys.stdout.write(f"told {what}\n")
     sys.stdout.flush()
 
 
-def told(output: Iterable[str]) -> str:
+def read_value(output: Iterable[str]) -> str:
     """Read the next value that was printed."""
     for line in output:
         if line.startswith("told "):
@@ -63,11 +63,11 @@ def _keep() -> None:
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    tell(cluster.address)
+    print_value(cluster.address)
     for line in sys.stdin:
         cpus, gpus = map(int, line.split())
         node = cluster.add_node(num_cpus=cpus, num_gpus=gpus)
-        tell(node.all_processes["raylet"][0].process.pid)
+        print_value(node.all_processes["raylet"][0].process.pid)
     cluster.shutdown()
 
 

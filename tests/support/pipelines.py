@@ -287,7 +287,7 @@ def requests(directory: Path, prompts: Sequence[str] = PROMPTS, seeds: Sequence[
     ]
 
 
-def drawn(
+def generate_pictures(
     directory: Path, config: DenoisingConfig, learnt: range | None, *, rows: int = 64, adapter: Path | None = None
 ) -> list[Completion]:
     """Generate pictures of the prompts with the engine."""
@@ -311,7 +311,7 @@ class Shown:
         return found
 
 
-def learnt_from(completions: Sequence[Completion], directory: Path) -> tuple[list[ModelInput], Gallery]:
+def build_trainer_inputs(completions: Sequence[Completion], directory: Path) -> tuple[list[ModelInput], Gallery]:
     """Return the rows that a trainer reads, and the shards of their states."""
     gallery = Gallery()
     gallery.source = Shown({each.picture.digest: each.picture for each in completions if each.picture is not None})
@@ -330,7 +330,9 @@ def noise_of(seed: int, directory: Path, config: DenoisingConfig) -> torch.Tenso
     return torch.from_numpy(np.random.Generator(np.random.Philox(seed)).standard_normal((1, *shape), dtype=np.float32))
 
 
-def theirs(pipe: diffusers.DiffusionPipeline, directory: Path, config: DenoisingConfig, output: str) -> np.ndarray:
+def generate_with_diffusers(
+    pipe: diffusers.DiffusionPipeline, directory: Path, config: DenoisingConfig, output: str
+) -> np.ndarray:
     """Generate pictures of the prompts with the pipeline of diffusers, one after another."""
     found, is_packed = [], hasattr(pipe, "_pack_latents")
     options = {"guidance_scale": config.guidance}

@@ -13,7 +13,7 @@ def rollouts(job):
     return [row | {"key": each.key} for each in made for row in read_shard(run.store, each.shards[0]).to_pylist()]
 
 
-def chosen(job):
+def choose_prompts(job):
     """Return the ids of two prompts of iterations, and of a held-out one."""
     rows = rollouts(job)
     train = list(dict.fromkeys(row["prompt_id"] for row in rows if row["key"].startswith("it-")))

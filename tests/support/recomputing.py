@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from models.modeling.logprobs import TokenModule
 
 
-def learnt(module: TokenModule, read: Any) -> tuple[Tensor, dict[str, Tensor | None], int]:
+def compute_gradients(module: TokenModule, read: Any) -> tuple[Tensor, dict[str, Tensor | None], int]:
     """Return log-probs, gradients, and the bytes kept from the forward pass to the backward pass."""
     kept: dict[int, Tensor] = {}
     weights = {each.untyped_storage().data_ptr() for each in module.parameters()}

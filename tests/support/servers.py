@@ -55,7 +55,7 @@ def serve_http(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
             server.shutdown()
 
 
-def answers(port):
+def is_answering(port):
     try:
         return httpx.get(f"http://127.0.0.1:{port}", timeout=1, trust_env=False).status_code == 200
     except httpx.HTTPError:
@@ -67,7 +67,7 @@ def launch(program, *, start_seconds=20.0, **changes):
         "what": "the small server",
         "command": lambda port: [sys.executable, "-c", program, str(port)],
         "environment": dict(os.environ),
-        "ready": answers,
+        "ready": is_answering,
         "start_seconds": start_seconds,
     }
     return Launch(**(fields | changes))

@@ -13,17 +13,17 @@ from models.config.teachers import TeacherEndpoint
 from models.modeling.policy import load_policy
 from models.records.model_input import ModelInput
 from models.text.tokenizer import load_tokenizer
-from tests.support.chat_server import Asked, ChatServer, Reply, chat_server
+from tests.support.chat_server import ChatRequest, ChatServer, Reply, chat_server
 
 Alter = Callable[[dict], None]
 """Function that changes an answer before it is sent."""
 
 
-def scores_of(directory: Path) -> Callable[[Asked], dict]:
+def scores_of(directory: Path) -> Callable[[ChatRequest], dict]:
     """Return a function that answers a request for prompt log-probs with those of the model in a directory."""
     model, tokenizer = load_policy(directory).eval(), load_tokenizer(directory)
 
-    def answer(asked: Asked) -> dict:
+    def answer(asked: ChatRequest) -> dict:
         tokens = asked.body["prompt"]
         with torch.no_grad():
             logprobs_TV = model(input_ids=torch.tensor([tokens])).logits[0].float().log_softmax(-1)
@@ -51,13 +51,13 @@ def scores_of(directory: Path) -> Callable[[Asked], dict]:
 def teacher_server(
     directory: Path,
     *,
-    faults: Callable[[Asked, int], Reply | None] = lambda asked, before: None,
+    faults: Callable[[ChatRequest, int], Reply | None] = lambda asked, before: None,
     alter: Alter = lambda answer: None,
 ) -> Iterator[ChatServer]:
     """Serve a directory's model. `faults` may answer a request instead, `alter` may change the answer."""
     answer = scores_of(directory)
 
-    def reply(asked: Asked, before: int) -> Reply:
+    def reply(asked: ChatRequest, before: int) -> Reply:
         fault = faults(asked, before)
         if fault is not None:
             return fault
@@ -75,8 +75,8 @@ def teacher_at(url: str, **changes) -> TeacherEndpoint:
     return TeacherEndpoint(**(known | {"backoff_seconds": 0.02, "timeout_seconds": 5, "retries": 4} | changes))
 
 
-def by_hand(directory: Path, inputs: Sequence[ModelInput], *, temperature: float) -> list[float]:
-    """Log-probs of all completion tokens, one by one, from the whole model's logits."""
+def compute_logprobs(directory: Path, inputs: Sequence[ModelInput], *, temperature: float) -> list[float]:
+    """Compute the log-probs of all completion tokens, one by one, from the whole model's logits."""
     model = AutoModelForCausalLM.from_pretrained(directory).eval()
     found = []
     for each in inputs:

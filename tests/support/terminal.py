@@ -67,6 +67,6 @@ def screen(sent: str) -> list[str]:
     return lines
 
 
-def plain(lines: Sequence[str]) -> list[str]:
+def plain_screen(lines: Sequence[str]) -> list[str]:
     """Return the visible lines without colours."""
     return [COLOUR.sub("", line).rstrip() for line in lines]

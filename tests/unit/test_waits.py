@@ -45,6 +45,7 @@ BOUNDED = {
     "infra/pools/worker.py: query.result": "is done",
     "infra/pools/worker.py: starting.result": "is done",
     "infra/pools/worker.py: asyncio.wait": "one of the two is the watch over the worker's progress",
+    "models/workers/update.py: models.states.wait": "writes of optimizer states, which end or fail by themselves",
     "tasks/run/open_run.py: opened.result": "is done",
     "tasks/run/stages.py: asyncio.wait": "works of a stage: each waits for its pool, or for commits within limits",
     "tasks/run/stages.py: ended.result": "is done",

@@ -49,12 +49,12 @@ class Answered:
     error: dict[str, object] | None = None
 
 
-def asked(name, tokens, *, seed=0, max_tokens=24, experts=False):
+def build_request(name, tokens, *, seed=0, max_tokens=24, experts=False):
     return {"id": name, "tokens": list(tokens), "seed": seed, "max_tokens": max_tokens, "experts": experts}
 
 
 @dataclass
-class Asked:
+class GenerateAnswer:
     """A server that was started for tests."""
 
     url: str
@@ -164,7 +164,7 @@ def meddling_server(directory, *, adapter_rank=0, report_experts=False):
     )
     process, port = start(launch, on_progress=lambda: None, ports=free_ports())
     try:
-        yield Asked(f"http://{LOOPBACK}:{port}")
+        yield GenerateAnswer(f"http://{LOOPBACK}:{port}")
     finally:
         process.stop()
 

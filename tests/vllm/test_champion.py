@@ -23,7 +23,7 @@ KEY = "a key for tests"
 PROMPT = [5, 6, 7, 8]
 
 
-def promoted(registry, directory):
+def append_promotion(registry, directory):
     """Append the record of the promotion of a policy."""
     bundle = publish_bundle(registry.store, directory, prefix=POLICIES)
     facts = {"policy": bundle.digest, "bundle": bundle, "run": directory.name, "iteration": 1}
@@ -78,7 +78,7 @@ def served(registry, tmp_path_factory):
     home = tmp_path_factory.mktemp("written")
     for seed, name in enumerate(("first", "second")):
         write_policy(home / name, seed=seed, changes={"head_dim": 32, "initializer_range": 0.3})
-    promoted(registry, home / "first")
+    append_promotion(registry, home / "first")
     server = Served(
         registry.store.uri.removeprefix("file://").partition("/registry/")[0], next(free_ports()), home / "log"
     )
@@ -107,7 +107,7 @@ def test_promotions_and_rollbacks_replace_weights_in_place_and_running_requests_
     long: list[httpx.Response] = []
     asking = threading.Thread(target=lambda: long.append(server.completion(40)))
     asking.start()
-    record = promoted(registry, home / "second")
+    record = append_promotion(registry, home / "second")
     answers = []
     while "record 2 as model" not in server.log.read_text():
         answers.append(server.completion(2).status_code)

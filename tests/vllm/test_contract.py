@@ -17,11 +17,11 @@ from tests.support.engines import (
     RANK,
     SAMPLING,
     Loaded,
+    list_tokens,
     load_if_needed,
     publish,
     request,
     require_plain_logprobs,
-    written_by,
 )
 from tests.vllm.servers import CONFIG, guest_of, in_the_middle, server_of
 
@@ -64,7 +64,7 @@ def guest(loaded, policy, monkeypatch) -> ServedEngine:
 
 
 def test_an_engine_can_use_a_running_server_by_its_address(loaded, policy, guest):
-    assert written_by(guest.generate(MIXED, SAMPLING)) == written_by(loaded(policy).generate(MIXED, SAMPLING))
+    assert list_tokens(guest.generate(MIXED, SAMPLING)) == list_tokens(loaded(policy).generate(MIXED, SAMPLING))
 
 
 def test_a_policy_that_another_engine_replaced_is_loaded_again_before_the_work(loaded, policy, guest, tmp_path):
@@ -79,7 +79,7 @@ def test_no_token_comes_from_a_policy_that_another_engine_loaded_during_the_work
     with in_the_middle(engine, lambda: guest.load(other.directory, other.version)):
         groups = engine.generate(LONG, LONG_SAMPLING)
     require_plain_logprobs(policy, LONG, groups, 1.0)
-    found_before = zip(written_by(groups), written_by(undisturbed), strict=True)
+    found_before = zip(list_tokens(groups), list_tokens(undisturbed), strict=True)
     pairs = [pair for found, before in found_before for pair in zip(found, before, strict=True)]
     assert any(found == before for found, before in pairs)  # completions that had ended were kept
     # Interrupted completions continued from their tokens with other seeds.
@@ -94,7 +94,7 @@ def test_a_server_killed_during_the_work_changes_no_completion(loaded, policy):
         again = engine.generate(LONG, LONG_SAMPLING)
     assert not first.is_running()
     assert server_of(engine) != first
-    assert written_by(again) == written_by(undisturbed)
+    assert list_tokens(again) == list_tokens(undisturbed)
     require_plain_logprobs(policy, LONG, again, 1.0)
 
 
@@ -103,7 +103,7 @@ def test_a_server_whose_core_is_killed_is_started_again(loaded, policy):
     undisturbed = engine.generate(LONG, LONG_SAMPLING)
     with in_the_middle(engine, server_of(engine).children(recursive=True)[-1].kill):
         again = engine.generate(LONG, LONG_SAMPLING)
-    assert written_by(again) == written_by(undisturbed)
+    assert list_tokens(again) == list_tokens(undisturbed)
 
 
 def test_a_server_that_died_while_idle_serves_nothing(loaded, policy):

@@ -20,17 +20,25 @@ from tests.support.engines import (
     SAMPLING,
     SHAPE,
     Published,
+    find_readable_completion,
+    list_tokens,
     publish,
-    readable,
     request,
     require_plain_logprobs,
-    written_by,
 )
 from tests.support.in_process import InProcessJob
-from tests.support.inputs import going_on
+from tests.support.inputs import request_continuations
 from tests.support.jobs import wait_for
 from tests.support.policies import small_tokenizer, write_policy
-from tests.vllm.servers import CONFIG, PYTHON_SETTING, asked, guest_of, in_the_middle, meddling_server, server_of
+from tests.vllm.servers import (
+    CONFIG,
+    PYTHON_SETTING,
+    build_request,
+    guest_of,
+    in_the_middle,
+    meddling_server,
+    server_of,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -79,12 +87,12 @@ def test_the_experts_of_every_token_equal_those_of_a_forward_pass_over_the_seque
 
 def test_a_completion_that_continues_has_the_experts_of_its_prefix(engine, policy):
     begun = [[completion.tokens[:5] for completion in group] for group in engine.generate(MIXED, SAMPLING)]
-    on = [going_on(each, prefixes) for each, prefixes in zip(MIXED, begun, strict=True)]
+    on = [request_continuations(each, prefixes) for each, prefixes in zip(MIXED, begun, strict=True)]
     require_own_choices(policy, on, engine.generate(on, SAMPLING))
 
 
 def test_a_completion_that_a_stop_text_ends_has_the_experts_up_to_its_last_token(engine, policy):
-    once, whole = readable(engine, request(5, 12, group=16))
+    once, whole = find_readable_completion(engine, request(5, 12, group=16))
     text = small_tokenizer().decode(whole.tokens[:5])
     [[cut]] = engine.generate([once], SAMPLING.model_copy(update={"stop": (text[-2:],)}))
     assert cut.finish_reason is FinishReason.STOP and len(cut.tokens) < len(whole.tokens)
@@ -109,7 +117,7 @@ def test_completions_that_continue_after_other_weights_were_loaded_have_all_expe
     undisturbed = engine.generate(LONG, LONG_SAMPLING)
     with in_the_middle(engine, lambda: guest.load(other.directory, other.version)):
         groups = engine.generate(LONG, LONG_SAMPLING)
-    assert written_by(groups) != written_by(undisturbed)
+    assert list_tokens(groups) != list_tokens(undisturbed)
     require_own_choices(policy, LONG, groups)
 
 
@@ -133,12 +141,12 @@ def test_experts_of_abandoned_completions_are_dropped(policy):
         def noted() -> int:
             return int(server.get("/rheostat/noted").text)
 
-        many = [asked(row, [5, 6, 7], seed=row, max_tokens=200, experts=True) for row in range(8)]
+        many = [build_request(row, [5, 6, 7], seed=row, max_tokens=200, experts=True) for row in range(8)]
         with server.generating(policy.version.digest, many) as lines:
             next(lines)
             assert noted() == 8
         assert wait_for(lambda: noted() == 0, seconds=60)
-        server.generate(policy.version.digest, [*many, asked(8, [5], max_tokens=200)])
+        server.generate(policy.version.digest, [*many, build_request(8, [5], max_tokens=200)])
         assert noted() == 0
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from models.records.model_input import ModelInput
 from tests.support.engines import EOS, TOLERANCE, Published, plain_logprobs, publish, publish_adapter, publish_changed
 from tests.support.policies import CONTEXT, VOCABULARY, small_tokenizer
-from tests.vllm.servers import PLAIN, Asked, asked, collect, meddling_server
+from tests.vllm.servers import PLAIN, GenerateAnswer, build_request, collect, meddling_server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -82,9 +82,9 @@ def plain(model, prompt, tokens) -> list[float]:
     return plain_logprobs(model, ModelInput.from_prompt(prompt), tokens, 1.0)
 
 
-def require_served(server: Asked, policy: Published, *, prompt=SHORT) -> list[int]:
+def require_served(server: GenerateAnswer, policy: Published, *, prompt=SHORT) -> list[int]:
     """Check that the log-probs of a completion are those of this policy, and return its tokens."""
-    completions, _ = server.generate(policy.version.digest, [asked(0, prompt)])
+    completions, _ = server.generate(policy.version.digest, [build_request(0, prompt)])
     [one] = completions.values()
     assert len(one.tokens) == len(one.logprobs) == 24
     np.testing.assert_allclose(one.logprobs, plain(policy.model(), prompt, one.tokens), atol=TOLERANCE)
@@ -260,7 +260,7 @@ def test_an_adapter_of_too_high_a_rank_is_refused(server, untied, tmp_path):
 @pytest.mark.parametrize(
     ("route", "body"),
     [
-        ("generate", {"sampling": PLAIN, "requests": [asked(0, SHORT)]}),
+        ("generate", {"sampling": PLAIN, "requests": [build_request(0, SHORT)]}),
         ("likelihoods", {"prompts": [{"tokens": list(SHORT)}], "continuations": [[3]], "banned": []}),
     ],
 )
@@ -273,22 +273,22 @@ def test_work_for_other_weights_is_refused(loaded, untied, digest, route, body):
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
-        (asked(1, LONG, max_tokens=CONTEXT), f"exceed max_model_len {CONTEXT}"),
-        (asked(1, [VOCABULARY + 5]), "vocabulary"),
-        (asked(1, []), "prompt"),
-        (asked(1, SHORT, max_tokens=0), "max_tokens"),
+        (build_request(1, LONG, max_tokens=CONTEXT), f"exceed max_model_len {CONTEXT}"),
+        (build_request(1, [VOCABULARY + 5]), "vocabulary"),
+        (build_request(1, []), "prompt"),
+        (build_request(1, SHORT, max_tokens=0), "max_tokens"),
         ({"id": 1, "tokens": list(SHORT), "seed": 1}, "max_tokens: expected int"),
     ],
 )
 def test_one_invalid_request_refuses_the_work_in_one_line(loaded, digest, wrong, reason):
-    answer = loaded.try_generate(digest, [asked(0, SHORT), wrong])
+    answer = loaded.try_generate(digest, [build_request(0, SHORT), wrong])
     assert answer.status_code == 400, answer.text
     assert reason in answer.json()["error"]
     assert "\n" not in answer.json()["error"]
 
 
 def test_completions_end_with_their_eos_and_only_there(loaded, digest):
-    requests = [asked(name, SHORT, seed=name, max_tokens=60) for name in range(24)]
+    requests = [build_request(name, SHORT, seed=name, max_tokens=60) for name in range(24)]
     completions, _ = loaded.generate(digest, requests, stop_token_ids=[EOS])
     assert {one.finish for one in completions.values()} == {"stop", "length"}
     for one in completions.values():
@@ -299,7 +299,7 @@ def test_completions_end_with_their_eos_and_only_there(loaded, digest):
 
 def test_the_token_that_completes_a_stop_text_is_the_last_token(loaded, digest):
     tokenizer = small_tokenizer()
-    requests = [asked(name, SHORT, seed=name, max_tokens=150) for name in range(24)]
+    requests = [build_request(name, SHORT, seed=name, max_tokens=150) for name in range(24)]
     completions, _ = loaded.generate(digest, requests, stop=["a", "12"])
     stopped = [one for one in completions.values() if one.finish == "stop"]
     assert len(stopped) > 5
@@ -312,7 +312,7 @@ def test_the_token_that_completes_a_stop_text_is_the_last_token(loaded, digest):
 
 
 def test_chunks_show_progress_before_the_end(loaded, digest):
-    with loaded.generating(digest, [asked(0, SHORT, max_tokens=200)]) as lines:
+    with loaded.generating(digest, [build_request(0, SHORT, max_tokens=200)]) as lines:
         parts = [json.loads(line) for line in lines]
     assert [part.get("finish") for part in parts[:-2]] == [None] * (len(parts) - 2)
     assert len(parts) >= 200 // 32
@@ -323,7 +323,7 @@ def test_chunks_show_progress_before_the_end(loaded, digest):
 def test_a_load_aborts_running_completions_which_can_be_continued(server, untied):
     old, new = untied
     server.load(old)
-    requests = [asked(name, SHORT, seed=name, max_tokens=240) for name in range(16)]
+    requests = [build_request(name, SHORT, seed=name, max_tokens=240) for name in range(16)]
     with server.generating(old.version.digest, requests) as lines:
         first = [next(lines)]
         loading = threading.Thread(target=server.load, args=(new,))
@@ -341,11 +341,11 @@ def test_a_load_aborts_running_completions_which_can_be_continued(server, untied
 
 
 def test_the_work_of_a_caller_that_disconnects_is_ended(loaded, digest):
-    requests = [asked(name, SHORT, seed=name, max_tokens=250) for name in range(64)]
-    _, before = loaded.generate(digest, [asked(0, SHORT)])
+    requests = [build_request(name, SHORT, seed=name, max_tokens=250) for name in range(64)]
+    _, before = loaded.generate(digest, [build_request(0, SHORT)])
     with loaded.generating(digest, requests) as lines:
         next(lines)
-    _, after = loaded.generate(digest, [asked(0, SHORT, max_tokens=240)])
+    _, after = loaded.generate(digest, [build_request(0, SHORT, max_tokens=240)])
     assert after["sequences"] - before["sequences"] < 64 * 250 / 2  # it does not run next to other work
 
 
@@ -356,16 +356,16 @@ def test_log_probs_that_are_not_numbers_are_reported_as_nan(server, untied, tmp_
     spoilt = publish_changed(tmp_path, untied[1], change_tensors(spoil))
     server.load(spoilt)
     assert server.proof() == spoilt.version.digest
-    completions, _ = server.generate(spoilt.version.digest, [asked(0, SHORT)])
+    completions, _ = server.generate(spoilt.version.digest, [build_request(0, SHORT)])
     assert np.isnan(completions[0].logprobs).all()
 
 
 def test_step_counts_match_the_tokens_and_exclude_idle_time(loaded, digest):
-    _, before = loaded.generate(digest, [asked(0, SHORT)])
+    _, before = loaded.generate(digest, [build_request(0, SHORT)])
     time.sleep(2)
     start = time.monotonic()
     loaded.likelihoods(digest, [list(SHORT)], [[3]])
-    requests = [asked(name, SHORT, seed=name, max_tokens=80) for name in range(16)]
+    requests = [build_request(name, SHORT, seed=name, max_tokens=80) for name in range(16)]
     _, after = loaded.generate(digest, requests)
     took = time.monotonic() - start
     steps, sequences, squared, seconds = (

@@ -47,7 +47,7 @@ def tree(pid):
     return [root, *root.children(recursive=True)]
 
 
-def gone(processes):
+def wait_until_gone(processes):
     return wait_for(lambda: not any(is_alive(process.pid) for process in processes), seconds=60)
 
 
@@ -105,7 +105,7 @@ def test_a_server_that_is_killed_is_noticed_and_leaves_nothing(started):
     root, *others = tree(server.process.pid)
     assert any("EngineCore" in " ".join(process.cmdline()) for process in others)
     root.kill()
-    assert gone([root, *others])
+    assert wait_until_gone([root, *others])
     assert not server.is_alive()
     assert server.process.exit_code() == -signal.SIGKILL
     assert server.log_tail(1)
@@ -157,7 +157,7 @@ def test_no_process_survives_the_sigkill_of_a_server_in_the_foreground(directory
         members = tree(root.pid)
         assert len(members) >= 3
         serving.kill()
-        assert gone(members)
+        assert wait_until_gone(members)
         assert wait_for(lambda: not log.parent.exists(), seconds=60)
     finally:
         serving.kill()

@@ -22,15 +22,15 @@ from tests.support.engines import (
     RANK,
     TOLERANCE,
     Published,
+    list_tokens,
     load_if_needed,
     publish_adapter,
     publish_changed,
     publish_directory,
-    written_by,
 )
 from tests.support.seeing import prompts_of, write_media
 from tests.support.vision import write_seeing
-from tests.vllm.servers import CONFIG, Asked, in_the_middle, server_of
+from tests.vllm.servers import CONFIG, GenerateAnswer, in_the_middle, server_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -103,9 +103,9 @@ def require_own_logprobs(
             np.testing.assert_allclose(np.diff([0.0, *sums]), completion.logprobs, atol=TOLERANCE, rtol=0)
 
 
-def asked_of(engine: ServedEngine) -> Asked:
+def asked_of(engine: ServedEngine) -> GenerateAnswer:
     [client] = engine._servers.running_clients()
-    return Asked(client.url, client.key)
+    return GenerateAnswer(client.url, client.key)
 
 
 def spelt(policy: Published, media: Media, given: ModelInput) -> dict[str, object]:
@@ -121,7 +121,7 @@ def test_log_probs_after_images_are_those_of_the_trainer(engine, policy, media):
     warm = SamplingConfig(max_new_tokens=24)
     requests = requests_of(policy)
     groups = load_if_needed(engine, policy).generate(requests, warm)
-    assert written_by(engine.generate(requests, warm)) == written_by(groups)
+    assert list_tokens(engine.generate(requests, warm)) == list_tokens(groups)
     require_own_logprobs(policy, media, requests, groups)
 
 
@@ -180,7 +180,7 @@ def test_an_adapter_is_served_with_the_tower(engine, policy, media, tmp_path):
     require_own_logprobs(adapted, media, requests, groups)
     plain = load_if_needed(engine, policy).generate(requests, SamplingConfig(max_new_tokens=8))
     require_own_logprobs(policy, media, requests, plain)
-    assert written_by(plain) != written_by(groups)
+    assert list_tokens(plain) != list_tokens(groups)
 
 
 def test_tokens_that_vllm_would_expand_again_are_refused_with_both_lengths(engine, policy, media):
@@ -226,7 +226,7 @@ def test_a_server_killed_during_work_with_images_changes_no_completion(engine, p
     with in_the_middle(engine, first.kill):
         again = engine.generate(requests, long)
     assert not first.is_running()
-    assert written_by(again) == written_by(undisturbed)
+    assert list_tokens(again) == list_tokens(undisturbed)
     require_own_logprobs(policy, media, requests[:2], again[:2])
 
 

@@ -33,25 +33,25 @@ class Shown:
         return [float(str(iteration[name])) for iteration in self.iterations]
 
 
-def shown(job: Job) -> Shown:
+def read_show(job: Job) -> Shown:
     reported = json.loads(job.command("show", "--json").output)
     return Shown(reported["iterations"], Path(reported["policy"]))
 
 
-def whole(job: Job, *, iterations: int) -> Shown:
+def check_finished(job: Job, *, iterations: int) -> Shown:
     """Check that a run ended, passes `rheostat verify` and left no server."""
     verified = job.command("verify")
     assert verified.code == 0, verified.output
     left = servers_of(job.home)
     assert wait_for(lambda: not any(process.is_running() for process in left), seconds=30)
     assert servers_of(job.home) == []
-    found = shown(job)
+    found = read_show(job)
     assert len(found.iterations) == iterations
     assert max(found.all("mismatch")) < MEAN and max(found.all("mismatch_max")) < MOST
     return found
 
 
-def finished(job: Job) -> dict[str, bytes]:
+def read_rollouts(job: Job) -> dict[str, bytes]:
     """Return the committed manifests of rollouts and their shards."""
     committed = {path: path.read_bytes() for path in job.run.glob("manifests/it-*/rollout/*.json")}
     keys = {shard["key"] for data in committed.values() for shard in json.loads(data)["shards"]}
@@ -65,7 +65,7 @@ def size_of(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.iterdir() if path.name != "bundle.json")
 
 
-def begun_twice(job: Job) -> list[str]:
+def repeated_work(job: Job) -> list[str]:
     """Return the rollout work that workers began more than once, over all starts of the run."""
     return [work for work, count in job.works().items() if work.startswith("generate") and count > 1]
 
@@ -86,16 +86,16 @@ def test_a_kill_costs_at_most_the_shard_that_was_being_generated(tmp_path, prefe
     killed = job.train(*ONE, "iterations=2", faults=faults)
     assert (killed.code, job.struck()) == (-signal.SIGKILL, 2), killed.output
     assert wait_for(lambda: not servers_of(job.home), seconds=30), "servers end with the driver, whose workers own them"
-    before = finished(job)
+    before = read_rollouts(job)
     assert before
-    assert begun_twice(job) == [], "a server that dies is started again inside the piece of work"
+    assert repeated_work(job) == [], "a server that dies is started again inside the piece of work"
     resumed = job.train(
         *ONE, "iterations=2", faults=[Fault("rollout", "progress", r"generate .*\(iteration=2,", count=2)]
     )
     assert resumed.code == 0, resumed.output
-    found = whole(job, iterations=2)
-    assert finished(job).items() >= before.items()
-    assert len(begun_twice(job)) <= 2
+    found = check_finished(job, iterations=2)
+    assert read_rollouts(job).items() >= before.items()
+    assert len(repeated_work(job)) <= 2
     assert found.all("weights_bytes")[1] == size_of(found.policy), "the second iteration has weights of its own"
 
 
@@ -104,7 +104,7 @@ def test_adapters_are_served_on_their_base_which_is_loaded_once(tmp_path, prefec
     job = Job(tmp_path, prefect_api)
     ended = job.train(*ONE, "iterations=2", "update.lora.rank=4", "update.learning_rate=1e-2")
     assert ended.code == 0, ended.output
-    found = whole(job, iterations=2)
+    found = check_finished(job, iterations=2)
     base = Path(json.loads(job.command("show", "--json").output)["base"])
     first = [json.loads(path.read_text()) for path in job.run.glob("manifests/eval-0000/rollout/*.json")]
     assert sum(manifest["provenance"]["seconds"]["weights_bytes"] for manifest in first) == size_of(base)
@@ -144,7 +144,7 @@ def test_a_vision_language_policy_is_sampled_with_the_log_probs_of_its_trainer(t
     job = Job(tmp_path, prefect_api, document=SEEING)
     ended = job.train(f"rollout.engine={ENGINE}", "pools.workers=1")
     assert ended.code == 0, ended.output
-    found = whole(job, iterations=2)
+    found = check_finished(job, iterations=2)
     assert found.all("weights_bytes")[1] == size_of(found.policy)
     rollouts = table(job.run, "it-0002/rollout/0000")
     assert min(map(len, rollouts["images"].to_pylist())) == 1
@@ -170,7 +170,7 @@ def test_episodes_of_hostile_environments_are_trained_as_sampled_even_if_a_serve
     ended = job.train(*ONE, *EPISODES, "iterations=2", faults=[fault])
     assert ended.code == 0, ended.output
     assert job.struck() == 1
-    whole(job, iterations=2)
+    check_finished(job, iterations=2)
     shards = [path.stem for path in (job.run / "manifests/it-0001/rollout").iterdir()]
     rows = [row for shard in shards for row in table(job.run, f"it-0001/rollout/{shard}").to_pylist()]
     failed = [row["turns"][-1]["error"] for row in rows if row["finish_reason"] == "failed"]
@@ -191,7 +191,7 @@ def test_a_judge_on_vllm_gives_the_verdicts_of_transformers(tmp_path, prefect_ap
     ended = job.train(judged(ENGINE), *small)
     assert ended.code == 0, ended.output
     other.train(judged("{kind = 'transformers'}"), *small)
-    whole(job, iterations=1)
+    check_finished(job, iterations=1)
     shards = sorted(path.stem for path in (job.run / "manifests/it-0001/judge-judge").glob("*.json"))
     assert len(shards) == 3
     for shard in shards:

@@ -20,7 +20,7 @@ from tasks.views.report.numbers import HELDOUT, HIGH, LOW, ChartLine, ChartPlan,
 from tasks.views.report.page import Browsed, PageSection, browser, drawn_charts, figures, page, paragraph, rows_table
 from tasks.views.report.samples import BrowsedGroup, browsed_groups
 from tasks.views.report.sections import difference_line, paired_difference
-from tasks.views.runs import RunDescription, describe_opened, detect_deletion, open_known_run
+from tasks.views.runs import RunDescription, describe_open_run, detect_deletion, open_known_run
 
 MOST: Final = len(COLORS)
 """Maximum number of runs in a comparison: a chart can distinguish no more lines."""
@@ -100,7 +100,7 @@ def compare_runs(store: str, names: Sequence[str]) -> Comparison:
     with ExitStack() as stack:
         for run in runs:
             stack.enter_context(detect_deletion(run))
-        descriptions = [describe_opened(run) for run in runs]
+        descriptions = [describe_open_run(run) for run in runs]
         return Comparison(
             runs=tuple(map(_summarize_run, descriptions)),
             settings=_find_differing({run.name: dict(_flatten(run.record.config)) for run in runs}),
@@ -216,7 +216,7 @@ def _read_columns(runs: Sequence[Run]) -> Columns:
     """Return the compared columns of all runs. Each column name is prefixed with the name of its run."""
     columns = Columns()
     for run in runs:
-        description = describe_opened(run)
+        description = describe_open_run(run)
         own = columns_of(description.iterations, sealed_iterations(run), description.evaluations)
         names = [*COMPARED.values(), LOW, HIGH]
         columns |= {f"{run.name}: {name}": own[name] for name in names if name in own}

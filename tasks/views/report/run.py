@@ -24,7 +24,7 @@ from tasks.views.report.numbers import columns_of, plans_of
 from tasks.views.report.page import Browsed, PageSection, browser, drawn_charts, figures, page
 from tasks.views.report.samples import BrowsedGroup, browsed_groups
 from tasks.views.report.slots import decisions_of, slots_of
-from tasks.views.runs import RunDescription, describe_opened, detect_deletion, media_of, open_known_run
+from tasks.views.runs import RunDescription, describe_open_run, detect_deletion, media_of, open_known_run
 
 NUMBERS: Final = (
     '<details id="all"><summary>all numbers of all iterations</summary>'
@@ -52,7 +52,7 @@ def report_page(store: str, name: str) -> str:
 
 
 def _report_page(run: Run, store: str) -> str:
-    description = describe_opened(run)
+    description = describe_open_run(run)
     seals, terms = sealed_iterations(run), read_recorded(ScoringConfig, run.record.config["scoring"]).terms
     columns = columns_of(description.iterations, seals, description.evaluations)
     charts, decisions = drawn_charts(plans_of(columns, terms), columns), decisions_of(run)

@@ -64,7 +64,9 @@ def verdict(run: Run, description: RunDescription, store: str) -> PageSection:
 
 
 def _describe_accuracy(accuracy: Accuracy) -> str:
-    interval = f"95% interval {accuracy.low:.3f} to {accuracy.high:.3f}, {accuracy.asked}{accuracy.passed}"
+    interval = (
+        f"95% interval {accuracy.low:.3f} to {accuracy.high:.3f}, {accuracy.evaluation_text}{accuracy.pass_at_text}"
+    )
     return f"after {accuracy.number} iterations, {interval}"
 
 
@@ -118,7 +120,7 @@ def evaluations(description: RunDescription) -> str:
                 "after iteration": each.number,
                 "mean": f"{each.mean:.3f}",
                 "95% interval": f"{each.low:.3f} to {each.high:.3f}",
-                "evaluated on": each.asked,
+                "evaluated on": each.evaluation_text,
                 **{f"pass@{k}": f"{share:.3f}" for k, share in each.pass_at.items()},
             }
             for each in description.evaluations

@@ -10,7 +10,7 @@ import pytest
 from infra.errors import BadInput
 from tests.support.chat_server import chat_server
 from tests.support.jobs import ROOT
-from tests.support.judged import ignores, looks
+from tests.support.judged import answer_from_image, answer_without_image
 from tests.support.pictures import picture
 from tests.support.preflight import check_job, read_inputs
 from tests.support.vision import write_seeing
@@ -51,13 +51,13 @@ def test_an_image_that_the_model_treats_as_padding_is_refused_before_the_run(pla
 
 @pytest.mark.system
 def test_a_judge_that_ignores_images_is_refused_even_if_all_other_checks_are_cached(place):
-    with chat_server(looks) as server:
+    with chat_server(answer_from_image) as server:
         reward = (
             "scoring.rewards=[{kind='judge',name='eyes',images='prompt',verdict={kind='choice',constrained=false},"
             f"model={{kind='endpoint',base_url='{server.url}',allowed_hosts=['127.0.0.1'],allow_private=true,model='j'}}}}]"
         )
         question, codes = read_inputs(reward).model_dump_json(), []
-        for server.reply in (looks, ignores):
+        for server.reply in (answer_from_image, answer_without_image):
             done = subprocess.run(
                 [sys.executable, "-m", "models.commands.preflight", "run"],
                 input=question,

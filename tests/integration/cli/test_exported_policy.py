@@ -64,7 +64,7 @@ def while_copied(monkeypatch, *, before=lambda: None, after=lambda: None):
         then()
 
     with monkeypatch.context() as patched:
-        patched.setattr(policy_export, "write_apart", copy)
+        patched.setattr(policy_export, "write_in_process", copy)
         yield
 
 
@@ -100,7 +100,7 @@ def test_a_policy_that_retention_deletes_before_the_export_locks_its_files_is_no
         return keep(store, bundles)
 
     monkeypatch.setattr(policy_export, "keep_while_read", overtaken)
-    monkeypatch.setattr(policy_export, "write_apart", export)
+    monkeypatch.setattr(policy_export, "write_in_process", export)
     if iteration is None:
         assert export_policy(run, tmp_path / "out", iteration=None, dtype=None).iteration == 2
     else:
@@ -111,7 +111,7 @@ def test_a_policy_that_retention_deletes_before_the_export_locks_its_files_is_no
 
 
 def test_a_policy_of_a_store_that_cannot_be_written_is_exported_with_a_warning(run, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(policy_export, "write_apart", export)
+    monkeypatch.setattr(policy_export, "write_in_process", export)
     (tmp_path / "store/going-on/readers").write_text("in the way, as a read-only file system is")
     export_policy(run, tmp_path / "out", iteration=None, dtype=None)
     assert "retention may delete policies/" in caplog.text

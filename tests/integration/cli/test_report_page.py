@@ -4,7 +4,7 @@ import pytest
 from playwright.sync_api import expect
 
 from flows.cli.app import main
-from tests.support.browsers import BROWSER, opened
+from tests.support.browsers import BROWSER, open_page
 from tests.support.long_runs import write_long_run
 
 pytestmark = [
@@ -35,7 +35,7 @@ def rewards(page):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_page_makes_no_requests_and_shows_hostile_texts_as_text(path, scheme):
-    with opened(path, scheme=scheme) as seen:
+    with open_page(path, scheme=scheme) as seen:
         expect(seen.page.get_by_role("heading", name="Run long")).to_be_visible()
         for text in HOSTILE:
             seen.page.locator("#query").fill(text)
@@ -46,7 +46,7 @@ def test_a_page_makes_no_requests_and_shows_hostile_texts_as_text(path, scheme):
 
 
 def test_every_control_of_the_completion_browser_works(path):
-    with opened(path) as seen:
+    with open_page(path) as seen:
         page = seen.page
         assert (
             page.locator("#batch").input_value() == "eval-0005" and page.locator("#beside").input_value() == "eval-0000"
@@ -88,7 +88,7 @@ def test_every_control_of_the_completion_browser_works(path):
 
 
 def test_the_pointer_and_the_arrow_keys_show_the_numbers_of_a_curve(path):
-    with opened(path) as seen:
+    with open_page(path) as seen:
         page = seen.page
         usual = page.locator("#told-0").inner_text()
         assert "held-out accuracy 0 → 0.2" in usual
@@ -126,7 +126,7 @@ def pages(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["report", "compare"])
 def test_a_page_never_scrolls_sideways_and_its_tables_fill_its_width(pages, kind):
-    with opened(pages[kind]) as seen:
+    with open_page(pages[kind]) as seen:
         page = seen.page
         for summary in page.locator("summary").all():
             summary.click()
@@ -145,6 +145,6 @@ def test_the_page_of_a_thousand_iterations_of_512_completions_is_smaller_than_4_
     texts = [f"{number} + {number} = {2 * number}; " * (number % 40) for number in range(200)]
     path = write_page(tmp_path, iterations=1000, texts=[*texts, *HOSTILE])
     assert path.stat().st_size < 4e6
-    with opened(path) as seen:
+    with open_page(path) as seen:
         expect(seen.page.locator("#found")).to_contain_text("prompts of eval-1000")
         assert seen.complaints == []

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.browsers import BROWSER, opened
+from tests.support.browsers import BROWSER, open_page
 from tests.support.jobs import ROOT
 
 mkdocs_config = pytest.importorskip("mkdocs.config")
@@ -34,7 +34,7 @@ def site(tmp_path) -> Path:
 
 
 def test_search_works_in_a_site_opened_from_disk_without_network_requests(site):
-    with opened(site / "index.html") as seen:
+    with open_page(site / "index.html") as seen:
         seen.page.locator("[data-md-component=search-query]").click()
         seen.page.locator("[data-md-component=search-query]").press_sequentially("needle")
         expect(seen.page.locator(".md-search-result__meta")).to_contain_text("1 matching document")

@@ -13,12 +13,12 @@ from models.config.engines import SamplingConfig
 from models.config.judges import ChoiceVerdict, LogprobVerdict
 from models.judges.verdicts import Question
 from models.records.seeds import derive_seed
-from tests.support.chat_server import Reply, chat_server, says
+from tests.support.chat_server import Reply, chat_server, reply_with
 from tests.support.endpoint_judges import CANARY, judge_at, questions
 
 
 def echo(asked, before):
-    return says(f"about {asked.text}")
+    return reply_with(f"about {asked.text}")
 
 
 def ask_once(reply, **settings):
@@ -31,7 +31,7 @@ def ask_once(reply, **settings):
 def with_top_logprobs(text, **logprobs):
     """Reply with a text and the log-probs of its likely first tokens."""
     top = [{"token": token, "logprob": logprob} for token, logprob in logprobs.items()]
-    return says(text, logprobs={"content": [{"top_logprobs": top}]})
+    return reply_with(text, logprobs={"content": [{"top_logprobs": top}]})
 
 
 def test_a_question_is_sent_as_a_chat_completion_with_its_seed_and_sampling():
@@ -175,10 +175,10 @@ def test_a_redirect_is_refused():
         (Reply(body=b'{"choices": [{"message": {"content": "\xff\xfe"}}]}'), "no chat completion"),
         (Reply(body=b'{"choices": [{"message": {"content": "\\ud800"}}]}'), "no chat completion"),
         (Reply(body=b"[" * 100_000), "no chat completion"),
-        (says(""), "empty"),
+        (reply_with(""), "empty"),
         (Reply(body=b'{"choices": [{"message": {"content": null}}]}'), "empty"),
         (Reply(body=b'{"choices": [{"message": {"content": 7}}]}'), "content"),
-        (says("x" * (5 << 20)), "longer than"),
+        (reply_with("x" * (5 << 20)), "longer than"),
         (Reply(status=400, body=b"too long for this model"), "too long for this model"),
     ],
 )
@@ -191,13 +191,13 @@ def test_a_reply_without_an_answer_is_an_error_and_never_a_value(reply, error):
 
 
 def test_an_unfinished_answer_is_reported_as_an_error_with_its_text():
-    answer, _ = ask_once(says("score: 1", finish_reason="length"))
+    answer, _ = ask_once(reply_with("score: 1", finish_reason="length"))
     assert answer.text == "score: 1"  # the first digit of 10, perhaps
     assert "not finished" in answer.error
 
 
 def test_a_long_answer_is_read_in_full():
-    assert ask_once(says("x" * (1 << 20)))[0].text == "x" * (1 << 20)
+    assert ask_once(reply_with("x" * (1 << 20)))[0].text == "x" * (1 << 20)
 
 
 def test_a_logprob_verdict_reads_the_likely_first_tokens():
@@ -238,7 +238,7 @@ def test_a_verdict_is_an_error_if_neither_choice_is_among_the_likely_tokens():
 
 
 def test_a_constrained_choice_is_requested_from_vllm_and_refused_elsewhere():
-    answer, [request] = ask_once(says("no"), verdict=ChoiceVerdict(), guided="vllm")
+    answer, [request] = ask_once(reply_with("no"), verdict=ChoiceVerdict(), guided="vllm")
     assert request.body["structured_outputs"] == {"choice": ["yes", "no"]}
     assert answer.text == "no"
     with pytest.raises(BadInput, match="constrained"):

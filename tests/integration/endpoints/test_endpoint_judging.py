@@ -14,7 +14,7 @@ from infra.store.storage import open_store
 from models.config.judges import ChoiceVerdict, JudgeReward
 from models.records.work import JudgeWork
 from models.workers.judge import JudgeWorker
-from tests.support.chat_server import Reply, chat_server, says
+from tests.support.chat_server import Reply, chat_server, reply_with
 from tests.support.endpoint_judges import CANARY, endpoint_at, judge_at, questions, write_rollouts
 
 TEMPLATE = "{prompt}|{completion}|{answer}"
@@ -23,7 +23,7 @@ TEMPLATE = "{prompt}|{completion}|{answer}"
 def is_right(asked, before):
     """Judge the completion from the text of the question."""
     _, completion, answer = asked.text.split("|")
-    return says("yes" if completion == answer else "no")
+    return reply_with("yes" if completion == answer else "no")
 
 
 class Bench:
@@ -126,7 +126,7 @@ def test_a_certificate_is_checked_against_the_host_name_although_the_address_is_
     monkeypatch.setenv("SSL_CERT_FILE", str(file))
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(file, key)
-    with chat_server(lambda asked, before: says("fine"), tls=context) as server:
+    with chat_server(lambda asked, before: reply_with("fine"), tls=context) as server:
         port = server.url.split(":")[2]
         named = judge_at(f"https://localhost:{port}", allowed_hosts=("localhost",), retries=1)
         assert [answer.text for answer in named.answer(questions(2))] == ["fine", "fine"]
@@ -146,7 +146,7 @@ def _note_lookup(event, arguments):
 
 def test_a_host_name_is_resolved_once_and_the_connection_uses_the_address():
     sys.addaudithook(_note_lookup)
-    with chat_server(lambda asked, before: Reply(reset=True) if before == 0 else says("fine")) as server:
+    with chat_server(lambda asked, before: Reply(reset=True) if before == 0 else reply_with("fine")) as server:
         judge = judge_at(server.url.replace("127.0.0.1", "localhost"), allowed_hosts=("localhost",))
         LOOKUPS.clear()
         judge.answer(questions(10))
@@ -156,7 +156,7 @@ def test_a_host_name_is_resolved_once_and_the_connection_uses_the_address():
 
 
 def test_a_host_name_that_resolves_to_a_private_address_is_refused_before_anything_is_sent():
-    with chat_server(lambda asked, before: says("fine")) as server:
+    with chat_server(lambda asked, before: reply_with("fine")) as server:
         port = server.url.split(":")[2]
         judge = judge_at(f"https://localhost:{port}", allowed_hosts=("localhost",), allow_private=False)
         with pytest.raises(BadInput, match=r"localhost resolves to (127\.0\.0\.1|::1), a private, loopback"):

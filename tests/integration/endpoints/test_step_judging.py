@@ -16,7 +16,7 @@ from models.records.schemas import VERDICT_SCHEMA
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import JudgeWork
 from models.workers.judge import JudgeWorker
-from tests.support.chat_server import chat_server, says
+from tests.support.chat_server import chat_server, reply_with
 from tests.support.endpoint_judges import endpoint_at, write_rollouts
 from tests.support.policies import write_policy
 
@@ -125,7 +125,7 @@ def names_steps_with_a_two(asked, before):
     """Answer as an auditor for whom a step is wrong if it contains a 2."""
     steps = re.findall(r"<step_(\d+)>\n(.*?)\n</step_\1>", asked.text, re.S)
     wrong = ", ".join(f"<step_{index}>" for index, text in steps if "2" in text)
-    return says(f"Verdict: whatever\n<incorrect_steps>{wrong}</incorrect_steps>")
+    return reply_with(f"Verdict: whatever\n<incorrect_steps>{wrong}</incorrect_steps>")
 
 
 def test_an_endpoint_audits_the_wrapped_steps(home):

@@ -11,7 +11,7 @@ from models.config.users import DirectoryUser, EndpointUser
 from models.environments.user_view import Transcript
 from models.environments.users import user_inputs
 from models.records.versions import ModelVersion, Outcome
-from tests.support.chat_server import Reply, chat_server, says
+from tests.support.chat_server import Reply, chat_server, reply_with
 from tests.support.episodes import STOPS, Episodes, decode_turns, index_rows, require_equal_rows
 from tests.support.policies import small_tokenizer, write_policy
 from tests.support.rollout_workers import ENGINE, digest
@@ -80,7 +80,7 @@ def test_a_shard_repeats_bit_for_bit_and_two_batches_give_equal_episodes(dialogu
 
 
 def test_an_endpoint_gets_the_swapped_roles_and_a_seed_for_each_turn(dialogues):
-    with chat_server(lambda asked, _: says(f" [{len(asked.body['messages'])}] ")) as server:
+    with chat_server(lambda asked, _: reply_with(f" [{len(asked.body['messages'])}] ")) as server:
         rows = dialogues.play_rows(dialogue(endpoint_user(server)))
         requests = {(each.text, each.body["seed"]): each.body["messages"] for each in server.asked}
         assert rows == dialogues.play_rows(dialogue(endpoint_user(server)))
@@ -101,7 +101,7 @@ def test_an_endpoint_gets_the_swapped_roles_and_a_seed_for_each_turn(dialogues):
 
 def test_an_ending_in_a_reply_ends_the_dialogue_with_its_reward_and_a_final_turn_gets_no_reply(dialogues):
     def reply(asked, _):
-        return says("well [no] [yes]" if "1" in asked.body["messages"][1]["content"] else "go on")
+        return reply_with("well [no] [yes]" if "1" in asked.body["messages"][1]["content"] else "go on")
 
     endings = {"[yes]": 1.0, "[no]": -0.5}
     with chat_server(reply) as server:
@@ -125,15 +125,15 @@ def test_an_ending_in_a_reply_ends_the_dialogue_with_its_reward_and_a_final_turn
         (Reply(status=503), ("503", "attempt 2 of 2")),
         (Reply(reset=True), ("is down",)),
         (Reply(body=b"<html>"), ("no chat completion",)),
-        (says("cut", finish_reason="length"), ("finish_reason 'length'",)),
-        (says(" "), ("reply is empty",)),
+        (reply_with("cut", finish_reason="length"), ("finish_reason 'length'",)),
+        (reply_with(" "), ("reply is empty",)),
     ],
 )
 def test_a_failing_endpoint_loses_only_the_dialogues_that_requested_it(dialogues, bad, reasons):
     def reply(asked, _):
-        return bad if asked.body["seed"] % 3 == 0 else says("go on")
+        return bad if asked.body["seed"] % 3 == 0 else reply_with("go on")
 
-    with chat_server(lambda *_: says("go on")) as server:
+    with chat_server(lambda *_: reply_with("go on")) as server:
         good = index_rows(dialogues.play_rows(dialogue(endpoint_user(server))))
     with chat_server(reply) as server:
         rows = dialogues.play_rows(dialogue(endpoint_user(server, retries=1)))

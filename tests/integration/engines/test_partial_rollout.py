@@ -19,7 +19,7 @@ from models.records.work import CreditWork, RolloutWork, ScoredShard, ScoringWor
 from models.workers.scoring import ScoringWorker
 from tests.support.engines import MIXED, SAMPLING, engine_of, request
 from tests.support.episodes import index_rows, require_equal_rows
-from tests.support.inputs import asking, going_on
+from tests.support.inputs import request_completions, request_continuations
 from tests.support.policies import CONTEXT, write_policy
 from tests.support.rollout_workers import example, publish, worker
 
@@ -32,7 +32,7 @@ PARTIAL = PartialRollout(tokens=6, max_staleness=1)
 def continue_cut(request: Request, group: list[Completion]) -> tuple[Request, list[int]]:
     """Return the request that continues the cut completions of a group, and the samples of these completions."""
     cut = [sample for sample, part in enumerate(group) if part.finish_reason is FinishReason.CUT]
-    rest = going_on(request, [group[sample].tokens for sample in cut])
+    rest = request_continuations(request, [group[sample].tokens for sample in cut])
     return replace(rest, seeds=tuple(request.seeds[sample] for sample in cut)), cut
 
 
@@ -74,11 +74,11 @@ def test_max_new_tokens_limits_all_pieces_of_a_completion_together(tmp_path):
     engine = engine_of(tmp_path)
     prompt = request(1, 9, group=1)
     [[first]] = engine.generate([replace(prompt, budget=20)], SAMPLING)
-    [[second]] = engine.generate([going_on(prompt, [first.tokens], budget=20)], SAMPLING)
+    [[second]] = engine.generate([request_continuations(prompt, [first.tokens], budget=20)], SAMPLING)
     assert (first.finish_reason, second.finish_reason) == (FinishReason.CUT, FinishReason.LENGTH)
     assert len(first.tokens) + len(second.tokens) == SAMPLING.max_new_tokens
     with pytest.raises(BadInput, match=r"prompt row 1: .*24 tokens, .*max_new_tokens.* 24"):
-        engine.generate([going_on(prompt, [first.tokens + second.tokens])], SAMPLING)
+        engine.generate([request_continuations(prompt, [first.tokens + second.tokens])], SAMPLING)
 
 
 def test_a_row_that_ended_at_the_end_of_the_context_waits_for_the_other_rows(tmp_path):
@@ -87,8 +87,8 @@ def test_a_row_that_ended_at_the_end_of_the_context_waits_for_the_other_rows(tmp
     full = request(1, CONTEXT - 24, group=1)
     [[first]] = engine.generate([replace(full, budget=20)], SAMPLING)
     others = [request(row, 9, group=4) for row in (2, 3)]
-    together = engine.generate([going_on(full, [first.tokens]), *others], SAMPLING)
-    [[alone]] = engine.generate([going_on(full, [first.tokens])], SAMPLING)
+    together = engine.generate([request_continuations(full, [first.tokens]), *others], SAMPLING)
+    [[alone]] = engine.generate([request_continuations(full, [first.tokens])], SAMPLING)
     assert together[0][0].tokens == alone.tokens
     assert [group[0].tokens for group in together[1:]] == [
         engine.generate([other], SAMPLING)[0][0].tokens for other in others
@@ -172,8 +172,10 @@ def test_recorded_log_probs_are_those_of_the_policy_that_generated_each_token(it
         if before[name]["finish_reason"] != "cut":
             assert row == before[name]  # it ended before its group did, and is not generated again
             continue
-        prompt = asking(name[0], row["prompt_tokens"], [row["seed"]])
-        [[rest]] = engine.generate([going_on(prompt, [row["completion_tokens"][:kept]])], iterations.work.sampling)
+        prompt = request_completions(name[0], row["prompt_tokens"], [row["seed"]])
+        [[rest]] = engine.generate(
+            [request_continuations(prompt, [row["completion_tokens"][:kept]])], iterations.work.sampling
+        )
         assert tuple(row["completion_tokens"][kept:]) == rest.tokens
         assert row["logprobs"][kept:] == pytest.approx(rest.logprobs, abs=1e-5)
 

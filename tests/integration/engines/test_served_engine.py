@@ -17,8 +17,8 @@ from models.records.model_input import ModelInput
 from models.records.schemas import FinishReason
 from models.records.seeds import derive_seed
 from tests.support.batch_server import ABOUT, BatchServer, Line, batch_server, chunk, experts, experts_of, tokens_of
-from tests.support.engines import request, written_by
-from tests.support.inputs import asking, going_on
+from tests.support.engines import list_tokens, request
+from tests.support.inputs import request_completions, request_continuations
 from tests.support.policies import small_tokenizer
 
 SAMPLING = SamplingConfig(max_new_tokens=12)
@@ -37,7 +37,7 @@ def spoil_first(change: Callable[[Lines], Lines]) -> Callable[[int, Lines], Line
 def test_completions_are_those_that_the_server_generates_for_the_seeds(serve):
     engine, [server] = serve()
     groups = engine.generate(WORK, SAMPLING)
-    assert written_by(groups) == EXPECTED
+    assert list_tokens(groups) == EXPECTED
     for completion in (one for group in groups for one in group):
         assert completion.logprobs == (-0.5,) * 12
         assert completion.text == small_tokenizer().decode(completion.tokens, skip_special_tokens=True)
@@ -56,7 +56,7 @@ def test_an_engine_uses_a_server_only_if_the_server_proves_its_policy(serve, pol
 
 def test_whole_groups_are_spread_over_servers(serve):
     engine, servers = serve(2)
-    assert written_by(engine.generate(WORK, SAMPLING)) == EXPECTED
+    assert list_tokens(engine.generate(WORK, SAMPLING)) == EXPECTED
     prompts = [[tuple(one["tokens"]) for one in server.asked[0]["requests"]] for server in servers]
     first, second, third = (tuple(each.inputs[0].tokens.tolist()) for each in WORK)
     assert prompts == [[first] * 4 + [third] * 4, [second] * 4]
@@ -108,7 +108,7 @@ def test_work_for_a_policy_that_was_replaced_is_done_again(serve, state, spoil, 
     engine, [server] = serve(spoil=spoil_first(spoil))
     for name, value in state.items():
         setattr(server, name, value)
-    assert written_by(engine.generate(WORK, SAMPLING)) == EXPECTED
+    assert list_tokens(engine.generate(WORK, SAMPLING)) == EXPECTED
     assert server.loads == 2
     assert [len(body["requests"]) for body in server.asked] == num_requests
 
@@ -140,7 +140,7 @@ def test_threads_share_the_servers_and_one_of_them_reloads_the_policy_for_all(se
             return [*threads.map(lambda each: generate([each], SAMPLING), WORK * 4)]
 
     groups = engine.run_interleaved(work)
-    assert [written_by(group) for group in groups] == [[each] for each in EXPECTED] * 4
+    assert [list_tokens(group) for group in groups] == [[each] for each in EXPECTED] * 4
     assert len(began) == 2  # since the first proof failed
     assert server.loads - loads == 2
     assert engine.step_sums().steps <= server.steps
@@ -174,7 +174,7 @@ def test_a_bad_answer_is_refused_and_the_server_is_not_queried_again(serve, poli
         engine.generate(WORK, SAMPLING)
     assert len(server.asked) == 1
     assert error is not Quarantined or policy.version.digest in str(refused.value)
-    assert written_by(engine.generate(WORK, SAMPLING)) == EXPECTED
+    assert list_tokens(engine.generate(WORK, SAMPLING)) == EXPECTED
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_a_server_that_does_not_answer_is_down(serve):
 def test_an_aborted_completion_continues_from_its_tokens_with_another_seed(serve):
     engine, [server] = serve(spoil=spoil_first(lambda lines: [ABORTED, *lines[2:]]))
     [[first, *others], *rest] = engine.generate(WORK, SAMPLING)
-    assert written_by([others, *rest]) == [EXPECTED[0][1:], *EXPECTED[1:]]
+    assert list_tokens([others, *rest]) == [EXPECTED[0][1:], *EXPECTED[1:]]
     seed = derive_seed("continued", WORK[0].seeds[0], 3)
     assert first.tokens == (7, 8, 9, *tokens_of(seed, 9))
     [again] = server.asked[1]["requests"]
@@ -253,7 +253,9 @@ def test_a_stop_text_across_an_interruption_ends_a_completion_and_its_experts(se
 
 def test_a_prefix_is_part_of_the_prompt_and_changes_the_seed(serve):
     engine, [server] = serve()
-    [[one, two]] = engine.generate([going_on(asking(0, (5, 6), (1, 2)), ((7,), (8, 9)), budget=3)], SAMPLING)
+    [[one, two]] = engine.generate(
+        [request_continuations(request_completions(0, (5, 6), (1, 2)), ((7,), (8, 9)), budget=3)], SAMPLING
+    )
     requests = [(tuple(body["tokens"]), body["seed"], body["max_tokens"]) for body in server.asked[0]["requests"]]
     seeds = derive_seed("continued", 1, 1), derive_seed("continued", 2, 2)
     assert requests == [((5, 6, 7), seeds[0], 3), ((5, 6, 8, 9), seeds[1], 3)]

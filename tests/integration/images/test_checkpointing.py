@@ -9,9 +9,9 @@ from models.denoising.pipeline import FrozenParts, load_denoiser
 from models.denoising.steps import GenerationSetup, StepLogprobs
 from models.modeling.adapters import add_adapters
 from models.modeling.layout import lay_out
-from tests.support.pipelines import config_of, drawn, learnt_from
+from tests.support.pipelines import build_trainer_inputs, config_of, generate_pictures
 from tests.support.processes import preload
-from tests.support.recomputing import learnt
+from tests.support.recomputing import compute_gradients
 
 preload(__name__)
 
@@ -19,7 +19,7 @@ preload(__name__)
 @pytest.mark.parametrize("adapters", [False, True])
 def test_recomputed_layers_have_bitwise_equal_gradients(directory, adapters):
     config = config_of(directory, guidance=2.0)
-    rows, gallery = learnt_from(drawn(directory, config, range(2)), directory)
+    rows, gallery = build_trainer_inputs(generate_pictures(directory, config, range(2)), directory)
     setup, found = GenerationSetup.load(directory, config, FrozenParts(device="cpu")), []
     for again in (False, True):
         model = load_denoiser(directory)
@@ -28,7 +28,7 @@ def test_recomputed_layers_have_bitwise_equal_gradients(directory, adapters):
         module = StepLogprobs(model, setup, gallery)
         module.checkpoint_layers(is_enabled=again)
         read = module.prepare_inputs(lay_out(rows), torch.device("cpu"))
-        found.append(learnt(module, read))
+        found.append(compute_gradients(module, read))
         assert not model.training, "nothing is dropped out"
         with torch.no_grad():
             assert torch.equal(module(read), found[-1][0])

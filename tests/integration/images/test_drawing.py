@@ -10,7 +10,16 @@ import torch
 from models.denoising.pipeline import FrozenParts, load_denoiser
 from models.denoising.samplers import deterministic
 from models.denoising.steps import GenerationSetup
-from tests.support.pipelines import PROMPTS, SEEDS, config_of, drawn, noise_of, pixels, requests, theirs
+from tests.support.pipelines import (
+    PROMPTS,
+    SEEDS,
+    config_of,
+    generate_pictures,
+    generate_with_diffusers,
+    noise_of,
+    pixels,
+    requests,
+)
 from tests.support.processes import preload
 
 preload(__name__)
@@ -40,11 +49,11 @@ def test_images_generated_without_noise_equal_those_of_the_diffusers_pipeline(pi
     if guidance != 1 and family == "qwen":
         pytest.skip("its pipeline scales what is guided back to the norm of what is not, token by token")
     config = config_of(directory, guidance=guidance)
-    latents, found = theirs(pipe, directory, config, "latent"), ours(directory, config)
+    latents, found = generate_with_diffusers(pipe, directory, config, "latent"), ours(directory, config)
     if hasattr(pipe, "_pack_latents"):
         found = pipe._pack_latents(found, *found.shape)
-    wanted = theirs(pipe, directory, config, "np")
-    made = np.stack([pixels(each) for each in drawn(directory, config, range(0))])
+    wanted = generate_with_diffusers(pipe, directory, config, "np")
+    made = np.stack([pixels(each) for each in generate_pictures(directory, config, range(0))])
     np.testing.assert_allclose(found, latents, atol=1e-5)
     np.testing.assert_allclose(made, wanted, atol=1 / 255)
 

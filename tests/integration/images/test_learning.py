@@ -14,7 +14,14 @@ from models.denoising.steps import GenerationSetup, StepLogprobs
 from models.modeling.adapters import load_trainable, save_adapters, trained_parameters
 from models.modeling.layout import lay_out
 from models.records.versions import ModelVersion
-from tests.support.pipelines import config_of, drawn, learnt_from, pixels, samplers_of, theirs
+from tests.support.pipelines import (
+    build_trainer_inputs,
+    config_of,
+    generate_pictures,
+    generate_with_diffusers,
+    pixels,
+    samplers_of,
+)
 from tests.support.processes import preload
 
 preload(__name__)
@@ -41,8 +48,8 @@ def test_log_probs_of_the_trainer_equal_those_of_the_engine_for_any_micro_batch(
     drawings = [(sampler, 1.0) for sampler in samplers_of(directory)]
     for sampler, guidance in [*drawings, (drawings[0][0], 2.0)]:
         config = config_of(directory, sampler=sampler, guidance=guidance)
-        completions = drawn(directory, config, learnt, rows=2)
-        rows, gallery = learnt_from(completions, directory)
+        completions = generate_pictures(directory, config, learnt, rows=2)
+        rows, gallery = build_trainer_inputs(completions, directory)
         behaviour = torch.tensor([said for each in completions for said in each.logprobs])
         module = StepLogprobs(model, GenerationSetup.load(directory, config, FrozenParts(device="cpu")), gallery)
         for size in (1, 3):
@@ -54,7 +61,7 @@ def test_log_probs_of_the_trainer_equal_those_of_the_engine_for_any_micro_batch(
 
 def test_adapters_are_trained_and_generate_the_same_images_after_merging(family, directory, tmp_path):
     config = config_of(directory)
-    rows, gallery = learnt_from(drawn(directory, config, range(2)), directory)
+    rows, gallery = build_trainer_inputs(generate_pictures(directory, config, range(2)), directory)
     store = open_store(str(tmp_path / "store"))
     start = ModelVersion(version=0, weights=publish_bundle(store, directory, prefix="policies"))
     model = load_trainable(store, start, load=load_denoiser, lora=LORA)
@@ -85,7 +92,8 @@ def test_adapters_are_trained_and_generate_the_same_images_after_merging(family,
     write_merged_pipeline(directory, adapter, tmp_path / "merged", dtype=torch.float32)
     pipe = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "merged")
     made = [
-        np.stack([pixels(each) for each in drawn(directory, config, range(0), adapter=one)]) for one in (adapter, None)
+        np.stack([pixels(each) for each in generate_pictures(directory, config, range(0), adapter=one)])
+        for one in (adapter, None)
     ]
-    np.testing.assert_allclose(made[0], theirs(pipe, directory, config, "np"), atol=1 / 255)
+    np.testing.assert_allclose(made[0], generate_with_diffusers(pipe, directory, config, "np"), atol=1 / 255)
     assert np.abs(made[0] - made[1]).max() > 10 / 255, "the adapter does nothing"

@@ -18,7 +18,7 @@ from infra.pools.cluster import Preload, RayCluster
 from infra.pools.launcher import SlotCount
 from infra.pools.placement_group import ReservedSlots
 from infra.pools.worker import Machines, PoolSpec
-from tests.support.drivers import gone, read_line, read_output, start_driver, until
+from tests.support.drivers import read_line, read_output, start_driver, until, wait_until_gone
 from tests.support.fleet_workers import Served, holds_memory
 from tests.support.jobs import is_alive
 
@@ -145,7 +145,7 @@ async def test_slots_move_between_roles_and_queued_work_is_done_exactly_once(clu
     pids = shared.pids
     assert len(pids) == 8
     await shared.fleet.close()
-    assert await gone(*pids)
+    assert await wait_until_gone(*pids)
 
 
 async def test_a_worker_that_has_no_process_yet_is_started_and_later_woken(cluster, tmp_path):
@@ -228,7 +228,7 @@ async def test_a_worker_that_fails_during_a_move_costs_no_other_worker(shared, b
     (move,) = await shared.arrange(*split)
     assert re.search(error, move.error) if error else move.error is None
     assert shared.awake == awake
-    assert "sleep" not in trouble or await gone(*pids)
+    assert "sleep" not in trouble or await wait_until_gone(*pids)
     works = shared.works(shared.judge if awake[1] else shared.rollout, 0, 0)
     assert len(await asyncio.gather(*works)) == 2
 
@@ -298,7 +298,7 @@ async def test_waiting_work_retries_an_empty_slot_and_a_fleet_can_be_closed_duri
     assert await until(lambda: reached() and shared.awake == (0, 0))
     pids = shared.pids
     await shared.fleet.close()
-    assert await gone(*pids)
+    assert await wait_until_gone(*pids)
     with pytest.raises(ClusterFailed, match="closed while workers were being moved"):
         await arranging
 

@@ -16,7 +16,7 @@ from infra.pools.fleet import Fleet
 from infra.pools.launcher import SlotCount
 from infra.pools.worker import PoolSpec
 from tests.support.drivers import read_output, until
-from tests.support.machines import Machines, lose_machine, machines, tell, told
+from tests.support.machines import Machines, lose_machine, machines, print_value, read_value
 
 pytestmark = pytest.mark.system
 
@@ -96,7 +96,7 @@ async def drive(scenario: str) -> None:
     """Run a scenario and print its result."""
     with tempfile.TemporaryDirectory() as folder, machines(os.environ) as computers:
         async with RayCluster.open("machines", address=computers.address) as cluster:
-            tell(json.dumps(await globals()[scenario](cluster, computers, Path(folder))))
+            print_value(json.dumps(await globals()[scenario](cluster, computers, Path(folder))))
 
 
 EXPECTED = {
@@ -111,4 +111,4 @@ EXPECTED = {
 async def test_slots_of_lost_machines_are_dropped_at_once_and_slots_of_new_machines_are_used(scenario):
     program = f"import asyncio; from {__name__} import drive; asyncio.run(drive({scenario.__name__!r}))"
     driver = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=subprocess.PIPE)
-    assert json.loads(told((await read_output(driver)).splitlines())) == EXPECTED[scenario]
+    assert json.loads(read_value((await read_output(driver)).splitlines())) == EXPECTED[scenario]

@@ -19,7 +19,7 @@ from infra.errors import ClusterFailed, Damaged, WorkerFailed, WorkerLost, Worke
 from infra.pools.cluster import RayCluster
 from infra.pools.worker import Machines, PoolSpec
 from infra.processes.guard import processes_of
-from tests.support.drivers import COUNTING_POOL, gone, read_line, read_output, start_driver, until
+from tests.support.drivers import COUNTING_POOL, read_line, read_output, start_driver, until, wait_until_gone
 from tests.support.servers import guards_of
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.system]
@@ -180,7 +180,7 @@ async def test_a_worker_without_progress_is_killed_and_its_work_done_elsewhere(c
         stopped = int((tmp_path / "hung").read_text())
     assert done.attempts == 2
     assert done.result != stopped
-    assert await gone(stopped)
+    assert await wait_until_gone(stopped)
     await pool.close()
 
 
@@ -223,7 +223,7 @@ async def test_closing_ends_every_process_of_the_pool(cluster):
     await asyncio.sleep(0.1)
     pids = pool.pids
     await pool.close()
-    assert await gone(*pids, child)
+    assert await wait_until_gone(*pids, child)
     for call in calls:
         with pytest.raises(ClusterFailed, match="closed"):
             await call
@@ -233,7 +233,7 @@ async def test_a_killed_workers_children_die_too(cluster):
     pool = await cluster.pool(spec())
     done = await pool.run("spawn", None, returns=int)
     os.kill(done.pid, signal.SIGKILL)
-    assert await gone(done.result)
+    assert await wait_until_gone(done.result)
     await pool.close()
 
 
@@ -261,7 +261,7 @@ async def test_ranks_start_again_together_when_one_dies(ring, tmp_path):
     assert done.attempts == 2
     assert done.result[0] == 0
     assert not set(before) & set(ring.pids)
-    assert await gone(*before)
+    assert await wait_until_gone(*before)
     port = done.result[1]
     assert (await ring.run("meet", tmp_path / "died", returns=tuple)).result == (0, port)
 
@@ -271,7 +271,7 @@ async def test_an_error_of_one_rank_ends_its_peers_and_is_not_retried(ring, tmp_
     before, restarts = ring.pids, ring.restarts
     with pytest.raises(WorkerFailed, match="ValueError: loss is not finite"):
         await ring.run("fail_on_one", None, returns=tuple)
-    assert await gone(*before)
+    assert await wait_until_gone(*before)
     assert ring.restarts == restarts
 
 
@@ -283,7 +283,7 @@ async def test_cancelled_work_ends_its_ranks_and_the_next_work_has_new_ranks(rin
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    assert await gone(*before)
+    assert await wait_until_gone(*before)
     assert (await ring.run("meet", tmp_path, returns=tuple)).attempts == 1
 
 
@@ -351,7 +351,7 @@ async def test_a_server_of_the_cluster_that_fails_ends_all_work_with_its_name(na
     worker = int(await read_line(driver))
     *_, error = (await read_output(driver, seconds=50)).splitlines()  # Ray itself waits for 60 s and more
     assert re.search(message, error)
-    assert await gone(worker)
+    assert await wait_until_gone(worker)
 
 
 @pytest.mark.slow
@@ -423,7 +423,7 @@ async def test_no_process_survives_a_killed_driver(before, preload):
         guards[number].kill()
     driver.kill()
     await driver.wait()
-    assert await gone(*pids, *(guard.pid for guard in guards))
+    assert await wait_until_gone(*pids, *(guard.pid for guard in guards))
     assert await until(lambda: not directory.exists())
 
 

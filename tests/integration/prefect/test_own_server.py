@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 
-from tests.support.jobs import ROOT, alive, wait_for
+from tests.support.jobs import ROOT, list_running, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +58,7 @@ def test_a_flow_ends_with_a_named_error_if_its_prefect_server_fails_and_still_ob
             process.send_signal(interrupt)
         assert process.wait(120) == code  # Prefect's own patience is minutes
         assert re.search(told, (tmp_path / "output").read_text())
-        assert wait_for(lambda: not alive([server]))
+        assert wait_for(lambda: not list_running([server]))
     finally:
         process.kill()
         process.wait(60)

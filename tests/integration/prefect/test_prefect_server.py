@@ -23,21 +23,21 @@ from infra.store.runs import open_run
 from tasks.config.run import RunConfig, load_config
 from tasks.run.stages import is_transient
 from tests.support.controllers import FAIL, HANG, TWO_SHARDS, WITHIN_SECONDS, names_the_cause
-from tests.support.deployments import Server, deployed_to, working
+from tests.support.deployments import Server, run_worker, serve_deployments
 from tests.support.in_process import InProcessJob, prefect_at
-from tests.support.jobs import ROOT, TINY, Job, alive, manifests_of, process_tree, wait_for
+from tests.support.jobs import ROOT, TINY, Job, list_running, manifests_of, process_tree, wait_for
 
 pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
 def server(prefect_api, tmp_path_factory):
-    return deployed_to(prefect_api, tmp_path_factory.mktemp("deployed"))
+    return serve_deployments(prefect_api, tmp_path_factory.mktemp("deployed"))
 
 
 @pytest.fixture(scope="module")
 def worker(server, tmp_path_factory):
-    with working(server, tmp_path_factory.mktemp("worker")) as process:
+    with run_worker(server, tmp_path_factory.mktemp("worker")) as process:
         yield process
 
 
@@ -65,7 +65,7 @@ def engine_of(worker: "subprocess.Popen[bytes]") -> psutil.Process:
 
 def controllers_below(worker: "subprocess.Popen[bytes]") -> list[str]:
     """Return the processes in which a worker currently runs flows."""
-    return [line for line in alive(psutil.Process(worker.pid).children()) if "prefect.engine" in line]
+    return [line for line in list_running(psutil.Process(worker.pid).children()) if "prefect.engine" in line]
 
 
 @pytest.mark.system
@@ -243,7 +243,7 @@ def test_a_cancelled_run_leaves_no_process_and_can_be_resumed(server, worker, re
     assert len(family) > 3
     server.cancel(run)
     assert server.ends(run) == "Cancelled"
-    assert wait_for(lambda: not alive(family)), alive(family)
+    assert wait_for(lambda: not list_running(family)), list_running(family)
     messages = messages_of(server, run, *(child["id"] for child in server.below(run)))
     assert messages and not [message for message in messages if "Crash" in message]
     assert [message for message in messages if "cancelled. A run of the same name" in message]
@@ -265,7 +265,7 @@ def test_a_killed_run_is_marked_as_crashed_and_resumes_with_the_same_digests(ser
     family = process_tree(engine.pid)
     engine.kill()
     assert server.ends(run) == "Crashed"
-    assert wait_for(lambda: not alive(family)), alive(family)
+    assert wait_for(lambda: not list_running(family)), list_running(family)
     assert not (tmp_path / "tiny/manifests/it-0003/seal.json").exists()
 
     assert finish_as(reference, server, server.trigger("train/train", tiny(tmp_path)), tmp_path)

@@ -30,7 +30,7 @@ from prefect.settings import (
 from websockets.exceptions import ConnectionClosedError, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from flows.cli.prefect_api import PROFILE, own_password, print_password, read_password, run_flow, store_password
+from flows.cli.prefect_api import PROFILE, configured_password, print_password, read_password, run_flow, store_password
 from infra.errors import ApiFailed
 from tests.support.jobs import PASSWORD, RHEOSTAT, ROOT, copy_prefect_database, kill, wait_for
 from tests.support.terminal import on_terminal
@@ -40,13 +40,15 @@ SOCKETS = ("/events/in", "/events/out", "/logs/out")
 EVIL = "http://evil.example"
 
 
-def counted(api: str, *, auth: tuple[str, str] | None = PASSWORD, **headers: str) -> httpx.Response:
+def count_flows(api: str, *, auth: tuple[str, str] | None = PASSWORD, **headers: str) -> httpx.Response:
     """Request data that only authenticated clients may read."""
     return httpx.post(f"{api}/flows/count", json={}, auth=auth, headers=headers, timeout=30)
 
 
 @contextmanager
-def opened(api: str, path: str, *, name: str | None = None, origin: str | None = None) -> Iterator[ClientConnection]:
+def open_websocket(
+    api: str, path: str, *, name: str | None = None, origin: str | None = None
+) -> Iterator[ClientConnection]:
     """Open a websocket of the API, with another host name if one is passed."""
     place = urlsplit(api)
     to = socket.create_connection((place.hostname, place.port), timeout=30)
@@ -55,7 +57,7 @@ def opened(api: str, path: str, *, name: str | None = None, origin: str | None =
         yield websocket
 
 
-def greeted(websocket: ClientConnection, password: str | None) -> str:
+def authenticate(websocket: ClientConnection, password: str | None) -> str:
     """Send a password as Prefect's clients do, and return the server's answer."""
     websocket.send(json.dumps({"type": "auth", "token": password}))
     return str(json.loads(websocket.recv(30))["type"])
@@ -63,7 +65,7 @@ def greeted(websocket: ClientConnection, password: str | None) -> str:
 
 @pytest.mark.parametrize("auth", [None, ("tests", "wrong"), ("", "")])
 def test_without_the_password_only_the_health_check_answers(prefect_api, auth):
-    assert counted(prefect_api, auth=auth).status_code == 401
+    assert count_flows(prefect_api, auth=auth).status_code == 401
     for path in ("/admin/version", "/openapi.json", "/docs"):
         assert httpx.get(f"{prefect_api}{path}", auth=auth, timeout=30).status_code == 401
     assert httpx.get(f"{prefect_api}/health", timeout=30).status_code == 200
@@ -81,20 +83,20 @@ def test_the_page_is_served_to_everyone_and_asks_for_the_password(prefect_api):
 @pytest.mark.parametrize("name", ["evil.example", "evil.example:{port}", "127.0.0.1.evil.example", "10.0.0.1", ""])
 def test_a_request_with_a_foreign_host_name_is_refused(prefect_api, name):
     name = name.format(port=urlsplit(prefect_api).port)
-    assert counted(prefect_api, Host=name).status_code == 400
+    assert count_flows(prefect_api, Host=name).status_code == 400
     assert httpx.get(prefect_api.removesuffix("/api"), headers={"Host": name}, timeout=30).status_code == 400
 
 
 @pytest.mark.parametrize("name", ["127.0.0.1:{port}", "localhost:{port}", "localhost:5000", "[::1]:{port}"])
 def test_every_name_of_loopback_is_served(prefect_api, name):
     name = name.format(port=urlsplit(prefect_api).port)
-    assert counted(prefect_api, Host=name, Origin=f"http://{name}").status_code == 200
+    assert count_flows(prefect_api, Host=name, Origin=f"http://{name}").status_code == 200
 
 
 @pytest.mark.parametrize("origin", [EVIL, "null", "http://127.0.0.1:1", "https://localhost"])
 def test_a_page_of_another_origin_is_refused_even_with_the_password(prefect_api, origin):
     for answer in (
-        counted(prefect_api, Origin=origin),
+        count_flows(prefect_api, Origin=origin),
         httpx.get(f"{prefect_api}/health", headers={"Origin": origin}, timeout=30),
         httpx.options(
             f"{prefect_api}/flows/count",
@@ -108,15 +110,15 @@ def test_a_page_of_another_origin_is_refused_even_with_the_password(prefect_api,
 
 @pytest.mark.parametrize("path", SOCKETS)
 def test_websockets_check_host_origin_and_password(prefect_api, path):
-    with pytest.raises(InvalidStatus, match="403"), opened(prefect_api, path, origin=EVIL):
+    with pytest.raises(InvalidStatus, match="403"), open_websocket(prefect_api, path, origin=EVIL):
         pass
-    with pytest.raises(InvalidStatus, match="400"), opened(prefect_api, path, name="evil.example"):
+    with pytest.raises(InvalidStatus, match="400"), open_websocket(prefect_api, path, name="evil.example"):
         pass
     for wrong in (None, "tests:wrong"):
-        with opened(prefect_api, path) as websocket, pytest.raises(ConnectionClosedError, match="1008"):
-            greeted(websocket, wrong)
-    with opened(prefect_api, path, origin=prefect_api.removesuffix("/api")) as websocket:
-        assert greeted(websocket, ":".join(PASSWORD)) == "auth_success"
+        with open_websocket(prefect_api, path) as websocket, pytest.raises(ConnectionClosedError, match="1008"):
+            authenticate(websocket, wrong)
+    with open_websocket(prefect_api, path, origin=prefect_api.removesuffix("/api")) as websocket:
+        assert authenticate(websocket, ":".join(PASSWORD)) == "auth_success"
 
 
 @pytest.fixture
@@ -168,16 +170,16 @@ def test_the_password_of_a_server_is_found_by_the_commands_of_its_user_and_never
         assert (len(secret), profiles.stat().st_mode & 0o777) == (32, 0o600)
 
         assert wait_for(lambda: httpx.get(f"{api}/health", timeout=30).is_success)
-        assert counted(api, auth=None).status_code == 401
-        assert counted(api, auth=("rheostat", secret)).status_code == 200
+        assert count_flows(api, auth=None).status_code == 401
+        assert count_flows(api, auth=("rheostat", secret)).status_code == 200
         for path in SOCKETS:
-            with opened(api, path) as websocket:
-                assert greeted(websocket, f"rheostat:{secret}") == "auth_success"
-            with opened(api, path) as websocket, pytest.raises(ConnectionClosedError, match="1008"):
-                greeted(websocket, None)
+            with open_websocket(api, path) as websocket:
+                assert authenticate(websocket, f"rheostat:{secret}") == "auth_success"
+            with open_websocket(api, path) as websocket, pytest.raises(ConnectionClosedError, match="1008"):
+                authenticate(websocket, None)
         behind_a_proxy = {"Host": "prefect.example", "Origin": "https://prefect.example"}
-        assert counted(api, auth=("rheostat", secret), **behind_a_proxy).status_code == 200
-        assert counted(api, auth=("rheostat", secret), Origin=EVIL).status_code == 403
+        assert count_flows(api, auth=("rheostat", secret), **behind_a_proxy).status_code == 200
+        assert count_flows(api, auth=("rheostat", secret), Origin=EVIL).status_code == 403
 
         assert asked([sys.executable, "-c", ASK], environment(home, PREFECT_API_URL=api)).endswith(f" {api}\n")
         prefect = [str(Path(sys.executable).with_name("prefect")), "work-pool", "create", "--type", "process", "found"]
@@ -217,9 +219,9 @@ def test_the_server_of_a_job_has_a_password_that_only_the_two_processes_know(hom
         url = job.stdout.readline().split()[-1]
         [server] = psutil.Process(job.pid).children()
         password = server.environ()["PREFECT_SERVER_API_AUTH_STRING"]
-        assert counted(url, auth=None).status_code == 401
+        assert count_flows(url, auth=None).status_code == 401
         name, _, secret = password.partition(":")
-        assert (counted(url, auth=(name, secret)).status_code, len(secret)) == (200, 32)
+        assert (count_flows(url, auth=(name, secret)).status_code, len(secret)) == (200, 32)
         assert secret not in " ".join(server.cmdline())
         assert secret not in str(psutil.Process(job.pid).environ())  # nor, then, in those of its workers
         told = "".join(job.communicate("\n", timeout=60))
@@ -277,13 +279,13 @@ def test_the_profile_keeps_one_password_for_the_server_started_last_and_for_no_o
         assert profiles.active_name == "mine"
         assert PREFECT_API_AUTH_STRING not in profiles["mine"].settings
         with temporary_settings({PREFECT_API_AUTH_STRING: password}):  # where the profile is the active one
-            assert own_password() is None
+            assert configured_password() is None
 
 
 def test_a_password_of_the_user_for_the_server_precedes_that_for_clients(tmp_path):
     with temporary_settings({PREFECT_PROFILES_PATH: tmp_path / "profiles.toml"}):
-        assert own_password() is None
+        assert configured_password() is None
         with temporary_settings({PREFECT_API_AUTH_STRING: "my:client"}):
-            assert own_password() == "my:client"
+            assert configured_password() == "my:client"
             with temporary_settings({PREFECT_SERVER_API_AUTH_STRING: "my:server"}):
-                assert own_password() == "my:server"
+                assert configured_password() == "my:server"

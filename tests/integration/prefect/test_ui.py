@@ -23,7 +23,7 @@ pytestmark = [
 
 
 @pytest.fixture
-def seen(tmp_path, prefect_api) -> None:
+def finished_run(tmp_path, prefect_api) -> None:
     """Name of a run that no other job has.
 
     The run ends before the browser starts, which keeps this thread's event loop.
@@ -48,7 +48,7 @@ def log_in(page: Page, password: str) -> None:
     page.get_by_role("button", name="Login").click()
 
 
-def test_the_ui_shows_a_finished_run_after_the_password_is_entered(seen, prefect_api):
+def test_the_ui_shows_a_finished_run_after_the_password_is_entered(finished_run, prefect_api):
     expect.set_options(timeout=PATIENCE_MS)
     asked = set[str]()
     with browsing(prefect_api) as page:

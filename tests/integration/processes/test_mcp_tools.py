@@ -75,14 +75,14 @@ def key(monkeypatch):
     monkeypatch.setenv("OTHER_KEY", "another")
 
 
-def answered(pool: EnvironmentPool, *calls: Call) -> TurnAnswer:
+def call_tools(pool: EnvironmentPool, *calls: Call) -> TurnAnswer:
     [found] = pool.answer([episode_with_calls(*calls)], [0])
     pool.end(["0"], [0])
     return found
 
 
-def said(pool: EnvironmentPool, *calls: Call) -> list[tuple[str, str, str]]:
-    found = answered(pool, *calls)
+def read_messages(pool: EnvironmentPool, *calls: Call) -> list[tuple[str, str, str]]:
+    found = call_tools(pool, *calls)
     assert found.step is not None, found.failure
     return [(message.role, message.name, message.content) for message in found.step.messages]
 
@@ -96,19 +96,19 @@ def pool(settings) -> Iterator[EnvironmentPool]:
 
 def test_calls_are_answered_and_the_policy_reads_errors_of_a_tool(pool):
     calls = Call("price", {"item": "bread"}), Call("price", {"item": "ale", "count": 3})
-    assert said(pool, *calls) == [("tool", "price", "5 crowns"), ("tool", "price", "9 crowns")]
+    assert read_messages(pool, *calls) == [("tool", "price", "5 crowns"), ("tool", "price", "9 crowns")]
     for call, error in (
         (Call("price", {"item": "stone"}), "nobody sells a stone"),
         (Call("price", {"item": 5}), "valid string"),
         (Call("prize", {}), "no tool 'prize'; the tools are price, secret, misbehave"),
     ):
-        [(*_, message)] = said(pool, call)
+        [(*_, message)] = read_messages(pool, call)
         assert message.startswith("Error: ") and error in message
-    assert answered(pool).step.done
+    assert call_tools(pool).step.done
 
 
 def test_a_server_receives_only_the_named_variables(pool):
-    assert said(pool, Call("secret", {})) == [("tool", "secret", "a secret")]
+    assert read_messages(pool, Call("secret", {})) == [("tool", "secret", "a secret")]
 
 
 def test_only_allowed_tools_of_a_server_are_shown_and_called(settings):
@@ -119,7 +119,7 @@ def test_only_allowed_tools_of_a_server_are_shown_and_called(settings):
     assert schema["function"]["parameters"]["required"] == ["item"]
     pool = EnvironmentPool(one)
     try:
-        assert said(pool, Call("secret", {}))[0][2] == "Error: no tool 'secret'; the tools are price"
+        assert read_messages(pool, Call("secret", {}))[0][2] == "Error: no tool 'secret'; the tools are price"
     finally:
         pool.close()
     with pytest.raises(BadInput, match="the MCP server has no tool 'prize', did you mean 'price'"):
@@ -139,11 +139,11 @@ def test_a_broken_server_fails_its_episode_and_is_restarted(how, seconds, reason
     pool = EnvironmentPool(McpEnvironment(command=SERVER, processes=1, step_seconds=seconds))
     before = set(psutil.Process().children(recursive=True))
     try:
-        assert said(pool, Call("price", {"item": "ale"}))[0][2] == "3 crowns"
-        lost = answered(pool, Call("misbehave", {"how": how}))
+        assert read_messages(pool, Call("price", {"item": "ale"}))[0][2] == "3 crowns"
+        lost = call_tools(pool, Call("misbehave", {"how": how}))
         assert lost.step is None
         assert lost.failure.startswith(reason)
-        assert said(pool, Call("price", {"item": "ale"}))[0][2] == "3 crowns"
+        assert read_messages(pool, Call("price", {"item": "ale"}))[0][2] == "3 crowns"
     finally:
         pool.close()
     assert wait_for(lambda: set(psutil.Process().children(recursive=True)) <= before)
@@ -154,11 +154,11 @@ def test_episodes_fail_while_a_server_on_http_is_down_and_are_answered_when_it_i
     with bound_socket() as (bound, url):
         pool = EnvironmentPool(McpEnvironment(url=url, processes=1, step_seconds=20))
         try:
-            lost = answered(pool, Call("price", {"item": "ale"}))
+            lost = call_tools(pool, Call("price", {"item": "ale"}))
             assert lost.failure.startswith("ServerFailed: ConnectError")
             with serving(bound):
-                assert wait_for(lambda: answered(pool, Call("price", {"item": "ale"})).step is not None)
-            assert answered(pool, Call("price", {"item": "ale"})).step is None
+                assert wait_for(lambda: call_tools(pool, Call("price", {"item": "ale"})).step is not None)
+            assert call_tools(pool, Call("price", {"item": "ale"})).step is None
         finally:
             pool.close()
 

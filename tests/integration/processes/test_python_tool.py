@@ -35,7 +35,7 @@ def tool():
     running.kill()
 
 
-def told(tool, *codes: str) -> list[str]:
+def run_programs(tool, *codes: str) -> list[str]:
     step, failure = tool.step(run_codes(*codes))
     assert failure is None
     return [message.content for message in step.messages]
@@ -61,7 +61,7 @@ def told(tool, *codes: str) -> list[str]:
     ],
 )
 def test_a_call_returns_its_output_and_value_or_how_it_ended(tool, code: str, output: str):
-    [found, after] = told(tool, code)[0], told(tool, "6 * 7")
+    [found, after] = run_programs(tool, code)[0], run_programs(tool, "6 * 7")
     assert found.startswith(output) or found.endswith(output)
     assert after == ["42\n"]
 
@@ -71,15 +71,17 @@ def test_a_call_returns_its_output_and_value_or_how_it_ended(tool, code: str, ou
 def test_a_program_that_uses_up_its_time_keeps_its_output_and_the_next_call_is_answered(code: str):
     hasty = start_process(PYTHON.model_copy(update={"step_seconds": 1}))
     try:
-        assert told(hasty, f"print(1)\n{code}") == ["1\nError: it took longer than 1 s"]
-        assert told(hasty, "6 * 7") == ["42\n"]
+        assert run_programs(hasty, f"print(1)\n{code}") == ["1\nError: it took longer than 1 s"]
+        assert run_programs(hasty, "6 * 7") == ["42\n"]
     finally:
         hasty.kill()
 
 
 @needs_sandbox
 def test_calls_are_answered_in_order_and_share_no_state(tool):
-    first, second, third = told(tool, "x = 5\nopen('left', 'w').close()", "x", "import os\nos.path.exists('left')")
+    first, second, third = run_programs(
+        tool, "x = 5\nopen('left', 'w').close()", "x", "import os\nos.path.exists('left')"
+    )
     assert (first, third) == ("(no output)", "False\n")
     assert second.endswith("NameError: name 'x' is not defined\n")
 
@@ -88,7 +90,7 @@ def test_calls_are_answered_in_order_and_share_no_state(tool):
 def test_the_calls_of_a_turn_share_one_time_limit(tool):
     waits = "import time\ntime.sleep(2)"
     late = "Error: it took longer than 3 s", "Error: no time is left in this turn"
-    *some, last = told(tool, "1", *[waits] * 4)
+    *some, last = run_programs(tool, "1", *[waits] * 4)
     assert some[0] == "1\n"
     assert last == late[1]
     assert all(each in ("(no output)", *late) for each in some[1:])
@@ -100,14 +102,14 @@ def test_a_turn_without_a_call_ends_the_episode_and_a_wrong_call_does_not(tool):
     assert (step.done, step.messages) == (True, ())
     step, _ = tool.step(run_codes("1", name="pyton"))
     assert (step.done, step.messages[0].content) == (False, "Error: no tool 'pyton'; the tools are python")
-    assert told(tool, 5) == ["Error: python: expected a text as code"]
+    assert run_programs(tool, 5) == ["Error: python: expected a text as code"]
 
 
 @needs_sandbox
 def test_every_process_prints_a_set_in_the_same_order(tool):
     other = start_process(PYTHON)
     try:
-        found = [told(each, "set('abcdefgh')") for each in (tool, other)]
+        found = [run_programs(each, "set('abcdefgh')") for each in (tool, other)]
     finally:
         other.kill()
     assert found[0] == found[1]

@@ -15,8 +15,8 @@ import pytest
 
 from infra.errors import WorkerFailed, WorkerLost
 from infra.processes.server import OwnedProcess, free_ports, start
-from tests.support.jobs import alive, kill, wait_for
-from tests.support.servers import FAMILY, SERVE, answers, guards_of, launch
+from tests.support.jobs import kill, list_running, wait_for
+from tests.support.servers import FAMILY, SERVE, guards_of, is_answering, launch
 
 pytestmark = pytest.mark.system
 
@@ -56,7 +56,7 @@ def family(pid):
 
 def are_gone(processes) -> bool:
     """Wait until processes have ended."""
-    return wait_for(lambda: not alive(processes), seconds=60, every=0.05)
+    return wait_for(lambda: not list_running(processes), seconds=60, every=0.05)
 
 
 @contextmanager
@@ -71,12 +71,12 @@ def python(program: str) -> "Iterator[tuple[subprocess.Popen[str], list[str]]]":
 
 def test_a_server_is_started_answers_and_is_stopped():
     process, port = serve(SERVE)
-    assert answers(port)
+    assert is_answering(port)
     assert process.alive()
     assert process.tail(3) == ("serving",)
     process.stop()
     assert not process.alive()
-    assert not answers(port)
+    assert not is_answering(port)
     assert process.tail(3) == ("serving",)
     assert not process.directory.exists()
     process.stop()  # again
@@ -139,7 +139,7 @@ def test_nothing_of_a_server_survives_a_guard_and_then_an_owner_that_are_killed(
         assert members[0] == guards[1]
         guards[number].kill()
         assert are_gone([guards[number]])
-        assert alive(members[1:2]), "the server keeps serving"
+        assert list_running(members[1:2]), "the server keeps serving"
         kill(owner)
         assert are_gone([*members, *guards])
         assert not Path(directory).exists()
@@ -166,7 +166,7 @@ def test_nothing_of_a_cluster_survives_a_guard_and_then_a_driver_that_are_killed
         for number in killed:
             guards[number].kill()
             assert are_gone([guards[number]])
-        assert len(alive(agents)) == 2
+        assert len(list_running(agents)) == 2
         kill(driver)
         assert are_gone([*agents, *guards])
         assert not Path(directory).exists()
@@ -266,7 +266,7 @@ def test_stop_ends_a_server_whose_guard_was_killed():
     assert are_gone([guard])
     process.stop()
     assert not process.alive()
-    assert not answers(port)
+    assert not is_answering(port)
     assert not process.directory.exists()
 
 
@@ -345,7 +345,9 @@ def test_a_port_that_is_no_longer_free_is_replaced_by_the_next_port():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         first = taken.getsockname()[1]
-        process, port = serve(SERVE, ports=[first, *free_ports()], ready=lambda port: port != first and answers(port))
+        process, port = serve(
+            SERVE, ports=[first, *free_ports()], ready=lambda port: port != first and is_answering(port)
+        )
         assert port != first
         process.stop()
         with pytest.raises(WorkerFailed, match="Address already in use"):

@@ -31,7 +31,7 @@ def tools():
         yield process
 
 
-def said(tools, *calls: Call):
+def call_tools(tools, *calls: Call):
     step, failure = tools.step(episode_with_calls(*calls))
     tools.end(["0"])
     return failure if step is None else [(each.role, each.name, each.content) for each in step.messages] or step.done
@@ -39,11 +39,11 @@ def said(tools, *calls: Call):
 
 def test_calls_are_answered_in_order(tools):
     calls = Call("price", {"item": "bread"}), Call("price", {"item": "ale", "count": 3})
-    assert said(tools, *calls) == [("tool", "price", "5 crowns"), ("tool", "price", "9 crowns")]
+    assert call_tools(tools, *calls) == [("tool", "price", "5 crowns"), ("tool", "price", "9 crowns")]
 
 
 def test_a_turn_without_a_call_ends_the_episode(tools):
-    assert said(tools) is True
+    assert call_tools(tools) is True
 
 
 @pytest.mark.parametrize(
@@ -56,12 +56,12 @@ def test_a_turn_without_a_call_ends_the_episode(tools):
     ],
 )
 def test_the_policy_reads_the_errors_of_its_calls(tools, call, message):
-    assert said(tools, call) == [("tool", call.name or "", message)]
+    assert call_tools(tools, call) == [("tool", call.name or "", message)]
 
 
 def test_a_tool_that_breaks_fails_its_episode_and_no_other(tools):
-    assert said(tools, Call("price", {"item": "bug"})) == "RuntimeError: no database"
-    assert said(tools, Call("price", {"item": "bread"})) == [("tool", "price", "5 crowns")]
+    assert call_tools(tools, Call("price", {"item": "bug"})) == "RuntimeError: no database"
+    assert call_tools(tools, Call("price", {"item": "bread"})) == [("tool", "price", "5 crowns")]
 
 
 def test_schemas_of_tools_follow_from_types_and_docstrings(tools):

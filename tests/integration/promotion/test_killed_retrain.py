@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from infra.store.registry import open_registry
-from tests.support.chaos import driven
+from tests.support.chaos import run_driver
 from tests.support.jobs import SMALLEST, TINY, Fault, Job, leftovers_of, manifests_of
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
@@ -32,22 +32,22 @@ STEPS = (
 """Writes of the driver's process, with the side on which it is killed, in the order of the retrain."""
 
 
-def retrained(home, api, faults=()):
+def repeat_retrain(home, api, faults=()):
     """Repeat the retrain until it ends without a kill. Return the job and the exit code of each start."""
     job = Job(home, api, document=TINY + GATED)
     job.configured()
     job.plant(faults)
     codes = []
     while not codes or codes[-1]:
-        code = driven(job, "retrain", "--day", "2026-11-02", "iterations=1", "pools.cluster=threads", *SMALLEST)
+        code = run_driver(job, "retrain", "--day", "2026-11-02", "iterations=1", "pools.cluster=threads", *SMALLEST)
         assert code in (0, -signal.SIGKILL), (home / "output").read_text()
         codes.append(code)
     return job, codes
 
 
 def test_a_retrain_killed_at_every_step_ends_with_the_same_record_and_policy(tmp_path, prefect_api):
-    quiet, _ = retrained(tmp_path / "quiet", prefect_api)
-    job, codes = retrained(tmp_path / "killed", prefect_api, [Fault("driver", *step) for step in STEPS])
+    quiet, _ = repeat_retrain(tmp_path / "quiet", prefect_api)
+    job, codes = repeat_retrain(tmp_path / "killed", prefect_api, [Fault("driver", *step) for step in STEPS])
     assert codes == [-signal.SIGKILL] * len(STEPS) + [0]
     [expected], [record] = (open_registry(str(each.store), "assistant").records() for each in (quiet, job))
     passing = {"when": ""}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from infra.store.registry import open_registry
-from tests.support.champions import appended
+from tests.support.champions import append_record
 from tests.support.in_process import run_command
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
@@ -32,7 +32,7 @@ def address(tmp_path):
     return f"sqlite:///{tmp_path / 'mlflow.db'}"
 
 
-def mirrored(address):
+def read_mirror(address):
     """Return what MLflow's client reads: the champion's record, run and files, and the run of each version."""
     from mlflow import MlflowClient, artifacts
 
@@ -49,20 +49,20 @@ def test_promotions_and_rollbacks_move_the_alias_and_register_each_version_once(
     registry, tmp_path, give, address, monkeypatch
 ):
     monkeypatch.setenv("MLFLOW_REGISTRY_URI", address)
-    appended(registry, tmp_path, "a")
-    appended(registry, tmp_path, "b", kind="proposal")
+    append_record(registry, tmp_path, "a")
+    append_record(registry, tmp_path, "b", kind="proposal")
     assert give("promote", "assistant", "run-b", *REASON).code == 0
-    assert mirrored(address) == ("3", "run-b", "b", ["run-a", "run-b"])
+    assert read_mirror(address) == ("3", "run-b", "b", ["run-a", "run-b"])
     for _ in range(2):
         assert give("rollback", "assistant", *REASON).code == 0
-    assert mirrored(address) == ("4", "run-a", "a", ["run-a", "run-b"])
+    assert read_mirror(address) == ("4", "run-a", "a", ["run-a", "run-b"])
 
 
 def test_a_rollback_succeeds_while_the_mirror_is_down_and_the_mirror_catches_up(
     registry, tmp_path, give, address, monkeypatch
 ):
     for policy in "ab":
-        appended(registry, tmp_path, policy)
+        append_record(registry, tmp_path, policy)
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("MLFLOW_REGISTRY_URI", f"http://127.0.0.1:{server.getsockname()[1]}")
     ended = give("rollback", "assistant", *REASON)
@@ -73,12 +73,12 @@ def test_a_rollback_succeeds_while_the_mirror_is_down_and_the_mirror_catches_up(
     monkeypatch.setenv("MLFLOW_REGISTRY_URI", address)  # of a registry that answers
     ended = give("mirror", "assistant")
     assert ended.code == 0 and "MLflow's registry: version 1 is champion (record 3)\n" in ended.output
-    assert mirrored(address) == ("3", "run-a", "a", ["run-a", "run-b"])
+    assert read_mirror(address) == ("3", "run-a", "a", ["run-a", "run-b"])
 
 
 def test_a_mirror_without_an_address_or_a_registry_is_refused_in_one_line(registry, tmp_path, give):
     assert "there is no registry 'assistant'" in give("mirror", "assistant", "--to", "sqlite:///mlflow.db").output
-    appended(registry, tmp_path, "a")
+    append_record(registry, tmp_path, "a")
     ended = give("mirror", "assistant")
     assert (ended.code, ended.output.count("\n")) == (2, 1)
     assert "--to URI or MLFLOW_REGISTRY_URI" in ended.output and "is missing" in ended.output

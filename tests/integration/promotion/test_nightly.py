@@ -13,7 +13,7 @@ from prefect.blocks.notifications import CustomWebhookNotificationBlock
 
 from infra.store.registry import RegistryRecord, open_registry
 from tasks.events import emit_of_run
-from tests.support.deployments import Server, deployed_to, working
+from tests.support.deployments import Server, run_worker, serve_deployments
 from tests.support.in_process import prefect_at
 from tests.support.jobs import ROOT, TINY, prefect_server, wait_for
 from tests.support.servers import serve_http
@@ -40,15 +40,15 @@ def server(tmp_path_factory) -> Iterator[Server]:
     (home / "server").mkdir()
     (home / "worker").mkdir()
     with prefect_server(home / "server", keeps_events=True) as api:
-        server = deployed_to(api, home)
-        with working(server, home / "worker"):
+        server = serve_deployments(api, home)
+        with run_worker(server, home / "worker"):
             yield server
 
 
 @pytest.fixture(scope="module")
 def notifications(server, tmp_path_factory) -> Iterator[list[dict[str, str]]]:
     """Notifications that the automations of infra/notifications.yaml send."""
-    with receiving() as (url, received):
+    with serve_receiver() as (url, received):
         with prefect_at(server.api):
             block = CustomWebhookNotificationBlock(
                 name="team", url=url, json_data={"subject": "{{subject}}", "body": "{{body}}"}
@@ -61,7 +61,7 @@ def notifications(server, tmp_path_factory) -> Iterator[list[dict[str, str]]]:
 
 
 @contextmanager
-def receiving() -> Iterator[tuple[str, list[dict[str, str]]]]:
+def serve_receiver() -> Iterator[tuple[str, list[dict[str, str]]]]:
     """Run a web server that keeps the JSON documents that it receives."""
     received: list[dict[str, str]] = []
 
@@ -75,7 +75,7 @@ def receiving() -> Iterator[tuple[str, list[dict[str, str]]]]:
         yield url, received
 
 
-def night(server: Server, day: str, **changes: object) -> str:
+def trigger_nightly(server: Server, day: str, **changes: object) -> str:
     """Trigger a retrain of the nightly deployment and return its flow run."""
     store = f"{server.environment['RHEOSTAT_HOME']}/runs"
     config = {**tomllib.loads(TINY), **tomllib.loads(PROPOSING), **CHANGES, "store": store, **changes}
@@ -100,7 +100,7 @@ class Approved:
 @pytest.fixture(scope="module")
 def approved(server, notifications) -> Approved:
     notifications.clear()
-    run = night(server, "2026-11-02")
+    run = trigger_nightly(server, "2026-11-02")
     assert wait_for(lambda: server.state(run) in ("Suspended", "Failed", "Crashed"), every=0.5)
     assert server.state(run) == "Suspended"
     assert wait_for(lambda: notifications)
@@ -145,7 +145,7 @@ def test_the_tasks_of_an_iteration_are_found_by_its_tag(server, approved):
 
 def test_a_spent_budget_and_a_failed_retrain_are_notified(server, notifications):
     notifications.clear()
-    run = night(server, "2026-11-03", iterations=2, budget={"tokens": 1})
+    run = trigger_nightly(server, "2026-11-03", iterations=2, budget={"tokens": 1})
     assert "BudgetSpent" in server.ends(run)
     assert wait_for(lambda: len(notifications) >= 2), notifications
     failed, spent = sorted(notifications, key=lambda each: each["subject"], reverse=True)

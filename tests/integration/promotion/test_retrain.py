@@ -19,7 +19,7 @@ from tasks.config.run import override_config
 from tasks.promotion.gate import ids_trained_before
 from tasks.promotion.suites import Opponent
 from tests.support.in_process import InProcessJob, run_command
-from tests.support.jobs import SMALLEST, TINY, Ended
+from tests.support.jobs import SMALLEST, TINY, CommandResult
 
 pytestmark = [pytest.mark.system, pytest.mark.smoke, pytest.mark.timeout(600)]
 
@@ -55,7 +55,7 @@ SPOILT = (
 FIRST, SECOND = date(2026, 11, 2), date(2026, 11, 9)
 
 
-def retrained(job, day, *overrides):
+def run_retrain(job, day, *overrides):
     """Run the retrain of the tiny job for a day in this process."""
     document = tomllib.loads(TINY) | tomllib.loads(GATED)
     smallest = (*SMALLEST, "iterations=1", "rollout.prompts=6", "rollout.shard_prompts=3")
@@ -72,10 +72,10 @@ def weeks(tmp_path_factory, prefect_api):
     """Job with the retrains of two weeks and their results. The first challenger is signed."""
     job = InProcessJob(tmp_path_factory.mktemp("weeks"), prefect_api)
     first = (FIRST, "data.train_problems=16", "promotion.approve=manual")
-    proposed = retrained(job, *first)
+    proposed = run_retrain(job, *first)
     said = [sign(job, "tiny-20261102") for _ in range(2)]
     with patch.object(Registry, "append", second_to_another):
-        rejected = retrained(job, SECOND, *SPOILT)
+        rejected = run_retrain(job, SECOND, *SPOILT)
     return job, (proposed, rejected), said
 
 
@@ -103,7 +103,7 @@ def weights_of(job, run, key):
     return load_file(job.store / run / made.require(key).bundles["weights"].key / "model.safetensors")
 
 
-def same(one, other):
+def equal_weights(one, other):
     return one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
 
 
@@ -148,7 +148,9 @@ def test_only_a_proposal_can_be_signed(weeks):
 
 def test_a_retrain_starts_from_the_champion_without_a_warm_up(weeks):
     job, _, _ = weeks
-    assert same(weights_of(job, "tiny-20261109", "policy/initial"), weights_of(job, "tiny-20261102", "it-0001/update"))
+    assert equal_weights(
+        weights_of(job, "tiny-20261109", "policy/initial"), weights_of(job, "tiny-20261102", "it-0001/update")
+    )
     assert not (job.store / "tiny-20261109/manifests/policy/sft.json").exists()
 
 
@@ -173,7 +175,7 @@ def test_the_champion_is_a_separate_directory_with_a_card_that_transformers_load
     directory = Path(registry.locate(registry.champion()))
     model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
     assert model.generate(**tokenizer("Ann has 3", return_tensors="pt"), max_new_tokens=2).shape[0] == 1
-    assert same(load_file(directory / "model.safetensors"), weights_of(job, "tiny-20261102", "it-0001/update"))
+    assert equal_weights(load_file(directory / "model.safetensors"), weights_of(job, "tiny-20261102", "it-0001/update"))
     card = (directory / "README.md").read_text()
     assert "run: `tiny-20261102`" in card and "previous champion: `none`" in card and "sums: " in card
 
@@ -181,7 +183,7 @@ def test_the_champion_is_a_separate_directory_with_a_card_that_transformers_load
 def test_triggering_a_retrain_again_adds_no_record(weeks):
     job, (_, rejected), _ = weeks
     before = open_registry(str(job.store), "assistant").records()
-    assert retrained(job, SECOND, *SPOILT).record == rejected.record
+    assert run_retrain(job, SECOND, *SPOILT).record == rejected.record
     assert open_registry(str(job.store), "assistant").records() == before
 
 
@@ -195,7 +197,7 @@ def copied(weeks, tmp_path):
 
 def test_verify_names_the_damaged_files_of_a_registry(copied):
     store, give = copied
-    assert give("verify", "assistant") == Ended(0, "registry assistant: every record and every digest holds\n")
+    assert give("verify", "assistant") == CommandResult(0, "registry assistant: every record and every digest holds\n")
     [weights] = store.glob("registry/assistant/policies/*/model.safetensors")
     weights.chmod(0o600)
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")

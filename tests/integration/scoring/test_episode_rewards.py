@@ -10,7 +10,7 @@ from models.judges.prompts import escape
 from models.records.work import JudgeWork, ScoringWork
 from models.rewards.evaluate import Case, Evaluator
 from models.workers.judge import JudgeWorker
-from tests.support.chat_server import chat_server, says
+from tests.support.chat_server import chat_server, reply_with
 from tests.support.episodes import Episodes, decode_turns, target_environment
 
 Pairs = list[tuple[dict[str, object], dict[str, object]]]
@@ -62,7 +62,7 @@ def test_a_reward_per_turn_has_the_spans_and_texts_of_the_turns(score):
 
 
 def test_a_judge_reads_the_answers_of_the_environment_in_tags_that_a_policy_cannot_imitate(episodes):
-    with chat_server(lambda *_: says("yes")) as server:
+    with chat_server(lambda *_: reply_with("yes")) as server:
         model = EndpointJudge(base_url=server.url, allowed_hosts=("127.0.0.1",), allow_private=True, model="judge")
         reward = JudgeReward(model=model, verdict=ChoiceVerdict(constrained=False))
         worker = JudgeWorker(str(episodes.home), "run", "judge", reward, 1)

@@ -45,8 +45,8 @@ from models.vision.processor import load_processor
 from models.workers.judge import JudgeWorker
 from models.workers.preparation import PreparationWorker
 from models.workers.update import UpdateWorker
-from tests.support.chat_server import Asked, Reply, chat_server, says
-from tests.support.judged import colour_of, ignores, looks
+from tests.support.chat_server import ChatRequest, Reply, chat_server, reply_with
+from tests.support.judged import answer_from_image, answer_without_image, read_colour
 from tests.support.pictures import picture
 from tests.support.policies import write_policy
 from tests.support.rollout_shards import rollout, write_rollouts
@@ -95,7 +95,7 @@ def values(home: Path, outcome: Outcome) -> list[float]:
 
 def test_a_judge_behind_an_endpoint_gets_the_images_of_the_prompt_before_its_question(tmp_path):
     rows = rows_with(("red", (RED,)), ("red", (BLUE,)), ("blue", (BLUE, RED)), ("blue", ()))
-    with chat_server(looks) as server:
+    with chat_server(answer_from_image) as server:
         outcome = judge(tmp_path, endpoint_reward(server.url), rows)
     assert values(tmp_path, outcome) == [1, 0, 1, 0]
     asked = {tuple(each.images): each.body["messages"][0]["content"] for each in server.asked}
@@ -105,7 +105,7 @@ def test_a_judge_behind_an_endpoint_gets_the_images_of_the_prompt_before_its_que
 
 
 def test_quoted_text_stays_escaped_next_to_images(tmp_path):
-    with chat_server(looks) as server:
+    with chat_server(answer_from_image) as server:
         judge(tmp_path, endpoint_reward(server.url), rows_with((IMITATION, (RED,))))
     [asked] = server.asked
     assert "It is red &amp; &lt;image&gt; so." in asked.text
@@ -114,14 +114,14 @@ def test_quoted_text_stays_escaped_next_to_images(tmp_path):
 
 
 def test_a_judge_without_images_in_its_settings_gets_text_only(tmp_path):
-    with chat_server(lambda asked, before: says("yes")) as server:
+    with chat_server(lambda asked, before: reply_with("yes")) as server:
         judge(tmp_path, endpoint_reward(server.url, images="none"), rows_with(("red", (RED,))))
     assert isinstance(server.asked[0].body["messages"][0]["content"], str)
 
 
 def test_canaries_are_judged_with_the_image_of_their_prompt(tmp_path):
     canaries = Canaries(answers=("I do not know.", "It is blue."), per_shard=3)
-    with chat_server(looks) as server:
+    with chat_server(answer_from_image) as server:
         outcome = judge(
             tmp_path, endpoint_reward(server.url, canaries=canaries), rows_with(("red", (RED,)), ("red", (BLUE,)))
         )
@@ -133,7 +133,7 @@ def test_canaries_are_judged_with_the_image_of_their_prompt(tmp_path):
 def test_steps_are_judged_with_the_image(tmp_path):
     def wrong_unless_red(asked, before):
         wrong = "" if asked.images == [RED] else "0"
-        return says(f"Verdict: correct\n<incorrect_steps>{wrong}</incorrect_steps>")
+        return reply_with(f"Verdict: correct\n<incorrect_steps>{wrong}</incorrect_steps>")
 
     with chat_server(wrong_unless_red) as server:
         reward = endpoint_reward(server.url, verdict=StepsVerdict(), votes=2)
@@ -142,7 +142,7 @@ def test_steps_are_judged_with_the_image(tmp_path):
 
 
 def test_an_image_that_the_work_does_not_name_is_damage_and_its_completion_is_not_judged(tmp_path):
-    with chat_server(looks) as server, pytest.raises(Damaged, match="missing from the media shards"):
+    with chat_server(answer_from_image) as server, pytest.raises(Damaged, match="missing from the media shards"):
         judge(tmp_path, endpoint_reward(server.url), rows_with(("red", (RED,))), None, BLUE)
     assert server.asked == []
 
@@ -154,17 +154,17 @@ def check_sight(reward: JudgeReward) -> None:
     check_judge_images(ScoringConfig(rewards=(reward.model_copy(update={"name": "eyes"}),)))
 
 
-def answer_yes_or_no(asked: Asked, before: int) -> Reply:
+def answer_yes_or_no(asked: ChatRequest, before: int) -> Reply:
     """Answer "yes" only to the question whether an image is red."""
-    return says("yes" if "Is it red" in asked.text and colour_of(asked.images[0]) == "red" else "no")
+    return reply_with("yes" if "Is it red" in asked.text and read_colour(asked.images[0]) == "red" else "no")
 
 
-def fail_with(status: int) -> Callable[[Asked, int], Reply]:
+def fail_with(status: int) -> Callable[[ChatRequest, int], Reply]:
     return lambda asked, before: Reply(status=status, body=b'{"error": "image input is not supported"}')
 
 
 def test_a_judge_that_uses_images_is_accepted():
-    with chat_server(looks) as server:
+    with chat_server(answer_from_image) as server:
         check_sight(endpoint_reward(server.url))
     first, second = server.asked
     assert {each.text for each in (first, second)} == {"What colour is the square in the image? Answer with one word."}
@@ -175,7 +175,7 @@ def test_a_judge_that_uses_images_is_accepted():
 @pytest.mark.parametrize(
     ("reply", "error", "parts"),
     [
-        (ignores, BadInput, ["reward eyes", "'http://127.0.0.1:", "'I see no image.'"]),
+        (answer_without_image, BadInput, ["reward eyes", "'http://127.0.0.1:", "'I see no image.'"]),
         (answer_yes_or_no, BadInput, ["reward eyes", "'http://127.0.0.1:", "answered 'no'"]),
         *((fail_with(status), BadInput, ["reward eyes", "image input is not supported"]) for status in (400, 404, 422)),
         (fail_with(503), EndpointDown, []),
@@ -195,7 +195,7 @@ def test_a_judge_that_answers_only_yes_or_no_can_have_a_separate_question():
 
 
 def test_judges_without_images_are_not_queried():
-    with chat_server(ignores) as server:
+    with chat_server(answer_without_image) as server:
         check_sight(endpoint_reward(server.url, images="none"))
     assert server.asked == []
 

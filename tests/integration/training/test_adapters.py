@@ -105,7 +105,9 @@ def test_peft_loads_the_adapter_and_merges_it_to_the_same_weights(pair):
 # ---- serving
 
 
-def answers(directory: Path, *, adapter: Path | None = None, dtype: str = "float32") -> list[list[Completion]]:
+def generate_completions(
+    directory: Path, *, adapter: Path | None = None, dtype: str = "float32"
+) -> list[list[Completion]]:
     engine = HuggingFaceEngine(TransformersEngine(dtype=dtype))
     engine.load(directory, POLICY, adapter=adapter)
     return engine.generate(MIXED, SamplingConfig(max_new_tokens=12))
@@ -115,9 +117,9 @@ def answers(directory: Path, *, adapter: Path | None = None, dtype: str = "float
 def test_an_engine_with_an_adapter_gives_the_same_bits_as_with_the_merged_model(pair, dtype, tmp_path):
     base, adapter = pair
     write_merged(base, adapter, tmp_path, dtype=torch.float32)
-    served = answers(base, adapter=adapter, dtype=dtype)
-    assert served == answers(tmp_path, dtype=dtype)
-    assert served != answers(base, dtype=dtype)
+    served = generate_completions(base, adapter=adapter, dtype=dtype)
+    assert served == generate_completions(tmp_path, dtype=dtype)
+    assert served != generate_completions(base, dtype=dtype)
 
 
 def test_a_rollout_worker_serves_the_version_that_the_digest_of_base_and_adapter_names(adapted):

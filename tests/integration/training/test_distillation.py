@@ -36,7 +36,7 @@ from tests.support.chat_server import Reply
 from tests.support.policies import write_scratch
 from tests.support.processes import preload
 from tests.support.rollout_shards import rollout, write_rollouts
-from tests.support.teachers import by_hand, teacher_at, teacher_server
+from tests.support.teachers import compute_logprobs, teacher_at, teacher_server
 from tests.support.training import DATA, TINY, publish_scratch
 from tests.support.update_workers import Job, change, run_on_ranks, start_worker
 
@@ -141,7 +141,7 @@ def test_the_advantage_of_a_token_is_the_teachers_log_prob_minus_the_students(ur
     work = estimate_work(uri, student, teacher)
     found = advantages(credit(uri, work, start(uri, MICROBATCHES).estimate(work).shards, ALONE))
     sequences = sequences_of(uri, work)
-    said, own = (by_hand(Path(uri, name), sequences, temperature=0.9) for name in ("teacher", "student"))
+    said, own = (compute_logprobs(Path(uri, name), sequences, temperature=0.9) for name in ("teacher", "student"))
     np.testing.assert_allclose(found, np.array(said) - np.array(own), atol=2e-5)
 
 
@@ -208,7 +208,7 @@ def test_two_ranks_agree_with_one_for_every_teacher_and_request_each_sequence_on
     np.testing.assert_allclose(held, columns(uri, alone, "policy", "teacher"), atol=1e-5)
     np.testing.assert_array_equal(own[0], own[1])
     sequences = sequences_of(uri, work)
-    np.testing.assert_allclose(asked[1], by_hand(Path(uri, "teacher"), sequences, temperature=1.0), atol=1e-4)
+    np.testing.assert_allclose(asked[1], compute_logprobs(Path(uri, "teacher"), sequences, temperature=1.0), atol=1e-4)
     prompts = [tuple(request.body["prompt"]) for request in server.asked]
     assert len(prompts) == len(set(prompts)) == len(sequences)
 
@@ -247,7 +247,9 @@ def test_a_directory_scores_tokens_as_the_whole_model_does_at_the_policys_temper
     sequences, batches = passes()
     found = held(directory)(batches)
     assert [len(part) for part in found] == [len(batch.targets_N) for batch in batches]
-    np.testing.assert_allclose(np.concatenate(found), by_hand(directory, sequences, temperature=0.7), rtol=1e-4)
+    np.testing.assert_allclose(
+        np.concatenate(found), compute_logprobs(directory, sequences, temperature=0.7), rtol=1e-4
+    )
 
 
 # ---- an endpoint
@@ -256,7 +258,9 @@ def test_an_endpoint_scores_tokens_as_the_model_behind_it_does(directory):
     with teacher_server(directory) as server:
         found = query(directory, server.url)(batches)
     assert [len(part) for part in found] == [len(batch.targets_N) for batch in batches]
-    np.testing.assert_allclose(np.concatenate(found), by_hand(directory, sequences, temperature=1.0), rtol=1e-4)
+    np.testing.assert_allclose(
+        np.concatenate(found), compute_logprobs(directory, sequences, temperature=1.0), rtol=1e-4
+    )
     assert len(server.asked) == 4  # one sequence of five has no completion token
 
 

@@ -162,7 +162,7 @@ def kind(request, monkeypatch) -> str:
     return request.param
 
 
-def moved(model: torch.nn.Module) -> torch.nn.Module:
+def change_routers(model: torch.nn.Module) -> torch.nn.Module:
     """Change a model's weights so that its routers choose other experts."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -171,7 +171,7 @@ def moved(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def rolled_out(directory: Path) -> list[tuple[ModelInput, tuple[float, ...]]]:
+def roll_out(directory: Path) -> list[tuple[ModelInput, tuple[float, ...]]]:
     """Sample completions and record the experts. Return the inputs of models and the log-probs of each completion."""
     engine = engine_of(directory)
     engine.record_experts(True)
@@ -183,7 +183,7 @@ def rolled_out(directory: Path) -> list[tuple[ModelInput, tuple[float, ...]]]:
     ]
 
 
-def chosen_by(module: TokenLogprobs, inputs: list[ModelInput]) -> list[np.ndarray]:
+def choose_experts(module: TokenLogprobs, inputs: list[ModelInput]) -> list[np.ndarray]:
     """Return the experts that routers choose in a padded forward pass, for all tokens of each input except the last."""
     module.shares_prompts = False
     batch = lay_out(inputs)
@@ -195,19 +195,19 @@ def chosen_by(module: TokenLogprobs, inputs: list[ModelInput]) -> list[np.ndarra
 
 def test_the_trainer_chooses_the_experts_of_the_rollout_and_computes_its_log_probs(kind, tmp_path):
     write_policy(tmp_path, kind)
-    pairs = rolled_out(tmp_path)
+    pairs = roll_out(tmp_path)
     inputs, noted = [each for each, _ in pairs], [each.experts for each, _ in pairs]
     expected = pytest.approx([each for _, logprobs in pairs for each in logprobs], abs=1e-5)
     for replays in (False, True):
         module = TokenLogprobs(load_policy(tmp_path), temperature=0.8, replays_experts=replays)
         with torch.no_grad():
             assert module(module.prepare_inputs(lay_out(inputs), CPU)).tolist() == expected
-    alone = chosen_by(TokenLogprobs(load_policy(tmp_path), temperature=0.8), inputs)
+    alone = choose_experts(TokenLogprobs(load_policy(tmp_path), temperature=0.8), inputs)
     assert all(np.array_equal(*both) for both in zip(alone, noted, strict=True))
     assert len(np.unique(np.concatenate(noted), axis=0)) > 2
 
 
-def forced(model: torch.nn.Module, chosen_LF: torch.Tensor) -> None:
+def force_experts(model: torch.nn.Module, chosen_LF: torch.Tensor) -> None:
     """Replace the routers by ones that choose these experts, with each family's formula implemented a second time."""
     top = routers(model)[0].top_k
 
@@ -242,9 +242,10 @@ def test_replay_computes_outputs_and_gradients_through_the_recorded_experts(kind
     The plain model has no interception, no sharing, and one row per forward pass.
     """
     write_policy(tmp_path, kind)
-    inputs = [each for each, _ in rolled_out(tmp_path)][2:9]
+    inputs = [each for each, _ in roll_out(tmp_path)][2:9]
     model, plain = (
-        moved(AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager").double()) for _ in range(2)
+        change_routers(AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager").double())
+        for _ in range(2)
     )
     module = TokenLogprobs(model, temperature=1.0, replays_experts=True)
     module.shares_prompts &= shares
@@ -256,7 +257,7 @@ def test_replay_computes_outputs_and_gradients_through_the_recorded_experts(kind
     (states_NH.tanh() @ signs_H).sum().backward()
     expected = []
     for each in inputs:
-        forced(plain, torch.from_numpy(np.pad(each.experts.astype(np.int64), ((0, 1), (0, 0)))))
+        force_experts(plain, torch.from_numpy(np.pad(each.experts.astype(np.int64), ((0, 1), (0, 0)))))
         said_TH = plain.base_model(torch.from_numpy(each.tokens[None].astype(np.int64)), use_cache=False)[0][0]
         expected.append(said_TH[each.trained_positions - 1])
     expected_NH = torch.cat(expected)
@@ -265,7 +266,7 @@ def test_replay_computes_outputs_and_gradients_through_the_recorded_experts(kind
     others = dict(plain.named_parameters())
     for name, parameter in model.base_model.named_parameters(prefix=model.base_model_prefix):
         torch.testing.assert_close(parameter.grad, others[name].grad, rtol=1e-4, atol=1e-5)
-    alone = chosen_by(TokenLogprobs(moved(load_policy(tmp_path)), temperature=1.0), inputs)
+    alone = choose_experts(TokenLogprobs(change_routers(load_policy(tmp_path)), temperature=1.0), inputs)
     assert any((own != each.experts).any() for own, each in zip(alone, inputs, strict=True))
 
 

@@ -39,7 +39,7 @@ FIRST = ("layers again", "adapters")
 """Configurations whose estimate consists mostly of the written copy and of the reserve of the allocator."""
 
 
-def foretold(config: UpdateConfig) -> float:
+def estimate_peak(config: UpdateConfig) -> float:
     model = DecoderSizes.from_scratch(SHAPE, vocab_size=SHAPE.vocab_size).outline()
     sizes = MicrobatchSizes.compute(config, longest=PROMPT + COMPLETION, completions=8, ranks=1)
     facts = resident_bytes(config, model, ranks=1) | microbatch_bytes(config, model, sizes, held=0)
@@ -64,7 +64,7 @@ def samples(uri: str, *, prompts: int, group: int, prompt: int, completion: int)
     return write_shard(open_store(f"{uri}/run"), table, kind="samples", metadata={})
 
 
-def resident(name: str) -> int:
+def read_memory(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
 
@@ -92,11 +92,11 @@ def measured(uri: str, config: UpdateConfig) -> int:
 
     update(tiny, tiny, samples(uri, prompts=1, group=2, prompt=3, completion=5))  # loads what libraries load late
     gc.collect()
-    before = resident("VmRSS")
+    before = read_memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     shard = samples(uri, prompts=2, group=4, prompt=PROMPT, completion=COMPLETION)
     update(update(policy, policy, shard), policy, shard)
-    return resident("VmHWM") - before
+    return read_memory("VmHWM") - before
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_the_peak_memory_of_an_update_is_estimated_within_15_percent(name, tmp_p
     environment = os.environ | heap_variables()  # as workers have them
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     found = int(done.stdout.split()[-1])
-    assert foretold(CONFIGS[name]) == pytest.approx(found, rel=0.15)
+    assert estimate_peak(CONFIGS[name]) == pytest.approx(found, rel=0.15)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def module() -> TokenLogprobs:
     return TokenLogprobs(build_scratch(TINY, tokenizer, seed=0), temperature=1.0)
 
 
-def stepped(make, config: UpdateConfig, *, steps: int = 3) -> tuple[TokenLogprobs, list[dict[str, torch.Tensor]]]:
+def take_steps(make, config: UpdateConfig, *, steps: int = 3) -> tuple[TokenLogprobs, list[dict[str, torch.Tensor]]]:
     """Return a module after steps along random gradients, and the gradients by name."""
     found, gradients = module(), []
     optimizer, generator = make(found, config, config.optimizer), torch.Generator().manual_seed(3)
@@ -54,8 +54,8 @@ def orthogonalize(matrix: np.ndarray) -> np.ndarray:
 
 def test_muon_orthogonalizes_the_momentum_of_matrices_and_adamw_steps_the_rest():
     config = change(MUON, weight_decay=0.1)
-    before, (found, gradients) = module(), stepped(muon, config)
-    plain, _ = stepped(adamw, config)
+    before, (found, gradients) = module(), take_steps(muon, config)
+    plain, _ = take_steps(adamw, config)
     plain_weights, start_weights = dict(plain.named_parameters()), dict(before.named_parameters())
     hidden = {id(parameter) for parameter in hidden_matrices(found.model)}
     names = [name for name, parameter in found.named_parameters() if id(parameter) in hidden]
@@ -78,7 +78,7 @@ def test_muon_orthogonalizes_the_momentum_of_matrices_and_adamw_steps_the_rest()
 
 
 def test_8_bit_moments_give_nearly_the_weights_of_float32_moments():
-    (found, _), (plain, _) = (stepped(make, EIGHT, steps=20) for make in (adam8bit, adamw))
+    (found, _), (plain, _) = (take_steps(make, EIGHT, steps=20) for make in (adam8bit, adamw))
     begin = dict(module().named_parameters())
     reached = dict(plain.named_parameters())
     for name, parameter in found.named_parameters():

@@ -50,7 +50,7 @@ def modules() -> dict[str, TokenModule]:
     return found
 
 
-def learnt(module: TokenModule, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def compute_gradients(module: TokenModule, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     module.zero_grad()
     found_N = module(module.prepare_inputs(batch, torch.device("cpu")))
     (found_N * torch.linspace(-1, 1, len(found_N))).sum().backward()
@@ -69,10 +69,10 @@ def slice_each(rank: int, ranks: int, port: int, uri: str) -> None:
     torch.Tensor.float = torch.Tensor.double
     for name, module in built.items():
         module.enable_sequence_parallelism(sequence_parallel_group)
-        in_slices = [learnt(module, each) for each in passes()]
+        in_slices = [compute_gradients(module, each) for each in passes()]
         module.sequence_parallel_group = None
         for (found_N, found), again in zip(in_slices, passes(), strict=True):
-            expected_N, expected = learnt(module, again)
+            expected_N, expected = compute_gradients(module, again)
             torch.testing.assert_close(found_N, expected_N, rtol=0, atol=1e-11, msg=name)
             assert found.keys() == expected.keys(), name
             for weight, gradient in expected.items():

@@ -77,13 +77,13 @@ def work(uri, policy) -> UpdateWork:
     return seen_work(uri, policy, Path(uri, "seeing"), SHOWN)
 
 
-def changed(uri, before, outcome) -> set[str]:
+def changed_parts(uri, before, outcome) -> set[str]:
     old = load_policy(fetch_bundle(open_store(f"{uri}/run"), before.weights)).state_dict()
     new = load_policy(fetch_part(uri, outcome, "weights")).state_dict()
     return {part_of(name) for name, weight in new.items() if not torch.equal(weight, old[name])}
 
 
-def generated(uri, policy, *, media=True):
+def generate_shard(uri, policy, *, media=True):
     worker = RolloutWorker(uri, "run", TransformersEngine(), threads=1)
     return worker.generate(
         RolloutWork(
@@ -102,7 +102,7 @@ def generated(uri, policy, *, media=True):
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_the_reference_computes_the_log_probs_of_the_engine(uri, kind):
     policy = publish_seeing(f"{uri}/run", Path(uri, "seeing"), kind)
-    rollouts = generated(uri, policy)
+    rollouts = generate_shard(uri, policy)
     asked = EstimateWork(
         iteration=0,
         shards=(ScoredShard(rollouts.shards[0], rollouts.shards[0]),),
@@ -123,14 +123,14 @@ def test_the_reference_computes_the_log_probs_of_the_engine(uri, kind):
 
 def test_prompts_with_images_whose_shards_are_not_named_are_damage(uri, policy, work):
     with pytest.raises((Damaged, AssertionError)):
-        generated(uri, policy, media=False)
+        generate_shard(uri, policy, media=False)
     with pytest.raises(Damaged, match="missing from the media shards"):
         start_worker(uri).update(replace(work, media=()))
 
 
 def test_an_update_trains_tower_projector_and_decoder_and_gives_the_same_bits_again(uri, policy, work):
     first = start_worker(uri).update(work)
-    assert changed(uri, policy, first) == {"vision", "projector", "language"}
+    assert changed_parts(uri, policy, first) == {"vision", "projector", "language"}
     assert start_worker(uri).update(work).model == first.model
     names = {path.name for path in fetch_part(uri, first, "weights").iterdir()}
     assert "preprocessor_config.json" in names
@@ -139,7 +139,7 @@ def test_an_update_trains_tower_projector_and_decoder_and_gives_the_same_bits_ag
 @pytest.mark.parametrize("part", ["vision", "projector", "language"])
 def test_a_frozen_part_keeps_its_weights(uri, policy, work, part):
     outcome = start_worker(uri, change(CONFIG, freeze=(part,))).update(work)
-    assert changed(uri, policy, outcome) == {"vision", "projector", "language"} - {part}
+    assert changed_parts(uri, policy, outcome) == {"vision", "projector", "language"} - {part}
 
 
 @pytest.mark.parametrize("kind", ["idefics3", "qwen3_vl", "gemma3"])

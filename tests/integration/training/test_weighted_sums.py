@@ -41,7 +41,7 @@ def parents(tmp_path_factory) -> list[Path]:
     return [folder / str(seed) for seed in range(3)]
 
 
-def merged(target: Path, weighed: dict[Path, float], *, dtype=None, adapters: Adapters = "full") -> dict:
+def merge_policies(target: Path, weighed: dict[Path, float], *, dtype=None, adapters: Adapters = "full") -> dict:
     """Write a weighted sum and read its tensors."""
     target.mkdir()
     ways = tuple(Parent(str(path), path, weight) for path, weight in weighed.items())
@@ -49,15 +49,15 @@ def merged(target: Path, weighed: dict[Path, float], *, dtype=None, adapters: Ad
     return load_file(target / WEIGHTS) if (target / WEIGHTS).exists() else {}
 
 
-def refused(weighed: dict[Path, float], target: Path, **options) -> str:
+def refuse_merge(weighed: dict[Path, float], target: Path, **options) -> str:
     with pytest.raises(BadInput) as found:
-        merged(target, weighed, **options)
+        merge_policies(target, weighed, **options)
     assert "\n" not in str(found.value)
     target.rmdir()
     return str(found.value)
 
 
-def changed(path: Path, copy: Path, **settings) -> Path:
+def copy_with_settings(path: Path, copy: Path, **settings) -> Path:
     """Copy a policy with another configuration."""
     shutil.copytree(path, copy)
     config = json.loads((copy / "config.json").read_text())
@@ -96,7 +96,7 @@ def test_integer_tensors_must_be_the_same_in_all_parents():
 
 def test_a_merged_policy_is_the_weighted_sum_of_its_parents(tmp_path, parents):
     weights = (1.75, -0.5, -0.25)
-    found = merged(tmp_path / "sum", dict(zip(parents, weights, strict=True)))
+    found = merge_policies(tmp_path / "sum", dict(zip(parents, weights, strict=True)))
     loaded = [load_file(path / WEIGHTS) for path in parents]
     assert found.keys() == loaded[0].keys()
     for name, tensor in found.items():
@@ -106,17 +106,17 @@ def test_a_merged_policy_is_the_weighted_sum_of_its_parents(tmp_path, parents):
 
 
 def test_identical_parents_give_the_parent_bit_for_bit(tmp_path, parents):
-    copy = changed(parents[0], tmp_path / "copy")
-    merged(tmp_path / "sum", {parents[0]: 0.3, copy: 0.7})
+    copy = copy_with_settings(parents[0], tmp_path / "copy")
+    merge_policies(tmp_path / "sum", {parents[0]: 0.3, copy: 0.7})
     assert (tmp_path / "sum" / WEIGHTS).read_bytes() == (parents[0] / WEIGHTS).read_bytes()
 
 
 def test_a_merge_of_a_merge_is_the_merge_with_multiplied_weights(tmp_path, parents):
     """Balanced initialization: θ_1 = a·instruct + (1−a)·distilled, θ_0 = b·θ_1 + (1−b)·pretrained."""
     instruct, distilled, pretrained = parents
-    merged(tmp_path / "first", {instruct: 0.4, distilled: 0.6})
-    twice = merged(tmp_path / "second", {tmp_path / "first": 0.75, pretrained: 0.25})
-    once = merged(tmp_path / "once", {instruct: 0.3, distilled: 0.45, pretrained: 0.25})
+    merge_policies(tmp_path / "first", {instruct: 0.4, distilled: 0.6})
+    twice = merge_policies(tmp_path / "second", {tmp_path / "first": 0.75, pretrained: 0.25})
+    once = merge_policies(tmp_path / "once", {instruct: 0.3, distilled: 0.45, pretrained: 0.25})
     for name, tensor in once.items():
         torch.testing.assert_close(twice[name], tensor, rtol=0, atol=1e-6)
 
@@ -126,7 +126,7 @@ def test_a_sum_of_sharded_parents_is_sharded_as_the_first_and_cast_once(tmp_path
     for path in parents[1].glob("tokenizer*"):
         (tmp_path / "sharded" / path.name).write_bytes(path.read_bytes())
     target = tmp_path / "sum"
-    merged(target, {tmp_path / "sharded": 0.5, parents[0]: 0.5}, dtype="bfloat16")
+    merge_policies(target, {tmp_path / "sharded": 0.5, parents[0]: 0.5}, dtype="bfloat16")
     index = json.loads((target / "model.safetensors.index.json").read_text())
     files = {path.name for path in target.glob("*.safetensors")}
     assert len(files) > 1 and set(index["weight_map"].values()) == files
@@ -140,7 +140,7 @@ def test_a_sum_of_sharded_parents_is_sharded_as_the_first_and_cast_once(tmp_path
 
 
 def test_transformers_loads_a_sum_and_merge_json_lists_the_parents(tmp_path, parents):
-    found = merged(tmp_path / "sum", {parents[0]: 0.25, parents[1]: 0.75})
+    found = merge_policies(tmp_path / "sum", {parents[0]: 0.25, parents[1]: 0.75})
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "sum")
     assert torch.equal(model.state_dict()["model.norm.weight"], found["model.norm.weight"])
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "sum")
@@ -160,10 +160,10 @@ def test_parents_are_refused_by_the_first_difference(tmp_path, parents):
     target = tmp_path / "target"
     write_policy(tmp_path / "wide", changes={"intermediate_size": 208})
     write_policy(tmp_path / "deep", changes={"num_hidden_layers": 4})
-    changed(other, tmp_path / "rope", rope_parameters={"rope_theta": 5e5, "rope_type": "default"})
-    words = changed(other, tmp_path / "words") / "tokenizer.json"
+    copy_with_settings(other, tmp_path / "rope", rope_parameters={"rope_theta": 5e5, "rope_type": "default"})
+    words = copy_with_settings(other, tmp_path / "words") / "tokenizer.json"
     words.write_text(words.read_text() + " ")
-    half, tensors = changed(other, tmp_path / "half", dtype="bfloat16"), load_file(other / WEIGHTS)
+    half, tensors = copy_with_settings(other, tmp_path / "half", dtype="bfloat16"), load_file(other / WEIGHTS)
     save_file({name: value.bfloat16() for name, value in tensors.items()}, half / WEIGHTS, {"format": "pt"})
     for name, difference in [
         ("wide", "down_proj.weight: shape: expected (64, 192), found (64, 208)"),
@@ -172,11 +172,11 @@ def test_parents_are_refused_by_the_first_difference(tmp_path, parents):
         ("words", "tokenizer.json: expected the same"),
         ("half", "dtype: expected torch.float32, found torch.bfloat16"),
     ]:
-        assert difference in refused({one: 0.5, tmp_path / name: 0.5}, target)
-    assert merged(target, {one: 0.5, half: 0.5}, dtype="bfloat16")["model.norm.weight"].dtype == torch.bfloat16
+        assert difference in refuse_merge({one: 0.5, tmp_path / name: 0.5}, target)
+    assert merge_policies(target, {one: 0.5, half: 0.5}, dtype="bfloat16")["model.norm.weight"].dtype == torch.bfloat16
 
 
-def started(store: Path, name: str, start: Path, policy: Path) -> Path:
+def write_trained_run(store: Path, name: str, start: Path, policy: Path) -> Path:
     """Write a run that started from a policy and trained another, and return the directory of the trained policy."""
     run = create_run(str(store), name, {})
     with run.lock():
@@ -190,9 +190,9 @@ def started(store: Path, name: str, start: Path, policy: Path) -> Path:
 def test_policies_with_different_starting_policies_are_refused_unless_unrelated_is_set(tmp_path, parents):
     start, one, other = parents
     paths = [
-        started(tmp_path, "one", start, one),
-        started(tmp_path, "same", start, other),
-        started(tmp_path, "other", other, one),
+        write_trained_run(tmp_path, "one", start, one),
+        write_trained_run(tmp_path, "same", start, other),
+        write_trained_run(tmp_path, "other", other, one),
     ]
     starts = [start_of(path) for path in paths]
     assert starts[0] == starts[1] == policy_digest(start) and starts[2] == policy_digest(other)
@@ -212,7 +212,7 @@ def test_a_run_may_start_from_a_sum(tmp_path, parents):
     outcome = make_policy(tmp_path, MergePolicy(parents=ways))
     assert outcome.model is not None
     bundle = fetch_bundle(open_store(f"{tmp_path}/run"), outcome.model.weights)
-    expected = merged(tmp_path / "sum", dict(zip(parents, (2.0, -0.5, -0.5), strict=True)))
+    expected = merge_policies(tmp_path / "sum", dict(zip(parents, (2.0, -0.5, -0.5), strict=True)))
     assert (bundle / WEIGHTS).read_bytes() == (tmp_path / "sum" / WEIGHTS).read_bytes() and expected
 
 
@@ -237,12 +237,12 @@ def adapted(request, tmp_path_factory) -> tuple[Path, list[Path]]:
 def test_adapters_are_summed_exactly_as_weights_and_as_ranks(tmp_path, adapted):
     base, adapters = adapted
     weighed = dict(zip(adapters, (1.5, -0.5), strict=True))
-    full = merged(tmp_path / "full", weighed)
+    full = merge_policies(tmp_path / "full", weighed)
     alone = [dict(load_merged(base, path).named_parameters()) for path in adapters]
     for name, tensor in full.items():
         expected = alone[0][name].double() * 1.5 - alone[1][name].double() * 0.5
         torch.testing.assert_close(tensor.double(), expected, rtol=0, atol=2e-6)
-    merged(tmp_path / "ranks", weighed, adapters="ranks")
+    merge_policies(tmp_path / "ranks", weighed, adapters="ranks")
     joined = dict(load_merged(base, tmp_path / "ranks").named_parameters())
     for name, tensor in full.items():
         torch.testing.assert_close(joined[name].detach(), tensor, rtol=0, atol=2e-6)
@@ -253,7 +253,7 @@ def test_peft_loads_joined_ranks_as_the_same_policy(tmp_path, adapted):
     from peft import PeftModel
 
     base, adapters = adapted
-    merged(tmp_path / "ranks", dict(zip(adapters, (0.25, 0.75), strict=True)), adapters="ranks")
+    merge_policies(tmp_path / "ranks", dict(zip(adapters, (0.25, 0.75), strict=True)), adapters="ranks")
     tokens = torch.tensor([[5, 6, 7, 8]])
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "ranks")
     ours = load_merged(base, tmp_path / "ranks")
@@ -262,7 +262,7 @@ def test_peft_loads_joined_ranks_as_the_same_policy(tmp_path, adapted):
 
 def test_adapters_are_joined_by_rank_only_if_all_parents_are_adapters(tmp_path, adapted, parents):
     base, adapters = adapted
-    said = refused({adapters[0]: 0.5, base: 0.5}, tmp_path / "target", adapters="ranks")
+    said = refuse_merge({adapters[0]: 0.5, base: 0.5}, tmp_path / "target", adapters="ranks")
     assert "adapters = 'ranks' merges only adapters" in said
 
 
@@ -271,7 +271,7 @@ def test_adapters_are_joined_by_rank_only_if_all_parents_are_adapters(tmp_path, 
 
 def test_the_command_writes_a_directory_with_a_card(tmp_path, parents, capsys):
     store = tmp_path / "store"
-    started(store, "demo", parents[2], parents[0])
+    write_trained_run(store, "demo", parents[2], parents[0])
     target = tmp_path / "merged"
     assert main(["merge", "demo@0=0.75", f"{parents[1]}=0.25", "--to", str(target), "--store", str(store)]) == 0
     assert "+0.75 × demo@0" in capsys.readouterr().out

@@ -131,7 +131,7 @@ async def test_one_flow_run_serves_a_span_of_iterations(held, serve):
     assert held.store.entries("orders/") == []
 
 
-async def test_a_successor_of_a_crashed_controller_gets_the_unfinished_orders(held, serve):
+async def test_a_successor_of_a_crashed_controller_gets_the_unfinished_messages(held, serve):
     batches = []
     crash = until("it-0002", 1, Crashed(message="SIGKILL"))
     starter = await serve(crash, lambda run, asked: obey(run, asked, batches))
@@ -157,7 +157,7 @@ async def test_a_controller_that_fails_or_is_cancelled_ends_the_run_with_its_mes
         await serve(until("it-0002", 1, state))
 
 
-async def test_a_controller_that_stops_reading_orders_is_cancelled_and_replaced(held, serve, monkeypatch):
+async def test_a_controller_that_stops_reading_messages_is_cancelled_and_replaced(held, serve, monkeypatch):
     for module in (work_queue, deployed_controllers):
         monkeypatch.setattr(module, "MAX_SILENT_SECONDS", 0.3)
     monkeypatch.setattr(work_queue, "HEARTBEAT_SECONDS", 0.05)

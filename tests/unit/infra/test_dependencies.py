@@ -21,7 +21,7 @@ from tests.support.jobs import files_of
 from tests.support.stores import flip_bit
 
 
-def found(*, code="a" * 64, data="b" * 64, modified_ns=1, **libraries) -> Dependencies:
+def build_dependencies(*, code="a" * 64, data="b" * 64, modified_ns=1, **libraries) -> Dependencies:
     return Dependencies(
         code={"reward mine:even": {"mine": code}},
         data={"p.jsonl": FileContent(digest=data, bytes=9, modified_ns=modified_ns)},
@@ -34,7 +34,7 @@ def run(tmp_path):
     """Run that was created with `found()`."""
     run = create_run(str(tmp_path), "r", {"seed": 1})
     with run.lock():
-        record_dependencies(run, found(), iteration=1)
+        record_dependencies(run, build_dependencies(), iteration=1)
     return run
 
 
@@ -45,28 +45,28 @@ def refusal(run, now):
 
 
 def test_every_difference_is_reported_in_one_line_with_the_option_that_accepts_it(run):
-    message = refusal(run, found(code="c" * 64, data="d" * 64, torch="2.9.1", numpy="3"))
+    message = refusal(run, build_dependencies(code="c" * 64, data="d" * 64, torch="2.9.1", numpy="3"))
     differences = (
         "reward mine:even: module mine was aaaaaaaa, is cccccccc; "
         "data file p.jsonl has changed (was bbbbbbbb, 9 bytes; is now dddddddd, 9 bytes); numpy was none, is 3; "
         "torch was 2.9.0, is 2.9.1. "
     )
     assert differences in message and "--accept-change" in message and "\n" not in message
-    many = found(**{f"library{n}": "1" for n in range(9)})
+    many = build_dependencies(**{f"library{n}": "1" for n in range(9)})
     assert "library4 was none, is 1; and 4 more" in refusal(run, many)
-    ranks = found().model_copy(update={"layout": {"pools.update_ranks": 2}})
+    ranks = build_dependencies().model_copy(update={"layout": {"pools.update_ranks": 2}})
     assert "pools.update_ranks was none, is 2" in refusal(run, ranks)
 
 
 def test_a_touched_or_missing_data_file_is_no_difference(run):
-    check_dependencies(run, found(modified_ns=2))
-    check_dependencies(run, found().model_copy(update={"data": {}}))
+    check_dependencies(run, build_dependencies(modified_ns=2))
+    check_dependencies(run, build_dependencies().model_copy(update={"data": {}}))
 
 
 def test_a_change_that_is_not_accepted_is_not_recorded(run):
     before = files_of(run.store.root)
     with run.lock(), pytest.raises(RunChanged):
-        record_dependencies(run, found(torch="2.9.1"), iteration=2)
+        record_dependencies(run, build_dependencies(torch="2.9.1"), iteration=2)
     after = files_of(run.store.root)
     assert {*after} - {*before} == {"lease/000002.json"}
 
@@ -74,28 +74,28 @@ def test_a_change_that_is_not_accepted_is_not_recorded(run):
 def test_an_accepted_change_is_recorded_and_later_starts_are_compared_with_the_new_record(run):
     with run.lock():
         for _ in range(2):  # the second finds nothing new
-            record_dependencies(run, found(torch="2.9.1"), iteration=3, accept_change=True)
+            record_dependencies(run, build_dependencies(torch="2.9.1"), iteration=3, accept_change=True)
     assert [record.iteration for record in dependency_records(run)] == [1, 3]
-    check_dependencies(run, found(torch="2.9.1"))
-    assert "torch was 2.9.1, is 2.9.0" in refusal(run, found())
+    check_dependencies(run, build_dependencies(torch="2.9.1"))
+    assert "torch was 2.9.1, is 2.9.0" in refusal(run, build_dependencies())
     (change,) = accepted_changes(run)
     assert (change.iteration, change.changes) == (3, ["torch was 2.9.0, is 2.9.1"])
 
 
 def test_a_run_of_an_older_rheostat_is_compared_from_its_next_start_on(tmp_path):
     run = create_run(str(tmp_path), "old", {"seed": 1})
-    check_dependencies(run, found())
+    check_dependencies(run, build_dependencies())
     with run.lock():
-        record_dependencies(run, found(), iteration=7)
+        record_dependencies(run, build_dependencies(), iteration=7)
     assert accepted_changes(run) == []
-    assert "torch" in refusal(run, found(torch="3"))
+    assert "torch" in refusal(run, build_dependencies(torch="3"))
 
 
 def test_a_changed_or_lost_record_of_dependencies_is_found(run):
     with run.lock():
         run.commit(Manifest(key="it-0001/seal"))
         Chain(run).link("it-0001")
-        record_dependencies(run, found(torch="2.9.1"), iteration=2, accept_change=True)
+        record_dependencies(run, build_dependencies(torch="2.9.1"), iteration=2, accept_change=True)
         run.commit(Manifest(key="it-0002/seal"))
         Chain(run).link("it-0002", journal=[DEPENDENCIES])
     assert verify_store(run) == []

@@ -37,7 +37,7 @@ class Gated:
 
 
 @pytest.fixture
-async def gated():
+async def gated_pool():
     worker = Gated()
     pool = Pool(PoolSpec("gated", COUNTING), worker)
     await pool.open()
@@ -45,7 +45,7 @@ async def gated():
     await pool.close()
 
 
-def asking(pool, *works):
+def start_requests(pool, *works):
     return [asyncio.create_task(pool.run("echo", work, returns=int)) for work in works]
 
 
@@ -54,13 +54,13 @@ async def passes(count=5):
         await asyncio.sleep(0)
 
 
-async def test_requests_are_served_in_the_order_in_which_they_arrive(gated):
-    pool, worker = gated
-    works = asking(pool, 0, 1, 2)
+async def test_requests_are_served_in_the_order_in_which_they_arrive(gated_pool):
+    pool, worker = gated_pool
+    works = start_requests(pool, 0, 1, 2)
     await passes()
     assert (worker.begun, pool.waiting) == ([0], 2)
     late = []
-    works[0].add_done_callback(lambda _: late.extend(asking(pool, 3)))
+    works[0].add_done_callback(lambda _: late.extend(start_requests(pool, 3)))
     for _ in range(3):
         worker.gate.set()
         await passes()
@@ -69,9 +69,9 @@ async def test_requests_are_served_in_the_order_in_which_they_arrive(gated):
     assert [(await work).result for work in [*works, *late]] == [0, 1, 2, 3]
 
 
-async def test_a_request_that_is_cancelled_while_it_waits_leaves_the_worker_to_the_next(gated):
-    pool, worker = gated
-    works = asking(pool, 0, 1, 2, 3)
+async def test_a_request_that_is_cancelled_while_it_waits_leaves_the_worker_to_the_next(gated_pool):
+    pool, worker = gated_pool
+    works = start_requests(pool, 0, 1, 2, 3)
     await passes()
     works[1].cancel()
     worker.gate.set()
@@ -81,9 +81,9 @@ async def test_a_request_that_is_cancelled_while_it_waits_leaves_the_worker_to_t
     assert works[1].cancelled() and works[2].cancelled()
 
 
-async def test_everything_that_waits_for_a_pool_fails_when_the_pool_is_closed(gated):
-    pool, _ = gated
-    works = asking(pool, 0, 1, 2)
+async def test_everything_that_waits_for_a_pool_fails_when_the_pool_is_closed(gated_pool):
+    pool, _ = gated_pool
+    works = start_requests(pool, 0, 1, 2)
     await passes()
     await pool.close()
     for work in works:

@@ -22,7 +22,7 @@ EVALUATION = Point("evaluation", 0, {"eval/accuracy": 0.25, "eval/low": 0.125})
 POINTS = [EVALUATION, iteration(1), iteration(2)]
 
 
-def fed(mirror, points) -> int:
+def feed_points(mirror, points) -> int:
     """Write points as a run does, and return the number of steps with missing tags."""
     missing = [point for point in points if mirror.lacks(point)]
     for point in missing:
@@ -33,9 +33,9 @@ def fed(mirror, points) -> int:
 
 def test_tensorboard_has_every_scalar_once_and_samples_as_text_however_often_a_run_is_mirrored(tmp_path):
     settings = TensorBoardTracker(directory=str(tmp_path))
-    assert fed(open_mirror(SUBJECT, settings), POINTS[:2]) == 2
-    assert fed(open_mirror(SUBJECT, settings), POINTS) == 1
-    assert fed(open_mirror(SUBJECT, settings), POINTS) == 0
+    assert feed_points(open_mirror(SUBJECT, settings), POINTS[:2]) == 2
+    assert feed_points(open_mirror(SUBJECT, settings), POINTS) == 1
+    assert feed_points(open_mirror(SUBJECT, settings), POINTS) == 0
     found = tensorboard_series(tmp_path / SUBJECT.identity)
     assert set(found.values()) == {1}
     values = {(tag, step): value for tag, step, value in tensorboard_values(tmp_path / SUBJECT.identity)}
@@ -50,18 +50,18 @@ def test_tensorboard_has_every_scalar_once_and_samples_as_text_however_often_a_r
 
 def test_a_new_tag_is_added_to_existing_steps(tmp_path):
     settings = TensorBoardTracker(directory=str(tmp_path))
-    fed(open_mirror(SUBJECT, settings), [iteration(1)])
-    fed(open_mirror(SUBJECT, settings), [iteration(1, tokens_per_second=9.0)])
+    feed_points(open_mirror(SUBJECT, settings), [iteration(1)])
+    feed_points(open_mirror(SUBJECT, settings), [iteration(1, tokens_per_second=9.0)])
     found = tensorboard_series(tmp_path / SUBJECT.identity)
     assert found["tokens_per_second", 1] == found["credit/reward_mean", 1] == found["samples/text_summary", 1] == 1
 
 
 def test_a_record_torn_by_a_killed_writer_is_written_again(tmp_path):
     settings = TensorBoardTracker(directory=str(tmp_path))
-    fed(open_mirror(SUBJECT, settings), [EVALUATION])
+    feed_points(open_mirror(SUBJECT, settings), [EVALUATION])
     [file] = (tmp_path / SUBJECT.identity).iterdir()
     file.write_bytes(file.read_bytes()[:-7])
-    fed(open_mirror(SUBJECT, settings), [EVALUATION])
+    feed_points(open_mirror(SUBJECT, settings), [EVALUATION])
     file.unlink()
     assert set(tensorboard_series(tmp_path / SUBJECT.identity)) == {("eval/low", 0)}
 
@@ -114,8 +114,8 @@ def test_mlflow_has_every_step_once_the_samples_as_tables_and_the_last_policy_in
 
     monkeypatch.chdir(tmp_path)
     settings = MlflowTracker(uri=f"sqlite:///{tmp_path}/mlflow.db", experiment="tests", register="assistant")
-    assert fed(open_mirror(SUBJECT, settings), POINTS[:2]) == 2
-    assert fed(open_mirror(SUBJECT, settings), POINTS) == 1
+    assert feed_points(open_mirror(SUBJECT, settings), POINTS[:2]) == 2
+    assert feed_points(open_mirror(SUBJECT, settings), POINTS) == 1
     mirror = open_mirror(SUBJECT, settings)
     assert not any(map(mirror.lacks, POINTS))
     for _ in range(2):
@@ -141,10 +141,10 @@ def test_an_offline_run_of_wandb_continues_where_its_files_end(tmp_path):
     from infra.trackers.wandb import open_mirror, rows_of
 
     settings = WandbTracker(mode="offline", directory=str(tmp_path))
-    assert fed(open_mirror(SUBJECT, settings), POINTS[:2]) == 2
+    assert feed_points(open_mirror(SUBJECT, settings), POINTS[:2]) == 2
     after = Point("evaluation", 1, {"eval/accuracy": 0.5})
-    assert fed(open_mirror(SUBJECT, settings), [*POINTS[:2], after, POINTS[2]]) == 2
-    assert fed(open_mirror(SUBJECT, settings), [*POINTS[:2], after, POINTS[2]]) == 0
+    assert feed_points(open_mirror(SUBJECT, settings), [*POINTS[:2], after, POINTS[2]]) == 2
+    assert feed_points(open_mirror(SUBJECT, settings), [*POINTS[:2], after, POINTS[2]]) == 0
     files = sorted(tmp_path.glob(f"wandb/offline-run-*/run-{SUBJECT.identity}.wandb"))
     rows = [row for file in files for row in rows_of(file)]
     steps = [(row["_step"], row.get("evaluation"), row.get("iteration")) for row in rows]

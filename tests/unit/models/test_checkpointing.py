@@ -14,7 +14,7 @@ from models.modeling.layout import lay_out
 from models.modeling.logprobs import ForwardInput, TokenLogprobs
 from models.records.model_input import ModelInput
 from tests.support import families
-from tests.support.recomputing import learnt
+from tests.support.recomputing import compute_gradients
 
 SHAPE = families.SHAPE | {"num_hidden_layers": 4}
 CPU = torch.device("cpu")
@@ -51,8 +51,8 @@ def test_gradients_of_checkpointed_layers_are_bit_identical(family, adapters, sh
     if shares and not plain.shares_prompts:
         pytest.skip("this family only supports padded micro-batches")
     assert len(layers_to_recompute(checkpointed.model)) == 4
-    expected_N, expected, plain_bytes = learnt(plain, build_input(shares=shares))
-    logprobs_N, gradients, checkpointed_bytes = learnt(checkpointed, build_input(shares=shares))
+    expected_N, expected, plain_bytes = compute_gradients(plain, build_input(shares=shares))
+    logprobs_N, gradients, checkpointed_bytes = compute_gradients(checkpointed, build_input(shares=shares))
     assert torch.equal(logprobs_N, expected_N)
     assert any(gradient is not None and gradient.any() for gradient in expected.values())
     for name, gradient in expected.items():
@@ -71,7 +71,7 @@ def test_the_estimate_of_kept_activations_is_within_ten_percent(architecture, co
         families.add_test_adapters(model, rank=2)
     prompts, rng = [ModelInput.from_prompt([5, 6])] * 4 + [ModelInput.from_prompt([6, 5])] * 4, np.random.default_rng(0)
     reads = lay_out([prompt.append_completion(rng.integers(2, 300, 60)) for prompt in prompts])
-    *_, kept_bytes = learnt(
+    *_, kept_bytes = compute_gradients(
         TokenLogprobs(model, temperature=0.9), ForwardInput.from_microbatch(reads, CPU, shares=False)
     )
     estimate = microbatch_bytes(
@@ -84,4 +84,4 @@ def test_the_estimate_of_kept_activations_is_within_ten_percent(architecture, co
 def test_a_forward_pass_without_gradients_gives_the_same_log_probs():
     with torch.no_grad():
         logprobs_N = build_module("llama", is_checkpointed=True)(build_input(shares=True))
-    assert torch.equal(logprobs_N, learnt(build_module("llama"), build_input(shares=True))[0])
+    assert torch.equal(logprobs_N, compute_gradients(build_module("llama"), build_input(shares=True))[0])

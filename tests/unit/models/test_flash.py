@@ -13,7 +13,15 @@ from models.modeling.layout import lay_out
 from models.modeling.logprobs import TokenLogprobs
 from models.modeling.shared_prompts import set_attention, use_attention_kernel
 from models.records.model_input import ModelInput
-from tests.support.families import FAMILIES, SHAPE, add_test_adapters, ask, assert_same_results, batch, build
+from tests.support.families import (
+    FAMILIES,
+    SHAPE,
+    add_test_adapters,
+    assert_same_results,
+    batch,
+    build,
+    compute_results,
+)
 
 LATENT = SHAPE | {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 4}
 LATENT |= {"qk_nope_head_dim": 4, "qk_rope_head_dim": 8, "head_dim": 8, "n_routed_experts": 4, "n_group": 1}
@@ -75,7 +83,7 @@ def test_one_kernel_call_over_rows_of_different_lengths_gives_the_results_of_pad
         build_module(KERNEL_FAMILIES[family], adapters=adapters, is_reference=is_reference)
         for is_reference in (False, True)
     )
-    assert_same_results(ask(kernel, batch(), shares=shares), ask(padded, batch(), shares=False))
+    assert_same_results(compute_results(kernel, batch(), shares=shares), compute_results(padded, batch(), shares=False))
 
 
 def test_shared_prompts_have_queries_once_and_rows_without_own_tokens_have_none():
@@ -98,7 +106,10 @@ def test_shared_prompts_have_queries_once_and_rows_without_own_tokens_have_none(
 def test_configured_eager_attention_is_used(family):
     eager = TokenLogprobs(build(FAMILIES[family]), temperature=0.8, attention="eager")
     assert eager.model.config._attn_implementation == "eager_of_shared_prompts"
-    assert_same_results(ask(eager, batch(), shares=True), ask(build_module(FAMILIES[family]), batch(), shares=True))
+    assert_same_results(
+        compute_results(eager, batch(), shares=True),
+        compute_results(build_module(FAMILIES[family]), batch(), shares=True),
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,11 +148,11 @@ def test_the_flash_kernel_is_as_exact_as_padded_rows_and_bit_identical_when_repe
     results = {}
     for name, shares in ((None, False), (attention, True), (attention, False)):
         module = TokenLogprobs(build(FAMILIES[family]).bfloat16(), temperature=0.8, attention=name).cuda()
-        logprobs_N, gradients = results[name, shares] = ask(module, batch(), shares=shares, device="cuda")
-        again_N, again = ask(module, batch(), shares=shares, device="cuda")
+        logprobs_N, gradients = results[name, shares] = compute_results(module, batch(), shares=shares, device="cuda")
+        again_N, again = compute_results(module, batch(), shares=shares, device="cuda")
         assert torch.equal(again_N, logprobs_N)
         assert name is None or all(torch.equal(again[key], each) for key, each in gradients.items())
-    exact = ask(build_module(FAMILIES[family]), batch(), shares=False)
+    exact = compute_results(build_module(FAMILIES[family]), batch(), shares=False)
     errors = {key: measure_errors(result, exact) for key, result in results.items()}
     for shares in (True, False):
         for kernel, padded in zip(errors[attention, shares], errors[None, False], strict=True):

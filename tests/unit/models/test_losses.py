@@ -31,7 +31,7 @@ from models.objectives.losses import (
 )
 from models.training.trainer import learning_rate
 from models.training.update_steps import compute_step_ratios
-from tests.support.losses import LOSSES, NAMES, doubles, moved, pass_tokens, random_tokens
+from tests.support.losses import LOSSES, NAMES, doubles, move_policy, pass_tokens, random_tokens
 
 LOGPROBS = st.floats(-50, -0.01)
 CLIP = PpoClip(clip_low=0.2, clip_high=0.28)
@@ -110,7 +110,7 @@ def test_gspo_has_the_value_and_gradient_of_its_formula_per_sequence():
     config = Gspo(clip_low=0.1, clip_high=0.15)
     old_N = -torch.rand(11, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) - 0.5
     tokens = pass_tokens(lengths, behaviour=[0.0] * 11, advantages=per_token, old=old_N.tolist())
-    ours, theirs = moved(tokens, seed=3), moved(tokens, seed=3)
+    ours, theirs = move_policy(tokens, seed=3), move_policy(tokens, seed=3)
     weights_N = doubles([1 / (4 * length) for length in lengths for _ in range(length)])
     loss = (policy_loss(ours, old_N, tokens=tokens, config=config).loss_N * weights_N).sum()
     ratios = [part.mean().exp() for part in torch.split(theirs - old_N, lengths)]
@@ -163,7 +163,7 @@ def test_the_policy_gradient_is_log_prob_times_advantage_for_every_ratio():
 @pytest.mark.parametrize("config", [LOSSES[0], LOSSES[1], LOSSES[4]], ids=[NAMES[0], NAMES[1], NAMES[4]])
 def test_gradients_are_those_of_finite_differences(config):
     tokens = random_tokens([4, 9, 1, 6], seed=0, move=0.5)
-    logprobs_N = moved(tokens, seed=0, move=0.5)
+    logprobs_N = move_policy(tokens, seed=0, move=0.5)
     assert torch.autograd.gradcheck(
         lambda x: policy_loss(x, tokens.old_N, tokens=tokens, config=config).loss_N, (logprobs_N,)
     )
@@ -172,7 +172,7 @@ def test_gradients_are_those_of_finite_differences(config):
 def test_the_gradient_of_cispo_is_that_of_finite_differences_with_constant_weights():
     # Finite differences would move the weights too, which count as constants.
     tokens, config = random_tokens([20], seed=0), LOSSES[3]
-    logprobs_N = moved(tokens, seed=0)
+    logprobs_N = move_policy(tokens, seed=0)
     weights_N = torch.exp(logprobs_N.detach() - tokens.old_N).clamp(0.7, 1.28)
     assert torch.autograd.gradcheck(lambda x: -weights_N * tokens.advantages_N * x, (logprobs_N,))
     policy_loss(logprobs_N, tokens.old_N, tokens=tokens, config=config).loss_N.sum().backward()

@@ -17,12 +17,12 @@ from models.records.model_input import ModelInput
 from models.records.schemas import FinishReason
 from models.records.versions import ModelVersion
 from placement.measurements import LineSums, fit_line
-from tests.support.inputs import asking, going_on
+from tests.support.inputs import request_completions, request_continuations
 from tests.support.policies import small_tokenizer, write_policy
 
 FAST = PacedConfig(base_seconds=0, per_sequence_seconds=0, median_tokens=30, sigma=0.5)
 SAMPLING = SamplingConfig(max_new_tokens=200)
-REQUESTS = [asking(row, (5, 6, 7), range(50 * row, 50 * row + 50)) for row in range(4)]
+REQUESTS = [request_completions(row, (5, 6, 7), range(50 * row, 50 * row + 50)) for row in range(4)]
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +76,10 @@ def test_a_completion_ends_with_eos_unless_it_reaches_the_length_limit(directory
 
 def test_a_completion_that_is_cut_continues_to_the_same_end(directory):
     engine = load_engine(directory)
-    request = asking(0, [5], [3])
+    request = request_completions(0, [5], [3])
     whole = engine.generate([request], SAMPLING)[0][0]
     cut = engine.generate([replace(request, budget=10)], SAMPLING)[0][0]
-    rest = engine.generate([going_on(request, [cut.tokens], budget=500)], SAMPLING)[0][0]
+    rest = engine.generate([request_continuations(request, [cut.tokens], budget=500)], SAMPLING)[0][0]
     assert (cut.finish_reason, rest.finish_reason) == (FinishReason.CUT, FinishReason.STOP)
     assert cut.tokens + rest.tokens == whole.tokens
     assert rest.text == whole.text
@@ -113,7 +113,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_a_batch_takes_the_time_of_its_steps_and_reports_progress(directory, clock):
     engine = load_engine(directory, base_seconds=0.01, per_sequence_seconds=0.001, setup_seconds=0.02)
     began, before = clock.now, engine.progress
-    lengths = [len(completion.tokens) for completion in generate(engine, [asking(0, [5], range(12))])]
+    lengths = [len(completion.tokens) for completion in generate(engine, [request_completions(0, [5], range(12))])]
     seconds, sums = clock.now - began, engine.step_sums()
     assert seconds == pytest.approx(12 * 0.02 + 0.01 * max(lengths) + 0.001 * sum(lengths))
     assert (sums.steps, sums.sequences) == (max(lengths), sum(lengths))
@@ -129,7 +129,7 @@ def test_loading_takes_the_configured_time(directory, clock):
 
 def test_the_configured_pace_is_the_regression_of_the_step_times(directory, clock):
     engine = load_engine(directory, base_seconds=0.005, per_sequence_seconds=0.0005, median_tokens=20)
-    generate(engine, [asking(0, [5], range(24))])
+    generate(engine, [request_completions(0, [5], range(24))])
     sums = engine.step_sums()
     line = LineSums(
         count=sums.steps, x=sums.sequences, xx=sums.sequences_squared, y=sums.seconds, xy=sums.sequence_seconds

@@ -11,7 +11,7 @@ from models.modeling.layout import lay_out
 from models.modeling.logprobs import ForwardInput, TokenLogprobs
 from models.modeling.shared_prompts import enable_shared_prompts, supports_sequence_parallelism
 from models.records.model_input import ModelInput
-from tests.support.families import FAMILIES, SHAPE, ask, batch, build
+from tests.support.families import FAMILIES, SHAPE, batch, build, compute_results
 
 
 def assert_equals_padded_rows(module):
@@ -19,7 +19,7 @@ def assert_equals_padded_rows(module):
     assert module.shares_prompts
     assert read.shared is not None
     assert len(read.shared.tokens_L) < 0.6 * read.tokens_BT.size
-    (padded_N, expected), (shared_N, found) = (ask(module, read, shares=shares) for shares in (False, True))
+    (padded_N, expected), (shared_N, found) = (compute_results(module, read, shares=shares) for shares in (False, True))
     torch.testing.assert_close(shared_N, padded_N, rtol=0, atol=2e-6)
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
@@ -71,7 +71,7 @@ def test_context_tokens_inside_a_completion_keep_their_positions():
     read = lay_out(
         [ModelInput(first.chunks + turn.chunks), prompt.append_completion([14]), prompt.append_completion([15])]
     )
-    (padded_N, _), (shared_N, _) = (ask(module, read, shares=shares) for shares in (False, True))
+    (padded_N, _), (shared_N, _) = (compute_results(module, read, shares=shares) for shares in (False, True))
     torch.testing.assert_close(shared_N, padded_N, rtol=0, atol=2e-6)
 
 

@@ -23,7 +23,7 @@ from models.config.objectives import (
 from models.objectives.importance import correct, needs_old
 from models.objectives.loss_inputs import LossInputs, MetricSums
 from models.objectives.losses import tally_mismatch, update_loss
-from tests.support.losses import LOSSES, NAMES, doubles, evaluate_loss, moved, pass_tokens, random_tokens
+from tests.support.losses import LOSSES, NAMES, doubles, evaluate_loss, move_policy, pass_tokens, random_tokens
 
 TRUNCATED, MASKED, NONE = TruncatedImportance(cap=1.5), MaskedImportance(low=0.5, high=2.0), NoCorrection()
 LENGTHS = st.lists(st.integers(0, 6), min_size=1, max_size=8).filter(any)
@@ -135,7 +135,7 @@ def test_the_penalty_is_added_with_the_coefficient_of_the_work_unit(kind, diverg
 def test_tokens_without_weight_have_neither_loss_nor_penalty_and_count_in_no_metric():
     tokens = random_tokens([4], seed=0)
     tokens = replace(tokens, weights_N=doubles([0.0, 0.5, 0.0, 0.5]))
-    logprobs_N = moved(tokens, seed=0)
+    logprobs_N = move_policy(tokens, seed=0)
     _, gradient, sums = evaluate_loss(logprobs_N, tokens, UpdateConfig(kl=KlPenalty()), kl=1.0)
     assert (gradient == 0).tolist() == [True, False, True, False]
     assert sums["trained_tokens"] == 2
@@ -147,7 +147,7 @@ def test_tokens_without_weight_have_neither_loss_nor_penalty_and_count_in_no_met
 def test_values_that_are_not_finite_are_counted_for_any_weight(config, field):
     for correction in (TRUNCATED, MASKED):
         tokens = random_tokens([3, 2], seed=0)
-        logprobs_N = moved(tokens, seed=0)
+        logprobs_N = move_policy(tokens, seed=0)
         getattr(tokens, field)[1] = math.nan
         update = UpdateConfig(loss=config, correction=correction, kl=KlPenalty())
         assert evaluate_loss(logprobs_N, tokens, update, kl=0.1)[2]["not_finite"] >= 1
@@ -161,7 +161,7 @@ def test_the_gradient_of_the_whole_loss_is_that_of_finite_differences(correction
     config = UpdateConfig(correction=correction, stale_correction=stale, kl=KlPenalty(kind=kind))
     assert torch.autograd.gradcheck(
         lambda x: update_loss(x, tokens, config=config, kl_coefficient=0.3, tally=MetricSums()),
-        (moved(tokens, seed=1),),
+        (move_policy(tokens, seed=1),),
     )
 
 
@@ -188,7 +188,7 @@ def test_every_loss_has_the_policy_gradient_at_the_first_step(config, lengths, s
 def test_the_policy_loss_is_proportional_to_the_advantages_and_zero_without_them(config, lengths, seed, factor):
     tokens = random_tokens(lengths, seed=seed)
     larger = replace(tokens, advantages_N=tokens.advantages_N * factor)
-    one, other = (evaluate_loss(moved(tokens, seed=seed), some, config) for some in (tokens, larger))
+    one, other = (evaluate_loss(move_policy(tokens, seed=seed), some, config) for some in (tokens, larger))
     assert other[0] == pytest.approx(one[0] * factor)
     torch.testing.assert_close(other[1], one[1] * factor)
     assert factor or not other[1].any()
@@ -208,7 +208,7 @@ def select_sequences(tokens: LossInputs, rows: list[int]) -> tuple[LossInputs, n
 @given(config=CONFIGS, lengths=LENGTHS, seed=st.integers(0, 1000), data=st.data())
 def test_micro_batches_of_any_size_and_order_add_up_to_the_same_loss(config, lengths, seed, data):
     tokens = random_tokens(lengths, seed=seed)
-    logprobs_N = moved(tokens, seed=seed)
+    logprobs_N = move_policy(tokens, seed=seed)
     loss, gradient, metrics = evaluate_loss(logprobs_N, tokens, config, kl=0.2)
     order = data.draw(st.permutations(range(len(lengths))))
     cuts = sorted(data.draw(st.sets(st.integers(1, len(lengths) - 1)))) if len(lengths) > 1 else []
@@ -227,7 +227,7 @@ def test_micro_batches_of_any_size_and_order_add_up_to_the_same_loss(config, len
 
 def test_gspo_differs_from_ppo_if_tokens_of_a_sequence_have_different_ratios():
     tokens = random_tokens([6, 6], seed=0)
-    logprobs_N = moved(tokens, seed=0)
+    logprobs_N = move_policy(tokens, seed=0)
     wide = [
         evaluate_loss(logprobs_N, tokens, UpdateConfig(loss=loss))[0]
         for loss in (Gspo(clip_low=0.9, clip_high=9.0), PpoClip(clip_low=0.9, clip_high=9.0))

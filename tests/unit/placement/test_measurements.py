@@ -9,7 +9,7 @@ from placement.measurements import LineSums, Measurements, Prior, UnitObservatio
 from placement.records import Pace
 
 
-def observed(role="rollout", *, lengths, base=0.005, slope=0.0002, setup=0.01, unit=0.5, detail=64):
+def build_unit(role="rollout", *, lengths, base=0.005, slope=0.0002, setup=0.01, unit=0.5, detail=64):
     """Build a unit whose engine decoded these lengths as one batch. Finished sequences leave the batch."""
     lengths_S = np.sort(np.asarray(lengths, dtype=float))
     steps = np.arange(1, int(lengths_S.max()) + 1)
@@ -32,7 +32,7 @@ def observed(role="rollout", *, lengths, base=0.005, slope=0.0002, setup=0.01, u
 def stage(count=8, *, median=100, seed=0, size=32, **others):
     rng = np.random.default_rng(seed)
     sizes = size if isinstance(size, tuple) else (size,) * count
-    return [observed(lengths=np.ceil(median * np.exp(0.5 * rng.standard_normal(b))), **others) for b in sizes]
+    return [build_unit(lengths=np.ceil(median * np.exp(0.5 * rng.standard_normal(b))), **others) for b in sizes]
 
 
 def test_the_pace_is_fitted_to_engine_steps_and_other_time_is_a_constant_per_unit():
@@ -77,14 +77,14 @@ def test_thinning_a_sample_of_lengths_keeps_its_mean_and_its_tail():
     rng = np.random.default_rng(1)
     units = [np.ceil(100 * np.exp(rng.standard_normal(64))) for _ in range(64)]
     everything = np.concatenate(units)
-    kept = np.array(Measurements().observe([observed(lengths=unit) for unit in units]).rollout.lengths)
+    kept = np.array(Measurements().observe([build_unit(lengths=unit) for unit in units]).rollout.lengths)
     assert len(kept) == 512
     assert kept.mean() == pytest.approx(everything.mean(), rel=0.03)
     assert np.quantile(kept, 0.99) == pytest.approx(np.quantile(everything, 0.99), rel=0.1)
 
 
 def test_order_statistics_represent_all_sequences_of_their_unit():
-    few, many = observed(lengths=[10] * 4), observed(lengths=range(100, 356), detail=16)
+    few, many = build_unit(lengths=[10] * 4), build_unit(lengths=range(100, 356), detail=16)
     lengths = Measurements().observe([few, many]).rollout.lengths
     assert len(lengths) == 4 + 256
     assert lengths[-1] == 355
@@ -93,10 +93,10 @@ def test_order_statistics_represent_all_sequences_of_their_unit():
 def test_similar_lengths_within_a_unit_are_detected():
     rng = np.random.default_rng(2)
     alike = [
-        observed(lengths=np.ceil(np.exp(5 + 0.4 * rng.standard_normal() + 0.4 * rng.standard_normal(32))))
+        build_unit(lengths=np.ceil(np.exp(5 + 0.4 * rng.standard_normal() + 0.4 * rng.standard_normal(32))))
         for _ in range(40)
     ]
-    free = [observed(lengths=np.ceil(np.exp(5 + 0.4 * rng.standard_normal(32)))) for _ in range(40)]
+    free = [build_unit(lengths=np.ceil(np.exp(5 + 0.4 * rng.standard_normal(32)))) for _ in range(40)]
     assert Measurements().observe(alike).rollout.likeness == pytest.approx(0.5, abs=0.15)
     assert Measurements().observe(free).rollout.likeness == pytest.approx(0, abs=0.02)
 

@@ -14,7 +14,7 @@ from tests.support.placements import demand, drain_inputs, lognormal, split, tur
 ADAPTIVE = build_policy(AdaptivePlacement())
 
 
-def starved(**others):
+def starved_rollout(**others):
     """Build inputs in which six units wait for two workers while four scoring workers have nearly no work."""
     scoring = demand(lengths=lognormal(20, 0.3), base=0.001, slope=0.0)
     given = {"waiting": 30, "coming": 32, "flying": (5.0, 5.0), "plan": split(2, 6), "scoring": scoring}
@@ -22,7 +22,7 @@ def starved(**others):
 
 
 def test_workers_move_to_the_role_that_would_end_late():
-    decision = ADAPTIVE.drain(starved())
+    decision = ADAPTIVE.drain(starved_rollout())
     assert decision.plan.rollout > 2
     assert decision.plan.rollout + decision.plan.scoring == 8
     assert decision.predicted_seconds < 0.9 * decision.unchanged_seconds
@@ -42,7 +42,7 @@ def test_workers_of_a_role_without_further_work_move_to_the_other_role():
 
 
 def test_a_role_that_still_has_work_keeps_its_minimum_of_slots():
-    inputs = starved(scoring=demand(lengths=(1.0,), base=0.0, slope=0.0, least_slots=4))
+    inputs = starved_rollout(scoring=demand(lengths=(1.0,), base=0.0, slope=0.0, least_slots=4))
     assert ADAPTIVE.drain(inputs).plan.scoring == 4
 
 
@@ -56,28 +56,28 @@ def test_a_role_that_still_has_work_keeps_its_minimum_of_slots():
     ],
 )
 def test_a_rejected_move_has_a_reason(change, reason):
-    decision = ADAPTIVE.drain(starved(**change))
+    decision = ADAPTIVE.drain(starved_rollout(**change))
     assert decision.plan == split(2, 6)
     assert reason in decision.reason
 
 
 def test_two_wrong_predictions_in_a_row_freeze_the_plan_and_one_does_not():
     memory = Memory(predicted_seconds=1.0, moved=1)
-    once = ADAPTIVE.drain(starved(memory=memory, movable=(0, 0)))
+    once = ADAPTIVE.drain(starved_rollout(memory=memory, movable=(0, 0)))
     assert once.memory.misses == 1
     later = once.memory.model_copy(update={"look_at": 10.0})
-    hit = ADAPTIVE.drain(starved(memory=later, movable=(0, 0)))
+    hit = ADAPTIVE.drain(starved_rollout(memory=later, movable=(0, 0)))
     assert hit.memory.misses == 0
-    twice = ADAPTIVE.drain(starved(memory=later.model_copy(update={"predicted_seconds": 1.0})))
+    twice = ADAPTIVE.drain(starved_rollout(memory=later.model_copy(update={"predicted_seconds": 1.0})))
     assert twice.memory.misses == 2 and twice.plan == split(2, 6)
 
 
 def test_a_stage_is_not_evaluated_again_before_it_can_have_changed():
-    first = ADAPTIVE.drain(starved(movable=(0, 0)))
+    first = ADAPTIVE.drain(starved_rollout(movable=(0, 0)))
     assert first.memory.look_at > 10
-    again = ADAPTIVE.drain(starved(memory=first.memory))
+    again = ADAPTIVE.drain(starved_rollout(memory=first.memory))
     assert again.plan == split(2, 6) and "next evaluation" in again.reason
-    emptied = ADAPTIVE.drain(starved(memory=first.memory, waiting=0))
+    emptied = ADAPTIVE.drain(starved_rollout(memory=first.memory, waiting=0))
     assert "next evaluation" not in emptied.reason
 
 
@@ -92,11 +92,11 @@ def test_a_stage_is_not_evaluated_again_before_it_can_have_changed():
     ],
 )
 def test_other_policies_and_roles_that_take_turns_are_not_corrected_during_a_stage(config, plan):
-    assert build_policy(config).drain(starved().model_copy(update={"plan": plan})).plan == plan
+    assert build_policy(config).drain(starved_rollout().model_copy(update={"plan": plan})).plan == plan
 
 
 def test_a_correction_is_reproducible_from_its_inputs():
-    inputs = starved()
+    inputs = starved_rollout()
     first, second = ADAPTIVE.drain(inputs), ADAPTIVE.drain(DrainInputs.model_validate_json(inputs.model_dump_json()))
     assert first == second == Decision.model_validate_json(first.model_dump_json())
 

@@ -13,11 +13,11 @@ from placement.slots import list_candidates
 from tests.support.placements import demand, draw_seconds, finish, lognormal, plan_inputs, split, stage_seconds, turns
 
 
-def predicted(inputs, *plans, bootstraps=16, handover=False):
+def predict_seconds(inputs, *plans, bootstraps=16, handover=False):
     return forecast(inputs, plans, bootstraps=bootstraps, handover=handover).seconds_KB.mean(axis=1)
 
 
-def simulated(inputs, *plans, stages=60, handover=False):
+def simulate_seconds(inputs, *plans, stages=60, handover=False):
     """Return the mean seconds of stages whose sequences are sampled individually."""
     rng = np.random.default_rng(7)
     seconds = []
@@ -36,23 +36,23 @@ def test_small_pools_are_predicted_within_a_tenth(workers, units):
         scoring=demand(units=units, lengths=lognormal(200, 0.5), base=0.01),
     )
     plans = list_candidates(inputs)
-    assert predicted(inputs, *plans) == pytest.approx(simulated(inputs, *plans), rel=0.10)
+    assert predict_seconds(inputs, *plans) == pytest.approx(simulate_seconds(inputs, *plans), rel=0.10)
 
 
 def test_tables_for_large_pools_agree_with_simulation():
     inputs = plan_inputs(workers=256, rollout=demand(units=768), scoring=demand(units=768, base=0.01))
     plans = (turns(256), split(96, 160), split(128, 128), split(192, 64))
     assert stage._exact_work(inputs, plans, 16) > stage.EXACT_WORK
-    assert predicted(inputs, *plans) == pytest.approx(simulated(inputs, *plans, stages=8), rel=0.12)
+    assert predict_seconds(inputs, *plans) == pytest.approx(simulate_seconds(inputs, *plans, stages=8), rel=0.12)
 
 
 @pytest.mark.parametrize(("workers", "units"), [(8, 64), (256, 768)])
 def test_a_handover_of_workers_is_predicted(workers, units):
     inputs = plan_inputs(workers=workers, rollout=demand(units=units), scoring=demand(units=units, base=0.01), cost=2.0)
     plans = [split(workers * share // 8, workers - workers * share // 8) for share in (3, 5, 7)]
-    seconds = predicted(inputs, *plans, handover=True)
-    assert seconds == pytest.approx(simulated(inputs, *plans, stages=10, handover=True), rel=0.12)
-    assert seconds[2] < 0.5 * predicted(inputs, *plans)[2]
+    seconds = predict_seconds(inputs, *plans, handover=True)
+    assert seconds == pytest.approx(simulate_seconds(inputs, *plans, stages=10, handover=True), rel=0.12)
+    assert seconds[2] < 0.5 * predict_seconds(inputs, *plans)[2]
 
 
 def test_drifting_lengths_widen_the_prediction_and_keep_its_mean():
@@ -87,9 +87,9 @@ def test_ignoring_the_tail_of_the_judge_picks_a_worse_split():
     aware = plan_inputs(rollout=rollout, scoring=scoring)
     forgetful = plan_inputs(rollout=rollout, scoring=scoring.model_copy(update={"lengths": flat}))
     splits = [plan for plan in list_candidates(aware) if plan.mode == "split"]
-    chosen, worse = (splits[int(predicted(inputs, *splits).argmin())] for inputs in (aware, forgetful))
+    chosen, worse = (splits[int(predict_seconds(inputs, *splits).argmin())] for inputs in (aware, forgetful))
     assert worse.scoring < chosen.scoring
-    seconds = simulated(aware, chosen, worse)
+    seconds = simulate_seconds(aware, chosen, worse)
     assert seconds[1] > 1.15 * seconds[0]
 
 
@@ -105,11 +105,11 @@ def test_slower_workers_longer_answers_and_more_units_never_make_a_stage_shorter
     slower = pace.model_copy(update={field: factor * getattr(pace, field)})
     longer = tuple(factor * length for length in role.lengths)
     plans = list_candidates(plan_inputs())
-    before = predicted(plan_inputs(rollout=role, scoring=role), *plans)
+    before = predict_seconds(plan_inputs(rollout=role, scoring=role), *plans)
     for update in ({"pace": slower}, {"lengths": longer}):
         after = role.model_copy(update=update)
-        assert (predicted(plan_inputs(rollout=after, scoring=role), *plans) >= before - 1e-9).all()
-        assert (predicted(plan_inputs(rollout=role, scoring=after), *plans) >= before - 1e-9).all()
+        assert (predict_seconds(plan_inputs(rollout=after, scoring=role), *plans) >= before - 1e-9).all()
+        assert (predict_seconds(plan_inputs(rollout=role, scoring=after), *plans) >= before - 1e-9).all()
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=20), st.integers(1, 8), st.integers(0, 4))
@@ -156,6 +156,6 @@ def test_units_that_are_decoded_together_share_the_base_time_of_each_step():
     alone, together = demand(units=32, slope=0.0), demand(units=32, slope=0.0, units_at_once=4)
     scoring = demand(units=32, base=0.0, slope=0.0)
     seconds = [
-        predicted(plan_inputs(rollout=role, scoring=scoring, cost=0.0), turns(8))[0] for role in (alone, together)
+        predict_seconds(plan_inputs(rollout=role, scoring=scoring, cost=0.0), turns(8))[0] for role in (alone, together)
     ]
     assert 2.5 < seconds[0] / seconds[1] < 4.5

@@ -10,12 +10,12 @@ from infra.errors import BadInput
 from infra.store.bundles import has_bundle
 from tasks import events
 from tasks.promotion.registry import promote, prune, refuse, rollback
-from tests.support.champions import appended
+from tests.support.champions import append_record
 
 
 def test_a_rollback_makes_the_previous_champion_the_champion_and_is_recorded_once(registry, tmp_path, registry_command):
     for policy in "abc":
-        appended(registry, tmp_path, policy)
+        append_record(registry, tmp_path, policy)
     for expected in ("champion is b of run run-b (record 4)", "champion is b of run run-b (unchanged since record 4)"):
         code, out, _ = registry_command("rollback", "assistant", "--reason", "refuses too often")
         assert code == 0 and expected in out
@@ -44,7 +44,7 @@ def test_a_rollback_makes_the_previous_champion_the_champion_and_is_recorded_onc
 def test_a_rollback_without_an_earlier_promotion_is_refused_and_writes_nothing(
     registry, home, tmp_path, kinds, to, message
 ):
-    records = [appended(registry, tmp_path, policy, kind=kind) for policy, kind in zip("abc", kinds, strict=False)]
+    records = [append_record(registry, tmp_path, policy, kind=kind) for policy, kind in zip("abc", kinds, strict=False)]
     prune(registry, 1)
     assert has_bundle(registry.store, records[0].bundle) == (len(kinds) == 1)
     with pytest.raises(BadInput, match=message):
@@ -54,22 +54,22 @@ def test_a_rollback_without_an_earlier_promotion_is_refused_and_writes_nothing(
 
 def test_a_proposal_that_was_compared_with_another_champion_cannot_be_promoted(registry, home, tmp_path):
     for policy, kind in (("a", "promote"), ("b", "proposal"), ("c", "promote")):
-        appended(registry, tmp_path, policy, kind=kind)
+        append_record(registry, tmp_path, policy, kind=kind)
     with pytest.raises(BadInput, match=r"'run-b' .* record 1, .*record 3"):
         promote(home, "assistant", "run-b", reason="why not")
 
 
 def test_the_newest_promotions_the_champion_and_open_proposals_keep_their_files(registry, home, tmp_path):
-    records = {policy: appended(registry, tmp_path, policy) for policy in "abcde"}
+    records = {policy: append_record(registry, tmp_path, policy) for policy in "abcde"}
     rollback(home, "assistant", to=1, reason="back to the first")
-    records["f"] = appended(registry, tmp_path, "f", kind="proposal")
-    records["g"] = appended(registry, tmp_path, "g", kind="reject")
+    records["f"] = append_record(registry, tmp_path, "f", kind="proposal")
+    records["g"] = append_record(registry, tmp_path, "g", kind="reject")
     prune(registry, 2)
     assert "".join(policy for policy, record in records.items() if has_bundle(registry.store, record.bundle)) == "adef"
 
 
 def test_a_proposal_is_decided_once_and_a_refused_one_loses_its_files(registry, home, tmp_path):
-    refused, promoted = (appended(registry, tmp_path, policy, kind="proposal") for policy in "ab")
+    refused, promoted = (append_record(registry, tmp_path, policy, kind="proposal") for policy in "ab")
     for is_new in (True, False):
         record, was_new = refuse(home, "assistant", "run-a", reason="rude", who="Ann")
         assert (record.number, record.kind, record.who, was_new) == (3, "refuse", "Ann", is_new)
@@ -89,7 +89,7 @@ def test_a_rollback_without_prefect_is_recorded_and_the_command_warns_that_no_ev
 ):
     monkeypatch.setattr(events, "TELL_SECONDS", 0.5)
     for policy in "ab":
-        appended(registry, tmp_path, policy)
+        append_record(registry, tmp_path, policy)
     with socket.create_server(("127.0.0.1", 0)) as server:  # accepts the connection and sends nothing
         url = f"http://127.0.0.1:{server.getsockname()[1]}/api"
         if not listens:

@@ -9,7 +9,7 @@ from infra.store.bundles import BundleRef
 from infra.store.manifests import Manifest, decode_manifest, provenance_here
 from infra.store.shards import ShardRef
 from models.config.budget import BudgetConfig
-from tasks.costs import Reservation, costs_of
+from tasks.costs import Reservation, compute_costs
 from tests.support.configurations import accepted
 
 JUDGES = (
@@ -27,7 +27,7 @@ PRICES = (
 )
 
 
-def made(seconds, size=0, *, bundles=None, told=None, **metrics):
+def build_manifest(seconds, size=0, *, bundles=None, told=None, **metrics):
     """Build the manifest of work that took this number of seconds, with a shard of a size."""
     shards = (ShardRef(key="shards/x.arrow", bytes=size, rows=1, digest="x"),) if size else ()
     provenance = provenance_here(seconds={"worker": seconds, **(told or {})})
@@ -43,10 +43,13 @@ class OneBatch:
 
     def stage_manifests(self, name):
         stages = {
-            "rollout": [made(3, 100, tokens=30, prompt_tokens=8), made(1, 50, tokens=12, prompt_tokens=4)],
-            "scoring": [made(0.5, 10), made(0.5, 10)],
-            "judge-here": [made(2, 20, tokens=7, sequences=4)],
-            "judge-there": [made(6, 20, told={"read_tokens": 90.0}, tokens=5, sequences=4)],
+            "rollout": [
+                build_manifest(3, 100, tokens=30, prompt_tokens=8),
+                build_manifest(1, 50, tokens=12, prompt_tokens=4),
+            ],
+            "scoring": [build_manifest(0.5, 10), build_manifest(0.5, 10)],
+            "judge-here": [build_manifest(2, 20, tokens=7, sequences=4)],
+            "judge-there": [build_manifest(6, 20, told={"read_tokens": 90.0}, tokens=5, sequences=4)],
         }
         return stages[name]
 
@@ -55,13 +58,15 @@ class OneBatch:
 def costs():
     """Costs of ten seconds of four slots, two pools of three processes, and two ranks."""
     open_run = SimpleNamespace(settings=accepted(JUDGES, *POOLS, *GPUS, *PRICES))
-    update = made(2, bundles={"weights": bundle("new", 1000), "base": bundle("old", 5000)}, tokens=42.0, steps=2.0)
-    return costs_of(
+    update = build_manifest(
+        2, bundles={"weights": bundle("new", 1000), "base": bundle("old", 5000)}, tokens=42.0, steps=2.0
+    )
+    return compute_costs(
         open_run,
         [OneBatch()],
         Reservation(seconds=10, slots=4),
-        credit=[made(1, 30, tokens=99)],
-        trained=[made(3, 7, tokens=42), update],
+        credit=[build_manifest(1, 30, tokens=99)],
+        trained=[build_manifest(3, 7, tokens=42), update],
         known={"old"},
     )
 
@@ -99,8 +104,8 @@ def test_prices_include_reserved_workers_gpus_and_a_judge_behind_an_endpoint(cos
 
 def test_work_done_before_a_kill_counts_as_reserved_time():
     open_run = SimpleNamespace(settings=accepted())
-    batch = SimpleNamespace(stage_manifests=lambda name: [made(3, 100, tokens=1, prompt_tokens=1)])
-    costs = costs_of(open_run, [batch], Reservation(), trained=[made(2)])
+    batch = SimpleNamespace(stage_manifests=lambda name: [build_manifest(3, 100, tokens=1, prompt_tokens=1)])
+    costs = compute_costs(open_run, [batch], Reservation(), trained=[build_manifest(2)])
     assert [costs[role].worker_seconds for role in ("rollout", "scoring", "update")] == [3, 3, 2]
 
 

@@ -22,7 +22,7 @@ from models.config.rollout import RolloutConfig
 from models.data.image_files import image_files
 from tasks.config.run import RunConfig, load_config
 from tasks.run import dependencies
-from tasks.run.dependencies import dependencies_of, find_run
+from tasks.run.dependencies import dependencies_of, find_matching_run
 from tests.support.configurations import accepted
 from tests.support.pictures import picture
 
@@ -230,7 +230,7 @@ def test_a_run_continues_with_other_libraries_as_long_as_it_has_no_results(tmp_p
     config = accepted("name=r", f"store={tmp_path}")
     with create_run(config.store, "r", config.identity()).lock() as run:
         record_dependencies(run, Dependencies(code={}, data={}, libraries={"python": "2.7"}), iteration=1)
-    assert find_run(config) is not None
+    assert find_matching_run(config) is not None
     run.store.put("manifests/policy/base.json", b"")
     with pytest.raises(RunChanged, match="other code, data, libraries"):
-        find_run(config)
+        find_matching_run(config)

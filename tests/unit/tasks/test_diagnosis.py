@@ -2,7 +2,7 @@
 
 import pytest
 
-from tasks.views.diagnosis import ENTROPY_LEFT, INFORMATIVE, LONGER, WAITED, summarize_warnings, warnings_of
+from tasks.views.diagnosis import ENTROPY_LEFT, INFORMATIVE, LONGER, WAITED, find_warnings, summarize_warnings
 
 GOOD = {
     "credit/ended_failed_fraction": 0.0, "credit/call_error_fraction": 0.02, "credit/ended_turns_fraction": 0.1,
@@ -16,8 +16,8 @@ FIRST = GOOD | {"update/entropy": 0.9, "credit/length_mean": 10.0, "credit/rewar
 
 
 def test_a_good_iteration_and_an_iteration_without_episodes_give_no_warnings():
-    assert warnings_of(GOOD) == warnings_of(GOOD, first=FIRST, accuracy=0.4) == {}
-    assert warnings_of({"update/kl_old": 0.002}) == warnings_of({}) == {}
+    assert find_warnings(GOOD) == find_warnings(GOOD, first=FIRST, accuracy=0.4) == {}
+    assert find_warnings({"update/kl_old": 0.002}) == find_warnings({}) == {}
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_a_good_iteration_and_an_iteration_without_episodes_give_no_warnings():
     ],
 )
 def test_each_symptom_of_one_iteration_is_reported_with_its_number(metric, value, says):
-    [(symptom, warning)] = warnings_of(GOOD | {metric: value}).items()
+    [(symptom, warning)] = find_warnings(GOOD | {metric: value}).items()
     assert symptom == metric and says in warning
 
 
@@ -49,24 +49,24 @@ def test_each_symptom_of_one_iteration_is_reported_with_its_number(metric, value
     ],
 )
 def test_collapsing_diverging_and_constant_metrics_are_reported_with_their_number(symptom, changed, says):
-    [(found, warning)] = warnings_of(GOOD | changed, first=FIRST, accuracy=0.4).items()
+    [(found, warning)] = find_warnings(GOOD | changed, first=FIRST, accuracy=0.4).items()
     assert found == symptom and says in warning
 
 
 def test_a_nearly_perfect_policy_may_have_low_entropy_and_uninformative_groups():
     settled = GOOD | {"credit/informative_groups": 0.0, "update/entropy": 0.01, "credit/reward_mean": 0.95}
-    assert warnings_of(settled, first=FIRST, accuracy=0.95) == {}
-    assert warnings_of(settled, first=FIRST, accuracy=0.5).keys() == {INFORMATIVE, ENTROPY_LEFT}
+    assert find_warnings(settled, first=FIRST, accuracy=0.95) == {}
+    assert find_warnings(settled, first=FIRST, accuracy=0.5).keys() == {INFORMATIVE, ENTROPY_LEFT}
 
 
 def test_a_constant_reward_gives_one_warning_and_none_about_uninformative_groups():
     flat = GOOD | {"credit/term_right_std": 0.0, "credit/informative_groups": 0.0}
-    assert warnings_of(flat, first=FIRST, accuracy=0.4).keys() == {"credit/term_right_std"}
+    assert find_warnings(flat, first=FIRST, accuracy=0.4).keys() == {"credit/term_right_std"}
 
 
 def test_a_run_reports_each_warning_once_with_its_last_iteration():
-    bad = [warnings_of(GOOD | {"update/kl_old": kl}) for kl in (2.0, 0.1, 3.0)]
-    bad[1] = warnings_of(GOOD | {WAITED: 0.9})
+    bad = [find_warnings(GOOD | {"update/kl_old": kl}) for kl in (2.0, 0.1, 3.0)]
+    bad[1] = find_warnings(GOOD | {WAITED: 0.9})
     kl, waited = summarize_warnings(bad)
     assert kl.startswith("warning: 2 iterations, last in 3: The update moved the policy 3 nats")
     assert waited.startswith("warning: iteration 2: Rollout workers were idle for 90%")

@@ -26,13 +26,13 @@ FACTS = {
 JOB = ("rollout.prompts=4", "rollout.group_size=3", "rollout.shard_prompts=2", "update.minibatches=2")
 
 
-def reckoned(*overrides, **facts):
+def estimate_job(*overrides, **facts):
     found = estimate(accepted(*JOB, *overrides), {**FACTS, **facts}, GPU, completion_tokens=5)
     return {stage.stage: stage for stage in found.stages}, found
 
 
 def test_the_time_of_a_stage_follows_from_its_tokens():
-    stages, found = reckoned("pools.workers=1")
+    stages, found = estimate_job("pools.workers=1")
     tokens = 4 * 10 + 4 * 3 * 5  # each prompt once, each completion
     assert stages["prefill"].seconds == pytest.approx(4 * 10 * 2e-3) and stages["prefill"].tokens == 40
     assert stages["decode"].seconds == pytest.approx(4 * 3 * 5 * 2e-3) and stages["decode"].tokens == 60
@@ -44,30 +44,30 @@ def test_the_time_of_a_stage_follows_from_its_tokens():
 
 
 def test_estimates_depend_on_ranks_workers_precision_epochs_and_adapters():
-    plain, _ = reckoned("pools.workers=1")
-    stages, _ = reckoned("pools.workers=2", "update.dtype=bfloat16", "update.epochs=2", "update.kl.kind=k3")
+    plain, _ = estimate_job("pools.workers=1")
+    stages, _ = estimate_job("pools.workers=2", "update.dtype=bfloat16", "update.epochs=2", "update.kl.kind=k3")
     assert stages["decode"].seconds == pytest.approx(plain["decode"].seconds / 2)
     assert stages["forward and backward"].seconds == pytest.approx(2 * plain["forward and backward"].seconds / 4)
     assert stages["log-probs of reference and teacher"].seconds == pytest.approx(100 * 2e-3 / 4)
-    adapted, _ = reckoned("pools.workers=1", "update.lora.rank=2", trained_parameters=20.0)
+    adapted, _ = estimate_job("pools.workers=1", "update.lora.rank=2", trained_parameters=20.0)
     assert adapted["forward and backward"].seconds == pytest.approx(2 * 100 * 2e-3)
     assert adapted["optimizer"].seconds == pytest.approx(plain["optimizer"].seconds / 100)
 
 
 def test_worker_memory_is_compared_with_the_device_and_offloaded_state_counts_as_host_memory():
-    _, found = reckoned()
+    _, found = estimate_job()
     assert [memory.text for memory in found.memory] == [
         "rollout worker: 8e-06 GB of 0 GB (without libraries); this does not fit",
         "update worker: 9e-07 GB of 0 GB (without libraries)",
     ]
     # A 32nd of 1,000 bytes has room for 2 logits in three tensors of 4 bytes: 24 bytes next to 400 and 500.
     offloaded = ("update.zero_stage=2", "update.offload=optimizer")
-    _, found = reckoned(*offloaded, update_optimizer_bytes=300.0, pass_logits=9.0)
+    _, found = estimate_job(*offloaded, update_optimizer_bytes=300.0, pass_logits=9.0)
     assert found.memory[1].text == (
         "update worker: 9.24e-07 GB of 0 GB (without libraries), and 3e-07 GB of machine memory"
     )
     sizes = {"update_optimizer_bytes": 300.0, "pass_logits": 1.0, "update_writing_bytes": 5000.0}
-    _, found = reckoned("update.zero_stage=2", **sizes)
+    _, found = estimate_job("update.zero_stage=2", **sizes)
     assert found.memory[1].gigabytes == pytest.approx(1.212e-06)
 
 

@@ -168,7 +168,7 @@ def detail(**changes: object) -> Change:
     return lambda manifest: manifest.model_copy(update={"detail": {**manifest.detail, **changes}})
 
 
-def rows_changed(run: Run, index: int, change: Callable[[list[dict[str, object]]], object]) -> Change:
+def change_rows(run: Run, index: int, change: Callable[[list[dict[str, object]]], object]) -> Change:
     """Change the rows of a manifest's `index`-th shard."""
 
     def changed(manifest: Manifest) -> Manifest:
@@ -250,9 +250,9 @@ def test_an_inconsistent_state_of_dynamic_sampling_is_reported(run):
 
 
 def test_a_sample_that_is_trained_twice_or_was_never_finished_is_reported(run):
-    twice = rows_changed(run, 0, lambda rows: rows.append(rows[0]))
+    twice = change_rows(run, 0, lambda rows: rows.append(rows[0]))
     assert any("is repeated, incomplete or was never finished" in line for line in spoil(run, "it-0002/credit", twice))
-    other = rows_changed(run, 0, lambda rows: rows[0].update(sample=9))
+    other = change_rows(run, 0, lambda rows: rows[0].update(sample=9))
     assert any("is repeated, incomplete or was never finished" in line for line in spoil(run, "it-0003/credit", other))
 
 
@@ -266,7 +266,7 @@ def test_a_sample_that_is_too_stale_is_reported(run):
         for row in rows:
             row["segments"] = [{"policy_version": 0, "tokens": len(row["completion_tokens"])}]
 
-    assert any("too old" in line for line in spoil(run, key, rows_changed(run, 0, age)))
+    assert any("too old" in line for line in spoil(run, key, change_rows(run, 0, age)))
 
 
 def test_a_completion_that_does_not_continue_its_earlier_part_is_reported(run):
@@ -275,16 +275,16 @@ def test_a_completion_that_does_not_continue_its_earlier_part_is_reported(run):
     def rewrite(rows: list[dict[str, object]]) -> None:
         rows[0]["logprobs"][0] -= 1.0
 
-    assert any("does not continue its earlier part" in line for line in spoil(run, key, rows_changed(run, 1, rewrite)))
+    assert any("does not continue its earlier part" in line for line in spoil(run, key, change_rows(run, 1, rewrite)))
 
 
 def test_a_cut_completion_among_finished_groups_is_reported(run):
-    cut = rows_changed(run, 0, lambda rows: rows[0].update(finish_reason="cut"))
+    cut = change_rows(run, 0, lambda rows: rows[0].update(finish_reason="cut"))
     keys = [m.key for m in run.manifests() if "/rollout/" in m.key and m.shards[0].rows]
     assert any("are not in separate shards" in line for line in spoil(run, keys[0], cut))
 
 
 def test_segments_that_do_not_match_the_tokens_of_a_completion_are_reported(run):
     keys = [m.key for m in run.manifests() if "/rollout/" in m.key and m.shards[0].rows]
-    none = rows_changed(run, 0, lambda rows: rows[0]["segments"].append({"policy_version": 9, "tokens": 1}))
+    none = change_rows(run, 0, lambda rows: rows[0]["segments"].append({"policy_version": 9, "tokens": 1}))
     assert any("do not match its tokens" in line for line in spoil(run, keys[0], none))

@@ -17,7 +17,7 @@ from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from models.config.engines import SamplingConfig
 from tasks.config.run import override_config
-from tasks.placement.stage import placing_of
+from tasks.placement.stage import get_placement
 from tasks.run.batch import Batch, BatchPlan
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, iteration_key
@@ -102,7 +102,7 @@ def test_no_task_has_a_cache_in_prefect():
 async def test_there_is_no_current_placement_before_the_first_iteration(run, tmp_path):
     config = override_config({}, ("pools.cluster=threads",), source="run.toml")
     async with open_with_workers(run, config, store=str(tmp_path)) as open_run:
-        placement = placing_of(open_run, before=0)
+        placement = get_placement(open_run, before=0)
         assert placement.current_plan is None
         assert placement is open_run.placement
 

@@ -18,7 +18,7 @@ from models.config.retriever import PairFile, RetrieverConfig
 from models.config.users import DirectoryUser
 from models.untrusted_files.directory import missing_directory_error
 from tasks.config.run import RunConfig, load_config, parse_config, validate_again
-from tasks.run.dependencies import dependencies_of, find_run
+from tasks.run.dependencies import dependencies_of, find_matching_run
 
 JOB = """
 name = "job"
@@ -119,21 +119,23 @@ def test_a_job_that_is_moved_with_its_files_continues_its_run(job, tmp_path, mon
     moved = shutil.move(tmp_path / "project", tmp_path / "elsewhere")
     config = load_config(Path(moved) / "jobs/job.toml", [f"store={tmp_path / 'runs'}"])
     monkeypatch.chdir("/")
-    assert find_run(config) is not None
+    assert find_matching_run(config) is not None
     record(run, config)
     assert RunConfig.model_validate(recorded_config(run) | {"name": "job"}).identity() == config.identity()
     assert recorded_config(run)["policy"]["path"].folder == Path(moved) / "jobs"
     (Path(moved) / "data/more.jsonl").write_text("other")
     (tmp_path / "runs/job/policies").mkdir()  # a run without results would take the change
     with pytest.raises(RunChanged, match=r"data file \.\./data/more\.jsonl has changed"):
-        find_run(config)
+        find_matching_run(config)
     (Path(moved) / "data/more.jsonl").write_text("{}")
     (Path(moved) / "jobs/clip/config.json").write_text('{"model_type": "clip", "x": 1}')
     with pytest.raises(RunChanged, match=r"data file clip/config\.json has changed"):
-        find_run(config)
+        find_matching_run(config)
     (Path(moved) / "jobs/clip/config.json").write_text('{"model_type": "clip"}')
     with pytest.raises(RunChanged, match=r"policy\.path was"):
-        find_run(load_config(Path(moved) / "jobs/job.toml", [f"store={tmp_path / 'runs'}", "policy.path=/other"]))
+        find_matching_run(
+            load_config(Path(moved) / "jobs/job.toml", [f"store={tmp_path / 'runs'}", "policy.path=/other"])
+        )
 
 
 def test_a_run_whose_record_has_paths_of_the_working_directory_or_absolute_ones_continues(job, tmp_path, monkeypatch):
@@ -143,7 +145,7 @@ def test_a_run_whose_record_has_paths_of_the_working_directory_or_absolute_ones_
     old["data"]["sources"][0]["path"] = "jobs/train.jsonl"
     old["data"]["sources"][1]["path"] = str(tmp_path / "project/data/more.jsonl")
     create_run(str(tmp_path / "runs"), "job", old)
-    assert find_run(config) is not None
+    assert find_matching_run(config) is not None
 
 
 def test_a_run_is_kept_for_another_whose_job_names_its_policy_by_a_relative_path(job, tmp_path):

@@ -35,7 +35,7 @@ def store(tmp_path_factory):
 
 
 @pytest.fixture
-def ask(store, capsys):
+def run_command(store, capsys):
     def give(*arguments):
         code = main([*arguments, "--store", store])
         return (code, *capsys.readouterr())
@@ -51,10 +51,10 @@ def test_the_shards_after_the_first_contain_pictures_unless_groups_are_carried_o
     assert picture_shards_of(made) == ()
 
 
-def test_listed_rollouts_name_their_pictures_and_a_contact_sheet_sorts_pictures_by_reward(ask, tmp_path):
+def test_listed_rollouts_name_their_pictures_and_a_contact_sheet_sorts_pictures_by_reward(run_command, tmp_path):
     sheet = tmp_path / "sheet.png"
     told = ("rollouts", "painted", "--sort", "reward", "--limit", "256")
-    code, out, err = ask(*told, "--json", "--sheet", str(sheet))
+    code, out, err = run_command(*told, "--json", "--sheet", str(sheet))
     assert (code, err) == (0, "")
     samples = json.loads(out)
     assert all([image["digest"] in DIGESTS for image in sample["images"]] == [True] for sample in samples)
@@ -68,7 +68,7 @@ def test_listed_rollouts_name_their_pictures_and_a_contact_sheet_sorts_pictures_
             middle = pixels[8 + number * 172 + 18 + 64, 8 + column * 136 + 64]
             assert tuple(middle) == shown
     assert {len(row) for row in rows} == {4} and rows[0][0]["reward"] == 1
-    assert ask("rollouts", "painted", "--limit", "1", "--sheet", str(tmp_path / "a.png"))[1].endswith(
+    assert run_command("rollouts", "painted", "--limit", "1", "--sheet", str(tmp_path / "a.png"))[1].endswith(
         f"{tmp_path / 'a.png'}\n"
     )
 
@@ -82,24 +82,24 @@ def test_listed_rollouts_name_their_pictures_and_a_contact_sheet_sorts_pictures_
         ("written", "sheet.png", "none of the 10"),
     ],
 )
-def test_an_invalid_contact_sheet_is_refused_in_one_line(ask, tmp_path, run, name, said):
+def test_an_invalid_contact_sheet_is_refused_in_one_line(run_command, tmp_path, run, name, said):
     (tmp_path / "taken.png").write_bytes(b"")
-    code, out, err = ask("rollouts", run, "--sheet", str(tmp_path / name))
+    code, out, err = run_command("rollouts", run, "--sheet", str(tmp_path / name))
     assert (code, out, err.count("\n")) == (2, "", 1) and said in err
     assert (tmp_path / "taken.png").read_bytes() == b"" and len([*tmp_path.iterdir()]) == 1
 
 
-def test_a_picture_is_found_by_the_beginning_of_its_digest_and_written_unchanged(ask, tmp_path):
+def test_a_picture_is_found_by_the_beginning_of_its_digest_and_written_unchanged(run_command, tmp_path):
     digest, encoded = next(iter(DIGESTS.items()))
-    assert ask("media", "painted", digest[:12], "--to", str(tmp_path / "one.png"))[0] == 0
+    assert run_command("media", "painted", digest[:12], "--to", str(tmp_path / "one.png"))[0] == 0
     assert (tmp_path / "one.png").read_bytes() == encoded
-    assert "matches none of 4 images" in ask("media", "painted", "zz", "--to", str(tmp_path / "two.png"))[2]
+    assert "matches none of 4 images" in run_command("media", "painted", "zz", "--to", str(tmp_path / "two.png"))[2]
 
 
-def test_the_page_of_rollouts_shows_the_pictures(ask, monkeypatch, tmp_path):
+def test_the_page_of_rollouts_shows_the_pictures(run_command, monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("webbrowser.open", lambda address: True)
-    code, out, _ = ask("rollouts", "painted", "--limit", "8", "--open")
+    code, out, _ = run_command("rollouts", "painted", "--limit", "8", "--open")
     found = re.findall(r'<img src="([^"]*)"', Path(out.strip()).read_text())
     assert code == 0 and len(found) == 8 and {*found} <= {*map(data_address, PICTURES)}
 

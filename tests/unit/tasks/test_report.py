@@ -21,7 +21,7 @@ from tasks.views.report.page import toml
 from tasks.views.report.run import report_page
 from tasks.views.report.samples import CHARACTERS, spread
 from tasks.views.run_list import list_run_lines
-from tasks.views.run_progress import Watcher
+from tasks.views.run_progress import ProgressReader
 from tasks.views.runs import describe_run
 from tests.support.in_process import run_command
 from tests.support.jobs import ROOT
@@ -96,7 +96,7 @@ def test_a_run_that_is_deleted_while_runs_are_listed_is_omitted(store, tmp_path,
 
 def test_a_run_that_is_deleted_in_part_between_two_reads_is_named(store, tmp_path):
     shutil.copytree(store, tmp_path / "store")
-    watcher = Watcher(str(tmp_path / "store"), "long")
+    watcher = ProgressReader(str(tmp_path / "store"), "long")
     watcher.read_progress()
     shutil.rmtree(tmp_path / "store/long/manifests/it-0002")
     with pytest.raises(Damaged, match="run 'long' was deleted"):

@@ -21,9 +21,9 @@ from tasks.views.summary import (
     RunSummary,
     escape_markdown,
     places_of,
+    progress_text,
     rollout_table,
     seconds_line,
-    standing_text,
     summary_lines,
     summary_page,
 )
@@ -133,7 +133,7 @@ def test_the_table_of_iterations_has_the_costs_of_all_roles_and_each_of_several_
 
 
 def test_the_page_of_a_run_shows_long_warnings_in_full_within_the_width_of_prefects_page():
-    text = standing_text([REPORT.model_copy(update={"iteration": 4})], [ACCURACY], total=9)
+    text = progress_text([REPORT.model_copy(update={"iteration": 4})], [ACCURACY], total=9)
     assert text.splitlines() == [
         "iteration 4 of 9: sampled accuracy 0.250",
         "held-out accuracy before 0.500 (95% interval 0.100 to 0.900), 2 problems",

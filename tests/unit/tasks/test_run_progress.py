@@ -10,12 +10,12 @@ from datetime import datetime, timedelta
 import pytest
 from rich.console import Console
 
-from flows.cli.live import draw_page, sparks
+from flows.cli.live import draw_page, draw_sparkline
 from infra.store.progress import StepNotes, newest_note
 from infra.store.runs import open_run
 from infra.store.storage import open_store
 from infra.terminal import WIDTH
-from tasks.views.run_progress import Watcher, holder_of
+from tasks.views.run_progress import ProgressReader, find_lock_holder
 
 LEFT = {
     "manifests/it-0003/seal.json": "iteration 3: seal",
@@ -49,9 +49,9 @@ def test_the_activity_of_a_run_is_its_first_missing_stage(store):
     told = []
     for path in LEFT:
         (store / "tiny" / path).unlink()
-        told.append(Watcher(str(store), "tiny", 3).read_progress().activity)
-    assert [activity.what for activity in told] == [*LEFT.values()]
-    assert [(activity.done, activity.of) for activity in told[2:5]] == [(3, 3), (2, 3), (2, 3)]
+        told.append(ProgressReader(str(store), "tiny", 3).read_progress().activity)
+    assert [activity.description for activity in told] == [*LEFT.values()]
+    assert [(activity.done, activity.total) for activity in told[2:5]] == [(3, 3), (2, 3), (2, 3)]
 
 
 @pytest.fixture
@@ -67,12 +67,12 @@ def test_tokens_per_second_are_those_of_the_stored_shards(generating):
     run = open_run(str(generating), "tiny")
     tokens = sum(run.require(f"it-0003/rollout/000{shard}").metrics["tokens"] for shard in (0, 1))
     began = datetime.fromisoformat(run.require("it-0003/plan").provenance.created)
-    activity = Watcher(str(generating), "tiny", 3).read_progress(began + timedelta(seconds=2)).activity
+    activity = ProgressReader(str(generating), "tiny", 3).read_progress(began + timedelta(seconds=2)).activity
     assert activity.note == f"{tokens / 2:,.0f} tokens/s"
 
 
 def test_the_page_has_the_stage_the_shards_and_the_remaining_time_and_fits_its_columns(generating):
-    standing = Watcher(str(generating), "tiny", 1000).read_progress()
+    standing = ProgressReader(str(generating), "tiny", 1000).read_progress()
     seconds = [report.seconds["total"] for report in standing.reports]
     assert standing.eta_seconds == pytest.approx(sum(seconds) / 2 * 998)
     page = text_of(standing)
@@ -82,10 +82,10 @@ def test_the_page_has_the_stage_the_shards_and_the_remaining_time_and_fits_its_c
 
 
 def test_a_watcher_without_the_configuration_reads_the_number_of_iterations_from_the_store(store, reference):
-    progress = Watcher(str(store), "tiny").read_progress()
-    assert (progress.iterations, progress.is_over) == (3, False)
-    whole = Watcher(str(reference.store), "tiny").read_progress()
-    assert whole.is_over
+    progress = ProgressReader(str(store), "tiny").read_progress()
+    assert (progress.iterations, progress.is_finished) == (3, False)
+    whole = ProgressReader(str(reference.store), "tiny").read_progress()
+    assert whole.is_finished
     assert [accuracy.number for accuracy in whole.evaluations] == [0, 3]
 
 
@@ -99,8 +99,8 @@ def test_a_running_warm_up_shows_its_steps_and_its_loss_and_leaves_no_files(stor
     assert newest_note(open_store(str(run))) is None
     notes.report(40, 300, 1.5)
     notes.report(80, 300, 1.25)
-    activity = Watcher(str(store), "tiny", 3).read_progress().activity
-    assert (activity.done, activity.of, activity.unit, activity.note) == (80, 300, "steps", "loss 1.250")
+    activity = ProgressReader(str(store), "tiny", 3).read_progress().activity
+    assert (activity.done, activity.total, activity.unit, activity.note) == (80, 300, "steps", "loss 1.250")
     assert len([*(run / "report/steps").iterdir()]) == 1
     StepNotes(open_store(str(run)))  # another training begins where this one was killed
     assert newest_note(open_store(str(run))) is None
@@ -111,14 +111,14 @@ def test_only_a_live_process_counts_as_the_holder_of_a_run(store):
     run = open_run(str(store), "tiny")
     lock = store / "tiny" / "lock"
     lock.write_text(json.dumps({"pid": os.getppid(), "host": socket.gethostname()}))
-    assert holder_of(run) == f"process {os.getppid()} on {socket.gethostname()}"
+    assert find_lock_holder(run) == f"process {os.getppid()} on {socket.gethostname()}"
     lock.write_text(json.dumps({"pid": 2**22 + 1, "host": socket.gethostname()}))  # beyond the kernel's greatest
-    assert holder_of(run) is None
+    assert find_lock_holder(run) is None
     lock.write_text("")
-    assert holder_of(run) is None
+    assert find_lock_holder(run) is None
 
 
 def test_sparklines_range_from_the_minimum_to_the_maximum_and_skip_missing_values():
-    assert sparks([0.0, None, 0.5, 1.0]) == "▁▅█"
-    assert sparks([0.2, 0.2]) == "▁▁"
-    assert sparks([None]) == ""
+    assert draw_sparkline([0.0, None, 0.5, 1.0]) == "▁▅█"
+    assert draw_sparkline([0.2, 0.2]) == "▁▁"
+    assert draw_sparkline([None]) == ""

@@ -12,7 +12,7 @@ from infra.store.bundles import fetch_bundle
 from infra.store.registry import Registry
 from tasks.promotion import serving
 from tasks.promotion.registry import rollback
-from tests.support.champions import appended
+from tests.support.champions import append_record
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def checkout(registry_command, link):
 def test_the_link_follows_the_champion_and_open_files_stay_readable(registry, home, checkout, link, tmp_path):
     outputs = []
     for policy in "ab":
-        appended(registry, tmp_path, policy)
+        append_record(registry, tmp_path, policy)
         outputs.append(checkout()[:2])
         assert (link / "model").read_text() == policy
     with (link / "model").open() as opened:
@@ -43,7 +43,7 @@ def test_the_link_follows_the_champion_and_open_files_stay_readable(registry, ho
 
 
 def test_a_relative_link_is_created_whose_files_are_durable(registry, checkout, tmp_path, monkeypatch):
-    appended(registry, tmp_path, "a")
+    append_record(registry, tmp_path, "a")
     monkeypatch.chdir(tmp_path)
     synced = set[int]()
     with patch("infra.store.disk.os.fsync", lambda descriptor: synced.add(os.fstat(descriptor).st_ino)):
@@ -56,7 +56,7 @@ def test_a_relative_link_is_created_whose_files_are_durable(registry, checkout, 
 
 def test_the_previous_copy_stays_and_older_copies_are_deleted(registry, checkout, link, tmp_path):
     for policy in "abc":
-        appended(registry, tmp_path, policy)
+        append_record(registry, tmp_path, policy)
         checkout()
     copies = sorted((copy / "model").read_text() for copy in link.parent.glob(".current-*"))
     assert copies == ["b", "c"]
@@ -69,10 +69,10 @@ def test_files_that_no_checkout_created_stay_next_to_the_link(registry, checkout
         (link.parent / name / "bundle.json").write_text("mine")
     (link.parent / neighbours[3]).symlink_to(neighbours[0])
     for policy in "abc":
-        appended(registry, tmp_path, policy)
+        append_record(registry, tmp_path, policy)
         assert checkout()[0] == 0
         (link.resolve() / "mine").write_text("added by a user")
-    appended(registry, tmp_path, "d")
+    append_record(registry, tmp_path, "d")
     assert checkout()[0] == 0
     assert all((link.parent / name / "bundle.json").read_text() == "mine" for name in neighbours)
     assert len(list(link.parent.glob(".current-*"))) == len(neighbours) + 4, "copies with a user's file stay too"
@@ -80,10 +80,11 @@ def test_files_that_no_checkout_created_stay_next_to_the_link(registry, checkout
 
 def test_checkouts_at_the_same_time_take_turns(registry, link, tmp_path):
     policies = [
-        (record := appended(registry, tmp_path, name), fetch_bundle(registry.store, record.bundle)) for name in "abcd"
+        (record := append_record(registry, tmp_path, name), fetch_bundle(registry.store, record.bundle))
+        for name in "abcd"
     ]
     with ThreadPoolExecutor(16) as threads:
-        list(threads.map(lambda number: serving.place(*policies[number % 4], link), range(16)))
+        list(threads.map(lambda number: serving.update_link(*policies[number % 4], link), range(16)))
     assert (link / "model").read_text() in "abcd"
     assert len(list(link.parent.glob(".current-*"))) == 2
 
@@ -92,7 +93,7 @@ def test_checkouts_at_the_same_time_take_turns(registry, link, tmp_path):
 def test_a_checkout_does_not_replace_a_file_with_the_name_of_its_copy_or_scratch_directory(
     registry, checkout, link, tmp_path, name
 ):
-    record = appended(registry, tmp_path, "a")
+    record = append_record(registry, tmp_path, "a")
     taken = link.parent / (f".current-{record.bundle.digest[:16]}" if name == "copy" else name)
     taken.mkdir(parents=True)
     (taken / "notes").write_text("mine")
@@ -106,21 +107,21 @@ def test_the_canary_is_the_open_proposal_or_else_the_champion(registry, registry
         assert checkout("--alias", "canary")[0] == 0
         return (link / "model").read_text()
 
-    appended(registry, tmp_path, "a")
-    appended(registry, tmp_path, "b", kind="proposal")
+    append_record(registry, tmp_path, "a")
+    append_record(registry, tmp_path, "b", kind="proposal")
     assert canary() == "b"
     for _ in range(2):
         assert registry_command("refuse", "assistant", "run-b", "--reason", "made up sources")[0] == 0
     assert canary() == "a"
-    appended(registry, tmp_path, "c", kind="proposal")
+    append_record(registry, tmp_path, "c", kind="proposal")
     assert registry_command("promote", "assistant", "run-c", "--reason", "an hour without complaints")[0] == 0
     assert canary() == "c"
 
 
 def test_a_killed_checkout_leaves_the_old_policy_and_the_next_one_completes_it(registry, checkout, link, tmp_path):
-    appended(registry, tmp_path, "a")
+    append_record(registry, tmp_path, "a")
     checkout()
-    appended(registry, tmp_path, "b")
+    append_record(registry, tmp_path, "b")
     with patch.object(serving.shutil, "copytree", side_effect=KeyboardInterrupt):
         checkout()
     assert (link / "model").read_text() == "a"
@@ -129,17 +130,17 @@ def test_a_killed_checkout_leaves_the_old_policy_and_the_next_one_completes_it(r
 
 
 def test_a_checkout_without_a_champion_or_onto_a_folder_is_refused(registry, checkout, link, tmp_path):
-    appended(registry, tmp_path, "a", kind="proposal")
+    append_record(registry, tmp_path, "a", kind="proposal")
     code, _, err = checkout()
     assert code == 2 and "no champion yet" in err
-    appended(registry, tmp_path, "a")
+    append_record(registry, tmp_path, "a")
     link.mkdir(parents=True)
     code, _, err = checkout()
     assert code == 2 and f"{link} must be a symbolic link or not exist, found a folder" in err
 
 
 def test_a_follower_uses_each_champion_and_keeps_the_last_while_the_store_cannot_be_read(registry, tmp_path, caplog):
-    appended(registry, tmp_path, "a")
+    append_record(registry, tmp_path, "a")
     used: list[str] = []
     lost = iter([False, True, True, False])
 
@@ -152,10 +153,10 @@ def test_a_follower_uses_each_champion_and_keeps_the_last_while_the_store_cannot
         if next(lost, False):
             raise StoreFailed("the disk is gone")
         if len(used) == 3:
-            appended(registry, tmp_path, "b")
+            append_record(registry, tmp_path, "b")
         return found(self)
 
     with patch.object(Registry, "champion", champion), pytest.raises(KeyboardInterrupt):
-        serving.follow(registry, use, every=0.001)
+        serving.watch_policy(registry, use, every=0.001)
     assert used == ["a", "a", "a", "b", "b"]
     assert caplog.text.count("the policy is not changed: the disk is gone") == 1

@@ -14,7 +14,7 @@ from tasks.config.sweep import read_points, sweep_points
 from tasks.views.sweep import swept_run
 
 
-def named(*grids: str, listed: tuple[dict[str, str], ...] = ()) -> list[str]:
+def run_names(*grids: str, listed: tuple[dict[str, str], ...] = ()) -> list[str]:
     return [point.name for point in sweep_points("demo", grids, listed)]
 
 
@@ -31,8 +31,8 @@ def test_a_grid_is_the_product_of_its_values_and_a_single_value_is_for_all_point
 
 def test_listed_points_are_combined_with_every_point_of_a_grid():
     listed = ({"seed": "1"}, {"rollout.prompts": "4"})
-    assert named(listed=listed) == ["demo.seed-1", "demo.prompts-4"]
-    assert named("iterations=1,2", listed=listed)[:2] == ["demo.seed-1.iterations-1", "demo.seed-1.iterations-2"]
+    assert run_names(listed=listed) == ["demo.seed-1", "demo.prompts-4"]
+    assert run_names("iterations=1,2", listed=listed)[:2] == ["demo.seed-1.iterations-1", "demo.seed-1.iterations-2"]
 
 
 def test_commas_in_quotes_lists_and_tables_do_not_separate_values():
@@ -41,7 +41,7 @@ def test_commas_in_quotes_lists_and_tables_do_not_separate_values():
 
 
 def test_keys_with_the_same_last_part_appear_in_run_names_in_full():
-    assert named("update.dtype=float32", "rollout.engine.dtype=a,b", "policy.dtype=c,d")[0] == (
+    assert run_names("update.dtype=float32", "rollout.engine.dtype=a,b", "policy.dtype=c,d")[0] == (
         "demo.rollout.engine.dtype-a.policy.dtype-c"
     )
 
@@ -57,7 +57,7 @@ def test_every_point_has_a_unique_and_valid_run_name(values):
 
 
 def test_a_points_name_depends_on_its_values_alone():
-    assert named("data.path=/a/B,/c", "seed=1,2")[0] == named("data.path=/c,/a/B", "seed=1,2")[2]
+    assert run_names("data.path=/a/B,/c", "seed=1,2")[0] == run_names("data.path=/c,/a/B", "seed=1,2")[2]
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "toml"])

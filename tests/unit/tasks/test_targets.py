@@ -165,7 +165,12 @@ def check_engine(engine: Variant) -> None:
         (check_algorithm, "algorithm", "Best", ["'my_faults:Best'", "'my_faults:numbers_of'"]),
         (check_algorithm, "algorithm", "Greedy", ["(experience, algorithm)", "(experience, algorithm, more)"]),
         (check_loss, "update.loss", "Loose", ["(logprobs_N, old_N, tokens=…, config=…)"]),
-        (check_engine, "rollout.engine", "Half", ["producer, loaded_digest, sleep, close, step_sums, score_continuations, generate"]),
+        (
+            check_engine,
+            "rollout.engine",
+            "Half",
+            ["producer, loaded_digest, sleep, close, step_sums, score_continuations, generate"],
+        ),
     ],
 )
 def test_an_implementation_that_does_not_fit_is_refused_before_anything_starts(folder, check, part, name, expected):

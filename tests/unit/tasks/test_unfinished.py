@@ -10,7 +10,7 @@ from infra.store.registry import open_registry
 from infra.store.runs import create_run
 from tasks.config.run import override_config
 from tasks.promotion.draft import draft_retrain, find_unfinished
-from tests.support.champions import appended
+from tests.support.champions import append_record
 
 MONDAY, TUESDAY, WEDNESDAY = (date(2026, 11, day) for day in (9, 10, 11))
 RULES = {"registry": "assistant", "primary": {"suite": "heldout", "min_gain": 0}}
@@ -41,7 +41,7 @@ def test_a_gated_retrain_is_finished_with_its_record_and_not_with_its_draft(tmp_
     draft_retrain(config.model_copy(update={"name": "job-20261109"}))
     assert find_unfinished(config, TUESDAY) == MONDAY
     registry = open_registry(config.store, "assistant")
-    appended(registry, tmp_path, "a", run="job-20261109")
+    append_record(registry, tmp_path, "a", run="job-20261109")
     assert find_unfinished(config, WEDNESDAY) is None
 
 

@@ -38,7 +38,7 @@ def left(run):
     return [entry.key for entry in run.store.entries("orders/")]
 
 
-async def test_orders_are_read_once_in_their_order_and_deleted(run, joined):
+async def test_messages_are_read_once_in_their_order_and_deleted(run, joined):
     folder = messages_folder(run, "one")
     outbox = Outbox(run, folder)
     reading = asyncio.ensure_future(read(joined, folder))
@@ -51,7 +51,7 @@ async def test_orders_are_read_once_in_their_order_and_deleted(run, joined):
     assert (outbox.num_unread, left(run)) == (0, [])
 
 
-async def test_each_flow_run_gets_only_the_orders_for_it(run, joined):
+async def test_each_flow_run_gets_only_the_messages_for_it(run, joined):
     one, other = (messages_folder(run, name) for name in ("one", "other"))
     Outbox(run, one).put(order("it-0001"))
     outbox = Outbox(run, other)
@@ -80,7 +80,7 @@ async def test_a_controller_fails_if_its_driver_stays_silent(run, joined, monkey
             await read(joined, messages_folder(run, "one"))
 
 
-async def test_a_driver_without_orders_keeps_a_controller_waiting(run, joined, monkeypatch):
+async def test_a_driver_without_messages_keeps_a_controller_waiting(run, joined, monkeypatch):
     monkeypatch.setattr(work_queue, "HEARTBEAT_SECONDS", 0.05)
     folder = messages_folder(run, "one")
     outbox = Outbox(run, folder)
@@ -98,7 +98,7 @@ async def test_a_driver_without_orders_keeps_a_controller_waiting(run, joined, m
     assert left(run) == []  # nothing more is written after the end
 
 
-def test_a_driver_detects_whether_its_orders_are_read(run):
+def test_a_driver_detects_whether_its_messages_are_read(run):
     outbox = Outbox(run, messages_folder(run, "one"))
     outbox.put(order("it-0001"))
     outbox.put(order("it-0002"))
