@@ -145,19 +145,27 @@ class NumericReward(BuiltInReward):
 
     kind: Literal["numeric"] = "numeric"
     pattern: str = r"####\s*(-?[\d,]*\.?\d+)"
-    """Regular expression that extracts the answer from completion and reference: the first group of its last match."""
+    """Regular expression that extracts the answer from completion and reference: the first group of its last match.
+    With the default and version 2, the answer is the number after the last `####`."""
+    version: Annotated[Literal[1, 2], Since("0.2.0", before=1)] = 2
+    """Version of the comparison. 2 reads numbers as people write them, such as `**42**`, `$18`, `50%`, `1/2` or `3,5`
+    (docs/rewards.md). 1 reads plain decimals and is used by runs that began before this key."""
 
 
 class MathReward(BuiltInReward):
-    """Reward of 1 if math-verify finds completion and reference equal, else 0.
+    """Reward of 1 if the final answers of completion and reference are equal, else 0 (docs/rewards.md).
 
-    Expressions that are too large to be evaluated, such as 9^(9^9), are equal only if they are written identically.
+    Numbers and words are compared by Rheostat, other mathematics by math-verify. Expressions that are too large to be
+    evaluated, such as 9^(9^9), are equal only if they are written identically.
     """
 
     implementation = "models.rewards.mathematics:math_reward"
     checks_references = True
 
     kind: Literal["math"] = "math"
+    version: Annotated[Literal[1, 2], Since("0.2.0", before=1)] = 2
+    """Version of the comparison. 2 compares the final answers by their kind: numbers, words, or mathematics
+    (docs/rewards.md). 1 compares whole texts by math-verify and is used by runs that began before this key."""
 
 
 class RegexReward(BuiltInReward):

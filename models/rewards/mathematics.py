@@ -6,27 +6,33 @@ therefore bounded without evaluating it. An expression that is too large is a wr
 
 import logging
 import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
 from itertools import product
-from math import comb, isfinite, log10
-from typing import Any, Final
+from math import ceil, lgamma, log
+from typing import Final
 
 import sympy
 from math_verify import parse, verify
 
 from models.config.reward_terms import MathReward
+from models.rewards.answers import FinalAnswer, find_answer, has_several_boxes, to_formula, to_latex, to_plain
+from models.rewards.expression_size import MAX_DIGITS, Expression, can_evaluate
+from models.rewards.numerals import Numeral, agree, read_numeral, rounds_to
 from models.rewards.rules import Reward
-
-MAX_DIGITS: Final = 100_000
-"""Maximum number of digits of a number that is evaluated, including intermediate results. 20000! has 77,338 digits."""
-
-MAX_ROOT_DIGITS: Final = 1000
-"""Maximum number of digits of a number whose roots are simplified, because this factorizes the number."""
-
-MAX_TERMS: Final = 200
-"""Maximum number of terms of a sum after powers and products are expanded."""
+from models.rewards.words import choice_of, date_of, is_same_text, is_wordy, time_of, words_in
 
 MAX_NESTING: Final = 100
 """Maximum nesting depth of brackets that are parsed."""
+
+FEW_ZEROS: Final = 6
+"""Number of zeros after the decimal point up to which math-verify's default precision suffices for differences."""
+
+MAX_ZEROS: Final = 10_000
+"""Maximum number of decimal places after the decimal point before the first digit that are compared."""
 
 _DELIMITER: Final = re.compile(r"(?<!\\)(?:\$|\\\(|\\\[)|\\boxed|\n")
 """Pattern of the delimiters of mathematics in text. A reference without any of them is parsed as a formula."""
@@ -37,19 +43,191 @@ _CURRENCY: Final = re.compile(r"\\\$|[£¥฿\u20a0-\u20cf]")
 _SPACED: Final = re.compile(r"(-?[0-9]{1,3})((?:(?: |\\,|\\ |~)[0-9]{3})+)((?:\.[0-9]+)?)")
 """Pattern of a number with spaces between thousands, which a formula would read as multiplication."""
 
+_BOUND: Final = re.compile(r"[<>]|\\(?:[lg]eq?|[lg]t|neq?|not)(?![A-Za-z])")
+"""Pattern of a relation without its left side, such as "≤ 5", which math-verify would read as 5."""
+
+_BASE: Final = re.compile(r"\d_\{?(\d+)\}?")
+
 _BINOMIAL: Final = re.compile(r"binom\s*\{\s*([0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}")
 
 _DIVISORS: Final = re.compile(r"(?:gcd|lcm)\b[^\n]{0,200}?(?:\^\s*\{?\s*[0-9]{5}|\^[^\n]{0,50}\^|[0-9]{5}\s*\)?\s*!)")
 
-_MOST: Final = 6.0  # digits of an exponent above which an expression is rejected
-_SUMMAND: Final = 20.0  # assumed cost, in digits, of each term of a sum or product with limits
-
-Expression = Any  # sympy's classes, including matrices, or a text; sympy has no types
-
 
 def math_reward(config: MathReward) -> Reward:
-    """Return the mathematics reward, which has no settings."""
-    return mathematics
+    """Return the mathematics reward of the configured version."""
+    return mathematics if config.version == 1 else compare_answers
+
+
+def compare_answers(prompt: str, completion: str, answer: str) -> float:
+    """Compare the final answers of reference and completion by their kind: number, choice or words, or mathematics.
+
+    The reference decides the kind. Numbers and words are compared here, all other mathematics by math-verify. Returns 1
+    or 0, and 1 for the reference itself. Raises ValueError if the reference contains no answer.
+    """
+    reference = read_reference(answer)
+    if completion.strip() == answer.strip():
+        return 1.0
+    claim = find_answer(to_latex(completion))
+    if claim is not None and reference.text in (claim.text, claim.line):
+        return 1.0
+    verdict = None if claim is None else reference.judge(claim)
+    return float(reference.equals(to_latex(completion), claim) if verdict is None else verdict)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Reference answer, read as every kind that it can be."""
+
+    text: str
+    """Final answer in the spelling of LaTeX, without delimiters."""
+    plain: str
+    """Final answer without LaTeX's text commands and spaces."""
+    numeral: Numeral | None
+    is_wordy: bool
+    """Whether the answer is a choice, a name, a date or another text in words."""
+    formula: str
+    """Text that math-verify parses if the completion's answer is of another kind. Empty for an answer in words."""
+
+    def judge(self, claim: FinalAnswer) -> bool | None:
+        """Compare with an answer of the same kind. Returns None if math-verify must decide."""
+        plain = to_plain(claim.text)
+        if is_same_text(self.plain, plain) and (self.is_wordy or self.plain == plain):
+            return True
+        if self.is_wordy:
+            return False
+        given = None if self.numeral is None else read_numeral(plain, decimal_comma=_may_have_comma(claim, plain))
+        if self.numeral is not None and given is not None:
+            return agree(self.numeral, given)
+        in_words = is_wordy(plain) and any(len(word) > 2 for word in words_in(plain))
+        return False if in_words or _contradict(self.plain, plain) else None
+
+    def equals(self, completion: str, claim: FinalAnswer | None) -> bool:
+        """Compare as mathematics by math-verify. The claim is the completion's final answer if it is known."""
+        if self.is_wordy:
+            return claim is None and is_same_text(self.plain, to_plain(completion.strip().rpartition("\n")[2]))
+        decimal = None if claim is None else read_numeral(to_plain(claim.text))
+        text = _text_to_parse(completion, claim) if decimal is None else f"${decimal.latex}$"
+        given, expected = _parse_completion(text), _parse_reference(self.formula)
+        if verify_formulas(expected, given):
+            return True
+        return _is_rounded(decimal, expected) or _is_rounded(self.numeral, given)
+
+
+@lru_cache(maxsize=64)
+def read_reference(answer: str) -> Reference:
+    """Read a reference. Raises ValueError if it contains no answer."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    whole = to_latex(answer.strip())
+    found = None if has_several_boxes(whole) else find_answer(whole)
+    text = whole if found is None else found.text
+    plain = to_plain(text)
+    numeral = None if found is None else read_numeral(plain)
+    in_words = found is not None and (is_wordy(plain) or date_of(plain) is not None or time_of(plain) is not None)
+    if numeral is None and in_words:
+        return Reference(text, plain, None, True, "")
+    if numeral is not None:
+        return Reference(text, plain, numeral, False, numeral.latex)
+    formula = whole if found is None or found.source == "boxed" else to_formula(text)
+    _parse_reference(formula)
+    return Reference(text, plain, None, False, formula)
+
+
+def _is_rounded(decimal: Numeral | None, expressions: Iterable[Expression]) -> bool:
+    """Return whether a decimal is the rounded value of a constant, such as 1414.21 for 1000 times the root of 2."""
+    if decimal is None or decimal.place is None or decimal.is_percent:
+        return False
+    values = [_value_of(each) for each in expressions]
+    return any(rounds_to(decimal, value) for value in values if value is not None)
+
+
+def _value_of(expression: Expression) -> Fraction | None:
+    """Return the value of a real constant to 30 digits, or None for other expressions."""
+    if not isinstance(expression, sympy.Expr) or not expression.is_number or not can_evaluate(expression):
+        return None
+    value = expression.evalf(30)
+    return Fraction(str(value)) if isinstance(value, sympy.Float) and value.is_finite else None
+
+
+def _may_have_comma(claim: FinalAnswer, plain: str) -> bool:
+    """Return whether a comma in an answer may be a decimal comma: it is in plain text, as in "The answer is 3,5"."""
+    return claim.source != "boxed" and claim.text == plain
+
+
+def _text_to_parse(completion: str, claim: FinalAnswer | None) -> str:
+    """Return the claim as a formula if it is one, else the whole completion."""
+    if claim is None or claim.source == "boxed" or _DELIMITER.search(claim.text):
+        return completion if claim is None or claim.source != "marked" else claim.text
+    if claim.source == "marked" or not words_in(claim.text):
+        return f"${to_formula(claim.text)}$"
+    return completion
+
+
+def _contradict(expected: str, given: str) -> bool:
+    """Return whether two answers differ in a part that math-verify ignores or reads as a product of letters.
+
+    Such parts are two single letters, words, a relation without a left side (≤ 5), and the base of a number.
+    """
+    if choice_of(expected) is not None and choice_of(given) is not None:
+        return True
+    bounds = [_BOUND.match(text) for text in (expected, given)]
+    if [bound and bound[0][:3] for bound in bounds] != [bounds[0] and bounds[0][0][:3]] * 2:
+        return True
+    bases = [_BASE.findall(text) for text in (expected, given)]
+    if bases[1] and bases[0] != bases[1]:
+        return True
+    words = Counter(words_in(expected)), Counter(words_in(given))
+    if not words[0] or not words[1]:
+        return False
+    return bool(words[0] - words[1]) or (words[0] == words[1] and _tokens_of(expected) != _tokens_of(given))
+
+
+def _tokens_of(text: str) -> list[str]:
+    """Return the numbers and words of a text in order."""
+    return re.findall(r"\d+(?:\.\d+)?|[^\W\d_]{2,}", text.casefold())
+
+
+def verify_formulas(expected: Sequence[Expression], given: Sequence[Expression]) -> bool:
+    """Compare parsed mathematics by math-verify, in 6 significant digits of the smallest constant.
+
+    Texts that math-verify cannot parse are not equal here, because it has removed parts of them. A comparison that it
+    cannot do, such as with 1/0, is not equal either. Answers that are written identically are compared before.
+    """
+    sides = [[each for each in side if not isinstance(each, str)] for side in (expected, given)]
+    if any(one == other and not can_evaluate(one) for one, other in product(*sides)):
+        return True
+    gold, target = ([one for one in side if can_evaluate(one)] for side in sides)
+    if not verify(gold, target, timeout_seconds=None):
+        return False
+    extra = max(map(_leading_zeros, (*gold, *target)), default=0)
+    precision = 15 + (extra if extra > FEW_ZEROS else 0)
+    return bool(verify(gold, target, float_rounding=6 + extra, numeric_precision=precision, timeout_seconds=None))
+
+
+def _leading_zeros(expression: Expression) -> int:
+    """Return the number of decimal places before the first digit of the smallest constant in an expression."""
+    if isinstance(expression, str):
+        return 0
+    parts = expression.flat() if isinstance(expression, sympy.MatrixBase) else [expression]
+    sizes = [_log10(each) for part in parts for each in sympy.preorder_traversal(part)]
+    return min(MAX_ZEROS, max((max(0, ceil(-size) - 1) for size in sizes if size is not None), default=0))
+
+
+def _log10(expression: Expression) -> float | None:
+    """Return log10 of the size of a number, power, product or factorial of numbers, or None for anything else."""
+    match expression:
+        case sympy.Rational() | sympy.Float() if expression.is_finite and expression:
+            number = sympy.Rational(expression)
+            return (log(abs(number.p)) - log(number.q)) / log(10)
+        case sympy.Pow() if isinstance(expression.exp, sympy.Integer) and abs(expression.exp) < 10**6:
+            size = _log10(expression.base)
+            return None if size is None else size * int(expression.exp)
+        case sympy.Mul():
+            sizes = [_log10(part) for part in expression.args]
+            return None if None in sizes else sum(size for size in sizes if size is not None)
+        case sympy.factorial() if isinstance(expression.args[0], sympy.Integer) and 0 <= expression.args[0] < 10**6:
+            return lgamma(int(expression.args[0]) + 1) / log(10)
+        case _:
+            return None
 
 
 def mathematics(prompt: str, completion: str, answer: str) -> float:
@@ -61,9 +239,9 @@ def mathematics(prompt: str, completion: str, answer: str) -> float:
     # main thread.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     expected, expressions = _parse_reference(answer), _parse_completion(completion)
-    if any(one == other and not can_evaluate(one) for one, other in product(expected, expressions)):
+    if any(one == other and not can_evaluate(one, bounds_roots=False) for one, other in product(expected, expressions)):
         return 1.0  # equal as written, so nothing has to be evaluated
-    gold, target = ([one for one in side if can_evaluate(one)] for side in (expected, expressions))
+    gold, target = ([one for one in side if can_evaluate(one, bounds_roots=False)] for side in (expected, expressions))
     return float(verify(gold, target, timeout_seconds=None, raise_on_error=True))
 
 
@@ -119,114 +297,3 @@ def _nesting(text: str, opening: str, closing: str) -> int:
         depth = depth + 1 if mark == opening else max(0, depth - 1)
         deepest = max(deepest, depth)
     return deepest
-
-
-class _TooLarge(Exception):
-    """Raised when evaluating an expression would need too much time or memory."""
-
-
-def can_evaluate(expression: Expression) -> bool:
-    """Return whether evaluating and expanding an expression stays within the limits. Nothing is evaluated for this."""
-    if isinstance(expression, str):
-        return True
-    try:
-        _digits(expression)
-        return _terms(expression) <= MAX_TERMS
-    except (_TooLarge, RecursionError):
-        return False
-
-
-def _parts(expression: Expression) -> list[Expression]:
-    """Return the elements of a matrix or the arguments of an expression."""
-    return list(expression.flat()) if isinstance(expression, sympy.MatrixBase) else list(expression.args)
-
-
-def _digits(expression: Expression) -> float:
-    """Return an upper bound on the digits of a value and of all intermediate values. A symbol counts as one digit.
-
-    Raises _TooLarge if the bound exceeds `MAX_DIGITS`.
-    """
-    parts = _parts(expression)
-    digits = _of_parts(expression, [_digits(part) for part in parts]) if parts else _of_atom(expression)
-    if digits > MAX_DIGITS:
-        raise _TooLarge
-    return digits
-
-
-def _of_atom(atom: Expression) -> float:
-    """Return log10 of the size of a number, or 1 for a symbol. Raises _TooLarge if the number is not finite."""
-    if isinstance(atom, sympy.Rational):
-        largest = max(abs(atom.p), atom.q)
-        return 0.0 if largest == 1 else largest.bit_length() * log10(2)
-    if isinstance(atom, sympy.Float):
-        size = abs(float(atom))
-        if not isfinite(size):
-            raise _TooLarge
-        return abs(log10(size)) if size else 0.0
-    return 0.0 if atom is sympy.I else 1.0
-
-
-def _of_parts(expression: Expression, digits: list[float]) -> float:
-    """Combine the bounds of an expression's parts into a bound for the expression.
-
-    Raises _TooLarge if it is too large.
-    """
-    match expression:
-        case sympy.Pow() | sympy.MatPow():
-            base, power = digits
-            if _is_root(expression.exp) and base > MAX_ROOT_DIGITS:
-                raise _TooLarge
-            min_value = 0.3 if expression.base.is_Matrix else 0.0  # powers of a matrix of ones contain sums
-            base = max(base, min_value)
-            return base * _size(power) if base else 0.0
-        case sympy.exp():
-            return _size(digits[0]) * log10(2.7182818285)
-        case sympy.binomial():
-            return min(_size(min(digits[0], _MOST)) * log10(2), _size(digits[1]) * digits[0])
-        case sympy.factorial() | sympy.factorial2() | sympy.subfactorial() | sympy.gamma() | sympy.RisingFactorial():
-            return _size(max(digits)) * max(1.0, max(digits))
-        case sympy.Sum() | sympy.Product():
-            return max(1.0, digits[0]) * _size(max(digits[1:])) * _SUMMAND
-        case sympy.Add() | sympy.MatAdd():
-            return max(digits) + log10(len(digits))
-        case sympy.Mul() | sympy.MatMul():
-            return sum(digits)
-        case _:
-            return max(digits)
-
-
-def _is_root(exponent: Expression) -> bool:
-    """Return whether an exponent contains a fraction."""
-    return any(isinstance(part, sympy.Rational) and part.q > 1 for part in sympy.preorder_traversal(exponent))
-
-
-def _size(digits: float) -> float:
-    """Return 10 to the power of `digits`. Raises _TooLarge if `digits` exceeds `_MOST`."""
-    if digits > _MOST:
-        raise _TooLarge
-    return float(10**digits)
-
-
-def _terms(expression: Expression) -> int:
-    """Return an upper bound on the terms of a sum after its powers and products are expanded.
-
-    Raises _TooLarge if the bound exceeds `MAX_TERMS`.
-    """
-    parts = _parts(expression)
-    terms = [_terms(part) for part in parts]
-    match expression:
-        case sympy.Add():
-            numbers = sum(part.is_Number for part in parts)
-            count: int = sum(terms) - max(0, numbers - 1)
-        case sympy.Mul():
-            count = 1
-            for factor in terms:
-                count *= factor
-        case sympy.Pow() if terms[0] > 1 and not expression.exp.free_symbols:
-            power = int(_size(_digits(expression.exp)))
-            count = comb(terms[0] + power - 1, power) if power <= 10 * MAX_TERMS else MAX_TERMS + 1
-        case _:
-            count = max(terms, default=1)
-    if count > MAX_TERMS:
-        raise _TooLarge
-    return count

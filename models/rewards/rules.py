@@ -10,6 +10,8 @@ from pydantic import Field, JsonValue, TypeAdapter
 from infra.errors import BadInput
 from infra.variants import implementation_of
 from models.config.reward_terms import BuiltInConfig, BuiltInReward, NumericReward, PatternSteps, RegexReward
+from models.rewards.answers import to_latex, to_plain, unwrap
+from models.rewards.numerals import Numeral, is_same_value, read_leading_numeral
 
 
 class Reward(Protocol):
@@ -48,10 +50,45 @@ class TokenReward(Protocol):
 def numeric_reward(config: NumericReward) -> Reward:
     """Return a reward that compares the last number of the completion with the reference: 1 if equal, else 0.
 
-    Numbers are compared exactly as decimals, so `1,000` equals `1000.0`. A completion without a number is wrong. Raises
-    BadInput if the pattern is invalid.
+    Numbers are compared exactly, so `1,000` equals `1000.0`. A completion without a number is wrong. Raises BadInput if
+    the pattern is invalid.
     """
     _check_pattern(config.pattern, groups=1)
+    return _decimal_reward(config) if config.version == 1 else _number_reward(config)
+
+
+def _number_reward(config: NumericReward) -> Reward:
+    """Return version 2 of the reward, which reads numbers as people write them."""
+    pattern = re.compile(config.pattern)
+    is_default = config.pattern == type(config).model_fields["pattern"].default
+
+    def find(text: str) -> Numeral | None:
+        """Return the number after the last `####`, or in the last match of a user's pattern."""
+        if is_default:
+            _, marker, rest = text.rpartition("####")
+            return _read_number(rest.partition("\n")[0].rpartition("=")[2]) if marker else None
+        matches = list(pattern.finditer(text))
+        return _read_number(matches[-1][1] or "") if matches else None
+
+    def reward(prompt: str, completion: str, answer: str) -> float:
+        """Return 1 or 0. Raises ValueError if the reference contains no number."""
+        bare = _read_number(answer) if "####" not in answer else None
+        expected = find(answer) if bare is None else bare
+        if expected is None:
+            raise ValueError(f"no number in the reference {answer[-60:]!r}")
+        given = find(completion)
+        return float(given is not None and is_same_value(expected, given))
+
+    return reward
+
+
+def _read_number(text: str) -> Numeral | None:
+    """Read the number that a text starts with, in any spelling. Returns None if there is none."""
+    return read_leading_numeral(to_plain(to_latex(unwrap(text))))
+
+
+def _decimal_reward(config: NumericReward) -> Reward:
+    """Return version 1 of the reward, which reads plain decimals."""
     pattern = re.compile(config.pattern)
 
     def reward(prompt: str, completion: str, answer: str) -> float:

@@ -1,0 +1,199 @@
+"""Final answers in texts: their places, and one spelling for what people write in several ways."""
+
+import re
+import unicodedata
+from dataclasses import dataclass
+from typing import Final, Literal
+
+Source = Literal["marked", "boxed", "stated", "whole"]
+"""Place of an answer: after `####` or in <answer>, in \\boxed, after "the answer is", or as the only line."""
+
+MAX_ANSWER: Final = 2000
+"""Maximum number of characters of a final answer. A longer one is not looked at apart from the text around it."""
+
+MAX_STATED: Final = 200
+"""Maximum number of characters of an answer without a marker."""
+
+_TAG: Final = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL | re.IGNORECASE)
+_HASHES: Final = re.compile(r"####(?!#)([^\n]*)")
+_BRACE: Final = re.compile(r"\\f?box(?:ed)?\s*\{|(?<!\\)[{}]")
+_STATEMENT: Final = re.compile(r"\banswer(?:\s+to\b[^.\n:]{0,80}?)?\s*(?:\bis\b\s*:?|:)", re.IGNORECASE)
+_PREFIX: Final = re.compile(r"^(?:the\s+)?(?:final\s+)?answer\s*(?:\bis\b\s*:?|:)\s*(?=\S)", re.IGNORECASE)
+_FINAL: Final = re.compile(r"\bfinal answer is\b\s*:?", re.IGNORECASE)
+_SENTENCE: Final = re.compile(r"(\S.*?)\s*(?:[.!?](?=\s)|(?<!\d),(?=\s+[a-z])|$)")
+_JOINED: Final = re.compile(r"(?:\s|[$,.;&]|\\quad|\\qquad|\\text\{[^{}]*\}|\\[()\[\]]|\band\b|\bor\b)*", re.IGNORECASE)
+_AFTER: Final = re.compile(r"\s*\$*\s*(?:\\?%|(?:percent|pct)\b)", re.IGNORECASE)
+
+_FONTS: Final = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf|tt|normal)|mbox|operatorname|textnormal)\s*"
+_WRAPS: Final = [
+    re.compile(pattern, re.DOTALL)
+    for pattern in (
+        r"\$\$((?:(?!\$\$).)+)\$\$",
+        r"\$([^$]+)(?<!\\)\$",
+        r"\\\(((?:(?!\\\)).)+)\\\)",
+        r"\\\[((?:(?!\\\]).)+)\\\]",
+        r"\*\*((?:(?!\*\*).)+)\*\*",
+        r"__((?:(?!__).)+)__",
+        r"\*([^*]+)\*",
+        r"`([^`]+)`",
+        r'"([^"]+)"',
+        r"“([^”]+)”",
+        r"'([^']+)'",
+        rf"{_FONTS}\{{([^{{}}]*)\}}",
+        r"<answer>(.*)</answer>",
+    )
+]
+
+_SYMBOLS: Final = {
+    "−": "-", "‒": "-", "﹣": "-", "－": "-", "×": r"\times ", "✕": r"\times ", "⋅": r"\cdot ", "·": r"\cdot ",
+    "∙": r"\cdot ", "÷": "/", "∕": "/", "⁄": "/", "≤": r"\le ", "⩽": r"\le ", "≥": r"\ge ", "⩾": r"\ge ",
+    "≠": r"\ne ", "≈": r"\approx ", "∞": r"\infty ", "π": r"\pi ", "𝜋": r"\pi ", "°": r"^{\circ}", "±": r"\pm ",
+    "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}",
+    "\u00a0": " ", "\u2007": " ", "\u2009": " ", "\u200a": " ", "\u202f": " ", "\u200b": "", "\u2060": "", "\ufeff": "",
+    "（": "(", "）": ")", "，": ",", "．": ".", "％": "%", "＝": "=", "＋": "+",
+}  # fmt: skip
+_SYMBOL: Final = re.compile("|".join(map(re.escape, _SYMBOLS)))
+_SUPERSCRIPTS: Final = {**dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n", strict=True))}
+_RAISED: Final = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
+_VULGAR: Final = re.compile("[¼-¾⅐-⅞]")
+_ROOT: Final = re.compile(r"([√∛∜])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[A-Za-z]))")
+_POWER: Final = re.compile(r"(?<=[\w)}\]])(?:\*\*| \*\* )(-?\d+(?:\.\d+)?|[A-Za-z](?![A-Za-z])|\([^()]*\))")
+_EXPONENT: Final = re.compile(r"(?<![A-Za-z\d.\\_])(\d+(?:\.\d*)?|\.\d+)[eE]([+-]?\d+)(?!\w|\.\d)")
+_THIN_SPACED: Final = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\\[,;:! ]|~)\d{3})+(?!\d)")
+_NAMED: Final = re.compile(r"(?<![\\A-Za-z])(pi|infinity|inf|oo)(?![A-Za-z])", re.IGNORECASE)
+_SQRT: Final = re.compile(r"(?<![\\A-Za-z])sqrt\s*(?:\(([^()]*)\)|(\d+))")
+
+
+@dataclass(frozen=True, slots=True)
+class FinalAnswer:
+    """Text of a final answer and its place."""
+
+    text: str
+    source: Source
+    line: str = ""
+    """The same answer up to the end of its line, if it may contain a full stop or a comma."""
+
+
+def find_answer(text: str) -> FinalAnswer | None:
+    """Find the final answer of a text. Returns None if it is not marked, is too long, or consists of several boxes.
+
+    The last of `####`, <answer> and \\boxed is the answer. Without any of them it is the end of the last sentence with
+    "answer is" or "answer:", or the whole text if it is one short line.
+    """
+    boxes, plain = _boxes(text), re.sub(r"\*\*|__", "", text)
+    marked = [(match.start(), match[1]) for pattern in (_TAG, _HASHES) for match in pattern.finditer(text)]
+    last = max(marked, default=None)
+    if boxes and last is None and (final := _find_statement(_FINAL, text[boxes[-1][1] :])) is not None:
+        return final
+    if boxes and (last is None or last[0] < boxes[-1][0]):
+        start, end, inner = boxes[-1]
+        if len(boxes) > 1 and _JOINED.fullmatch(text[boxes[-2][1] : start]):
+            return None
+        if len(inner) > MAX_ANSWER:
+            return None
+        percent = "%" if _AFTER.match(text[end:]) and not inner.rstrip().endswith("%") else ""
+        return FinalAnswer(unwrap(inner) + percent, "boxed")
+    if last is not None and len(last[1]) > MAX_ANSWER:
+        return None
+    if last is not None:
+        inside = find_answer(last[1]) if r"\boxed" in last[1] else None
+        return FinalAnswer(unwrap(last[1]) if inside is None else inside.text, "marked")
+    if (stated := _find_statement(_STATEMENT, plain)) is not None:
+        return stated
+    line = text.strip()
+    return FinalAnswer(unwrap(line), "whole") if line and "\n" not in line and len(line) <= MAX_STATED else None
+
+
+def _find_statement(pattern: re.Pattern[str], text: str) -> FinalAnswer | None:
+    """Return the rest of the last sentence that states the answer, or None if there is none or it is long."""
+    starts = [match.end() for match in pattern.finditer(text)]
+    line = text[starts[-1] :].lstrip().partition("\n")[0] if starts else ""
+    stated = _SENTENCE.match(line[: 2 * MAX_STATED])
+    if stated is None or len(stated[1]) > MAX_STATED:
+        return None
+    return FinalAnswer(unwrap(stated[1]), "stated", unwrap(line) if len(line) <= MAX_ANSWER else "")
+
+
+def has_several_boxes(text: str) -> bool:
+    """Return whether a text has boxes with different contents and no other marker after them."""
+    boxes = _boxes(text)
+    after = text[boxes[-1][1] :] if boxes else ""
+    return len({inner.strip() for _, _, inner in boxes}) > 1 and not _HASHES.search(after)
+
+
+def _boxes(text: str) -> list[tuple[int, int, str]]:
+    """Return start, end and content of each box with balanced braces. Nested boxes are part of the outer one."""
+    opened, boxes = list[re.Match[str]](), list[tuple[int, int, str]]()
+    for brace in _BRACE.finditer(text):
+        if brace[0] != "}":
+            opened.append(brace)
+        elif opened and len((start := opened.pop())[0]) > 1:
+            while boxes and boxes[-1][0] > start.start():
+                boxes.pop()
+            boxes.append((start.start(), brace.end(), text[start.end() : brace.start()]))
+    return boxes
+
+
+def unwrap(text: str) -> str:
+    """Return an answer without delimiters of mathematics, emphasis, quotes, text commands and a final full stop."""
+    before = None
+    while text != before:
+        before, text = text, text.strip()
+        text = re.sub(r"(?:(?<!\.)\.{1,2}|[;,])\s*$", "", text) if not text.endswith(r"\!") else text
+        text = _PREFIX.sub("", text)
+        if text.count("**") == 1:  # half of an emphasis that began before the marker
+            text = text.removeprefix("**").removesuffix("**")
+        boxes = _boxes(text)
+        if len(boxes) == 1 and boxes[0][:2] == (0, len(text)):
+            text = boxes[0][2]
+        for pattern in _WRAPS:
+            if (match := pattern.fullmatch(text)) is not None and match[1].strip():
+                text = match[1].strip()
+    return text
+
+
+def to_latex(text: str) -> str:
+    """Return a text with Unicode symbols, Python's powers and exponents, and spaced thousands in LaTeX's spelling."""
+    text = text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
+    text = re.sub(r"\\(?:mathrm|mathit|text|operatorname)\s*\{([ei])\}", r"\1", text)  # math-verify drops them as units
+    text = _VULGAR.sub(_vulgar_fraction, text)
+    text = _ROOT.sub(_root, text)
+    text = _RAISED.sub(lambda match: "^{" + "".join(_SUPERSCRIPTS[each] for each in match[0]) + "}", text)
+    text = _SYMBOL.sub(lambda match: _SYMBOLS[match[0]], text)
+    text = re.sub(r"(?<![\w\d])[–](?=\d)", "-", text)
+    text = _POWER.sub(lambda match: "^{" + match[1].strip("()") + "}", text)
+    text = _EXPONENT.sub(r"\1 \\times 10^{\2}", text)
+    return _THIN_SPACED.sub(lambda match: re.sub(r"\\.|~", "", match[0]), text)
+
+
+def to_formula(text: str) -> str:
+    """Return an answer that is not in LaTeX, such as `2*pi` or `sqrt(3)`, as a formula."""
+    text = _SQRT.sub(lambda match: rf"\sqrt{{{match[1] or match[2]}}}", text)
+    return _NAMED.sub(lambda match: "\\pi " if match[1].casefold() == "pi" else r"\infty ", text)
+
+
+def to_plain(text: str) -> str:
+    """Return an answer without text commands, spaces of LaTeX and styling, for comparing it as a number or as words."""
+    before = None
+    while text != before:
+        before = text
+        text = re.sub(rf"{_FONTS}\{{([^{{}}]*)\}}", r" \1 ", text)
+    text = re.sub(r"(?<!\\)\$([^$]*)(?<!\\)\$", r"\1", text)
+    text = re.sub(r",\\!\s*|\{,\}", ",", text).replace(r"\!", "")
+    text = re.sub(r"\\(?:[,;:]|quad|qquad|left|right|displaystyle|bf|rm|it)(?![A-Za-z])|\\ |~", " ", text)
+    text = text.replace("{}", "")
+    text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z])", " degrees ", text)
+    text = text.replace(r"\%", "%").replace(r"\$", "$").replace(r"\#", "#").replace(r"\&", "&")
+    return unwrap(re.sub(r"\s+", " ", text))
+
+
+def _vulgar_fraction(match: re.Match[str]) -> str:
+    """Return a fraction that is one character, such as ½, in LaTeX."""
+    top, bottom = unicodedata.normalize("NFKC", match[0]).split("⁄")
+    return rf"\frac{{{top}}}{{{bottom}}}"
+
+
+def _root(match: re.Match[str]) -> str:
+    """Return a root that is written with a root sign in LaTeX."""
+    degree = {"√": "", "∛": "[3]", "∜": "[4]"}[match[1]]
+    return rf"\sqrt{degree}{{{match[2] or match[3] or match[4]}}}"

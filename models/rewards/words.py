@@ -1,0 +1,147 @@
+"""Answers in words: choices, names, dates and times, compared as text and never as products of letters."""
+
+import re
+import unicodedata
+from typing import Final
+
+_NAMES: Final = re.compile(
+    "sin|cos|tan|cot|sec|csc|sinh|cosh|tanh|arcsin|arccos|arctan|log|ln|exp|lim|max|min|sup|gcd|lcm|mod|det|sqrt|abs|"
+    "theta|alpha|beta|gamma|delta|epsilon|lambda|mu|sigma|phi|omega|tau|rho|eta|zeta|pi|inf|infinity|oo",
+    re.IGNORECASE,
+)
+"""Names of functions and letters that mathematics is written with. Within an answer they are no words."""
+
+_CONSTANTS: Final = re.compile("pi|inf|infinity|oo", re.IGNORECASE)
+
+_CONNECTORS: Final = re.compile("and|or|if|for|in|the|an?|is|of|to")
+
+_MONTHS: Final = "janfebmaraprmayjunjulaugsepoctnovdec"
+_OPTION: Final = r"\s+(?!(?:or|and)\b|\(?[A-Z][).])\S.*"
+_CHOICE: Final = re.compile(
+    rf"\(?([A-Za-z])\)?[.:]?|\(([A-Za-z])\)[.:]?{_OPTION}|([A-Z])(?:\)|[.:]){_OPTION}", re.DOTALL
+)
+_DAY: Final = r"(?P<day>[0-3]?\d)(?:st|nd|rd|th)?"
+_MONTH: Final = (
+    r"(?P<month>jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|"
+    r"oct(?:ober)?|nov(?:ember)?|dec(?:ember)?)\.?"
+)
+_YEAR: Final = r"(?:,?\s+(?P<year>\d{4}))?"
+_DATES: Final = [
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        r"(?P<year>\d{4})-(?P<month>\d{1,2})-(?P<day>\d{1,2})",
+        rf"{_MONTH}\s+(?:the\s+)?{_DAY}{_YEAR}",
+        rf"(?:the\s+)?{_DAY}\s+(?:of\s+)?{_MONTH}{_YEAR}",
+    )
+]
+_NUMERIC_DATE: Final = re.compile(r"(\d{1,2})([/.])(\d{1,2})\2(\d{4})")
+_TIME: Final = re.compile(
+    r"(?P<hour>[012]?\d)(?:\s*:\s*(?P<minute>[0-5]\d))?(?:\s*:\s*(?P<second>[0-5]\d))?\s*(?P<half>[ap]\.?\s?m\b\.?)?",
+    re.IGNORECASE,
+)
+
+
+def is_word(token: str) -> bool:
+    """Return whether letters are a word and not a product of variables or the name of a function.
+
+    Words have two letters or more, one of them a vowel. Lower-case letters in the order of the alphabet with no others
+    than a to d and x to z, such as `abc` or `xy`, are a product. Letters of other scripts are words.
+    """
+    if len(token) < 2 or not token.isalpha() or _NAMES.fullmatch(token):
+        return False
+    if not token.isascii():
+        return not re.fullmatch("[α-ωΑ-Ω]+", token)
+    vowels = "aeiouy" if len(token) > 2 and not {*token} & {*"xz"} else "aeiou"
+    is_product = token.islower() and {*token} <= {*"abcdxyz"} and [*token] == sorted({*token})
+    return bool({*token.casefold()} & {*vowels}) and not is_product
+
+
+def words_in(text: str) -> list[str]:
+    """Return the words of a text in order, without connectors such as "and", in lower case."""
+    tokens = re.findall(r"[^\W\d_]+", re.sub(r"\\(?:begin|end)\{[^{}]*\}|\\[A-Za-z]+", " ", text))
+    return [token.casefold() for token in tokens if is_word(token) and not _CONNECTORS.fullmatch(token.casefold())]
+
+
+def is_wordy(text: str) -> bool:
+    """Return whether a text consists of words only, or is one capital letter, such as a choice."""
+    letter = choice_of(text)
+    if letter is not None and (letter.isupper() or text.startswith("(")):
+        return True
+    if _NAMES.fullmatch(text):
+        return not _CONSTANTS.fullmatch(text)
+    tokens = re.findall(r"[^\W\d_]+", text)
+    plain = re.fullmatch(r"[^\W\d_]+(?:[ '’.,;:!?/&-]+[^\W\d_]+)*[.!?]?", text) is not None
+    return plain and any(map(is_word, tokens)) and not any(map(_NAMES.fullmatch, tokens))
+
+
+def choice_of(text: str) -> str | None:
+    """Return the letter of a choice: `C`, `(C)`, `C)`, or a letter in brackets before the text of the choice."""
+    match = _CHOICE.fullmatch(text)
+    return None if match is None else next(group for group in match.groups() if group)
+
+
+def is_same_text(expected: str, given: str) -> bool:
+    """Compare two answers in words. The case of single letters matters, except for choices in brackets."""
+    if date_of(expected) is not None or time_of(expected) is not None:
+        return is_same_moment(expected, given)
+    letters = choice_of(expected), choice_of(given)
+    if letters[0] is not None and letters[1] is not None and _is_short(expected, given):
+        bracketed = expected.startswith("(") and given.startswith("(")
+        return letters[0] == letters[1] or (bracketed and letters[0].casefold() == letters[1].casefold())
+    return text_key(expected) == text_key(given)
+
+
+def _is_short(*texts: str) -> bool:
+    """Return whether one of these choices is a letter without the text of the choice."""
+    return any(len(re.findall(r"\w+", text)) == 1 for text in texts)
+
+
+def text_key(text: str) -> str:
+    """Return a text without case (except of single letters), accents' encoding, punctuation at its ends and "the"."""
+    text = unicodedata.normalize("NFKC", text.removeprefix("\\")).replace("’", "'")
+    text = re.sub(r"[^\W\d_]{2,}", lambda word: word[0].casefold(), text)
+    text = re.sub(r"\s*([-/,;:])\s*", r"\1", " ".join(text.split())).strip(" .,;:!?\"'")
+    return text.removeprefix("the ")
+
+
+def is_same_moment(expected: str, given: str) -> bool:
+    """Compare two dates, or two times of day. A time without am or pm equals the same time with either."""
+    dates = date_of(expected), date_of(given)
+    if dates[0] is not None:
+        return dates[0] == dates[1]
+    time, other = time_of(expected), time_of(given)
+    if time is None or other is None:
+        return False
+    (hour, minute, half), (other_hour, other_minute, other_half) = time, other
+    if half is None and other_half is not None and hour <= 12:
+        return (hour % 12, minute) == (other_hour % 12, other_minute)
+    return (hour % 24, minute) == (other_hour % 24, other_minute)
+
+
+def date_of(text: str) -> tuple[str, int, int, int] | None:
+    """Return a date as its notation, year (0 if absent), month and day, or None if the text is no date.
+
+    Dates with slashes or dots are only equal to dates in the same notation, because the order of their parts differs
+    between countries.
+    """
+    if match := _NUMERIC_DATE.fullmatch(text):
+        return match[2], int(match[4]), int(match[1]), int(match[3])
+    for pattern in _DATES:
+        if match := pattern.fullmatch(text.strip(" .")):
+            month = match["month"].casefold()
+            number = int(month) if month.isdigit() else _MONTHS.index(month[:3]) // 3 + 1
+            return "name", int(match["year"] or 0), number, int(match["day"])
+    return None
+
+
+def time_of(text: str) -> tuple[int, tuple[int, int], str | None] | None:
+    """Return a time of day as hour (0 to 24), minute with second, and its half of the day, or None for other texts."""
+    match = _TIME.fullmatch(text.strip())
+    if match is None or not (match["minute"] or match["half"]):
+        return None
+    hour, half = int(match["hour"]), None if match["half"] is None else match["half"][0].casefold()
+    if hour > (24 if half is None else 12):
+        return None
+    if half is not None:
+        hour = hour % 12 + (12 if half == "p" else 0)
+    return hour, (int(match["minute"] or 0), int(match["second"] or 0)), half
