@@ -128,21 +128,23 @@ def ratios(pairs: list[tuple[DecodingCost, DecodingCost]]) -> str:
 
 def generate(engine: HuggingFaceEngine, works: list[list[Request]]) -> DecodingCost:
     """Generate the completions of several works one after another."""
-    steps, started = engine.steps().steps, time.process_time()
+    steps, started = engine.step_sums().steps, time.process_time()
     completions = [one for work in works for [one] in engine.generate(work, SamplingConfig(max_new_tokens=TOKENS))]
     spent = time.process_time() - started
-    return DecodingCost(sum(len(one.tokens) for one in completions), engine.steps().steps - steps, spent, completions)
+    return DecodingCost(
+        sum(len(one.tokens) for one in completions), engine.step_sums().steps - steps, spent, completions
+    )
 
 
 @contextmanager
 def growing_cache() -> Iterator[None]:
     """Run the block with the cache layers of transformers, which copy to append."""
-    replaced = decoding.hold_in_place
-    decoding.hold_in_place = lambda cache: None
+    replaced = decoding.use_in_place_layers
+    decoding.use_in_place_layers = lambda cache: None
     try:
         yield
     finally:
-        decoding.hold_in_place = replaced
+        decoding.use_in_place_layers = replaced
 
 
 def engine_with(changes: Mapping[str, object]) -> HuggingFaceEngine:

@@ -7,7 +7,7 @@ from statistics import NormalDist
 from bench.drawn import DrawnLengths, DrawnVllm
 from models.config.engines import SamplingConfig
 from models.engines.requests import CompletionRow
-from models.engines.sampling import uniforms
+from models.engines.sampling import sample_uniforms
 from models.engines.vllm.client import Stops
 from models.engines.vllm.completions import PendingRequest
 from models.engines.vllm.engine import ServedEngine
@@ -24,7 +24,7 @@ class DrawnEngine(ServedEngine):
     def _open_drafts(self, rows: Sequence[CompletionRow], sampling: SamplingConfig) -> list[PendingRequest]:
         rows_of_batch = super()._open_drafts(rows, sampling)
         for draft in rows_of_batch:
-            length = max(drawn_length(self._lengths, draft.row.seed), draft.row.begun + 1)
+            length = max(drawn_length(self._lengths, draft.row.seed), draft.row.num_existing_tokens + 1)
             if length <= draft.row.limit:
                 draft.end, draft.at_end = length, FinishReason.STOP
         return rows_of_batch
@@ -35,5 +35,5 @@ class DrawnEngine(ServedEngine):
 
 def drawn_length(lengths: DrawnLengths, seed: int) -> int:
     """Return a sampled completion length in tokens, which depends on the seed only."""
-    deviation = NormalDist().inv_cdf(float(uniforms(seed, 1)[0]) + 2.0**-54)  # a uniform may be 0
+    deviation = NormalDist().inv_cdf(float(sample_uniforms(seed, 1)[0]) + 2.0**-54)  # a uniform may be 0
     return max(1, round(lengths.median_tokens * math.exp(lengths.sigma * deviation)))

@@ -32,7 +32,7 @@ class PacedEngine(EngineSettings):
     endings: tuple[str, ...] = ()
     """Texts with which a completion that stops can end, chosen by its seed, such as a judge's verdict `score: 7`."""
 
-    def reasons_against(self, job: Job) -> Iterator[str]:
+    def find_conflicts(self, job: Job) -> Iterator[str]:
         """Yield the conflicts with a job: tokens are sampled without a model, so a teacher cannot use them."""
         if job.algorithm.distillation is not None:
             yield "algorithm.distillation: a paced engine has no model, so a teacher cannot score its tokens"
@@ -47,6 +47,6 @@ class PacedEngine(EngineSettings):
             setup_seconds=self.setup_seconds,
         )
 
-    def described(self, pools: PoolsConfig) -> str:
+    def describe(self, pools: PoolsConfig) -> str:
         """Return a description which states that nothing is computed."""
         return "paced: sleeps instead of computing, for experiments; the texts are random"

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from bench.paced import PacedEngine
 from models.config.engines import SamplingConfig
 from models.engines.protocol import Completion, Request, StepSums
-from models.engines.requests import CompletionRow, rows_of, texts_of, unstopped
-from models.engines.sampling import uniforms
+from models.engines.requests import CompletionRow, build_rows, decode_texts, length_finish_reason
+from models.engines.sampling import sample_uniforms
 from models.records.model_input import ModelInput
 from models.records.schemas import FinishReason
 from models.records.versions import ModelVersion
@@ -79,7 +79,7 @@ class Paced:
         )
         return 0
 
-    def serves(self) -> str:
+    def loaded_digest(self) -> str:
         return "" if self._vocabulary is None else self._vocabulary.digest
 
     def sleep(self) -> None:
@@ -88,10 +88,10 @@ class Paced:
     def close(self) -> None:
         self.sleep()
 
-    def steps(self) -> StepSums:
+    def step_sums(self) -> StepSums:
         return self._steps
 
-    def likelihoods(
+    def score_continuations(
         self, prompts: Sequence[ModelInput], continuations: Sequence[Sequence[int]]
     ) -> list[tuple[float, ...]]:
         """Return equal log-probs for all continuations, after one step over all prompts."""
@@ -100,7 +100,7 @@ class Paced:
         return [(-math.log(len(continuations)),) * len(continuations) for _ in prompts]
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
-        rows = rows_of(requests, longest=sampling.max_new_tokens)
+        rows = build_rows(requests, longest=sampling.max_new_tokens)
         completions = [self._completion(row, sampling.max_new_tokens) for row in rows]
         self._decode(sorted(len(completion.tokens) for completion in completions))
         remaining = iter(completions)
@@ -112,17 +112,17 @@ class Paced:
         """
         vocabulary = self._vocabulary
         assert vocabulary is not None, "the engine must be loaded before it generates"
-        draws = uniforms(row.seed, row.limit + 2)
+        draws = sample_uniforms(row.seed, row.limit + 2)
         deviation = NormalDist().inv_cdf(float(draws[0]) + 2.0**-54)  # a uniform may be 0
         ending = vocabulary.endings[int(draws[1] * len(vocabulary.endings))]
         drawn = round(vocabulary.median_tokens * math.exp(self._config.sigma * deviation))
-        length = max(drawn, len(ending), row.begun + 1)
+        length = max(drawn, len(ending), row.num_existing_tokens + 1)
         filler = [vocabulary.tokens[int(draw * len(vocabulary.tokens))] for draw in draws[2:]]
         whole = (*filler[: max(0, length - len(ending))], *ending)
-        tokens = whole[row.begun : min(length, row.limit)]
-        [text] = texts_of(vocabulary.tokenizer, [[*row.input.completion.tolist(), *tokens]])
+        tokens = whole[row.num_existing_tokens : min(length, row.limit)]
+        [text] = decode_texts(vocabulary.tokenizer, [[*row.input.completion.tolist(), *tokens]])
         logprob = -math.log(len(vocabulary.tokens))
-        finish_reason = FinishReason.STOP if length <= row.limit else unstopped(row.limit, longest)
+        finish_reason = FinishReason.STOP if length <= row.limit else length_finish_reason(row.limit, longest)
         return Completion(tokens, (logprob,) * len(tokens), text, finish_reason)
 
     def _decode(self, lengths: Sequence[int]) -> None:
@@ -138,7 +138,7 @@ class Paced:
     def _run(self, steps: int, *, sequences: int) -> None:
         began = time.perf_counter()
         self._pause(steps * (self._config.base_seconds + self._config.per_sequence_seconds * sequences))
-        self._steps = self._steps.plus(sequences, time.perf_counter() - began, steps=steps)
+        self._steps = self._steps.add(sequences, time.perf_counter() - began, steps=steps)
 
     def _pause(self, seconds: float) -> None:
         self._due += seconds

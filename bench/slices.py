@@ -47,7 +47,7 @@ def measure() -> Iterator[Table]:
         started = [subprocess.Popen(each, stdout=subprocess.PIPE, text=True, env=environment) for each in commands]
         outputs = [each.communicate()[0].split()[-2:] for each in started]
         update = UpdateConfig(sequence_parallel=slices)
-        sizes = MicrobatchSizes.of(update, longest=TOKENS, completions=4, ranks=slices)
+        sizes = MicrobatchSizes.compute(update, longest=TOKENS, completions=4, ranks=slices)
         foretold = microbatch_bytes(update, outline, sizes, held=float("inf"))
         total = foretold["update_activations_bytes"] + foretold["update_head_bytes"]
         peak, seconds = (max(float(each[column]) for each in outputs) for column in (0, 1))

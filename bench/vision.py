@@ -29,8 +29,8 @@ from infra.store.storage import Store
 from models.config.algorithms import Grpo
 from models.config.engines import TransformersEngine
 from models.config.objectives import UpdateConfig
-from models.config.policy import ScratchPolicy, ScratchTower, SeeingScratchPolicy
-from models.modeling.seeing_scratch import build_seeing, save_seeing, seeing_tokenizer
+from models.config.policy import ScratchPolicy, ScratchTower, VisionScratchPolicy
+from models.modeling.vision_scratch import build_vision_scratch, save_vision_scratch, vision_tokenizer
 from models.records.versions import policy_of
 from models.records.work import RolloutWork, UpdateWork
 from models.workers.rollout import RolloutWorker
@@ -39,7 +39,7 @@ from tasks.run.iteration import Iteration
 from tests.support.update_workers import free_port
 
 SIDE, TOKENS, ITERATIONS = 96, 32, 4
-POLICY = SeeingScratchPolicy(
+POLICY = VisionScratchPolicy(
     tower=ScratchTower(image_size=SIDE, patch_size=8, layers=4),
     decoder=ScratchPolicy(
         vocab_size=359, hidden_size=64, intermediate_size=192, layers=3, heads=4, kv_heads=2, context=256
@@ -185,9 +185,9 @@ def _uri(store: Store) -> str:
 def _write_inputs(directory: Path) -> tuple[Inputs, tuple[Path, ...]]:
     """Write a random vision-language policy, images of noise, and a question about each image."""
     questions = tuple(f"Picture {row}: Ana has {row % 7} pens. How many? " for row in range(PROMPTS + HELDOUT))
-    tokenizer = seeing_tokenizer(POLICY, questions)
+    tokenizer = vision_tokenizer(POLICY, questions)
     tokenizer.chat_template = TEMPLATE
-    save_seeing(POLICY, build_seeing(POLICY, tokenizer, seed=0), tokenizer, directory / "policy")
+    save_vision_scratch(POLICY, build_vision_scratch(POLICY, tokenizer, seed=0), tokenizer, directory / "policy")
     rng, rows, pictures = np.random.default_rng(0), [], []
     for row, question in enumerate(questions):
         pictures.append(directory / f"{row}.png")

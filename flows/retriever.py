@@ -5,7 +5,7 @@ from prefect import flow
 
 from flows.prefect_states import install_state_handling
 from models.config.retriever import RetrieverConfig
-from models.records.retrievals import MadeRetriever
+from models.records.retrievals import TrainedRetriever
 from tasks.retriever import (
     find_finished,
     first_training_method,
@@ -21,7 +21,7 @@ from tasks.retriever import (
 
 
 @flow(name="retriever", flow_run_name="{config.name}", persist_result=True, result_serializer="json")
-async def retriever(config: RetrieverConfig) -> MadeRetriever:
+async def retriever(config: RetrieverConfig) -> TrainedRetriever:
     """Train a retriever and evaluate it on held-out queries. If started again, it continues from the store.
 
     Args:

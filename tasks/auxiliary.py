@@ -19,7 +19,7 @@ from tasks.run.stages import run_once, stage
 def find_stored_teacher(settings: RunConfig) -> TeacherDirectory | None:
     """Return the teacher whose model the run stores, or None if there is no teacher or it is behind an endpoint."""
     distillation = settings.algorithm.distillation
-    return None if distillation is None else distillation.teacher.held
+    return None if distillation is None else distillation.teacher.local_model
 
 
 def stores_teacher(open_run: OpenRun) -> bool:

@@ -34,7 +34,7 @@ def check_budget(open_run: OpenRun) -> None:
     account from these costs."""
     done = len(sealed_iterations(open_run.run))
     open_run.account.spent = total(run_costs(open_run.run).values())
-    reached = open_run.settings.budget.reached(open_run.account.spent)
+    reached = open_run.settings.budget.find_spent_limit(open_run.account.spent)
     if reached is not None and done < open_run.settings.iterations:
         name, text = open_run.run.name, f"{reached} after iteration {done} of {open_run.settings.iterations}"
         emit_of_run(name, "budget.spent", told=text)
@@ -48,7 +48,7 @@ async def record_costs(open_run: OpenRun, number: int) -> bool:
     costs = iteration_costs(open_run, iteration, await read_reservation(open_run))
     open_run.account.unsealed[number] = costs
     open_run.account.add(costs)
-    return number < settings.iterations and settings.budget.reached(open_run.account.spent) is not None
+    return number < settings.iterations and settings.budget.find_spent_limit(open_run.account.spent) is not None
 
 
 def iteration_costs(open_run: OpenRun, iteration: Iteration, reservation: Reservation) -> dict[str, Cost]:
@@ -102,7 +102,7 @@ def compute_costs(
         ),
     }
     return {
-        role: cost.model_copy(update={"price": cost.price + prices.of_workers(cost)}) for role, cost in costs.items()
+        role: cost.model_copy(update={"price": cost.price + prices.price_workers(cost)}) for role, cost in costs.items()
     }
 
 
@@ -135,11 +135,11 @@ def _judge_costs(open_run: OpenRun, batches: Sequence[Batch]) -> tuple[list[Cost
         read_tokens = sum(manifest.provenance.seconds.get("read_tokens", 0.0) for manifest in verdicts)
         usage = {
             "prompt_tokens": _sum_metric(verdicts, "tokens_read") + int(read_tokens),
-            "written_tokens": _sum_metric(verdicts, "tokens") if reward.writes or not is_hosted else 0,
+            "written_tokens": _sum_metric(verdicts, "tokens") if reward.generates_text or not is_hosted else 0,
             "judge_calls": _sum_metric(verdicts, "sequences"),
         }
         cost = _working_cost(verdicts, workers=reward.slots if is_hosted else 1).model_copy(update=usage)
-        price = prices[term].of(cost) if term in prices else 0.0
+        price = prices[term].price_answers(cost) if term in prices else 0.0
         (hosted if is_hosted else elsewhere).append(cost.model_copy(update={"price": price}))
     return hosted, elsewhere
 

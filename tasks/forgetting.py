@@ -15,7 +15,7 @@ from infra.store.garbage import collect_garbage, delete_all
 from infra.store.runs import Run
 from infra.store.shards import ShardRef, current_shard, read_shard, rewrite_shard
 from infra.store.tombstones import FORGOTTEN, Deleted, is_replacement, needed_objects, replaced_shards, write_tombstone
-from models.rollouts.forgotten import Prompts, forgotten_prompts, without
+from models.rollouts.forgotten import Prompts, erase_prompts, find_prompts
 from tasks.run.keys import PROMPTS, StageKey
 from tasks.views.export import write_export
 
@@ -85,14 +85,14 @@ def _find_prompts(run: Run, key: str, ids: frozenset[str], shards: Mapping[Shard
     manifest = run.find(key)
     if manifest is None or manifest.shards[0] not in shards:
         return Prompts(frozenset(), frozenset())
-    return forgotten_prompts(read_shard(run.store, manifest.shards[0], ["prompt_id", "images"]), ids)
+    return find_prompts(read_shard(run.store, manifest.shards[0], ["prompt_id", "images"]), ids)
 
 
 def _rewrite_shard(run: Run, ref: ShardRef, prompts: Prompts, *, delete: bool) -> int:
     """Replace a shard that contains data of the prompts. Return the number of affected rows."""
     if not prompts.ids:
         return 0
-    emptied, rows = without(read_shard(run.store, ref), prompts)
+    emptied, rows = erase_prompts(read_shard(run.store, ref), prompts)
     if rows and delete:
         old, new = current_shard(run.store, ref), rewrite_shard(run.store, emptied)
         write_tombstone(run, FORGOTTEN, Deleted(why=WHY))
@@ -108,11 +108,11 @@ def _rewrite_export(run: Run, key: str, prompts: Prompts, *, delete: bool) -> in
     """Rewrite an exported file that contains data of the prompts. Return the number of affected rows."""
     file = pq.ParquetFile(run.store.local_path(key))
     groups = range(file.num_row_groups)
-    rows = sum(without(file.read_row_group(group), prompts)[1] for group in groups)
+    rows = sum(erase_prompts(file.read_row_group(group), prompts)[1] for group in groups)
     if rows and delete:
         with run.store.scratch() as scratch:
             path = scratch / "export.parquet"
-            write_export((without(file.read_row_group(group), prompts)[0] for group in groups), path, key=key)
+            write_export((erase_prompts(file.read_row_group(group), prompts)[0] for group in groups), path, key=key)
             run.check_lock()
             run.store.delete(key)
             run.store.put(key, path)

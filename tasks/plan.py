@@ -3,7 +3,7 @@
 from math import floor
 
 from models.config.engines import SamplingConfig
-from models.data.curriculum import DynamicSamplingState, another_wave, take, wave_size
+from models.data.curriculum import DynamicSamplingState, another_wave, take_rows, wave_size
 from tasks.run.batch import Batch, BatchPlan
 from tasks.run.iteration import Iteration
 from tasks.run.keys import PROMPTS, evaluation_key, iteration_key
@@ -60,7 +60,7 @@ def plan_wave(open_run: OpenRun, iteration: Iteration, wave: int, num_wanted: in
     rows, next_cursor = tuple[int, ...](), cursor
     if count:
         parts, seed = iteration.data_parts, settings.seed
-        rows, next_cursor = take(cursor, count, taken=taken_rows, num_prompts=num_prompts, seed=seed, parts=parts)
+        rows, next_cursor = take_rows(cursor, count, taken=taken_rows, num_prompts=num_prompts, seed=seed, parts=parts)
     plan = BatchPlan(
         key=iteration_key(iteration.number, wave),
         number=iteration.number,

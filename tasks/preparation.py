@@ -225,7 +225,7 @@ def find_dialogue_with_stored_user(settings: RunConfig) -> DialogueEnvironment |
     """Return the dialogue environment whose simulated user is a model stored in the run, or None."""
     environment = settings.rollout.environment
     dialogue = None if environment is None else environment.dialogue
-    return None if dialogue is None or dialogue.model.held is None else dialogue
+    return None if dialogue is None or dialogue.model.local_engine is None else dialogue
 
 
 @stage("user", retries=2)

@@ -16,7 +16,7 @@ from infra.store.manifests import Manifest, provenance_here
 from infra.store.run_record import has_results
 from infra.store.runs import Run, create_run, list_runs, open_run
 from models.config.retriever import RETRIEVERS, RetrieverConfig, Terms
-from models.records.retrievals import CrossEncoderWork, MadeRetriever, Retrieval, StudentWork
+from models.records.retrievals import CrossEncoderWork, Retrieval, StudentWork, TrainedRetriever
 from models.records.versions import Outcome
 from tasks.run.stages import controller_provenance, stage
 
@@ -77,7 +77,7 @@ def with_recorded_defaults(config: RetrieverConfig) -> RetrieverConfig:
     return config if existing is None else adopt_recorded(config, existing.record.config)
 
 
-def find_finished(config: RetrieverConfig) -> MadeRetriever | None:
+def find_finished(config: RetrieverConfig) -> TrainedRetriever | None:
     """Return the retriever if it is complete in the store, otherwise None. Raises RunChanged if its configuration
     differs."""
     existing = _find_existing(config)
@@ -126,7 +126,7 @@ def should_teach(config: RetrieverConfig, student: Manifest, teacher: Manifest) 
 @stage("choice")
 async def select_retriever(
     opened: OpenRetriever, students: Sequence[Manifest], teacher: Manifest | None = None
-) -> MadeRetriever:
+) -> TrainedRetriever:
     """Record the last student as the retriever, with the reason for the choice."""
     chosen, run = students[-1], opened.run
     method, others = opened.config.method, () if teacher is None else (teacher,)
@@ -175,11 +175,11 @@ def _log_metrics(manifest: Manifest) -> Manifest:
     return manifest
 
 
-def _read_result(run: Run) -> MadeRetriever:
+def _read_result(run: Run) -> TrainedRetriever:
     chosen = run.require(CHOSEN)
     bundle, known = chosen.bundles[FILES], ("dual", "self-distillation", TEACHER, "cascade")
     measured = {key: Retrieval.model_validate(each.metrics) for key in known if (each := run.find(key)) is not None}
-    return MadeRetriever.model_validate(
+    return TrainedRetriever.model_validate(
         {
             **chosen.detail,
             "name": run.name,

@@ -34,7 +34,7 @@ async def _generate_shard(open_run: OpenRun, batch: Batch, shard: int) -> Manife
         continued=None if continued is None else continued.shards[1],
         partial=open_run.settings.rollout.partial if plan.split == "train" else None,
         user=None if user is None else policy_of(user),
-        notes_experts=open_run.settings.update.router_replay == "rollout" and plan.split == "train",
+        records_experts=open_run.settings.update.router_replay == "rollout" and plan.split == "train",
         denoising=_denoising_of(open_run, batch),
     )
     parents = [policy, prompts, *(each for each in (continued, user) if each is not None)]

@@ -60,7 +60,7 @@ async def _score_shard(open_run: OpenRun, batch: Batch, shard: int) -> Manifest:
         media=(*batch.media, *picture_shards_of(rollouts)),
         tokenizer=_tokenizer_of(open_run),
         metric="" if dynamic is None else dynamic.metric or settings.scoring.terms[0],
-        bearable=_max_missing(open_run, batch),
+        max_missing=_max_missing(open_run, batch),
     )
     key, parents = plan.shard_key("scoring", shard), [rollouts, *verdicts.values()]
     return await run_once(open_run, key, role="scoring", method="score", work=work, parents=parents)

@@ -106,15 +106,15 @@ def serve(
             config,
             directory,
             adapter_rank=adapter_rank,
-            tell_experts=experts,
+            report_experts=experts,
             on_progress=lambda: None,
             at=Address(port=port, key=key),
         )
         try:
             write("\n".join(_usage_lines(server, config, variable=key_variable, shows_key=configured_key is None)))
-            while server.alive():
+            while server.is_alive():
                 time.sleep(POLL_SECONDS)
-            raise WorkerFailed(f"The server at {server.url} stopped: {server.cause() or server.log_tail(1)}")
+            raise WorkerFailed(f"The server at {server.url} stopped: {server.find_cause() or server.log_tail(1)}")
         finally:
             server.stop()
 

@@ -68,7 +68,7 @@ def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
         "controllers": f"{config.controllers.count} per role, {config.controllers.where}",
         "worker slots": f"{_describe_slots(pools)}{_describe_sharing(config)}",
         "rollout": f"at most {_format_count(pools.workers.max, 'worker')} with {_format_memory(facts, 'rollout')} each",
-        "engine": rollout.engine.described(pools),
+        "engine": rollout.engine.describe(pools),
         **{f"judge {term}": _describe_judge(config, term, facts) for term in config.scoring.model_rewards},
         "scoring": _format_count(pools.scoring_workers, "worker"),
         **(
@@ -224,7 +224,7 @@ def _describe_judge(config: RunConfig, term: str, facts: dict[str, float]) -> st
 
 
 def _describe_teacher(distillation: Distillation, facts: dict[str, float]) -> str:
-    directory, endpoint = distillation.teacher.held, distillation.teacher.endpoint
+    directory, endpoint = distillation.teacher.local_model, distillation.teacher.endpoint
     if endpoint is not None:
         return f"endpoint, {endpoint.base_url}"
     assert directory is not None, "a teacher is here or elsewhere"

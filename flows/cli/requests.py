@@ -24,7 +24,7 @@ from infra.user_files import read_text_file
 from infra.validation_errors import explain, nearest
 from models.algorithms.advantages import required_models
 from models.config.endpoints import MAX_PAUSE_SECONDS
-from models.config.job import Job, reasons_against
+from models.config.job import Job, find_conflicts
 from models.config.objectives import UpdateConfig
 from models.config.rewards import ScoringConfig
 from tasks.config.run import RunConfig, override_config
@@ -119,7 +119,7 @@ def request_recredit(
 def find_recredit_conflicts(run: Run, terms: RecreditTerms, config: RunConfig, numbers: Sequence[int]) -> Iterator[str]:
     """Yield the reasons why an algorithm cannot compute advantages for the stored rollouts."""
     # There is no update, so its settings are irrelevant.
-    yield from reasons_against(
+    yield from find_conflicts(
         Job(
             algorithm=terms.algorithm,
             update=UpdateConfig(),

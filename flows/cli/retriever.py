@@ -9,7 +9,7 @@ from flows.cli.prefect_api import prefect_api, run_flow
 from infra.terminal import Json, table, write
 
 if TYPE_CHECKING:
-    from models.records.retrievals import MadeRetriever
+    from models.records.retrievals import TrainedRetriever
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +28,10 @@ def retriever(
         logger.info("Prefect's UI: %s", url.removesuffix("/api"))
         from flows.retriever import retriever as retriever_flow
 
-        result: MadeRetriever = run_flow(retriever_flow(loaded))
+        result: TrainedRetriever = run_flow(retriever_flow(loaded))
     write(result.model_dump_json(indent=2) if as_json else _describe(result))
 
 
-def _describe(result: "MadeRetriever") -> str:
+def _describe(result: "TrainedRetriever") -> str:
     lines = [f"\n{table(result.rows())}", f"chosen     {result.method} ({result.decision})"]
     return "\n".join([*lines, f"retriever  {result.path}", f"digest     {result.digest}"])

@@ -43,14 +43,14 @@ def serve(
 ) -> None:
     """Serve the champion with vLLM, and switch after promotions and rollbacks, until Ctrl-C."""
     from infra.store.registry import open_existing_registry
+    from models.engines.vllm.fixed_server import FixedAddressServer
     from models.engines.vllm.server import Address
-    from models.engines.vllm.standing import StandingServer
     from tasks.promotion.serving import watch_policy
 
     log_progress(quiet=True)
     registry, configured_key = open_existing_registry(store, name), os.environ.get(key_variable)
     at = Address(host, port, configured_key or secrets.token_urlsafe(32), name)
-    server = StandingServer(engine_config(overrides), at)
+    server = FixedAddressServer(engine_config(overrides), at)
 
     def use(champion: "RegistryRecord", files: Path) -> None:
         assert champion.bundle is not None, "who is used has files"

@@ -358,5 +358,5 @@ def _build_evaluation_config(policy: Path, config_path: Path | None, overrides: 
             raise BadInput(f"policy {format_path(policy)} is not in a run. Name the problems with --config CONFIG.")
         document = recorded_config(open_run(format_path(home.parent), home.name))
         config = override_config(document, overrides, source=f"run {home.name}", recorded=True)
-    directory = config.policy.written_to(policy)
+    directory = config.policy.with_path(policy)
     return config.model_copy(update={"name": "evaluate", "policy": directory, "warmup": None, "iterations": 0})

@@ -15,7 +15,7 @@ GRADIENT_BYTES: Final = 4
 """Bytes of a gradient. Gradients are accumulated in float32 in every precision."""
 MASTER_BYTES: Final = 4
 """Bytes of DeepSpeed's float32 copy of a trained parameter, from ZeRO-1 on."""
-MUCH: Final = 2**30
+CHECKPOINTING_BYTES: Final = 2**30
 """Activations of a micro-batch, in bytes, up to which activation checkpointing is not enabled by default."""
 
 
@@ -27,7 +27,7 @@ class MicrobatchSizes:
     """Number of tokens that one rank computes, in all rows and including prompts."""
 
     @staticmethod
-    def of(update: UpdateConfig, *, longest: int, completions: int, ranks: int) -> "MicrobatchSizes":
+    def compute(update: UpdateConfig, *, longest: int, completions: int, ranks: int) -> "MicrobatchSizes":
         """Compute the size for `completions` completions in an iteration, each of at most `longest` tokens."""
         slices = update.sequence_parallel
         step = -(-completions * slices // (update.minibatches * ranks)) * longest
@@ -67,7 +67,7 @@ def microbatch_bytes(
     kept_activations, inputs = block * model.blocks, sizes.tokens * number * model.hidden_size * model.blocks
     recomputes = update.activation_checkpointing
     if recomputes is None:
-        recomputes = model.recomputes and kept_activations > max(MUCH, held)
+        recomputes = model.recomputes and kept_activations > max(CHECKPOINTING_BYTES, held)
     activations = inputs + block * model.largest_block if recomputes else kept_activations
     logits = sizes.tokens * model.vocab_size
     head = head_bytes(logits, memory=None)

@@ -25,7 +25,7 @@ from infra.trackers.config import TrackerConfig, check_tracker
 from infra.variants import check_implementation
 from models.algorithms.advantages import check_algorithm, required_models
 from models.commands.memory import MicrobatchSizes, microbatch_bytes, resident_bytes
-from models.commands.remembered import checks_directory, key_of, remembered
+from models.commands.preflight_cache import build_key, checks_directory, find_or_compute
 from models.commands.sizes import check_sizes, count_problems
 from models.config.algorithms import AlgorithmConfig
 from models.config.attention import check_attention
@@ -42,7 +42,7 @@ from models.data.examples import load_preferences, picture_examples, warmup_exam
 from models.data.problems import Problem, identity, load_problems
 from models.engines.protocol import check_implemented
 from models.gate.contamination import contamination
-from models.inspection.images import check_images, check_imitated, check_judges_see, check_seen, check_teacher_sees
+from models.inspection import images
 from models.judges.checks import check_judge
 from models.rewards.code import check_code, read_tests
 from models.rewards.evaluate import check_rewards
@@ -99,7 +99,7 @@ def check(inputs: Inputs, *, cache: Path | None = None) -> dict[str, float]:
     counts = count_problems(inputs.data, train, heldout)
     _check_sizes(inputs, counts)
     _check_data(inputs, train, heldout)
-    check_seen(inputs.scoring, [*train, *heldout], generates_images=inputs.policy.generates_images)
+    images.check_reward_images(inputs.scoring, [*train, *heldout], generates_images=inputs.policy.generates_images)
     if inputs.checked is not None:
         _check_suite(inputs, inputs.checked, heldout)
 
@@ -114,8 +114,8 @@ def check(inputs: Inputs, *, cache: Path | None = None) -> dict[str, float]:
         facts = counts | find()
     else:
         image_digests = [problem.digests for problem in (*train, *heldout)]
-        facts = counts | remembered(cache, lambda: key_of(inputs, train, heldout, image_digests), find)
-    check_judges_see(inputs.scoring)  # not cached, because another model may answer there by now
+        facts = counts | find_or_compute(cache, lambda: build_key(inputs, train, heldout, image_digests), find)
+    images.check_judge_images(inputs.scoring)  # not cached, because another model may answer there by now
     _check_sizes(inputs, facts)
     return facts
 
@@ -139,7 +139,7 @@ def check_scoring(inputs: Inputs) -> dict[str, float]:
     _check_environments(None, inputs)
     hosted = bool(inputs.scoring.hosted_rewards)
     facts = _check_served(inputs, load_problems(inputs.data, "train", inputs.seed)) if hosted else {}
-    check_judges_see(inputs.scoring)
+    images.check_judge_images(inputs.scoring)
     return facts
 
 
@@ -179,7 +179,7 @@ def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) ->
         if inputs.policy.picture_side is None:
             warmup_examples(inputs.data, one, inputs.seed)
         else:
-            check_imitated(picture_examples(inputs.data, one, inputs.seed), side=inputs.policy.picture_side)
+            images.check_warmup_images(picture_examples(inputs.data, one, inputs.seed), side=inputs.policy.picture_side)
     checking = [(rule.label, build_reward(rule)) for rule in inputs.scoring.built_in_rules if rule.checks_references]
     checks: list[tuple[str, Callable[[str], object]]] = [(kind, partial(reward, "", "")) for kind, reward in checking]
     checks += [(reward.label, read_tests) for reward in inputs.scoring.code_rewards.values()]
@@ -195,7 +195,7 @@ def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) ->
 
 def _check_suite(inputs: Inputs, against: SuiteCheck, heldout: list[Problem]) -> None:
     """Raise BadInput if a retrain would train on its suite, or the champion has another tokenizer than configured."""
-    from models.inspection.companions import check_same_tokens
+    from models.inspection.other_models import check_same_tokens
 
     texts = {problem.source: problem.identity for problem in heldout[: inputs.evaluation.problems]}
     overlap = contamination(texts, (problem.identity for problem in load_problems(against.data, "train", inputs.seed)))
@@ -209,9 +209,9 @@ def _check_suite(inputs: Inputs, against: SuiteCheck, heldout: list[Problem]) ->
 def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) -> dict[str, float]:
     """Check everything that depends on the policy's files, and return sizes and memory estimates."""
     # Imported here, so errors in rewards and data appear before the second that importing transformers takes.
-    from models.environments.scene import check_turns, tools_of
+    from models.environments.runtime import check_turns, tools_of
     from models.inspection.directory import inspect_policy
-    from models.text.tokenizer import problem_texts, tokenize_problems, with_room
+    from models.text.tokenizer import enforce_prompt_length, problem_texts, tokenize_problems
 
     for name, engine, _ in slot_engines(inputs.rollout, inputs.scoring):
         check_implemented(engine, name=name)
@@ -222,10 +222,10 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
     inputs.update.check_model(shape)
     shape.check_slices(inputs.update.sequence_parallel, what="the policy")
     check_attention(inputs.update.attention, policy.outline, shape)
-    problems, processor = [*train, *heldout], policy.sees(inputs.data.pixels)
+    problems, processor = [*train, *heldout], policy.load_processor(inputs.data.pixels)
     texts, denoising = [(each.source, identity(each.prompt)) for each in problems], inputs.rollout.denoising
     image_tokens = 0 if denoising is None else policy.check_drawing(denoising, texts)
-    check_images(problems, processor)
+    images.check_images(problems, processor)
     environment = inputs.rollout.environment
     tools = tools_of(environment, problems)
     prompts = tokenize_problems(problems, tokenizer, processor, tools=tools)
@@ -236,8 +236,8 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
         key = f"rollout.sampling.max_new_tokens {new_tokens}"
         raise BadInput(f"{key} leaves no room for a prompt, because the policy's context is {shape.context_text}")
     pairs, room, too_long = [*zip(problems, prompts, strict=True)], shape.context - new_tokens, inputs.data.on_too_long
-    train_asked = with_room(pairs[: len(train)], max_tokens=room, too_long=too_long, split="train")
-    heldout_asked = with_room(pairs[len(train) :], max_tokens=room, too_long=too_long, split="heldout")
+    train_asked = enforce_prompt_length(pairs[: len(train)], max_tokens=room, too_long=too_long, split="train")
+    heldout_asked = enforce_prompt_length(pairs[len(train) :], max_tokens=room, too_long=too_long, split="heldout")
     longest = max(len(prompt.input) for _, prompt in (*train_asked, *heldout_asked))
     return {
         **count_problems(inputs.data, [each for each, _ in train_asked], [each for each, _ in heldout_asked]),
@@ -245,7 +245,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
         **policy.sizes(),
         "mean_prompt_tokens": fmean(len(prompt.input) for _, prompt in train_asked),
         "longest_prompt_tokens": longest,
-        **inputs.rollout.engine.memory(
+        **inputs.rollout.engine.estimate_memory(
             shape, longest=longest + new_tokens, gpus=inputs.pools.gpus_per_worker, name="rollout.engine"
         ),
         **_update_memory(inputs, policy.outline, longest_tokens=image_tokens or longest + new_tokens),
@@ -269,14 +269,14 @@ def _update_memory(inputs: Inputs, model: ModelOutline, *, longest_tokens: int) 
     compared = update.kl_penalty is not None or required_models(inputs.algorithm).reference
     reference = {"update_reference_bytes": model.parameters * 4} if compared and update.lora is None else {}
     completions = inputs.rollout.prompts * inputs.rollout.group_size
-    sizes = MicrobatchSizes.of(update, longest=longest_tokens, completions=completions, ranks=ranks)
+    sizes = MicrobatchSizes.compute(update, longest=longest_tokens, completions=completions, ranks=ranks)
     together = sum(value for name, value in bytes_needed.items() if name.endswith("_bytes"))
     return {**bytes_needed, **reference, **microbatch_bytes(update, model, sizes, held=together)}
 
 
 def _check_critic(inputs: Inputs, policy: "Inspected", *, longest_tokens: int) -> dict[str, float]:
     """Check the critic and return its size. It is trained next to the policy in the same way."""
-    from models.inspection.companions import inspect_critic
+    from models.inspection.other_models import inspect_critic
 
     value_model = inputs.algorithm.value_model
     if value_model is None:
@@ -299,14 +299,14 @@ def _check_teacher(
     longest_tokens: int,
 ) -> dict[str, float]:
     """Check the teacher and return its size. Every update rank holds a full copy, regardless of ZeRO."""
-    from models.inspection.companions import check_teacher
+    from models.inspection.other_models import check_teacher
 
     distillation = inputs.algorithm.distillation
     if distillation is None:
         return {}
     slices = inputs.update.sequence_parallel
     parameters = check_teacher(distillation.teacher, tokenizer, longest_tokens=longest_tokens, slices=slices)
-    check_teacher_sees(distillation.teacher, problems, processor, limits=inputs.data.pixels)
+    images.check_teacher_images(distillation.teacher, problems, processor, limits=inputs.data.pixels)
     if not parameters:
         return {}
     return {"teacher_parameters": parameters, "update_teacher_bytes": parameters * BYTES[inputs.update.dtype]}
@@ -341,7 +341,7 @@ def _check_preferences(
 
 def _check_served(inputs: Inputs, train: list[Problem]) -> dict[str, float]:
     """Check the models behind rewards, except those that start as copies of the policy, and return their sizes."""
-    from models.inspection.companions import check_served_model
+    from models.inspection.other_models import check_served_model
 
     return {
         f"{term}_parameters": check_served_model(
@@ -354,7 +354,7 @@ def _check_served(inputs: Inputs, train: list[Problem]) -> dict[str, float]:
 
 def _check_policy_judges(inputs: Inputs, policy: "Inspected", train: list[Problem]) -> dict[str, float]:
     """Check that the policy can serve as a judge if a judge starts as its copy, and return the judges' sizes."""
-    from models.inspection.companions import check_policy_judge
+    from models.inspection.other_models import check_policy_judge
 
     return {
         f"{term}_parameters": check_policy_judge(

@@ -6,7 +6,7 @@ from typing import Final
 
 from infra.errors import BadInput
 from models.config.data import DataConfig
-from models.data.curriculum import most_prompts
+from models.data.curriculum import max_prompts
 from models.data.problems import Problem
 
 PROMPTS: Final = "rollout.prompts"
@@ -21,17 +21,17 @@ def count_problems(data: DataConfig, train: Sequence[Problem], heldout: Sequence
     counts: dict[str, float] = {"train_problems": len(train), "heldout_problems": len(heldout)}
     counts["repeated_problems"] = len(train) - len({problem.identity for problem in train})
     if not data.weights:
-        return counts | {"most_prompts": len(train)}
+        return counts | {"max_prompts": len(train)}
     parts = Counter(problem.part for problem in train)
-    max_prompts, part = most_prompts([parts[number] for number in range(len(data.weights))], data.weights)
-    return counts | {"most_prompts": max_prompts, "scarce_part": part, "scarce_problems": parts[part]}
+    limit, part = max_prompts([parts[number] for number in range(len(data.weights))], data.weights)
+    return counts | {"max_prompts": limit, "scarce_part": part, "scarce_problems": parts[part]}
 
 
 def check_sizes(
     data: DataConfig, counts: Mapping[str, float], *, prompts: int, evaluated: int, giving_way: Collection[str]
 ) -> None:
     """Raise BadInput if there are fewer problems than a run needs. One problem is enough for a key in `giving_way`."""
-    max_prompts, heldout = int(counts["most_prompts"]), int(counts["heldout_problems"])
+    max_prompts, heldout = int(counts["max_prompts"]), int(counts["heldout_problems"])
     if prompts > max_prompts and not (max_prompts and PROMPTS in giving_way):
         if "scarce_part" not in counts:
             raise BadInput(

@@ -60,11 +60,11 @@ class Alarm(Settings):
         """Name of the alarm in messages."""
         return self.name or str(getattr(self, "kind", ""))
 
-    def raised(self, number: int, measured: Measured) -> str | None:
+    def find_breach(self, number: int, measured: Measured) -> str | None:
         """Return a message if the iteration is beyond the bound, or None if it is not or if metrics are missing."""
         raise NotImplementedError
 
-    def reasons_against(self, job: Job) -> Iterator[str]:
+    def find_conflicts(self, job: Job) -> Iterator[str]:
         """Yield one line per reason why a job would never raise this alarm."""
         yield from ()
 
@@ -78,7 +78,7 @@ class LengthCollapse(Alarm):
     bound: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of the preceding mean length below which the alarm is raised."""
 
-    def raised(self, number: int, measured: Measured) -> str | None:
+    def find_breach(self, number: int, measured: Measured) -> str | None:
         """Return a message if the mean length in tokens is below the bound, else None."""
         now, before = (
             measured(number).get(LENGTH),
@@ -100,7 +100,7 @@ class RewardDip(Alarm):
     """Drop that raises the alarm, in standard deviations of the reward over completions. Of the two compared
     iterations, the larger standard deviation is used."""
 
-    def raised(self, number: int, measured: Measured) -> str | None:
+    def find_breach(self, number: int, measured: Measured) -> str | None:
         """Return a message if the mean reward dropped by more than the bound, else None."""
         now = measured(number)
         best = max(
@@ -127,7 +127,7 @@ class EntropyCollapse(Alarm):
     bound: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Share of their mean entropy below which the alarm is raised."""
 
-    def raised(self, number: int, measured: Measured) -> str | None:
+    def find_breach(self, number: int, measured: Measured) -> str | None:
         """Return a message if the entropy in nats per token is below the bound, else None."""
         if number <= self.window or ENTROPY not in (now := measured(number)):
             return None
@@ -147,7 +147,7 @@ class KlDrift(Alarm):
     bound: Annotated[float, Field(gt=0)] = 1.0
     """Divergence in nats per token above which the alarm is raised."""
 
-    def raised(self, number: int, measured: Measured) -> str | None:
+    def find_breach(self, number: int, measured: Measured) -> str | None:
         """Return a message if the KL that the loss measures, or else the reward, exceeds the bound. Else return
         None."""
         now = measured(number)
@@ -160,7 +160,7 @@ class KlDrift(Alarm):
             return None
         return f"the policy is {mean:.3g} nats per token away from the reference, more than {self.bound:g}"
 
-    def reasons_against(self, job: Job) -> Iterator[str]:
+    def find_conflicts(self, job: Job) -> Iterator[str]:
         """Yield a reason if no KL penalty is configured, because only a penalty measures the divergence."""
         if job.update.kl_penalty is None and job.algorithm.reward_kl is None:
             yield "nothing measures the KL divergence from the reference. Set update.kl or algorithm.kl"
@@ -184,7 +184,7 @@ class MetricAlarm(Alarm):
         """Name of the alarm in messages."""
         return self.name or self.metric
 
-    def raised(self, number: int, measured: Measured) -> str | None:
+    def find_breach(self, number: int, measured: Measured) -> str | None:
         """Return a message if the mean of the metric is beyond the bound, else None."""
         mean = _mean_of_window(self.metric, number, self.window, measured)
         if mean is None or not (mean > self.bound if self.side == "above" else mean < self.bound):
@@ -192,7 +192,7 @@ class MetricAlarm(Alarm):
         of = "" if self.window == 1 else f" in the mean of {_describe_window(self.window)}"
         return f"{self.metric} is {mean:.4g}{of}, {self.side} {self.bound:g}"
 
-    def reasons_against(self, job: Job) -> Iterator[str]:
+    def find_conflicts(self, job: Job) -> Iterator[str]:
         """Yield a reason if no stage records this metric. Metrics of user-defined algorithms and losses are not
         checked."""
         metrics = [f"credit/term_{term}_{of}" for term in job.scoring.terms for of in ("mean", "std")]
@@ -212,7 +212,7 @@ ROUNDING: Final = 1e-9
 less."""
 
 
-def alarms_against(alarms: Iterable[Alarm], job: Job) -> Iterator[str]:
+def find_alarm_conflicts(alarms: Iterable[Alarm], job: Job) -> Iterator[str]:
     """Yield one line per conflict between a job's alarms, or between an alarm and the job."""
     names = set[str]()
     for alarm in alarms:
@@ -220,7 +220,7 @@ def alarms_against(alarms: Iterable[Alarm], job: Job) -> Iterator[str]:
         if alarm.label in names:
             yield f"{where} is listed twice, but names must be unique. Set `name`"
         names.add(alarm.label)
-        yield from (f"{where}: {reason}" for reason in alarm.reasons_against(job))
+        yield from (f"{where}: {reason}" for reason in alarm.find_conflicts(job))
         if alarm.action == "revert" and job.rollout.staleness:
             yield (
                 f"{where}: action = 'revert' cannot be combined with rollout.staleness = {job.rollout.staleness}, "

@@ -98,7 +98,7 @@ class Algorithm(Variant):
         with."""
         return {"implementation": ("experience", "algorithm"), "informative": ("scored", "algorithm")}
 
-    def reasons_against(self, job: "Job") -> Iterator[str]:
+    def find_conflicts(self, job: "Job") -> Iterator[str]:
         """Yield one line per invalid combination of settings. The user is shown the first."""
         if self.compares_groups and job.rollout.group_size < 2:
             yield (
@@ -119,7 +119,7 @@ class Algorithm(Variant):
                 f"rollout.sampling.max_new_tokens, which is {longest}"
             )
         if self.distillation is not None:
-            yield from self.distillation.teacher.reasons_against(job)
+            yield from self.distillation.teacher.find_conflicts(job)
         critic = self.value_model
         if critic is not None and 0 < job.iterations <= critic.warmup_iterations:
             yield (
@@ -178,10 +178,10 @@ class GroupRelative(Algorithm):
         """Return the functions of every algorithm and the group-relative baseline, with their parameter names."""
         return {**super().functions(), "relative": ("rewards_N", "group_N", "num_groups")}
 
-    def reasons_against(self, job: "Job") -> Iterator[str]:
+    def find_conflicts(self, job: "Job") -> Iterator[str]:
         """Yield one line per invalid combination. Separately normalized terms do not support penalties in the
         reward."""
-        yield from super().reasons_against(job)
+        yield from super().find_conflicts(job)
         yield from _find_dynamic_conflicts(job, keep_uninformative=self.keep_uninformative)
         if self.combine == "normalise_then_sum":
             separate = "algorithm.combine = 'normalise_then_sum', which normalizes each reward term separately"
@@ -258,9 +258,9 @@ class ReinforcePlusPlusBaseline(Algorithm):
         """Whether groups with equal rewards are trained on too."""
         return self.keep_uninformative or super().keeps_uninformative
 
-    def reasons_against(self, job: "Job") -> Iterator[str]:
+    def find_conflicts(self, job: "Job") -> Iterator[str]:
         """Yield one line per invalid combination of settings."""
-        yield from super().reasons_against(job)
+        yield from super().find_conflicts(job)
         yield from _find_dynamic_conflicts(job, keep_uninformative=self.keep_uninformative)
 
 
@@ -310,10 +310,10 @@ class Capo(Algorithm):
     """Whether the outcome weight may be as low as the process weight or lower. Then a flagged token of a correct answer
     gets a reward no higher than that of a wrong answer."""
 
-    def reasons_against(self, job: "Job") -> Iterator[str]:
+    def find_conflicts(self, job: "Job") -> Iterator[str]:
         """Yield one line per invalid combination. Outcome and process rewards must both be configured, and outcomes
         must weigh more."""
-        yield from super().reasons_against(job)
+        yield from super().find_conflicts(job)
         outcome, process = job.scoring.outcome_weight, job.scoring.process_weight
         if not process:
             yield (
@@ -343,9 +343,9 @@ class DistillationOnly(Algorithm):
     distillation: Distillation
     """Teacher and coefficient from which all advantages are computed."""
 
-    def reasons_against(self, job: "Job") -> Iterator[str]:
+    def find_conflicts(self, job: "Job") -> Iterator[str]:
         """Yield one line per invalid combination of settings."""
-        yield from super().reasons_against(job)
+        yield from super().find_conflicts(job)
         if self.overlong is not None:
             yield (
                 "algorithm.overlong cannot be combined with algorithm.kind = 'distillation', which does not train on "

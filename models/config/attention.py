@@ -23,7 +23,7 @@ class FlashPackage:
     """Python package that contains a flash attention kernel."""
 
     distribution: str
-    least: tuple[int, int]
+    min_version: tuple[int, int]
     """Minimum version. Earlier versions lack soft caps or a deterministic backward pass."""
     module: str
     """Module that contains `flash_attn_varlen_func`."""
@@ -35,7 +35,7 @@ FLASH: Final = {
 }
 
 
-def reasons_against_attention(update: "UpdateConfig", pools: PoolsConfig) -> Iterator[str]:
+def find_attention_conflicts(update: "UpdateConfig", pools: PoolsConfig) -> Iterator[str]:
     """Yield one line per reason why a flash kernel cannot run. Packages on a remote Ray cluster are not checked."""
     package = FLASH.get(update.attention or "")
     if package is None:
@@ -57,7 +57,7 @@ def reasons_against_attention(update: "UpdateConfig", pools: PoolsConfig) -> Ite
 
 def describe_missing_package(package: FlashPackage) -> str | None:
     """Return a message if a kernel's package is missing or too old in this environment, or None if it is installed."""
-    min_version = ".".join(map(str, package.least))
+    min_version = ".".join(map(str, package.min_version))
     required = f"the package {package.distribution} {min_version} or later is required"
     command = f"Run: pip install --no-build-isolation '{package.distribution}>={min_version}'"
     try:
@@ -65,7 +65,7 @@ def describe_missing_package(package: FlashPackage) -> str | None:
     except PackageNotFoundError:
         return f"{required}, but it is not installed. {command}"
     numbers = tuple(int(part) for part in installed.split(".")[:2] if part.isdigit())
-    return f"{required}, but {installed} is installed. {command}" if numbers < package.least else None
+    return f"{required}, but {installed} is installed. {command}" if numbers < package.min_version else None
 
 
 def check_attention(attention: Attention | None, outline: ModelOutline, shape: ModelShape) -> None:
@@ -76,7 +76,7 @@ def check_attention(attention: Attention | None, outline: ModelOutline, shape: M
     if attention not in outline.attentions:
         supported = ", ".join(outline.attentions)
         raise BadInput(f"{name} is not supported by {outline.kind}. Use {supported}, or remove the key")
-    if attention in FLASH and shape.sees:
+    if attention in FLASH and shape.vision_model_type:
         raise BadInput(f"{name} needs a policy that reads only text, but {outline.kind} reads images. Use 'sdpa'")
     if attention in FLASH and shape.head_size > HEAD_SIZE:
         raise BadInput(

@@ -21,7 +21,7 @@ class JudgePrices(Settings):
     per_million_tokens_written: Price = 0
     """Price of 1,000,000 completion tokens (`usage.completion_tokens`)."""
 
-    def of(self, cost: Cost) -> float:
+    def price_answers(self, cost: Cost) -> float:
         """Return the price of a judge's calls and tokens."""
         tokens = self.per_million_tokens_read * cost.prompt_tokens
         tokens += self.per_million_tokens_written * cost.written_tokens
@@ -38,7 +38,7 @@ class Prices(Settings):
     judges: dict[str, JudgePrices] = {}
     """Prices of judges behind endpoints, by reward term: `judges.quality = { per_thousand_calls = 0.5 }`."""
 
-    def of_workers(self, cost: Cost) -> float:
+    def price_workers(self, cost: Cost) -> float:
         """Return the price of the time of workers and GPUs."""
         return self.per_worker_hour * cost.worker_hours + self.per_gpu_hour * cost.gpu_hours
 
@@ -62,7 +62,7 @@ class BudgetConfig(Settings):
     prices: Prices = Prices()
     """Prices of workers, GPUs and judges."""
 
-    def reached(self, spent: Cost) -> str | None:
+    def find_spent_limit(self, spent: Cost) -> str | None:
         """Return a message with the first limit that is reached and the amount spent, or None if no limit is
         reached."""
         limits = {

@@ -17,8 +17,8 @@ class PixelLimits(NamedTuple):
     """Minimum and maximum size of an image in pixels (width × height). None keeps the value that comes with the
     policy."""
 
-    least: int | None = None
-    most: int | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
 
 
 class DataSource(Variant):
@@ -26,16 +26,16 @@ class DataSource(Variant):
 
     makes_pairs: ClassVar[bool] = False
     """Whether preferences of kind `arithmetic` can be built from the problems of this source."""
-    guess: ClassVar[str] = "#### {}"
+    guess_template: ClassVar[str] = "#### {}"
     """Template of a warm-up answer without reasoning, for problems with worked answers; `{}` is a random number."""
-    largest_guess: ClassVar[int] = 20
+    max_guess: ClassVar[int] = 20
     """Largest number that can be inserted into `guess`."""
-    beside: ClassVar[str] = ""
+    referenced_files: ClassVar[str] = ""
     """`pkg.mod:function` that yields the files to which the source's own files refer, such as images. Empty if its
     files refer to no others."""
-    left_out: ClassVar[str] = ""
+    exclusion_filter: ClassVar[str] = ""
     """`pkg.mod:function` that returns the training problems that this source excludes by itself, a
-    `models.data.problems.LeftOut`. Empty if the source excludes none."""
+    `models.data.problems.ExclusionFilter`. Empty if the source excludes none."""
 
     pictures: ClassVar[str] = ""
     """`pkg.mod:function` that generates pictures for the warm-up of text-to-image policies, a
@@ -54,7 +54,7 @@ class DataSource(Variant):
         return True
 
     @property
-    def heldout_known(self) -> int | None:
+    def num_heldout_problems(self) -> int | None:
         """Number of held-out problems if it is known before they are read or generated, else None."""
         return None
 
@@ -86,7 +86,7 @@ class ArithmeticData(DataSource):
     no problem is in both."""
 
     @property
-    def heldout_known(self) -> int | None:
+    def num_heldout_problems(self) -> int | None:
         """Number of held-out problems as configured."""
         return self.heldout_problems
 
@@ -96,8 +96,8 @@ class PicturesData(DataSource):
     vision-language policies."""
 
     implementation = "models.data.pictures:picture_problems"
-    guess = " #### {}"
-    largest_guess = 9
+    guess_template = " #### {}"
+    max_guess = 9
 
     kind: Literal["pictures"] = "pictures"
     train_problems: Positive = 3072
@@ -107,7 +107,7 @@ class PicturesData(DataSource):
     evaluation, so no problem is in both."""
 
     @property
-    def heldout_known(self) -> int | None:
+    def num_heldout_problems(self) -> int | None:
         """Number of held-out problems as configured."""
         return self.heldout_problems
 
@@ -128,7 +128,7 @@ class PaintingsData(DataSource):
     without pretrained weights is trained first."""
 
     @property
-    def heldout_known(self) -> int | None:
+    def num_heldout_problems(self) -> int | None:
         """Number of held-out problems: one for each possible picture."""
         return 24
 
@@ -138,7 +138,7 @@ class CalculationsData(DataSource):
     environments."""
 
     implementation = "models.data.calculations:calculation_problems"
-    largest_guess = 100
+    max_guess = 100
 
     kind: Literal["calculations"] = "calculations"
     train_problems: Positive = 4096
@@ -148,7 +148,7 @@ class CalculationsData(DataSource):
     no problem is in both."""
 
     @property
-    def heldout_known(self) -> int | None:
+    def num_heldout_problems(self) -> int | None:
         """Number of held-out problems as configured."""
         return self.heldout_problems
 
@@ -158,7 +158,7 @@ class MeasuresData(DataSource):
     dialogues."""
 
     implementation = "models.data.measures:measure_problems"
-    largest_guess = 40
+    max_guess = 40
 
     kind: Literal["measures"] = "measures"
     train_problems: Positive = 4096
@@ -168,7 +168,7 @@ class MeasuresData(DataSource):
     evaluation, so no problem is in both."""
 
     @property
-    def heldout_known(self) -> int | None:
+    def num_heldout_problems(self) -> int | None:
         """Number of held-out problems as configured."""
         return self.heldout_problems
 
@@ -245,7 +245,7 @@ class FileData(ProblemFile, DataSource):
     """Problems from a file of JSON, CSV, Parquet or Arrow."""
 
     implementation = "models.data.files:file_problems"
-    beside = "models.data.image_files:image_files"
+    referenced_files = "models.data.image_files:image_files"
 
     kind: Literal["file"] = "file"
 
@@ -264,7 +264,7 @@ class MixtureData(DataSource):
     """
 
     implementation = "models.data.mixture:mixed_problems"
-    beside = "models.data.mixture:mixed_image_files"
+    referenced_files = "models.data.mixture:mixed_image_files"
 
     kind: Literal["mixture"] = "mixture"
     sources: Annotated[tuple[WeightedFile, ...], Field(min_length=1)]
@@ -296,8 +296,8 @@ class DeduplicatedData(DataSource):
     """Problems from files, without the training problems that a retriever finds nearly equal to a held-out problem."""
 
     implementation = "models.retrieval.deduplicated:deduplicated_problems"
-    beside = "models.retrieval.deduplicated:images_beside"
-    left_out = "models.retrieval.deduplicated:near_duplicates"
+    referenced_files = "models.retrieval.deduplicated:find_referenced_images"
+    exclusion_filter = "models.retrieval.deduplicated:near_duplicates"
 
     kind: Literal["deduplicated"] = "deduplicated"
     source: Annotated[FileData | MixtureData, Field(discriminator="kind")]
@@ -349,7 +349,7 @@ DataConfig = Annotated[
 class Preferences(Variant):
     """Fields common to all sources of preferences. `implementation` names a `models.data.examples.PreferenceSource`."""
 
-    def reasons_against(self, data: DataSource) -> Iterator[str]:
+    def find_conflicts(self, data: DataSource) -> Iterator[str]:
         """Yield one line per conflict with the source of the problems."""
         yield from ()
 
@@ -365,7 +365,7 @@ class ArithmeticPreferences(Preferences):
     heldout_pairs: Positive = 256
     """Number of pairs from held-out problems, used to measure pair accuracy."""
 
-    def reasons_against(self, data: DataSource) -> Iterator[str]:
+    def find_conflicts(self, data: DataSource) -> Iterator[str]:
         """Yield a conflict if the problems have no known wrong answers."""
         if not data.makes_pairs:
             yield (

@@ -70,29 +70,29 @@ class KnownPace:
 
 
 class EngineSettings(Variant):
-    """Fields common to all engines. `implementation` names a `models.engines.protocol.EngineMaker`.
+    """Fields common to all engines. `implementation` names a `models.engines.protocol.EngineFactory`.
 
     In the methods, `name` is the configuration key of the engine (for messages) and `gpus` the number of GPUs of each
     of its workers.
     """
 
-    notes_experts: ClassVar[bool] = False
-    """Whether the engine can report the experts that routers chose, as a `models.engines.protocol.NotesExperts`."""
+    records_experts: ClassVar[bool] = False
+    """Whether the engine can report the experts that routers chose, as a `models.engines.protocol.RecordsExperts`."""
     generates_images: ClassVar[bool] = False
     """Whether the engine serves text-to-image policies and not policies that generate text."""
 
-    def reasons_against(self, job: "Job") -> Iterator[str]:
+    def find_conflicts(self, job: "Job") -> Iterator[str]:
         """Yield one line per invalid combination of settings if this engine generates the policy's completions."""
         yield from ()
 
-    def reasons_against_place(self, name: str, *, gpus: float, pools: PoolsConfig) -> Iterator[str]:
+    def find_placement_conflicts(self, name: str, *, gpus: float, pools: PoolsConfig) -> Iterator[str]:
         """Yield one line per reason why a worker cannot host this engine, for the rollout or a judge."""
         yield from ()
 
     def check_environment(self, name: str, *, gpus: float) -> None:
         """Raise BadInput if the engine's separate environment is not installed correctly on this machine."""
 
-    def memory(self, shape: ModelShape, *, longest: int, gpus: float, name: str) -> dict[str, float]:
+    def estimate_memory(self, shape: ModelShape, *, longest: int, gpus: float, name: str) -> dict[str, float]:
         """Estimate the bytes of weights and KV cache per worker. Raises BadInput if the engine cannot serve the model.
 
         A cache that grows with the number of rows is counted at its maximum size. Servers that already run elsewhere
@@ -100,7 +100,7 @@ class EngineSettings(Variant):
         """
         return {"rollout_weights_bytes": 0, "rollout_cache_bytes": 0}
 
-    def computes_as(self, update: "UpdateConfig") -> bool:
+    def matches_trainer(self, update: "UpdateConfig") -> bool:
         """Return whether the engine's log-probs equal those of the update's trainer, up to rounding."""
         return False
 
@@ -108,11 +108,11 @@ class EngineSettings(Variant):
         """Return the known completion lengths and step times of the engine, or None if both have to be measured."""
         return None
 
-    def libraries(self) -> dict[str, str]:
+    def find_library_versions(self) -> dict[str, str]:
         """Return the versions of the libraries that compute in the engine's separate environment on this machine."""
         return {}
 
-    def described(self, pools: PoolsConfig) -> str:
+    def describe(self, pools: PoolsConfig) -> str:
         """Return a description of the engine for one line of the plan."""
         return self.label
 
@@ -121,7 +121,7 @@ class TransformersEngine(EngineSettings):
     """Generation inside the worker with a KV cache. Finished rows leave the batch, and waiting rows join it."""
 
     implementation = "models.engines.local.engine:HuggingFaceEngine"
-    notes_experts = True
+    records_experts = True
 
     kind: Literal["transformers"] = "transformers"
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -129,18 +129,18 @@ class TransformersEngine(EngineSettings):
     max_batch_rows: Positive = 512
     """Maximum number of completions decoded together."""
 
-    def memory(self, shape: ModelShape, *, longest: int, gpus: float, name: str) -> dict[str, float]:
+    def estimate_memory(self, shape: ModelShape, *, longest: int, gpus: float, name: str) -> dict[str, float]:
         """Estimate the bytes of the weights and of a full cache."""
         return {
             "rollout_weights_bytes": shape.parameters * BYTES[self.dtype],
             "rollout_cache_bytes": shape.cached_numbers * BYTES[self.dtype] * self.max_batch_rows * longest,
         }
 
-    def computes_as(self, update: "UpdateConfig") -> bool:
+    def matches_trainer(self, update: "UpdateConfig") -> bool:
         """Return whether engine and trainer are both in float32, because then they run the same code."""
         return self.dtype == update.dtype == "float32"
 
-    def described(self, pools: PoolsConfig) -> str:
+    def describe(self, pools: PoolsConfig) -> str:
         """Return the engine's kind and precision."""
         return f"{self.kind}, {self.dtype}"
 
@@ -151,14 +151,14 @@ CPU_CACHE_GIB = 1.0
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Adapter ranks for which vLLM can reserve memory: MaxLoRARanks in vllm/config/lora.py of vLLM 0.32."""
 
-MOST_TEMPERATURE: Final = 2.0
+MAX_TEMPERATURE: Final = 2.0
 """Maximum temperature: SamplingParams in vllm/sampling_params.py of vLLM 0.32."""
 
 CPU_HEAD_SIZES: Final = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes supported on CPUs: vllm.v1.attention.backends.cpu_attn of vLLM 0.32. With other sizes vLLM dies at the
 first request."""
 
-SEEING: Final = ("idefics3",)
+VISION_MODELS: Final = ("idefics3",)
 """Vision-language models, by `model_type`, whose outputs from vLLM 0.32 were compared with the trainer's. The image
 processors of all other known models need torchvision in vLLM's environment. Its builds are for CUDA, so vLLM cannot
 load these models on CPUs."""
@@ -179,7 +179,7 @@ class VllmEngine(EngineSettings):
     """
 
     implementation = "models.engines.vllm.engine:ServedEngine"
-    notes_experts = True
+    records_experts = True
 
     kind: Literal["vllm"] = "vllm"
     python: Program | None = None
@@ -216,7 +216,7 @@ class VllmEngine(EngineSettings):
     max_restarts: Annotated[int, Field(ge=0)] = 3
     """Maximum number of restarts of a dead server within one work unit."""
 
-    def reasons_against(self, job: "Job") -> Iterator[str]:
+    def find_conflicts(self, job: "Job") -> Iterator[str]:
         """Yield one line per setting whose log-probs differ from the trainer's, or whose adapters vLLM does not
         support."""
         yield from self._find_sampling_conflicts(job.rollout.sampling)
@@ -243,10 +243,10 @@ class VllmEngine(EngineSettings):
 
         The trainer computes log-probs at the sampling temperature over the whole vocabulary.
         """
-        if sampling.temperature > MOST_TEMPERATURE:
+        if sampling.temperature > MAX_TEMPERATURE:
             yield (
                 f"rollout.sampling.temperature is {sampling.temperature:g}, but vLLM allows at most "
-                f"{MOST_TEMPERATURE:g}. Lower it, or set rollout.engine.kind = 'transformers'"
+                f"{MAX_TEMPERATURE:g}. Lower it, or set rollout.engine.kind = 'transformers'"
             )
         truncated = sampling.top_p < 1 or sampling.top_k > 0
         if self.logprobs == "processed" and truncated:
@@ -264,7 +264,7 @@ class VllmEngine(EngineSettings):
                 f"{sampling.temperature:g} and the trainer applies it. {remedy}"
             )
 
-    def reasons_against_place(self, name: str, *, gpus: float, pools: PoolsConfig) -> Iterator[str]:
+    def find_placement_conflicts(self, name: str, *, gpus: float, pools: PoolsConfig) -> Iterator[str]:
         """Yield one line per conflict with the GPUs of a worker, which a server started by the worker uses."""
         if self.base_urls:
             return
@@ -300,7 +300,7 @@ class VllmEngine(EngineSettings):
                 f"{environment.python} is for {environment.platform}. {INSTALL[platform].format(name=name)}"
             )
 
-    def memory(self, shape: ModelShape, *, longest: int, gpus: float, name: str) -> dict[str, float]:
+    def estimate_memory(self, shape: ModelShape, *, longest: int, gpus: float, name: str) -> dict[str, float]:
         """Estimate the bytes of the weights, and of the cache if its size is known. Raises BadInput if the model does
         not fit."""
         length = self.max_model_len or shape.context
@@ -334,23 +334,24 @@ class VllmEngine(EngineSettings):
 
     def _check_vision_support(self, shape: ModelShape, name: str) -> None:
         """Raise BadInput if vLLM was not compared with the trainer for this vision-language model."""
-        if shape.sees and shape.sees not in SEEING:
+        if shape.vision_model_type and shape.vision_model_type not in VISION_MODELS:
             raise BadInput(
                 f"{name}.kind = 'vllm' supports models that read only text, and the vision-language models "
-                f"{', '.join(SEEING)}, but the model has model_type {shape.sees!r}. Set {name}.kind = 'transformers'"
+                f"{', '.join(VISION_MODELS)}, but the model has model_type {shape.vision_model_type!r}. "
+                f"Set {name}.kind = 'transformers'"
             )
-        if shape.sees and self.logprobs == "raw":
+        if shape.vision_model_type and self.logprobs == "raw":
             raise BadInput(
                 f"{name}.logprobs = 'raw' does not support vision-language models: they never generate image tokens, "
                 f"but raw log-probs include these tokens. Set {name}.logprobs = 'processed'"
             )
 
-    def libraries(self) -> dict[str, str]:
+    def find_library_versions(self) -> dict[str, str]:
         """Return the library versions of the local vLLM environment. Empty for servers elsewhere, which report them
         with rollouts."""
         return {} if self.base_urls else installed_versions(self.kind, self.python)
 
-    def described(self, pools: PoolsConfig) -> str:
+    def describe(self, pools: PoolsConfig) -> str:
         """Return the engine's location, precision and memory use."""
         where = f"at {', '.join(self.base_urls)}" if self.base_urls else "a server for each worker"
         spread = f" over {self.tensor_parallel} GPUs" if self.tensor_parallel > 1 else ""
@@ -374,15 +375,15 @@ class DiffusersEngine(EngineSettings):
     max_batch_rows: Positive = 64
     """Maximum number of pictures generated together."""
 
-    def memory(self, shape: ModelShape, *, longest: int, gpus: float, name: str) -> dict[str, float]:
+    def estimate_memory(self, shape: ModelShape, *, longest: int, gpus: float, name: str) -> dict[str, float]:
         """Estimate the bytes of the denoiser's weights. There is no cache."""
         return {"rollout_weights_bytes": shape.parameters * BYTES[self.dtype], "rollout_cache_bytes": 0}
 
-    def computes_as(self, update: "UpdateConfig") -> bool:
+    def matches_trainer(self, update: "UpdateConfig") -> bool:
         """Return whether engine and trainer are both in float32, because then they run the same code."""
         return self.dtype == update.dtype == "float32"
 
-    def described(self, pools: PoolsConfig) -> str:
+    def describe(self, pools: PoolsConfig) -> str:
         """Return the engine's kind and precision."""
         return f"{self.kind}, {self.dtype}"
 

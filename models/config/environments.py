@@ -30,8 +30,9 @@ LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 class EpisodeSettings(Variant, ABC):
     """Fields common to all environments: the course of an episode."""
 
-    answering: ClassVar[str] = "models.environments.pool:EnvironmentPool"
-    """`pkg.mod:name` of the class that answers a worker's episodes, a `models.environments.answers.MakesAnswering`."""
+    responder: ClassVar[str] = "models.environments.pool:EnvironmentPool"
+    """`pkg.mod:name` of the class that answers a worker's episodes, a
+    `models.environments.responders.ResponderFactory`."""
 
     parser: str = "auto"
     """Parser of tool calls in the policy's turns: `hermes`, `llama3_json`, `none`, a function `pkg.mod:function`, or
@@ -73,13 +74,13 @@ class EpisodeSettings(Variant, ABC):
         return None
 
     @property
-    def renders_turns(self) -> bool:
+    def has_turn_prompts(self) -> bool:
         """Whether each turn has its own rendered prompt."""
         return self.history == "per_turn"
 
-    def reasons_against(self, job: "Job") -> Iterator[str]:
+    def find_conflicts(self, job: "Job") -> Iterator[str]:
         """Yield one line per invalid combination of settings."""
-        if self.renders_turns:
+        if self.has_turn_prompts:
             yield from _find_per_turn_conflicts(self, job)
         if self.turn_tokens > job.rollout.sampling.max_new_tokens:
             yield (
@@ -103,17 +104,17 @@ def _find_per_turn_conflicts(environment: EpisodeSettings, job: "Job") -> Iterat
             "them"
         )
     for term, reward in zip(job.scoring.terms, job.scoring.rewards, strict=True):
-        if reward.valued in ("step", "token"):
+        if reward.granularity in ("step", "token"):
             yield (
-                f"{where} reward {term!r}, which scores the {reward.valued}s of a single sequence. Use a reward that "
-                "scores turns or episodes"
+                f"{where} reward {term!r}, which scores the {reward.granularity}s of a single sequence. Use a "
+                "reward that scores turns or episodes"
             )
 
 
 class EnvironmentSettings(EpisodeSettings, ABC):
     """Environments that answer turns in a separate process, which is killed if it hangs.
 
-    `implementation` names a `models.environments.pool.Starts`.
+    `implementation` names a `models.environments.pool.ProcessStarter`.
     """
 
     implementation = "models.environments.pool:user_process"
@@ -299,7 +300,7 @@ def _check_url(url: str) -> None:
 class DialogueEnvironment(EpisodeSettings):
     """A model that plays the user and answers the policy's turns (a simulated user)."""
 
-    answering = "models.environments.dialogues:Dialogues"
+    responder = "models.environments.dialogues:Dialogues"
 
     kind: Literal["dialogue"] = "dialogue"
     model: UserModelConfig
@@ -337,16 +338,16 @@ class DialogueEnvironment(EpisodeSettings):
         """This environment, because a simulated user answers its turns."""
         return self
 
-    def reasons_against(self, job: "Job") -> Iterator[str]:
+    def find_conflicts(self, job: "Job") -> Iterator[str]:
         """Yield one line per invalid combination, such as partial rollout: the dialogue so far is kept only in
         memory."""
-        yield from super().reasons_against(job)
+        yield from super().find_conflicts(job)
         if job.rollout.partial is not None:
             yield (
                 "rollout.environment.kind = 'dialogue' cannot be combined with rollout.partial, because a later "
                 "iteration does not have the messages of the simulated user. Remove rollout.partial"
             )
-        for reason in self.model.reasons_against(self.sampling):
+        for reason in self.model.find_conflicts(self.sampling):
             yield f"rollout.environment.sampling: {reason}"
 
 

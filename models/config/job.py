@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from infra.config import PoolsConfig
 from models.config.algorithms import Algorithm
-from models.config.attention import reasons_against_attention
+from models.config.attention import find_attention_conflicts
 from models.config.data import DataConfig, PreferencesConfig
 from models.config.engines import EngineSettings
 from models.config.objectives import UpdateConfig
@@ -35,42 +35,42 @@ def slot_engines(rollout: RolloutConfig | None, scoring: ScoringConfig) -> Itera
     if rollout is not None:
         yield "rollout.engine", rollout.engine, 1
         dialogue = None if rollout.environment is None else rollout.environment.dialogue
-        if dialogue is not None and dialogue.model.held is not None:
-            yield "rollout.environment.model.engine", dialogue.model.held, 1
+        if dialogue is not None and dialogue.model.local_engine is not None:
+            yield "rollout.environment.model.engine", dialogue.model.local_engine, 1
     for term, reward in scoring.hosted_rewards.items():
         if reward.engine is not None:
             yield f"reward {term!r}: model.engine", reward.engine, reward.slots
 
 
-def reasons_against(job: Job) -> Iterator[str]:
+def find_conflicts(job: Job) -> Iterator[str]:
     """Yield one line per invalid combination of settings. The user is shown the first."""
-    yield from job.algorithm.reasons_against(job)
-    yield from job.update.loss.reasons_against(job)
-    yield from job.update.optimizer.reasons_against(job.update)
+    yield from job.algorithm.find_conflicts(job)
+    yield from job.update.loss.find_conflicts(job)
+    yield from job.update.optimizer.find_conflicts(job.update)
     if job.pools.update_ranks % job.update.sequence_parallel:
         yield (
             f"update.sequence_parallel is {job.update.sequence_parallel}, but it must be a divisor of "
             f"pools.update_ranks, which is {job.pools.update_ranks}"
         )
-    yield from reasons_against_attention(job.update, job.pools)
+    yield from find_attention_conflicts(job.update, job.pools)
     yield from _find_staleness_conflicts(job.update, job.rollout)
-    yield from job.rollout.engine.reasons_against(job)
+    yield from job.rollout.engine.find_conflicts(job)
     if job.update.router_replay is not None:
         yield from _find_replay_conflicts(job.rollout)
     if job.rollout.environment is not None:
-        yield from job.rollout.environment.reasons_against(job)
+        yield from job.rollout.environment.find_conflicts(job)
     elif job.scoring.environment_rewards:
         [term, *_] = job.scoring.environment_rewards
         yield f"reward {term!r} needs an environment, but none is set. Set [rollout.environment], or remove the reward"
     else:
         pairs = zip(job.scoring.terms, job.scoring.rewards, strict=True)
-        for term in (term for term, reward in pairs if reward.valued == "turn"):
+        for term in (term for term, reward in pairs if reward.granularity == "turn"):
             yield f"reward {term!r} with per = 'turn' scores the turns of episodes. Set [rollout.environment]"
     for name, engine, slots in slot_engines(job.rollout, job.scoring):
-        yield from engine.reasons_against_place(name, gpus=slots * job.pools.gpus_per_worker, pools=job.pools)
+        yield from engine.find_placement_conflicts(name, gpus=slots * job.pools.gpus_per_worker, pools=job.pools)
 
 
-def reasons_against_drawing(
+def find_image_generation_conflicts(
     policy: PolicySource, job: Job, *, warmup: WarmupConfig | None, data: DataConfig
 ) -> Iterator[str]:
     """Yield one line per setting that a text-to-image policy needs or forbids, or that needs a text-to-image policy."""
@@ -120,12 +120,12 @@ def reasons_against_drawing(
     where = f"cannot be combined with {kind}, which generates pictures"
     yield from (f"{name} {where}: {reason}" for name, (is_set, reason) in text_only_settings.items() if is_set)
     for term, reward in zip(job.scoring.terms, job.scoring.rewards, strict=True):
-        if reward.values_steps:
+        if reward.scores_parts:
             yield (
                 f"reward {term!r} scores steps of a text, but {kind} generates pictures. Use a reward that scores "
                 "whole pictures"
             )
-        if not reward.looks:
+        if not reward.uses_images:
             yield (
                 f"reward {term!r} does not receive the pictures that {kind} generates. Use 'painting', 'clip', a judge "
                 "with images = 'prompt', or a target with a parameter `images`"
@@ -169,7 +169,7 @@ def _find_staleness_conflicts(update: UpdateConfig, rollout: RolloutConfig) -> I
 
 
 def _find_replay_conflicts(rollout: RolloutConfig) -> Iterator[str]:
-    if not rollout.engine.notes_experts:
+    if not rollout.engine.records_experts:
         yield (
             "update.router_replay needs an engine that reports the chosen experts, but rollout.engine.kind = "
             f"{rollout.engine.label!r} does not. Remove the key, or use 'transformers' or 'vllm'"
@@ -181,7 +181,7 @@ def _find_replay_conflicts(rollout: RolloutConfig) -> Iterator[str]:
         )
 
 
-def reasons_against_preferences(
+def find_preference_conflicts(
     preferences: PreferencesConfig | None, *, dpo: DpoConfig | None, data: DataConfig, scoring: ScoringConfig
 ) -> Iterator[str]:
     """Yield one line per conflict of the preferences with what is trained on them: reward models and DPO."""
@@ -197,4 +197,4 @@ def reasons_against_preferences(
             "[preferences] is set, but nothing is trained on it. Set [dpo], or add a reward of kind 'model' with "
             "model.kind = 'trained'"
         )
-    yield from preferences.reasons_against(data)
+    yield from preferences.find_conflicts(data)

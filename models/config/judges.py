@@ -10,8 +10,8 @@ from infra.store.inputs import LocalPath
 from infra.variants import Variant
 from models.config.endpoints import Endpoint
 from models.config.engines import EngineConfig, EngineSettings, SamplingConfig, TransformersEngine
-from models.config.policy import ScratchPolicy, SeeingScratchPolicy
-from models.config.reward_terms import Aggregated, BlankLines, RewardTerm, Segmentation, Valued
+from models.config.policy import ScratchPolicy, VisionScratchPolicy
+from models.config.reward_terms import BlankLines, Granularity, RewardTerm, Segmentation, StepAggregation
 from models.config.training import WarmupConfig
 
 
@@ -90,7 +90,7 @@ class StepsVerdict(Settings):
     minus the share of votes that name it."""
     ties: Literal["flag", "pass"] = "flag"
     """Decision under `majority` for a step that exactly half of the votes name."""
-    aggregate: Aggregated = "mean"
+    aggregate: StepAggregation = "mean"
     """Aggregation of step values to one number, used when one number per completion is needed."""
 
     is_graded: ClassVar[bool] = True
@@ -113,7 +113,7 @@ class ServedModel(Variant):
     implementation = "models.modeling.initial:refuse_to_write"
     inspection: ClassVar[str]
     """`pkg.mod:function` that checks the model before the run creates it, a
-    `models.inspection.companions.ServedModelCheck`. Only models that the run creates for the reward have it."""
+    `models.inspection.other_models.ServedModelCheck`. Only models that the run creates for the reward have it."""
     training: ClassVar[str | None] = None
     """`pkg.mod:function` that returns the order to train the model, a `models.records.work.TrainingOrder`, or None if
     the run does not train it."""
@@ -127,7 +127,7 @@ class ServedModel(Variant):
 class JudgeModel(ServedModel):
     """Fields common to all judge models."""
 
-    chats: ClassVar[bool] = True
+    uses_chat_template: ClassVar[bool] = True
     """Whether the question is sent as a chat turn if the model has a chat template."""
 
 
@@ -135,7 +135,7 @@ class DirectoryJudge(JudgeModel):
     """A causal language model directory in Hugging Face format; the run stores a copy of it."""
 
     implementation = "models.modeling.initial:write_judge"
-    inspection = "models.inspection.companions:check_directory_judge"
+    inspection = "models.inspection.other_models:check_directory_judge"
 
     kind: Literal["directory"] = "directory"
     path: LocalPath
@@ -155,12 +155,12 @@ class TrainedJudge(JudgeModel):
     verdicts."""
 
     implementation = "models.modeling.initial:write_trained_judge"
-    inspection = "models.inspection.companions:check_trained_judge"
+    inspection = "models.inspection.other_models:check_trained_judge"
     training = "models.records.work:order_judge_warmup"
-    chats = False  # it learns from the bare question
+    uses_chat_template = False  # it learns from the bare question
 
     kind: Literal["trained"] = "trained"
-    shape: Annotated[ScratchPolicy | SeeingScratchPolicy | PolicyShape, Field(discriminator="kind")] = ScratchPolicy()
+    shape: Annotated[ScratchPolicy | VisionScratchPolicy | PolicyShape, Field(discriminator="kind")] = ScratchPolicy()
     """Initial model for the training: a decoder with random weights, `scratch_vision` with a vision tower for a judge
     that is shown images, or `policy` for the policy after its warm-up and preference training."""
     warmup: WarmupConfig = WarmupConfig()
@@ -252,7 +252,7 @@ class JudgeReward(RewardTerm):
         return self.verdict.is_graded or self.votes > 1
 
     @property
-    def looks(self) -> bool:
+    def uses_images(self) -> bool:
         """Whether the judge is shown images."""
         return self.images == "prompt"
 
@@ -277,17 +277,17 @@ class JudgeReward(RewardTerm):
         return self.verdict if isinstance(self.verdict, StepsVerdict) else None
 
     @property
-    def valued(self) -> Valued:
+    def granularity(self) -> Granularity:
         """Unit that this reward scores: "step" for a verdict of kind `steps`, else "completion"."""
         return "completion" if self.steps_verdict is None else "step"
 
     @property
-    def aggregated(self) -> Aggregated:
+    def aggregation(self) -> StepAggregation:
         """Aggregation of the step values to one number per completion."""
-        return super().aggregated if self.steps_verdict is None else self.steps_verdict.aggregate
+        return super().aggregation if self.steps_verdict is None else self.steps_verdict.aggregate
 
     @property
-    def writes(self) -> bool:
+    def generates_text(self) -> bool:
         """Whether the judge generates its answer token by token and does not only compare the probabilities of given
         answers."""
         verdict = self.verdict
@@ -299,7 +299,7 @@ class DirectoryRewardModel(ServedModel):
     """A sequence classifier directory in Hugging Face format with one output; the run stores a copy of it."""
 
     implementation = "models.modeling.initial:write_reward_model"
-    inspection = "models.inspection.companions:check_directory_reward_model"
+    inspection = "models.inspection.other_models:check_directory_reward_model"
 
     kind: Literal["directory"] = "directory"
     path: LocalPath
@@ -359,7 +359,7 @@ class ModelReward(RewardTerm):
     """Always None, because the model runs in its worker without an engine."""
     steps_verdict: ClassVar[None] = None
     """Always None, because the model scores whole completions."""
-    writes: ClassVar[bool] = False
+    generates_text: ClassVar[bool] = False
     """Always false, because the model scores in one forward pass and generates nothing."""
     endpoint: ClassVar[None] = None
     """Always None, because the model is never behind an endpoint."""

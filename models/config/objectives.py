@@ -76,7 +76,7 @@ class PolicyLoss(Variant):
     aggregation: Aggregation = TokenMean()
     """Aggregation of the token losses to one number."""
 
-    def reasons_against(self, job: "Job") -> Iterator[str]:
+    def find_conflicts(self, job: "Job") -> Iterator[str]:
         """Yield one line per invalid combination of settings."""
         yield from ()
 
@@ -95,7 +95,7 @@ class PpoClip(PolicyLoss):
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Upper bound of the loss for negative advantages: -dual_clip x advantage (arXiv 1912.09729, eq. 5)."""
 
-    def reasons_against(self, job: "Job") -> Iterator[str]:
+    def find_conflicts(self, job: "Job") -> Iterator[str]:
         """Yield a conflict if `dual_clip` does not exceed 1 + clip_high."""
         if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
             yield (
@@ -118,7 +118,7 @@ class Gspo(PolicyLoss):
     clip_high: Annotated[float, Field(gt=0)] = 4e-4
     """Distance of the upper bound from 1: ratios above 1 + clip_high are clipped."""
 
-    def reasons_against(self, job: "Job") -> Iterator[str]:
+    def find_conflicts(self, job: "Job") -> Iterator[str]:
         """Yield a conflict if old log-probs come from the engine, whose rounding exceeds the narrow bounds."""
         if not job.update.correction.compares_with_trainer:
             yield (
@@ -148,7 +148,7 @@ class PolicyGradient(PolicyLoss):
 
     kind: Literal["policy_gradient"] = "policy_gradient"
 
-    def reasons_against(self, job: "Job") -> Iterator[str]:
+    def find_conflicts(self, job: "Job") -> Iterator[str]:
         """Yield a conflict if an iteration has several optimizer steps: nothing corrects for earlier steps."""
         for name in ("minibatches", "epochs"):
             if (count := getattr(job.update, name)) > 1:
@@ -357,7 +357,7 @@ class UpdateConfig(Settings):
                 "update.router_replay needs routers that choose experts by one call of topk, but the policy's routers "
                 "do something else. Remove the key"
             )
-        if self.freeze and not shape.sees:
+        if self.freeze and not shape.vision_model_type:
             raise BadInput(
                 f"update.freeze {[*self.freeze]}: vision, projector and language are parts of vision-language "
                 "policies, but this policy reads text only; remove update.freeze"
@@ -386,7 +386,7 @@ class UpdateConfig(Settings):
         return {"none": (), "optimizer": ("optimizer",), "parameters": ("optimizer", "weights")}[self.offload]
 
     @property
-    def trains_sight(self) -> bool:
+    def trains_vision(self) -> bool:
         """Whether the vision tower or the projector of a vision-language policy is trained."""
         return self.lora is None and not {"vision", "projector"} <= {*self.freeze}
 

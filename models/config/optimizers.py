@@ -26,7 +26,7 @@ class Optimizer(Variant):
     """Module that must not be installed, because the optimizer's package would load compiled code from a hub through
     it, or None."""
 
-    def reasons_against(self, update: "UpdateConfig") -> Iterator[str]:
+    def find_conflicts(self, update: "UpdateConfig") -> Iterator[str]:
         """Yield one line per setting of the update, or problem with a package, that does not work with this
         optimizer."""
         name, max_stage = self.label, self.highest_zero_stage

@@ -33,7 +33,7 @@ class PolicySource(Variant):
         pictures."""
         return None
 
-    def written_to(self, path: Location) -> "DirectoryPolicy | DiffusionPolicy":
+    def with_path(self, path: Location) -> "DirectoryPolicy | DiffusionPolicy":
         """Return a source for a directory that contains a trained version of such a policy."""
         return DiffusionPolicy(path=path) if self.generates_images else DirectoryPolicy(path=path)
 
@@ -109,31 +109,31 @@ class ScratchTower(Settings):
         return self
 
 
-SEEING_DECODER: Final = ScratchPolicy(
+VISION_DECODER: Final = ScratchPolicy(
     vocab_size=303, hidden_size=64, intermediate_size=192, heads=2, kv_heads=2, context=96, initial_std=0.125
 )
 
 
-class SeeingScratchPolicy(PolicySource):
+class VisionScratchPolicy(PolicySource):
     """A small vision-language policy with random weights: Idefics3's vision tower in front of the scratch decoder."""
 
-    implementation = "models.modeling.initial:write_seeing_scratch"
-    inspection = "models.inspection.directory:inspect_seeing_scratch"
+    implementation = "models.modeling.initial:write_vision_scratch"
+    inspection = "models.inspection.directory:inspect_vision_scratch"
 
     kind: Annotated[Literal["scratch_vision"], RenamedValue("seeing_scratch", "scratch_vision")] = "scratch_vision"
     tower: ScratchTower = ScratchTower()
     """Vision tower, which encodes images."""
-    decoder: ScratchPolicy = SEEING_DECODER
+    decoder: ScratchPolicy = VISION_DECODER
     """Decoder, which reads and generates tokens. Three tokens of its vocabulary mark images. Keys that are not set have
     the defaults shown here."""
 
     @field_validator("decoder", mode="before")
     @classmethod
     def _add_decoder_defaults(cls, value: object) -> object:
-        return {**SEEING_DECODER.model_dump(), **value} if isinstance(value, Mapping) else value
+        return {**VISION_DECODER.model_dump(), **value} if isinstance(value, Mapping) else value
 
     @model_validator(mode="after")
-    def _require_image_tokens(self) -> "SeeingScratchPolicy":
+    def _require_image_tokens(self) -> "VisionScratchPolicy":
         if self.decoder.vocab_size < 303:
             raise ValueError(
                 f"decoder.vocab_size is {self.decoder.vocab_size}, but images need 3 tokens: set it to at least 303"
@@ -158,7 +158,7 @@ SUM_ERROR: Final = 1e-6
 """Maximum deviation of the sum of a merge's weights from 1."""
 
 
-def reason_against_weights(weights: Sequence[float]) -> str | None:
+def find_weights_conflict(weights: Sequence[float]) -> str | None:
     """Return why weights are invalid for a merge, or None if they are valid."""
     total = math.fsum(weights)
     if abs(total - 1) <= SUM_ERROR:
@@ -194,7 +194,7 @@ class MergePolicy(PolicySource):
 
     @model_validator(mode="after")
     def _require_sum_of_one(self) -> "MergePolicy":
-        if (reason := reason_against_weights([parent.weight for parent in self.parents])) is not None:
+        if (reason := find_weights_conflict([parent.weight for parent in self.parents])) is not None:
             raise ValueError(f"parents: {reason}")
         return self
 
@@ -255,7 +255,7 @@ class ScratchDiffusionPolicy(PolicySource):
 
 
 PolicyConfig = Annotated[
-    ScratchPolicy | SeeingScratchPolicy | DirectoryPolicy | MergePolicy | DiffusionPolicy | ScratchDiffusionPolicy,
+    ScratchPolicy | VisionScratchPolicy | DirectoryPolicy | MergePolicy | DiffusionPolicy | ScratchDiffusionPolicy,
     Field(discriminator="kind"),
 ]
 
@@ -270,7 +270,7 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_size: int
-    sees: str = ""
+    vision_model_type: str = ""
     """`model_type` of a vision-language model, empty for a model that reads only text."""
     experts: int = 0
     """Number of experts per layer from which a router chooses, or 0 for dense layers."""
@@ -290,8 +290,10 @@ class ModelShape:
         if ranks == 1:
             return
         where = f"update.sequence_parallel is {ranks}"
-        if self.sees:
-            raise BadInput(f"{where}, but {what} has model_type {self.sees!r} and reads images. Set it to 1")
+        if self.vision_model_type:
+            raise BadInput(
+                f"{where}, but {what} has model_type {self.vision_model_type!r} and reads images. Set it to 1"
+            )
         if not self.slices:
             raise BadInput(
                 f"{where}, which needs a model whose tokens interact only in attention, head by head, but {what} has "

@@ -19,7 +19,7 @@ from models.config.reward_terms import NumericReward
 from models.config.rewards import RewardConfig, ScoringConfig
 from models.config.training import HeldoutConfig
 
-FEWEST_PROBLEMS = 30
+MIN_PROBLEMS = 30
 """Minimum problems of a suite. With fewer, neither the bootstrap nor a normal distribution describes the mean."""
 
 HELDOUT = "heldout"
@@ -202,7 +202,7 @@ class PromotionConfig(Settings):
         """Return the names of the suites that the rules use, each once, the primary ones first."""
         return [*dict.fromkeys(rule.suite for rule in self.rules)]
 
-    def reasons_against(
+    def find_conflicts(
         self, suites: tuple[SuiteConfig, ...], scoring: ScoringConfig, *, heldout: int, run: str
     ) -> Iterator[str]:
         """Yield one line per conflict of the rules with the suites, the run's own evaluation or the run's name."""
@@ -226,10 +226,10 @@ class PromotionConfig(Settings):
                         f"promotion: the guard of {rule.label!r} needs `range`, the lowest and the highest possible "
                         f"score, because nothing limits the scores of a reward of kind {reward.label!r}"
                     )
-            if problems[rule.suite] < FEWEST_PROBLEMS:
+            if problems[rule.suite] < MIN_PROBLEMS:
                 yield (
                     f"promotion: suite {rule.suite!r} has {problems[rule.suite]} problems, but the gate needs at least "
-                    f"{FEWEST_PROBLEMS} problems"
+                    f"{MIN_PROBLEMS} problems"
                 )
             if len(longest := f"{run}-20260131.{rule.suite}.champion-9999") > MAX_NAME:
                 yield (

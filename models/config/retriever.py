@@ -16,7 +16,7 @@ Terms = Literal["dual", "self-distillation", "cascade"]
 
 
 class PairSource(Variant):
-    """Fields common to all sources of pairs. `implementation` names a `models.retrieval.pairs.MakesPairs`."""
+    """Fields common to all sources of pairs. `implementation` names a `models.retrieval.pairs.PairFactory`."""
 
 
 class TemplatedPairs(PairSource):

@@ -11,9 +11,9 @@ from infra.processes.functions import RunFunction
 from infra.store.inputs import Location, Program
 from infra.variants import Variant
 
-Valued = Literal["completion", "step", "token", "turn"]
+Granularity = Literal["completion", "step", "token", "turn"]
 
-Aggregated = Literal["mean", "sum", "min"]
+StepAggregation = Literal["mean", "sum", "min"]
 
 
 class RewardTerm(Variant):
@@ -30,14 +30,14 @@ class RewardTerm(Variant):
     scores."""
 
     @property
-    def valued(self) -> Valued:
+    def granularity(self) -> Granularity:
         """Unit that this reward scores: "completion", "step", "token" or "turn"."""
         return "completion"
 
     @property
-    def values_steps(self) -> bool:
+    def scores_parts(self) -> bool:
         """Whether this reward scores steps, tokens or turns and not whole completions."""
-        return self.valued != "completion"
+        return self.granularity != "completion"
 
     @property
     def score_range(self) -> tuple[float, float] | None:
@@ -50,12 +50,12 @@ class RewardTerm(Variant):
         return False
 
     @property
-    def looks(self) -> bool:
+    def uses_images(self) -> bool:
         """Whether this reward may use images."""
         return False
 
     @property
-    def aggregated(self) -> Aggregated:
+    def aggregation(self) -> StepAggregation:
         """Aggregation of step, token or turn scores to one number per completion. Raises AssertionError for rewards
         that score whole completions."""
         raise AssertionError("only rewards of steps, tokens or turns have several scores per completion")
@@ -133,7 +133,7 @@ class BuiltInReward(RuleReward):
         """Function that is built from these settings in the process that calls it."""
         settings: dict[str, JsonValue] = {"settings": self.model_dump(mode="json")}
         return RunFunction(
-            "models.rewards.rules:made_reward", where=f"the {self.label} reward", options=settings, made=True
+            "models.rewards.rules:load_reward", where=f"the {self.label} reward", options=settings, made=True
         )
 
 
@@ -209,7 +209,7 @@ class PaintingReward(BuiltInReward):
     kind: Literal["painting"] = "painting"
 
     @property
-    def looks(self) -> bool:
+    def uses_images(self) -> bool:
         """Whether this reward may use images: always true."""
         return True
 
@@ -243,7 +243,7 @@ class ClipReward(BuiltInReward):
         return True
 
     @property
-    def looks(self) -> bool:
+    def uses_images(self) -> bool:
         """Whether this reward may use images: always true."""
         return True
 
@@ -277,12 +277,12 @@ class TargetReward(RuleReward):
     """Unit that this reward scores."""
     steps: Segmentation = BlankLines()
     """Segmentation of the completion into steps."""
-    aggregate: Aggregated = "mean"
+    aggregate: StepAggregation = "mean"
     """Aggregation of the scores of steps, tokens or turns to one number, used when one number per completion is
     needed."""
 
     @property
-    def looks(self) -> bool:
+    def uses_images(self) -> bool:
         """Whether this reward may use images. Always true, because the function's parameters are unknown until it is
         imported."""
         return True
@@ -299,12 +299,12 @@ class TargetReward(RuleReward):
         return self.steps if self.per == "step" else None
 
     @property
-    def valued(self) -> Valued:
+    def granularity(self) -> Granularity:
         """Unit that this reward scores, as configured."""
         return self.per
 
     @property
-    def aggregated(self) -> Aggregated:
+    def aggregation(self) -> StepAggregation:
         """Aggregation of step, token or turn scores to one number per completion, as configured."""
         return self.aggregate
 
@@ -358,11 +358,11 @@ class EnvironmentReward(RewardTerm):
     """Discount factor per turn in the return to go."""
 
     @property
-    def valued(self) -> Valued:
+    def granularity(self) -> Granularity:
         """Unit that this reward scores, as configured."""
         return self.per
 
     @property
-    def aggregated(self) -> Aggregated:
+    def aggregation(self) -> StepAggregation:
         """Aggregation of turn scores to one number: always "sum"."""
         return "sum"

@@ -53,7 +53,7 @@ class ScoringConfig(Settings):
     @property
     def process_terms(self) -> tuple[str, ...]:
         """Column names of the terms that score steps, tokens or turns, in order."""
-        return tuple(term for term, reward in zip(self.terms, self.rewards, strict=True) if reward.values_steps)
+        return tuple(term for term, reward in zip(self.terms, self.rewards, strict=True) if reward.scores_parts)
 
     @property
     def rule_terms(self) -> tuple[str, ...]:
@@ -93,19 +93,19 @@ class ScoringConfig(Settings):
     @property
     def outcome_weight(self) -> float:
         """Sum of the weights of the terms that score whole completions."""
-        return sum(reward.weight for reward in self.rewards if not reward.values_steps)
+        return sum(reward.weight for reward in self.rewards if not reward.scores_parts)
 
     @property
     def process_weight(self) -> float:
         """Sum of the absolute weights of the terms that score steps, tokens or turns."""
-        return sum(abs(reward.weight) for reward in self.rewards if reward.values_steps)
+        return sum(abs(reward.weight) for reward in self.rewards if reward.scores_parts)
 
     @model_validator(mode="after")
     def _check_terms(self) -> "ScoringConfig":
         if len(set(self.terms)) < len(self.terms):
             raise ValueError(f"the names of rewards must differ, found {', '.join(self.terms)}. Set `name`")
         for term, reward in zip(self.terms, self.rewards, strict=True):
-            if reward.values_steps and (reward.shift, reward.scale) != (0, 1):
+            if reward.scores_parts and (reward.shift, reward.scale) != (0, 1):
                 raise ValueError(
                     f"reward {term!r} scores steps, but shift and scale apply only to whole completions. Remove them"
                 )

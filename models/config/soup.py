@@ -18,7 +18,7 @@ SOUPS: Final = "soups"
 """Folder of a store that contains the records of soups, next to the runs."""
 
 
-def reason_against_beta(beta: float, num_rewards: int) -> str | None:
+def find_beta_conflict(beta: float, num_rewards: int) -> str | None:
     """Return why a β mixes rewards in a way that cannot be inverted, or None if β is valid."""
     if 1 / num_rewards < beta <= 1:
         return None
@@ -60,7 +60,7 @@ class SoupConfig(Settings):
     @model_validator(mode="after")
     def _check_backbones(self) -> "SoupConfig":
         for beta in (self.beta, *self.candidates) if self.mixes else ():
-            if (reason := reason_against_beta(beta, len(self.terms))) is not None:
+            if (reason := find_beta_conflict(beta, len(self.terms))) is not None:
                 raise ValueError(reason)
         if len({*self.terms}) < len(self.terms) or len({*self.candidates}) < len(self.candidates):
             raise ValueError("each term and each candidate may be listed only once")
@@ -71,7 +71,7 @@ class SoupConfig(Settings):
         """Whether backbones are trained on mixes of rewards."""
         return self.method in ("bone", "direct")
 
-    def reasons_against(self, scoring: ScoringConfig, update: UpdateConfig, data: DataSource) -> Iterator[str]:
+    def find_conflicts(self, scoring: ScoringConfig, update: UpdateConfig, data: DataSource) -> Iterator[str]:
         """Yield one line per conflict with the run's rewards, update or data."""
         for term in self.terms:
             if term not in scoring.terms:
@@ -79,7 +79,7 @@ class SoupConfig(Settings):
                 yield f"soup.terms: there is no reward {term!r}. Use {names}{nearest(term, scoring.terms)}"
             elif term in scoring.process_terms:
                 yield f"soup.terms: {term!r} scores steps, but only scores of whole completions can be standardized"
-        num_heldout = data.heldout_known
+        num_heldout = data.num_heldout_problems
         if num_heldout is not None and self.statistics_prompts > num_heldout:
             yield (
                 f"soup.statistics_prompts is {self.statistics_prompts}, but data.heldout_problems is {num_heldout}. "

@@ -18,10 +18,11 @@ class Teacher(Variant):
     """Fields common to all teachers."""
 
     inspection: ClassVar[str]
-    """`pkg.mod:function` that checks the teacher before a run begins, a `models.inspection.companions.TeacherCheck`."""
+    """`pkg.mod:function` that checks the teacher before a run begins, a
+    `models.inspection.other_models.TeacherCheck`."""
 
     @property
-    def held(self) -> "TeacherDirectory | None":
+    def local_model(self) -> "TeacherDirectory | None":
         """This teacher if the run stores and runs its model, else None."""
         return None
 
@@ -30,7 +31,7 @@ class Teacher(Variant):
         """This teacher if its model is behind an endpoint, else None."""
         return None
 
-    def reasons_against(self, job: "Job") -> Iterator[str]:
+    def find_conflicts(self, job: "Job") -> Iterator[str]:
         """Yield one line per invalid combination of settings."""
         yield from ()
 
@@ -38,14 +39,14 @@ class Teacher(Variant):
 class TeacherDirectory(Teacher):
     """A causal language model directory with the same tokenizer as the policy; the run stores a copy of it."""
 
-    inspection = "models.inspection.companions:check_teacher_directory"
+    inspection = "models.inspection.other_models:check_teacher_directory"
 
     kind: Literal["directory"] = "directory"
     path: LocalPath
     """Directory with config.json, safetensors and tokenizer."""
 
     @property
-    def held(self) -> "TeacherDirectory":
+    def local_model(self) -> "TeacherDirectory":
         """This teacher, because the run stores and runs its model."""
         return self
 
@@ -53,7 +54,7 @@ class TeacherDirectory(Teacher):
 class TeacherEndpoint(Endpoint, Teacher):
     """A vLLM server that scores token ids (`prompt_logprobs`) and has the same tokenizer as the policy."""
 
-    inspection = "models.inspection.companions:check_teacher_endpoint"
+    inspection = "models.inspection.other_models:check_teacher_endpoint"
 
     kind: Literal["endpoint"] = "endpoint"
 
@@ -62,7 +63,7 @@ class TeacherEndpoint(Endpoint, Teacher):
         """This teacher, because its model is behind an endpoint."""
         return self
 
-    def reasons_against(self, job: "Job") -> Iterator[str]:
+    def find_conflicts(self, job: "Job") -> Iterator[str]:
         """Yield a conflict if the sampling temperature is not 1, because the endpoint returns log-probs at temperature
         1."""
         temperature = job.rollout.sampling.temperature

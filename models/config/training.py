@@ -52,7 +52,7 @@ class HeldoutConfig(Settings):
     samples: Annotated[Positive, Since("0.1.0", before=1)] = 1
     """Number of completions per problem. Their mean reward is reported, and pass@k as well if rewards are 0 or 1."""
 
-    def reasons_against(self, denoising: DenoisingConfig | None) -> Iterator[str]:
+    def find_conflicts(self, denoising: DenoisingConfig | None) -> Iterator[str]:
         """Yield a reason if all samples of a problem would be equal. Pictures are exempt, because each starts from
         different noise."""
         if self.samples > 1 and self.temperature == 0 and denoising is None:

@@ -17,18 +17,18 @@ class UserModel(Variant):
     """Fields common to all simulated users. `implementation` names a `models.modeling.initial.UserWriter`."""
 
     implementation = "models.modeling.initial:refuse_to_write_user"
-    inspection: ClassVar[str] = "models.inspection.users:check_asked_user"
+    inspection: ClassVar[str] = "models.inspection.users:check_endpoint_user"
     """`pkg.mod:function` that checks the model before anything is built, a `models.inspection.users.UserCheck`."""
-    chats: ClassVar[bool] = True
+    uses_chat_template: ClassVar[bool] = True
     """Whether the model reads a chat if it has a chat template, and not plain text."""
 
     @property
-    def held(self) -> TransformersEngine | None:
+    def local_engine(self) -> TransformersEngine | None:
         """Engine that runs the model in the rollout workers, or None if the model is behind an endpoint."""
         return None
 
     @property
-    def elsewhere(self) -> "EndpointUser | None":
+    def endpoint(self) -> "EndpointUser | None":
         """Endpoint of the model, or None if the model runs in the rollout workers."""
         return None
 
@@ -37,7 +37,7 @@ class UserModel(Variant):
         """Supervised training of the model in the run, or None if the run does not train it."""
         return None
 
-    def reasons_against(self, sampling: SamplingConfig) -> Iterator[str]:
+    def find_conflicts(self, sampling: SamplingConfig) -> Iterator[str]:
         """Yield one line per sampling parameter that the model does not support."""
         yield from ()
 
@@ -55,7 +55,7 @@ class DirectoryUser(UserModel):
     """Engine that runs the model, in the workers of the policy's engine."""
 
     @property
-    def held(self) -> TransformersEngine:
+    def local_engine(self) -> TransformersEngine:
         """Engine that runs the model in the rollout workers."""
         return self.engine
 
@@ -65,7 +65,7 @@ class TrainedUser(UserModel):
 
     implementation = "models.modeling.initial:build_user"
     inspection = "models.inspection.users:check_trained_user"
-    chats = False  # it learns from the bare text
+    uses_chat_template = False  # it learns from the bare text
 
     kind: Literal["trained"] = "trained"
     shape: ScratchPolicy = ScratchPolicy()
@@ -76,7 +76,7 @@ class TrainedUser(UserModel):
     """Engine that runs the model, in the workers of the policy's engine."""
 
     @property
-    def held(self) -> TransformersEngine:
+    def local_engine(self) -> TransformersEngine:
         """Engine that runs the model in the rollout workers."""
         return self.engine
 
@@ -92,11 +92,11 @@ class EndpointUser(Endpoint, UserModel):
     kind: Literal["endpoint"] = "endpoint"
 
     @property
-    def elsewhere(self) -> "EndpointUser":
+    def endpoint(self) -> "EndpointUser":
         """This endpoint."""
         return self
 
-    def reasons_against(self, sampling: SamplingConfig) -> Iterator[str]:
+    def find_conflicts(self, sampling: SamplingConfig) -> Iterator[str]:
         """Yield a conflict if `top_k` is set, because the OpenAI API does not have this parameter."""
         if sampling.top_k:
             yield "top_k is not part of the OpenAI API. Set it to 0"

@@ -31,8 +31,8 @@ from models.records.columns import (
     Floats,
     Integers,
     Mask,
-    concatenated_tables,
-    emptied,
+    concatenate_tables,
+    empty_rows,
     flat,
     floats,
     integers,
@@ -41,7 +41,7 @@ from models.records.columns import (
 )
 from models.records.model_input import ENVIRONMENT, ROLLOUT_INPUT, completion_lengths, sample_columns
 from models.records.schemas import EXPERTS, PER_TOKEN, SAMPLE_SCHEMA, FinishReason
-from models.records.turn_prompts import cut_at_prompts, turn_prompts
+from models.records.turn_prompts import count_turn_prompts, split_at_prompts
 
 
 def build_sample_table(
@@ -63,14 +63,14 @@ def build_sample_table(
     for name, values in (("advantages", made.advantages_T), ("values", values_T), ("returns", made.returns_T)):
         rollouts = rollouts.append_column(name, _floats_column(values, lengths_N))
     rollouts = rollouts.append_column("staleness", lists(staleness(rollouts, lengths_N, policy_version), lengths_N))
-    rollouts, row_K = cut_at_prompts(rollouts)
+    rollouts, row_K = split_at_prompts(rollouts)
     kept_N, emptied_N = kept_N[row_K], emptied_N[row_K]
     order_K = np.lexsort((integers(rollouts["sample"]), integers(rollouts["prompt_row"])))
     order_K = order_K[kept_N[order_K]]
     rows = rollouts.drop_columns(["segments", "finish_reason", "turns"]).take(pa.array(order_K)).combine_chunks()
     columns = {name: rows[name] for name in rows.column_names}
     if emptied_N[order_K].any():
-        columns |= {name: emptied(rows[name], emptied_N[order_K]) for name in PER_TOKEN}
+        columns |= {name: empty_rows(rows[name], emptied_N[order_K]) for name in PER_TOKEN}
     columns |= sample_columns(rows, emptied_K=emptied_N[order_K])
     optional = [pa.field(EXPERTS, columns[EXPERTS].type)] if EXPERTS in columns else []
     schema = pa.schema([*SAMPLE_SCHEMA, *optional])
@@ -156,7 +156,7 @@ def turn_metrics(rollouts: pa.Table) -> dict[str, float]:
     endings = {reason: pc.equal(rollouts["finish_reason"], reason.value).to_numpy().mean() for reason in ENDINGS}
     return {
         "turns_mean": len(parts) / len(episodes),
-        "turn_prompt_tokens_mean" if turn_prompts(rollouts).any() else "observation_tokens_mean": observations
+        "turn_prompt_tokens_mean" if count_turn_prompts(rollouts).any() else "observation_tokens_mean": observations
         / len(episodes),
         "calls_mean": calls / len(episodes),
         **({"call_error_fraction": errors / calls} if calls else {}),
@@ -254,7 +254,7 @@ def credit_completions(
     if auxiliary_scores:
         _check_paired(rollouts, auxiliary_scores, "estimates")
     _check_disjoint(rollouts)
-    table, score_table = concatenated_tables(rollouts).combine_chunks(), pa.concat_tables(scores).combine_chunks()
+    table, score_table = concatenate_tables(rollouts).combine_chunks(), pa.concat_tables(scores).combine_chunks()
     lengths_N, completion_tokens = completion_lengths(table), GeneratedTokens.of(table)
     models = read_auxiliary_scores(auxiliary_scores, lengths_N)
     check_required_outputs(models, rule.algorithm)

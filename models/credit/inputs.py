@@ -37,7 +37,7 @@ def term_columns(scoring: ScoringConfig) -> tuple[TermColumns, ...]:
     """Return the columns of all reward terms of a scoring configuration."""
     pairs = zip(scoring.terms, scoring.rewards, strict=True)
     return tuple(
-        TermColumns(name, reward.weight, reward.values_steps, reward.shift, reward.scale) for name, reward in pairs
+        TermColumns(name, reward.weight, reward.scores_parts, reward.shift, reward.scale) for name, reward in pairs
     )
 
 

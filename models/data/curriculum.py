@@ -41,7 +41,7 @@ class Part:
     weight: float
 
 
-def take(
+def take_rows(
     cursor: Cursor, count: int, *, taken: Collection[int], num_prompts: int, seed: int, parts: Sequence[Part] = ()
 ) -> tuple[tuple[int, ...], Cursor]:
     """Return the next `count` distinct rows and the cursor after them.
@@ -136,7 +136,7 @@ def _parts_at(places: range, *, parts: Sequence[Part], seed: int) -> NDArray[np.
     return np.minimum(np.searchsorted(ends / ends[-1], points, side="right"), len(parts) - 1)
 
 
-def parts_of(detail: Mapping[str, JsonValue]) -> tuple[Part, ...]:
+def read_parts(detail: Mapping[str, JsonValue]) -> tuple[Part, ...]:
     """Read the parts from the detail of a prompts manifest. Empty if the rows are not divided into parts."""
     listed = _Parts.model_validate(detail.get("parts", {}))
     ends = [*accumulate(listed.rows)]
@@ -153,12 +153,12 @@ class _Parts(Settings):
     weights: tuple[float, ...] = ()
 
 
-def most_prompts(rows: Sequence[int], weights: Sequence[float]) -> tuple[int, int]:
+def max_prompts(rows: Sequence[int], weights: Sequence[float]) -> tuple[int, int]:
     """Return the maximum number of prompts for an iteration and the part that sets it.
 
     With more prompts, that part would have to supply more distinct rows than it has.
 
-    >>> most_prompts([1000, 5], [9, 1])
+    >>> max_prompts([1000, 5], [9, 1])
     (50, 1)
     """
     most = [

@@ -15,7 +15,7 @@ from infra.variants import implementation_of
 from models.config.data import ArithmeticPreferences, DataConfig, FilePreferences, Preferences
 from models.config.training import WarmupConfig
 from models.data.arithmetic import wrong_completion
-from models.data.files import messages_of, prompt_of, read_rows, text_of
+from models.data.files import read_messages, read_prompt, read_rows, read_text
 from models.data.problems import Problem, Prompt, check_places, fill_prompt, identity, is_heldout, load_problems
 
 
@@ -28,7 +28,7 @@ class Example(NamedTuple):
     """Images of the prompt, encoded."""
     verdict: str = ""
     """Verdict at the end of the completion. It weighs as much in the loss as the text before it."""
-    more: tuple[str, ...] = ()
+    continuation: tuple[str, ...] = ()
     """Remaining parts of an episode, alternating the environment's message and the next turn. Only turns are trained
     on.
     """
@@ -53,7 +53,7 @@ def warmup_examples(
     while len(examples) < num_examples:
         passing = rng.sample(problems, k=min(len(problems), num_examples - len(examples)))
         examples.extend(
-            Example(problem.prompt, completion, problem.images, more=tuple(more))
+            Example(problem.prompt, completion, problem.images, continuation=tuple(more))
             for problem in passing
             for completion, *more in [_imitated(problem, data, warmup.worked_answer_fraction, rng)]
         )
@@ -68,7 +68,7 @@ class PictureSource(Protocol):
         ...
 
 
-MOST_PICTURES: Final = 4096
+MAX_PICTURES: Final = 4096
 """Maximum number of distinct pictures in a warm-up, which repeats them."""
 
 
@@ -84,7 +84,7 @@ def picture_examples(data: DataConfig, warmup: WarmupConfig, seed: int) -> list[
         )
     num_examples = warmup.steps * warmup.batch_size
     make = cast(PictureSource, find_target(data.pictures, where=f"data.kind {data.label!r}"))
-    pictures, rng = make(data, min(num_examples, MOST_PICTURES), seed), Random(f"{seed}/warmup")
+    pictures, rng = make(data, min(num_examples, MAX_PICTURES), seed), Random(f"{seed}/warmup")
     examples: list[tuple[str, bytes]] = []
     while len(examples) < num_examples:
         examples.extend(rng.sample(pictures, k=min(len(pictures), num_examples - len(examples))))
@@ -101,7 +101,7 @@ def _imitated(problem: Problem, data: DataConfig, worked_fraction: float, rng: R
         return (problem.answer,)
     if rng.random() < worked_fraction:
         return problem.worked_turns or (problem.worked,)
-    return (data.guess.format(rng.randint(0, data.largest_guess)),)
+    return (data.guess_template.format(rng.randint(0, data.max_guess)),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ def arithmetic_preferences(
     The problems are reshuffled each time all have been used. Raises BadInput if the data source cannot supply such
     pairs.
     """
-    for reason in preferences.reasons_against(data):
+    for reason in preferences.find_conflicts(data):
         raise BadInput(reason)
     problems, rng = load_problems(data, split, seed), Random(f"{seed}/preferences/{split}")
     count = preferences.train_pairs if split == "train" else preferences.heldout_pairs
@@ -198,7 +198,7 @@ def _read_pairs(path: Path, config: FilePreferences) -> list[Preference]:
 
 def _build_pair(place: str, row: Mapping[str, object], config: FilePreferences) -> Preference:
     """Build a pair from a row. Raises BadInput if the row is invalid."""
-    prompt = prompt_of(place, row, config.prompt_column)
+    prompt = read_prompt(place, row, config.prompt_column)
     check_places(prompt, 0, source=place)
     chosen, rejected = (
         _read_completion(place, row, column) for column in (config.chosen_column, config.rejected_column)
@@ -216,12 +216,12 @@ def _read_completion(place: str, row: Mapping[str, object], column: str) -> str:
     """
     value = row[column]
     if not isinstance(value, list):
-        return text_of(place, value, column)
-    turns = messages_of(place, value, column)
+        return read_text(place, value, column)
+    turns = read_messages(place, value, column)
     if [turn.role for turn in turns] != ["assistant"]:
         roles = ", ".join(turn.role for turn in turns) or "no message"
         raise BadInput(f"{place}: {column}: expected exactly one message, with role assistant, found {roles}")
-    return text_of(place, turns[0].content, column)
+    return read_text(place, turns[0].content, column)
 
 
 def _require_new_prompts(heldout: Sequence[Preference], config: FilePreferences) -> None:

@@ -24,18 +24,18 @@ from infra.errors import BadInput, InputErrors
 from infra.store.inputs import fetch_path, format_path, is_remote
 from infra.user_files import describe_irregular
 from models.config.data import ProblemFile
-from models.data.images import images_in
+from models.data.images import read_images
 from models.data.problems import (
     Content,
     ImagePlace,
     Message,
     Problem,
     Prompt,
+    add_system_message,
     check_columns,
     check_places,
     fill_prompt,
     is_heldout,
-    with_system,
 )
 
 T = TypeVar("T", str, bytes, covariant=True)
@@ -69,7 +69,7 @@ def read_rows(path: Path, columns: Sequence[str], input_errors: InputErrors) -> 
     Invalid rows are added to `input_errors`. Raises BadInput if the file cannot be read.
     """
     _check_is_no_hub_name(path)
-    if format_of(path) not in SUFFIXES:
+    if find_format(path) not in SUFFIXES:
         packed = ", ".join(f"{suffix}.gz" for suffix in TEXTS)
         raise BadInput(
             f"{path}: files with the suffix {path.suffix!r} cannot be read. Use one of {', '.join(SUFFIXES)}, {packed}."
@@ -85,7 +85,7 @@ def read_rows(path: Path, columns: Sequence[str], input_errors: InputErrors) -> 
     if kind:
         raise BadInput(f"{name}: expected a file, but the path is {kind}")
     try:
-        if format_of(path) not in TEXTS:
+        if find_format(path) not in TEXTS:
             yield from _read_table_rows(here, columns, name=name)
             return
         for place, row in text_rows(here, input_errors, name=name):
@@ -98,7 +98,7 @@ def read_rows(path: Path, columns: Sequence[str], input_errors: InputErrors) -> 
 
 def _check_is_no_hub_name(path: Path) -> None:
     """Raise BadInput with the next step if a path looks like the name of a dataset on the Hugging Face Hub."""
-    if format_of(path) not in SUFFIXES and not is_remote(path) and not path.parent.exists():
+    if find_format(path) not in SUFFIXES and not is_remote(path) and not path.parent.exists():
         name = "/".join(path.parts[-2:])
         raise BadInput(
             f"{path}: no such file. If {name} is a dataset on the Hugging Face Hub, write it to a file first: "
@@ -106,7 +106,7 @@ def _check_is_no_hub_name(path: Path) -> None:
         )
 
 
-def format_of(path: Path) -> str:
+def find_format(path: Path) -> str:
     """Return the suffix that determines the format of a file, ignoring `.gz`."""
     inner = Path(path.stem).suffix
     return inner if path.suffix == ".gz" and inner in TEXTS else path.suffix
@@ -115,7 +115,7 @@ def format_of(path: Path) -> str:
 def text_rows(path: Path, input_errors: InputErrors, *, name: str) -> Iterator[FileRow]:
     """Yield the rows of a text file. Values in CSV files are always text."""
     with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as content:
-        match format_of(path):
+        match find_format(path):
             case ".jsonl":
                 yield from _read_json_lines(content, name, input_errors)
             case ".json":
@@ -241,22 +241,22 @@ def _require_columns(place: str, required: Sequence[str], columns: Sequence[str]
             )
 
 
-def prompt_of(place: str, row: Mapping[str, object], column: str) -> Prompt:
+def read_prompt(place: str, row: Mapping[str, object], column: str) -> Prompt:
     """Return the prompt in a column, which is either plain text or a chat whose last message is not the assistant's.
 
     Raises BadInput if the value has another form.
     """
     prompt = row[column]
     if not isinstance(prompt, list):
-        return text_of(place, prompt, column)
-    messages = messages_of(place, prompt, column)
+        return read_text(place, prompt, column)
+    messages = read_messages(place, prompt, column)
     if not messages or messages[-1].role == "assistant":
         fault = "no messages" if not messages else "a message of the assistant at its end"
         raise BadInput(f"{place}: {column}: expected a chat whose last message is not by the assistant, found {fault}")
     return messages
 
 
-def messages_of(place: str, turns: Sequence[object], column: str) -> tuple[Message, ...]:
+def read_messages(place: str, turns: Sequence[object], column: str) -> tuple[Message, ...]:
     """Read the messages of a chat. Raises BadInput if a turn lacks `role` or `content`, or has invalid content."""
     messages = []
     for index, turn in enumerate(turns):
@@ -264,7 +264,7 @@ def messages_of(place: str, turns: Sequence[object], column: str) -> tuple[Messa
             raise BadInput(
                 f"{place}: {column}[{index}] is not a chat message. Expected {{role, content}}, found {turn!r:.80}"
             )
-        role = text_of(place, turn["role"], f"{column}[{index}].role")
+        role = read_text(place, turn["role"], f"{column}[{index}].role")
         messages.append(Message(role, _read_content(place, turn["content"], f"{column}[{index}].content")))
     return tuple(messages)
 
@@ -275,14 +275,14 @@ def _read_content(place: str, value: object, column: str) -> Content:
     Raises BadInput if the content is empty or has other parts.
     """
     if not isinstance(value, list):
-        return text_of(place, value, column)
+        return read_text(place, value, column)
     parts: list[str | ImagePlace] = []
     for index, part in enumerate(value):
         match part:
             case {"type": "image"}:
                 parts.append(ImagePlace())
             case {"type": "text", "text": text}:
-                parts.append(text_of(place, text, f"{column}[{index}].text"))
+                parts.append(read_text(place, text, f"{column}[{index}].text"))
             case _:
                 raise BadInput(
                     f'{place}: {column}[{index}]: expected {{type: "image"}} or {{type: "text", text}}, '
@@ -293,7 +293,7 @@ def _read_content(place: str, value: object, column: str) -> Content:
     return tuple(parts)
 
 
-def text_of(place: str, value: object, column: str) -> str:
+def read_text(place: str, value: object, column: str) -> str:
     """Return the value if it is non-blank text. Raises BadInput if not, or if the text cannot be encoded as UTF-8."""
     if not isinstance(value, str):
         raise BadInput(f"{place}: {column}: expected text, found {type(value).__name__} {value!r:.60}")
@@ -355,9 +355,9 @@ def read_problems(path: Path, data: ProblemFile) -> list[Problem]:
 
 def _build_problem(place: str, row: Mapping[str, object], data: ProblemFile, *, root: Path) -> Problem:
     """Build a problem from a row. Raises BadInput if the row is invalid."""
-    prompt = prompt_of(place, row, data.prompt_column)
+    prompt = read_prompt(place, row, data.prompt_column)
     answer = _read_answer(place, row[data.answer_column], data.answer_column) if data.answer_column else ""
-    images = images_in(row, data.images_column, place=place, root=root) if data.images_column else ()
+    images = read_images(row, data.images_column, place=place, root=root) if data.images_column else ()
     check_places(prompt, len(images), source=place)
     columns = {column: cast(JsonValue, row[column]) for column in data.environment_columns}
     check_columns(columns, source=place)  # tables can contain dates and bytes
@@ -368,10 +368,10 @@ def _read_answer(place: str, value: object, column: str) -> str:
     """Return the reference answer as text. Numbers are converted, other values must be non-blank text."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
-    return text_of(place, value, column)
+    return read_text(place, value, column)
 
 
 def _apply_template(problem: Problem, data: ProblemFile) -> Problem:
     """Fill the prompt into the template and add the system message, if one is configured."""
     prompt = fill_prompt(problem.prompt, data.template)
-    return replace(problem, prompt=prompt if data.system is None else with_system(prompt, data.system))
+    return replace(problem, prompt=prompt if data.system is None else add_system_message(prompt, data.system))

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from infra.errors import BadInput, InputErrors
 from infra.store.inputs import fetch_path
 from models.config.data import ProblemFile
-from models.data.files import format_of, text_rows
+from models.data.files import find_format, text_rows
 
 PATH, BYTES = "path", "bytes"
 """Field names of the image structs that `datasets` writes."""
@@ -40,7 +40,7 @@ def image_files(data: ProblemFile) -> Iterator[Path]:
 
 def _iterate_paths(path: Path, column: str) -> Iterator[str]:
     """Yield the paths in a column. Image data embedded in the rows of a table is not read."""
-    match format_of(path):
+    match find_format(path):
         case ".jsonl" | ".json" | ".csv":
             for _, row in text_rows(path, InputErrors(), name=str(path)):
                 yield from _paths_in_value(row.get(column))

@@ -26,14 +26,14 @@ FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Supported formats in Pillow's names. Some formats beyond these contain programs."""
 SEVERAL_FRAMES: Final = "MPO"
 """Format of JPEG files from phones, in which the additional frames are previews of the first."""
-MOST_PIXELS: Final = Image.MAX_IMAGE_PIXELS or 2**26
+MAX_PIXELS: Final = Image.MAX_IMAGE_PIXELS or 2**26
 """Maximum number of pixels of an image (Pillow's limit). A small file with more pixels may be an attack on the memory.
 """
 SHARD_BYTES: Final = 2**26
 """Maximum size of the images in a media shard, in bytes. A larger image gets a separate shard."""
 THUMBNAIL_BYTES: Final = 4096
 """Maximum size of a thumbnail in bytes."""
-MOST_STRETCHED: Final = 200
+MAX_ASPECT_RATIO: Final = 200
 """Maximum ratio of the longer side to the shorter one, the limit of Qwen's image processors."""
 _LYING: Final = (5, 6, 7, 8)
 """EXIF orientation values that swap width and height."""
@@ -67,7 +67,7 @@ def read_header(encoded: bytes, *, where: str) -> ImageHeader:
     """
     with _open_image(encoded, where=where) as image:
         width, height = image.size
-        if width * height > MOST_PIXELS:
+        if width * height > MAX_PIXELS:
             raise _too_many_pixels(where, f"{width} x {height}")
         # Reading the orientation makes Pillow decode all pixels of a PNG file, because the file may store it at the
         # end.
@@ -81,10 +81,10 @@ def read_header(encoded: bytes, *, where: str) -> ImageHeader:
         raise BadInput(f"{where}: expected a single picture, found an animation or document of {frames} frames")
     if not width or not height:
         raise BadInput(f"{where}: the image has no pixels, its size is {width} x {height}")
-    if max(header.size) > MOST_STRETCHED * min(header.size):
+    if max(header.size) > MAX_ASPECT_RATIO * min(header.size):
         raise BadInput(
             f"{where}: the image is {width} x {height} pixels. Its longer side may be at most "
-            f"{MOST_STRETCHED} times its shorter side."
+            f"{MAX_ASPECT_RATIO} times its shorter side."
         )
     return header
 
@@ -105,7 +105,7 @@ def data_address(encoded: bytes) -> str:
     return f"data:{kind};base64,{base64.b64encode(encoded).decode()}"
 
 
-def open_picture(encoded: bytes) -> Image.Image:
+def decode_picture(encoded: bytes) -> Image.Image:
     """Decode an image to RGB with its EXIF orientation applied. Raises BadInput if the image cannot be opened."""
     with _open_image(encoded, where="image") as opened:
         return ImageOps.exif_transpose(opened).convert("RGB")
@@ -116,7 +116,7 @@ def thumbnail(encoded: bytes) -> bytes:
 
     Tiny pictures are enlarged without smoothing.
     """
-    image = open_picture(encoded)
+    image = decode_picture(encoded)
     image.info.clear()  # color profiles may be larger than the copy
     for side in (96, 64, 32):
         small = image.copy()
@@ -149,7 +149,7 @@ def _open_image(encoded: bytes, *, where: str) -> ImageFile.ImageFile:
 
 def _too_many_pixels(where: str, size: str) -> BadInput:
     """Return the error for an image with too many pixels."""
-    return BadInput(f"{where}: the image is too large to decode: at most {MOST_PIXELS:,} pixels, found {size}")
+    return BadInput(f"{where}: the image is too large to decode: at most {MAX_PIXELS:,} pixels, found {size}")
 
 
 def _reason(error: BaseException) -> str:
@@ -183,7 +183,7 @@ def _build_media_table(rows: Sequence[tuple[object, ...]]) -> pa.Table:
 # ---- images in the rows of a file
 
 
-def images_in(row: Mapping[str, object], column: str, *, place: str, root: Path) -> tuple[bytes, ...]:
+def read_images(row: Mapping[str, object], column: str, *, place: str, root: Path) -> tuple[bytes, ...]:
     """Read the images in a column of a row, which holds one image, a list or None. Empty for None.
 
     Raises BadInput if an image cannot be read.

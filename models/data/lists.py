@@ -33,7 +33,7 @@ class ListData(DataSource):
     """Number of problems kept for evaluation. A hash of the prompt decides on the split, so no prompt is in both."""
 
     @property
-    def heldout_known(self) -> int | None:
+    def num_heldout_problems(self) -> int | None:
         """Number of held-out problems, which equals the configured number."""
         return self.heldout_problems
 

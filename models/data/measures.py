@@ -17,7 +17,7 @@ from models.data.problems import Problem, sample_problems
 
 NAMES: Final = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Max", "Tom", "Zoe")
 THINGS: Final = ("box", "door", "frame", "lid", "sail", "shelf", "tent", "window")
-ASKED: Final = {"width": "wide", "height": "high"}
+ADJECTIVES: Final = {"width": "wide", "height": "high"}
 """Adjective in the prompt for each measure."""
 SMALLEST, LARGEST = 2, 40
 
@@ -43,7 +43,7 @@ def _sample_problem(rng: Random, *, source: str) -> Problem:
     width, height = rng.sample(range(SMALLEST, LARGEST + 1), k=2)
     columns = {"width": width, "height": height}
     measure = rng.choice(list(columns))
-    question = f"{rng.choice(NAMES)} needs a {rng.choice(THINGS)}. How {ASKED[measure]}?\n"
+    question = f"{rng.choice(NAMES)} needs a {rng.choice(THINGS)}. How {ADJECTIVES[measure]}?\n"
     answer = f"#### {columns[measure]}"
     turns = (f"{measure}?", f"\n{columns[measure]}\n", answer)
     return Problem(

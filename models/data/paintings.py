@@ -38,11 +38,11 @@ class Motif(NamedTuple):
     place: str
 
     @property
-    def facts(self) -> str:
+    def reference(self) -> str:
         """Reference answer, independent of the wording of the prompt."""
         return " ".join(self)
 
-    def asked(self, split: str) -> str:
+    def prompt(self, split: str) -> str:
         """Return the prompt for the motif in a split."""
         return WORDINGS[split].format(**self._asdict())
 
@@ -63,7 +63,7 @@ def painting_problems(data: PaintingsData, split: str, seed: int) -> list[Proble
     """Return one problem for each motif, in an order that depends on the seed."""
     order = Random(f"{seed}/{split}/paintings").sample(MOTIFS, k=len(MOTIFS))
     return [
-        Problem(source=f"{split} problem {number}", prompt=motif.asked(split), answer=motif.facts)
+        Problem(source=f"{split} problem {number}", prompt=motif.prompt(split), answer=motif.reference)
         for number, motif in enumerate(order)
     ]
 
@@ -79,12 +79,12 @@ def pretraining_examples(data: PaintingsData, count: int, seed: int) -> list[Cap
         described = motif = rng.choice(MOTIFS)
         if rng.random() < data.caption_noise:
             described = Motif(rng.choice([*COLOURS]), motif.shape, rng.choice([*PLACES]))
-        caption = described.asked(rng.choice([*WORDINGS]))
-        examples.append(Captioned(caption, painted(*motif, rng)))
+        caption = described.prompt(rng.choice([*WORDINGS]))
+        examples.append(Captioned(caption, paint(*motif, rng)))
     return examples
 
 
-def painted(colour: str, shape: str, place: str, rng: Random) -> NDArray[np.float32]:
+def paint(colour: str, shape: str, place: str, rng: Random) -> NDArray[np.float32]:
     """Paint a picture with random size and shade, as an array of shape (8, 8, 3) with values from -1 to 1.
 
     A shape of 3 pixels is also randomly shifted by half a pixel.

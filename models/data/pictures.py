@@ -82,7 +82,7 @@ def _sample_problem(rng: Random, *, source: str) -> Problem:
         prompt=f"How many {target_colour}?",
         answer=f" {answer}",
         worked=f" {' '.join((*work, answer))}",
-        images=(drawn(cells),),
+        images=(draw_cells(cells),),
     )
 
 
@@ -96,7 +96,7 @@ def _colour(rng: Random) -> str:
     return rng.choices(list(COLOURS), COMMON)[0]
 
 
-def drawn(cells: list[Cell]) -> bytes:
+def draw_cells(cells: list[Cell]) -> bytes:
     """Draw cells row by row as a PNG file."""
     pixels = np.full((CELLS * CELL, CELLS * CELL, 3), GROUND, np.uint8)
     for place, cell in enumerate(cells):

@@ -39,7 +39,7 @@ class Message:
         parts = (self.content,) if isinstance(self.content, str) else self.content
         return "".join(part for part in parts if isinstance(part, str))
 
-    def spelt(self) -> dict[str, Any]:
+    def encode(self) -> dict[str, Any]:
         """Return the message in the format of chat templates."""
         content = self.content if isinstance(self.content, str) else [_encode_part(part) for part in self.content]
         return {"role": self.role, "content": content} | ({"name": self.name} if self.name else {})
@@ -98,7 +98,7 @@ class ProblemSource(Protocol):
         ...
 
 
-class LeftOut(Protocol):
+class ExclusionFilter(Protocol):
     """Function that finds the training problems that a source excludes, such as near-duplicates."""
 
     def __call__(self, data: Any, seed: int, /) -> dict[str, str]:  # noqa: ANN401 -- own settings class
@@ -106,11 +106,11 @@ class LeftOut(Protocol):
         ...
 
 
-def left_out_of(data: DataConfig, seed: int) -> dict[str, str]:
+def find_exclusions(data: DataConfig, seed: int) -> dict[str, str]:
     """Return the training problems that a source excludes: the reason by the origin of the problem."""
-    if not data.left_out:
+    if not data.exclusion_filter:
         return {}
-    return cast(LeftOut, find_target(data.left_out, where=f"data {data.label!r}"))(data, seed)
+    return cast(ExclusionFilter, find_target(data.exclusion_filter, where=f"data {data.label!r}"))(data, seed)
 
 
 def is_heldout(text: str, share: float) -> bool:
@@ -129,13 +129,13 @@ def identity(prompt: Prompt, images: Sequence[str] = (), columns: Mapping[str, J
     if isinstance(prompt, str):
         text = prompt
     else:
-        text = json.dumps([[*turn.spelt().values()] for turn in prompt], ensure_ascii=False)
+        text = json.dumps([[*turn.encode().values()] for turn in prompt], ensure_ascii=False)
     if columns:
-        return json.dumps([text, list(images), spelt_columns(columns)], ensure_ascii=False)
+        return json.dumps([text, list(images), encode_columns(columns)], ensure_ascii=False)
     return json.dumps([text, list(images)], ensure_ascii=False) if images else text
 
 
-def spelt_columns(columns: Mapping[str, JsonValue]) -> str:
+def encode_columns(columns: Mapping[str, JsonValue]) -> str:
     """Encode the columns for an environment as canonical JSON."""
     return json.dumps(columns, ensure_ascii=False, sort_keys=True, allow_nan=False)
 
@@ -144,7 +144,7 @@ def check_columns(columns: Mapping[str, JsonValue], *, source: str) -> None:
     """Raise BadInput if a column is not a JSON value."""
     for name, value in columns.items():
         try:
-            spelt_columns({name: value}).encode()
+            encode_columns({name: value}).encode()
         except (ValueError, TypeError, RecursionError) as error:
             raise BadInput(
                 f"{source}: {name}: expected a value that JSON can represent, found {value!r:.60}"
@@ -153,12 +153,12 @@ def check_columns(columns: Mapping[str, JsonValue], *, source: str) -> None:
 
 def check_places(prompt: Prompt, images: int, *, source: str) -> None:
     """Raise BadInput if a chat has image placeholders, but not as many as there are images."""
-    places = num_places(prompt)
+    places = count_image_places(prompt)
     if places and places != images:
         raise BadInput(f"{source}: the messages have placeholders for {places} images, but the row has {images}")
 
 
-def num_places(prompt: Prompt) -> int:
+def count_image_places(prompt: Prompt) -> int:
     """Return the number of image placeholders in a prompt. 0 if the prompt does not place its images."""
     if isinstance(prompt, str):
         return 0
@@ -167,12 +167,12 @@ def num_places(prompt: Prompt) -> int:
     )
 
 
-def with_places(prompt: tuple[Message, ...], images: int) -> tuple[Message, ...]:
+def add_image_places(prompt: tuple[Message, ...], images: int) -> tuple[Message, ...]:
     """Add the missing image placeholders before the text of the first user message.
 
     The content of every returned message is a tuple of parts.
     """
-    missing = images - num_places(prompt)
+    missing = images - count_image_places(prompt)
     turns: list[Message] = []
     for turn in prompt:
         parts = (turn.content,) if isinstance(turn.content, str) else turn.content
@@ -190,7 +190,7 @@ def fill_prompt(prompt: Prompt, template: str) -> Prompt:
     return template.replace("{prompt}", prompt) if isinstance(prompt, str) else prompt
 
 
-def with_system(prompt: Prompt, text: str) -> Prompt:
+def add_system_message(prompt: Prompt, text: str) -> Prompt:
     """Add a system message to a chat that has none. Plain text becomes the user message of a new chat."""
     chat = (Message("user", prompt),) if isinstance(prompt, str) else prompt
     return chat if chat[0].role == "system" else (Message("system", text), *chat)

@@ -28,7 +28,7 @@ from models.denoising.samplers import NoiseSchedule, noisy_steps
 from models.denoising.schedulers import check_scheduler, schedule_of
 from models.modeling.policy import lock_model_construction
 from models.modeling.weight_files import read_header
-from models.records.pictures import Picture, States, picture_of
+from models.records.pictures import Picture, States, encode_picture
 
 INDEX: Final = "model_index.json"
 WEIGHTS: Final = "diffusion_pytorch_model.safetensors"
@@ -286,7 +286,7 @@ class LatentDecoder:
     def decode(self, latents_NCYX: Tensor, states: Sequence[States], seeds: Sequence[int]) -> list[Picture]:
         """Convert latents to images, one at a time, so that no image depends on the others of a batch."""
         return [
-            picture_of(self._pixels(each_CYX[None])[0], led, seed=seed)
+            encode_picture(self._pixels(each_CYX[None])[0], led, seed=seed)
             for each_CYX, led, seed in zip(latents_NCYX, states, seeds, strict=True)
         ]
 

@@ -31,9 +31,9 @@ EXCERPT = 200
 """Maximum number of characters of an error response that are quoted in a message."""
 MAX_QUOTED = 1 << 14
 """Maximum number of bytes of a response that are searched for the API key before an excerpt is quoted."""
-AGAIN = {408, 409, 429}
+RETRIED_STATUSES = {408, 409, 429}
 """Status codes below 500 after which a request is retried, in addition to all 5xx."""
-ITS_OWN = {400, 413}
+SINGLE_REQUEST_STATUSES = {400, 413}
 """Status codes that may concern a single request, most often one too long for the model."""
 
 
@@ -81,7 +81,7 @@ class EndpointClient:
     def __str__(self) -> str:
         return f"endpoint {self._endpoint}"
 
-    def ask(self, requests: Sequence[EndpointRequest[R]]) -> list[R]:
+    def post(self, requests: Sequence[EndpointRequest[R]]) -> list[R]:
         """Return one answer for each request, in order."""
         return asyncio.run(self._ask(requests)) if requests else []
 
@@ -162,10 +162,10 @@ class EndpointClient:
     def _judge(self, request: EndpointRequest[R], response: httpx.Response, data: bytes) -> R:
         """Convert a response: an answer, a temporary failure (_Unanswered) or a rejection (WorkerFailed)."""
         status = response.status_code
-        if status in AGAIN or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        if status in RETRIED_STATUSES or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             pause = _parse_retry_after(response.headers.get("Retry-After", ""))
             raise _Unanswered(f"it answers {_format_status(status)}", status=status, retry_after=pause)
-        if status in ITS_OWN:
+        if status in SINGLE_REQUEST_STATUSES:
             return request.refusal(f"the endpoint answers {_format_status(status)}: {self._excerpt(data)}")
         if response.has_redirect_location:
             raise WorkerFailed(

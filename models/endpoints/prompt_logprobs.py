@@ -23,7 +23,7 @@ IMPOSSIBLE = -9999.0
 MAX_BODY_BYTES = 64 << 20
 """Maximum size of a response in bytes: two candidates at each of 400,000 positions."""
 
-Spell = Callable[[int], str]
+TokenText = Callable[[int], str]
 """Function that returns the text of one token in the policy's tokenizer."""
 
 
@@ -58,7 +58,7 @@ class TokenScorer:
     Raises EndpointDown if the endpoint does not answer, and WorkerFailed if a response does not match its request.
     """
 
-    def __init__(self, config: Endpoint, *, spell: Spell, on_progress: Callable[[], None]) -> None:
+    def __init__(self, config: Endpoint, *, spell: TokenText, on_progress: Callable[[], None]) -> None:
         """Validate the settings without network access. Raises BadInput if the endpoint may not be used.
 
         `on_progress` is called after every attempt.
@@ -68,7 +68,7 @@ class TokenScorer:
 
     def score(self, texts: Sequence[ModelInput]) -> list[NDArray[np.float32]]:
         """Return the log-prob of each completion token at temperature 1, as an array of shape (N,) for each text."""
-        return self._client.ask([self._request(text) for text in texts])
+        return self._client.post([self._request(text) for text in texts])
 
     def _request(self, text: ModelInput) -> EndpointRequest[NDArray[np.float32]]:
         """Build the request for one text. Raises BadInput if the text has images."""

@@ -69,7 +69,7 @@ class DiffusersImageEngine:
         self.progress += 1
         return policy.weights.bytes + (policy.adapter.bytes if policy.adapter is not None else 0)
 
-    def serves(self) -> str:
+    def loaded_digest(self) -> str:
         return "" if self._policy is None else self._policy.digest
 
     def sleep(self) -> None:
@@ -89,10 +89,10 @@ class DiffusersImageEngine:
     def close(self) -> None:
         self.sleep()
 
-    def steps(self) -> StepSums:
+    def step_sums(self) -> StepSums:
         return self._steps
 
-    def likelihoods(
+    def score_continuations(
         self, prompts: Sequence[ModelInput], continuations: Sequence[Sequence[int]]
     ) -> list[tuple[float, ...]]:
         raise BadInput(f"engine {self.producer()!r} generates pictures and cannot compute log-probs of texts")
@@ -136,7 +136,7 @@ class DiffusersImageEngine:
             else:
                 states_ND = deterministic(states_ND, prediction_ND, steps_N, setup.schedule)
             self.progress += 1
-            self._steps = self._steps.plus(count, time.perf_counter() - started)
+            self._steps = self._steps.add(count, time.perf_counter() - started)
         latents, seeds = states_ND.view(-1, *setup.shape), [seed for _, seed in rows]
         pictures = policy.latent_decoder.decode(latents, _split_rows(trail, count), seeds)
         steps = tuple(noisy) or tuple(range(denoising.steps))

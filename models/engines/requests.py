@@ -31,14 +31,14 @@ class CompletionRow:
     """Length of the completion in tokens, including those that it already has, at which generation stops for now."""
 
     @property
-    def begun(self) -> int:
+    def num_existing_tokens(self) -> int:
         """Number of tokens that the completion already has."""
         return self.input.num_completion_tokens
 
     @property
-    def turn(self) -> int:
+    def turn_start(self) -> int:
         """Index, within the completion, of the first token of the current turn."""
-        return self.begun - min(self.begun, self.input.num_turn_tokens)
+        return self.num_existing_tokens - min(self.num_existing_tokens, self.input.num_turn_tokens)
 
 
 def generation_settings(directory: Path) -> GenerationConfig:
@@ -67,13 +67,13 @@ def text_settings(directory: Path) -> dict[str, object]:
     return {**text.to_dict(), "max_position_embeddings": getattr(text, "max_position_embeddings", None)}
 
 
-def rows_of(requests: Iterable[Request], *, longest: int) -> list[CompletionRow]:
+def build_rows(requests: Iterable[Request], *, longest: int) -> list[CompletionRow]:
     """Return one row per requested completion. The rows of one request are neighbors."""
     return [row for index, request in enumerate(requests) for row in _rows(index, request, longest)]
 
 
 def _rows(index: int, request: Request, longest: int) -> list[CompletionRow]:
-    longest = longest if request.longest is None else request.longest
+    longest = longest if request.max_tokens is None else request.max_tokens
     budget = longest if request.budget is None else request.budget
     return [
         CompletionRow(
@@ -101,7 +101,7 @@ def require_engine_room(
         if length == 0:
             raise BadInput(f"prompt row {request.row} is empty, but a prompt needs at least one token")
         longest = max(each.num_completion_tokens for each in request.inputs)
-        limit = sampling.max_new_tokens if request.longest is None else request.longest
+        limit = sampling.max_new_tokens if request.max_tokens is None else request.max_tokens
         if longest >= limit:
             raise BadInput(
                 f"prompt row {request.row}: a completion already has {longest} tokens, but max_new_tokens is {limit}"
@@ -142,12 +142,12 @@ def stop_window(stop: Collection[str]) -> int:
     return max(len(text.encode()) for text in stop) + 4
 
 
-def texts_of(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[Sequence[int]]) -> list[str]:
+def decode_texts(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[Sequence[int]]) -> list[str]:
     """Decode rows of tokens to text, without special tokens."""
     texts: list[str] = tokenizer.batch_decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return texts
 
 
-def unstopped(length: int, longest: int) -> FinishReason:
+def length_finish_reason(length: int, longest: int) -> FinishReason:
     """Return the finish reason of a completion without a stop: LENGTH at the maximum length, else CUT."""
     return FinishReason.LENGTH if length == longest else FinishReason.CUT

@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from models.config.engines import SamplingConfig
-from models.vision.sight import without
+from models.vision.tower import mask_tokens
 
 _ELEMENTS: Final = (
     1 << 24
 )  # float64 values processed at once: 128 MB, so that a large vocabulary fits next to the model
 
 
-def uniforms(seed: int, count: int) -> NDArray[np.float64]:
+def sample_uniforms(seed: int, count: int) -> NDArray[np.float64]:
     """Return `count` uniform random numbers in [0, 1) for a seed. A longer list begins with the shorter one.
 
     The raw words of Philox are used, because NumPy guarantees them for all versions, unlike the results of
@@ -39,7 +39,7 @@ def sample_tokens(
     """
     rows = max(1, _ELEMENTS // logits_BV.shape[1])
     parts = [
-        _draw(without(logits_BV[start : start + rows].double(), banned), uniforms_B[start : start + rows], sampling)
+        _draw(mask_tokens(logits_BV[start : start + rows].double(), banned), uniforms_B[start : start + rows], sampling)
         for start in range(0, len(logits_BV), rows)
     ]
     tokens, logprobs = zip(*parts, strict=True)

@@ -20,13 +20,13 @@ class Calculator:
         if "<call>" not in turn.text:
             return None
         call = _CALL.search(turn.text)
-        return _REFUSAL if call is None else f"\n<r>{reckoned(int(call[1]), call[2], int(call[3]))}</r>\n"
+        return _REFUSAL if call is None else f"\n<r>{calculate(int(call[1]), call[2], int(call[3]))}</r>\n"
 
 
-def reckoned(left: int, sign: str, right: int) -> int:
+def calculate(left: int, sign: str, right: int) -> int:
     """Add, subtract or multiply two integers.
 
-    >>> reckoned(17, "*", 13)
+    >>> calculate(17, "*", 13)
     221
     """
     return left + right if sign == "+" else left - right if sign == "-" else left * right

@@ -20,7 +20,7 @@ class EnvironmentClock:
         self._answering = 0.0
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def measure_idle(self) -> Iterator[None]:
         """Run the block with the idle time measured: seconds in which no turn is generated."""
         self._since = time.perf_counter()
         try:
@@ -29,7 +29,7 @@ class EnvironmentClock:
             self._pause()
 
     @contextmanager
-    def interrupted(self) -> Iterator[None]:
+    def pause_idle(self) -> Iterator[None]:
         """Run the block, in which a turn is generated, without counting its time as idle."""
         with self._lock:
             self._interruptions += 1
@@ -48,12 +48,12 @@ class EnvironmentClock:
             self._seconds += time.perf_counter() - self._since
             self._since = None
 
-    def answered(self, seconds: float) -> None:
+    def add_answer_time(self, seconds: float) -> None:
         """Add the seconds that environments took to answer."""
         with self._lock:
             self._answering += seconds
 
-    def taken(self) -> dict[str, float]:
+    def pop_times(self) -> dict[str, float]:
         """Return the idle seconds and the answering seconds since the last call, and reset both."""
         seconds = {"environment": self._seconds, "answering": self._answering}
         self._seconds = self._answering = 0.0

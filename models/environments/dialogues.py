@@ -15,9 +15,9 @@ from threading import Lock
 from infra.errors import BadInput
 from infra.processes.episodes import EnvironmentMessage, EnvironmentStep, EpisodeRequest
 from models.config.environments import DialogueEnvironment
-from models.environments.answers import Answered
-from models.environments.transcripts import Transcript, instructed
-from models.environments.users import AskedUser, HeldUser, PlaysUser, Reply
+from models.environments.responders import TurnAnswer
+from models.environments.user_view import Transcript, fill_instructions
+from models.environments.users import LocalUser, RemoteUser, Reply, SimulatedUser
 from models.records.seeds import derive_seed
 from models.records.versions import ModelVersion
 
@@ -37,7 +37,7 @@ class Dialogues:
         self._answered = 0
 
     @property
-    def done(self) -> int:
+    def progress(self) -> int:
         """Counter that grows with every answered turn and every forward pass or request of the model."""
         return self._answered + self._user.progress
 
@@ -52,22 +52,22 @@ class Dialogues:
         if self._held is not None:
             self._held.sleep()
 
-    def answer(self, asked: Sequence[EpisodeRequest], numbers: Sequence[int]) -> list[Answered]:
+    def answer(self, asked: Sequence[EpisodeRequest], numbers: Sequence[int]) -> list[TurnAnswer]:
         """Start new episodes and answer the last turns of the others with one call of the model."""
         with self._turn:
-            answers: dict[int, Answered] = {}
+            answers: dict[int, TurnAnswer] = {}
             waiting: list[tuple[int, Transcript, int]] = []
             for index, each in enumerate(asked):
                 try:
-                    instructions = instructed(self._settings.instructions, each.problem)
+                    instructions = fill_instructions(self._settings.instructions, each.problem)
                 except ValueError as error:
-                    answers[index] = Answered(None, str(error))
+                    answers[index] = TurnAnswer(None, str(error))
                     continue
                 at_once = self._answer_without_user(each)
                 if at_once is None:
                     waiting.append((index, self._build_transcript(each, instructions), _derive_reply_seed(each)))
                 else:
-                    answers[index] = Answered(at_once)
+                    answers[index] = TurnAnswer(at_once)
             transcripts, seeds = [each for _, each, _ in waiting], [seed for *_, seed in waiting]
             began = time.monotonic()
             replies = self._user.reply(transcripts, seeds) if waiting else []
@@ -110,31 +110,31 @@ class Dialogues:
         turns = tuple(str(turn["text"]) for turn in asked.turns)
         return Transcript(instructions, turns, self._replies[asked.episode])
 
-    def _read(self, asked: EpisodeRequest, reply: Reply) -> Answered:
+    def _read(self, asked: EpisodeRequest, reply: Reply) -> TurnAnswer:
         """Store a reply and convert it into an answer.
 
         The first of `endings` in the reply ends the dialogue with its reward.
         """
         if reply.failure:
-            return Answered(None, reply.failure)
+            return TurnAnswer(None, reply.failure)
         self._replies[asked.episode] += (reply.text,)
         places = {ending: reply.text.find(ending) for ending in self._settings.endings}
         ending = min((each for each, place in places.items() if place >= 0), key=lambda each: places[each], default="")
         if ending:
-            return Answered(EnvironmentStep((), done=True, reward=self._settings.endings[ending]))
-        return Answered(EnvironmentStep((EnvironmentMessage(self._settings.run.role, reply.text),), done=False))
+            return TurnAnswer(EnvironmentStep((), done=True, reward=self._settings.endings[ending]))
+        return TurnAnswer(EnvironmentStep((EnvironmentMessage(self._settings.run.role, reply.text),), done=False))
 
 
-def _build_user(settings: DialogueEnvironment) -> tuple[PlaysUser, HeldUser | None]:
+def _build_user(settings: DialogueEnvironment) -> tuple[SimulatedUser, LocalUser | None]:
     """Create the simulated user.
 
     The second value is the same object if its model is loaded in this process, else None.
     """
     model = settings.model
-    if model.elsewhere is not None:
-        return AskedUser(model.elsewhere, settings.sampling), None
-    assert model.held is not None, "a model in this process has an engine"
-    user = HeldUser(model.held, settings.sampling, chats=model.chats)
+    if model.endpoint is not None:
+        return RemoteUser(model.endpoint, settings.sampling), None
+    assert model.local_engine is not None, "a model in this process has an engine"
+    user = LocalUser(model.local_engine, settings.sampling, chats=model.uses_chat_template)
     return user, user
 
 

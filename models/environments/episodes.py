@@ -24,18 +24,18 @@ from models.config.engines import SamplingConfig
 from models.config.environments import EpisodeSettings
 from models.config.rollout import PartialRollout
 from models.data.problems import Message
-from models.engines.protocol import Completion, Generate, InterleavingEngine, Request, WritesCompletions
-from models.environments.answers import Answered, Answering
+from models.engines.protocol import Completion, Generate, GeneratesCompletions, InterleavingEngine, Request
 from models.environments.clock import EnvironmentClock
-from models.environments.histories import History
+from models.environments.context import ContextBuilder
+from models.environments.responders import Responder, TurnAnswer
 from models.records.schemas import FinishReason
 from models.records.seeds import derive_seed
 from models.rollouts.groups import ChatMessage, Group, PartialCompletion, TurnRecord
 from models.text.calls import ParsedTurn, Parser
-from models.text.own_prompts import Exchange
+from models.text.per_turn import Exchange
 from models.text.turns import TurnFormat
 
-LEAST_OBSERVATION: Final = 8
+MIN_OBSERVATION_TOKENS: Final = 8
 """Minimum number of tokens kept of an observation message. The marker for omitted text takes seven of them."""
 IN_FLIGHT: Final = 512
 """Maximum number of episodes of a shard that run at their own pace at the same time."""
@@ -93,23 +93,23 @@ class _Episode:
 class Episodes:
     """Runner for the episodes of a shard: the shared engine, environments and turn format."""
 
-    engine: WritesCompletions
-    environments: Answering
+    engine: GeneratesCompletions
+    environments: Responder
     settings: EpisodeSettings
     sampling: SamplingConfig
     version: int
     """Version of the policy."""
     partial: PartialRollout | None
-    history: History
+    history: ContextBuilder
     form: TurnFormat
     parse: Parser
     clock: EnvironmentClock
 
     def complete(self, groups: Sequence[Group]) -> list[Group]:
         """Run each episode to its end or to its token budget, and return the groups with the results."""
-        with self.clock.running():
+        with self.clock.measure_idle():
             if isinstance(self.engine, InterleavingEngine):
-                episodes = self.engine.interleaved(lambda generate: self._run_side_by_side(groups, generate))
+                episodes = self.engine.run_interleaved(lambda generate: self._run_side_by_side(groups, generate))
             else:
                 episodes = self._run_in_rounds(groups, self.engine.generate)
         drafts = iter(each.draft for each in episodes)
@@ -184,7 +184,7 @@ class Episodes:
             episode.end(FinishReason.FAILED, error="reset: expected None, since the prompts are chats; found a text")
             return
         messages = self._shorten_messages(step)
-        tokens = self.form.observation(messages)
+        tokens = self.form.encode_observation(messages)
         episode.draft = replace(
             episode.draft, input=episode.draft.input.append_observation(tokens), messages=_append_to_chat(messages)
         )
@@ -192,7 +192,7 @@ class Episodes:
     def _write(self, live: Sequence[_Episode], generate: Generate) -> None:
         """Generate the next turn of each live episode."""
         requests = self._build_requests(live)
-        with self.clock.interrupted():
+        with self.clock.pause_idle():
             generated = generate([request for request, _ in requests], self.sampling)
         for (_, episodes), completions in zip(requests, generated, strict=True):
             for episode, completion in zip(episodes, completions, strict=True):
@@ -206,7 +206,7 @@ class Episodes:
         return [
             (request, [members[index] for index in places])
             for members in groups.values()
-            for request, places in self.history.requests(
+            for request, places in self.history.build_requests(
                 members[0].group, [each.draft for each in members], [self._budget(each) for each in members]
             )
         ]
@@ -236,7 +236,7 @@ class Episodes:
         if completion.finish_reason is FinishReason.STOP:
             episode.draft = replace(draft, finish_reason=FinishReason.CUT, turns=(*draft.turns, record))
             episode.turns.append(turn)
-            episode.spelt.append(self.history.spelt(turn, text))
+            episode.spelt.append(self.history.encode_turn(turn, text))
         else:
             episode.draft = replace(draft, finish_reason=FinishReason.LENGTH, turns=(*draft.turns, record))
 
@@ -272,7 +272,7 @@ class Episodes:
             return
         messages = self._shorten_messages(step)
         episode.exchanges.append(Exchange(episode.spelt[-1], tuple(messages)))
-        followed = self.history.followed(draft, episode.group.chat, episode.exchanges)
+        followed = self.history.append_context(draft, episode.group.chat, episode.exchanges)
         if followed is None:
             episode.draft = replace(draft, turns=(*before, last))
             episode.end(FinishReason.LENGTH)
@@ -286,14 +286,14 @@ class Episodes:
 
     def _shorten_messages(self, step: EnvironmentStep) -> list[Message]:
         """Return the messages of an observation, shortened so that together they fit into `observation_tokens`."""
-        max_tokens = max(LEAST_OBSERVATION, self.settings.observation_tokens // max(1, len(step.messages)))
-        return [Message(each.role, self.form.shortened(each.content, max_tokens), each.name) for each in step.messages]
+        max_tokens = max(MIN_OBSERVATION_TOKENS, self.settings.observation_tokens // max(1, len(step.messages)))
+        return [Message(each.role, self.form.shorten(each.content, max_tokens), each.name) for each in step.messages]
 
-    def _request_answers(self, episodes: Sequence[_Episode]) -> list[tuple[_Episode, Answered]]:
+    def _request_answers(self, episodes: Sequence[_Episode]) -> list[tuple[_Episode, TurnAnswer]]:
         """Get the environments' answers and record the time that they took."""
         questions = [episode.asked() for episode in episodes]
         answers = self.environments.answer(questions, [each.number for each in episodes])
-        self.clock.answered(sum(each.seconds for each in answers))
+        self.clock.add_answer_time(sum(each.seconds for each in answers))
         return [*zip(episodes, answers, strict=True)]
 
     def _episodes(self, groups: Sequence[Group]) -> list[_Episode]:
@@ -303,7 +303,7 @@ class Episodes:
 
     def _episode(self, number: int, group: Group, draft: PartialCompletion) -> _Episode:
         """Create an episode, with the turns parsed from the draft if it continues from an earlier iteration."""
-        budget = group.budget(self.version, self.partial)
+        budget = group.find_token_budget(self.version, self.partial)
         limit = None if budget is None else draft.num_generated + budget
         is_cut = draft.finish_reason is FinishReason.CUT
         ended = [self.parse(self._text(turn)) for turn in draft.generated_turns()[:-1]] if is_cut else []

@@ -23,11 +23,11 @@ from mcp.types import INVALID_PARAMS, CallToolResult, TextContent, Tool
 
 from infra.untrusted_text import redact
 
-MAX_MESSAGE = 1 << 14
+MAX_ERROR_CHARACTERS = 1 << 14
 """Maximum number of characters kept of a server's error."""
-MIN_SECRET = 6
+MIN_SECRET_CHARACTERS = 6
 """Minimum number of characters at which the value of a variable is treated as a secret and redacted."""
-MOST_PAGES = 100
+MAX_PAGES = 100
 """Maximum number of pages of a server's tool list. A server with more pages fails."""
 
 
@@ -58,20 +58,20 @@ class ToolServer:
             self._client = self._stack.enter_context(self._portal.wrap_async_context_manager(client))
             self.tools = {tool.name: tool for tool in self._list_tools()}
         except BaseException:
-            self.leave()
+            self.disconnect()
             raise
 
     def _list_tools(self) -> list[Tool]:
-        """List all tools of the server. Raises ServerFailed if the list has more than `MOST_PAGES` pages."""
+        """List all tools of the server. Raises ServerFailed if the list has more than `MAX_PAGES` pages."""
         tools: list[Tool] = []
         cursor: str | None = None
-        for _ in range(MOST_PAGES):
+        for _ in range(MAX_PAGES):
             page = self._portal.call(self._request_page, cursor)
             tools += page.tools
             cursor = page.next_cursor
             if cursor is None:
                 return tools
-        raise ServerFailed(f"the server's list of tools has more than {MOST_PAGES} pages")
+        raise ServerFailed(f"the server's list of tools has more than {MAX_PAGES} pages")
 
     async def _request_page(self, cursor: str | None) -> Any:  # noqa: ANN401 -- a type of mcp
         """Request one page of the tool list."""
@@ -81,7 +81,7 @@ class ToolServer:
         """Call a tool. Raises MCPError if the server reports an error."""
         return self._portal.call(self._client.call_tool, name, dict(arguments))
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         """Close the connection and end the server process, if one was started, without waiting for either."""
         threading.Thread(target=self._stack.close, daemon=True).start()
 
@@ -169,7 +169,7 @@ class McpTools:
         """Close the shared connection."""
         server, McpTools._server = McpTools._server, None
         if server is not None:
-            server.leave()
+            server.disconnect()
 
 
 def _format_result(result: CallToolResult) -> str:
@@ -188,7 +188,7 @@ def _remove_secrets(message: str, server: Mapping[str, Any]) -> str:
     """Return a server's message, shortened, with the values of the server's variables redacted."""
     values = [os.environ.get(variable, "") for variable in server["variables"].values()]
     words = {*values, *(word for value in values for word in value.split())}
-    return redact(message[:MAX_MESSAGE], *(word for word in words if len(word) >= MIN_SECRET))
+    return redact(message[:MAX_ERROR_CHARACTERS], *(word for word in words if len(word) >= MIN_SECRET_CHARACTERS))
 
 
 def _describe_error(error: BaseException) -> str:

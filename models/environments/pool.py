@@ -27,10 +27,10 @@ from infra.processes.child import (
 from infra.processes.episodes import EnvironmentStep, EpisodeProcess, EpisodeRequest
 from infra.variants import implementation_of
 from models.config.environments import EnvironmentSettings, McpEnvironment
-from models.environments.answers import Answered
+from models.environments.responders import TurnAnswer
 
 
-class Answers(ChildProgram, Protocol):
+class EnvironmentProcess(ChildProgram, Protocol):
     """Environment process that answers the turns of episodes."""
 
     @property
@@ -51,19 +51,19 @@ class Answers(ChildProgram, Protocol):
         """Close episodes that are over."""
 
 
-class Starts(Protocol):
+class ProcessStarter(Protocol):
     """Function that starts a process for an environment. Registered for each kind of environment."""
 
-    def __call__(self, settings: Any, /, *, describes: bool) -> Answers:  # noqa: ANN401 -- settings differ by kind
+    def __call__(self, settings: Any, /, *, describes: bool) -> EnvironmentProcess:  # noqa: ANN401 -- settings differ by kind
         """Start the process. With `describes`, it also computes the schemas of its tools, which takes seconds.
 
         Raises BadInput if the environment cannot be used.
         """
 
 
-def started(settings: EnvironmentSettings, *, describes: bool = False) -> Answers:
+def start_process(settings: EnvironmentSettings, *, describes: bool = False) -> EnvironmentProcess:
     """Start a process that answers turns. Raises BadInput if the environment cannot be used."""
-    return cast(Starts, implementation_of(settings))(settings, describes=describes)
+    return cast(ProcessStarter, implementation_of(settings))(settings, describes=describes)
 
 
 def user_process(settings: EnvironmentSettings, *, describes: bool) -> EpisodeProcess:
@@ -95,14 +95,15 @@ class EnvironmentPool:
     def __init__(self, settings: EnvironmentSettings) -> None:
         self._settings = settings
         self._places = [
-            RestartingProcess(partial(started, settings), what=settings.run.where) for _ in range(settings.processes)
+            RestartingProcess(partial(start_process, settings), what=settings.run.where)
+            for _ in range(settings.processes)
         ]
         self._turns = [Lock() for _ in self._places]  # several batches share the processes
         self._threads = ThreadPoolExecutor(settings.processes, thread_name_prefix="environment")
-        self.done = 0
+        self.progress = 0
         """Turns answered so far."""
 
-    def answer(self, asked: Sequence[EpisodeRequest], numbers: Sequence[int]) -> list[Answered]:
+    def answer(self, asked: Sequence[EpisodeRequest], numbers: Sequence[int]) -> list[TurnAnswer]:
         """Answer the last turn of each episode. `numbers` are the episode numbers, which determine the processes.
 
         Raises BadInput if the environment cannot be used, and WorkerLost if its process is repeatedly killed from
@@ -128,7 +129,7 @@ class EnvironmentPool:
             parts.setdefault(number % len(self._places), []).append(index)
         return parts
 
-    def _answer_in_turn(self, place: int, asked: Sequence[EpisodeRequest]) -> list[Answered]:
+    def _answer_in_turn(self, place: int, asked: Sequence[EpisodeRequest]) -> list[TurnAnswer]:
         """Answer episodes one after the other in one process, while no other thread uses that process."""
         with self._turns[place]:
             return [self._answer_one(self._places[place], each) for each in asked]
@@ -139,7 +140,7 @@ class EnvironmentPool:
             with self._turns[place]:
                 self._end(self._places[place], [episodes[index] for index in part])
 
-    def _end(self, place: RestartingProcess[Answers], episodes: Sequence[str]) -> None:
+    def _end(self, place: RestartingProcess[EnvironmentProcess], episodes: Sequence[str]) -> None:
         """Close episodes in one process if the process is up. A process that ends during the call is closed."""
         try:
             if place.is_up:
@@ -152,7 +153,7 @@ class EnvironmentPool:
         for place in self._places:
             place.close()
 
-    def _answer_one(self, place: RestartingProcess[Answers], asked: EpisodeRequest) -> Answered:
+    def _answer_one(self, place: RestartingProcess[EnvironmentProcess], asked: EpisodeRequest) -> TurnAnswer:
         """Answer the last turn of one episode, restarting the process if it ends during the call.
 
         The episode fails if the process ends for the same cause as often as `ProcessEnded.num_repeats` says. Raises
@@ -163,14 +164,14 @@ class EnvironmentPool:
         while True:
             try:
                 step, failure = place.ready().step(asked)
-                self.done += 1
-                return Answered(step, failure or "", time.monotonic() - began)
+                self.progress += 1
+                return TurnAnswer(step, failure or "", time.monotonic() - began)
             except ProcessEnded as end:
                 place.close()
                 ends.append(end.cause)
                 if end.num_repeats is not None and ends.count(end.cause) >= end.num_repeats:
                     late = f"no answer after {self._settings.step_seconds:g} s"
-                    return Answered(None, late if end.cause == "time" else str(end), time.monotonic() - began)
+                    return TurnAnswer(None, late if end.cause == "time" else str(end), time.monotonic() - began)
                 if len(ends) == MAX_ENDS:
                     raise WorkerLost(
                         f"{self._settings.run.where}: the environment's process ended {len(ends)} times in a row, by "

@@ -13,7 +13,7 @@ from infra.processes.programs import Program, Programs, SandboxFailed
 from models.config.environments import PythonEnvironment
 
 PROGRAM: Final = "program.py"
-SHOWING: Final = """
+CELL_PROGRAM: Final = """
 import ast, sys, traceback, types
 
 def show():
@@ -108,7 +108,7 @@ class PythonTool:
             raise ToolError("python: expected a text as code")
         if self._left <= 0:
             raise ToolError("no time is left in this turn")
-        program = Program(("-c", SHOWING), {PROGRAM: code}, shows_errors=True)
+        program = Program(("-c", CELL_PROGRAM), {PROGRAM: code}, shows_errors=True)
         ran = self._programs.run(program, seconds=self._left)
         self._left -= ran.seconds
         if not ran.ending:

@@ -15,14 +15,14 @@ from infra.store.shards import read_shard
 from infra.store.storage import Store, open_store
 from models.config.engines import SamplingConfig
 from models.engines.protocol import Completion, Request
-from models.environments.answers import answering_of
 from models.environments.clock import EnvironmentClock
+from models.environments.context import build_context_builder, turn_seeds
 from models.environments.episodes import Episodes
-from models.environments.histories import history_of, turn_seeds
-from models.environments.scene import read_turns
+from models.environments.responders import build_responder
+from models.environments.runtime import read_turns
 from models.records.replays import Difference, ReplayWork
 from models.records.schemas import PROMPT_SCHEMA, FinishReason
-from models.rollouts.groups import Group, PartialCompletion, TurnRecord, fresh_groups, groups_of
+from models.rollouts.groups import Group, PartialCompletion, TurnRecord, fresh_groups, read_groups
 
 SHOWN: Final = 60
 """Maximum number of characters of an answer that are shown in a message."""
@@ -66,7 +66,7 @@ def replay(work: ReplayWork) -> list[Difference]:
     """
     stored = _read_episodes(open_store(work.run_uri), work)
     form, parse = read_turns(work.policy, work.environment)
-    answers = answering_of(work.environment)
+    answers = build_responder(work.environment)
     episodes = Episodes(
         engine=_StoredTurns(stored, past=form.ends[0]),
         environments=answers,
@@ -74,7 +74,7 @@ def replay(work: ReplayWork) -> list[Difference]:
         sampling=work.sampling,
         version=0,
         partial=None,
-        history=history_of(work.environment, form, work.sampling.max_new_tokens),
+        history=build_context_builder(work.environment, form, work.sampling.max_new_tokens),
         form=form,
         parse=parse,
         clock=EnvironmentClock(),
@@ -110,7 +110,7 @@ def _read_episodes(store: Store, work: ReplayWork) -> list[_Stored]:
     prompts = read_shard(store, work.prompts, PROMPT_SCHEMA.names)
     episodes = []
     for shard in dict.fromkeys(shard for shard, _ in work.episodes):
-        groups = groups_of(read_shard(store, shard), prompts)
+        groups = read_groups(read_shard(store, shard), prompts)
         rows = [(group, draft) for group in groups for draft in group.drafts]
         for row in (row for each, row in work.episodes if each == shard):
             group, draft = rows[row]

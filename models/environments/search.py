@@ -15,7 +15,7 @@ from infra.errors import BadInput, InputErrors
 from infra.processes.episodes import EnvironmentMessage, EnvironmentStep, EpisodeRequest
 from infra.store.inputs import format_path
 from models.config.environments import SearchEnvironment
-from models.data.files import read_rows, text_of
+from models.data.files import read_rows, read_text
 from models.retrieval.encoders import Retriever
 
 
@@ -30,7 +30,7 @@ class Index:
         input_errors, self.passages = InputErrors(), list[str]()
         for place, row in read_rows(corpus, [column], input_errors):
             with input_errors.collect(place):
-                self.passages.append(text_of(place, row[column], column))
+                self.passages.append(read_text(place, row[column], column))
         input_errors.check()
         if not self.passages:
             raise BadInput(f"rollout.environment.corpus {format_path(corpus)}: the file has no passages")
@@ -46,7 +46,7 @@ class Index:
         return [self.passages[place] for place in np.argsort(-cosine_N, kind="stable")[:count].tolist()]
 
 
-index_of = cache(Index)
+load_index = cache(Index)
 
 
 class SearchTool:
@@ -80,7 +80,7 @@ class SearchTool:
 
     def _index(self) -> Index:
         """Return the shared index, loading it at the first call in the process."""
-        return index_of(self._settings.retriever, self._settings.corpus, self._settings.text_column)
+        return load_index(self._settings.retriever, self._settings.corpus, self._settings.text_column)
 
     def _tool(self) -> Callable[[str], str]:
         def search(query: str) -> str:

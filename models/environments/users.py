@@ -16,7 +16,7 @@ from models.data.problems import Prompt
 from models.endpoints.client import EndpointClient, EndpointRequest
 from models.engines.protocol import Completion, Engine, Request, build_engine
 from models.engines.requests import context_of
-from models.environments.transcripts import Transcript
+from models.environments.user_view import Transcript
 from models.judges.endpoint import MAX_BODY_BYTES, SEEDS, read_answer
 from models.records.model_input import ModelInput
 from models.records.schemas import FinishReason
@@ -38,8 +38,8 @@ class Reply:
     failure: str = ""
 
 
-class PlaysUser(Protocol):
-    """Model that plays the user in dialogues. `Dialogues` calls it; `HeldUser` and `AskedUser` implement it."""
+class SimulatedUser(Protocol):
+    """Model that plays the user in dialogues. `Dialogues` calls it; `LocalUser` and `RemoteUser` implement it."""
 
     @property
     def progress(self) -> int:
@@ -49,7 +49,7 @@ class PlaysUser(Protocol):
         """Return the user's reply to the last turn of each transcript."""
 
 
-class HeldUser:
+class LocalUser:
     """Simulated user that generates its replies with an engine in this process, one engine call for each batch.
 
     The same weights, transcripts and seeds give bit-identical replies, regardless of earlier calls.
@@ -72,7 +72,7 @@ class HeldUser:
         """Load the model from `directory`, unless its digest is already loaded."""
         if self._engine is None:
             self._engine = build_engine(self._settings)
-        if self._engine.serves() == model.digest:
+        if self._engine.loaded_digest() == model.digest:
             return
         self._engine.load(directory, model)
         self._tokenizer = load_tokenizer(directory)
@@ -136,7 +136,7 @@ def user_inputs(
     return [each.input for each in tokenized]
 
 
-class AskedUser:
+class RemoteUser:
     """Simulated user that queries an OpenAI-compatible endpoint.
 
     A dialogue fails if the endpoint is down or returns an incomplete reply.
@@ -158,7 +158,7 @@ class AskedUser:
     def reply(self, transcripts: Sequence[Transcript], seeds: Sequence[int]) -> list[Reply]:
         """Request all replies concurrently, limited by the endpoint's `concurrency`."""
         failed = partial(Reply, "")
-        return self._client.ask(
+        return self._client.post(
             [
                 EndpointRequest(
                     partial(self._build_body, each, seed), answer=_read_reply, refusal=failed, outage=failed
@@ -172,7 +172,7 @@ class AskedUser:
         sampling, messages = self._sampling, _break_special_tokens(transcript, _MARKED).messages
         return {
             "model": self._model.model,
-            "messages": [each.spelt() for each in messages],
+            "messages": [each.encode() for each in messages],
             "seed": seed % SEEDS,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,

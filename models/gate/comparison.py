@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from infra.config import Settings
 from infra.errors import BadInput, Quarantined
-from models.config.promotion import FEWEST_PROBLEMS
+from models.config.promotion import MIN_PROBLEMS
 from models.gate.bounds import Floats, betting_lower_bound, exact_lower_bound
 
 RESAMPLES = 10_000
@@ -211,17 +211,17 @@ def _problem_means(scores: PairedScores) -> tuple[Floats, Floats]:
     A mean is over the complete pairs of a problem. Problems without any are omitted. Raises BadInput for fewer than 30
     problems, or Quarantined if missing scores leave fewer.
     """
-    if len(scores.prompts) < FEWEST_PROBLEMS:
+    if len(scores.prompts) < MIN_PROBLEMS:
         raise BadInput(
-            f"a gate needs at least {FEWEST_PROBLEMS} problems that both policies answered, found {len(scores.prompts)}"
+            f"a gate needs at least {MIN_PROBLEMS} problems that both policies answered, found {len(scores.prompts)}"
         )
     missing_PS = scores.missing_PS
     some_P = ~missing_PS.all(axis=1)
     ordered = sorted(np.flatnonzero(some_P), key=lambda at: scores.prompts[at])
-    if some_P.sum() < FEWEST_PROBLEMS:
+    if some_P.sum() < MIN_PROBLEMS:
         raise Quarantined(
             f"of {some_P.size} problems {some_P.sum()} have scores of both policies, but a gate needs at least "
-            f"{FEWEST_PROBLEMS}: {missing_PS.sum()} of {missing_PS.size} pairs lack a score"
+            f"{MIN_PROBLEMS}: {missing_PS.sum()} of {missing_PS.size} pairs lack a score"
         )
     sides = (scores.champion_PS, scores.challenger_PS)
     champion_P, challenger_P = (np.nanmean(np.where(missing_PS, np.nan, side)[ordered], axis=1) for side in sides)

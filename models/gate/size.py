@@ -14,7 +14,7 @@ from pydantic import computed_field
 from infra.config import Settings
 from infra.errors import BadInput
 from infra.statistics import normal_cdf, normal_quantile
-from models.config.promotion import FEWEST_PROBLEMS
+from models.config.promotion import MIN_PROBLEMS
 from models.gate.bounds import Ints, betting_power, exact_power, largest_losses, restricted_variance
 
 POWER: Final = 0.8
@@ -177,13 +177,13 @@ def problems_needed(
     spread = z_alpha * sqrt(square) + z_beta * sqrt(mean_square - gain**2)
     estimate = min((spread / (gain - threshold)) ** 2, _MOST_PROBLEMS)
     for _ in range(_REFINEMENTS):
-        number = max(ceil(estimate), FEWEST_PROBLEMS)
+        number = max(ceil(estimate), MIN_PROBLEMS)
         computed_power = power_of(number, gain, mean_square, alpha=alpha, threshold=threshold, method=method)
         if abs(computed_power - power) < _CLOSE:
             return number
         reached = float(normal_quantile(min(max(computed_power, 0.01), 0.9999)))
         estimate = min(number * ((z_alpha + z_beta) / max(z_alpha + reached, z_alpha / 2)) ** 2, _MOST_PROBLEMS)
-    number = max(ceil(estimate), FEWEST_PROBLEMS)
+    number = max(ceil(estimate), MIN_PROBLEMS)
     for _ in range(_REFINEMENTS**2):
         if power_of(number, gain, mean_square, alpha=alpha, threshold=threshold, method=method) >= power:
             break

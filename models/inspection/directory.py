@@ -30,11 +30,11 @@ from models.config.policy import (
     ModelShape,
     PolicySource,
     ScratchPolicy,
-    SeeingScratchPolicy,
+    VisionScratchPolicy,
 )
 from models.text.tokenizer import load_tokenizer, train_tokenizer
-from models.untrusted_files.directory import admit
-from models.vision.pixels import processor_within
+from models.untrusted_files.directory import check_untrusted_files
+from models.vision.pixels import load_limited_processor
 from models.vision.processor import VisionProcessor
 
 Shape = tuple[int, ...]
@@ -172,7 +172,7 @@ class Inspected:
     critic: Callable[[], ModelOutline]
     """Function that returns the outline of a classifier with one output on the model's trunk. Raises BadInput if
     transformers has no such class."""
-    sees: Callable[[PixelLimits], VisionProcessor | None] = lambda limits: None
+    load_processor: Callable[[PixelLimits], VisionProcessor | None] = lambda limits: None
     """Function that loads the model's image converter within pixel limits. Returns None for text-only models."""
     check_drawing: Callable[[DenoisingConfig, Iterable[tuple[str, str]]], int] = lambda denoising, prompts: 0
     """Function that returns the number of tokens that training reads for one image. Raises BadInput if the model cannot
@@ -211,23 +211,23 @@ def inspect_scratch(policy: ScratchPolicy, texts: Iterable[str]) -> Inspected:
     return inspect_decoder(DecoderSizes.from_scratch(policy, vocab_size=len(tokenizer)), tokenizer)
 
 
-def inspect_seeing_scratch(policy: SeeingScratchPolicy, texts: Iterable[str]) -> Inspected:
+def inspect_vision_scratch(policy: VisionScratchPolicy, texts: Iterable[str]) -> Inspected:
     """Train the tokenizer, and describe the vision-language policy that would be built for it."""
     from models.modeling.adapters import outline
-    from models.modeling.critic import classifier_of
+    from models.modeling.critic import build_meta_critic
     from models.modeling.policy import policy_shape
-    from models.modeling.seeing_scratch import outline_seeing, save_beside_weights, seeing_tokenizer
+    from models.modeling.vision_scratch import outline_vision_scratch, save_config_files, vision_tokenizer
 
-    tokenizer = seeing_tokenizer(policy, texts)
-    model = outline_seeing(policy, tokenizer)
+    tokenizer = vision_tokenizer(policy, texts)
+    model = outline_vision_scratch(policy, tokenizer)
     shape = policy_shape(model.config, parameters=model.num_parameters(), source=policy.kind)
 
-    def sees(limits: PixelLimits) -> VisionProcessor | None:
+    def load(limits: PixelLimits) -> VisionProcessor | None:
         with TemporaryDirectory() as directory:
-            save_beside_weights(policy, model, tokenizer, Path(directory))
-            return processor_within(Path(directory), limits)
+            save_config_files(policy, model, tokenizer, Path(directory))
+            return load_limited_processor(Path(directory), limits)
 
-    return Inspected(shape, outline(model), tokenizer, lambda: outline(classifier_of(model.config)), sees=sees)
+    return Inspected(shape, outline(model), tokenizer, lambda: outline(build_meta_critic(model.config)), load)
 
 
 def inspect_import(policy: DirectoryPolicy, texts: Iterable[str]) -> Inspected:
@@ -237,9 +237,9 @@ def inspect_import(policy: DirectoryPolicy, texts: Iterable[str]) -> Inspected:
 
 def inspect_merge(policy: MergePolicy, texts: Iterable[str]) -> Inspected:
     """Check that the parents can be merged, and describe the first one, because the merge has the same shapes."""
-    from models.modeling.weighted_sum import compare_parents, parents_of
+    from models.modeling.weighted_sum import compare_parents, find_parents
 
-    parents = parents_of(policy)
+    parents = find_parents(policy)
     compare_parents(parents, unrelated=policy.allow_unrelated, casts=policy.dtype is not None)
     return inspect_directory(parents[0].path)
 
@@ -251,13 +251,13 @@ def inspect_decoder(decoder: DecoderSizes, tokenizer: PreTrainedTokenizerFast) -
 
 def inspect_directory(directory: Path) -> Inspected:
     """Describe the model in a directory. Raises BadInput if it cannot be trained or sampled."""
-    admit(directory)
-    return replace(_plain(directory) or _built(directory), sees=partial(processor_within, directory))
+    check_untrusted_files(directory)
+    return replace(_plain(directory) or _built(directory), load_processor=partial(load_limited_processor, directory))
 
 
 def _built(directory: Path) -> Inspected:
     from models.modeling.adapters import outline
-    from models.modeling.critic import classifier_of
+    from models.modeling.critic import build_meta_critic
     from models.modeling.directory import check_directory, meta_policy
     from models.modeling.experts import count_experts
     from models.modeling.policy import policy_shape
@@ -270,7 +270,7 @@ def _built(directory: Path) -> Inspected:
     experts = count_experts(model)
     replays = bool(experts) and can_replay(model)
     shape = replace(shape, experts=experts, replays_experts=replays, slices=supports_sequence_parallelism(model))
-    return Inspected(shape, outline(model), tokenizer, lambda: outline(classifier_of(config)))
+    return Inspected(shape, outline(model), tokenizer, lambda: outline(build_meta_critic(config)))
 
 
 # ---- plain directories, without modeling code

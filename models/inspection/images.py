@@ -18,9 +18,9 @@ from models.data.images import check_pixels, digest_of, read_header
 from models.data.problems import Problem, identity
 from models.judges.endpoint import ChatJudge
 from models.judges.verdicts import Answer, Question
-from models.records.media import HeldImages
-from models.rewards.evaluate import Case, Evaluator, check_looking
-from models.vision.pixels import processor_within
+from models.records.media import InMemoryImages
+from models.rewards.evaluate import Case, Evaluator, check_image_parameters
+from models.vision.pixels import load_limited_processor
 from models.vision.processor import VisionProcessor
 
 SQUARES: Final = ("red", "blue")
@@ -55,14 +55,14 @@ def _check_image(encoded: bytes, processor: VisionProcessor | None, *, where: st
         raise BadInput(f"{where}: {error}") from error
 
 
-def check_seen(scoring: ScoringConfig, problems: Sequence[Problem], *, generates_images: bool = False) -> None:
+def check_reward_images(scoring: ScoringConfig, problems: Sequence[Problem], *, generates_images: bool = False) -> None:
     """Check that problems contain images for the judges that expect them, and that reward functions accept the images.
 
     If `generates_images` is true, the policy generates images, and the reward functions must accept images. Raises
     BadInput otherwise.
     """
     if generates_images:
-        check_looking(scoring)
+        check_image_parameters(scoring)
         return
     example = next((problem for problem in problems if problem.images), None)
     for term, reward in scoring.model_rewards.items():
@@ -73,7 +73,7 @@ def check_seen(scoring: ScoringConfig, problems: Sequence[Problem], *, generates
         _check_functions(scoring.model_copy(update={"rewards": tuple(targets)}), example)
 
 
-def check_imitated(examples: Sequence[tuple[str, bytes]], *, side: int) -> None:
+def check_warmup_images(examples: Sequence[tuple[str, bytes]], *, side: int) -> None:
     """Raise BadInput if an image of the warm-up has another size than the images that the policy will generate."""
     for caption, picture in examples:
         if (size := read_header(picture, where=f"picture of {caption!r}").size) != (side, side):
@@ -89,14 +89,14 @@ def _check_functions(scoring: ScoringConfig, problem: Problem) -> None:
     case = Case(identity(problem.prompt), answer, problem.answer, tokens=(answer,), images=problem.digests)
     evaluator = Evaluator(scoring)
     try:
-        failure = evaluator.try_images(case, HeldImages(dict(zip(problem.digests, problem.images, strict=True))))
+        failure = evaluator.try_images(case, InMemoryImages(dict(zip(problem.digests, problem.images, strict=True))))
     finally:
         evaluator.close()
     if failure is not None:
         raise BadInput(f"reward {failure} (tested with the images of {problem.source} and the right answer)")
 
 
-def check_teacher_sees(
+def check_teacher_images(
     teacher: Teacher, problems: Sequence[Problem], processor: VisionProcessor | None, *, limits: PixelLimits
 ) -> None:
     """Raise BadInput if the teacher cannot score prompts with images.
@@ -107,23 +107,23 @@ def check_teacher_sees(
     if not with_images or processor is None:
         return
     where = f"algorithm.distillation.teacher: the prompt {with_images[0].source} has images"
-    if teacher.held is None:
+    if teacher.local_model is None:
         raise BadInput(f"{where}, which teachers behind an endpoint do not support. Use a teacher.kind 'directory'.")
-    own = processor_within(teacher.held.path, limits)
+    own = load_limited_processor(teacher.local_model.path, limits)
     if own is None:
         raise BadInput(f"{where}, but the teacher reads only text. Use a vision-language model as the teacher.")
     encoded = {image: problem.source for problem in with_images for image in problem.images}
     sizes = {read_header(image, where=source).size: source for image, source in encoded.items()}
     for size, source in sizes.items():
-        if own.spell(size) != processor.spell(size):
+        if own.encode_image(size) != processor.encode_image(size):
             raise BadInput(
                 f"algorithm.distillation.teacher: an image of {source}, {size.width} x {size.height}, is "
-                f"{own.num_tokens(size)} tokens for the teacher and {processor.num_tokens(size)} for the policy, which "
-                "must be the same tokens. The settings of the image processors differ."
+                f"{own.count_tokens(size)} tokens for the teacher and {processor.count_tokens(size)} for the policy, "
+                "which must be the same tokens. The settings of the image processors differ."
             )
 
 
-def check_judges_see(scoring: ScoringConfig) -> None:
+def check_judge_images(scoring: ScoringConfig) -> None:
     """Check that judges behind endpoints see images, by sending the same question about a red and a blue square.
 
     Raises BadInput if a judge gives equal answers or no answer, and EndpointDown if an endpoint is not available now.
@@ -137,9 +137,9 @@ def _check_judge_sees(term: str, reward: JudgeReward, endpoint: EndpointJudge) -
     greedy = reward.sampling.model_copy(update={"temperature": 0.0})
     judge = ChatJudge(endpoint, sampling=greedy, verdict=ScoreVerdict())  # free text, whatever verdict is configured
     squares = {digest_of(encoded): encoded for encoded in map(_draw_square, SQUARES)}
-    judge.show(HeldImages(squares))
+    judge.show(InMemoryImages(squares))
     try:
-        answers = judge.ask([Question(reward.image_test_question, seed=0, images=(digest,)) for digest in squares])
+        answers = judge.answer([Question(reward.image_test_question, seed=0, images=(digest,)) for digest in squares])
     except WorkerFailed as error:
         raise BadInput(f"reward {term}: the judge rejects images: {error}") from error
     texts = [_require_answer(term, colour, answer) for colour, answer in zip(SQUARES, answers, strict=True)]

@@ -8,7 +8,7 @@ from infra.plugins import find_target
 from models.config.environments import DialogueEnvironment
 from models.config.users import DirectoryUser, EndpointUser, TrainedUser
 from models.data.problems import Problem
-from models.environments.transcripts import Transcript, instructed, told_of, user_texts
+from models.environments.user_view import Transcript, build_problem_data, fill_instructions, user_texts
 from models.environments.users import user_inputs
 from models.inspection.directory import Inspected, inspect_directory, inspect_policy
 
@@ -46,7 +46,7 @@ def check_user(environment: DialogueEnvironment, *, problems: Sequence[Problem],
         raise BadInput(f"rollout.environment.model: {error}") from error
 
 
-def check_asked_user(
+def check_endpoint_user(
     environment: DialogueEnvironment, model: EndpointUser, *, problems: Sequence[Problem], gpus: float
 ) -> int:
     """Check that the problems fill the placeholders of the instructions.
@@ -80,14 +80,16 @@ def _check(environment: DialogueEnvironment, found: Inspected, *, problems: Sequ
     """
     model, room = environment.model, environment.sampling.max_new_tokens
     transcripts = _first_turns(environment, problems)
-    longest = max(len(each) for each in user_inputs(transcripts, found.tokenizer, chats=model.chats))
+    longest = max(len(each) for each in user_inputs(transcripts, found.tokenizer, chats=model.uses_chat_template))
     if longest + room > found.shape.context:
         raise BadInput(
             f"instructions have up to {longest} tokens and a reply up to {room}, but the context of the simulated user "
             f"is {found.shape.context} tokens"
         )
-    assert model.held is not None, "a model that is inspected runs in this process"
-    model.held.memory(found.shape, longest=longest + room, gpus=gpus, name="rollout.environment.model.engine")
+    assert model.local_engine is not None, "a model that is inspected runs in this process"
+    model.local_engine.estimate_memory(
+        found.shape, longest=longest + room, gpus=gpus, name="rollout.environment.model.engine"
+    )
     return found.shape.parameters
 
 
@@ -95,7 +97,9 @@ def _first_turns(environment: DialogueEnvironment, problems: Sequence[Problem]) 
     transcripts = []
     for problem in problems:
         try:
-            transcripts.append(Transcript(instructed(environment.instructions, told_of(problem)), ("-",), ()))
+            transcripts.append(
+                Transcript(fill_instructions(environment.instructions, build_problem_data(problem)), ("-",), ())
+            )
         except ValueError as error:
             raise BadInput(f"{problem.source}: {error}") from error
     return transcripts

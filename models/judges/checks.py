@@ -18,7 +18,7 @@ from models.config.judges import (
 )
 from models.config.rewards import ScoringConfig
 from models.judges.endpoint import ChatJudge as AskedJudge
-from models.judges.prompts import fields_of, verdict_texts
+from models.judges.prompts import find_fields, verdict_texts
 
 
 def check_judge(term: str, reward: JudgeReward, data: DataConfig) -> None:
@@ -40,7 +40,7 @@ def _check_template(reward: JudgeReward) -> None:
         return
     judges_steps = isinstance(reward.verdict, StepsVerdict)
     required, unused = ("steps", "completion") if judges_steps else ("completion", "steps")
-    fields = fields_of(reward.template)
+    fields = find_fields(reward.template)
     if required not in fields:
         raise BadInput(
             f"the template {reward.template!r:.200} does not contain {{{required}}}, so all verdicts would be the "

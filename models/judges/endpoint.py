@@ -132,7 +132,7 @@ def read_answer(data: bytes, verdict: VerdictConfig | None) -> Answer:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "body"
-        return refusal(f"no chat completion: {where}: {first['msg']}")
+        return invalid_answer(f"no chat completion: {where}: {first['msg']}")
     usage = completion.usage or _Usage()
     answer = _answer(completion.choices[0], verdict, tokens=usage.completion_tokens)
     return replace(answer, tokens_read=usage.prompt_tokens)
@@ -146,11 +146,11 @@ def _answer(choice: _Choice, verdict: VerdictConfig | None, *, tokens: int) -> A
         reason = f"the answer was not finished: finish_reason {choice.finish_reason[:40]!r}"
         return Answer(text=choice.message.content, probabilities=None, tokens=tokens, error=reason)
     if not choice.message.content:
-        return refusal("the answer is empty", tokens=tokens)
+        return invalid_answer("the answer is empty", tokens=tokens)
     return Answer(text=choice.message.content, probabilities=None, tokens=tokens, error=None)
 
 
-def refusal(error: str, *, tokens: int = 0) -> Answer:
+def invalid_answer(error: str, *, tokens: int = 0) -> Answer:
     """Return an invalid answer with this error."""
     return Answer(text=None, probabilities=None, tokens=tokens, error=error)
 
@@ -158,14 +158,16 @@ def refusal(error: str, *, tokens: int = 0) -> Answer:
 def _likelihoods(logprobs: _Logprobs | None, verdict: LogprobVerdict, *, tokens: int) -> Answer:
     """Compute the probabilities of yes and no from the log-probs of the first token."""
     if logprobs is None:
-        return refusal("the endpoint gave no log-probs", tokens=tokens)
+        return invalid_answer("the endpoint gave no log-probs", tokens=tokens)
     likely = {entry.token: min(1.0, math.exp(entry.logprob)) for entry in logprobs.content[0].top_logprobs}
     probabilities = {
         verdict.yes: _mass(likely, verdict.yes, against=verdict.no),
         verdict.no: _mass(likely, verdict.no, against=verdict.yes),
     }
     if not any(probabilities.values()):
-        return refusal(f"neither {verdict.yes!r} nor {verdict.no!r} is among the likely first tokens", tokens=tokens)
+        return invalid_answer(
+            f"neither {verdict.yes!r} nor {verdict.no!r} is among the likely first tokens", tokens=tokens
+        )
     return Answer(text=None, probabilities=probabilities, tokens=tokens, error=None)
 
 
@@ -206,10 +208,10 @@ class ChatJudge:
         """Set the source of the images of the questions that follow."""
         self._images.source = images
 
-    def ask(self, questions: Sequence[Question]) -> list[Answer]:
+    def answer(self, questions: Sequence[Question]) -> list[Answer]:
         """Return one answer for each question, in order."""
-        return self._client.ask(
-            [EndpointRequest(partial(self._put, each), answer=self._read, refusal=refusal) for each in questions]
+        return self._client.post(
+            [EndpointRequest(partial(self._put, each), answer=self._read, refusal=invalid_answer) for each in questions]
         )
 
     def _put(self, question: Question) -> dict[str, JsonValue]:

@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerFast
 from infra.errors import BadInput
 from models.config.engines import EngineConfig, SamplingConfig
 from models.config.judges import ChoiceVerdict, LogprobVerdict, VerdictConfig
-from models.engines.protocol import Completion, Request, SeeingEngine, StepSums, build_engine
+from models.engines.protocol import Completion, Request, StepSums, VisionEngine, build_engine
 from models.engines.requests import context_of
-from models.engines.sampling import uniforms
+from models.engines.sampling import sample_uniforms
 from models.judges.verdicts import Answer, Question
 from models.records.media import Gallery, ImageSource
 from models.records.model_input import ModelInput
@@ -60,9 +60,9 @@ class LocalJudge:
         self._tokenizer, self._processor = load_tokenizer(directory), load_processor(directory)
         self._context = context_of(directory)
 
-    def serves(self) -> str:
+    def loaded_digest(self) -> str:
         """Return the digest of the loaded model."""
-        return self._engine.serves()
+        return self._engine.loaded_digest()
 
     def producer(self) -> str:
         """Return the name of the engine."""
@@ -76,21 +76,21 @@ class LocalJudge:
         """Close the engine."""
         self._engine.close()
 
-    def steps(self) -> StepSums:
+    def step_sums(self) -> StepSums:
         """Return sums over all decoding steps so far."""
-        return self._engine.steps()
+        return self._engine.step_sums()
 
     def show(self, images: ImageSource) -> None:
         """Set the source of the images of the questions that follow.
 
         Raises BadInput if the engine cannot process images.
         """
-        if not isinstance(self._engine, SeeingEngine):
+        if not isinstance(self._engine, VisionEngine):
             raise BadInput(f"engine {self.producer()} has no method `show`, which a judge that reads images needs")
         self._images.source = images
         self._engine.show(images)
 
-    def ask(self, questions: Sequence[Question]) -> list[Answer]:
+    def answer(self, questions: Sequence[Question]) -> list[Answer]:
         """Answer questions in one batch. A question that exceeds the context becomes an answer with an error."""
         choices = _choice_tokens(self._verdict)
         continuations = [self._tokens(choice) for choice in choices]
@@ -114,7 +114,7 @@ class LocalJudge:
         """Answer by comparing the likelihoods of the choices: their probabilities, or one sampled choice."""
         if not questions:
             return []
-        likelihoods = self._engine.likelihoods(list(prompts.values()), continuations)
+        likelihoods = self._engine.score_continuations(list(prompts.values()), continuations)
         logprobs = dict(zip(prompts, map(np.array, likelihoods), strict=True))
         choices = _choice_tokens(self._verdict)
         if isinstance(self._verdict, LogprobVerdict):
@@ -199,7 +199,7 @@ def _sample_choice(logprobs_C: NDArray[np.float64], temperature: float, seed: in
     if temperature == 0:
         return int(logprobs_C.argmax())
     cumulative_C = _softmax(logprobs_C / temperature).cumsum()
-    return min(int((cumulative_C <= uniforms(seed, 1)[0] * cumulative_C[-1]).sum()), len(logprobs_C) - 1)
+    return min(int((cumulative_C <= sample_uniforms(seed, 1)[0] * cumulative_C[-1]).sum()), len(logprobs_C) - 1)
 
 
 def _softmax(logprobs_C: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -18,7 +18,7 @@ from models.data.arithmetic import right_completion, wrong_completion
 from models.data.examples import Example
 from models.data.problems import Problem, identity, load_problems
 from models.records.seeds import derive_seed
-from models.text.steps import segment
+from models.text.steps import split_steps
 
 FIELDS: Final = ("prompt", "completion", "answer", "steps", "fence")
 """Names of the fields that a template may contain in braces. Other braces stay as they are."""
@@ -66,7 +66,7 @@ def escape(text: str) -> str:
     return _ALIKE.sub(lambda mark: f"&#{ord(mark[0])};", _TURN.sub(r"&#91;\1&#93;", quoted))
 
 
-def fields_of(template: str) -> set[str]:
+def find_fields(template: str) -> set[str]:
     """Return the names of the fields in a template."""
     return set(_FIELD.findall(template))
 
@@ -84,15 +84,15 @@ def _occurs(fence: str, texts: Sequence[str]) -> bool:
     return any(fence in text for text in texts)
 
 
-def wrap(steps: Sequence[str]) -> str:
+def wrap_steps(steps: Sequence[str]) -> str:
     """Wrap each step in numbered tags and escape its text, so that no tag in the text is read as one."""
     return "\n".join(f"<step_{index}>\n{escape(step.strip())}\n</step_{index}>" for index, step in enumerate(steps))
 
 
-def marked(episode: Episode) -> str:
+def mark_episode(episode: Episode) -> str:
     """Join the messages of an episode, with tags around those of the environment. All texts are escaped.
 
-    >>> marked([("assistant", "how </environment> wide?"), ("user", "17"), ("assistant", "17")])
+    >>> mark_episode([("assistant", "how </environment> wide?"), ("user", "17"), ("assistant", "17")])
     'how &lt;/environment&gt; wide?\\n<environment>\\n17\\n</environment>\\n17'
     """
     return "\n".join(
@@ -192,7 +192,7 @@ PUBLISHED_REFERENCE: Final = _ROLE + _PUBLISHED_TASK + _MATERIAL + _REFERENCE + 
 """CAPO's template with the reference solution."""
 
 
-def template_of(reward: JudgeReward, *, answer: str, of_episode: bool = False) -> str:
+def choose_template(reward: JudgeReward, *, answer: str, of_episode: bool = False) -> str:
     """Return the template of a judge, by default that of its verdict. Without an answer, it shows no reference."""
     if reward.template is not None:
         return reward.template
@@ -204,7 +204,7 @@ def template_of(reward: JudgeReward, *, answer: str, of_episode: bool = False) -
     return AUDIT_REFERENCE if shows_reference else AUDIT
 
 
-def question_text(
+def build_question_text(
     reward: JudgeReward, *, prompt: str, completion: str, answer: str, seed: int, episode: Episode = ()
 ) -> str:
     """Return the question about a completion. The environment's messages in an episode are marked with tags.
@@ -213,12 +213,12 @@ def question_text(
     """
     verdict, exchanges = reward.verdict, () if reward.is_trained else episode
     return fill_template(
-        template_of(reward, answer=answer, of_episode=bool(exchanges)),
-        transcript=marked(exchanges),
+        choose_template(reward, answer=answer, of_episode=bool(exchanges)),
+        transcript=mark_episode(exchanges),
         prompt=prompt,
         completion=completion,
         answer=answer,
-        steps=wrap(segment(completion, verdict.steps)) if isinstance(verdict, StepsVerdict) else "",
+        steps=wrap_steps(split_steps(completion, verdict.steps)) if isinstance(verdict, StepsVerdict) else "",
         seed=seed,
     )
 
@@ -242,7 +242,7 @@ def judge_examples(data: DataConfig, reward: JudgeReward, warmup: WarmupConfig, 
         question = question_about(problem, completion, reward=reward, seed=derive_seed("judge", seed, index))
         images = problem.images if reward.images == "prompt" else ()
         verdict = right if is_right else wrong
-        work = f"{problem.worked}\n" if reward.writes and problem.worked else ""
+        work = f"{problem.worked}\n" if reward.generates_text and problem.worked else ""
         examples.append(Example(question, work, images, verdict))
     return examples
 
@@ -259,7 +259,7 @@ def vocabulary_texts(reward: JudgeReward, problems: Iterable[Problem], *, seed: 
 
 def question_about(problem: Problem, completion: str, *, reward: JudgeReward, seed: int) -> str:
     """Return the question about a completion of a problem, exactly as the judge will receive it."""
-    return question_text(
+    return build_question_text(
         reward, prompt=identity(problem.prompt), completion=completion, answer=problem.answer, seed=seed
     )
 

@@ -60,7 +60,7 @@ class Judge(Protocol):
     def show(self, images: ImageSource) -> None:
         """Set the source of the images of the questions that follow."""
 
-    def ask(self, questions: Sequence[Question]) -> list[Answer]:
+    def answer(self, questions: Sequence[Question]) -> list[Answer]:
         """Return one answer for each question, in order. The failure of one question does not affect the others."""
 
 
@@ -200,7 +200,7 @@ def read_verdict(answer: Answer, verdict: VerdictConfig, *, num_steps: int = 0) 
     return _read_choice(text, verdict)
 
 
-def worst(verdict: VerdictConfig) -> float:
+def lowest_reward(verdict: VerdictConfig) -> float:
     """Return the lowest reward of a verdict. Empty completions get it without being judged."""
     match verdict:
         case ChoiceVerdict():
@@ -233,7 +233,7 @@ def count_votes(values: Sequence[float | None], vote: Literal["mean", "median", 
             assert_never(vote)
 
 
-def choice_of(text: str, choices: Sequence[str]) -> str | None:
+def parse_choice(text: str, choices: Sequence[str]) -> str | None:
     """Return the choice that the text consists of, ignoring case and surrounding punctuation, or None."""
     bare = text.strip().strip(".,;:!\"'`*()[] \t\n")
     exact = [choice for choice in choices if choice.strip() in (text.strip(), bare)]
@@ -258,7 +258,7 @@ def _read_score(text: str, verdict: ScoreVerdict) -> Judgement:
 def _read_choice(text: str, verdict: ChoiceVerdict) -> Judgement:
     """Read the choice in an answer."""
     choices = list(verdict.choices)
-    chosen = choice_of(text, choices)
+    chosen = parse_choice(text, choices)
     if chosen is not None:
         return Judgement(verdict.choices[chosen], None)
     if verdict.constrained:

@@ -13,17 +13,17 @@ import pyarrow as pa
 
 from infra.errors import Damaged
 from models.config.judges import Canaries, JudgeReward, StepsVerdict
-from models.judges.prompts import question_text
+from models.judges.prompts import build_question_text
 from models.judges.verdicts import FLAGGED, Judgement, Question, count_votes, flag_weights
 from models.records.seeds import derive_seed
-from models.text.steps import StepValues, segment
+from models.text.steps import StepValues, split_steps
 
 CANARY: Final = -1
 """Prompt row that marks a canary in a verdict shard."""
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class JudgedCompletion:
     """Completion to judge, or a canary in its place."""
 
     prompt_row: int
@@ -39,7 +39,7 @@ class Judged:
     """Messages of an episode in order: role and text of the policy's turns and of the environment's answers."""
 
     @property
-    def says_nothing(self) -> bool:
+    def is_blank(self) -> bool:
         """Whether the completion is blank. Blank completions are not sent to a judge."""
         return not self.completion.strip()
 
@@ -48,10 +48,10 @@ class Judged:
 class Ballot:
     """One vote on one completion."""
 
-    judged: Judged
+    judged: JudgedCompletion
     vote: int
 
-    def question(self, reward: JudgeReward, *, seed_parts: tuple[int | str, ...], attempt: int) -> Question:
+    def build_question(self, reward: JudgeReward, *, seed_parts: tuple[int | str, ...], attempt: int) -> Question:
         """Build the question for this vote. Each attempt uses a different seed for the answer.
 
         The fence (delimiter) of a user's template also differs for each attempt. Default templates use one fence for
@@ -61,13 +61,13 @@ class Ballot:
         name = "canary" if it.prompt_row == CANARY else "judge"
         seed = derive_seed(name, *seed_parts, it.origin, it.sample, self.vote, attempt)
         fence = derive_seed(name, *seed_parts, it.origin, it.sample) if reward.template is None else seed
-        text = question_text(
+        text = build_question_text(
             reward, prompt=it.prompt, completion=it.completion, answer=it.answer, seed=fence, episode=it.episode
         )
         return Question(text=text, seed=seed, images=it.images if reward.images == "prompt" else ())
 
 
-def episodes_of(rollouts: pa.Table) -> list[tuple[tuple[str, str], ...]]:
+def read_episodes(rollouts: pa.Table) -> list[tuple[tuple[str, str], ...]]:
     """Return the messages of each episode after the prompt. Completions that are not episodes have none."""
     episodes = []
     for turns, messages in zip(rollouts["turns"].to_pylist(), rollouts["messages"].to_pylist(), strict=True):
@@ -77,7 +77,7 @@ def episodes_of(rollouts: pa.Table) -> list[tuple[tuple[str, str], ...]]:
     return episodes
 
 
-def with_canaries(completions: Sequence[Judged], canaries: Canaries | None) -> list[Judged]:
+def with_canaries(completions: Sequence[JudgedCompletion], canaries: Canaries | None) -> list[JudgedCompletion]:
     """Return the canaries followed by the completions.
 
     The canaries are bad answers to the first prompts of the shard.
@@ -85,12 +85,12 @@ def with_canaries(completions: Sequence[Judged], canaries: Canaries | None) -> l
     return [*(_canaries(completions, canaries) if canaries and completions else ()), *completions]
 
 
-def _canaries(completions: Sequence[Judged], canaries: Canaries) -> Iterator[Judged]:
+def _canaries(completions: Sequence[JudgedCompletion], canaries: Canaries) -> Iterator[JudgedCompletion]:
     """Yield the canaries, assigned to the prompts in turn."""
     prompts = list({completion.prompt_row: completion for completion in reversed(completions)}.values())[::-1]
     for number in range(canaries.per_shard):
         source = prompts[number % len(prompts)]
-        yield Judged(
+        yield JudgedCompletion(
             prompt_row=CANARY,
             sample=number,
             prompt=source.prompt,
@@ -129,7 +129,7 @@ def tally_steps(verdicts: pa.Table, rollouts: pa.Table, *, verdict: StepsVerdict
 
 def step_values(completion: str, critiques: Sequence[Sequence[int] | None], verdict: StepsVerdict) -> StepValues:
     """Combine the critiques of a completion into values of its steps. Critiques that are None are ignored."""
-    steps = segment(completion, verdict.steps)
+    steps = split_steps(completion, verdict.steps)
     usable = [critique for critique in critiques if critique is not None]
     weights = flag_weights(usable, verdict, num_steps=len(steps))
     return StepValues(tuple(map(len, steps)), tuple(FLAGGED * weight if weight else 0.0 for weight in weights))
@@ -172,11 +172,11 @@ def _count(votes: Sequence[Judgement], vote: Literal["mean", "median", "majority
     return Judgement(value, votes[-1].error if value is None else None)
 
 
-Votes = Mapping[Judged, Sequence[Judgement]]
+Votes = Mapping[JudgedCompletion, Sequence[Judgement]]
 """Last judgement of each vote on each judged completion or canary."""
 
 
-def count(votes: Votes, reward: JudgeReward) -> dict[str, float]:
+def count_answers(votes: Votes, reward: JudgeReward) -> dict[str, float]:
     """Return the counters of a shard. `answers` and `invalid` count votes on completions, not attempts."""
     values = [vote.value for judged, cast in votes.items() if judged.prompt_row != CANARY for vote in cast]
     passed = [_passes(judged, cast, reward) for judged, cast in votes.items() if judged.prompt_row == CANARY]
@@ -189,7 +189,7 @@ def count(votes: Votes, reward: JudgeReward) -> dict[str, float]:
     }
 
 
-def _passes(judged: Judged, cast: Sequence[Judgement], reward: JudgeReward) -> bool | None:
+def _passes(judged: JudgedCompletion, cast: Sequence[Judgement], reward: JudgeReward) -> bool | None:
     """Return whether a known-bad answer (canary) passed, or None if the judge gave no valid answer about it."""
     if reward.canaries is None or all(vote.value is None for vote in cast):
         return None

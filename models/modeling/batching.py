@@ -65,14 +65,14 @@ class Sequences:
             patches=none,
         )
 
-    def grouped(self, rows: Rows) -> list[Rows]:
+    def split_groups(self, rows: Rows) -> list[Rows]:
         """Split rows into their groups."""
         members: dict[int, list[int]] = {}
         for row in rows:
             members.setdefault(self.groups[row], []).append(row)
         return [tuple(members[group]) for group in sorted(members)]
 
-    def load(self, rows: Rows) -> int:
+    def count_load(self, rows: Rows) -> int:
         """Count the tokens and image patches to compute for these rows, if each prompt of a group is computed once."""
         prompts = {(self.groups[row], self.prompts[row]) for row in rows}
         tokens = sum(prompt for _, prompt in prompts) + sum(self.lengths[row] - self.prompts[row] for row in rows)
@@ -99,10 +99,10 @@ def plan_step(rows: Rows, sequences: Sequences, *, ranks: int, microbatch_tokens
 def _spread(rows: Rows, sequences: Sequences, ranks: int) -> list[Rows]:
     """Assign whole groups to ranks, or single rows if the busiest rank then has less to compute."""
     ways: list[list[Rows]] = []
-    for units in (sequences.grouped(rows), [(row,) for row in rows]):
-        parts = balance([sequences.load(unit) for unit in units], ranks)
+    for units in (sequences.split_groups(rows), [(row,) for row in rows]):
+        parts = balance([sequences.count_load(unit) for unit in units], ranks)
         ways.append([tuple(sorted(row for i in part for row in units[i])) for part in parts])
-    return min(ways, key=lambda parts: max(sequences.load(part) for part in parts))
+    return min(ways, key=lambda parts: max(sequences.count_load(part) for part in parts))
 
 
 def pack_groups(rows: Rows, sequences: Sequences, *, budget: int) -> tuple[Rows, ...]:
@@ -113,7 +113,7 @@ def pack_groups(rows: Rows, sequences: Sequences, *, budget: int) -> tuple[Rows,
     the images again.
     """
     lengths, units = sequences.lengths, list[Rows]()
-    for group in sequences.grouped(rows):
+    for group in sequences.split_groups(rows):
         order = sorted(group, key=lambda row: (-lengths[row], row))
         room = max(budget - sequences.patches[group[0]], budget // 2)
         size = max(1, room // max(1, lengths[order[0]]))

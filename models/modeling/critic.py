@@ -68,7 +68,7 @@ def critic_from_classifier(path: Path, policy: Path) -> PreTrainedModel:
     return classifier.model
 
 
-def classifier_of(policy: PretrainedConfig) -> PreTrainedModel:
+def build_meta_critic(policy: PretrainedConfig) -> PreTrainedModel:
     """Build a critic of the policy's shape on the `meta` device, without weights.
     Raises BadInput if none can be built.
     """

@@ -14,11 +14,11 @@ from transformers.models.auto.modeling_auto import (
 
 from infra.errors import BadInput
 from infra.store.bundles import CONTENTS
-from models.modeling.merging import base_of, check_fits, is_adapter, load_merged, read_adapter
+from models.modeling.merging import check_fits, find_base, is_adapter, load_merged, read_adapter
 from models.modeling.policy import load_policy
 from models.text.tokenizer import load_tokenizer
-from models.untrusted_files.directory import admit, no_directory
-from models.vision.processor import load_processor, sees
+from models.untrusted_files.directory import check_untrusted_files, missing_directory_error
+from models.vision.processor import is_vision_model, load_processor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -34,10 +34,10 @@ def check_directory(directory: Path) -> tuple[PretrainedConfig, PreTrainedTokeni
     An adapter in peft's format counts as its base with the adapter merged. Raises BadInput if a check fails.
     """
     if not directory.is_dir():
-        raise no_directory("policy", directory)
-    admit(directory)
+        raise missing_directory_error("policy", directory)
+    check_untrusted_files(directory)
     if is_adapter(directory):
-        checked = check_directory(base_of(directory))
+        checked = check_directory(find_base(directory))
         check_fits(meta_policy(directory), read_adapter(directory))
         return checked
     config = _causal_config(directory)
@@ -57,18 +57,18 @@ def meta_policy(directory: Path) -> PreTrainedModel:
     """Return a policy on the `meta` device, with names and shapes of its weights only.
     For an adapter, return its base.
     """
-    return load_policy(base_of(directory) if is_adapter(directory) else directory, device="meta")
+    return load_policy(find_base(directory) if is_adapter(directory) else directory, device="meta")
 
 
 def copy_directory(source: Path, target: Path) -> None:
     """Copy the files of a policy, and no code. An adapter is merged with its base."""
     if is_adapter(source):
-        write_merged(base_of(source), source, target, dtype=torch.float32)
+        write_merged(find_base(source), source, target, dtype=torch.float32)
         return
     for path in (*weight_files(source), source / INDEX):
         if path.is_file():
             copyfile(path, target / path.name)
-    copy_beside_weights(source, target)
+    copy_config_files(source, target)
 
 
 def write_merged(base: Path, adapter: Path | None, target: Path, *, dtype: torch.dtype) -> None:
@@ -77,10 +77,10 @@ def write_merged(base: Path, adapter: Path | None, target: Path, *, dtype: torch
     for parameter in model.parameters():  # buffers, such as rotary frequencies, stay in float32
         parameter.data = parameter.data.to(dtype)
     model.save_pretrained(target)
-    copy_beside_weights(base, target)
+    copy_config_files(base, target)
 
 
-def copy_beside_weights(source: Path, target: Path) -> None:
+def copy_config_files(source: Path, target: Path) -> None:
     """Copy configuration and tokenizer files that the target directory does not contain yet."""
     for path in (path for pattern in KEPT for path in sorted(source.glob(pattern))):
         # A policy in a run's store has a table of contents, which must not replace that of the copy.
@@ -109,7 +109,9 @@ def _causal_config(directory: Path) -> PretrainedConfig:
     if not path.is_file():
         raise BadInput(f"policy {directory}: no config.json: not a model directory in Hugging Face format")
     kind = _read_object(path).get("model_type")
-    known = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if sees(directory) else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    known = (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if is_vision_model(directory) else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    )
     causal = known.get(kind) if isinstance(kind, str) else None
     if causal is None:
         raise BadInput(f"{path}: model_type {kind!r} is no causal language model that transformers knows")

@@ -44,7 +44,7 @@ class ExpertRouting:
     chosen_NK: dict[int, Tensor] = field(default_factory=dict)
     """Chosen experts by the router's number."""
 
-    def begin(self, positions_N: Tensor) -> None:
+    def reset(self, positions_N: Tensor) -> None:
         """Clear the outputs of the previous forward pass.
         `positions_N` holds the positions of the predicting states.
         """

@@ -57,14 +57,14 @@ class KernelRows:
 
     query_ends: Tensor
     key_ends: Tensor
-    most_queries: int
-    most_keys: int
+    max_queries: int
+    max_keys: int
 
     @classmethod
-    def padded(cls, rows: int, width: int, device: torch.device) -> Self:
+    def from_padded(cls, rows: int, width: int, device: torch.device) -> Self:
         """Return the ends of `rows` rows of equal width, in which every token is a query."""
         ends = torch.arange(0, (rows + 1) * width, width, dtype=torch.int32, device=device)
-        return cls(query_ends=ends, key_ends=ends, most_queries=width, most_keys=width)
+        return cls(query_ends=ends, key_ends=ends, max_queries=width, max_keys=width)
 
 
 def flash_kernel(attention: str) -> RowsAttention:
@@ -93,7 +93,7 @@ class KernelOptions:
     softcap: float
 
     @classmethod
-    def of(cls, module: nn.Module, options: Mapping[str, Any]) -> Self:
+    def from_module(cls, module: nn.Module, options: Mapping[str, Any]) -> Self:
         """Read the options under the names that transformers' layers use."""
         assert options.get("s_aux") is None, "check_attention rejects models with attention sinks"
         causal, window = options.get("is_causal"), options.get("sliding_window")
@@ -117,8 +117,8 @@ def attend_rows(
         F.pad(value_KHD, (0, query_QHD.shape[-1] - size)),  # the values of latent attention are shorter than its keys
         cu_seqlens_q=rows.query_ends,
         cu_seqlens_k=rows.key_ends,
-        max_seqlen_q=rows.most_queries,
-        max_seqlen_k=rows.most_keys,
+        max_seqlen_q=rows.max_queries,
+        max_seqlen_k=rows.max_keys,
         softmax_scale=options.scaling,
         causal=options.causal,
         window_size=options.window,

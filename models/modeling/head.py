@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from infra.errors import BadInput
 from models.config.objectives import chunk_elements_of
 from models.modeling.logit_shapes import LogitShape, logit_shape
-from models.vision.sight import without
+from models.vision.tower import mask_tokens
 
 LossGradient = Callable[[Tensor, Tensor], Tensor]
 """Per-token gradient of the loss of a micro-batch: a function of the log-probs (C) of some completion tokens and their
@@ -36,7 +36,7 @@ class HeadSettings(NamedTuple):
 
     def logits(self, raw: Tensor) -> Tensor:
         """Return the model's logits in float32. Those of banned tokens are -inf."""
-        return without(self.shape.apply(raw.float()), self.banned)
+        return mask_tokens(self.shape.apply(raw.float()), self.banned)
 
     def logprobs(self, logits_CV: Tensor, targets_C: Tensor) -> Tensor:
         """Return the log-probs of a chunk's target tokens."""

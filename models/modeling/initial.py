@@ -22,16 +22,16 @@ from models.config.judges import (
     ServedReward,
     TrainedJudge,
 )
-from models.config.policy import DirectoryPolicy, MergePolicy, PolicySource, ScratchPolicy, SeeingScratchPolicy
+from models.config.policy import DirectoryPolicy, MergePolicy, PolicySource, ScratchPolicy, VisionScratchPolicy
 from models.config.users import DirectoryUser, TrainedUser, UserModel
 from models.data.problems import Problem, load_problems
-from models.environments.transcripts import user_texts
+from models.environments.user_view import user_texts
 from models.judges.prompts import vocabulary_texts
 from models.modeling.directory import check_directory, copy_directory
 from models.modeling.policy import build_scratch, save_policy
 from models.modeling.reward_model import check_reward_model
-from models.modeling.seeing_scratch import build_seeing, save_seeing, seeing_tokenizer
-from models.modeling.weighted_sum import parents_of, write_merge
+from models.modeling.vision_scratch import build_vision_scratch, save_vision_scratch, vision_tokenizer
+from models.modeling.weighted_sum import find_parents, write_merge
 from models.records.merges import MergeWork
 from models.records.seeds import derive_seed
 from models.text.tokenizer import problem_texts, train_tokenizer
@@ -50,7 +50,7 @@ def write_policy(policy: PolicySource, directory: Path, *, texts: Iterable[str],
     return cast(PolicyWriter, implementation_of(policy))(policy, directory, texts=texts, seed=seed)
 
 
-def texts_of(data: DataConfig, seed: int) -> Iterator[str]:
+def iterate_texts(data: DataConfig, seed: int) -> Iterator[str]:
     """Yield the texts of the training problems. Problems are loaded only on iteration."""
     yield from problem_texts(load_problems(data, "train", seed))
 
@@ -63,11 +63,11 @@ def write_scratch(policy: ScratchPolicy, directory: Path, *, texts: Iterable[str
     return int(model.num_parameters())
 
 
-def write_seeing_scratch(policy: SeeingScratchPolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
+def write_vision_scratch(policy: VisionScratchPolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
     """Build the vision-language policy with random weights, and a tokenizer trained on the texts."""
-    tokenizer = seeing_tokenizer(policy, texts)
-    model = build_seeing(policy, tokenizer, seed=seed)
-    save_seeing(policy, model, tokenizer, directory)
+    tokenizer = vision_tokenizer(policy, texts)
+    model = build_vision_scratch(policy, tokenizer, seed=seed)
+    save_vision_scratch(policy, model, tokenizer, directory)
     return int(model.num_parameters())
 
 
@@ -78,7 +78,7 @@ def write_import(policy: DirectoryPolicy, directory: Path, *, texts: Iterable[st
 
 def write_merged_policy(policy: MergePolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
     """Write the weighted sum of the policy's parents."""
-    write_merge(MergeWork(parents_of(policy), directory, dtype=policy.dtype, unrelated=policy.allow_unrelated))
+    write_merge(MergeWork(find_parents(policy), directory, dtype=policy.dtype, unrelated=policy.allow_unrelated))
     _, _, parameters = check_directory(directory)
     return parameters
 

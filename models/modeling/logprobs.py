@@ -30,7 +30,7 @@ from models.modeling.shared_prompts import (
     shared_states,
     supports_sequence_parallelism,
 )
-from models.vision.sight import SeenRows, Sight, look, see
+from models.vision.tower import ImageRows, VisionInputs, encode_images, prepare_rows
 
 
 class ForwardInput(NamedTuple):
@@ -45,7 +45,7 @@ class ForwardInput(NamedTuple):
     targets_N: Tensor
     shared: SharedTokens | None = None
     """Positions of the single row of tokens in attention, or None if rows are padded."""
-    seen: SeenRows | None = None
+    images: ImageRows | None = None
     """Images of the rows, or None for a text-only model."""
     chosen_LF: Tensor | None = None
     """Experts that the routers must choose for each token, or None if they are not replayed."""
@@ -66,7 +66,7 @@ class ForwardInput(NamedTuple):
         *,
         shares: bool,
         sequence_parallel_group: SequenceParallelGroup | None = None,
-        seen: SeenRows | None = None,
+        images: ImageRows | None = None,
     ) -> Self:
         """Move a micro-batch to the device, for a model that shares prompts (`shares`) or needs padded rows.
 
@@ -87,7 +87,7 @@ class ForwardInput(NamedTuple):
             torch.from_numpy(array).to(device) for array in (tokens, positions, targets)
         )
         own_M = None if own is None else torch.from_numpy(own).to(device)
-        inputs = cls(tokens_BT, positions_N, targets_N, shared, seen)
+        inputs = cls(tokens_BT, positions_N, targets_N, shared, images)
         return inputs._replace(own_M=own_M, num_tokens=len(batch.targets_N))
 
     def own_loss_gradient(self) -> LossGradient | None:
@@ -115,7 +115,7 @@ class TokenModule(nn.Module):
     shares_prompts: bool
     """Whether the model accepts micro-batches with shared prompts."""
 
-    sight: Sight | None = None
+    vision: VisionInputs | None = None
     """Vision tower and image settings, or None for a text-only model."""
 
     routing: ExpertRouting | None = None
@@ -150,15 +150,19 @@ class TokenModule(nn.Module):
         Raises BadInput if the model is text-only and the micro-batch has images, and Damaged if experts to be replayed
         are missing.
         """
-        seen = None
-        if self.sight is not None:
+        images = None
+        if self.vision is not None:
             shows = batch.shared.prompts if self.shares_prompts and batch.shared is not None else batch.inputs
             width = batch.tokens_BT.shape[1]
-            seen = look(self.sight, self.model, shows, device=device, width=width, runs_always=True)
+            images = prepare_rows(self.vision, self.model, shows, device=device, width=width, runs_always=True)
         elif any(each.images for each in batch.inputs):
             raise BadInput(f"{type(self.model).__name__} reads only text, but the prompts have images")
         inputs = ForwardInput.from_microbatch(
-            batch, device, shares=self.shares_prompts, sequence_parallel_group=self.sequence_parallel_group, seen=seen
+            batch,
+            device,
+            shares=self.shares_prompts,
+            sequence_parallel_group=self.sequence_parallel_group,
+            images=images,
         )
         if self.replay is None:
             return inputs
@@ -193,7 +197,7 @@ class TokenModule(nn.Module):
 
     def states(self, inputs: ForwardInput) -> Tensor:
         """Return the hidden state that predicts each completion token, of shape (N, H)."""
-        image_states = None if inputs.seen is None else see(self.model, inputs.seen)
+        image_states = None if inputs.images is None else encode_images(self.model, inputs.images)
         options = {} if image_states is None else image_states.options
         if inputs.shared is not None:
             states_LH = shared_states(self.model, inputs.tokens_BT, inputs.shared, options=options)
@@ -202,8 +206,8 @@ class TokenModule(nn.Module):
             states_LH = output.last_hidden_state.flatten(0, 1)
         states_NH = states_LH.index_select(0, inputs.positions_N)
         # Every rank needs gradients of the same parameters.
-        if image_states is not None and image_states.nothing is not None:
-            states_NH = states_NH + image_states.nothing.to(states_NH.dtype)
+        if image_states is not None and image_states.zero_term is not None:
+            states_NH = states_NH + image_states.zero_term.to(states_NH.dtype)
         return states_NH
 
 
@@ -215,15 +219,15 @@ class TokenLogprobs(TokenModule):
         model: PreTrainedModel,
         *,
         temperature: float,
-        sight: Sight | None = None,
+        vision: VisionInputs | None = None,
         replays_experts: bool = False,
         chunk_elements: int | None = None,
         attention: Attention | None = None,
     ) -> None:
         super().__init__()
         self.model = model
-        self.sight = sight
-        banned = () if sight is None else sight.banned
+        self.vision = vision
+        banned = () if vision is None else vision.banned
         self.head = LogprobHead(model, temperature=temperature, banned=banned, chunk_elements=chunk_elements)
         self.shares_prompts = set_attention(model, attention)
         self.routing = record_router_outputs(model)
@@ -232,7 +236,7 @@ class TokenLogprobs(TokenModule):
     def forward(self, inputs: ForwardInput) -> Tensor:
         """Return the log-prob of each completion token in float32."""
         if self.routing is not None:
-            self.routing.begin(inputs.positions_N)
+            self.routing.reset(inputs.positions_N)
         if self.replay is not None:
-            self.replay.begin(inputs.chosen_LF)
+            self.replay.set_choices(inputs.chosen_LF)
         return inputs.gather_outputs(self.head(self.states(inputs), inputs.targets_N, inputs.own_loss_gradient()))

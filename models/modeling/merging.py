@@ -71,7 +71,7 @@ def is_adapter(directory: Path) -> bool:
     return (directory / SETTINGS).is_file() and not (directory / "config.json").is_file()
 
 
-def base_of(directory: Path) -> Path:
+def find_base(directory: Path) -> Path:
     """Return the directory of an adapter's base, which the adapter's settings name as an absolute or relative path.
 
     Raises BadInput if that is not a model directory.

@@ -29,8 +29,8 @@ from models.modeling.weight_files import check_loaded_weights, read_stored_weigh
 from models.records.media import ImageSource
 from models.vision.families import FAMILIES
 from models.vision.parts import Part, frozen_names, part_of
-from models.vision.processor import load_processor, sees
-from models.vision.sight import Sight
+from models.vision.processor import is_vision_model, load_processor
+from models.vision.tower import VisionInputs
 
 _MAKING = threading.RLock()
 
@@ -134,17 +134,17 @@ def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, dire
 
 def load_policy(directory: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Load a policy's weights, by default in float32 for training. On the `meta` device, load only names and shapes."""
-    architecture = AutoModelForImageTextToText if sees(directory) else AutoModelForCausalLM
+    architecture = AutoModelForImageTextToText if is_vision_model(directory) else AutoModelForCausalLM
     return load_weights(architecture, directory, what="policy", device=device, dtype=dtype)
 
 
-def load_sight(directory: Path, *, source: ImageSource | None = None, stays: bool = False) -> Sight | None:
+def load_vision(directory: Path, *, source: ImageSource | None = None, is_frozen: bool = False) -> VisionInputs | None:
     """Load the image settings of a vision-language policy, or return None for a text-only policy.
 
     `stays` is set if the vision tower is not trained.
     """
     processor = load_processor(directory)
-    return None if processor is None else Sight(processor, source=source, stays=stays)
+    return None if processor is None else VisionInputs(processor, source=source, is_frozen=is_frozen)
 
 
 def freeze(model: PreTrainedModel, parts: Collection[Part]) -> None:
@@ -177,6 +177,6 @@ def policy_shape(config: PretrainedConfig, *, parameters: int, source: str) -> M
         heads=heads,
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        sees=config.model_type if config.model_type in FAMILIES else "",
+        vision_model_type=config.model_type if config.model_type in FAMILIES else "",
         is_longrope=longrope_context(text.to_dict()) is not None,
     )

@@ -68,7 +68,7 @@ class ExpertReplay:
             router.forward = partial(self._route, router.forward, slice(begin, end))
             begin = end
 
-    def begin(self, chosen_LF: Tensor | None) -> None:
+    def set_choices(self, chosen_LF: Tensor | None) -> None:
         """Set the experts that routers choose from now on. With None, routers choose themselves."""
         self._chosen_LF = chosen_LF
 

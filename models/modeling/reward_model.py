@@ -29,7 +29,7 @@ from models.modeling.layout import MicroBatch, lay_out
 from models.modeling.policy import first_line, load_weights
 from models.records.model_input import ModelInput
 from models.text.sequences import require_completion
-from models.untrusted_files.directory import admit, no_directory
+from models.untrusted_files.directory import check_untrusted_files, missing_directory_error
 
 ENDLESS: Final = 10**9
 """Number above which a tokenizer's reported maximum length means that it has no limit."""
@@ -75,9 +75,9 @@ def load_reward_model(path: Path, *, device: str = "cpu", dtype: torch.dtype = t
     Raises BadInput if loading fails.
     """
     if not path.is_dir():
-        raise no_directory("reward model", path)
+        raise missing_directory_error("reward model", path)
     try:
-        admit(path)
+        check_untrusted_files(path)
     except BadInput as error:
         raise BadInput(f"reward model: {error}") from error
     config = _load_config(path)

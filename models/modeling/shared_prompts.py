@@ -33,7 +33,7 @@ from models.modeling.flash import KernelOptions, KernelRows, RowsAttention, atte
 from models.modeling.layout import SharedRows, lay_out
 from models.modeling.sequence_parallel import SequenceParallelGroup
 from models.records.model_input import ModelInput
-from models.vision.sight import reads_in_line
+from models.vision.tower import treats_images_as_text
 
 _ENDING: Final = "_of_shared_prompts"
 _INSIDE: Final = ("sdpa", "eager")
@@ -177,8 +177,8 @@ def _by_kernel(
     if shared is not None:
         query_QHD = query_QHD[: shared.tokens]  # the padding of slices is at the end
         key_KHD, value_KHD = (each.index_select(0, shared.keys_K) for each in (key_KHD, value_KHD))
-    ends = KernelRows.padded(rows, width, query.device) if shared is None else shared.rows
-    output_QHD = attend_rows(kernel, (query_QHD, key_KHD, value_KHD), ends, KernelOptions.of(module, options))
+    ends = KernelRows.from_padded(rows, width, query.device) if shared is None else shared.rows
+    output_QHD = attend_rows(kernel, (query_QHD, key_KHD, value_KHD), ends, KernelOptions.from_module(module, options))
     filled_QHD = functional.pad(output_QHD, (0, 0, 0, 0, 0, rows * width - len(output_QHD)))
     output_BTHD = filled_QHD.reshape(rows, width, heads, -1)
     return output_BTHD if sequence_parallel_group is None else sequence_parallel_group.gather_heads(output_BTHD), None
@@ -209,7 +209,7 @@ for _name, _inside, _masks in (("sdpa", sdpa_attention_forward, sdpa_mask), ("ea
 def _mixes_in_attention(model: PreTrainedModel) -> bool:
     """Return whether only attention mixes tokens and positions are applied as given, judging by the modules."""
     takes = signature(model.base_model.forward).parameters
-    takes_positions = "position_ids" in takes and reads_in_line(model)
+    takes_positions = "position_ids" in takes and treats_images_as_text(model)
     convolves = any(isinstance(module, nn.Conv1d) for module in model.modules())
     return takes_positions and not convolves
 
@@ -228,13 +228,13 @@ def set_attention(model: PreTrainedModel, attention: Attention | None) -> bool:
     Raises BadInput if the model's class does not support the implementation or a kernel is not installed.
     """
     if attention is None:
-        return share_prompts(model)
+        return enable_shared_prompts(model)
     if attention not in attentions_of(model):
         raise BadInput(f"update.attention = {attention!r} is not supported by {type(model).__name__}")
     if attention in FLASH:
         return use_attention_kernel(flash_kernel(attention), model, name=f"rows_{attention[-1]}")
     model.set_attn_implementation(attention)
-    return share_prompts(model)
+    return enable_shared_prompts(model)
 
 
 def use_attention_kernel(kernel: RowsAttention, model: PreTrainedModel, *, name: str) -> bool:
@@ -243,14 +243,14 @@ def use_attention_kernel(kernel: RowsAttention, model: PreTrainedModel, *, name:
     Prompt sharing is tried with the model's own attention, on any device, because it depends only on the rest of the
     model. `name` must not contain `flash`, or transformers would look for a kernel itself.
     """
-    shares = share_prompts(model)
+    shares = enable_shared_prompts(model)
     AttentionInterface.register(name, partial(_by_kernel, kernel))
     AttentionMaskInterface.register(name, _no_mask)
     model.set_attn_implementation(name)
     return shares
 
 
-def share_prompts(model: PreTrainedModel) -> bool:
+def enable_shared_prompts(model: PreTrainedModel) -> bool:
     """Enable shared prompts, in addition to padded rows, if the model supports them. Return whether it does.
 
     It does if everything that mixes tokens uses the attention interface. This is checked by a trial that compares

@@ -21,8 +21,8 @@ from infra.errors import BadInput
 from infra.store.bundles import CONTENTS, Contents, describe_pieces, write_hashed
 from infra.store.inputs import fetch_path, format_path
 from models.config.policy import MergePolicy
-from models.modeling.directory import INDEX, KEPT, check_directory, copy_beside_weights, meta_policy, weight_files
-from models.modeling.merging import SETTINGS, TENSORS, Adapter, add_adapter, base_of, is_adapter, read_adapter
+from models.modeling.directory import INDEX, KEPT, check_directory, copy_config_files, meta_policy, weight_files
+from models.modeling.merging import SETTINGS, TENSORS, Adapter, add_adapter, find_base, is_adapter, read_adapter
 from models.modeling.safetensors import DTYPES, TensorOutline, save_tensors, streamed_pieces
 from models.records.merges import MERGE, Merge, MergedParent, MergeWork, Parent, start_of
 
@@ -36,7 +36,7 @@ CHUNK_BYTES: Final = 2**20
 """Number of bytes read at a time if a file is only digested."""
 
 
-def parents_of(policy: MergePolicy) -> tuple[Parent, ...]:
+def find_parents(policy: MergePolicy) -> tuple[Parent, ...]:
     """Return the parents of a configured policy: their directories on this machine, weights and starting policies."""
     return tuple(
         Parent(format_path(parent.path), fetch_path(parent.path), parent.weight, start_of(parent.path))
@@ -55,12 +55,12 @@ class Outline:
     """File and outline of each tensor by name."""
 
     @staticmethod
-    def of(directory: Path) -> "Outline":
+    def read(directory: Path) -> "Outline":
         """Read the headers of a policy's weight files."""
-        weights = base_of(directory) if is_adapter(directory) else directory
+        weights = find_base(directory) if is_adapter(directory) else directory
         return Outline(weights, dict(_iter_files(weights)))
 
-    def differences(self, expected: "Outline", *, casts: bool) -> Iterator[tuple[str, object, object]]:
+    def find_differences(self, expected: "Outline", *, casts: bool) -> Iterator[tuple[str, object, object]]:
         """Yield the differences from an expected policy as (name, found, expected).
 
         Differences of precision are ignored with `casts`.
@@ -92,9 +92,9 @@ def compare_parents(parents: Sequence[Parent], *, unrelated: bool, casts: bool) 
     for parent in parents:
         check_directory(parent.path)
     first, *others = parents
-    expected = Outline.of(first.path)
+    expected = Outline.read(first.path)
     for other in others:
-        for place, actual, required in Outline.of(other.path).differences(expected, casts=casts):
+        for place, actual, required in Outline.read(other.path).find_differences(expected, casts=casts):
             raise BadInput(
                 f"merge: {other.name} differs from {first.name} in {place}: expected {required}, found {actual}"
             )
@@ -159,7 +159,7 @@ def policy_digest(directory: Path) -> str:
     return (
         own_digest
         if not is_adapter(directory)
-        else blake3(f"{policy_digest(base_of(directory))}+{own_digest}".encode()).hexdigest()
+        else blake3(f"{policy_digest(find_base(directory))}+{own_digest}".encode()).hexdigest()
     )
 
 
@@ -167,7 +167,7 @@ def policy_digest(directory: Path) -> str:
 def _write_full(work: MergeWork) -> None:
     dtype = None if work.dtype is None else DTYPES[{"float32": "F32", "bfloat16": "BF16"}[work.dtype]]
     readers, weights = [_build_reader(parent.path) for parent in work.parents], [each.weight for each in work.parents]
-    first = Outline.of(work.parents[0].path)
+    first = Outline.read(work.parents[0].path)
 
     def outline(name: str) -> TensorOutline:
         stored = first.files[name][1]
@@ -191,7 +191,7 @@ def _write_full(work: MergeWork) -> None:
         config = json.loads((first.directory / "config.json").read_text())
         stale = {key: work.dtype for key in ("dtype", "torch_dtype") if key in config} or {"dtype": work.dtype}
         (work.target / "config.json").write_text(json.dumps(config | stale, indent=2, sort_keys=True) + "\n")
-    copy_beside_weights(first.directory, work.target)
+    copy_config_files(first.directory, work.target)
 
 
 def _write_index(first: Outline, target: Path, outlines: Sequence[TensorOutline]) -> None:
@@ -206,7 +206,7 @@ def _build_reader(directory: Path) -> Callable[[str], Tensor]:
 
     A file is open only while a tensor is read, so that its memory pages are released.
     """
-    outline = Outline.of(directory)
+    outline = Outline.read(directory)
 
     def read(name: str) -> Tensor:
         path, _ = outline.files[name]
@@ -237,7 +237,7 @@ def _write_ranks(work: MergeWork) -> None:
     for parent in work.parents:
         if not is_adapter(parent.path):
             raise BadInput(f"merge: adapters = 'ranks' merges only adapters, but {parent.name} is a full model")
-    bases = [base_of(parent.path) for parent in work.parents]
+    bases = [find_base(parent.path) for parent in work.parents]
     for parent, base in zip(work.parents, bases, strict=True):
         if base != bases[0] and policy_digest(base) != policy_digest(bases[0]):
             raise BadInput(f"merge: adapters = 'ranks' needs one base, but {parent.name} has {base}, not {bases[0]}")

@@ -23,12 +23,12 @@ Mask = NDArray[np.bool_]
 Numbers = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int16] | NDArray[np.int32]
 
 
-def counted(table: pa.Table, rows: Sequence[int] | None) -> pa.Table:
+def select_rows(table: pa.Table, rows: Sequence[int] | None) -> pa.Table:
     """Return the rows of a table that belong to the given prompt rows, or the whole table if `rows` is None."""
     return table if rows is None else table.filter(pc.is_in(table["prompt_row"], pa.array(rows, pa.int32())))
 
 
-def concatenated_tables(tables: Sequence[pa.Table]) -> pa.Table:
+def concatenate_tables(tables: Sequence[pa.Table]) -> pa.Table:
     """Concatenate tables without their schema metadata. A column that a table lacks is null in its rows."""
     return pa.concat_tables([each.replace_schema_metadata(None) for each in tables], promote_options="default")
 
@@ -71,7 +71,7 @@ def lists(values_T: Numbers, lengths_K: Integers) -> pa.ListArray:
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(values_T))
 
 
-def emptied(column: pa.ChunkedArray, emptied_K: Mask) -> pa.ChunkedArray:
+def empty_rows(column: pa.ChunkedArray, emptied_K: Mask) -> pa.ChunkedArray:
     """Return a column with empty lists in the marked rows. A column that is entirely null is returned unchanged."""
     if column.null_count == len(column):
         return column
@@ -80,7 +80,7 @@ def emptied(column: pa.ChunkedArray, emptied_K: Mask) -> pa.ChunkedArray:
     return pa.chunked_array([lists(flat(column)[keep_T], np.where(emptied_K, 0, lengths_K))])
 
 
-def concatenated(left: pa.ChunkedArray, right: pa.ChunkedArray) -> pa.ListArray:
+def concatenate_lists(left: pa.ChunkedArray, right: pa.ChunkedArray) -> pa.ListArray:
     """Concatenate two columns of integer lists row by row."""
     lefts_K, rights_K = lengths_of(left), lengths_of(right)
     starts_K = np.cumsum(lefts_K + rights_K) - lefts_K - rights_K

@@ -13,7 +13,7 @@ from infra.config import Settings
 from infra.errors import Damaged
 from infra.store.shards import ShardRef, open_tables, read_shard
 from infra.store.storage import Store
-from models.records.pictures import STATES, States, states_of
+from models.records.pictures import STATES, States, read_states
 
 MEDIA: str = "media"
 """Kind of the shards that contain images."""
@@ -97,7 +97,7 @@ class Gallery:
         return self.source
 
 
-class HeldImages:
+class InMemoryImages:
     """Images in memory, by digest."""
 
     def __init__(self, images: Mapping[str, bytes]) -> None:
@@ -126,7 +126,7 @@ class Media:
         encoded = table[STATES][row].as_buffer() if STATES in table.column_names else None
         if not encoded:
             raise Damaged(f"image {digest} has no denoising states, because no policy generated it")
-        return states_of(memoryview(encoded), steps=steps)
+        return read_states(memoryview(encoded), steps=steps)
 
     def shown(self, digest: str) -> ShownImage:
         """Return the description of an image. Raises Damaged if no shard contains it."""

@@ -19,8 +19,8 @@ from infra.errors import Damaged
 from models.records.columns import (
     Integers,
     Mask,
-    concatenated,
-    emptied,
+    concatenate_lists,
+    empty_rows,
     flat,
     integers,
     lengths_of,
@@ -35,7 +35,7 @@ ROLLOUT_INPUT: Final = ("prompt_tokens", COMPLETION_TOKENS, "images", "segments"
 _HALVES: Final = ROLLOUT_INPUT[:2]
 ENVIRONMENT: Final = -1
 """`policy_version` of a segment that an environment wrote, and `staleness` of its tokens."""
-RENDERED: Final = -2
+TURN_PROMPT: Final = -2
 """`policy_version` of a segment that is the separate prompt of a turn. Following tokens attend to nothing before it."""
 
 Tokens = NDArray[np.int32]
@@ -205,12 +205,12 @@ def rollout_columns(inputs: Sequence[ModelInput]) -> dict[str, pa.Array]:
 
 def generated_tokens_mask(rollouts: pa.Table) -> Mask:
     """Return for each completion token of a rollout table, row after row, whether a policy generated it (T)."""
-    tokens_S, versions_S = segments_of(rollouts)
+    tokens_S, versions_S = read_segments(rollouts)
     is_trained_T: Mask = np.repeat(versions_S >= 0, tokens_S)
     return is_trained_T
 
 
-def segments_of(rollouts: pa.Table) -> tuple[Integers, Integers]:
+def read_segments(rollouts: pa.Table) -> tuple[Integers, Integers]:
     """Return the number of tokens and the policy version of each segment, for all rows one after the other (S)."""
     parts = pc.list_flatten(rollouts["segments"])
     return integers(pc.struct_field(parts, "tokens")), integers(pc.struct_field(parts, "policy_version"))
@@ -231,9 +231,9 @@ def sample_columns(rollouts: pa.Table, *, emptied_K: Mask) -> dict[str, pa.Array
     """Return the inputs of rollouts as the columns of a sample table. Rows in `emptied_K` keep only their prompt."""
     prompts, completions = (rollouts[name] for name in _HALVES)
     if emptied_K.any():
-        completions = emptied(completions, emptied_K)
+        completions = empty_rows(completions, emptied_K)
     counts = pa.array(lengths_of(prompts).astype(np.int32))
-    tokens = concatenated(prompts, completions)
+    tokens = concatenate_lists(prompts, completions)
     columns = {"tokens": tokens, "num_prompt_tokens": counts, "images": rollouts["images"]}
     if EXPERTS in rollouts.column_names:
         columns[EXPERTS] = _truncate_experts(rollouts[EXPERTS], lengths_of(pa.chunked_array([tokens])) - 1)
@@ -290,7 +290,7 @@ def expert_lists(experts_TF: Experts, lengths_K: Integers) -> pa.LargeListArray:
     return pa.LargeListArray.from_arrays(offsets, values, type=kind)
 
 
-def zeroed_experts(column: pa.ChunkedArray, zeroed_K: Mask) -> pa.ChunkedArray:
+def zero_experts(column: pa.ChunkedArray, zeroed_K: Mask) -> pa.ChunkedArray:
     """Return the experts column with every choice of the marked rows replaced by expert 0."""
     rows = zip(_read_expert_rows(column), zeroed_K, strict=True)
     arrays = [np.zeros_like(experts) if zeroed else experts for experts, zeroed in rows]

@@ -43,7 +43,7 @@ class Picture:
     """States before each trained step and after the last, of shape (K + 1) x D."""
 
 
-def picture_of(pixels_YXC: NDArray[np.uint8], states: States, *, seed: int) -> Picture:
+def encode_picture(pixels_YXC: NDArray[np.uint8], states: States, *, seed: int) -> Picture:
     """Encode pixels as a PNG file whose metadata contain the seed and the digest of the states."""
     metadata, sink = PngInfo(), BytesIO()
     metadata.add_text("rheostat:seed", str(seed))
@@ -53,7 +53,7 @@ def picture_of(pixels_YXC: NDArray[np.uint8], states: States, *, seed: int) -> P
     return Picture(encoded, blake3(encoded).hexdigest(), width, height, states)
 
 
-def picture_table(generated: Iterable[tuple[int, Picture]]) -> pa.Table:
+def build_picture_table(generated: Iterable[tuple[int, Picture]]) -> pa.Table:
     """Return a media table of pictures, each with the row of its prompt."""
     rows = [*generated]
     pictures = [picture for _, picture in rows]
@@ -69,6 +69,6 @@ def picture_table(generated: Iterable[tuple[int, Picture]]) -> pa.Table:
     return pa.table(columns, schema=PICTURE_SCHEMA)
 
 
-def states_of(encoded: memoryview, *, steps: int) -> States:
+def read_states(encoded: memoryview, *, steps: int) -> States:
     """Return the states of a picture with this number of trained steps, of shape (steps + 1) x D."""
     return np.frombuffer(encoded, "<f4").reshape(steps + 1, -1)

@@ -38,7 +38,7 @@ class Retrieval(Settings):
     """Share of queries whose correct passage is among the first 50 (recall@50)."""
 
 
-class MadeRetriever(Settings):
+class TrainedRetriever(Settings):
     """A trained retriever as recorded in its last manifest."""
 
     name: str

@@ -11,21 +11,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from models.records.columns import Integers, concatenated, emptied, flat, lengths_of, lists
-from models.records.model_input import COMPLETION_TOKENS, RENDERED, segments_of
+from models.records.columns import Integers, concatenate_lists, empty_rows, flat, lengths_of, lists
+from models.records.model_input import COMPLETION_TOKENS, TURN_PROMPT, read_segments
 from models.records.schemas import PER_TOKEN
 
 _OF_TOKENS: Final = (COMPLETION_TOKENS, *PER_TOKEN)
 
 
-def turn_prompts(rollouts: pa.Table) -> Integers:
+def count_turn_prompts(rollouts: pa.Table) -> Integers:
     """Return the number of turns of each row that have a separate prompt, not counting the first turn (N)."""
     row_S = _rows(rollouts)
-    _, versions_S = segments_of(rollouts)
-    return np.bincount(row_S[versions_S == RENDERED], minlength=rollouts.num_rows).astype(np.int64)
+    _, versions_S = read_segments(rollouts)
+    return np.bincount(row_S[versions_S == TURN_PROMPT], minlength=rollouts.num_rows).astype(np.int64)
 
 
-def cut_at_prompts(rollouts: pa.Table) -> tuple[pa.Table, Integers]:
+def split_at_prompts(rollouts: pa.Table) -> tuple[pa.Table, Integers]:
     """Split rows so that every turn with a separate prompt starts a new row, whose completion is the text of this turn.
 
     Return the new rows, and the index of the original row for each (K). Columns with one value per completion token are
@@ -33,8 +33,8 @@ def cut_at_prompts(rollouts: pa.Table) -> tuple[pa.Table, Integers]:
     is empty.
     """
     row_S = _rows(rollouts)
-    tokens_S, versions_S = segments_of(rollouts)
-    rendered_S = versions_S == RENDERED
+    tokens_S, versions_S = read_segments(rollouts)
+    rendered_S = versions_S == TURN_PROMPT
     if not rendered_S.any():
         return rollouts, np.arange(rollouts.num_rows)
     begins_S = rendered_S | (np.diff(row_S, prepend=-1) > 0)
@@ -46,8 +46,8 @@ def cut_at_prompts(rollouts: pa.Table) -> tuple[pa.Table, Integers]:
     )
     rows = rollouts.take(pa.array(row_K)).combine_chunks()
     remaining = lists(flat(rollouts[COMPLETION_TOKENS])[rendered_T], prompts_K)
-    first = emptied(rows["prompt_tokens"], rendered_S[begins_S])
-    cut = {"prompt_tokens": concatenated(first, pa.chunked_array([remaining]))}
+    first = empty_rows(rows["prompt_tokens"], rendered_S[begins_S])
+    cut = {"prompt_tokens": concatenate_lists(first, pa.chunked_array([remaining]))}
     for name in rows.column_names:
         if name in _OF_TOKENS and rows[name].null_count == 0:
             cut[name] = lists(flat(rollouts[name])[~rendered_T], written_K)

@@ -70,7 +70,7 @@ class RolloutWork:
     """Settings of partial rollout. If set, finished groups are the first result shard, cut groups the second."""
     user: ModelVersion | None = None
     """Simulated user for dialogues, or None if the run stores no such model."""
-    notes_experts: bool = False
+    records_experts: bool = False
     """Whether the shard records the experts that the policy's routers chose."""
     denoising: DenoisingConfig | None = None
     """Generation of pictures, deterministic at temperature 0, or None for a language policy."""
@@ -110,7 +110,7 @@ class ScoringWork:
     """Reward term whose raw scores decide whether a group is informative, or an empty string if that is not needed."""
     tokenizer: BundleRef | None = None
     """Bundle of a policy with the run's tokenizer, or None if no reward scores steps or tokens."""
-    bearable: int | None = None
+    max_missing: int | None = None
     """Missing scores above which the credit stage certainly rejects the iteration, or None if unknown."""
 
 

@@ -53,7 +53,9 @@ def near_duplicates(data: DeduplicatedData, seed: int) -> dict[str, str]:
     return duplicates
 
 
-def images_beside(data: DeduplicatedData) -> Iterator[Path]:
+def find_referenced_images(data: DeduplicatedData) -> Iterator[Path]:
     """Yield the paths of the image files to which rows of the source's files refer."""
-    if data.source.beside:
-        yield from cast(Callable[[object], Iterator[Path]], find_target(data.source.beside, where="data"))(data.source)
+    if data.source.referenced_files:
+        yield from cast(Callable[[object], Iterator[Path]], find_target(data.source.referenced_files, where="data"))(
+            data.source
+        )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from infra.errors import BadInput
 from infra.store.inputs import fetch_path, format_path
 from models.config.retriever import EncoderConfig
-from models.untrusted_files.directory import admit, no_directory
+from models.untrusted_files.directory import check_untrusted_files, missing_directory_error
 
 if TYPE_CHECKING:
     from sentence_transformers import CrossEncoder, SentenceTransformer
@@ -77,8 +77,8 @@ def check_directory(path: Path, where: str) -> Path:
     require_library(where)
     here = fetch_path(path)
     if not here.is_dir():
-        raise no_directory(where, path)
-    admit(here)
+        raise missing_directory_error(where, path)
+    check_untrusted_files(here)
     try:
         kinds = [each["type"] for each in json.loads((here / MODULES).read_text())]
     except FileNotFoundError:

@@ -18,7 +18,7 @@ FORBIDDEN = -1e9
 
 
 @dataclass(frozen=True, slots=True)
-class Taught:
+class TeacherScores:
     """Scores of the cross-encoder for the listed candidates."""
 
     listed_BK: Tensor
@@ -58,7 +58,7 @@ def loss_terms(
     *,
     candidates_BN: Tensor,
     method: Terms,
-    taught: Taught | None = None,
+    taught: TeacherScores | None = None,
 ) -> dict[str, Tensor]:
     """Return the terms of −log P_DE(p⁺) − log P_LI(p⁺) + KL(P_LI ‖ P_DE) + KL(P_CE ‖ P_LI) + KL(P_CE ‖ P_DE), by name.
 

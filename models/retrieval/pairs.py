@@ -12,7 +12,7 @@ from infra.config import Settings
 from infra.errors import BadInput, InputErrors
 from infra.variants import implementation_of
 from models.config.retriever import PairFile, RetrieverConfig, TemplatedPairs
-from models.data.files import read_rows, text_of
+from models.data.files import read_rows, read_text
 from models.data.problems import is_heldout
 from models.records.seeds import derive_seed
 
@@ -38,7 +38,7 @@ class PairSet(Settings):
         return tuple(dict.fromkeys(text for pair in pairs for text in (pair.passage, *pair.negatives)))
 
 
-class MakesPairs(Protocol):
+class PairFactory(Protocol):
     """Function that generates or reads pairs. The same arguments give the same pairs."""
 
     def __call__(self, source: Any, seed: int, fraction: float, /) -> PairSet:  # noqa: ANN401 -- settings differ by kind
@@ -51,7 +51,7 @@ def load_pairs(config: RetrieverConfig) -> PairSet:
 
     Raises BadInput if there are too few training pairs or no held-out pairs.
     """
-    pair_set = cast(MakesPairs, implementation_of(config.pairs))(config.pairs, config.seed, config.heldout_fraction)
+    pair_set = cast(PairFactory, implementation_of(config.pairs))(config.pairs, config.seed, config.heldout_fraction)
     for split, pairs in (("training", pair_set.train), ("held-out", pair_set.heldout)):
         if len(pairs) < config.encoder.batch_size and (split == "training" or not pairs):
             needed = f"encoder.batch_size {config.encoder.batch_size}" if split == "training" else "one"
@@ -82,7 +82,7 @@ def _read(path: Path, source: PairFile) -> tuple[Pair, ...]:
     pairs, input_errors = list[Pair](), InputErrors()
     for place, row in read_rows(path, columns, input_errors):
         with input_errors.collect(place):
-            query, passage = (text_of(place, row[column], column) for column in columns[:2])
+            query, passage = (read_text(place, row[column], column) for column in columns[:2])
             pairs.append(Pair(query=query, passage=passage, negatives=_negatives(place, row, columns[2:])))
     input_errors.check()
     if not pairs:
@@ -96,7 +96,7 @@ def _negatives(place: str, row: Mapping[str, object], columns: Sequence[str]) ->
     if not all(isinstance(each, list) for each in values):
         raise BadInput(f"{place}: {columns[0]}: expected a list of texts, found {values[0]!r:.60}")
     listed = [(f"{column}[{number}]", each) for column in columns for number, each in enumerate(row[column])]  # type: ignore[arg-type, var-annotated]
-    return tuple(text_of(place, each, name) for name, each in listed)
+    return tuple(read_text(place, each, name) for name, each in listed)
 
 
 # ---- templates
@@ -118,7 +118,7 @@ WORDS: Final = tuple(
 """Values of each attribute. The first word of a value is used in passages, and its synonyms in queries."""
 SHARED: Final = 3
 """Minimum number of attributes that a hard negative shares with the fact."""
-MOST_NEGATIVES: Final = 16
+MAX_NEGATIVES: Final = 16
 
 
 def templated_pairs(source: TemplatedPairs, seed: int, fraction: float) -> PairSet:
@@ -136,7 +136,7 @@ def templated_pairs(source: TemplatedPairs, seed: int, fraction: float) -> PairS
         query = " ".join(rng.choice(WORDS[place][fact_A[place]][1:]) for place in query_places)
         same_FA = facts_FA == fact_A
         alike = np.flatnonzero((same_FA.sum(1) >= SHARED) & ~same_FA[:, query_places].all(1)).tolist()
-        chosen = rng.sample(alike, min(len(alike), MOST_NEGATIVES))
+        chosen = rng.sample(alike, min(len(alike), MAX_NEGATIVES))
         negatives = tuple(_told(facts_FA[other].tolist()) for other in chosen)
         pairs.append(Pair(query=query, passage=_told(fact_A.tolist()), negatives=negatives))
     return _split(pairs, fraction)

@@ -18,12 +18,12 @@ from torch.nn import functional
 
 from models.config.retriever import EncoderConfig, RetrieverConfig, Terms
 from models.records.seeds import derive_seed
-from models.retrieval.loss import Taught, dense_scores, late_scores, loss_terms
+from models.retrieval.loss import TeacherScores, dense_scores, late_scores, loss_terms
 from models.retrieval.pairs import Pair, PairSet
 
 logger = logging.getLogger(__name__)
 
-WARMING: float = 0.1
+WARMUP_SHARE: float = 0.1
 """Share of the steps in which the learning rate is warmed up."""
 
 
@@ -93,7 +93,7 @@ def train_student(
         teacher_scores = None
         if teacher is not None:
             with torch.no_grad():
-                teacher_scores = Taught(listed_BK, cross_scores(teacher, batch))
+                teacher_scores = TeacherScores(listed_BK, cross_scores(teacher, batch))
         return loss_terms(
             dense_scores(queries.vector_BD, passages.vector_BD),
             late_scores(queries.tokens_BLD, queries.mask_BL, passages.tokens_BLD, passages.mask_BL),
@@ -155,7 +155,7 @@ def _train(
 
     Returns the mean of each term over the last tenth of the steps.
     """
-    steps, warm = learning.steps, max(1.0, WARMING * learning.steps)
+    steps, warm = learning.steps, max(1.0, WARMUP_SHARE * learning.steps)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning.learning_rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warm, (steps - step) / max(1.0, steps - warm))

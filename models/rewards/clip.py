@@ -22,7 +22,7 @@ from infra.store.inputs import fetch_path, format_path
 from models.config.reward_terms import ClipReward
 from models.modeling.policy import first_line, load_weights
 from models.rewards.painting import PictureReward
-from models.untrusted_files.directory import admit, no_directory
+from models.untrusted_files.directory import check_untrusted_files, missing_directory_error
 from models.vision.processor import BACKEND, SETTINGS, open_image
 
 WHERE: Final = "reward 'clip': path"
@@ -93,8 +93,8 @@ def _find_directory(path: Path) -> Path:
     """Return the local directory of the model. Raises BadInput if it does not contain a CLIP model."""
     here = fetch_path(path)
     if not here.is_dir():
-        raise no_directory(WHERE, path)
-    admit(here)
+        raise missing_directory_error(WHERE, path)
+    check_untrusted_files(here)
     try:
         kind = json.loads((here / "config.json").read_text()).get("model_type")
     except (OSError, ValueError, AttributeError) as error:

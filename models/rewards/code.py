@@ -18,7 +18,7 @@ from models.config.reward_terms import CodeReward
 from models.config.rewards import ScoringConfig
 from models.judges.verdicts import Judgement
 from models.rewards.evaluate import Case
-from models.text.steps import last_code
+from models.text.steps import find_last_code
 
 SOLUTION: Final = "solution.py"
 CHECKING: Final = """
@@ -139,7 +139,7 @@ class CodeJudge:
     def _judgement(self, reward: CodeReward, programs: Programs, case: Case) -> Judgement:
         """Judge one completion: 1 or 0 if all tests must pass, else the share of passed tests."""
         try:
-            passed = [*_passed(programs, last_code(case.completion), read_tests(case.answer), value=reward.value)]
+            passed = [*_passed(programs, find_last_code(case.completion), read_tests(case.answer), value=reward.value)]
         except (ValueError, SandboxFailed) as error:
             return Judgement(None, str(error))
         self.done += 1

@@ -11,23 +11,23 @@ from models.rollouts.groups import TurnRecord
 from models.text.steps import Spans
 
 
-def turns_of(rollouts: pa.Table) -> list[tuple[TurnRecord, ...]]:
+def read_turns(rollouts: pa.Table) -> list[tuple[TurnRecord, ...]]:
     """Read the turns of each completion. A completion that is not an episode has none."""
     return [tuple(TurnRecord(**turn) for turn in turns or ()) for turns in rollouts["turns"].to_pylist()]
 
 
-def starts_of(turns: Sequence[TurnRecord]) -> tuple[int, ...]:
+def find_turn_starts(turns: Sequence[TurnRecord]) -> tuple[int, ...]:
     """Return the index of the first token of each turn. An observation belongs to the turn that it answers."""
     lengths = [turn.tokens + turn.observation for turn in turns]
     return tuple(accumulate(lengths[:-1], initial=0)) if lengths else ()
 
 
-def failures_of(episodes: Sequence[Sequence[TurnRecord]]) -> list[str | None]:
+def find_failures(episodes: Sequence[Sequence[TurnRecord]]) -> list[str | None]:
     """Return the error of each completion's environment, or None if the environment did not fail."""
     return [next((turn.error for turn in turns if turn.error is not None), None) for turns in episodes]
 
 
-def given(episodes: Sequence[Sequence[TurnRecord]], reward: EnvironmentReward) -> list[Judgement | Spans]:
+def environment_rewards(episodes: Sequence[Sequence[TurnRecord]], reward: EnvironmentReward) -> list[Judgement | Spans]:
     """Return the environment's reward of each episode, or of each of its turns. A missing reward counts as 0."""
     return [_read_reward(turns, reward) for turns in episodes]
 
@@ -37,7 +37,7 @@ def _read_reward(turns: Sequence[TurnRecord], reward: EnvironmentReward) -> Judg
     numbers = [turn.reward for turn in turns if turn.reward is not None] or [0.0]
     if reward.per == "completion":
         return Judgement(sum(numbers) if reward.aggregate == "sum" else numbers[-1], None)
-    return Spans(starts_of(turns), returns_to_go([turn.reward or 0.0 for turn in turns], reward.gamma))
+    return Spans(find_turn_starts(turns), returns_to_go([turn.reward or 0.0 for turn in turns], reward.gamma))
 
 
 def returns_to_go(rewards: Sequence[float], gamma: float) -> tuple[float, ...]:

@@ -23,11 +23,11 @@ from models.config.rewards import ScoringConfig
 from models.records.media import ImageSource
 from models.rewards.rules import build_reward
 from models.rollouts.groups import ChatMessage
-from models.text.steps import Spans, StepValues, segment
+from models.text.steps import Spans, StepValues, split_steps
 
 Value = float | StepValues | Spans
 """Result of a reward for a completion: a number, or one number for each step, token or turn."""
-UNSPELT: Final = "the completion's tokens do not spell its text"
+NO_TOKEN_TEXTS: Final = "the completion's tokens do not spell its text"
 """Reason why a completion has no values for steps or tokens."""
 
 
@@ -58,7 +58,7 @@ class Case:
         return [ChatMessage(role=role, content=text, name=None) for role, text in texts.items()]
 
     @property
-    def written(self) -> list[str]:
+    def turn_texts(self) -> list[str]:
         """Text that the policy wrote in each turn."""
         return [each["content"] for each in self.messages if each["role"] == "assistant"][-len(self.turns) :]
 
@@ -146,7 +146,7 @@ class Evaluator:
                 return f"{term}: {reason}"
         return None
 
-    def blind(self) -> list[str]:
+    def find_terms_without_images(self) -> list[str]:
         """Return the reward terms whose functions take no images."""
         self.start()
         pairs = zip(self._functions, self._scoring.rule_terms, strict=True)
@@ -184,17 +184,17 @@ class Evaluator:
         self, function: RunFunction, rule: RuleReward, case: Case, *, left: float
     ) -> tuple[Value | None, str | None, float]:
         """Return the value, or the reason why it is missing, and the seconds that the call took."""
-        if not rule.values_steps:
+        if not rule.scores_parts:
             result = self._call_function(function, case, left=left)
             return cast(float | None, result.value), result.reason, result.seconds
-        if rule.valued == "turn":
-            turns = case.written
+        if rule.granularity == "turn":
+            turns = case.turn_texts
             result = self._call_function(function, case, left=left, named={function.part: turns}, expected=len(turns))
             spans = None if result.value is None else Spans(case.turns, cast(tuple[float, ...], result.value))
             return spans, result.reason, result.seconds
         parts = case.tokens if rule.segmentation is None else self._split_steps(rule.segmentation, case)
         if parts is None:
-            return None, UNSPELT, 0.0
+            return None, NO_TOKEN_TEXTS, 0.0
         named = {function.part: list(parts)}
         result = self._call_function(function, case, left=left, named=named, expected=len(parts))
         value = (
@@ -205,7 +205,7 @@ class Evaluator:
     def _split_steps(self, steps: Segmentation, case: Case) -> list[str]:
         """Split a completion into steps. A user's pattern may take very long, so it runs in a killable process."""
         if not steps.may_hang:
-            return segment(case.completion, steps)
+            return split_steps(case.completion, steps)
         result = self._call_function(_build_cut_function(steps), case, left=self._scoring.timeout_seconds, expected=-1)
         lengths = cast(tuple[float, ...], result.value)
         assert lengths is not None, f"a pattern that compiles can split any text: {result.reason}"
@@ -273,14 +273,14 @@ def check_rewards(scoring: ScoringConfig) -> None:
             evaluator.close()
 
 
-def check_looking(scoring: ScoringConfig) -> None:
+def check_image_parameters(scoring: ScoringConfig) -> None:
     """Raise BadInput if a user's reward function lacks the parameter `images`. For policies that generate pictures."""
     targets = [rule for rule in scoring.rules if rule.brings_code]
     if not targets:
         return
     evaluator = Evaluator(scoring.model_copy(update={"rewards": tuple(targets)}))
     try:
-        blind = evaluator.blind()
+        blind = evaluator.find_terms_without_images()
     finally:
         evaluator.close()
     if blind:
@@ -307,4 +307,4 @@ def _is_ours(function: RunFunction) -> bool:
 def _build_cut_function(steps: Segmentation) -> RunFunction:
     """Return the function that splits completions at the pattern of a segmentation."""
     settings = {"settings": steps.model_dump(mode="json")}
-    return RunFunction(f"{OURS}rules:made_cut", where="steps", options=settings, made=True)
+    return RunFunction(f"{OURS}rules:load_segmentation", where="steps", options=settings, made=True)

@@ -144,21 +144,21 @@ def build_reward(config: BuiltInReward) -> Reward:
     return cast(RewardMaker, implementation_of(config))(config)
 
 
-def made_reward(settings: JsonValue) -> Reward:
+def load_reward(settings: JsonValue) -> Reward:
     """Build a reward from settings as JSON, in the process that runs the reward."""
     adapter: TypeAdapter[BuiltInConfig] = TypeAdapter(Annotated[BuiltInConfig, Field(discriminator="kind")])
     return build_reward(adapter.validate_python(settings))
 
 
-def made_cut(settings: JsonValue) -> Callable[[str, str, str], list[int]]:
+def load_segmentation(settings: JsonValue) -> Callable[[str, str, str], list[int]]:
     """Build a function that returns the lengths of a completion's steps, for a process that can be killed."""
     steps = PatternSteps.model_validate(settings)
 
     def cut(prompt: str, completion: str, answer: str) -> list[int]:
         """Return the length of each step in characters."""
-        from models.text.steps import segment
+        from models.text.steps import split_steps
 
-        return [len(step) for step in segment(completion, steps)]
+        return [len(step) for step in split_steps(completion, steps)]
 
     return cut
 

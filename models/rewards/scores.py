@@ -11,8 +11,8 @@ from infra.statistics import pass_at
 from models.config.rewards import RewardConfig, ScoringConfig
 from models.judges.verdicts import Judgement
 from models.records.schemas import score_schema
-from models.rewards.evaluate import UNSPELT, Value, Verdict
-from models.text.steps import Spans, StepValues, aggregate, spans_of
+from models.rewards.evaluate import NO_TOKEN_TEXTS, Value, Verdict
+from models.text.steps import Spans, StepValues, aggregate, assign_spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Scores:
     """First error as `term: reason`, or None."""
 
 
-def joined(
+def combine_results(
     ruled: Sequence[Verdict],
     others: Mapping[str, Sequence[Judgement | StepValues | Spans]],
     scoring: ScoringConfig,
@@ -130,7 +130,7 @@ def _join_row(
     for term, reward in zip(scoring.terms, scoring.rewards, strict=True):
         value = values_by_term[term]
         if isinstance(value, StepValues) and starts is None:
-            errors.append(f"{term}: {UNSPELT}")
+            errors.append(f"{term}: {NO_TOKEN_TEXTS}")
             value = None
         values.append(value if not isinstance(value, StepValues) else _spans(value, reward, starts or ()))
     return Scores(tuple(values), errors[0] if errors else None)
@@ -138,14 +138,14 @@ def _join_row(
 
 def _spans(found: StepValues, reward: RewardConfig, starts: Sequence[int]) -> Spans:
     """Convert values of steps or tokens to spans of tokens."""
-    if reward.valued == "token":
+    if reward.granularity == "token":
         return Spans(tuple(range(len(found.values))), found.values)
-    return spans_of(starts, found)
+    return assign_spans(starts, found)
 
 
 def _scalar(value: float | Spans | None, reward: RewardConfig) -> float | None:
     """Return the value of a term as one number, aggregating spans."""
-    return aggregate(value.values, reward.aggregated) if isinstance(value, Spans) else value
+    return aggregate(value.values, reward.aggregation) if isinstance(value, Spans) else value
 
 
 def _process_columns(term: str, spans: Sequence[Spans | None]) -> dict[str, pa.Array]:

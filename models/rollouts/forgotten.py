@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from models.judges.votes import CANARY
 from models.records.columns import Mask, lengths_of
-from models.records.model_input import zeroed_experts
+from models.records.model_input import zero_experts
 from models.records.schemas import EXPERTS
 
 _TEXTS_KEPT: Final = ("prompt_id", "finish_reason", "run", "role")
@@ -34,7 +34,7 @@ class Prompts:
     """Digests of the images of other prompts, which are kept."""
 
 
-def forgotten_prompts(table: pa.Table, ids: Collection[str]) -> Prompts:
+def find_prompts(table: pa.Table, ids: Collection[str]) -> Prompts:
     """Return the prompts of a prompts table whose ids are listed."""
     names: list[str] = table["prompt_id"].to_pylist()
     rows = frozenset(row for row, name in enumerate(names) if name in ids)
@@ -42,7 +42,7 @@ def forgotten_prompts(table: pa.Table, ids: Collection[str]) -> Prompts:
     return Prompts(frozenset(names[row] for row in rows), rows, frozenset(others))
 
 
-def without(table: pa.Table, prompts: Prompts) -> tuple[pa.Table, int]:
+def erase_prompts(table: pa.Table, prompts: Prompts) -> tuple[pa.Table, int]:
     """Empty the rows of the given prompts in a table, and drop the images that no other prompt uses.
 
     Returns the table and the number of rows that contained any data to remove.
@@ -95,7 +95,7 @@ def _empty_lists(column: pa.ChunkedArray, field: pa.Field, is_gone: Mask) -> pa.
     if pa.types.is_list(field.type) and pa.types.is_struct(field.type.value_type):
         return _without_texts(column, field.type, is_gone)
     if field.name == EXPERTS:
-        return zeroed_experts(column, is_gone)
+        return zero_experts(column, is_gone)
     is_kept = field.name in _NUMBERS_KEPT or field.name.startswith(_SPANS)
     if pa.types.is_list(field.type) and not is_kept:
         return _zero_values(column, field.type, is_gone)

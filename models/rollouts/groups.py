@@ -14,7 +14,7 @@ from models.config.rollout import PartialRollout
 from models.engines.protocol import Completion, Request
 from models.records.model_input import (
     ENVIRONMENT,
-    RENDERED,
+    TURN_PROMPT,
     ModelInput,
     prompt_inputs,
     rollout_columns,
@@ -99,7 +99,7 @@ class PartialCompletion:
 
     @property
     def num_generated(self) -> int:
-        """Number of tokens that policies generated."""
+        """Number of tokens that policies wrote."""
         return sum(segment.tokens for segment in self.segments if segment.policy_version >= 0)
 
     @property
@@ -108,7 +108,7 @@ class PartialCompletion:
         return len(self.logprobs) - sum(turn.tokens + turn.observation for turn in self.turns)
 
     def generated_turns(self) -> list[tuple[int, ...]]:
-        """Return the tokens that policies generated in each turn of an episode.
+        """Return the tokens that policies wrote in each turn of an episode.
 
         The last turn may be unfinished or empty.
         """
@@ -120,7 +120,7 @@ class PartialCompletion:
     @property
     def has_fresh_context(self) -> bool:
         """Whether the next turn starts from a separately rendered prompt."""
-        return bool(self.segments) and self.segments[-1].policy_version == RENDERED
+        return bool(self.segments) and self.segments[-1].policy_version == TURN_PROMPT
 
     def append_observation(self, tokens: Sequence[int]) -> "PartialCompletion":
         """Append the tokens of an observation."""
@@ -128,7 +128,7 @@ class PartialCompletion:
 
     def append_turn_prompt(self, tokens: Sequence[int], text: str) -> "PartialCompletion":
         """Append the prompt of the next turn, which replaces the context before it. `text` is appended to the text."""
-        return replace(self._given(tokens, RENDERED), text=f"{self.text}{text}")
+        return replace(self._given(tokens, TURN_PROMPT), text=f"{self.text}{text}")
 
     def _given(self, tokens: Sequence[int], author: int) -> "PartialCompletion":
         """Append tokens that no policy wrote. `author` marks their origin in the segments."""
@@ -155,21 +155,21 @@ class Group:
     """Messages of the prompt at the start of an episode. A plain-text prompt is one message."""
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether all completions have ended."""
         return all(draft.finish_reason is not FinishReason.CUT for draft in self.drafts)
 
-    def request(self, version: int, partial: PartialRollout | None) -> Request:
+    def build_request(self, version: int, partial: PartialRollout | None) -> Request:
         """Build the request to policy version `version` to continue the unfinished completions."""
         open_drafts = [draft for draft in self.drafts if draft.finish_reason is FinishReason.CUT]
         return Request(
             row=self.prompt_row,
             inputs=tuple(draft.input for draft in open_drafts),
             seeds=tuple(draft.seed for draft in open_drafts),
-            budget=self.budget(version, partial),
+            budget=self.find_token_budget(version, partial),
         )
 
-    def budget(self, version: int, partial: PartialRollout | None) -> int | None:
+    def find_token_budget(self, version: int, partial: PartialRollout | None) -> int | None:
         """Return the maximum number of tokens that policy version `version` may add to a completion.
 
         Returns None (no limit) without partial rollout, or if the group has reached its maximum staleness.
@@ -206,7 +206,7 @@ def fresh_groups(prompts: pa.Table, rows: Sequence[int], *, group_size: int, see
     ]
 
 
-def groups_of(rollouts: pa.Table, prompts: pa.Table) -> list[Group]:
+def read_groups(rollouts: pa.Table, prompts: pa.Table) -> list[Group]:
     """Read groups from a table of rollouts. `prompts` must contain all prompts of their shard."""
     rows: list[_Row] = rollouts.select([*_Row.__annotations__]).to_pylist()
     members: dict[int, list[tuple[_Row, ModelInput]]] = {}
@@ -236,7 +236,7 @@ def _without_drafts(prompts: pa.Table, rows: Sequence[int]) -> list[Group]:
     ]
 
 
-def table_of(groups: Sequence[Group]) -> pa.Table:
+def build_table(groups: Sequence[Group]) -> pa.Table:
     """Return groups as a rollout table, one row for each completion, ordered by (prompt_row, sample)."""
     ordered = sorted(groups, key=lambda group: group.prompt_row)
     pairs = [(group, sample, draft) for group in ordered for sample, draft in enumerate(group.drafts)]

@@ -12,7 +12,7 @@ from itertools import product
 import numpy as np
 
 from infra.errors import BadInput
-from models.config.soup import SoupMethod, reason_against_beta
+from models.config.soup import SoupMethod, find_beta_conflict
 from models.records.columns import Floats
 
 SUM_ERROR = 1e-6
@@ -21,7 +21,7 @@ SUM_ERROR = 1e-6
 
 def mixing_matrix(num_rewards: int, beta: float) -> Floats:
     """Return B (N x N): β on the diagonal, γ = (1 − β) / (N − 1) elsewhere. Raises BadInput unless 1/N < β <= 1."""
-    if (reason := reason_against_beta(beta, num_rewards)) is not None:
+    if (reason := find_beta_conflict(beta, num_rewards)) is not None:
         raise BadInput(reason)
     gamma = (1 - beta) / (num_rewards - 1)
     return np.full((num_rewards, num_rewards), gamma) + np.eye(num_rewards) * (beta - gamma)

@@ -48,12 +48,12 @@ class ParsedTurn:
     text: str
     """Text of the turn without the calls, stripped."""
     calls: tuple[Call, ...] = ()
-    beside: Mapping[str, JsonValue] = field(default_factory=dict)
+    other_fields: Mapping[str, JsonValue] = field(default_factory=dict)
     """Other fields that the tokenizer's response template extracts, such as thoughts, by their names in chat templates.
     """
 
 
-def spelt_call(name: str, arguments: Mapping[str, JsonValue], *, number: int = 0) -> dict[str, object]:
+def encode_call(name: str, arguments: Mapping[str, JsonValue], *, number: int = 0) -> dict[str, object]:
     """Return a call in the format of most chat templates. `number` distinguishes the calls of a turn."""
     return {"id": call_id(number), "type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -67,7 +67,7 @@ Parser = Callable[[str], ParsedTurn]
 """Function that parses the text of a turn."""
 
 
-def parser_of(name: str, tokenizer: PreTrainedTokenizerFast, *, tools: Sequence[ToolSchema] = ()) -> Parser:
+def build_parser(name: str, tokenizer: PreTrainedTokenizerFast, *, tools: Sequence[ToolSchema] = ()) -> Parser:
     """Return the parser with this name: `hermes`, `llama3_json`, `none`, `auto`, or a target `pkg.mod:function`.
 
     A target takes the text of a turn and returns a `ParsedTurn`. `auto` uses the tokenizer's response template if it
@@ -88,7 +88,7 @@ def parser_of(name: str, tokenizer: PreTrainedTokenizerFast, *, tools: Sequence[
 
 
 # ---- formats
-def unparsed(text: str) -> ParsedTurn:
+def keep_text(text: str) -> ParsedTurn:
     """Return the text without parsing calls, for environments that read the text themselves."""
     return ParsedTurn(text)
 
@@ -151,7 +151,7 @@ def llama3_json(text: str) -> ParsedTurn:
     return ParsedTurn((text[:begin] + text[at:]).strip(), tuple(calls))
 
 
-PARSERS: Final[Mapping[str, Parser]] = {"hermes": hermes, "llama3_json": llama3_json, "none": unparsed}
+PARSERS: Final[Mapping[str, Parser]] = {"hermes": hermes, "llama3_json": llama3_json, "none": keep_text}
 _NAMES: Final = f"{', '.join(PARSERS)} or a target pkg.mod:function"
 
 
@@ -263,7 +263,7 @@ def _detect_parser(tokenizer: PreTrainedTokenizerFast, tools: Sequence[ToolSchem
         if "tool_calls" in ((tokenizer.response_template or {}).get("fields") or {}):
             return partial(_parse_by_template, tokenizer, prefix=prefix, tools=tools)
         call = Call("find", {"a": "b"})
-        turn = {"role": "assistant", "content": "", "tool_calls": [spelt_call(call.name, call.arguments)]}
+        turn = {"role": "assistant", "content": "", "tool_calls": [encode_call(call.name, call.arguments)]}
         [chat] = render_chats([[prompt, turn]], tokenizer, generation_prompt=False)
         [before] = render_chats([[prompt]], tokenizer, generation_prompt=True)
     except TemplateFailed as error:

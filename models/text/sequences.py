@@ -50,7 +50,7 @@ def example_inputs(
         prompts, tokenizer, sources=[source] * len(prompts), images=images, processor=processor
     )
     inputs = {each: each_input.input for each, each_input in zip(distinct_prompts, tokenized, strict=True)}
-    texts = sorted({text for each in examples for text in (each.completion, each.verdict, *each.more)})
+    texts = sorted({text for each in examples for text in (each.completion, each.verdict, *each.continuation)})
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
     tokens = dict(zip(texts, encoded, strict=True))
     return [
@@ -65,7 +65,7 @@ def _build_input(model_input: ModelInput, example: Example, tokens: Mapping[str,
             [*tokens[example.verdict], end]
         )
     model_input = model_input.append_completion([*tokens[example.completion], end])
-    for observation, turn in zip(example.more[::2], example.more[1::2], strict=True):
+    for observation, turn in zip(example.continuation[::2], example.continuation[1::2], strict=True):
         model_input = model_input.append_observation(tokens[observation]).append_completion([*tokens[turn], end])
     return model_input
 

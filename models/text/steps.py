@@ -63,10 +63,10 @@ def aggregate(values: Sequence[float], how: Aggregate) -> float:
 
 
 # ---- text
-def segment(text: str, segmentation: Segmentation) -> list[str]:
+def split_steps(text: str, segmentation: Segmentation) -> list[str]:
     """Split a completion into one or more steps. A step is blank only if the whole completion is blank.
 
-    >>> segment("Add.\\n\\nSo 5.", BlankLines())
+    >>> split_steps("Add.\\n\\nSo 5.", BlankLines())
     ['Add.\\n\\n', 'So 5.']
     """
     match segmentation:
@@ -106,12 +106,12 @@ def _find_blank_lines(text: str) -> list[int]:
     return ends
 
 
-def last_code(text: str) -> str | None:
+def find_last_code(text: str) -> str | None:
     """Return the content of the last code fence without the indentation of its opening line.
 
     Returns None if the text has no code fence.
 
-    >>> last_code("First:\\n```python\\nx = 1\\n```\\nThat is all.")
+    >>> find_last_code("First:\\n```python\\nx = 1\\n```\\nThat is all.")
     'x = 1'
     """
     for begin, end in reversed(_find_fences(text)):
@@ -155,7 +155,7 @@ def _find_end_of_fence(text: str, mark: str, begin: int) -> int:
 
 
 # ---- tokens
-def spans_of(starts_T: Sequence[int], found: StepValues) -> Spans:
+def assign_spans(starts_T: Sequence[int], found: StepValues) -> Spans:
     """Assign each token to the step that contains its first character, and return the values as runs of tokens.
 
     `starts_T` is the character index at which each token starts, ascending from 0. Tokens after the text belong to the

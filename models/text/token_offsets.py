@@ -26,7 +26,7 @@ def open_tokenizer(path: Path) -> Tokenizer:
         raise Damaged(f"{path}: the tokenizer cannot be loaded: {error}") from error
 
 
-def token_starts(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[int] | None:
+def find_token_starts(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[int] | None:
     """Return the index in the text at which each token starts, or None if the tokens do not decode to this text.
 
     A token that completes a character starts after that character, unless the token contains nothing else. Special
@@ -71,7 +71,7 @@ def _starts_from_prefixes(tokenizer: Tokenizer, tokens: Sequence[int], text: str
     return list(accumulate((_common(prefix, text) for prefix in prefixes), max))
 
 
-def token_texts(starts: Sequence[int], text: str) -> tuple[str, ...]:
+def split_tokens(starts: Sequence[int], text: str) -> tuple[str, ...]:
     """Split a text where its tokens start. A character of several tokens belongs to the last of them."""
     return tuple(text[begin:end] for begin, end in pairwise((*starts, len(text))))
 

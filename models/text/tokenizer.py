@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from infra.errors import BadInput, InputErrors
 from models.config.policy import ScratchPolicy
 from models.data.images import ImageHeader, read_header
-from models.data.problems import Message, Problem, Prompt, check_places, identity, with_places
+from models.data.problems import Message, Problem, Prompt, add_image_places, check_places, identity
 from models.records.model_input import ModelInput
 from models.text.chats import TemplateFailed, render_chats
 from models.vision.processor import VisionProcessor
@@ -153,7 +153,7 @@ def tokenize_prompts(
             raise BadInput(f"{sources[row]}: {_first_line(error)}") from error
         model_input = ModelInput.from_prompt(tokens, [each.digest for each in headers[row]])
         expanded.append(
-            TokenizedPrompt(text, model_input, tuple(processor.num_tokens(each.size) for each in headers[row]))
+            TokenizedPrompt(text, model_input, tuple(processor.count_tokens(each.size) for each in headers[row]))
         )
     return expanded
 
@@ -207,7 +207,7 @@ def render(
         raise BadInput(
             f"{sources[rows[0]]}: the prompt is a chat, but the tokenizer has no chat template. Use plain text."
         )
-    in_parts = processor is not None and bool(rows) and not takes_texts(tokenizer)
+    in_parts = processor is not None and bool(rows) and not renders_plain_text(tokenizer)
     turns = [_turns(chat, counts[row], in_parts=in_parts) for row, chat in chats.items()]
     try:
         rendered = dict(zip(rows, render_chats(turns, tokenizer, generation_prompt=True, tools=tools), strict=True))
@@ -222,11 +222,11 @@ def render(
 
 def _turns(chat: Sequence[Message], images: int, *, in_parts: bool) -> list[dict[str, object]]:
     """Convert a chat to the format of templates, with placeholders for its images."""
-    placed = with_places(tuple(chat), images) if images or in_parts else chat
-    return [turn.spelt() for turn in placed]
+    placed = add_image_places(tuple(chat), images) if images or in_parts else chat
+    return [turn.encode() for turn in placed]
 
 
-def takes_texts(tokenizer: PreTrainedTokenizerFast) -> bool:
+def renders_plain_text(tokenizer: PreTrainedTokenizerFast) -> bool:
     """Return whether the chat template renders plain-text contents. Some templates of vision models omit them."""
     probe = "a content that is plain text"
     try:
@@ -236,16 +236,18 @@ def takes_texts(tokenizer: PreTrainedTokenizerFast) -> bool:
     return probe in rendered
 
 
-Asked = list[tuple[Problem, TokenizedPrompt]]
+TokenizedProblems = list[tuple[Problem, TokenizedPrompt]]
 """Problems with their tokenized prompts."""
 
 
-def with_room(asked: Asked, *, max_tokens: int, too_long: Literal["refuse", "drop"], split: str) -> Asked:
+def enforce_prompt_length(
+    asked: TokenizedProblems, *, max_tokens: int, too_long: Literal["refuse", "drop"], split: str
+) -> TokenizedProblems:
     """Remove prompts that are too long (`too_long="drop"`), or report them.
 
     Raises BadInput that lists all empty or too long prompts, or if no prompt is left.
     """
-    input_errors, fitting = InputErrors(), Asked()
+    input_errors, fitting = InputErrors(), TokenizedProblems()
     for problem, prompt in asked:
         if len(prompt.input) > max_tokens and too_long == "drop":
             continue
@@ -284,7 +286,7 @@ def _automatic_class() -> type[PreTrainedTokenizerFast]:
     return cast(type[PreTrainedTokenizerFast], AutoTokenizer)
 
 
-def speller(tokenizer: PreTrainedTokenizerFast) -> Callable[[int], str]:
+def build_token_decoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[int], str]:
     """Return a function that decodes single tokens."""
     return lambda token: str(tokenizer.decode([token]))
 

@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerFast
 
 from infra.errors import BadInput
 from models.data.problems import Content, Message
-from models.text.calls import call_id, spelt_call
+from models.text.calls import call_id, encode_call
 from models.text.chats import TemplateFailed, render_chats
-from models.text.tokenizer import ToolSchema, takes_texts
+from models.text.tokenizer import ToolSchema, renders_plain_text
 
 Chat = list[dict[str, object]]
 """Messages of a chat in the format of chat templates."""
@@ -53,7 +53,7 @@ class TurnFormat:
     control: re.Pattern[str] = field(repr=False)
     """Pattern of control tokens: special tokens, and added tokens that the template writes."""
 
-    def observation(self, messages: Sequence[Message], *, ended: bool = True) -> tuple[int, ...]:
+    def encode_observation(self, messages: Sequence[Message], *, ended: bool = True) -> tuple[int, ...]:
         """Return the tokens after a turn: the messages, up to the start of the next turn.
 
         Messages have the role `tool`, with the name of the tool, or `user`. `ended` says whether the last token of the
@@ -66,52 +66,54 @@ class TurnFormat:
         if not self.is_chat:
             return self._encode("".join(texts))
         separator = separator_for("".join(texts))
-        broken = [self.broken(text, separator) for text in texts]
+        broken = [self.break_control_tokens(text, separator) for text in texts]
         text, end = _render_answer(
             self, [Message(each.role, text, each.name) for each, text in zip(messages, broken, strict=True)]
         )
-        tokens = self.pieces(text.split(separator), behind=end)
+        tokens = self.encode_pieces(text.split(separator), behind=end)
         return tokens if ended or not end else (_token_id(self.tokenizer, end), *tokens)
 
-    def shortened(self, text: str, most: int) -> str:
+    def shorten(self, text: str, max_tokens: int) -> str:
         """Return the text with its middle removed if it has more than `most` tokens.
 
         A marker of at most seven tokens replaces the removed text.
         """
-        longest = most * _CHARACTERS_PER_TOKEN
-        if len(text) <= longest and self.num_tokens(text) <= most:
+        longest = max_tokens * _CHARACTERS_PER_TOKEN
+        if len(text) <= longest and self.count_tokens(text) <= max_tokens:
             return text
         low, high = 0, min(len(text) - 1, longest)
         while low < high:
             num_kept = (low + high + 1) // 2
             low, high = (
-                (num_kept, high) if self.num_tokens(_drop_middle(text, num_kept)) <= most else (low, num_kept - 1)
+                (num_kept, high)
+                if self.count_tokens(_drop_middle(text, num_kept)) <= max_tokens
+                else (low, num_kept - 1)
             )
         return _drop_middle(text, low)
 
-    def num_tokens(self, text: str) -> int:
+    def count_tokens(self, text: str) -> int:
         """Return the number of tokens of a text, without tokens that a template adds."""
         return len(self._encode(text))
 
-    def rendered(self, chats: Sequence[Chat], *, generation_prompt: bool) -> list[str]:
+    def render(self, chats: Sequence[Chat], *, generation_prompt: bool) -> list[str]:
         """Render chats with the tools. Raises TemplateFailed if a chat cannot be rendered."""
         return render_chats(chats, self.tokenizer, generation_prompt=generation_prompt, tools=self.tools)
 
-    def spelt(self, message: Message) -> dict[str, object]:
+    def encode_message(self, message: Message) -> dict[str, object]:
         """Return a message in the format of the chat template."""
         text = text_of(message.content)
-        return replace(message, content=(text,) if self.in_parts else text).spelt()
+        return replace(message, content=(text,) if self.in_parts else text).encode()
 
     def _encode(self, text: str) -> tuple[int, ...]:
         """Encode a text without control tokens."""
         separator = separator_for(text)
-        return self.pieces(self.broken(text, separator).split(separator))
+        return self.encode_pieces(self.break_control_tokens(text, separator).split(separator))
 
-    def broken(self, text: str, separator: str) -> str:
+    def break_control_tokens(self, text: str, separator: str) -> str:
         """Insert a separator after the first character of every control token in a text, including nested ones."""
         return re.sub(f"(?=(?:{self.control.pattern})).", rf"\g<0>{separator}", text, flags=re.DOTALL)
 
-    def pieces(self, pieces: Sequence[str], *, behind: str = "") -> tuple[int, ...]:
+    def encode_pieces(self, pieces: Sequence[str], *, behind: str = "") -> tuple[int, ...]:
         """Encode each piece separately, as it would be encoded after a token that ends a turn."""
         anchor = behind or str(self.tokenizer.eos_token)
         token_ids: list[int] = []
@@ -147,7 +149,7 @@ def turn_format(
         ends=tuple(sorted({*stated, tokenizer.eos_token_id})),
         tools=tuple(tools),
         is_chat=is_chat,
-        in_parts=is_chat and not takes_texts(tokenizer),
+        in_parts=is_chat and not renders_plain_text(tokenizer),
         control=re.compile("|".join(map(re.escape, control)) or "(?!)"),
     )
     if not is_chat:
@@ -157,17 +159,17 @@ def turn_format(
 
 def _find_own_end(form: TurnFormat) -> list[int]:
     """Return the control token with which the template ends a last turn, or nothing if it is a known end token."""
-    chat = [form.spelt(QUESTION), form.spelt(Message("assistant", TURN))]
+    chat = [form.encode_message(QUESTION), form.encode_message(Message("assistant", TURN))]
     try:
-        [text] = form.rendered([chat], generation_prompt=False)
+        [text] = form.render([chat], generation_prompt=False)
     except TemplateFailed as error:
-        raise BadInput(f"the policy's chat template {reason_of(error)}") from error
+        raise BadInput(f"the policy's chat template {first_error_line(error)}") from error
     closing = text[text.rfind(TURN) + len(TURN) :]
     own = form.control.search(closing)
     return [] if own is None or _find_first_end(form, closing) else [_token_id(form.tokenizer, own[0])]
 
 
-def check_preserves(form: TurnFormat, *, role: str, where: str) -> None:
+def check_template_appends(form: TurnFormat, *, role: str, where: str) -> None:
     """Check that the template renders earlier messages unchanged when turns and messages of this role follow.
 
     Otherwise a policy would see other tokens than the sampled ones on which it was trained. The test turns contain
@@ -208,15 +210,15 @@ def _render_growing_chat(form: TurnFormat, answer: Message) -> list[_Step]:
     """Render a chat of three turns and answers, message by message."""
     turn, probe = _find_synthetic_turn(form, [answer])
     _find_end_of_turn(form, turn, probe)
-    turn |= form.spelt(Message("assistant", _THOUGHTS if "tool_calls" in turn else _THOUGHTS + TURN))
+    turn |= form.encode_message(Message("assistant", _THOUGHTS if "tool_calls" in turn else _THOUGHTS + TURN))
     question, _, reply = _build_chat(form, turn, [answer])
     chat = [question, *[turn, reply] * 3]
     so_far = [chat[:length] for length in range(1, len(chat) + 1)]
     try:
-        texts = form.rendered(so_far, generation_prompt=False)
-        prompts = form.rendered(so_far, generation_prompt=True)
+        texts = form.render(so_far, generation_prompt=False)
+        prompts = form.render(so_far, generation_prompt=True)
     except TemplateFailed as error:
-        raise BadInput(f"the policy's chat template {reason_of(error)}") from error
+        raise BadInput(f"the policy's chat template {first_error_line(error)}") from error
     steps = []
     for message, text, prompt in zip(chat, texts, prompts, strict=True):
         prefix = text[: _find_end_of_turn(form, turn, text)[0]] if message is turn else prompt
@@ -241,9 +243,9 @@ def _render_answer(form: TurnFormat, messages: Sequence[Message]) -> tuple[str, 
     turn, probe = _find_synthetic_turn(form, messages)
     cut, end = _find_end_of_turn(form, turn, probe)
     try:
-        [text] = form.rendered([_build_chat(form, turn, messages)], generation_prompt=True)
+        [text] = form.render([_build_chat(form, turn, messages)], generation_prompt=True)
     except TemplateFailed as error:
-        raise ValueError(f"the policy's chat template {reason_of(error)}") from error
+        raise ValueError(f"the policy's chat template {first_error_line(error)}") from error
     if not text.startswith(probe[:cut]):
         raise ValueError("the policy's chat template renders a turn differently before this observation")
     return text[cut:], end
@@ -258,9 +260,9 @@ def _find_synthetic_turn(form: TurnFormat, messages: Sequence[Message]) -> tuple
     reason = ""
     for turn in _candidate_turns(form, messages):
         try:
-            [probe] = form.rendered([_build_chat(form, turn, probes)], generation_prompt=True)
+            [probe] = form.render([_build_chat(form, turn, probes)], generation_prompt=True)
         except TemplateFailed as error:
-            reason = reason_of(error)
+            reason = first_error_line(error)
             continue
         if TURN in probe and probe.count(REPLY) >= len(probes):
             return turn, probe
@@ -273,25 +275,25 @@ def _candidate_turns(form: TurnFormat, messages: Sequence[Message]) -> Iterator[
     """Yield candidate turns that the messages can answer: a turn with tool calls, then plain text."""
     names = [_tool_name(message) for message in messages if message.role == "tool"]
     if names:
-        calls = [spelt_call(name, {"of": TURN}, number=number) for number, name in enumerate(names)]
-        yield {**form.spelt(Message("assistant", "")), "tool_calls": calls}
-    yield form.spelt(Message("assistant", TURN))
+        calls = [encode_call(name, {"of": TURN}, number=number) for number, name in enumerate(names)]
+        yield {**form.encode_message(Message("assistant", "")), "tool_calls": calls}
+    yield form.encode_message(Message("assistant", TURN))
 
 
 def _build_chat(form: TurnFormat, turn: dict[str, object], messages: Sequence[Message]) -> Chat:
     """Build the chat of a question, a turn and the messages that answer it."""
-    return [form.spelt(QUESTION), turn, *spelt_answers(form, messages)]
+    return [form.encode_message(QUESTION), turn, *encode_answers(form, messages)]
 
 
-def spelt_answers(form: TurnFormat, messages: Sequence[Message]) -> Chat:
+def encode_answers(form: TurnFormat, messages: Sequence[Message]) -> Chat:
     """Return the answers to a turn in the format of chat templates. Messages of tools answer its calls in order."""
     chat, numbers = Chat(), count()
     for message in messages:
         if message.role == "tool":
-            named = form.spelt(replace(message, name=_tool_name(message)))
+            named = form.encode_message(replace(message, name=_tool_name(message)))
             chat.append({**named, "tool_call_id": call_id(next(numbers))})
         else:
-            chat.append(form.spelt(message))
+            chat.append(form.encode_message(message))
     return chat
 
 
@@ -310,7 +312,7 @@ def _find_end_of_turn(form: TurnFormat, turn: dict[str, object], text: str) -> t
             "the token that the template writes there to eos_token_id in generation_config.json."
         )
     if end is None and answered:
-        [last] = form.rendered([[form.spelt(QUESTION), turn]], generation_prompt=False)
+        [last] = form.render([[form.encode_message(QUESTION), turn]], generation_prompt=False)
         if form.control.search(last, last.rfind(TURN)):
             end = form.control.search(closing)
     return (begin + end.end(), end[0]) if end else (begin, "")
@@ -351,6 +353,6 @@ def _token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
     return int(tokenizer.convert_tokens_to_ids(token))
 
 
-def reason_of(error: TemplateFailed) -> str:
+def first_error_line(error: TemplateFailed) -> str:
     """Return the first line of an error's message."""
     return next(iter(str(error).splitlines()))

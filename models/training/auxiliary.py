@@ -21,7 +21,7 @@ from models.config.teachers import TeacherEndpoint
 from models.endpoints.prompt_logprobs import TokenScorer
 from models.modeling.batching import Sequences, StepPlan, plan_step
 from models.modeling.layout import AuxiliaryForward, MicroBatch, lay_out
-from models.records.columns import Mask, concatenated_tables, counted, lists
+from models.records.columns import Mask, concatenate_tables, lists, select_rows
 from models.records.model_input import (
     ROLLOUT_INPUT,
     completion_lengths,
@@ -30,9 +30,9 @@ from models.records.model_input import (
     select_with_experts,
 )
 from models.records.schemas import ESTIMATE_SCHEMA
-from models.records.turn_prompts import cut_at_prompts
+from models.records.turn_prompts import split_at_prompts
 from models.records.work import EstimateWork
-from models.text.tokenizer import load_tokenizer, speller
+from models.text.tokenizer import build_token_decoder, load_tokenizer
 from models.training.ranks import Ranks, broadcast_bytes, gather_bytes
 from models.vision.families import ImageTokens
 
@@ -75,7 +75,7 @@ def build_endpoint_forward(
     empty list. `directory` contains the policy's tokenizer. `on_progress` is called after every attempt. The returned
     function raises EndpointDown if the endpoint does not answer, and WorkerFailed if its answer is invalid.
     """
-    scorer = TokenScorer(teacher, spell=speller(load_tokenizer(directory)), on_progress=on_progress)
+    scorer = TokenScorer(teacher, spell=build_token_decoder(load_tokenizer(directory)), on_progress=on_progress)
 
     def ask(batches: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
         queries = [[each for each in batch.inputs if len(each.trained_positions)] for batch in batches if is_querying]
@@ -102,11 +102,12 @@ def write_auxiliary_scores(
     for text-to-image policies.
     """
     tables = [
-        counted(select_with_experts(read_shard(store, shard.rollouts), _COLUMNS), shard.rows) for shard in work.shards
+        select_rows(select_with_experts(read_shard(store, shard.rollouts), _COLUMNS), shard.rows)
+        for shard in work.shards
     ]
-    table = concatenated_tables(tables).combine_chunks()
+    table = concatenate_tables(tables).combine_chunks()
     completions, is_trained_T = completion_lengths(table), generated_tokens_mask(table)
-    prompt_table, _ = cut_at_prompts(table)
+    prompt_table, _ = split_at_prompts(table)
     inputs = rollout_inputs(prompt_table)
     rows = tuple(range(len(inputs)))
     sequences = Sequences(

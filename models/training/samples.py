@@ -16,7 +16,7 @@ from infra.store.shards import ShardRef, read_shard
 from infra.store.storage import Store
 from models.modeling.batching import Sequences
 from models.modeling.layout import TrainingSample
-from models.records.columns import Integers, Mask, concatenated_tables, flat, lengths_of, lists, row_arrays
+from models.records.columns import Integers, Mask, concatenate_tables, flat, lengths_of, lists, row_arrays
 from models.records.model_input import (
     attach_experts,
     sample_inputs,
@@ -71,7 +71,7 @@ def open_samples(store: Store, shards: Sequence[ShardRef]) -> TrainingSamples:
     Raises Damaged if the columns of a row differ in length or a prompt is empty.
     """
     tables = [select_with_experts(read_shard(store, shard), SAMPLE_SCHEMA.names) for shard in shards]
-    table = concatenated_tables(tables) if tables else SAMPLE_SCHEMA.empty_table()
+    table = concatenate_tables(tables) if tables else SAMPLE_SCHEMA.empty_table()
     lengths, prompts = sample_lengths(table)
     completions = lengths - prompts
     critic = table["returns"].null_count < table.num_rows

@@ -25,7 +25,7 @@ from models.modeling.adapters import load_trainable
 from models.modeling.critic import TokenValues, load_critic
 from models.modeling.layout import MicroBatch
 from models.modeling.logprobs import TokenLogprobs, TokenModule
-from models.modeling.policy import freeze, load_policy, load_sight, trains_vision
+from models.modeling.policy import freeze, load_policy, load_vision, trains_vision
 from models.records.media import Gallery, ImageSource
 from models.records.versions import ModelVersion
 from models.training.ranks import Ranks, any_rank, broadcast_bytes
@@ -253,7 +253,7 @@ class LoadedModels:
         Returns None if the tower encodes each image only once, because it is not trained, or if the policy has no
         tower.
         """
-        if self._denoising is not None or (not self._update.trains_sight and self._update.zero_stage < 3):
+        if self._denoising is not None or (not self._update.trains_vision and self._update.zero_stage < 3):
             return None
         if self._images is None:
             processor = load_processor(fetch_bundle(self._store, version.weights))
@@ -306,9 +306,9 @@ class LoadedModels:
                 self._reference = (version.digest, steps.requires_grad_(False).eval().to(self.ranks.device))
                 return self._reference[1]
             model = load_policy(directory).requires_grad_(False).eval()
-            sight = load_sight(directory, source=self.images, stays=True)
+            vision = load_vision(directory, source=self.images, is_frozen=True)
             policy = TokenLogprobs(
-                model, temperature=self._temperature, sight=sight, attention=self._update.wide_attention
+                model, temperature=self._temperature, vision=vision, attention=self._update.wide_attention
             ).to(self.ranks.device)
             policy.enable_sequence_parallelism(self.ranks.sequence_parallel_group)
             self._reference = (version.digest, policy)
@@ -344,11 +344,11 @@ class LoadedModels:
         freeze(model, self._update.freeze)
         # Under ZeRO-3 every rank must take part in the gathering of weights, so the tower runs in every micro-batch.
         stays = self._update.zero_stage < 3 and not trains_vision(model)
-        sight = load_sight(fetch_bundle(self._store, version.weights), source=self.images, stays=stays)
+        vision = load_vision(fetch_bundle(self._store, version.weights), source=self.images, is_frozen=stays)
         return TokenLogprobs(
             model,
             temperature=self._temperature,
-            sight=sight,
+            vision=vision,
             attention=self._update.attention,
             replays_experts=self._update.router_replay is not None,
         )
@@ -376,6 +376,6 @@ def load_teacher(
     It computes like the update, so on the same micro-batches equal weights give exactly equal log-probs.
     """
     model = load_policy(directory, dtype=DTYPES[dtype])
-    sight = load_sight(directory, source=images, stays=True)
-    teacher = TokenLogprobs(model, temperature=temperature, sight=sight, attention=attention)
+    vision = load_vision(directory, source=images, is_frozen=True)
+    teacher = TokenLogprobs(model, temperature=temperature, vision=vision, attention=attention)
     return teacher.requires_grad_(False).eval().to(device)

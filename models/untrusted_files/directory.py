@@ -60,7 +60,7 @@ _HUB_NAME: Final = re.compile(r"[\w-]+/[\w.-]+")
 _SHARED_BLOB: Final = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}")
 
 
-def no_directory(what: str, path: Path) -> BadInput:
+def missing_directory_error(what: str, path: Path) -> BadInput:
     """Return the error for a missing directory.
 
     If its name looks like a Hugging Face model, suggest the download command.
@@ -76,7 +76,7 @@ def no_directory(what: str, path: Path) -> BadInput:
     )
 
 
-def admit(directory: Path) -> None:
+def check_untrusted_files(directory: Path) -> None:
     """Raise BadInput for links out of a directory, excessive sizes and names of code.
 
     A missing directory is accepted.

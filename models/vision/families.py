@@ -52,9 +52,9 @@ class Parts:
         return self.token(self.config.image_token_id)
 
 
-Speller = Callable[[Parts, ImageSize], str]
+ImageText = Callable[[Parts, ImageSize], str]
 Setting = int | str | bool
-Told = Callable[[Parts], Mapping[str, Setting]]
+ProcessorArguments = Callable[[Parts], Mapping[str, Setting]]
 Merge = Callable[[Parts], int]
 
 
@@ -62,7 +62,7 @@ Merge = Callable[[Parts], int]
 class Family:
     """Rules by which one family of models writes images in prompts and preprocesses images."""
 
-    spell: Speller
+    image_text: ImageText
     """Function that returns the text of all tokens of an image of a given size."""
     around: tuple[str, str] = ("", "")
     """Text that the chat template of the family writes before and after the placeholder of an image."""
@@ -71,9 +71,9 @@ class Family:
     settings in the directory."""
     whole: Mapping[str, Setting] = field(default_factory=dict)
     """Options that keep the image processor from splitting an image into crops."""
-    place: Callable[[Parts], str] = lambda parts: parts.image_token
+    placeholder: Callable[[Parts], str] = lambda parts: parts.image_token
     """Function that returns the text of the placeholder token, which represents an image until it is expanded."""
-    told: Told = lambda parts: {}
+    processor_arguments: ProcessorArguments = lambda parts: {}
     """Function that returns the arguments that the family's own processor of transformers needs about the model. They
     may be absent from the processor's settings in the directory."""
     merges: Merge = lambda parts: 1
@@ -129,7 +129,7 @@ def _internvl(parts: Parts, size: ImageSize) -> str:
 _SPLITTING: Final = Family(
     _idefics3,
     whole={"do_image_splitting": False},
-    told=lambda parts: {"image_seq_len": _idefics3_states(parts)},
+    processor_arguments=lambda parts: {"image_seq_len": _idefics3_states(parts)},
     merges=lambda parts: int(parts.config.scale_factor**2),
 )
 _MROPE: Final = Family(
@@ -142,7 +142,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "gemma3": Family(
         _gemma3,
         options={"do_pan_and_scan": False},
-        place=lambda parts: parts.token(parts.config.boi_token_index),
+        placeholder=lambda parts: parts.token(parts.config.boi_token_index),
         merges=_gemma3_merges,
     ),
     "idefics3": _SPLITTING,

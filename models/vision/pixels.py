@@ -46,7 +46,7 @@ def limit_pixels(directory: Path, limits: PixelLimits) -> None:
 
 def _limit(settings: dict[str, Any], limits: PixelLimits) -> None:
     size = dict(settings.get("size") or {})
-    named = {"shortest_edge": limits.least, "longest_edge": limits.most}  # in pixels, despite the names
+    named = {"shortest_edge": limits.min_pixels, "longest_edge": limits.max_pixels}  # in pixels, despite the names
     for old, (name, limit) in zip(("min_pixels", "max_pixels"), named.items(), strict=True):
         before = settings.pop(old, None)
         if (value := limit or before) is not None:
@@ -54,7 +54,7 @@ def _limit(settings: dict[str, Any], limits: PixelLimits) -> None:
     settings["size"] = size
 
 
-def processor_within(directory: Path, limits: PixelLimits) -> VisionProcessor | None:
+def load_limited_processor(directory: Path, limits: PixelLimits) -> VisionProcessor | None:
     """Load the image processor that a policy will have after an import with these limits.
 
     The directory itself is not changed. Returns None if the policy is text-only. Raises BadInput if the image processor

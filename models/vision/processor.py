@@ -49,7 +49,7 @@ class VisionProcessor:
         self._tokenizer = tokenizer
         self._ends = ends
         self._spelt: dict[str, list[int]] = {}
-        self.placeholder = family.place(parts)
+        self.placeholder = family.placeholder(parts)
         """Text of the placeholder token, which represents one image in a prompt before `expand`."""
         self.shown = self.placeholder.join(family.around)
         """Text that represents one image in a prompt without a chat template: the placeholder and the family's markers
@@ -92,7 +92,7 @@ class VisionProcessor:
         begin = 0
         for at, size in zip(places, sizes, strict=True):
             self._append(expanded, tokens[begin:at])
-            self._append(expanded, self.spell(size))
+            self._append(expanded, self.encode_image(size))
             begin = at + 1
         self._append(expanded, tokens[begin:])
         return expanded
@@ -105,7 +105,7 @@ class VisionProcessor:
         collapsed: list[int] = []
         begin = 0
         for size in sizes:
-            image_tokens = self.spell(size)
+            image_tokens = self.encode_image(size)
             starts = (at for at in range(begin, len(tokens)) if tokens[at] == image_tokens[0])
             at = next((at for at in starts if [*tokens[at : at + len(image_tokens)]] == image_tokens), None)
             if at is None:
@@ -117,20 +117,20 @@ class VisionProcessor:
         return [*collapsed, *tokens[begin:]]
 
     @property
-    def told(self) -> dict[str, Setting]:
+    def processor_arguments(self) -> dict[str, Setting]:
         """Arguments with which the family's own processor of transformers computes the same tokens and pixels."""
-        return {"backend": BACKEND, **self._family.told(self._parts), **self._family.options}
+        return {"backend": BACKEND, **self._family.processor_arguments(self._parts), **self._family.options}
 
-    def spell(self, size: ImageSize) -> list[int]:
+    def encode_image(self, size: ImageSize) -> list[int]:
         """Return the IDs of all tokens that represent an image of this size, including the family's markers."""
-        text = self._family.spell(self._parts, size)
+        text = self._family.image_text(self._parts, size)
         if text not in self._spelt:
             self._spelt[text] = self._encode(text)
         return self._spelt[text]
 
-    def num_tokens(self, size: ImageSize) -> int:
+    def count_tokens(self, size: ImageSize) -> int:
         """Return the number of image tokens of an image of this size, which is its number of tower states."""
-        return self.spell(size).count(self.image_id)
+        return self.encode_image(size).count(self.image_id)
 
     def prepare(self, encoded: bytes) -> PreparedImage:
         """Decode an image and compute the arrays for the vision tower.
@@ -139,7 +139,7 @@ class VisionProcessor:
         padding.
         """
         image = open_image(encoded)
-        return self._prepare_image(image, tokens=self.num_tokens(ImageSize(*image.size)), options={})
+        return self._prepare_image(image, tokens=self.count_tokens(ImageSize(*image.size)), options={})
 
     def check(self, encoded: bytes) -> None:
         """Raise ValueError if the model would take a frame of the image for padding.
@@ -149,7 +149,7 @@ class VisionProcessor:
         if self._makes_zeros:
             self.prepare(encoded)
 
-    def blank(self) -> PreparedImage:
+    def build_blank(self) -> PreparedImage:
         """Return a small white image, which the vision tower reads in micro-batches without images."""
         return self._prepare_image(Image.new("RGB", (64, 64), (255, 255, 255)), tokens=0, options=self._family.whole)
 
@@ -232,7 +232,7 @@ def load_processor(directory: Path) -> VisionProcessor | None:
     )
 
 
-def sees(directory: Path) -> bool:
+def is_vision_model(directory: Path) -> bool:
     """Return whether the policy in a directory is a vision-language model of a supported family."""
     return _kind(directory) in FAMILIES
 

@@ -14,14 +14,14 @@ from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.judges import EndpointJudge, JudgeReward
 from models.engines.protocol import StepSums
-from models.judges.verdicts import Answer, Judge, Judgement, read_verdict, worst
-from models.judges.votes import Ballot, Judged, count, episodes_of, with_canaries
+from models.judges.verdicts import Answer, Judge, Judgement, lowest_reward, read_verdict
+from models.judges.votes import Ballot, JudgedCompletion, count_answers, read_episodes, with_canaries
 from models.records.media import Media
 from models.records.model_input import image_digests
 from models.records.schemas import VERDICT_SCHEMA
 from models.records.versions import ModelVersion, Outcome, order_statistics
 from models.records.work import JudgeWork
-from models.text.steps import segment
+from models.text.steps import split_steps
 
 if TYPE_CHECKING:
     from models.judges.local import LocalJudge
@@ -49,7 +49,7 @@ class _Votes:
 
     cast: dict[Ballot, list[_Cast]] = field(default_factory=dict)
 
-    def last(self, judged: Judged, votes: int) -> list[Judgement]:
+    def last(self, judged: JudgedCompletion, votes: int) -> list[Judgement]:
         return [self.cast[Ballot(judged, vote)][-1].judgement for vote in range(votes)]
 
 
@@ -81,7 +81,7 @@ class JudgeWorker:
         """
         if self._local is None:
             raise BadInput(f"judge {self._term}: its model is behind an endpoint and cannot be loaded")
-        if self._local.serves() != policy.digest:
+        if self._local.loaded_digest() != policy.digest:
             self._local.load(fetch_bundle(self._store, policy.weights), policy)
             logger.info("judge %s: loaded %s", self._term, policy.digest)
         return policy.digest
@@ -113,7 +113,7 @@ class JudgeWorker:
         loaded, before = clock(), self._steps()
         completions = _read_completions(read_shard(self._store, work.rollouts, (*ROLLOUT_COLUMNS, *EPISODE_COLUMNS)))
         everything = with_canaries(completions, self._reward.canaries)
-        votes = self._collect_votes([judged for judged in everything if not judged.says_nothing], work)
+        votes = self._collect_votes([judged for judged in everything if not judged.is_blank], work)
         judged = clock()
         table = _build_table(everything, votes, self._reward)
         metadata = {
@@ -138,9 +138,9 @@ class JudgeWorker:
         return {"read_tokens": float(sum(each.tokens_read for each in answers))} if self._local is None else {}
 
     def _steps(self) -> StepSums:
-        return StepSums() if self._local is None else self._local.steps()
+        return StepSums() if self._local is None else self._local.step_sums()
 
-    def _collect_votes(self, completions: Sequence[Judged], work: JudgeWork) -> _Votes:
+    def _collect_votes(self, completions: Sequence[JudgedCompletion], work: JudgeWork) -> _Votes:
         """Request all votes in one batch, then request invalid ones again, at most `retries` times."""
         seed_parts = (self._term, work.seed, work.iteration)
         num_steps = {judged: _num_steps(judged, self._reward) for judged in completions}
@@ -150,25 +150,27 @@ class JudgeWorker:
             if not open_ballots:
                 break
             questions = [
-                ballot.question(self._reward, seed_parts=seed_parts, attempt=attempt) for ballot in open_ballots
+                ballot.build_question(self._reward, seed_parts=seed_parts, attempt=attempt) for ballot in open_ballots
             ]
-            for ballot, answer in zip(open_ballots, self._judge.ask(questions), strict=True):
+            for ballot, answer in zip(open_ballots, self._judge.answer(questions), strict=True):
                 judgement = read_verdict(answer, self._reward.verdict, num_steps=num_steps[ballot.judged])
                 votes.cast.setdefault(ballot, []).append(_Cast(attempt, answer, judgement))
             open_ballots = [ballot for ballot in open_ballots if votes.cast[ballot][-1].judgement.value is None]
         return votes
 
 
-def _num_steps(judged: Judged, reward: JudgeReward) -> int:
+def _num_steps(judged: JudgedCompletion, reward: JudgeReward) -> int:
     verdict = reward.steps_verdict
-    return 0 if verdict is None else len(segment(judged.completion, verdict.steps))
+    return 0 if verdict is None else len(split_steps(judged.completion, verdict.steps))
 
 
 def _build_local_judge(reward: JudgeReward, threads: int) -> "LocalJudge":
     from models.judges.local import LocalJudge  # imports torch, which a worker with an endpoint need not load
 
     assert reward.engine is not None, "a model that is not behind an endpoint has an engine"
-    return LocalJudge(reward.engine, reward.sampling, verdict=reward.verdict, chat=reward.model.chats, threads=threads)
+    return LocalJudge(
+        reward.engine, reward.sampling, verdict=reward.verdict, chat=reward.model.uses_chat_template, threads=threads
+    )
 
 
 def _build_endpoint_judge(model: EndpointJudge, reward: JudgeReward) -> Judge:
@@ -177,24 +179,26 @@ def _build_endpoint_judge(model: EndpointJudge, reward: JudgeReward) -> Judge:
     return endpoint.ChatJudge(model, sampling=reward.sampling, verdict=reward.verdict)
 
 
-def _read_completions(rollouts: pa.Table) -> list[Judged]:
+def _read_completions(rollouts: pa.Table) -> list[JudgedCompletion]:
     columns = (rollouts[name].to_pylist() for name in (*ROLLOUT_COLUMNS, "prompt_row"))
-    return [Judged(*row) for row in zip(*columns, image_digests(rollouts), episodes_of(rollouts), strict=True)]
+    return [
+        JudgedCompletion(*row) for row in zip(*columns, image_digests(rollouts), read_episodes(rollouts), strict=True)
+    ]
 
 
-def _build_table(everything: Sequence[Judged], votes: _Votes, reward: JudgeReward) -> pa.Table:
+def _build_table(everything: Sequence[JudgedCompletion], votes: _Votes, reward: JudgeReward) -> pa.Table:
     ordered = sorted(everything, key=lambda judged: (judged.prompt_row, judged.sample))
     rows = [row for judged in ordered for row in _iter_rows(judged, votes, reward)]
     return pa.Table.from_pylist(rows, schema=VERDICT_SCHEMA)
 
 
 def _iter_rows(
-    judged: Judged, votes: _Votes, reward: JudgeReward
+    judged: JudgedCompletion, votes: _Votes, reward: JudgeReward
 ) -> Iterator[dict[str, int | float | str | list[int] | None]]:
     place = {"prompt_row": judged.prompt_row, "sample": judged.sample}
-    if judged.says_nothing:
+    if judged.is_blank:
         blank = None if reward.steps_verdict is None else [0]  # its only step, which is not a good one
-        verdict = {"text": None, "value": worst(reward.verdict), "steps": blank, "error": None, "tokens": 0}
+        verdict = {"text": None, "value": lowest_reward(reward.verdict), "steps": blank, "error": None, "tokens": 0}
         yield {**place, "vote": 0, "attempt": 0, **verdict}
         return
     for vote in range(reward.votes):
@@ -212,13 +216,13 @@ def _iter_rows(
             }
 
 
-def _compute_metrics(everything: Sequence[Judged], votes: _Votes, reward: JudgeReward) -> dict[str, float]:
+def _compute_metrics(everything: Sequence[JudgedCompletion], votes: _Votes, reward: JudgeReward) -> dict[str, float]:
     """Count the requests, their tokens, and the results of the votes."""
-    spoken = [judged for judged in everything if not judged.says_nothing]
+    spoken = [judged for judged in everything if not judged.is_blank]
     answer_lengths = [cast.answer.tokens for casts in votes.cast.values() for cast in casts]
     return {
         "sequences": float(len(answer_lengths)),
         "tokens": float(sum(answer_lengths)),
         "empty": float(len(everything) - len(spoken)),
-        **count({judged: votes.last(judged, reward.votes) for judged in spoken}, reward),
+        **count_answers({judged: votes.last(judged, reward.votes) for judged in spoken}, reward),
     }

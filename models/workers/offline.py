@@ -20,18 +20,18 @@ from models.data.problems import Problem
 from models.denoising.pipeline import FrozenParts, load_denoiser, read_pipeline
 from models.denoising.policy import policy_context
 from models.denoising.steps import FlowMatching, GenerationSetup, encode_image_examples
-from models.environments.transcripts import user_examples
+from models.environments.user_view import user_examples
 from models.judges.prompts import judge_examples
 from models.modeling.batching import Sequences
 from models.modeling.critic import TokenValues, critic_from_policy
 from models.modeling.logprobs import TokenLogprobs
-from models.modeling.policy import load_policy, load_sight
+from models.modeling.policy import load_policy, load_vision
 from models.objectives.losses import DpoTerms, PairTerms, bradley_terry, dpo
-from models.records.media import Gallery, HeldImages
+from models.records.media import Gallery, InMemoryImages
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import JudgeWarmupWork, PreferenceWork, RewardModelWork, UserWarmupWork, WarmupWork
 from models.text.sequences import SequencePair, policy_pairs, reward_pairs
-from models.text.tokenizer import load_tokenizer, tokenize_problems, with_room
+from models.text.tokenizer import enforce_prompt_length, load_tokenizer, tokenize_problems
 from models.training.offline import (
     PairScores,
     PreferenceTraining,
@@ -81,7 +81,9 @@ class OfflineTrainer:
         directory = fetch_bundle(self._store, work.policy.weights)
         prompts = tokenize_problems(problems, load_tokenizer(directory), load_processor(directory))
         room = policy_context(directory) - work.max_new_tokens
-        fitting = with_room([*zip(problems, prompts, strict=True)], max_tokens=room, too_long="drop", split="train")
+        fitting = enforce_prompt_length(
+            [*zip(problems, prompts, strict=True)], max_tokens=room, too_long="drop", split="train"
+        )
         return [problem for problem, _ in fitting]
 
     def warm_judge(self, work: JudgeWarmupWork) -> Outcome:
@@ -138,7 +140,7 @@ class OfflineTrainer:
     def _fine_tune(
         self, model: ModelVersion, examples: Sequence[Example], warmup: WarmupConfig, *, ranks: Ranks
     ) -> Outcome:
-        self._images.source = HeldImages({digest_of(image): image for each in examples for image in each.images})
+        self._images.source = InMemoryImages({digest_of(image): image for each in examples for image in each.images})
 
         def learn(trainer: Trainer, callbacks: TrainingCallbacks) -> TrainingResult:
             return fine_tune(
@@ -158,7 +160,7 @@ class OfflineTrainer:
         setup = GenerationSetup.load(directory, denoising, FrozenParts(device=self._ranks.device))
         examples = picture_examples(work.data, warmup, work.seed)
         inputs = encode_image_examples(examples, setup.tokenizer, seed=work.seed)
-        self._images.source = HeldImages({digest_of(picture): picture for _, picture in examples})
+        self._images.source = InMemoryImages({digest_of(picture): picture for _, picture in examples})
         tokens = read_pipeline(directory).tokens(denoising)
 
         def build(version: ModelVersion) -> FlowMatching:
@@ -210,8 +212,8 @@ class OfflineTrainer:
 
     def _logprobs(self, version: ModelVersion) -> TokenLogprobs:
         directory = fetch_bundle(self._store, version.weights)
-        sight = load_sight(directory, source=self._images)
-        return TokenLogprobs(load_policy(directory), temperature=1.0, sight=sight, attention=self._update.attention)
+        vision = load_vision(directory, source=self._images)
+        return TokenLogprobs(load_policy(directory), temperature=1.0, vision=vision, attention=self._update.attention)
 
     def _rewards(self, version: ModelVersion) -> TokenValues:
         directory = fetch_bundle(self._store, version.weights)

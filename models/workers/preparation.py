@@ -16,13 +16,13 @@ from infra.store.inputs import fetch_path
 from infra.store.shards import write_shard
 from infra.store.storage import open_store
 from models.data.images import media_tables
-from models.data.problems import Problem, identity, left_out_of, load_problems, spelt_columns
+from models.data.problems import Problem, encode_columns, find_exclusions, identity, load_problems
 from models.denoising.policy import policy_context
-from models.environments.scene import tools_of
-from models.inspection.companions import check_teacher
+from models.environments.runtime import tools_of
+from models.inspection.other_models import check_teacher
 from models.modeling.critic import write_critic
 from models.modeling.directory import copy_directory
-from models.modeling.initial import texts_of, write_policy, write_served_model, write_user
+from models.modeling.initial import iterate_texts, write_policy, write_served_model, write_user
 from models.records.media import MEDIA
 from models.records.model_input import prompt_columns
 from models.records.schemas import PROMPT_SCHEMA
@@ -35,7 +35,7 @@ from models.records.work import (
     TeacherWork,
     UserPreparation,
 )
-from models.text.tokenizer import TokenizedPrompt, load_tokenizer, tokenize_problems, with_room
+from models.text.tokenizer import TokenizedPrompt, enforce_prompt_length, load_tokenizer, tokenize_problems
 from models.vision.pixels import limit_pixels
 from models.vision.processor import load_processor
 
@@ -60,7 +60,7 @@ class PreparationWorker:
         """Build or import the policy before its warm-up, and publish it as version 0."""
         started = time.perf_counter()
         with self._store.scratch() as folder:
-            parameters = write_policy(work.policy, folder, texts=texts_of(work.data, work.seed), seed=work.seed)
+            parameters = write_policy(work.policy, folder, texts=iterate_texts(work.data, work.seed), seed=work.seed)
             limit_pixels(folder, work.data.pixels)
             self._progress += 1
             ref = publish_bundle(self._store, folder, prefix="policies")
@@ -150,7 +150,7 @@ class PreparationWorker:
         if work.split == "train" and work.data.exclude_ids_path is not None:
             problems, prompts = _exclude_listed(problems, prompts, fetch_path(work.data.exclude_ids_path))
         room, too_long = context - work.max_new_tokens, work.data.on_too_long
-        fitting = with_room(
+        fitting = enforce_prompt_length(
             [*zip(problems, prompts, strict=True)], max_tokens=room, too_long=too_long, split=work.split
         )
         left_out = {"too_long": len(problems) - len(fitting)} if too_long == "drop" else {}
@@ -167,7 +167,7 @@ class PreparationWorker:
         image_counts = {"images": sum(shard.rows for shard in media)} if media else {}
         weights = work.data.weights if work.split == "train" else ()
         parts = [sum(problem.part == part for problem in problems) for part in range(len(weights))]
-        dropped = left_out_of(work.data, work.seed) if work.split == "train" else {}
+        dropped = find_exclusions(work.data, work.seed) if work.split == "train" else {}
         detail: dict[str, JsonValue] = {"parts": {"rows": [*parts], "weights": [*weights]}} if parts else {}
         return Outcome(
             shards=(ref, *media),
@@ -208,7 +208,7 @@ def _build_table(problems: list[Problem], prompts: list[TokenizedPrompt]) -> pa.
         "text": [prompt.text for prompt in prompts],
         **prompt_columns([prompt.input for prompt in prompts]),
         "answer": [problem.answer for problem in problems],
-        "columns": [spelt_columns(problem.columns) for problem in problems],
+        "columns": [encode_columns(problem.columns) for problem in problems],
         "messages": [_messages(problem) for problem in problems],
     }
     return pa.table(columns, schema=PROMPT_SCHEMA)

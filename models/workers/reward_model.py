@@ -110,7 +110,7 @@ class RewardModelWorker:
 
     def _passed(self, sequences: int, seconds: float) -> None:
         self._progress += 1
-        self._steps = self._steps.plus(sequences, seconds)
+        self._steps = self._steps.add(sequences, seconds)
 
 
 def _table(rollouts: pa.Table, scores: list[ScoredTexts]) -> pa.Table:

@@ -20,19 +20,19 @@ from models.config.environments import EnvironmentConfig
 from models.engines.protocol import (
     Completion,
     ImageEngine,
-    NotesExperts,
+    RecordsExperts,
     Request,
-    SeeingEngine,
+    VisionEngine,
     build_engine,
 )
-from models.environments.scene import Scene
+from models.environments.runtime import EnvironmentRuntime
 from models.records.media import MEDIA, Media
-from models.records.pictures import picture_table
+from models.records.pictures import build_picture_table
 from models.records.schemas import PROMPT_SCHEMA, FinishReason
 from models.records.seeds import derive_seed
 from models.records.versions import ModelVersion, Outcome, order_statistics
 from models.records.work import RolloutWork
-from models.rollouts.groups import Group, fresh_groups, groups_of, table_of
+from models.rollouts.groups import Group, build_table, fresh_groups, read_groups
 
 logger = logging.getLogger(__name__)
 
@@ -56,20 +56,20 @@ class RolloutWorker:
         threads: int,
         adapter_rank: int = 0,
         environment: EnvironmentConfig | None = None,
-        notes_experts: bool = False,
+        records_experts: bool = False,
     ) -> None:
         torch.set_num_threads(threads)
         self._store = open_store(f"{store_uri}/{run}")
         self._run = run
         self._engine = build_engine(engine, adapter_rank=adapter_rank)
-        if notes_experts and isinstance(self._engine, NotesExperts):
-            self._engine.note_experts(True)
-        self._environment = None if environment is None else Scene(environment)
+        if records_experts and isinstance(self._engine, RecordsExperts):
+            self._engine.record_experts(True)
+        self._environment = None if environment is None else EnvironmentRuntime(environment)
         self._moved_bytes, self._moving_seconds = 0, 0.0
 
     def progress(self) -> int:
         """Return a count that grows with every decoding step and every load."""
-        return self._engine.progress + (0 if self._environment is None else self._environment.done)
+        return self._engine.progress + (0 if self._environment is None else self._environment.progress)
 
     def take(self, policy: ModelVersion) -> str:
         """Load a policy unless the engine proves that it serves it, and return the served digest."""
@@ -89,7 +89,7 @@ class RolloutWorker:
             self._environment.close()
 
     def _load(self, policy: ModelVersion) -> None:
-        if self._engine.serves() == policy.digest:
+        if self._engine.loaded_digest() == policy.digest:
             return
         started = time.perf_counter()
         adapter = None if policy.adapter is None else fetch_bundle(self._store, policy.adapter)
@@ -117,12 +117,14 @@ class RolloutWorker:
         clock = time.perf_counter
         started = clock()
         self._load(work.policy)
-        loaded, before = clock(), self._engine.steps()
+        loaded, before = clock(), self._engine.step_sums()
         drafts = self._open_groups(work)
         self._set_images(work)
         groups = self._complete(drafts, work)
         generated = clock()
-        finished, cut = (table_of([group for group in groups if group.finished is done]) for done in (True, False))
+        finished, cut = (
+            build_table([group for group in groups if group.is_finished is done]) for done in (True, False)
+        )
         shards = [self._write(finished, work, kind="rollouts")]
         lengths = _count_new_tokens(drafts, groups)
         detail: dict[str, JsonValue] = {"lengths": order_statistics(lengths)}
@@ -130,7 +132,7 @@ class RolloutWorker:
             shards.append(self._write(_build_picture_table(groups), work, kind=MEDIA))
         if cut.num_rows:
             shards.append(self._write(cut, work, kind="unfinished"))
-            detail["carried_rows"] = [*sorted(group.prompt_row for group in groups if not group.finished)]
+            detail["carried_rows"] = [*sorted(group.prompt_row for group in groups if not group.is_finished)]
         return Outcome(
             shards=tuple(shards),
             metrics=_metrics(groups, lengths)
@@ -138,8 +140,8 @@ class RolloutWorker:
             detail=detail,
             timings={"load": loaded - started, "generate": generated - loaded, "write": clock() - generated}
             | self._take_load_metrics()
-            | self._engine.steps().since(before)
-            | ({} if self._environment is None else self._environment.waited()),
+            | self._engine.step_sums().since(before)
+            | ({} if self._environment is None else self._environment.pop_times()),
         )
 
     def _complete(self, drafts: Sequence[Group], work: RolloutWork) -> list[Group]:
@@ -148,14 +150,14 @@ class RolloutWorker:
             directory = fetch_bundle(self._store, work.policy.weights)
             if work.user is not None:
                 self._environment.load(fetch_bundle(self._store, work.user.weights), work.user)
-            return self._environment.play(drafts, self._engine, work, directory=directory)
-        if isinstance(self._engine, NotesExperts):
-            self._engine.note_experts(work.notes_experts)
-        elif work.notes_experts:
+            return self._environment.run_episodes(drafts, self._engine, work, directory=directory)
+        if isinstance(self._engine, RecordsExperts):
+            self._engine.record_experts(work.records_experts)
+        elif work.records_experts:
             raise BadInput(
-                f"engine {self._engine.producer()} has no method `note_experts`, which update.router_replay needs"
+                f"engine {self._engine.producer()} has no method `record_experts`, which update.router_replay needs"
             )
-        requests = [group.request(work.policy.version, work.partial) for group in drafts]
+        requests = [group.build_request(work.policy.version, work.partial) for group in drafts]
         if work.denoising is None:
             answers = self._engine.generate(requests, work.sampling)
         else:
@@ -177,14 +179,14 @@ class RolloutWorker:
         """Set the source of the prompts' images in the engine. Raises BadInput if the engine cannot use images."""
         if not work.media:
             return
-        if not isinstance(self._engine, SeeingEngine):
+        if not isinstance(self._engine, VisionEngine):
             raise BadInput(f"engine {self._engine.producer()} has no method `show`, which prompts with images need")
         self._engine.show(Media(self._store, work.media))
 
     def _open_groups(self, work: RolloutWork) -> list[Group]:
         """Return the groups to be continued, then the new ones in the order of the prompts' shard."""
         prompts = read_shard(self._store, work.prompts, PROMPT_SCHEMA.names)
-        continued = groups_of(read_shard(self._store, work.continued), prompts) if work.continued else []
+        continued = read_groups(read_shard(self._store, work.continued), prompts) if work.continued else []
         rows = _sort_rows(work, {group.prompt_row for group in continued})
         new = prompts.take(pa.array(rows, pa.int64()))
         fresh = fresh_groups(new, rows, group_size=work.group_size, seed=work.seed, iteration=work.iteration)
@@ -211,7 +213,7 @@ def _window(work: RolloutWork, denoising: DenoisingConfig) -> range | None:
 def _build_picture_table(groups: Sequence[Group]) -> pa.Table:
     ordered = sorted(groups, key=lambda group: group.prompt_row)
     pictures = ((group.prompt_row, draft.picture) for group in ordered for draft in group.drafts)
-    return picture_table((row, picture) for row, picture in pictures if picture is not None)
+    return build_picture_table((row, picture) for row, picture in pictures if picture is not None)
 
 
 def _count_new_tokens(drafts: Sequence[Group], groups: Sequence[Group]) -> list[int]:
@@ -267,10 +269,10 @@ def _metadata(work: RolloutWork, *, run: str) -> dict[str, str]:
 
 def _metrics(groups: list[Group], lengths: list[int]) -> dict[str, float]:
     """Count finished and cut groups, the tokens generated by this work, and the completions of finished groups."""
-    finished = [draft for group in groups if group.finished for draft in group.drafts]
+    finished = [draft for group in groups if group.is_finished for draft in group.drafts]
     return {
-        "groups": sum(group.finished for group in groups),
-        "carried_groups": sum(not group.finished for group in groups),
+        "groups": sum(group.is_finished for group in groups),
+        "carried_groups": sum(not group.is_finished for group in groups),
         "sequences": len(lengths),
         "tokens": sum(lengths),
         "completions": len(finished),

@@ -21,19 +21,19 @@ from models.credit.inputs import term_columns
 from models.credit.selection import GroupQuota, informative_prompts
 from models.judges.verdicts import Judgement
 from models.judges.votes import tally, tally_steps
-from models.records.columns import counted
+from models.records.columns import select_rows
 from models.records.media import Media
 from models.records.model_input import COMPLETION_TOKENS, image_digests, select_with_experts
 from models.records.versions import Outcome
 from models.records.work import ComparisonWork, CreditWork, ExcerptWork, ScoringWork
 from models.rewards.code import CodeJudge
-from models.rewards.environment import failures_of, given, starts_of, turns_of
+from models.rewards.environment import environment_rewards, find_failures, find_turn_starts, read_turns
 from models.rewards.evaluate import Case, Evaluator
-from models.rewards.scores import joined, score_metrics, score_table
+from models.rewards.scores import combine_results, score_metrics, score_table
 from models.rollouts.groups import TurnRecord
 from models.rollouts.preview import Excerpts, read_excerpts
 from models.text.steps import Spans, StepValues
-from models.text.token_offsets import open_tokenizer, token_starts, token_texts
+from models.text.token_offsets import find_token_starts, open_tokenizer, split_tokens
 
 PLACES = ("prompt_row", "sample")
 TEXTS = ("prompt", "completion", "answer")
@@ -61,16 +61,16 @@ class ScoringWorker:
         started = time.perf_counter()
         columns = (*PLACES, *TEXTS, COMPLETION_TOKENS, "images", "segments", "turns", "messages")
         rollouts = read_shard(self._store, work.rollouts, columns)
-        episodes = turns_of(rollouts)
+        episodes = read_turns(rollouts)
         served, starts = self._read_verdicts(rollouts, work), self._find_token_starts(rollouts, work)
         cases = _build_cases(rollouts, starts, episodes, iteration=work.iteration)
         ruled = self._evaluator.evaluate(cases, Media(self._store, work.media))
         others = (
             served
             | self._code.judge(cases)
-            | {term: given(episodes, each) for term, each in self._scoring.environment_rewards.items()}
+            | {term: environment_rewards(episodes, each) for term, each in self._scoring.environment_rewards.items()}
         )
-        scores = joined(ruled, others, self._scoring, starts=starts, failures=failures_of(episodes))
+        scores = combine_results(ruled, others, self._scoring, starts=starts, failures=find_failures(episodes))
         table = score_table(rollouts, scores, self._scoring)
         _check_max_missing(table, work)
         metadata = {"iteration": str(work.iteration), "rollouts": work.rollouts.digest}
@@ -93,12 +93,14 @@ class ScoringWorker:
         estimates = zip(work.estimates, work.shards, strict=True) if work.estimates else ()
         credit = credit_completions(
             [
-                counted(select_with_experts(read_shard(self._store, shard.rollouts), ROLLOUT_COLUMNS), shard.rows)
+                select_rows(select_with_experts(read_shard(self._store, shard.rollouts), ROLLOUT_COLUMNS), shard.rows)
                 for shard in work.shards
             ],
-            [counted(read_shard(self._store, shard.scores), shard.rows) for shard in work.shards],
+            [select_rows(read_shard(self._store, shard.scores), shard.rows) for shard in work.shards],
             rule,
-            auxiliary_scores=[counted(read_shard(self._store, estimate), shard.rows) for estimate, shard in estimates],
+            auxiliary_scores=[
+                select_rows(read_shard(self._store, estimate), shard.rows) for estimate, shard in estimates
+            ],
         )
         check_missing(credit, max_missing=self._scoring.max_missing, iteration=work.iteration)
         check_shortfall(credit, work)
@@ -152,7 +154,7 @@ class ScoringWorker:
             tokenizer = open_tokenizer(fetch_bundle_file(self._store, work.tokenizer, "tokenizer.json"))
             self._tokenizer = work.tokenizer.digest, tokenizer
         rows = zip(*(rollouts[name].to_pylist() for name in (COMPLETION_TOKENS, "completion")), strict=True)
-        return [token_starts(self._tokenizer[1], tokens, text) for tokens, text in rows]
+        return [find_token_starts(self._tokenizer[1], tokens, text) for tokens, text in rows]
 
     def _read_verdicts(
         self, rollouts: pa.Table, work: ScoringWork
@@ -192,23 +194,23 @@ def _build_cases(
     rows = zip(*columns, image_digests(rollouts), starts, episodes, strict=True)
     return [
         Case(
-            *(prompt, completion, answer, None if begins is None else token_texts(begins, completion)),
+            *(prompt, completion, answer, None if begins is None else split_tokens(begins, completion)),
             where=f"iteration {iteration}, prompt {prompt_row}, sample {sample}",
             images=images,
             messages=tuple(messages or ()),
-            turns=starts_of(turns),
+            turns=find_turn_starts(turns),
         )
         for prompt_row, sample, prompt, completion, answer, messages, images, begins, turns in rows
     ]
 
 
 def _check_max_missing(scores: pa.Table, work: ScoringWork) -> None:
-    if work.bearable is None or scores["reward"].null_count <= work.bearable:
+    if work.max_missing is None or scores["reward"].null_count <= work.max_missing:
         return
     [(reason, count)] = Counter(scores["error"].drop_null().to_pylist()).most_common(1)
     raise Quarantined(
         f"scores of iteration {work.iteration}: {scores['reward'].null_count} of {scores.num_rows} completions "
-        f"of a shard have no score, but scoring.max_missing allows only {work.bearable} more in the iteration. The "
+        f"of a shard have no score, but scoring.max_missing allows only {work.max_missing} more in the iteration. The "
         f"most frequent reason ({count} times) is: {reason}"
     )
 

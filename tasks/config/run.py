@@ -13,12 +13,12 @@ from infra.store.inputs import PathNames, place_texts
 from infra.store.registry import REGISTRIES
 from infra.trackers.config import TrackerConfig
 from infra.validation_errors import explain, nearest
-from models.config.alarms import Alarm, AlarmConfig, LengthCollapse, RewardDip, alarms_against
+from models.config.alarms import Alarm, AlarmConfig, LengthCollapse, RewardDip, find_alarm_conflicts
 from models.config.algorithms import AlgorithmConfig, Grpo
 from models.config.budget import BudgetConfig
 from models.config.data import ArithmeticData, DataConfig, PreferencesConfig
 from models.config.endpoints import MAX_PAUSE_SECONDS, Endpoint
-from models.config.job import Job, reasons_against, reasons_against_drawing, reasons_against_preferences
+from models.config.job import Job, find_conflicts, find_image_generation_conflicts, find_preference_conflicts
 from models.config.objectives import UpdateConfig
 from models.config.policy import PolicyConfig, ScratchPolicy
 from models.config.promotion import PromotionConfig, SuiteConfig
@@ -132,7 +132,7 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> "RunConfig":
-        problems, limit = self.evaluation.problems, self.data.heldout_known
+        problems, limit = self.evaluation.problems, self.data.num_heldout_problems
         if limit is not None and problems > limit and "problems" in self.evaluation.model_fields_set:
             raise ValueError(f"evaluation.problems is {problems}, above data.heldout_problems, {limit}. Lower it.")
         if self.rollout.sampling.temperature == 0:
@@ -181,25 +181,25 @@ class RunConfig(Settings):
             raise ValueError(f"evaluations must have different names, found {', '.join(names)}")
         if self.promotion is not None:
             heldout = self.evaluation.problems
-            reasons = self.promotion.reasons_against(self.evaluations, self.scoring, heldout=heldout, run=self.name)
+            reasons = self.promotion.find_conflicts(self.evaluations, self.scoring, heldout=heldout, run=self.name)
             for reason in reasons:
                 raise ValueError(reason)
         return self
 
     @model_validator(mode="after")
     def _parts_fit_together(self) -> "RunConfig":
-        for reason in reasons_against(self._job()):
+        for reason in find_conflicts(self._job()):
             raise ValueError(reason)
-        for reason in reasons_against_drawing(self.policy, self._job(), warmup=self.warmup, data=self.data):
+        for reason in find_image_generation_conflicts(self.policy, self._job(), warmup=self.warmup, data=self.data):
             raise ValueError(reason)
         for name, heldout in (("evaluation", self.evaluation), *((each.name, each) for each in self.evaluations)):
-            for reason in heldout.reasons_against(self.rollout.denoising):
+            for reason in heldout.find_conflicts(self.rollout.denoising):
                 raise ValueError(f"{name}: {reason}")
-        for reason in alarms_against(self.alarms, self._job()):
+        for reason in find_alarm_conflicts(self.alarms, self._job()):
             raise ValueError(reason)
         if self.soup is not None and self.policy.generates_images:
             raise ValueError(f"[soup] cannot merge image policies (policy.kind {self.policy.label!r}).")
-        for reason in self.soup.reasons_against(self.scoring, self.update, self.data) if self.soup else ():
+        for reason in self.soup.find_conflicts(self.scoring, self.update, self.data) if self.soup else ():
             raise ValueError(reason)
         return self
 
@@ -215,7 +215,7 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _preferences_have_a_use(self) -> "RunConfig":
-        reasons = reasons_against_preferences(self.preferences, dpo=self.dpo, data=self.data, scoring=self.scoring)
+        reasons = find_preference_conflicts(self.preferences, dpo=self.dpo, data=self.data, scoring=self.scoring)
         for reason in reasons:
             raise ValueError(reason)
         return self
@@ -259,8 +259,8 @@ class RunConfig(Settings):
             if reward.endpoint is not None:
                 yield f"reward {term!r}: model", reward.endpoint
         dialogue = None if self.rollout.environment is None else self.rollout.environment.dialogue
-        if dialogue is not None and dialogue.model.elsewhere is not None:
-            yield "rollout.environment.model", dialogue.model.elsewhere
+        if dialogue is not None and dialogue.model.endpoint is not None:
+            yield "rollout.environment.model", dialogue.model.endpoint
         distillation = self.algorithm.distillation
         if distillation is not None and distillation.teacher.endpoint is not None:
             yield "algorithm.distillation.teacher", distillation.teacher.endpoint
@@ -373,7 +373,7 @@ def with_rule_rewards_only(config: RunConfig) -> RunConfig:
     """Return the configuration with only its first reward, if that is a rule, because reward models may not exist
     yet."""
     first = config.scoring.rewards[0]
-    if config.scoring.terms[0] in config.scoring.model_rewards or first.values_steps:
+    if config.scoring.terms[0] in config.scoring.model_rewards or first.scores_parts:
         return config
     scoring = config.scoring.model_copy(update={"rewards": (first,)})
     rollout = config.rollout.model_copy(update={"dynamic": None})

@@ -53,7 +53,7 @@ def workers_per_role(settings: RunConfig, plan: Plan, turn: str | None) -> dict[
 
 
 def _served_prior(reward: ServedReward) -> Prior:
-    if reward.engine is None or not reward.writes:
+    if reward.engine is None or not reward.generates_text:
         return Prior(median_tokens=1, sigma=0, max_tokens=1)
     return _prior(reward.engine, max_tokens=reward.sampling.max_new_tokens)
 

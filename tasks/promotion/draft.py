@@ -47,7 +47,7 @@ class Draft(Settings):
             return config
         excluded = Path(self.without) if self.without else config.data.exclude_ids_path
         data = config.data.model_copy(update={"exclude_ids_path": excluded})
-        start = {"policy": config.policy.written_to(Path(self.policy)), "warmup": None, "dpo": None}
+        start = {"policy": config.policy.with_path(Path(self.policy)), "warmup": None, "dpo": None}
         return validate_again(config.model_copy(update={"data": data, **start}), source=f"retrain {self.run}")
 
 

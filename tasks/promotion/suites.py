@@ -131,7 +131,7 @@ def find_opponent(config: RunConfig) -> Opponent:
 def policies_to_compare(config: RunConfig, opponent: Opponent) -> dict[str, PolicyConfig]:
     """Return the two policies to compare, by label (side)."""
     directories = {opponent.side: opponent.policy, CHALLENGER: policy_directory(config, config.iterations)}
-    return {side: config.policy.written_to(Path(directory)) for side, directory in directories.items()}
+    return {side: config.policy.with_path(Path(directory)) for side, directory in directories.items()}
 
 
 def policy_directory(config: RunConfig, iterations: int) -> str:

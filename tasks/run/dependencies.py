@@ -118,7 +118,7 @@ def _build_dependencies(
     imported = {library for target_sources in sources.values() for each in target_sources for library in each.libraries}
     versions = {"python": platform.python_version(), "rheostat": rheostat_version()}
     for engine in engines.values():
-        versions |= engine.libraries()
+        versions |= engine.find_library_versions()
     return Dependencies(
         code={
             name: {k: v for each in target_sources for k, v in each.modules.items()}
@@ -200,11 +200,11 @@ def _is_clip(directory: Path) -> bool:
 
 def _referenced_files(source: DataSource, names: PathNames) -> dict[str, list[Path]]:
     """Return the files that data files refer to, by directory, because there may be very many."""
-    if not source.beside:
+    if not source.referenced_files:
         return {}
-    paths_by_reference = cast(Callable[[DataSource], Iterator[Path]], find_target(source.beside, where=source.label))(
-        source
-    )
+    paths_by_reference = cast(
+        Callable[[DataSource], Iterator[Path]], find_target(source.referenced_files, where=source.label)
+    )(source)
     folders: dict[str, list[Path]] = {}
     for path in paths_by_reference:
         if is_remote(path) or path.is_file():

@@ -17,7 +17,7 @@ from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from infra.store.shards import ShardRef
 from models.config.rollout import DynamicSampling, RolloutConfig
-from models.data.curriculum import Cursor, DynamicSamplingState, Part, give_back, parts_of
+from models.data.curriculum import Cursor, DynamicSamplingState, Part, give_back, read_parts
 from models.records.work import ScoredShard
 from tasks.run.batch import Batch, picture_shards_of
 from tasks.run.keys import PROMPTS, StageKey, iteration_key
@@ -194,7 +194,7 @@ class Iteration:
     @property
     def data_parts(self) -> tuple[Part, ...]:
         """Weighted parts of the training prompts, or empty if the data has only one part."""
-        return parts_of(self.prompts.detail)
+        return read_parts(self.prompts.detail)
 
     @property
     def media(self) -> tuple[ShardRef, ...]:

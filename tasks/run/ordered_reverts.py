@@ -43,7 +43,7 @@ def triggered_alarms(alarms: Iterable[Alarm], iteration: Iteration) -> Iterator[
     """Yield each alarm that an iteration triggers, with a sentence that states the value beyond the bound."""
     measured = _metrics_reader(iteration)
     for alarm in alarms:
-        if (sentence := alarm.raised(iteration.number, measured)) is not None:
+        if (sentence := alarm.find_breach(iteration.number, measured)) is not None:
             yield alarm, sentence
 
 

@@ -30,7 +30,7 @@ PREFLIGHT_COMMAND = (sys.executable, "-P", "-m", "models.commands.preflight")
 
 SIZED_BY_DATA: Final = ("rollout.prompts", "evaluation.problems")
 """Keys whose defaults are lowered to the number of available problems if the user did not set them."""
-_MOST: Final = {"rollout.prompts": "most_prompts", "evaluation.problems": "heldout_problems"}
+_MOST: Final = {"rollout.prompts": "max_prompts", "evaluation.problems": "heldout_problems"}
 _COUNTED: Final = {
     "rollout.prompts": ("train_problems", "training problems"),
     "evaluation.problems": ("heldout_problems", "held-out problems"),

@@ -92,7 +92,7 @@ async def open_worker_slots(cluster: Cluster, run: Run, settings: RunConfig) -> 
     pools, lora, rollout = settings.pools, settings.update.lora, settings.rollout
     options: dict[str, object] = {"engine": rollout.engine, "environment": rollout.environment}
     options |= {"threads": pools.threads, "adapter_rank": 0 if lora is None else lora.rank}
-    options["notes_experts"] = settings.update.router_replay == "rollout"
+    options["records_experts"] = settings.update.router_replay == "rollout"
     slots = SlotCount(
         max_slots=pools.workers.max,
         initial_slots=pools.workers.min_slots,

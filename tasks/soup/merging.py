@@ -12,7 +12,7 @@ from infra.config import Settings
 from infra.errors import BadInput
 from infra.store.bundles import fetch_bundle
 from infra.store.inputs import fetch_path, format_path, has_run, is_remote
-from models.config.policy import reason_against_weights
+from models.config.policy import find_weights_conflict
 from models.config.promotion import CardConfig
 from models.records.merges import MERGE, Adapters, Merge, MergeWork, Parent, start_of, start_of_run
 from tasks.promotion.registry import describe_user, timestamp
@@ -106,7 +106,7 @@ def weighted_parents(store: str, terms: Sequence[str]) -> tuple[Parent, ...]:
     weighed = [_parse_term(term) for term in terms]
     if not weighed:
         raise BadInput(f"merge needs policies with their weights, {EXAMPLE}.")
-    if (reason := reason_against_weights([weight for _, weight in weighed])) is not None:
+    if (reason := find_weights_conflict([weight for _, weight in weighed])) is not None:
         raise BadInput(f"merge: {reason}")
     return tuple(_find_parent(store, name, weight) for name, weight in weighed)
 

@@ -15,7 +15,7 @@ from infra.store.tombstones import FORGOTTEN, Tombstone, find_tombstone, tombsto
 from infra.store.verify import stray_files, verify_store
 from models.config.rewards import ScoringConfig
 from models.credit.comparison import compare_rewards, read_total_rewards
-from models.data.curriculum import DynamicSamplingState, give_back, take
+from models.data.curriculum import DynamicSamplingState, give_back, take_rows
 from models.records.versions import policy_of
 from tasks.run.batch import Batch, iterations_without_rollouts
 from tasks.run.dependencies import relayout_iteration
@@ -108,7 +108,7 @@ def _check_prompts(iteration: Iteration) -> Iterator[str]:
             return
         parts, seed = iteration.data_parts, iteration.seed
         count, others = len(plan.rows), set(taken_rows)
-        rows, cursor = take(cursor, count, taken=others, num_prompts=num_prompts, seed=seed, parts=parts)
+        rows, cursor = take_rows(cursor, count, taken=others, num_prompts=num_prompts, seed=seed, parts=parts)
         if plan.rows != rows or plan.cursor != cursor:
             yield f"{plan.plan_key}: the prompts are not the next {len(rows)} of the stream"
             return

@@ -11,7 +11,7 @@ from infra.store.runs import Run
 from infra.store.shards import ShardRef, read_shard
 from models.records.model_input import COMPLETION_TOKENS
 from models.records.schemas import FinishReason
-from models.records.turn_prompts import turn_prompts
+from models.records.turn_prompts import count_turn_prompts
 from models.records.versions import policy_of
 from tasks.run.batch import Batch, completion_shards_of
 from tasks.run.iteration import Iteration
@@ -191,7 +191,7 @@ def finished_completions(run: Run, rollouts: Manifest) -> dict[Name, FinishedCom
     table = read_shard(run.store, rollouts.shards[0], columns=["prompt_row", "sample", "segments"])
     return {
         _name(row): FinishedCompletion(min(versions), 1 + more)
-        for row, more in zip(table.to_pylist(), turn_prompts(table).tolist(), strict=True)
+        for row, more in zip(table.to_pylist(), count_turn_prompts(table).tolist(), strict=True)
         if (versions := [each["policy_version"] for each in row["segments"] if each["policy_version"] >= 0])
     }
 

@@ -6,8 +6,8 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from models.records.model_input import RENDERED
-from models.records.turn_prompts import cut_at_prompts, turn_prompts
+from models.records.model_input import TURN_PROMPT
+from models.records.turn_prompts import count_turn_prompts, split_at_prompts
 from tasks.run.iteration import Iteration
 from tasks.verification.invariants import verify_run
 from tasks.verification.samples import check_samples
@@ -25,7 +25,7 @@ def test_exported_advantages_leave_out_the_prompts_of_turns(whole):
     for number in (1, 2):
         for table in export_tables(run, number):
             for row in table.to_pylist():
-                prompts = [segment["tokens"] for segment in row["segments"] if segment["policy_version"] == RENDERED]
+                prompts = [segment["tokens"] for segment in row["segments"] if segment["policy_version"] == TURN_PROMPT]
                 if row["advantages"] is not None:
                     assert len(row["advantages"]) == len(row["completion_tokens"]) - sum(prompts)
                     several += bool(prompts)
@@ -39,8 +39,8 @@ def test_training_samples_are_the_turns_of_the_rollouts(whole):
     for number in (1, 2):
         turns = {}
         for table in tables_of(run, f"it-{number:04d}", "rollout"):
-            several += int((turn_prompts(table) > 0).sum())
-            for row in cut_at_prompts(table)[0].to_pylist():
+            several += int((count_turn_prompts(table) > 0).sum())
+            for row in split_at_prompts(table)[0].to_pylist():
                 turns.setdefault((row["prompt_row"], row["sample"]), []).append(row)
         [samples] = tables_of(run, f"it-{number:04d}", "credit")
         learnt = {}

@@ -18,7 +18,7 @@ from models.data.images import digest_of
 from models.data.pictures import picture_problems
 from models.engines.local.engine import HuggingFaceEngine
 from models.engines.protocol import Request
-from models.records.media import HeldImages, Media
+from models.records.media import InMemoryImages, Media
 from models.records.model_input import image_digests
 from models.records.versions import policy_of
 from models.text.tokenizer import load_tokenizer, tokenize_problems
@@ -177,7 +177,7 @@ def test_an_exported_policy_generates_the_same_text_in_the_pipeline_of_transform
         open_tiny(whole).require("policy/initial"),
     )
     engine.load(target, policy_of(policy))
-    engine.show(HeldImages({digest_of(problem.images[0]): problem.images[0] for problem in problems}))
+    engine.show(InMemoryImages({digest_of(problem.images[0]): problem.images[0] for problem in problems}))
     greedy = SamplingConfig(temperature=0, max_new_tokens=6)
     requests = [Request(row=row, inputs=(prompt.input,), seeds=(0,)) for row, prompt in enumerate(prompts)]
     wrote = [completion.text.strip() for [completion] in engine.generate(requests, greedy)]

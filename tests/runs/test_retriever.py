@@ -14,8 +14,8 @@ from infra.store.runs import open_run
 from models.config.data import DeduplicatedData, FileData
 from models.config.environments import SearchEnvironment
 from models.config.reward_terms import SimilarityReward
-from models.data.problems import left_out_of, load_problems
-from models.environments.pool import started
+from models.data.problems import find_exclusions, load_problems
+from models.environments.pool import start_process
 from models.retrieval.measure import find, retrieval_of
 from models.retrieval.pairs import load_pairs
 from models.rewards.rules import build_reward
@@ -133,7 +133,7 @@ def test_training_problems_near_held_out_problems_are_excluded_and_reported(made
     data = DeduplicatedData(source=source, retriever=made.path, similarity=(1 + float(farther.max())) / 2)
     assert [problem.prompt for problem in load_problems(data, "train", 0)] == ["blue cat river", "white horse house"]
     assert load_problems(data, "heldout", 0) == load_problems(source, "heldout", 0)
-    assert left_out_of(data, 0) == {f"{train}:1": f"is near {tmp_path / 'heldout.jsonl'}:1, cosine 1.000"}
+    assert find_exclusions(data, 0) == {f"{train}:1": f"is near {tmp_path / 'heldout.jsonl'}:1, cosine 1.000"}
     assert DeduplicatedData.model_validate_json(data.model_dump_json()) == data
     with pytest.raises(ValueError, match=r"source\.on_too_long must not be set. Set on_too_long"):
         DeduplicatedData(source=source.model_copy(update={"on_too_long": "drop"}), retriever=made.path)
@@ -158,7 +158,7 @@ def test_the_search_tool_returns_the_nearest_passages_of_a_file(made, tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     texts = ["red dog forest", "blue cat river", "white horse house", "green bird cave"]
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    tool = started(SearchEnvironment(retriever=made.path, corpus=corpus, passages=2), describes=True)
+    tool = start_process(SearchEnvironment(retriever=made.path, corpus=corpus, passages=2), describes=True)
     tool.ready()
     assert tool.schemas[0]["function"]["name"] == "search"
 
@@ -174,7 +174,9 @@ def test_the_search_tool_returns_the_nearest_passages_of_a_file(made, tmp_path):
     assert step.done
     corpus.with_name("empty.jsonl").write_text("")
     with pytest.raises(BadInput, match=r"corpus .*empty.jsonl: the file has no passages"):
-        started(SearchEnvironment(retriever=made.path, corpus=corpus.with_name("empty.jsonl")), describes=False).ready()
+        start_process(
+            SearchEnvironment(retriever=made.path, corpus=corpus.with_name("empty.jsonl")), describes=False
+        ).ready()
 
 
 def test_invalid_retriever_settings_are_refused_in_one_line_and_nothing_is_written(job, tmp_path, capsys, monkeypatch):

@@ -8,15 +8,15 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from models.config.data import PicturesData
-from models.data.pictures import CELLS, drawn
+from models.data.pictures import CELLS, draw_cells
 from models.data.problems import Problem, load_problems
-from models.modeling.policy import load_sight
+from models.modeling.policy import load_vision
 from models.text.tokenizer import load_tokenizer, tokenize_problems
 from tests.support.jobs import RHEOSTAT, demo
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
-BLANK = drawn([None] * CELLS**2)
+BLANK = draw_cells([None] * CELLS**2)
 
 
 @pytest.fixture(scope="module", params=[0, 1, 2])
@@ -28,12 +28,12 @@ def trained(request, tmp_path_factory):
 
 def answers_of(directory: Path, problems: list[Problem], *, shown: bytes | None) -> list[str]:
     """Have transformers generate greedily, with another picture shown in every problem if one is given."""
-    model, sight = AutoModelForImageTextToText.from_pretrained(directory), load_sight(directory)
+    model, vision = AutoModelForImageTextToText.from_pretrained(directory), load_vision(directory)
     tokenizer = load_tokenizer(directory)
-    prompts = tokenize_problems(problems, tokenizer, sight.processor)
+    prompts = tokenize_problems(problems, tokenizer, vision.processor)
     said = []
     for problem, prompt in zip(problems, prompts, strict=True):
-        seen = sight.processor.prepare(shown or problem.images[0]).arrays
+        seen = vision.processor.prepare(shown or problem.images[0]).arrays
         tokens = torch.from_numpy(prompt.input.tokens).long()[None]
         pixels = {name: torch.from_numpy(array)[None] for name, array in seen.items()}
         ids = model.generate(tokens, **pixels, do_sample=False, max_new_tokens=28)

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from models.data.problems import Message
-from models.text.calls import spelt_call
+from models.text.calls import encode_call
 from models.text.tokenizer import train_tokenizer
 from models.text.turns import turn_format
 
@@ -366,7 +366,7 @@ def call_turn(name, calls=1):
     return {
         "role": "assistant",
         "content": "",
-        "tool_calls": [spelt_call("find", arguments, number=number) for number in range(calls)],
+        "tool_calls": [encode_call("find", arguments, number=number) for number in range(calls)],
     }
 
 

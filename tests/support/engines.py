@@ -87,7 +87,7 @@ def publish_changed(path: Path, policy: Published, change: Callable[[Path], obje
 
 def load_if_needed(engine: Engine, policy: Published) -> Engine:
     """Return the engine after it has loaded the policy, unless it serves the policy already."""
-    if engine.serves() != policy.version.digest:
+    if engine.loaded_digest() != policy.version.digest:
         engine.load(policy.directory, policy.version, adapter=policy.adapter)
     return engine
 
@@ -297,20 +297,20 @@ def test_a_budget_cuts_a_completion_which_can_be_continued(loaded: Loaded, polic
 def test_likelihoods_are_those_of_each_sequence_by_itself(loaded: Loaded, policy):
     engine, model = loaded(policy), policy.model()
     for continuations in (CONTINUATIONS, [[7], [8]]):
-        found = engine.likelihoods(PROMPTS, continuations)
+        found = engine.score_continuations(PROMPTS, continuations)
         expected = [[sum(plain_logprobs(model, prompt, tokens, 1.0)) for tokens in continuations] for prompt in PROMPTS]
         np.testing.assert_allclose(found, expected, atol=TOLERANCE)
 
 
 def test_likelihoods_reach_to_the_end_of_the_context(loaded: Loaded, policy):
     prompt = ModelInput.from_prompt([5] * (CONTEXT - 2))
-    [[found]] = loaded(policy).likelihoods([prompt], [[7, 8]])
+    [[found]] = loaded(policy).score_continuations([prompt], [[7, 8]])
     assert found == pytest.approx(sum(plain_logprobs(policy.model(), prompt, (7, 8), 1.0)), abs=TOLERANCE)
 
 
 def test_a_continuation_that_does_not_fit_the_context_is_refused(loaded: Loaded, policy):
     with pytest.raises(BadInput, match=f"prompt 1 has {CONTEXT} tokens .* 1"):
-        loaded(policy).likelihoods([ModelInput.from_prompt([5]), ModelInput.from_prompt([5] * CONTEXT)], [[7]])
+        loaded(policy).score_continuations([ModelInput.from_prompt([5]), ModelInput.from_prompt([5] * CONTEXT)], [[7]])
 
 
 def test_a_prompt_without_room_for_a_completion_is_refused_with_its_lengths(loaded: Loaded, policy):
@@ -326,7 +326,7 @@ def test_a_policy_that_is_loaded_replaces_the_former_policy(loaded: Loaded, poli
     before = loaded(policy).generate(MIXED, SAMPLING)
     other = publish(tmp_path, seed=1)
     engine = loaded(other)
-    assert engine.serves() == other.version.digest
+    assert engine.loaded_digest() == other.version.digest
     after = engine.generate(MIXED, SAMPLING)
     require_plain_logprobs(other, MIXED, after, 1.0)
     assert list_tokens(after) != list_tokens(before)
@@ -336,7 +336,7 @@ def test_a_policy_that_is_loaded_replaces_the_former_policy(loaded: Loaded, poli
 def test_an_adapter_gives_the_log_probs_of_the_merged_policy(loaded: Loaded, policy, tmp_path):
     adapted = publish_adapter(tmp_path, policy)
     engine = loaded(adapted)
-    assert engine.serves() == adapted.version.digest != policy.version.digest
+    assert engine.loaded_digest() == adapted.version.digest != policy.version.digest
     groups = engine.generate(MIXED, SAMPLING)
     require_plain_logprobs(adapted, MIXED, groups, 1.0)
     require_plain_logprobs(policy, MIXED, loaded(policy).generate(MIXED, SAMPLING), 1.0)
@@ -344,23 +344,23 @@ def test_an_adapter_gives_the_log_probs_of_the_merged_policy(loaded: Loaded, pol
 
 def test_an_engine_gives_the_same_outputs_after_sleep_and_a_load(loaded: Loaded, policy):
     engine = loaded(policy)
-    before = engine.likelihoods(PROMPTS, CONTINUATIONS)
+    before = engine.score_continuations(PROMPTS, CONTINUATIONS)
     engine.sleep()
-    assert engine.serves() == ""
+    assert engine.loaded_digest() == ""
     with pytest.raises(AssertionError, match="before load"):
-        engine.likelihoods(PROMPTS, CONTINUATIONS)
+        engine.score_continuations(PROMPTS, CONTINUATIONS)
     with pytest.raises(AssertionError, match="before load"):
         engine.generate(MIXED, SAMPLING)
-    after = loaded(policy).likelihoods(PROMPTS, CONTINUATIONS)
+    after = loaded(policy).score_continuations(PROMPTS, CONTINUATIONS)
     np.testing.assert_allclose(after, before, atol=1e-5)
 
 
 def test_step_counts_match_the_decoded_tokens(loaded: Loaded, policy):
     engine = loaded(policy)
-    before = engine.steps()
+    before = engine.step_sums()
     groups = engine.generate(MIXED, SAMPLING)
     lengths = [len(completion.tokens) for group in groups for completion in group]
-    sums = engine.steps().since(before)
+    sums = engine.step_sums().since(before)
     # The prefill generates the first token of each sequence; engines may mix prefills with decoding steps.
     assert 0.75 * (sum(lengths) - len(lengths)) <= sums["step_sequences"] <= sum(lengths)
     assert 0.75 * (max(lengths) - 1) <= sums["steps"] <= 2 * max(lengths)

@@ -10,7 +10,7 @@ from PIL import Image
 from infra.store.shards import ShardRef, write_shard
 from infra.store.storage import open_store
 from models.config.judges import DirectoryJudge, JudgeReward, VerdictConfig
-from models.judges.prompts import question_text
+from models.judges.prompts import build_question_text
 from models.judges.verdicts import Answer, Judgement, read_verdict
 from models.records.schemas import ROLLOUT_SCHEMA
 from tests.support.chat_server import ChatRequest, Reply, reply_with
@@ -69,7 +69,7 @@ def answer_without_image(asked: ChatRequest, before: int) -> Reply:
 def build_question(completion: str, verdict: VerdictConfig, *, answer: str = "4", seed: int = 7) -> str:
     """Return the question about a completion that a judge with this verdict reads."""
     reward = JudgeReward(name="judge", model=DirectoryJudge(path=Path("judge")), verdict=verdict)
-    return question_text(reward, prompt="What is 2 + 2?", completion=completion, answer=answer, seed=seed)
+    return build_question_text(reward, prompt="What is 2 + 2?", completion=completion, answer=answer, seed=seed)
 
 
 def find_fences(question: str) -> list[str]:

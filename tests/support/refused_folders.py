@@ -16,7 +16,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, Lfm2Config, Phi3Config, PhimoeConfig, PreTrainedTokenizerFast
 
 from infra.store.runs import create_run
-from models.modeling.critic import classifier_of, critic_from_policy
+from models.modeling.critic import build_meta_critic, critic_from_policy
 from models.modeling.directory import check_directory
 from models.modeling.policy import build_scratch, save_policy
 from tests.support.environments import leave_vllm
@@ -56,7 +56,7 @@ def _write_chat_model(path: Path) -> None:
 def _write_classifier(path: Path) -> None:
     copy_model("chat", path)
     config, tokenizer, _ = check_directory(path)
-    save_policy(classifier_of(config).to_empty(device="cpu"), tokenizer, path)
+    save_policy(build_meta_critic(config).to_empty(device="cpu"), tokenizer, path)
 
 
 def _write_critic(path: Path) -> None:

@@ -128,7 +128,7 @@ def collect(lines):
 
 
 @contextmanager
-def meddling_server(directory, *, adapter_rank=0, tell_experts=False):
+def meddling_server(directory, *, adapter_rank=0, report_experts=False):
     """Start a server as workers do, with added routes that change its parameters and count its recorded experts."""
     python = find_python("vllm", CONFIG.python)
     platform = platform_of(python)
@@ -141,7 +141,7 @@ def meddling_server(directory, *, adapter_rank=0, tell_experts=False):
             platform=platform,
             at=Address(port=port),
             lora_rank=lora_rank(adapter_rank),
-            tell_experts=tell_experts,
+            report_experts=report_experts,
         )
         return [word.replace("rheostat_vllm.", "rheostat_meddling.Meddling") for word in words]
 
@@ -174,7 +174,7 @@ def meddling_server(directory, *, adapter_rank=0, tell_experts=False):
 
 def server_of(engine: ServedEngine) -> psutil.Process:
     """Return the process that listens at the address of the engine's server."""
-    [client] = engine._servers.running()
+    [client] = engine._servers.running_clients()
     port = urlsplit(client.url).port
     [pid] = {
         connection.pid
@@ -186,7 +186,7 @@ def server_of(engine: ServedEngine) -> psutil.Process:
 
 def guest_of(engine: ServedEngine, monkeypatch: pytest.MonkeyPatch, config: VllmEngine = CONFIG) -> ServedEngine:
     """Return another engine that queries the server of an engine by its address."""
-    [client] = engine._servers.running()
+    [client] = engine._servers.running_clients()
     monkeypatch.setenv("SERVERS_KEY", client.key)
     settings = {"base_urls": (client.url,), "api_key_variable": "SERVERS_KEY"}
     return ServedEngine(config.model_copy(update=settings))

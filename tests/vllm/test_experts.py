@@ -56,7 +56,7 @@ def policy(tmp_path_factory) -> Published:
 @pytest.fixture(scope="module")
 def engine(policy) -> Iterator[ServedEngine]:
     engine = ServedEngine(NARROW)
-    engine.note_experts(True)
+    engine.record_experts(True)
     engine.load(policy.directory, policy.version)
     yield engine
     engine.close()
@@ -100,11 +100,11 @@ def test_a_completion_that_a_stop_text_ends_has_the_experts_up_to_its_last_token
 
 
 def test_experts_are_reported_only_on_request(engine):
-    engine.note_experts(False)
+    engine.record_experts(False)
     try:
         assert all(each.experts is None for group in engine.generate(MIXED, SAMPLING) for each in group)
     finally:
-        engine.note_experts(True)
+        engine.record_experts(True)
 
 
 def test_completions_that_continue_after_other_weights_were_loaded_have_all_experts(
@@ -112,7 +112,7 @@ def test_completions_that_continue_after_other_weights_were_loaded_have_all_expe
 ):
     other = publish(tmp_path, "qwen3_moe", seed=5)
     guest = guest_of(engine, monkeypatch, NARROW)
-    guest.note_experts(True)
+    guest.record_experts(True)
     guest.load(policy.directory, policy.version)
     undisturbed = engine.generate(LONG, LONG_SAMPLING)
     with in_the_middle(engine, lambda: guest.load(other.directory, other.version)):
@@ -135,7 +135,7 @@ def test_a_mixture_computes_with_the_weights_loaded_last(engine, policy, tmp_pat
 
 
 def test_experts_of_abandoned_completions_are_dropped(policy):
-    with meddling_server(policy.directory, tell_experts=True) as server:
+    with meddling_server(policy.directory, report_experts=True) as server:
         server.load(policy)
 
         def noted() -> int:

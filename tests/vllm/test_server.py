@@ -58,7 +58,7 @@ def about(server, *, key=None):
 
 def test_a_server_reports_its_settings_to_callers_with_the_key(started):
     server, _ = started
-    assert server.alive()
+    assert server.is_alive()
     expected = {"platform": "cpu", "dtype": "float32", "logprobs": "processed"}
     expected |= {"max_model_len": CONTEXT, "lora_rank": 8, "tensor_parallel": 1}
     answer = about(server).json()
@@ -106,7 +106,7 @@ def test_a_server_that_is_killed_is_noticed_and_leaves_nothing(started):
     assert any("EngineCore" in " ".join(process.cmdline()) for process in others)
     root.kill()
     assert wait_until_gone([root, *others])
-    assert not server.alive()
+    assert not server.is_alive()
     assert server.process.exit_code() == -signal.SIGKILL
     assert server.log_tail(1)
     with pytest.raises(httpx.HTTPError):

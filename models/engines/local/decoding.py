@@ -19,14 +19,14 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerFast
 
 from infra.errors import Quarantined
 from models.config.engines import SamplingConfig
-from models.engines.local.kv_cache import ROOM, hold_in_place, is_in_place, join_in_place, trim_in_place
-from models.engines.local.noted_experts import NotedExperts
+from models.engines.local.kv_cache import ROOM, is_in_place, join_in_place, trim_in_place, use_in_place_layers
+from models.engines.local.recorded_experts import ExpertRecorder
 from models.engines.protocol import Completion
-from models.engines.requests import CompletionRow, stop_window, texts_of, unstopped
-from models.engines.sampling import sample_tokens, uniforms
+from models.engines.requests import CompletionRow, decode_texts, length_finish_reason, stop_window
+from models.engines.sampling import sample_tokens, sample_uniforms
 from models.records.model_input import ModelInput
 from models.records.schemas import FinishReason
-from models.vision.sight import Sight, look, see, without
+from models.vision.tower import VisionInputs, encode_images, mask_tokens, prepare_rows
 
 _KEEP_SHARE: Final = 0.75  # with fewer live rows, copying the cache is cheaper than decoding finished rows
 
@@ -42,13 +42,13 @@ class LoadedPolicy:
     """IDs of all tokens that end a completion."""
     context: int | None
     """Longest sequence in tokens, or None if the architecture sets no limit."""
-    sight: Sight | None = None
+    vision: VisionInputs | None = None
     """Vision tower and image settings, or None for a text-only policy."""
 
     @property
     def banned(self) -> tuple[int, ...]:
         """IDs of the tokens that have probability 0."""
-        return () if self.sight is None else self.sight.banned
+        return () if self.vision is None else self.vision.banned
 
 
 @dataclass(slots=True)
@@ -123,7 +123,7 @@ def decode(
     *,
     places: int,
     on_step: Callable[[int], None],
-    recorder: NotedExperts | None = None,
+    recorder: ExpertRecorder | None = None,
 ) -> list[Completion]:
     """Return one completion per row, decoding at most `places` rows together. Rows of one prompt must be neighbors.
 
@@ -134,10 +134,10 @@ def decode(
     logit is not finite.
     """
     output = _allocate_output(rows, device=policy.model.device)
-    uniforms_RT = np.stack([uniforms(row.seed, output.tokens_RT.shape[1]) for row in rows])
+    uniforms_RT = np.stack([sample_uniforms(row.seed, output.tokens_RT.shape[1]) for row in rows])
     random_RT = torch.from_numpy(uniforms_RT).to(policy.model.device)
     # Upper bound of the width of a forward pass.
-    widest = max(len(row.input) for row in rows) + max(row.limit - row.begun for row in rows)
+    widest = max(len(row.input) for row in rows) + max(row.limit - row.num_existing_tokens for row in rows)
     waiting = range(min(places, len(rows)), len(rows))
     logits_BV, live = _prefill(policy, rows, range(waiting.start), recorder)
     on_step(0)
@@ -159,7 +159,7 @@ def decode(
             at_B = output.ends(live)
             logits_BV = _forward(policy, live, output.tokens_RT[live.rows_B, at_B])
             if recorder is not None:
-                recorder.note_tokens(live.rows_B, at_B)
+                recorder.record_tokens(live.rows_B, at_B)
             on_step(num_alive)
         if waiting and leave and (num_alive == 0 or is_in_place(live.cache)):
             next_rows, waiting = waiting[: places - num_alive], waiting[places - num_alive :]
@@ -176,12 +176,12 @@ def _allocate_output(rows: Sequence[CompletionRow], *, device: torch.device) -> 
     limits_R = torch.tensor([row.limit for row in rows], device=device)
     tokens_RT = np.zeros((len(rows), max(row.limit for row in rows)), np.int64)
     for tokens_T, row in zip(tokens_RT, rows, strict=True):
-        tokens_T[: row.begun] = row.input.completion
+        tokens_T[: row.num_existing_tokens] = row.input.completion
     return _Output(
         tokens_RT=torch.from_numpy(tokens_RT).to(device),
         logprobs_RT=torch.zeros(tokens_RT.shape, device=device),
         prompts_R=torch.tensor([row.input.num_prompt_tokens for row in rows], device=device),
-        turns_R=torch.tensor([row.turn for row in rows], device=device),
+        turns_R=torch.tensor([row.turn_start for row in rows], device=device),
         limits_R=limits_R,
         lengths_R=limits_R.clone(),
         stopped_R=torch.zeros(len(rows), dtype=torch.bool, device=device),
@@ -189,7 +189,7 @@ def _allocate_output(rows: Sequence[CompletionRow], *, device: torch.device) -> 
 
 
 def _prefill(
-    policy: LoadedPolicy, rows: Sequence[CompletionRow], indices: range, recorder: NotedExperts | None
+    policy: LoadedPolicy, rows: Sequence[CompletionRow], indices: range, recorder: ExpertRecorder | None
 ) -> tuple[Tensor, _Live]:
     """Prefill each distinct prompt once, padded on the left, and repeat its cache rows for each of its completions."""
     device = policy.model.device
@@ -199,9 +199,9 @@ def _prefill(
     logits_PV, mask_PT, offsets_P, cache = read_prompts(policy, prompts)
     prompt_B = torch.arange(len(prompts), device=device).repeat_interleave(torch.from_numpy(counts).to(device))
     if recorder is not None:
-        recorder.note_prompts(indices, prompt_B, num_prompts=len(prompts))
+        recorder.record_prompts(indices, prompt_B, num_prompts=len(prompts))
     cache.reorder_cache(prompt_B)
-    hold_in_place(cache)
+    use_in_place_layers(cache)
     lengths_P = mask_PT.sum(dim=1)
     live = _Live(
         rows_B=torch.arange(indices.start, indices.stop, device=device),
@@ -227,9 +227,9 @@ def read_prompts(policy: LoadedPolicy, prompts: Sequence[ModelInput]) -> tuple[T
     mask_PT = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
     offsets_P = torch.zeros_like(mask_PT[:, 0])
     options = {"position_ids": (mask_PT.cumsum(dim=1) - 1).clamp(min=0)}
-    if policy.sight is not None:
-        rows = look(policy.sight, policy.model, prompts, device=device, width=width, pads_left=True)
-        offsets_P, options = rows.offsets_B, see(policy.model, rows).options
+    if policy.vision is not None:
+        rows = prepare_rows(policy.vision, policy.model, prompts, device=device, width=width, pads_left=True)
+        offsets_P, options = rows.offsets_B, encode_images(policy.model, rows).options
     output = policy.model(
         input_ids=torch.from_numpy(tokens_PT).to(device),
         attention_mask=mask_PT,
@@ -298,7 +298,7 @@ def _ends_with_stop_text(
     recent_BW = output.tokens_RT[live.rows_B[:, None], (at_B[:, None] - back_W).clamp(min=0)]
     counts = (at_B + 1 - output.turns_R[live.rows_B]).clamp(max=window).tolist()
     recent = [tokens[window - count :] for tokens, count in zip(recent_BW.tolist(), counts, strict=True)]
-    texts = texts_of(tokenizer, recent)
+    texts = decode_texts(tokenizer, recent)
     return torch.tensor([any(end in text for end in stop) for text in texts], device=at_B.device)
 
 
@@ -307,19 +307,19 @@ def _build_completions(
     rows: Sequence[CompletionRow],
     policy: LoadedPolicy,
     longest: int,
-    recorder: NotedExperts | None,
+    recorder: ExpertRecorder | None,
 ) -> list[Completion]:
     lengths, stopped = output.lengths_R.tolist(), output.stopped_R.tolist()
     tokens = [row[:length] for row, length in zip(output.tokens_RT.tolist(), lengths, strict=True)]
     logprobs = [row[:length] for row, length in zip(output.logprobs_RT.tolist(), lengths, strict=True)]
-    texts = texts_of(policy.tokenizer, tokens)
+    texts = decode_texts(policy.tokenizer, tokens)
     return [
         Completion(
-            tokens=tuple(tokens[index][row.begun :]),
-            logprobs=tuple(logprobs[index][row.begun :]),
+            tokens=tuple(tokens[index][row.num_existing_tokens :]),
+            logprobs=tuple(logprobs[index][row.num_existing_tokens :]),
             text=texts[index],
-            finish_reason=FinishReason.STOP if stopped[index] else unstopped(lengths[index], longest),
-            experts=None if recorder is None else recorder.of(index, lengths[index] - row.begun),
+            finish_reason=FinishReason.STOP if stopped[index] else length_finish_reason(lengths[index], longest),
+            experts=None if recorder is None else recorder.read_row(index, lengths[index] - row.num_existing_tokens),
         )
         for index, row in enumerate(rows)
     ]
@@ -361,4 +361,4 @@ def continuation_logprobs(
 def _log_softmax(logits: Tensor, policy: LoadedPolicy) -> Tensor:
     if not logits.isfinite().all():
         raise Quarantined(f"policy {policy.digest}: logits of compared continuations are not finite")
-    return without(logits.double(), policy.banned).log_softmax(dim=-1)
+    return mask_tokens(logits.double(), policy.banned).log_softmax(dim=-1)

@@ -12,11 +12,11 @@ import torch
 from models.config.context import usable_context
 from models.config.engines import SamplingConfig, TransformersEngine
 from models.engines.local.decoding import LoadedPolicy, continuation_logprobs, decode
-from models.engines.local.noted_experts import noting
+from models.engines.local.recorded_experts import record_experts
 from models.engines.protocol import Completion, Request, StepSums
-from models.engines.requests import end_tokens, require_context, require_engine_room, rows_of
+from models.engines.requests import build_rows, end_tokens, require_context, require_engine_room
 from models.modeling.merging import load_merged
-from models.modeling.policy import load_policy, load_sight
+from models.modeling.policy import load_policy, load_vision
 from models.records.media import ImageSource
 from models.records.model_input import ModelInput
 from models.records.versions import ModelVersion
@@ -39,7 +39,7 @@ class HuggingFaceEngine:
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._policy: LoadedPolicy | None = None
         self._images: ImageSource | None = None
-        self._notes_experts = False
+        self._records_experts = False
         self._steps = StepSums()
         self._stepped = 0.0  # time at which the last forward pass ended
 
@@ -62,20 +62,20 @@ class HuggingFaceEngine:
             digest=policy.digest,
             eos_E=torch.tensor(end_tokens(tokenizer, model.generation_config), device=self._device),
             context=context,
-            sight=load_sight(directory, source=self._images),
+            vision=load_vision(directory, source=self._images),
         )
         self.progress += 1
         return policy.weights.bytes + (policy.adapter.bytes if policy.adapter is not None else 0)
 
     def show(self, images: ImageSource) -> None:
         self._images = images
-        if self._policy is not None and self._policy.sight is not None:
-            self._policy.sight.source = images
+        if self._policy is not None and self._policy.vision is not None:
+            self._policy.vision.source = images
 
-    def note_experts(self, is_enabled: bool, /) -> None:
-        self._notes_experts = is_enabled
+    def record_experts(self, is_enabled: bool, /) -> None:
+        self._records_experts = is_enabled
 
-    def serves(self) -> str:
+    def loaded_digest(self) -> str:
         return "" if self._policy is None else self._policy.digest
 
     def sleep(self) -> None:
@@ -90,10 +90,10 @@ class HuggingFaceEngine:
     def close(self) -> None:
         self.sleep()
 
-    def steps(self) -> StepSums:
+    def step_sums(self) -> StepSums:
         return self._steps
 
-    def likelihoods(
+    def score_continuations(
         self, prompts: Sequence[ModelInput], continuations: Sequence[Sequence[int]]
     ) -> list[tuple[float, ...]]:
         assert self._policy is not None, "likelihoods before load"
@@ -112,12 +112,12 @@ class HuggingFaceEngine:
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
         assert self._policy is not None, "generate before load"
         require_engine_room(requests, sampling, context=self._policy.context)
-        rows = rows_of(requests, longest=sampling.max_new_tokens)
+        rows = build_rows(requests, longest=sampling.max_new_tokens)
         rows.sort(key=lambda row: len(row.input))  # stable: requests of equal length keep their order
         groups: list[dict[int, Completion]] = [{} for _ in requests]
         self._stepped = time.perf_counter()
         policy, places = self._policy, self._config.max_batch_rows
-        notes = noting(policy.model, rows, policy=policy.digest) if self._notes_experts else nullcontext()
+        notes = record_experts(policy.model, rows, policy=policy.digest) if self._records_experts else nullcontext()
         with notes as recorder:
             completions = decode(policy, rows, sampling, places=places, on_step=self._step, recorder=recorder)
         for row, completion in zip(rows, completions, strict=True):
@@ -132,4 +132,4 @@ class HuggingFaceEngine:
         now = time.perf_counter()
         seconds, self._stepped = now - self._stepped, now
         if sequences:
-            self._steps = self._steps.plus(sequences, seconds)
+            self._steps = self._steps.add(sequences, seconds)

@@ -74,7 +74,7 @@ def _join(old_BHTD: Tensor, other_BHTD: Tensor, width: int) -> Tensor:
     return joined_BHTD
 
 
-def hold_in_place(cache: Cache) -> None:
+def use_in_place_layers(cache: Cache) -> None:
     """Replace the cache layers that grow with every token by in-place layers.
 
     Other kinds, such as sliding windows and recurrent states, stay as they are.

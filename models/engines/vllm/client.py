@@ -1,9 +1,9 @@
 """HTTP client of one vLLM server: the routes that `plugin/` adds to vLLM, and the records exchanged on them.
 
 Both ends are part of this repository and change together. Every failure of a server is raised as one of five errors:
-EndpointDown (no answer or an incomplete one, so another attempt may help), Stale (the server serves other weights than
-the work requires), WorkerFailed (the server refuses the work), Quarantined (the server produces other tokens for images
-than the work contains), BadInput (the key is wrong).
+EndpointDown (no answer or an incomplete one, so another attempt may help), StaleWeights (the server serves other
+weights than the work requires), WorkerFailed (the server refuses the work), Quarantined (the server produces other
+tokens for images than the work contains), BadInput (the key is wrong).
 """
 
 import contextlib
@@ -26,19 +26,20 @@ from models.config.engines import SamplingConfig
 from models.records.model_input import ModelInput
 
 
-class Spelling(Protocol):
-    """Encoder of model inputs for the servers of a policy. `ServedSight` implements it, and `ServerClient` calls it."""
+class InputEncoder(Protocol):
+    """Encoder of model inputs for the servers of a policy. `VisionInputEncoder` implements it, and `ServerClient` calls
+    it."""
 
     @property
     def banned(self) -> list[JsonValue]:
         """IDs of the tokens that have probability 0."""
 
-    def spell(self, model_input: ModelInput) -> dict[str, JsonValue]:
+    def encode(self, model_input: ModelInput) -> dict[str, JsonValue]:
         """Encode a model input as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class CompletionRequest:
     """Request to a server for one completion."""
 
     id: int
@@ -64,7 +65,7 @@ class CompletionLine(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
-class About(CompletionLine):
+class ServerInfo(CompletionLine):
     """Properties of a server that stay the same while it runs."""
 
     vllm: str
@@ -168,7 +169,7 @@ MAX_QUOTED: Final = 1 << 14
 """Number of characters of a server's error text that are searched for the key before a message repeats some of them."""
 
 
-class Stale(RheostatError):
+class StaleWeights(RheostatError):
     """Raised when a server serves other weights than the work requires, or cannot prove what it serves."""
 
 
@@ -190,7 +191,7 @@ class ServerClient:
     def __str__(self) -> str:
         return f"vLLM server {self.url}"
 
-    def healthy(self) -> bool:
+    def is_healthy(self) -> bool:
         """Return whether the server answers and reports that its engine is alive."""
         try:
             with self._request("GET", "/health") as response:
@@ -198,7 +199,7 @@ class ServerClient:
         except EndpointDown:
             return False
 
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Return whether the server answers within `READY_SECONDS` and accepts the key.
         A different server at the address would refuse the key.
         """
@@ -208,8 +209,8 @@ class ServerClient:
         except EndpointDown:
             return False
 
-    def about(self) -> About:
-        return self._read("GET", "/rheostat/about", About)
+    def fetch_info(self) -> ServerInfo:
+        return self._read("GET", "/rheostat/about", ServerInfo)
 
     def load(self, directory: Path, adapter: Path | None, *, drain: bool = False) -> Loaded:
         """Load the bundle in `directory`. Returns at once if the server already serves the bundle.
@@ -221,7 +222,7 @@ class ServerClient:
             paths["adapter"] = str(adapter.absolute())
         return self._read("POST", "/rheostat/load", Loaded, body=paths)
 
-    def proof(self) -> str:
+    def fetch_digest(self) -> str:
         """Return the digest that the server serves, or an empty string if the server cannot prove it."""
         return self._read("GET", "/rheostat/proof", Proof).digest
 
@@ -229,19 +230,19 @@ class ServerClient:
         """Release the server's memory if its platform supports that. Returns whether it was released."""
         return self._read("POST", "/rheostat/sleep", Slept, body={}).slept
 
-    def likelihoods(
+    def score_continuations(
         self,
         digest: str,
         prompts: Sequence[ModelInput],
         continuations: Sequence[Sequence[int]],
         *,
-        sight: Spelling,
+        vision: InputEncoder,
     ) -> tuple[NDArray[np.float64], RequestDone]:
         """Return summed log-probs of shape (prompts, continuations), and the server's sums over decoding steps."""
         body: dict[str, JsonValue] = {
             "digest": digest,
-            "banned": sight.banned,
-            "prompts": [sight.spell(prompt) for prompt in prompts],
+            "banned": vision.banned,
+            "prompts": [vision.encode(prompt) for prompt in prompts],
             "continuations": [list(tokens) for tokens in continuations],
         }
         answer = self._read("POST", "/rheostat/likelihoods", Likelihoods, body=body)
@@ -253,11 +254,17 @@ class ServerClient:
         return logprobs.reshape(len(prompts), len(continuations)), answer
 
     def generate(
-        self, digest: str, requests: Sequence[Ask], sampling: SamplingConfig, *, stops: Stops, sight: Spelling
+        self,
+        digest: str,
+        requests: Sequence[CompletionRequest],
+        sampling: SamplingConfig,
+        *,
+        stops: Stops,
+        vision: InputEncoder,
     ) -> Generator[Chunk | RequestDone, None, None]:
         """Yield the chunks of the answer as they arrive. The answer is complete when `RequestDone` arrives.
 
-        Raises Stale if the server serves another digest, and EndpointDown if the answer ends early.
+        Raises StaleWeights if the server serves another digest, and EndpointDown if the answer ends early.
         """
         body: dict[str, JsonValue] = {
             "digest": digest,
@@ -268,12 +275,12 @@ class ServerClient:
                 "stop": list(stops.texts),
                 "stop_token_ids": list(stops.tokens),
                 "ignore_eos": stops.ignore_eos,
-                "banned": sight.banned,
+                "banned": vision.banned,
             },
             "requests": [
                 {
                     "id": request.id,
-                    **sight.spell(request.input),
+                    **vision.encode(request.input),
                     "seed": request.seed,
                     "max_tokens": request.max_tokens,
                     "experts": request.experts,
@@ -294,7 +301,7 @@ class ServerClient:
 
     def _build_refusal(self, refused: RequestRefused, digest: str) -> RheostatError:
         if refused.digest is not None:
-            return Stale(
+            return StaleWeights(
                 f"{self}: {self._quoted(refused.error)} (it serves {refused.digest!r}, the work needs {digest!r})"
             )
         return self._build_failure(f"{self} failed while it responded: {self._quoted(refused.error)}")
@@ -302,7 +309,9 @@ class ServerClient:
     def _build_failure(self, message: str) -> RheostatError:
         """Return WorkerFailed if the server is healthy, because then the work is at fault, else EndpointDown."""
         return (
-            WorkerFailed(message) if self.healthy() else EndpointDown(f"{message}. The engine of the server has failed")
+            WorkerFailed(message)
+            if self.is_healthy()
+            else EndpointDown(f"{message}. The engine of the server has failed")
         )
 
     def _parse_line(self, line: str) -> Chunk | RequestDone | RequestRefused:
@@ -336,7 +345,7 @@ class ServerClient:
             error = Error(error=self._excerpt(data))
         error = Error(error=self._quoted(error.error), digest=error.digest)
         if status == HTTPStatus.CONFLICT:
-            raise Stale(f"{self}: {error.error} (it serves {error.digest!r})")
+            raise StaleWeights(f"{self}: {error.error} (it serves {error.digest!r})")
         if status == HTTPStatus.UNPROCESSABLE_ENTITY:
             raise Quarantined(f"{self}: {error.error}")
         refusal = f"{self} responded with status {status}: {error.error}"

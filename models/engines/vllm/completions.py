@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 from infra.errors import EndpointDown, Quarantined, WorkerFailed, WorkerLost
 from models.config.engines import SamplingConfig
 from models.engines.protocol import Completion
-from models.engines.requests import CompletionRow, stop_window, texts_of, unstopped
-from models.engines.vllm.client import Ask, Chunk, RoutedRows
+from models.engines.requests import CompletionRow, decode_texts, length_finish_reason, stop_window
+from models.engines.vllm.client import Chunk, CompletionRequest, RoutedRows
 from models.records.model_input import Experts
 from models.records.schemas import FinishReason
 from models.records.seeds import derive_seed
@@ -37,7 +37,7 @@ class PendingRequest:
     fresh_tokens: list[int] = field(default_factory=list)
     fresh_logprobs: list[float] = field(default_factory=list)
     finish: FinishReason | None = None
-    notes_experts: bool = False
+    records_experts: bool = False
     experts: Experts | None = None
     """Experts that the routers chose for all tokens except the last.
     They are those of the request that first read a token.
@@ -46,21 +46,21 @@ class PendingRequest:
     """Lengths, including what the completion already had, at which generation continued with another request."""
 
     @property
-    def whole(self) -> list[int]:
+    def all_tokens(self) -> list[int]:
         """Tokens of the completion so far, including those that it already had."""
         return [*self.row.input.completion.tolist(), *self.tokens]
 
-    def ask(self, number: int) -> Ask:
+    def build_request(self, number: int) -> CompletionRequest:
         """Build a request for the remaining tokens.
         A continued completion uses another seed than the request before.
         """
-        num_done = self.row.begun + len(self.tokens)
-        return Ask(
+        num_done = self.row.num_existing_tokens + len(self.tokens)
+        return CompletionRequest(
             id=number,
             input=self.row.input.append_completion(self.tokens),
             seed=derive_seed("continued", self.row.seed, num_done) if num_done else self.row.seed,
             max_tokens=self.end - num_done,
-            experts=self.notes_experts,
+            experts=self.records_experts,
         )
 
     def add(self, chunk: Chunk) -> None:
@@ -78,14 +78,14 @@ class PendingRequest:
         if chunk.finish is not None:
             has_tokens = bool(self.fresh_tokens)
             self._finish(chunk.finish)
-            if self.notes_experts and has_tokens:
+            if self.records_experts and has_tokens:
                 self._store_experts(chunk.experts)
 
     def _finish(self, reason: str) -> None:
         self.tokens += self.fresh_tokens
         self.logprobs += self.fresh_logprobs
         self.forget_fresh()
-        length = self.row.begun + len(self.tokens)
+        length = self.row.num_existing_tokens + len(self.tokens)
         if length > self.end or (reason == "length" and length != self.end) or not (self.tokens or reason == "abort"):
             raise WorkerFailed(f"vLLM server: a completion of up to {self.end} tokens ended at {length} ({reason})")
         if length == self.end and reason != "stop":
@@ -116,18 +116,20 @@ class PendingRequest:
         self.fresh_tokens, self.fresh_logprobs = [], []
 
 
-def drafts_of(
-    rows: Sequence[CompletionRow], sampling: SamplingConfig, *, notes_experts: bool = False
+def build_drafts(
+    rows: Sequence[CompletionRow], sampling: SamplingConfig, *, records_experts: bool = False
 ) -> list[PendingRequest]:
     """Build one unfinished completion (draft) per row."""
     longest = sampling.max_new_tokens
     return [
-        PendingRequest(row=row, end=row.limit, at_end=unstopped(row.limit, longest), notes_experts=notes_experts)
+        PendingRequest(
+            row=row, end=row.limit, at_end=length_finish_reason(row.limit, longest), records_experts=records_experts
+        )
         for row in rows
     ]
 
 
-def completions_of(
+def build_completions(
     drafts: Sequence[PendingRequest], tokenizer: PreTrainedTokenizerFast, stop: tuple[str, ...], *, digest: str
 ) -> list[Completion]:
     """Return the completions of finished drafts. Raises Quarantined if a log-prob is not finite."""
@@ -139,7 +141,7 @@ def completions_of(
                 f"policy {digest}: log-probs are not finite at prompt row {draft.row.prompt_row}, "
                 f"sample {draft.row.sample}"
             )
-    texts = texts_of(tokenizer, [draft.whole for draft in drafts])
+    texts = decode_texts(tokenizer, [draft.all_tokens for draft in drafts])
     return [_build_completion(draft, text) for draft, text in zip(drafts, texts, strict=True)]
 
 
@@ -155,10 +157,10 @@ def _cut_at_seams(draft: PendingRequest, tokenizer: PreTrainedTokenizerFast, sto
 
     Neither server could see such a stop text. Only the tokens just after a seam are checked.
     """
-    window, begun, tokens = stop_window(stop), draft.row.begun, draft.whole
+    window, begun, tokens = stop_window(stop), draft.row.num_existing_tokens, draft.all_tokens
     for seam in ([begun] if begun else []) + draft.seams:
         ends = range(seam + 1, min(len(tokens), seam + window) + 1)
-        texts = texts_of(tokenizer, [tokens[max(draft.row.turn, end - window) : end] for end in ends])
+        texts = decode_texts(tokenizer, [tokens[max(draft.row.turn_start, end - window) : end] for end in ends])
         for end, text in zip(ends, texts, strict=True):
             if any(stop_text in text for stop_text in stop):
                 draft.tokens, draft.logprobs = draft.tokens[: end - begun], draft.logprobs[: end - begun]

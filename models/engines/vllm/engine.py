@@ -17,18 +17,18 @@ from models.config.engines import SamplingConfig, VllmEngine
 from models.engines.protocol import Completion, Generate, Request, StepSums
 from models.engines.requests import (
     CompletionRow,
+    build_rows,
     context_of,
     end_tokens,
     generation_settings,
     require_context,
     require_engine_room,
-    rows_of,
     text_settings,
 )
-from models.engines.vllm.client import About, Ask, RequestDone, ServerClient, Stale, Stops
-from models.engines.vllm.completions import PendingRequest, completions_of, drafts_of
-from models.engines.vllm.images import ServedSight
-from models.engines.vllm.servers import find_servers, require_fit, together
+from models.engines.vllm.client import CompletionRequest, RequestDone, ServerClient, ServerInfo, StaleWeights, Stops
+from models.engines.vllm.completions import PendingRequest, build_completions, build_drafts
+from models.engines.vllm.images import VisionInputEncoder
+from models.engines.vllm.servers import call_servers, find_servers, require_fit
 from models.records.media import ImageFiles, ImageSource
 from models.records.model_input import ModelInput
 from models.records.versions import ModelVersion
@@ -56,7 +56,7 @@ class _Policy:
     ends: tuple[int, ...]
     context: int | None
     longrope_context: int | None
-    sight: ServedSight
+    vision: VisionInputEncoder
 
 
 class ServedEngine:
@@ -70,11 +70,11 @@ class ServedEngine:
     def __init__(self, config: VllmEngine, *, adapter_rank: int = 0) -> None:
         self.progress = 0
         self._config, self._adapter_rank = config, adapter_rank
-        self._notes_experts = self._needs_experts = False  # for the next work; for any work so far
+        self._records_experts = self._needs_experts = False  # for the next work; for any work so far
         self._servers = find_servers(config, adapter_rank=adapter_rank, on_progress=self._on_progress)
         self._policy: _Policy | None = None
         self._images: ImageFiles | None = None
-        self._abouts: dict[str, About] = {}  # by address: properties of every server that was loaded
+        self._abouts: dict[str, ServerInfo] = {}  # by address: properties of every server that was loaded
         self._ready: set[str] = set()  # addresses of servers that are assumed to serve the policy
         self._moved_bytes = 0
         self._repair_lock = threading.RLock()  # guards the recovery from failures, and the counts
@@ -102,7 +102,7 @@ class ServedEngine:
             ends=end_tokens(tokenizer, generation_settings(directory)),
             context=context_of(directory),
             longrope_context=longrope_context(text_settings(directory)),
-            sight=ServedSight(load_processor(directory), self._images),
+            vision=VisionInputEncoder(load_processor(directory), self._images),
         )
         self._ready.clear()
         before = self._moved_bytes
@@ -118,21 +118,21 @@ class ServedEngine:
             raise BadInput(f"vLLM needs images in files that its servers can read, found {images!r}")
         self._images = images
         if self._policy is not None:
-            self._policy.sight.files = images
+            self._policy.vision.files = images
 
-    def note_experts(self, is_enabled: bool, /) -> None:
-        self._notes_experts = is_enabled
+    def record_experts(self, is_enabled: bool, /) -> None:
+        self._records_experts = is_enabled
         if is_enabled and not self._needs_experts:
             self._needs_experts = True
             self._ready.clear()  # servers that cannot report experts no longer fit
             self._abouts.clear()
 
-    def serves(self) -> str:
-        clients = self._servers.running()
+    def loaded_digest(self) -> str:
+        clients = self._servers.running_clients()
         if self._policy is None or not clients:
             return ""
         try:
-            proven = {client.proof() for client in clients}
+            proven = {client.fetch_digest() for client in clients}
         except EndpointDown as error:
             logger.warning("The server does not report which policy it serves: %s", error)
             return ""
@@ -146,22 +146,22 @@ class ServedEngine:
         self._policy = None
         self._servers.close()
 
-    def steps(self) -> StepSums:
+    def step_sums(self) -> StepSums:
         return self._steps
 
-    def likelihoods(
+    def score_continuations(
         self, prompts: Sequence[ModelInput], continuations: Sequence[Sequence[int]]
     ) -> list[tuple[float, ...]]:
-        longest = max(map(len, continuations))
+        policy, longest = self._served(), max(map(len, continuations))
         require_context(prompts, longest, context=self._context(), owner=self._name_context_owner())
         size = BATCHES * self._config.max_batch_rows
         parts = [range(start, min(start + size, len(prompts))) for start in range(0, len(prompts), size)]
         results: dict[int, tuple[float, ...]] = {}
 
         def ask(clients: Sequence[ServerClient]) -> None:
-            for client, done in together(compare, clients, [part for part in parts if part[0] not in results]):
+            for client, done in call_servers(compare, clients, [part for part in parts if part[0] not in results]):
                 self._count(client, done)
-            proven = {client.proof() for client in clients}
+            proven = {client.fetch_digest() for client in clients}
             if proven != {self._digest()}:
                 results.clear()
                 raise self._build_proof_error(proven)
@@ -170,7 +170,9 @@ class ServedEngine:
             assert share, "each server receives at least one part"
             for part in share:
                 batch = [prompts[row] for row in part]
-                logprobs_PC, done = client.likelihoods(self._digest(), batch, continuations, sight=self._sight())
+                logprobs_PC, done = client.score_continuations(
+                    policy.digest, batch, continuations, vision=policy.vision
+                )
                 if not np.isfinite(logprobs_PC).all():
                     raise Quarantined(f"policy {self._digest()}: log-probs of continuations are not finite")
                 results.update(zip(part, map(tuple, logprobs_PC.tolist()), strict=True))
@@ -181,9 +183,9 @@ class ServedEngine:
         return [results[row] for row in range(len(prompts))]
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
-        return self.interleaved(lambda generate: generate(requests, sampling))
+        return self.run_interleaved(lambda generate: generate(requests, sampling))
 
-    def interleaved(self, work: Callable[[Generate], T]) -> T:
+    def run_interleaved(self, work: Callable[[Generate], T]) -> T:
         """Call `work` with a function that generates, then let the servers prove that they served the policy.
 
         Without that proof, `work` is called again. Raises WorkerLost after `MAX_LOADS` repetitions.
@@ -201,20 +203,20 @@ class ServedEngine:
 
     def _proofs(self) -> set[str]:
         digests: set[str] = set()
-        self._persist(lambda clients: digests.update(client.proof() for client in clients))
+        self._persist(lambda clients: digests.update(client.fetch_digest() for client in clients))
         return digests
 
     def _generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
         """Generate completions without proving their weights."""
         policy = self._served()
         require_engine_room(requests, sampling, context=self._context(), owner=self._name_context_owner())
-        drafts = self._open_drafts(rows_of(requests, longest=sampling.max_new_tokens), sampling)
+        drafts = self._open_drafts(build_rows(requests, longest=sampling.max_new_tokens), sampling)
         self._persist(lambda clients: self._write(drafts, sampling, clients))
-        completions = iter(completions_of(drafts, policy.tokenizer, self._stops(sampling).texts, digest=policy.digest))
+        completions = iter(build_completions(drafts, policy.tokenizer, sampling.stop, digest=policy.digest))
         return [[next(completions) for _ in request.seeds] for request in requests]
 
     def _open_drafts(self, rows: Sequence[CompletionRow], sampling: SamplingConfig) -> list[PendingRequest]:
-        return drafts_of(rows, sampling, notes_experts=self._notes_experts)
+        return build_drafts(rows, sampling, records_experts=self._records_experts)
 
     def _write(self, drafts: list[PendingRequest], sampling: SamplingConfig, clients: Sequence[ServerClient]) -> None:
         """Generate until every draft (unfinished completion) is finished."""
@@ -222,7 +224,7 @@ class ServedEngine:
             groups: dict[int, list[PendingRequest]] = {}
             for draft in unfinished:  # a group stays on one server, which computes its prompt once
                 groups.setdefault(draft.row.request, []).append(draft)
-            answered = together(
+            answered = call_servers(
                 lambda client, share: self._request(
                     [draft for group in share for draft in group], sampling, client=client
                 ),
@@ -232,20 +234,19 @@ class ServedEngine:
             for client, done in answered:
                 self._count(client, done)
 
-    def _build_proof_error(self, proven: set[str]) -> Stale:
-        return Stale(f"servers must serve {self._digest()} to the end, but serve {', '.join(map(repr, proven))}")
+    def _build_proof_error(self, proven: set[str]) -> StaleWeights:
+        return StaleWeights(f"servers must serve {self._digest()} to the end, but serve {', '.join(map(repr, proven))}")
 
     def _request(
         self, drafts: Sequence[PendingRequest], sampling: SamplingConfig, *, client: ServerClient
     ) -> tuple[ServerClient, RequestDone]:
-        """Request the missing tokens of drafts from a server, add them to the drafts, and return the server's
-        counts.
-        """
+        """Request the missing tokens of drafts from a server and add them. Return the server's counts."""
         for draft in drafts:
             draft.forget_fresh()
-        requests = [draft.ask(number) for number, draft in enumerate(drafts)]
+        requests = [draft.build_request(number) for number, draft in enumerate(drafts)]
         under_way = dict(enumerate(drafts))
-        stream = client.generate(self._digest(), requests, sampling, stops=self._stops(sampling), sight=self._sight())
+        vision = self._served().vision
+        stream = client.generate(self._digest(), requests, sampling, stops=self._stops(sampling), vision=vision)
         with closing(stream) as answers:
             for answer in answers:
                 self._on_progress()
@@ -270,14 +271,14 @@ class ServedEngine:
                 with self._repair_lock:
                     clients, epoch = self._loaded(), self._epoch
                 return work(clients)
-            except Stale as error:
+            except StaleWeights as error:
                 loads += 1
                 self._load_again(error, loads=loads, epoch=epoch)
             except EndpointDown as error:
                 restarts += 1
                 self._replace_server(error, restarts=restarts, epoch=epoch)
 
-    def _load_again(self, error: Stale, *, loads: int, epoch: int | None = None) -> None:
+    def _load_again(self, error: StaleWeights, *, loads: int, epoch: int | None = None) -> None:
         """Request a reload of the policy before the next call, unless another thread has done so since `epoch`."""
         if loads > MAX_LOADS:
             raise WorkerLost(f"{error}; the weights were loaded {MAX_LOADS} times without success") from error
@@ -291,8 +292,8 @@ class ServedEngine:
         """Prepare for a replacement of a failed server, unless another thread has done so since `epoch`."""
         with self._repair_lock:
             if epoch == self._epoch:
-                cause = self._servers.cause()
-                self._servers.mend(error)
+                cause = self._servers.find_cause()
+                self._servers.prepare_restart(error)
                 self._renew()
                 self._cause = f"; the log of the server contains: {cause}" if cause else ""
         if restarts > self._config.max_restarts:
@@ -305,17 +306,17 @@ class ServedEngine:
     def _loaded(self) -> tuple[ServerClient, ...]:
         """Return clients of the servers, after loading the policy into those that do not serve it."""
         policy = self._served()
-        clients = self._servers.clients(policy.directory, tell_experts=self._needs_experts)
+        clients = self._servers.start_clients(policy.directory, report_experts=self._needs_experts)
         missing = [client for client in clients if client.url not in self._ready]
-        self._moved_bytes += sum(together(lambda client, _: self._load(client, policy), missing, missing))
+        self._moved_bytes += sum(call_servers(lambda client, _: self._load(client, policy), missing, missing))
         urls = {client.url for client in clients}
         self._abouts = {url: about for url, about in self._abouts.items() if url in urls}
         return clients
 
     def _load(self, client: ServerClient, policy: _Policy) -> int:
         """Load the policy into a server and return the bytes moved. Raises BadInput if its settings do not fit."""
-        about = self._abouts.get(client.url) or client.about()
-        require_fit(client, about, self._config, adapter_rank=self._adapter_rank, tell_experts=self._needs_experts)
+        about = self._abouts.get(client.url) or client.fetch_info()
+        require_fit(client, about, self._config, adapter_rank=self._adapter_rank, report_experts=self._needs_experts)
         original, longest = policy.longrope_context, about.max_model_len
         if original is not None and longest > original:
             raise BadInput(
@@ -325,7 +326,9 @@ class ServedEngine:
         loaded = client.load(policy.directory, policy.adapter)
         self._on_progress()
         if loaded.digest != policy.digest:
-            raise Stale(f"{client} must serve {policy.digest} after loading it, but it reports {loaded.digest!r}")
+            raise StaleWeights(
+                f"{client} must serve {policy.digest} after loading it, but it reports {loaded.digest!r}"
+            )
         logger.info("%s loaded %s: %d bytes in %.3f s", client, loaded.digest, loaded.bytes, loaded.seconds)
         if client.url not in self._counts:
             self._probe_server(client)
@@ -335,15 +338,15 @@ class ServedEngine:
 
     def _probe_server(self, client: ServerClient) -> None:
         """Generate one token, so that unsupported shapes fail early, and store the server's initial counts."""
-        first = [Ask(id=0, input=ModelInput.from_prompt([0]), seed=0, max_tokens=1)]
+        first = [CompletionRequest(id=0, input=ModelInput.from_prompt([0]), seed=0, max_tokens=1)]
         try:
             for answer in client.generate(
-                self._digest(), first, SamplingConfig(), stops=Stops((), ()), sight=self._sight()
+                self._digest(), first, SamplingConfig(), stops=Stops((), ()), vision=self._served().vision
             ):
                 if isinstance(answer, RequestDone):
                     self._counts[client.url] = answer
         except EndpointDown as error:
-            if cause := self._servers.cause():
+            if cause := self._servers.find_cause():
                 raise WorkerFailed(f"vLLM cannot run the policy: {cause}") from error
             raise
 
@@ -372,9 +375,6 @@ class ServedEngine:
 
     def _stops(self, sampling: SamplingConfig) -> Stops:
         return Stops(sampling.stop, self._served().ends)
-
-    def _sight(self) -> ServedSight:
-        return self._served().sight
 
     def _context(self) -> int | None:
         """Return the longest sequence, in tokens, that policy and servers accept, or None if there is no limit."""

@@ -11,7 +11,7 @@ from models.vision.families import ImageSize
 from models.vision.processor import VisionProcessor
 
 
-class ServedSight:
+class VisionInputEncoder:
     """Encoder of the inputs of a vision-language policy for servers.
     For a text-only policy only the tokens are encoded.
     """
@@ -25,7 +25,7 @@ class ServedSight:
         """IDs of the tokens that have probability 0."""
         return [] if self._processor is None else [*self._processor.banned]
 
-    def spell(self, model_input: ModelInput) -> dict[str, JsonValue]:
+    def encode(self, model_input: ModelInput) -> dict[str, JsonValue]:
         """Encode a model input as JSON: its tokens and, if it has images, the images and tokens with placeholders.
 
         There is one placeholder per image, which vLLM expands. The server checks that the result equals the tokens.
@@ -48,4 +48,8 @@ class ServedSight:
             for digest, part in zip(model_input.images, parts, strict=True)
         ]
         collapsed += model_input.completion.tolist()
-        return encoded | {"collapsed": [*collapsed], "images": images, "settings": {**self._processor.told}}
+        return encoded | {
+            "collapsed": [*collapsed],
+            "images": images,
+            "settings": {**self._processor.processor_arguments},
+        }

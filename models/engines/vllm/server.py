@@ -56,12 +56,12 @@ class Address:
 
     def url(self, port: int) -> str:
         """Return the URL at which this machine reaches the server."""
-        return f"http://{LOOPBACK if self.host == EVERYWHERE else self.host}:{port}"
+        return f"http://{LOOPBACK if self.host == ALL_INTERFACES else self.host}:{port}"
 
 
-EVERYWHERE: Final = "0.0.0.0"
+ALL_INTERFACES: Final = "0.0.0.0"
 """Address of all network interfaces."""
-OWN: Final = Address()
+PRIVATE_ADDRESS: Final = Address()
 """Address of a server that only this process uses."""
 
 
@@ -73,7 +73,7 @@ class Server:
     key: str
     process: OwnedProcess
 
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Return whether the server's process runs. A running process may still not answer."""
         return self.process.alive()
 
@@ -81,9 +81,9 @@ class Server:
         """Return the last lines of the server's log, also after its end."""
         return self.process.tail(lines)
 
-    def cause(self) -> str:
+    def find_cause(self) -> str:
         """Return the first error in the server's log as one line, or an empty string if there is none."""
-        return cause_in(_plain(self.process))
+        return find_error(_plain(self.process))
 
     def stop(self) -> None:
         """Stop the server with all its processes, and wait until they have ended."""
@@ -96,8 +96,8 @@ def start_server(
     *,
     adapter_rank: int,
     on_progress: Callable[[], None],
-    tell_experts: bool = False,
-    at: Address = OWN,
+    report_experts: bool = False,
+    at: Address = PRIVATE_ADDRESS,
 ) -> Server:
     """Start vLLM for the shape of the policy in `directory`, with dummy weights, and wait until it answers.
 
@@ -118,10 +118,10 @@ def start_server(
             platform=platform,
             at=replace(at, port=port),
             lora_rank=rank,
-            tell_experts=tell_experts,
+            report_experts=report_experts,
         ),
-        environment=environment(key, platform=platform, tell_experts=tell_experts),
-        ready=lambda port: ServerClient(at.url(port), key).ready(),
+        environment=environment(key, platform=platform, report_experts=report_experts),
+        ready=lambda port: ServerClient(at.url(port), key).is_ready(),
         start_seconds=config.start_seconds,
         explain=_explain,
     )
@@ -161,11 +161,11 @@ def command(
     platform: Platform,
     at: Address,
     lora_rank: int,
-    tell_experts: bool = False,
+    report_experts: bool = False,
 ) -> tuple[str, ...]:
     """Return the command line of vLLM's API server. A `lora_rank` of 0 means a server without adapters."""
     # On a CPU, experts are recorded while tokens are computed, so each request must compute all its tokens.
-    caches = config.prefix_caching and not (tell_experts and platform == "cpu")
+    caches = config.prefix_caching and not (report_experts and platform == "cpu")
     length = config.max_model_len or context_of(directory)
     cache_gib = CPU_CACHE_GIB if config.cache_gib is None and platform == "cpu" else config.cache_gib
     options: dict[str, str | int | float | bool] = {
@@ -190,7 +190,7 @@ def command(
         "no-enable-chunked-prefill": platform == "cpu",
         "enable-sleep-mode": platform == "cuda",
         "enable-lora": lora_rank > 0,
-        "enable-return-routed-experts": tell_experts and platform == "cuda",
+        "enable-return-routed-experts": report_experts and platform == "cuda",
     }
     if length is not None:
         options["max-model-len"] = length
@@ -213,7 +213,7 @@ def _words(options: dict[str, str | int | float | bool]) -> tuple[str, ...]:
     return tuple(words)
 
 
-def environment(key: str, *, platform: Platform, tell_experts: bool = False) -> dict[str, str]:
+def environment(key: str, *, platform: Platform, report_experts: bool = False) -> dict[str, str]:
     """Return the environment variables of vLLM's processes: those of this process, adapted to vLLM.
 
     Rheostat's own variables are removed, and settings of threads and devices are kept. On a CPU nothing is compiled: no
@@ -224,7 +224,7 @@ def environment(key: str, *, platform: Platform, tell_experts: bool = False) -> 
     return {
         **({"TORCH_COMPILE_DISABLE": "1"} if platform == "cpu" else {}),
         **inherited,
-        **({"VLLM_USE_V2_MODEL_RUNNER": "1"} if tell_experts and platform == "cuda" else {}),
+        **({"VLLM_USE_V2_MODEL_RUNNER": "1"} if report_experts and platform == "cuda" else {}),
         "PYTHONPATH": str(PLUGIN),
         "PYTHONSAFEPATH": "1",
         "PYTHONUNBUFFERED": "1",
@@ -276,14 +276,14 @@ def _check_port(host: str, port: int) -> Iterable[int]:
 
 
 def _explain(process: OwnedProcess) -> str:
-    return cause_in(_plain(process)) or last_lines(process)
+    return find_error(_plain(process)) or last_lines(process)
 
 
 def _plain(process: OwnedProcess) -> list[str]:
     return [PREFIX.sub("", line).strip() for line in process.tail(TAIL_LINES)]
 
 
-def cause_in(lines: Sequence[str]) -> str:
+def find_error(lines: Sequence[str]) -> str:
     """Return the first error among the lines of a log, or an empty string if there is none.
 
     If the error's text continues on the next line, that line is included.

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from infra.errors import BadInput, EndpointDown
 from models.config.engines import VllmEngine
-from models.engines.vllm.client import About, ServerClient, Stale
+from models.engines.vllm.client import ServerClient, ServerInfo, StaleWeights
 from models.engines.vllm.server import Server, start_server
 from models.vision.processor import SETTINGS
 
@@ -29,21 +29,21 @@ _PASSING: Final = ("_name_or_path", "dtype", "torch_dtype", "transformers_versio
 class Servers(Protocol):
     """Servers of one engine, either started by it or already running."""
 
-    def clients(self, directory: Path, *, tell_experts: bool) -> tuple[ServerClient, ...]:
+    def start_clients(self, directory: Path, *, report_experts: bool) -> tuple[ServerClient, ...]:
         """Return clients of servers that can serve a model of the shape in `directory`. Start servers if needed.
 
-        With `tell_experts`, they are started so that they can report the experts that the routers choose.
+        With `report_experts`, they are started so that they can report the experts that the routers choose.
         """
 
-    def running(self) -> tuple[ServerClient, ...]:
+    def running_clients(self) -> tuple[ServerClient, ...]:
         """Return clients of the servers that run now."""
 
-    def mend(self, error: EndpointDown) -> None:
+    def prepare_restart(self, error: EndpointDown) -> None:
         """Prepare for `clients` to start a new server after one did not answer.
         Raises EndpointDown if the servers are not started here.
         """
 
-    def cause(self) -> str:
+    def find_cause(self) -> str:
         """Return the line of the server's log that explains its end, or an empty string if there is none."""
 
     def sleep(self) -> None:
@@ -59,38 +59,38 @@ class OwnServer:
     def __init__(self, config: VllmEngine, *, adapter_rank: int, on_progress: Callable[[], None]) -> None:
         self._config, self._adapter_rank, self._on_progress = config, adapter_rank, on_progress
         self._server: Server | None = None
-        self._shape, self._tells_experts = "", False
+        self._shape, self._reports_experts = "", False
 
-    def clients(self, directory: Path, *, tell_experts: bool) -> tuple[ServerClient, ...]:
+    def start_clients(self, directory: Path, *, report_experts: bool) -> tuple[ServerClient, ...]:
         shape, server = _shape(directory), self._server
-        fits = shape == self._shape and self._tells_experts >= tell_experts
-        if server is not None and not (fits and server.alive()):
+        fits = shape == self._shape and self._reports_experts >= report_experts
+        if server is not None and not (fits and server.is_alive()):
             self.close()
         if self._server is None:
             self._server = start_server(
                 self._config,
                 directory,
                 adapter_rank=self._adapter_rank,
-                tell_experts=tell_experts,
+                report_experts=report_experts,
                 on_progress=self._on_progress,
             )
-            self._shape, self._tells_experts = shape, tell_experts
-        return self.running()
+            self._shape, self._reports_experts = shape, report_experts
+        return self.running_clients()
 
-    def running(self) -> tuple[ServerClient, ...]:
-        if self._server is None or not self._server.alive():
+    def running_clients(self) -> tuple[ServerClient, ...]:
+        if self._server is None or not self._server.is_alive():
             return ()
         return (ServerClient(self._server.url, self._server.key),)
 
-    def mend(self, error: EndpointDown) -> None:
-        logger.warning("The vLLM server is started again: %s %s", error, self.cause())
+    def prepare_restart(self, error: EndpointDown) -> None:
+        logger.warning("The vLLM server is started again: %s %s", error, self.find_cause())
         self.close()
 
-    def cause(self) -> str:
-        return "" if self._server is None else self._server.cause()
+    def find_cause(self) -> str:
+        return "" if self._server is None else self._server.find_cause()
 
     def sleep(self) -> None:
-        for client in self.running():
+        for client in self.running_clients():
             try:
                 client.sleep()
             except EndpointDown as error:
@@ -117,18 +117,18 @@ class RunningServers:
                 )
         self._clients = tuple(ServerClient(url, key) for url in config.base_urls)
 
-    def clients(self, directory: Path, *, tell_experts: bool) -> tuple[ServerClient, ...]:
+    def start_clients(self, directory: Path, *, report_experts: bool) -> tuple[ServerClient, ...]:
         return self._clients
 
-    def running(self) -> tuple[ServerClient, ...]:
+    def running_clients(self) -> tuple[ServerClient, ...]:
         return self._clients
 
-    def mend(self, error: EndpointDown) -> None:
+    def prepare_restart(self, error: EndpointDown) -> None:
         raise EndpointDown(
             f"{error}. Start it with `rheostat engine serve vllm`, or correct engine.base_urls"
         ) from error
 
-    def cause(self) -> str:
+    def find_cause(self) -> str:
         return ""
 
     def sleep(self) -> None:
@@ -146,7 +146,7 @@ def find_servers(config: VllmEngine, *, adapter_rank: int, on_progress: Callable
 
 
 def require_fit(
-    client: ServerClient, about: About, config: VllmEngine, *, adapter_rank: int, tell_experts: bool
+    client: ServerClient, about: ServerInfo, config: VllmEngine, *, adapter_rank: int, report_experts: bool
 ) -> None:
     """Raise BadInput if a server's settings differ from the configuration, or if it cannot report required experts."""
     for name, expected, actual in (
@@ -160,20 +160,20 @@ def require_fit(
             f"update.lora.rank is {adapter_rank}, but {client} serves adapters up to rank {about.lora_rank}. Lower it, "
             "or start the server for this rank"
         )
-    if tell_experts and not about.tells_experts:
+    if report_experts and not about.tells_experts:
         raise BadInput(
             f"update.router_replay: {client} does not report the chosen experts. Serve a mixture of experts, and start "
             "the server with --experts"
         )
 
 
-def together(
+def call_servers(
     query: Callable[[ServerClient, Sequence[T]], R], clients: Sequence[ServerClient], items: Sequence[T]
 ) -> list[R]:
     """Distribute the items over the servers, call all servers in parallel, and wait for every call to end.
 
     If calls failed, one of their errors is raised after all calls have ended. Errors that a retry may fix
-    (EndpointDown, Stale) are raised only if there is no other error.
+    (EndpointDown, StaleWeights) are raised only if there is no other error.
     """
     shares = [(client, items[index :: len(clients)]) for index, client in enumerate(clients)]
     shares = [(client, share) for client, share in shares if share]
@@ -183,7 +183,7 @@ def together(
         futures = [pool.submit(query, client, share) for client, share in shares]
     errors = [error for future in futures if (error := future.exception()) is not None]
     # Errors that a retry cannot fix come first.
-    errors.sort(key=lambda error: isinstance(error, EndpointDown | Stale))
+    errors.sort(key=lambda error: isinstance(error, EndpointDown | StaleWeights))
     if errors:
         raise errors[0]
     return [future.result() for future in futures]

@@ -24,7 +24,7 @@ from models.config.rewards import ScoringConfig
 from models.records.columns import Floats, Mask
 from models.records.media import Media
 from models.records.versions import policy_of
-from models.text.token_offsets import open_tokenizer, token_starts
+from models.text.token_offsets import find_token_starts, open_tokenizer
 from tasks.run.batch import Batch, iterations_without_rollouts, picture_shards_of
 from tasks.run.iteration import Iteration
 from tasks.run.keys import StageKey, evaluation_key, iteration_key, reward_model_role
@@ -301,7 +301,7 @@ def _build_completion(
     row: _Row, score: Mapping[str, object], shard: _Shard, tokenizer: Tokenizer | None
 ) -> BrowsedCompletion:
     tokens, text, place = row["completion_tokens"], row["completion"], (row["prompt_row"], row["sample"])
-    starts = None if tokenizer is None else token_starts(tokenizer, tokens, text)
+    starts = None if tokenizer is None else find_token_starts(tokenizer, tokens, text)
     shortened, cut, kept = _shorten(text, starts)
     mask = _mask_of_policy(row["segments"])
     advantages = _spread_advantages(shard.advantages.get(place), mask)

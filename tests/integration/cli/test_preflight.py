@@ -165,7 +165,7 @@ def test_the_weights_of_a_mixture_limit_the_number_of_prompts_of_an_iteration():
         f"path='{name}.jsonl',heldout_path='heldout.jsonl',weight={n}" for name, n in (("few", 1), ("many", 4))
     )
     facts = check_job(f"data={{kind='mixture',sources=[{{{few}}},{{{many}}}]}}", "rollout.prompts=20")
-    assert (facts["train_problems"], facts["heldout_problems"], facts["most_prompts"]) == (64, 2, 20)
+    assert (facts["train_problems"], facts["heldout_problems"], facts["max_prompts"]) == (64, 2, 20)
 
 
 def test_an_8_bit_optimizer_has_a_quarter_of_the_state_of_a_policy_with_experts(place):

@@ -10,7 +10,7 @@ from infra.errors import BadInput
 from models.config.data import ArithmeticData
 from models.config.policy import DirectoryPolicy, ScratchPolicy
 from models.data.problems import load_problems
-from models.inspection.companions import check_same_tokens
+from models.inspection.other_models import check_same_tokens
 from models.modeling.policy import build_scratch, save_policy
 from models.text.tokenizer import scratch_tokenizer
 

@@ -12,7 +12,7 @@ from models.inspection.directory import inspect_directory
 from models.modeling.directory import check_directory
 from models.modeling.reward_model import check_reward_model
 from models.text.tokenizer import load_tokenizer, render
-from models.untrusted_files.directory import admit
+from models.untrusted_files.directory import check_untrusted_files
 from tests.support.preflight import check_job
 
 
@@ -66,7 +66,7 @@ def test_a_snapshot_may_not_link_beyond_its_own_cache(target):
     (directory / "chat_template.jinja").unlink()
     (directory / "chat_template.jinja").symlink_to(target)
     with pytest.raises(BadInput, match=r"chat_template.jinja: .*symbolic link"):
-        admit(directory)
+        check_untrusted_files(directory)
 
 
 def test_a_number_of_a_thousand_digits_is_abbreviated():
@@ -78,7 +78,7 @@ def test_a_number_of_a_thousand_digits_is_abbreviated():
 def test_the_largest_sizes_that_are_published_are_accepted():
     large = {"num_hidden_layers": 126, "n_routed_experts": 512, "max_position_embeddings": 10 * 2**20}
     edit(Path("model/config.json"), **large, rope_theta=10**9, vocab_size=2**18)
-    admit(Path("model"))
+    check_untrusted_files(Path("model"))
 
 
 def test_a_configuration_of_a_gigabyte_is_not_read():

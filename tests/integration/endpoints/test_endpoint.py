@@ -24,7 +24,7 @@ def echo(asked, before):
 def ask_once(reply, **settings):
     """Query a judge with one question that a server answers with a reply. Return the answer and the requests."""
     with chat_server(lambda asked, before: reply) as server:
-        [answer] = judge_at(server.url, **settings).ask(questions(1))
+        [answer] = judge_at(server.url, **settings).answer(questions(1))
     return answer, server.asked
 
 
@@ -37,7 +37,7 @@ def with_top_logprobs(text, **logprobs):
 def test_a_question_is_sent_as_a_chat_completion_with_its_seed_and_sampling():
     with chat_server(echo) as server:
         sampling = SamplingConfig(temperature=0.3, top_p=0.8, max_new_tokens=7, stop=("\n",))
-        [answer] = judge_at(server.url, sampling=sampling).ask([Question(text="Is it so?", seed=2**40 + 5)])
+        [answer] = judge_at(server.url, sampling=sampling).answer([Question(text="Is it so?", seed=2**40 + 5)])
     [asked] = server.asked
     assert asked.path == "/v1/chat/completions"
     assert asked.body == {
@@ -61,7 +61,7 @@ def test_answers_keep_the_order_of_their_questions_and_the_cap_on_concurrent_req
         return Reply(body=echo(asked, before).body, seconds=0.01 * (number % 4 == 0))
 
     with chat_server(reply_to_every_fourth_last) as server:
-        answers = judge_at(server.url, concurrency=4, timeout_seconds=60).ask(questions(40))
+        answers = judge_at(server.url, concurrency=4, timeout_seconds=60).answer(questions(40))
     assert [answer.text for answer in answers] == [f"about question {number}" for number in range(40)]
     assert server.most_at_once == 4
 
@@ -72,7 +72,7 @@ def test_all_requests_succeed_on_a_server_with_temporary_failures():
 
     with chat_server(fail_three_of_ten) as server:
         judge = judge_at(server.url, retries=8)
-        answers = judge.ask(questions(60))
+        answers = judge.answer(questions(60))
     assert [answer.text for answer in answers] == [f"about question {number}" for number in range(60)]
     assert len(server.asked) > 65
     assert judge.progress == len(server.asked)
@@ -90,7 +90,7 @@ def test_all_requests_succeed_on_a_server_with_temporary_failures():
 )
 def test_a_request_with_a_temporary_failure_is_retried(fault, settings):
     with chat_server(lambda asked, before: fault if before == 0 else echo(asked, before)) as server:
-        answers = judge_at(server.url, **settings).ask(questions(3))
+        answers = judge_at(server.url, **settings).answer(questions(3))
     assert [answer.error for answer in answers] == [None] * 3
     assert len(server.asked) == 6
 
@@ -100,7 +100,7 @@ def test_retry_after_is_obeyed():
         return Reply(status=429, headers={"Retry-After": "1"}) if before == 0 else echo(asked, before)
 
     with chat_server(reply_busy_once) as server:
-        [answer] = judge_at(server.url).ask(questions(1))
+        [answer] = judge_at(server.url).answer(questions(1))
     first, second = server.asked
     assert answer.error is None
     assert second.at - first.at >= 1.0
@@ -111,7 +111,7 @@ def test_judging_stops_after_the_first_question_lost_to_an_endpoint_that_stays_d
     with chat_server(lambda asked, before: Reply(status=status)) as server:
         judge = judge_at(server.url, retries=3)
         with pytest.raises(EndpointDown, match=r"127\.0\.0\.1:\d+/v1/chat/completions is down: .*50") as caught:
-            judge.ask(questions(200))
+            judge.answer(questions(200))
     assert len(server.asked) <= 32 * 4 + 32  # not 200 questions times 4 attempts
     assert isinstance(caught.value, OSError)  # stages try an OSError again later
 
@@ -120,7 +120,7 @@ def test_a_refused_connection_means_that_the_endpoint_is_down():
     with chat_server(echo) as server:
         pass
     with pytest.raises(EndpointDown, match="attempt 2 of 2"):
-        judge_at(server.url, retries=1).ask(questions(2))
+        judge_at(server.url, retries=1).answer(questions(2))
 
 
 def test_a_judge_works_again_when_its_endpoint_is_up_again():
@@ -128,9 +128,9 @@ def test_a_judge_works_again_when_its_endpoint_is_up_again():
     with chat_server(lambda asked, before: echo(asked, before) if state.is_up else Reply(reset=True)) as server:
         judge = judge_at(server.url, retries=1)
         with pytest.raises(EndpointDown):
-            judge.ask(questions(3))
+            judge.answer(questions(3))
         state.is_up = True
-        assert [answer.error for answer in judge.ask(questions(3))] == [None] * 3
+        assert [answer.error for answer in judge.answer(questions(3))] == [None] * 3
 
 
 def test_a_question_that_the_server_cannot_answer_fails_alone():
@@ -138,7 +138,7 @@ def test_a_question_that_the_server_cannot_answer_fails_alone():
         return Reply(status=500) if asked.text == "question 1" else echo(asked, before)
 
     with chat_server(poisoned) as server:
-        answers = judge_at(server.url, retries=2).ask(questions(4))
+        answers = judge_at(server.url, retries=2).answer(questions(4))
     assert [answer.text is None for answer in answers] == [False, True, False, False]
     assert "500" in answers[1].error
 
@@ -150,7 +150,7 @@ def test_a_refused_request_is_raised_without_retries(status):
         chat_server(lambda asked, before: reply) as server,
         pytest.raises(WorkerFailed, match=rf"answered {status} .*no such model"),
     ):
-        judge_at(server.url, concurrency=2).ask(questions(50))
+        judge_at(server.url, concurrency=2).answer(questions(50))
     assert len(server.asked) <= 4
 
 
@@ -161,7 +161,7 @@ def test_a_redirect_is_refused():
             chat_server(lambda asked, before: away) as server,
             pytest.raises(WorkerFailed, match=r"answered 307 .*base_url"),
         ):
-            judge_at(server.url).ask(questions(1))
+            judge_at(server.url).answer(questions(1))
     assert other.asked == []
 
 
@@ -261,9 +261,9 @@ def test_the_key_is_sent_and_appears_nowhere_else(monkeypatch, caplog, capfd, sp
     replies = {"question 0": echo, "question 1": lambda asked, before: Reply(status=400, body=repeats.body)}
     with chat_server(lambda asked, before: replies.get(asked.text, lambda *_: repeats)(asked, before)) as server:
         judge = judge_at(server.url, api_key_variable="JUDGE_KEY")
-        answers = judge.ask(questions(2))
+        answers = judge.answer(questions(2))
         with pytest.raises(WorkerFailed) as caught:
-            judge.ask(questions(3)[2:])
+            judge.answer(questions(3)[2:])
     assert server.asked[0].headers["Authorization"] == f"Bearer {CANARY}"
     notes = getattr(caught.value, "__notes__", ())
     shown = "".join([caplog.text, *capfd.readouterr(), repr(answers), repr(caught.value), *notes])
@@ -285,6 +285,6 @@ def test_a_proxy_or_a_netrc_of_the_environment_changes_nothing(monkeypatch, tmp_
     with chat_server(echo) as proxy, chat_server(echo) as server:
         for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
             monkeypatch.setenv(name, proxy.url.removesuffix("/v1"))
-        judge_at(server.url).ask(questions(1))
+        judge_at(server.url).answer(questions(1))
     assert (len(server.asked), len(proxy.asked)) == (1, 0)
     assert "Authorization" not in server.asked[0].headers

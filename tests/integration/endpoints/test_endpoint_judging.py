@@ -129,10 +129,10 @@ def test_a_certificate_is_checked_against_the_host_name_although_the_address_is_
     with chat_server(lambda asked, before: reply_with("fine"), tls=context) as server:
         port = server.url.split(":")[2]
         named = judge_at(f"https://localhost:{port}", allowed_hosts=("localhost",), retries=1)
-        assert [answer.text for answer in named.ask(questions(2))] == ["fine", "fine"]
+        assert [answer.text for answer in named.answer(questions(2))] == ["fine", "fine"]
         by_address = judge_at(f"https://127.0.0.1:{port}", retries=0)
         with pytest.raises(EndpointDown, match="certificate"):
-            by_address.ask(questions(1))
+            by_address.answer(questions(1))
     assert server.asked[0].headers["Host"] == f"localhost:{port.removesuffix('/v1')}"
 
 
@@ -149,7 +149,7 @@ def test_a_host_name_is_resolved_once_and_the_connection_uses_the_address():
     with chat_server(lambda asked, before: Reply(reset=True) if before == 0 else reply_with("fine")) as server:
         judge = judge_at(server.url.replace("127.0.0.1", "localhost"), allowed_hosts=("localhost",))
         LOOKUPS.clear()
-        judge.ask(questions(10))
+        judge.answer(questions(10))
         seen = list(LOOKUPS)
     assert seen.count("localhost") == 1
     assert set(seen) - {"localhost"} <= {"127.0.0.1", b"127.0.0.1", "::1", b"::1"}
@@ -160,7 +160,7 @@ def test_a_host_name_that_resolves_to_a_private_address_is_refused_before_anythi
         port = server.url.split(":")[2]
         judge = judge_at(f"https://localhost:{port}", allowed_hosts=("localhost",), allow_private=False)
         with pytest.raises(BadInput, match=r"localhost resolves to (127\.0\.0\.1|::1), a private, loopback"):
-            judge.ask(questions(3))
+            judge.answer(questions(3))
     assert server.asked == []
     assert judge.progress <= 3, "refused, not tried again"
 
@@ -168,4 +168,4 @@ def test_a_host_name_that_resolves_to_a_private_address_is_refused_before_anythi
 def test_a_host_name_that_does_not_resolve_is_retried_and_then_counts_as_down():
     judge = judge_at("https://nowhere.invalid/v1", allowed_hosts=("nowhere.invalid",), retries=1)
     with pytest.raises(EndpointDown, match=r"nowhere\.invalid cannot be resolved: .* at attempt 2 of 2"):
-        judge.ask(questions(2))
+        judge.answer(questions(2))

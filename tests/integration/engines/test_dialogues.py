@@ -8,7 +8,7 @@ from infra.store.bundles import publish_bundle
 from models.config.engines import SamplingConfig
 from models.config.environments import DialogueEnvironment
 from models.config.users import DirectoryUser, EndpointUser
-from models.environments.transcripts import Transcript
+from models.environments.user_view import Transcript
 from models.environments.users import user_inputs
 from models.records.versions import ModelVersion, Outcome
 from tests.support.chat_server import Reply, chat_server, reply_with
@@ -42,7 +42,7 @@ class Dialogues(Episodes):
         self.user = DirectoryUser(path=home / "user")
 
     def play(self, settings, engine=ENGINE, **changes) -> Outcome:
-        user = None if settings.model.held is None else self.user_version
+        user = None if settings.model.local_engine is None else self.user_version
         return super().play(settings, engine, sampling=SAMPLING, user=user, **changes)
 
 

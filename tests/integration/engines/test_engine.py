@@ -75,7 +75,7 @@ def test_likelihoods_of_other_architectures_in_several_batches_are_those_of_each
     write_policy(tmp_path, architecture)
     engine, model = engine_of(tmp_path, max_batch_rows=7), Published(tmp_path, POLICY).model()
     for continuations in (CONTINUATIONS, [[7], [8]]):
-        likelihoods = engine.likelihoods(PROMPTS, continuations)
+        likelihoods = engine.score_continuations(PROMPTS, continuations)
         expected = [[sum(plain_logprobs(model, prompt, tokens, 1.0)) for tokens in continuations] for prompt in PROMPTS]
         np.testing.assert_allclose(likelihoods, expected, atol=1e-4)
 
@@ -84,7 +84,7 @@ def test_step_counts_include_every_sequence_of_each_decoding_step(directory):
     engine = engine_of(directory)
     groups = engine.generate(MIXED, SAMPLING)
     lengths = [len(completion.tokens) for group in groups for completion in group]
-    sums = engine.steps()
+    sums = engine.step_sums()
     # The prefill generates the first token of each sequence, and a decoding step each other token.
     assert (sums.steps, sums.sequences) == (max(lengths) - 1, sum(lengths) - len(lengths))
     live = [sum(length > step for length in lengths) for step in range(1, max(lengths))]

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, DynamicLayer
 
 from models.config.engines import SamplingConfig
 from models.engines.local.decoding import LoadedPolicy, read_prompts
-from models.engines.local.kv_cache import ROOM, InPlaceLayer, hold_in_place
+from models.engines.local.kv_cache import ROOM, InPlaceLayer, use_in_place_layers
 from models.modeling.policy import load_policy
 from tests.support.engines import MIXED, PROMPTS, engine_of, plain_logprobs, request
 from tests.support.policies import small_tokenizer, write_policy
@@ -64,7 +64,7 @@ def test_only_layers_that_grow_with_every_token_are_replaced(architecture, chang
     with torch.inference_mode():
         _, _, _, cache = read_prompts(policy, PROMPTS)
     before = [type(layer) for layer in cache.layers]
-    hold_in_place(cache)
+    use_in_place_layers(cache)
     after = [type(layer) for layer in cache.layers]
     assert after == [InPlaceLayer if kind is DynamicLayer else kind for kind in before]
     assert after.count(InPlaceLayer) == in_place
@@ -92,5 +92,5 @@ def test_completions_equal_those_of_the_growing_cache_bit_for_bit(architecture, 
     write_policy(tmp_path, architecture, changes=changes)
     engine, sampling = engine_of(tmp_path), SamplingConfig(max_new_tokens=2 * ROOM)
     in_place = engine.generate(MIXED, sampling)
-    monkeypatch.setattr("models.engines.local.decoding.hold_in_place", lambda cache: None)
+    monkeypatch.setattr("models.engines.local.decoding.use_in_place_layers", lambda cache: None)
     assert engine.generate(MIXED, sampling) == in_place

@@ -47,11 +47,11 @@ def test_completions_are_those_that_the_server_generates_for_the_seeds(serve):
 
 def test_an_engine_uses_a_server_only_if_the_server_proves_its_policy(serve, policy):
     engine, [server] = serve()
-    assert engine.serves() == policy.version.digest
+    assert engine.loaded_digest() == policy.version.digest
     server.proofs = [""]
-    assert engine.serves() == ""
+    assert engine.loaded_digest() == ""
     server.digest = "another"
-    assert engine.serves() == ""
+    assert engine.loaded_digest() == ""
 
 
 def test_whole_groups_are_spread_over_servers(serve):
@@ -69,20 +69,22 @@ def test_likelihoods_have_the_order_of_the_prompts(serve):
     engine, _ = serve(2, settings={"max_batch_rows": 1})
     before = engine.progress
     prompts = [ModelInput.from_prompt([5] * length) for length in range(1, 12)]
-    assert engine.likelihoods(prompts, [[1], [1, 2]]) == [(-length - 1.0, -length - 2.0) for length in range(1, 12)]
+    assert engine.score_continuations(prompts, [[1], [1, 2]]) == [
+        (-length - 1.0, -length - 2.0) for length in range(1, 12)
+    ]
     assert engine.progress == before + 3  # four prompts each time
 
 
 def test_likelihoods_that_are_not_finite_are_refused_with_the_policys_digest(serve, policy):
     engine, _ = serve(token_logprob=float("nan"))
     with pytest.raises(Quarantined, match=f"policy {policy.version.digest}.*not finite"):
-        engine.likelihoods([ModelInput.from_prompt([5])], [[1]])
+        engine.score_continuations([ModelInput.from_prompt([5])], [[1]])
 
 
 def test_likelihoods_are_requested_again_if_the_policy_is_not_proven_afterwards(serve):
     engine, [server] = serve()
     server.proofs, before = [""], engine.progress
-    assert engine.likelihoods([ModelInput.from_prompt([5])], [[1]]) == [(-2.0,)]
+    assert engine.score_continuations([ModelInput.from_prompt([5])], [[1]]) == [(-2.0,)]
     assert (server.loads, engine.progress - before) == (2, 3)
 
 
@@ -124,7 +126,7 @@ def test_a_server_that_loads_another_policy_loses_the_worker(serve, policy):
     server.digest_of = lambda directory: "another"
     with pytest.raises(WorkerLost, match=f"{policy.version.digest}.*'another'"):
         engine.load(policy.directory, policy.version)
-    assert engine.serves() == ""
+    assert engine.loaded_digest() == ""
 
 
 def test_threads_share_the_servers_and_one_of_them_reloads_the_policy_for_all(serve):
@@ -137,11 +139,11 @@ def test_threads_share_the_servers_and_one_of_them_reloads_the_policy_for_all(se
         with ThreadPoolExecutor(8) as threads:
             return [*threads.map(lambda each: generate([each], SAMPLING), WORK * 4)]
 
-    groups = engine.interleaved(work)
+    groups = engine.run_interleaved(work)
     assert [list_tokens(group) for group in groups] == [[each] for each in EXPECTED] * 4
     assert len(began) == 2  # since the first proof failed
     assert server.loads - loads == 2
-    assert engine.steps().steps <= server.steps
+    assert engine.step_sums().steps <= server.steps
 
 
 # ---- bad answers
@@ -186,7 +188,7 @@ def test_a_bad_answer_is_refused_and_the_server_is_not_queried_again(serve, poli
 )
 def test_experts_of_other_tokens_or_layers_are_a_failure_of_the_server(serve, message, line):
     engine, _ = serve(spoil=spoil_first(lambda lines: [line, *lines[2:]]))
-    engine.note_experts(True)
+    engine.record_experts(True)
     with pytest.raises(WorkerFailed, match=message):
         engine.generate(WORK, SAMPLING)
 
@@ -228,24 +230,24 @@ def test_a_completion_that_is_always_interrupted_loses_the_worker(serve):
     assert [len(body["requests"]) for body in server.asked] == [12] + [1] * 8
 
 
-@pytest.mark.parametrize("notes_experts", [False, True])
-def test_a_stop_text_across_an_interruption_ends_a_completion_and_its_experts(serve, notes_experts):
+@pytest.mark.parametrize("records_experts", [False, True])
+def test_a_stop_text_across_an_interruption_ends_a_completion_and_its_experts(serve, records_experts):
     begun, rest = (small_tokenizer()(text)["input_ids"] for text in ("Ana has ", "pens and more"))
 
     def in_two_parts(number: int, lines: Lines) -> Lines:
         part = chunk(0, rest, finish="stop") if number else chunk(0, begun, finish="abort")
-        if notes_experts:
+        if records_experts:
             part |= experts(1 + number, 9 + len(begun) - 1 + number * len(rest))
         return [part, lines[-1]]
 
     engine, _ = serve(spoil=in_two_parts)
-    engine.note_experts(notes_experts)
+    engine.record_experts(records_experts)
     sampling = SamplingConfig(max_new_tokens=40, stop=("has pens",))
     [[completion]] = engine.generate([request(0, 9, group=1)], sampling)
     assert completion.text == "Ana has pens"
     assert completion.finish_reason is FinishReason.STOP
     assert len(completion.logprobs) == len(completion.tokens) < len(begun + rest)
-    if notes_experts:
+    if records_experts:
         assert len(completion.experts) == 9 + len(completion.tokens) - 1
 
 
@@ -267,7 +269,7 @@ def test_a_prefix_is_part_of_the_prompt_and_changes_the_seed(serve):
 def test_experts_of_all_tokens_but_the_last_are_reported_on_request(serve):
     engine, [server] = serve()
     assert all(each.experts is None for group in engine.generate(WORK, SAMPLING) for each in group)
-    engine.note_experts(True)
+    engine.record_experts(True)
     groups = engine.generate(WORK, SAMPLING)
     assert [{one["experts"] for one in body["requests"]} for body in server.asked] == [{False}, {True}]
     for each, group in zip(WORK, groups, strict=True):
@@ -282,7 +284,7 @@ def test_tokens_keep_the_experts_of_the_request_that_generated_them(serve):
         return [parts[number], lines[-1]] if number in parts else lines
 
     engine, _ = serve(spoil=abort_twice)
-    engine.note_experts(True)
+    engine.record_experts(True)
     [[completion]] = engine.generate([request(0, 9, group=1)], SAMPLING)
     seed = derive_seed("continued", request(0, 9, group=1).seeds[0], 3)
     assert completion.tokens == (7, 8, 9, *tokens_of(seed, 9))
@@ -293,7 +295,7 @@ def test_tokens_keep_the_experts_of_the_request_that_generated_them(serve):
 def test_router_replay_refuses_a_server_that_does_not_report_experts(serve):
     engine, [server] = serve(about=ABOUT | {"tells_experts": False})
     engine.generate(WORK, SAMPLING)
-    engine.note_experts(True)
+    engine.record_experts(True)
     with pytest.raises(BadInput, match=r"update\.router_replay"):
         engine.generate(WORK, SAMPLING)
     assert len(server.asked) == 1
@@ -318,14 +320,14 @@ def test_sampled_lengths_replace_the_end_of_sequence_of_the_policy(serve):
 
 def test_steps_count_from_the_start_of_the_engine_even_if_the_server_restarts(serve):
     engine, [server] = serve()
-    assert engine.steps().steps == 0
+    assert engine.step_sums().steps == 0
     engine.generate(WORK, SAMPLING)
-    assert (engine.steps().steps, engine.steps().seconds) == (12, 6.0)
-    engine.likelihoods([ModelInput.from_prompt([5])], [[1]])
-    assert engine.steps().steps == 13
+    assert (engine.step_sums().steps, engine.step_sums().seconds) == (12, 6.0)
+    engine.score_continuations([ModelInput.from_prompt([5])], [[1]])
+    assert engine.step_sums().steps == 13
     server.steps, server.digest = 0, ""
     engine.generate(WORK, SAMPLING)
-    assert engine.steps().steps == 25
+    assert engine.step_sums().steps == 25
 
 
 def test_a_wrong_or_empty_key_is_refused_with_its_setting(serve, monkeypatch):
@@ -368,7 +370,7 @@ def test_a_server_that_would_use_the_long_factors_of_a_longrope_model_is_refused
 def test_servers_at_given_addresses_are_neither_put_to_sleep_nor_ended(serve, policy):
     engine, [server] = serve()
     engine.sleep()
-    assert engine.serves() == ""
+    assert engine.loaded_digest() == ""
     engine.load(policy.directory, policy.version)
     engine.close()
     assert server.digest == policy.version.digest

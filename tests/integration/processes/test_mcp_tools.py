@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from infra.errors import BadInput
 from models.config.environments import McpEnvironment
-from models.environments.pool import Answered, EnvironmentPool
-from models.environments.scene import tool_schemas
+from models.environments.pool import EnvironmentPool, TurnAnswer
+from models.environments.runtime import tool_schemas
 from models.text.calls import Call
 from tests.support.environments import episode_with_calls
 from tests.support.jobs import kill, wait_for
@@ -75,7 +75,7 @@ def key(monkeypatch):
     monkeypatch.setenv("OTHER_KEY", "another")
 
 
-def call_tools(pool: EnvironmentPool, *calls: Call) -> Answered:
+def call_tools(pool: EnvironmentPool, *calls: Call) -> TurnAnswer:
     [found] = pool.answer([episode_with_calls(*calls)], [0])
     pool.end(["0"], [0])
     return found

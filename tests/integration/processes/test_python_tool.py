@@ -11,8 +11,8 @@ from infra.store.shards import read_shard
 from infra.store.storage import open_store
 from models.config.engines import SamplingConfig
 from models.config.environments import PythonEnvironment, ToolsEnvironment
-from models.environments.pool import EnvironmentPool, started
-from models.environments.scene import tool_schemas
+from models.environments.pool import EnvironmentPool, start_process
+from models.environments.runtime import tool_schemas
 from models.text.calls import Call, ParsedTurn
 from models.workers.rollout import RolloutWorker
 from tests.support.environments import episode_with_calls
@@ -29,7 +29,7 @@ def run_codes(*codes: str, name: str = "python") -> EpisodeRequest:
 
 @pytest.fixture(scope="module")
 def tool():
-    running = started(PYTHON)
+    running = start_process(PYTHON)
     running.ready()
     yield running
     running.kill()
@@ -69,7 +69,7 @@ def test_a_call_returns_its_output_and_value_or_how_it_ended(tool, code: str, ou
 @needs_sandbox
 @pytest.mark.parametrize("code", ["while True: pass", "import time\ntime.sleep(99)"])
 def test_a_program_that_uses_up_its_time_keeps_its_output_and_the_next_call_is_answered(code: str):
-    hasty = started(PYTHON.model_copy(update={"step_seconds": 1}))
+    hasty = start_process(PYTHON.model_copy(update={"step_seconds": 1}))
     try:
         assert run_programs(hasty, f"print(1)\n{code}") == ["1\nError: it took longer than 1 s"]
         assert run_programs(hasty, "6 * 7") == ["42\n"]
@@ -107,7 +107,7 @@ def test_a_turn_without_a_call_ends_the_episode_and_a_wrong_call_does_not(tool):
 
 @needs_sandbox
 def test_every_process_prints_a_set_in_the_same_order(tool):
-    other = started(PYTHON)
+    other = start_process(PYTHON)
     try:
         found = [run_programs(each, "set('abcdefgh')") for each in (tool, other)]
     finally:

@@ -9,10 +9,10 @@ from infra.errors import BadInput
 from models.config.engines import VllmEngine
 from models.engines.vllm.server import (
     Address,
-    cause_in,
     command,
     context_of,
     environment,
+    find_error,
     lora_rank,
     platform_of,
     start_server,
@@ -44,12 +44,12 @@ EVERY_SERVER = (
         ("cpu", {"max_batch_rows": 7}, "max-num-seqs=7", ""),
         ("cpu", {"prefix_caching": False}, "no-enable-prefix-caching", "enable-prefix-caching"),
         ("cpu", {"adapters": 16}, "max-lora-rank=16 enable-lora", ""),
-        ("cuda", {"tell_experts": True}, "enable-return-routed-experts enable-prefix-caching", ""),
-        ("cpu", {"tell_experts": True}, "no-enable-prefix-caching", "enable-return-routed-experts"),
+        ("cuda", {"report_experts": True}, "enable-return-routed-experts enable-prefix-caching", ""),
+        ("cpu", {"report_experts": True}, "no-enable-prefix-caching", "enable-return-routed-experts"),
     ],
 )
 def test_the_options_of_a_server_follow_from_its_platform_and_configuration(platform, settings, expected, absent):
-    arguments = {name: settings[name] for name in ("adapters", "tell_experts") if name in settings}
+    arguments = {name: settings[name] for name in ("adapters", "report_experts") if name in settings}
     config = {name: value for name, value in settings.items() if name not in arguments}
     words = command(
         VllmEngine(max_model_len=512, **config),
@@ -58,7 +58,7 @@ def test_the_options_of_a_server_follow_from_its_platform_and_configuration(plat
         platform=platform,
         at=Address(port=8123),
         lora_rank=arguments.get("adapters", 0),
-        tell_experts=arguments.get("tell_experts", False),
+        report_experts=arguments.get("report_experts", False),
     )
     assert words[:3] == (str(PYTHON), "-m", "vllm.entrypoints.openai.api_server")
     options = " ".join(words[3:]).removeprefix("--").split(" --")
@@ -77,7 +77,7 @@ def test_the_rank_of_an_adapter_is_rounded_up_to_a_rank_that_vllm_supports():
     ("platform", "tells_experts"), [("cuda", True), ("cuda", False), ("cpu", True), ("cpu", False)]
 )
 def test_the_second_model_runner_serves_only_policies_on_gpus_whose_experts_are_recorded(platform, tells_experts):
-    variables = environment("", platform=platform, tell_experts=tells_experts)
+    variables = environment("", platform=platform, report_experts=tells_experts)
     assert variables.get("VLLM_USE_V2_MODEL_RUNNER") == ("1" if (platform, tells_experts) == ("cuda", True) else None)
 
 
@@ -181,9 +181,9 @@ RuntimeError: Engine core initialization failed. See root cause above.
 
 
 def test_the_cause_in_a_log_is_the_first_error_that_refers_to_no_other():
-    assert cause_in(LOG.splitlines()) == "ValueError: No available memory for the cache blocks."
-    assert cause_in(LOG.splitlines()[-1:]) == ""
-    assert cause_in(["INFO all is well", "WARNING: OSErrors may come"]) == ""
+    assert find_error(LOG.splitlines()) == "ValueError: No available memory for the cache blocks."
+    assert find_error(LOG.splitlines()[-1:]) == ""
+    assert find_error(["INFO all is well", "WARNING: OSErrors may come"]) == ""
     of_two = ["pydantic_core.ValidationError: 1 validation error for ModelConfig", "Value error, no such model", "more"]
-    assert cause_in(of_two) == " ".join(of_two[:2])
-    assert cause_in(["api_server.py: error: unrecognized arguments: --no"]).endswith("--no")
+    assert find_error(of_two) == " ".join(of_two[:2])
+    assert find_error(["api_server.py: error: unrecognized arguments: --no"]).endswith("--no")

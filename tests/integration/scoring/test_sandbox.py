@@ -20,7 +20,7 @@ from infra.processes.sandbox import switches_user
 from models.config.environments import PythonEnvironment
 from models.config.reward_terms import CodeReward, NumericReward, TargetReward
 from models.config.rewards import ScoringConfig
-from models.environments.pool import started
+from models.environments.pool import start_process
 from models.rewards.code import CodeJudge
 from models.rewards.evaluate import Case, Evaluator, check_rewards
 from tests.support import hostile_rewards
@@ -131,7 +131,7 @@ def programs(secret: Path, port: int) -> Iterator[tuple[str, str]]:
 @needs_sandbox
 @pytest.mark.usefixtures("no_traces")
 def test_no_program_of_a_policy_escapes_and_the_next_call_is_answered(port: int, secret: Path):
-    tool = started(PythonEnvironment(step_seconds=5, memory_mib=1024))
+    tool = start_process(PythonEnvironment(step_seconds=5, memory_mib=1024))
 
     def run(code: str) -> str:
         call = {"name": "python", "arguments": {"code": code}, "error": ""}

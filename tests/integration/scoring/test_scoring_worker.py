@@ -102,9 +102,9 @@ def test_scores_with_too_many_missing_rewards_are_not_written(store, worker, tmp
     rollouts = write_rollouts(store, *group(0, "1", "none", "none"))
     before = files_of(tmp_path)
     with pytest.raises(Quarantined, match=r"iteration 3: 2 of 3 completions .* 1 more .*2 times.*obedient"):
-        worker.score(ScoringWork(iteration=3, rollouts=rollouts, bearable=1))
+        worker.score(ScoringWork(iteration=3, rollouts=rollouts, max_missing=1))
     assert files_of(tmp_path) == before
-    assert worker.score(ScoringWork(iteration=3, rollouts=rollouts, bearable=2)).metrics["missing"] == 2
+    assert worker.score(ScoringWork(iteration=3, rollouts=rollouts, max_missing=2)).metrics["missing"] == 2
 
 
 def test_512_completions_are_scored_in_a_fraction_of_a_second(store, make_worker):

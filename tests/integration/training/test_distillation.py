@@ -21,7 +21,7 @@ from models.config.reward_terms import NumericReward
 from models.config.rewards import ScoringConfig
 from models.config.teachers import Distillation, TeacherDirectory
 from models.data.problems import load_problems
-from models.inspection.companions import check_teacher
+from models.inspection.other_models import check_teacher
 from models.modeling.layout import lay_out
 from models.records.model_input import ModelInput
 from models.records.schemas import score_schema

@@ -23,7 +23,7 @@ from models.engines.protocol import Request
 from models.modeling.layout import lay_out
 from models.records.media import MEDIA, Gallery, Media
 from models.records.model_input import ModelInput
-from models.records.pictures import picture_table
+from models.records.pictures import build_picture_table
 from models.records.schemas import SAMPLE_SCHEMA
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import UpdateWork
@@ -86,7 +86,7 @@ def drawn(tmp_path_factory):
                 }
             )
     samples = write_shard(store, pa.Table.from_pylist(rows, SAMPLE_SCHEMA), kind="samples", metadata={})
-    media = write_shard(store, picture_table(pictures), kind=MEDIA, metadata={})
+    media = write_shard(store, build_picture_table(pictures), kind=MEDIA, metadata={})
     work = UpdateWork(
         iteration=0,
         policy=policy,

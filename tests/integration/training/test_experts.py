@@ -174,7 +174,7 @@ def change_routers(model: torch.nn.Module) -> torch.nn.Module:
 def roll_out(directory: Path) -> list[tuple[ModelInput, tuple[float, ...]]]:
     """Sample completions and record the experts. Return the inputs of models and the log-probs of each completion."""
     engine = engine_of(directory)
-    engine.note_experts(True)
+    engine.record_experts(True)
     groups = engine.generate(MIXED, SamplingConfig(max_new_tokens=24, temperature=0.8))
     return [
         (given.append_completion(completion.tokens).with_experts(completion.experts), completion.logprobs)
@@ -251,7 +251,7 @@ def test_replay_computes_outputs_and_gradients_through_the_recorded_experts(kind
     module.shares_prompts &= shares
     read = module.prepare_inputs(lay_out(inputs), CPU)
     assert (read.shared is not None) == module.shares_prompts
-    module.replay.begin(read.chosen_LF)
+    module.replay.set_choices(read.chosen_LF)
     states_NH = module.states(read)
     signs_H = torch.randn(states_NH.shape[1], generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     (states_NH.tanh() @ signs_H).sum().backward()
@@ -316,7 +316,9 @@ def test_samples_without_the_experts_of_the_policys_routers_are_damaged(uri, top
 @pytest.mark.parametrize("kind", ["mixtral"], indirect=True)
 def test_a_continued_completion_keeps_the_recorded_experts_of_its_first_tokens(kind, tmp_path):
     store = open_store(str(tmp_path / "run"))
-    asked = replace(example(store, tmp_path / "dense"), policy=publish_mixture(str(tmp_path), kind), notes_experts=True)
+    asked = replace(
+        example(store, tmp_path / "dense"), policy=publish_mixture(str(tmp_path), kind), records_experts=True
+    )
     whole = worker(tmp_path).generate(asked)
     table = read_shard(store, whole.shards[0])
     expected = {(row["prompt_row"], row["sample"]): row for row in table.to_pylist()}
@@ -337,7 +339,7 @@ def test_a_continued_completion_keeps_the_recorded_experts_of_its_first_tokens(k
 
 
 def test_recording_the_experts_of_a_dense_policy_is_refused(tmp_path):
-    asked = replace(example(open_store(str(tmp_path / "run")), tmp_path / "dense"), notes_experts=True)
+    asked = replace(example(open_store(str(tmp_path / "run")), tmp_path / "dense"), records_experts=True)
     with pytest.raises(BadInput, match="no experts to record"):
         worker(tmp_path).generate(asked)
 
@@ -358,7 +360,7 @@ def test_estimates_replay_the_experts_for_the_policy_and_not_for_its_teacher(kin
     """Teacher and policy have the same weights: first those that generated the rollouts, then others."""
     store = open_store(str(tmp_path / "run"))
     wrote = publish_mixture(str(tmp_path), kind)
-    asked = replace(example(store, tmp_path / "dense"), policy=wrote, notes_experts=True)
+    asked = replace(example(store, tmp_path / "dense"), policy=wrote, records_experts=True)
     [rollouts] = worker(tmp_path).generate(asked).shards
     algorithm = DistillationOnly(distillation=Distillation(teacher=TeacherDirectory(path=tmp_path)))
     learner = start_worker(str(tmp_path), SMALL, algorithm=algorithm, temperature=1.0)

@@ -20,10 +20,10 @@ from models.records.model_input import prompt_inputs
 from models.records.schemas import MEDIA_SCHEMA, PROMPT_SCHEMA
 from models.records.versions import ModelVersion
 from models.records.work import PromptWork
-from models.rollouts.forgotten import forgotten_prompts, without
+from models.rollouts.forgotten import erase_prompts, find_prompts
 from models.rollouts.preview import read_samples
 from models.vision.families import ImageSize
-from models.vision.pixels import limit_pixels, processor_within
+from models.vision.pixels import limit_pixels, load_limited_processor
 from models.vision.processor import load_processor
 from models.workers.preparation import PreparationWorker
 from tasks.views.runs import write_image
@@ -117,13 +117,13 @@ def test_forgetting_a_prompt_deletes_the_images_that_no_other_prompt_has(prepare
     prepare, store = prepared
     outcome = prepare(["red.png", "blue.png"], ["blue.png"], ["green.png"])
     prompts, media = (read_shard(store, shard) for shard in outcome.shards)
-    gone = forgotten_prompts(prompts, prompts["prompt_id"].to_pylist()[:1])
-    after, rows = without(prompts, gone)
+    gone = find_prompts(prompts, prompts["prompt_id"].to_pylist()[:1])
+    after, rows = erase_prompts(prompts, gone)
     assert (after["images"].to_pylist(), rows) == ([[], [digest_of(BLUE)], [digest_of(GREEN)]], 1)
-    kept, lost = without(media, gone)
+    kept, lost = erase_prompts(media, gone)
     assert (kept["bytes"].to_pylist(), lost) == ([BLUE, GREEN], 1)
-    again = forgotten_prompts(after, gone.ids)  # as where it was cut short between the two
-    assert without(media, again)[0].equals(kept)
+    again = find_prompts(after, gone.ids)  # as where it was cut short between the two
+    assert erase_prompts(media, again)[0].equals(kept)
 
 
 # ---- how large images are
@@ -132,17 +132,17 @@ def test_forgetting_a_prompt_deletes_the_images_that_no_other_prompt_has(prepare
 def test_pixel_limits_are_written_to_the_policys_directory(tmp_path):
     directory = write_seeing(tmp_path / "qwen", "qwen2_5_vl")
     before, size = load_processor(directory), ImageSize(64, 64)
-    within = processor_within(directory, PixelLimits(most=256))
-    assert (before.num_tokens(size), within.num_tokens(size)) == (16, 4)
-    assert load_processor(directory).num_tokens(size) == 16  # nothing was written there
-    limit_pixels(directory, PixelLimits(most=256))
-    assert load_processor(directory).num_tokens(size) == 4
-    assert load_processor(directory).num_tokens(ImageSize(8, 8)) == before.num_tokens(ImageSize(8, 8))
+    within = load_limited_processor(directory, PixelLimits(max_pixels=256))
+    assert (before.count_tokens(size), within.count_tokens(size)) == (16, 4)
+    assert load_processor(directory).count_tokens(size) == 16  # nothing was written there
+    limit_pixels(directory, PixelLimits(max_pixels=256))
+    assert load_processor(directory).count_tokens(size) == 4
+    assert load_processor(directory).count_tokens(ImageSize(8, 8)) == before.count_tokens(ImageSize(8, 8))
 
 
 def test_pixel_limits_are_refused_for_a_policy_that_does_not_support_them(policy):
     with pytest.raises(BadInput, match=r"min_pixels .*qwen2_vl, .*idefics3"):
-        processor_within(policy, PixelLimits(least=64))
+        load_limited_processor(policy, PixelLimits(min_pixels=64))
 
 
 # ---- seen

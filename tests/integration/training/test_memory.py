@@ -41,7 +41,7 @@ FIRST = ("layers again", "adapters")
 
 def estimate_peak(config: UpdateConfig) -> float:
     model = DecoderSizes.from_scratch(SHAPE, vocab_size=SHAPE.vocab_size).outline()
-    sizes = MicrobatchSizes.of(config, longest=PROMPT + COMPLETION, completions=8, ranks=1)
+    sizes = MicrobatchSizes.compute(config, longest=PROMPT + COMPLETION, completions=8, ranks=1)
     facts = resident_bytes(config, model, ranks=1) | microbatch_bytes(config, model, sizes, held=0)
     second = model.parameters * 4 if config.kl_penalty is not None and config.lora is None else 0
     return second + sum(value for name, value in facts.items() if name.startswith("update_"))

@@ -27,7 +27,7 @@ from models.records.model_input import ModelInput
 from models.records.schemas import PROMPT_SCHEMA
 from models.records.versions import Outcome
 from models.records.work import PolicyWork, PromptWork
-from models.text.tokenizer import TokenizedPrompt, load_tokenizer, tokenize_problems, with_room
+from models.text.tokenizer import TokenizedPrompt, enforce_prompt_length, load_tokenizer, tokenize_problems
 from models.workers.preparation import PreparationWorker
 from tests.support.policies import DATA, TINY, make_policy, write_scratch
 from tests.support.processes import preload, process
@@ -273,7 +273,7 @@ def test_prompts_of_several_files_record_the_rows_and_weight_of_each_file(tmp_pa
 def test_an_empty_prompt_is_not_too_long():
     asked = [(Problem("a:1", "", "1"), TokenizedPrompt("", ModelInput.from_prompt([])))]
     with pytest.raises(BadInput, match=r"a:1: the prompt has 0 tokens, expected 1 to 9"):
-        with_room(asked, max_tokens=9, too_long="drop", split="train")
+        enforce_prompt_length(asked, max_tokens=9, too_long="drop", split="train")
 
 
 def test_progress_grows_with_the_work(tmp_path):

@@ -7,7 +7,7 @@ from models.config.alarms import EntropyCollapse, KlDrift, LengthCollapse, Metri
 
 def raise_alarm(alarm, *iterations):
     """Return the message of an alarm after the last of these iterations, or None."""
-    return alarm.raised(len(iterations), lambda number: iterations[number - 1])
+    return alarm.find_breach(len(iterations), lambda number: iterations[number - 1])
 
 
 def metric(name, *values):

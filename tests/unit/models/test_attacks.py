@@ -16,8 +16,8 @@ from models.config.judges import (
     StepsVerdict,
     VerdictConfig,
 )
-from models.judges.prompts import escape, question_text
-from models.judges.votes import Ballot, Judged
+from models.judges.prompts import build_question_text, escape
+from models.judges.votes import Ballot, JudgedCompletion
 from tests.support.judged import build_question, find_fences, read_answer
 from tests.support.policies import small_tokenizer
 
@@ -126,9 +126,9 @@ def test_a_lone_verdict_counts_although_it_may_be_a_repetition():
 
 def test_a_custom_template_is_filled_in_with_the_seed_of_its_vote():
     reward = JudgeReward(model=DirectoryJudge(path="judge"), template="{fence}\n{completion}\n{fence}\n")
-    judged = Judged(prompt_row=3, sample=1, prompt="p", completion="c", answer="4", origin=3)
-    ballot = Ballot(judged, 2).question(reward, seed_parts=("steps", 0), attempt=1)
-    assert ballot.text == question_text(reward, prompt="p", completion="c", answer="4", seed=ballot.seed)
+    judged = JudgedCompletion(prompt_row=3, sample=1, prompt="p", completion="c", answer="4", origin=3)
+    ballot = Ballot(judged, 2).build_question(reward, seed_parts=("steps", 0), attempt=1)
+    assert ballot.text == build_question_text(reward, prompt="p", completion="c", answer="4", seed=ballot.seed)
 
 
 @cache

@@ -109,7 +109,7 @@ def test_a_micro_batch_exceeds_its_budget_only_with_a_single_sequence(lengths, g
 def test_a_group_that_fits_a_micro_batch_is_in_one(lengths, group_size, budget):
     sequences = build_sequences(lengths, group_size=group_size)
     packed = pack_groups(rows_of(lengths), sequences, budget=budget)
-    for group in sequences.grouped(rows_of(lengths)):
+    for group in sequences.split_groups(rows_of(lengths)):
         if len(group) * max(lengths[row] for row in group) <= budget:
             assert sum(not set(group).isdisjoint(rows) for rows in packed) == 1
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_parsing import parse_response
 
 from infra.errors import BadInput
-from models.text.calls import PARSERS, Call, ParsedTurn, hermes, llama3_json, parser_of, unparsed
+from models.text.calls import PARSERS, Call, ParsedTurn, build_parser, hermes, keep_text, llama3_json
 from models.text.chats import CPU_SECONDS
 from tests.support.chat_templates import PUBLISHED, tokenizer_of
 
@@ -36,14 +36,14 @@ XML = {"start_anchor": ASSISTANT, "fields": {"thinking": THINKING, "tool_calls":
 JSON_REGION = {"start_anchor": ASSISTANT, "fields": {"tool_calls": JSON_CALLS, "content": {}}}
 
 
-def build_parser(response_template, *, tools=()):
+def parser_with_template(response_template, *, tools=()):
     """Return the parser of a tokenizer that has this response template."""
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer_of("qwen-2.5").backend_tokenizer,
         chat_template=PUBLISHED["qwen-2.5"].template,
         response_template=response_template,
     )
-    return parser_of("auto", tokenizer, tools=tools)
+    return build_parser("auto", tokenizer, tools=tools)
 
 
 # ---- well-formed calls
@@ -69,7 +69,7 @@ def test_llama3_json_reads_a_turn_that_is_a_call(before):
 @pytest.mark.parametrize("text", ["It is 4.", '{"answer": 4}', "So {x | x > 0}", "{", ""])
 def test_text_without_calls_stays_as_it_is(text):
     assert llama3_json(text) == ParsedTurn(text)
-    assert unparsed(f" <tool_call>{HERMES}{text}") == ParsedTurn(f" <tool_call>{HERMES}{text}")
+    assert keep_text(f" <tool_call>{HERMES}{text}") == ParsedTurn(f" <tool_call>{HERMES}{text}")
 
 
 # ---- malformed calls
@@ -120,7 +120,7 @@ TEXTS = st.lists(st.sampled_from(PIECES), max_size=25).map("".join) | st.text(ma
 
 @pytest.fixture(scope="module")
 def parsers():
-    return [*PARSERS.values(), *(build_parser(template) for template in (XML, JSON_REGION))]
+    return [*PARSERS.values(), *(parser_with_template(template) for template in (XML, JSON_REGION))]
 
 
 @settings(max_examples=100)
@@ -175,7 +175,7 @@ def test_the_time_of_a_parser_is_linear_in_the_length_of_the_text(unit):
 
 @pytest.mark.parametrize("name", sorted(name for name, known in PUBLISHED.items() if known.parser))
 def test_the_chat_template_decides_the_parser(name):
-    assert parser_of("auto", tokenizer_of(name)) is PARSERS[PUBLISHED[name].parser]
+    assert build_parser("auto", tokenizer_of(name)) is PARSERS[PUBLISHED[name].parser]
 
 
 UNKNOWN = r"hermes, llama3_json, none or a target pkg\.mod:function"
@@ -191,7 +191,7 @@ UNKNOWN = r"hermes, llama3_json, none or a target pkg\.mod:function"
 )
 def test_an_unknown_parser_is_refused_with_the_valid_names(parser, tokenizer, parts):
     with pytest.raises(BadInput, match=parts) as refused:
-        parser_of(parser, tokenizer_of(tokenizer))
+        build_parser(parser, tokenizer_of(tokenizer))
     assert "\n" not in str(refused.value)
 
 
@@ -200,7 +200,9 @@ def test_a_response_template_reads_the_same_as_transformers():
         "<think>So.</think>Yes.<tool_call>\n<function=add>\n<parameter=a>\n3\n</parameter>\n</function>\n</tool_call>"
     )
     message = parse_response(text, XML, prefix="<|im_start|>assistant\n")
-    assert build_parser(XML)(text) == ParsedTurn(message["content"], (Call("add", {"a": 3}),), {"thinking": "So."})
+    assert parser_with_template(XML)(text) == ParsedTurn(
+        message["content"], (Call("add", {"a": 3}),), {"thinking": "So."}
+    )
     assert [call["function"] for call in message["tool_calls"]] == [{"name": "add", "arguments": {"a": 3}}]
 
 
@@ -209,13 +211,13 @@ def test_a_response_template_converts_arguments_to_the_types_of_the_tool_schema(
     schema = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": kind}}}}
     template = json.loads(json.dumps(XML))
     del template["fields"]["tool_calls"]["content_args"]["value_parser"]
-    parse = build_parser(template, tools=[{"type": "function", "function": schema}])
+    parse = parser_with_template(template, tools=[{"type": "function", "function": schema}])
     text = "<tool_call>\n<function=add>\n<parameter=a>3</parameter>\n</tool_call>"
     assert parse(text).calls == (Call("add", {"a": expected}),)
 
 
 def test_text_that_a_response_template_cannot_parse_is_a_call_with_an_error():
-    parsed = build_parser(JSON_REGION)("a<tool_call>{</tool_call>")
+    parsed = parser_with_template(JSON_REGION)("a<tool_call>{</tool_call>")
     assert parsed.text == "a<tool_call>{</tool_call>"
     assert [re.search("json parser.* JSON", call.error) is None for call in parsed.calls] == [False]
 
@@ -223,7 +225,7 @@ def test_text_that_a_response_template_cannot_parse_is_a_call_with_an_error():
 def test_a_response_template_that_takes_too_long_is_stopped():
     """Three adjacent runs of white space in its pattern take time that is cubic in the length of the text."""
     text = "<tool_call><function=add><parameter=a>" + "\n" * 20000 + "</tool_call>"
-    [call] = build_parser(XML)(text).calls
+    [call] = parser_with_template(XML)(text).calls
     assert f"more than {CPU_SECONDS} s of CPU time" in call.error
 
 
@@ -239,7 +241,7 @@ def nothing(text):
 
 
 def test_a_target_is_called_and_must_return_a_parsed_turn():
-    parse = parser_of(f"{__name__}:digits", tokenizer_of("plain"))
+    parse = build_parser(f"{__name__}:digits", tokenizer_of("plain"))
     assert parse("4 and 2").calls == (Call("digit", {"of": 4}), Call("digit", {"of": 2}))
     with pytest.raises(ValueError, match=r"models\.text\.calls\.ParsedTurn.* None"):
-        parser_of(f"{__name__}:nothing", tokenizer_of("plain"))("a")
+        build_parser(f"{__name__}:nothing", tokenizer_of("plain"))("a")

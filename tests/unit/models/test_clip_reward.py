@@ -18,7 +18,7 @@ from models.config.reward_terms import ClipReward
 from models.config.rewards import ScoringConfig
 from models.data.images import digest_of
 from models.modeling.policy import lock_model_construction
-from models.records.media import HeldImages
+from models.records.media import InMemoryImages
 from models.rewards.evaluate import Case, Evaluator
 from models.rewards.rules import build_reward
 from models.text.tokenizer import train_tokenizer
@@ -128,7 +128,7 @@ def test_a_reward_process_gives_the_same_scores_twice(clip):
     cases = [Case(TEXTS[0], "", "", images=(digest,)) for digest in images]
     evaluator = Evaluator(ScoringConfig(rewards=(ClipReward(path=clip),), timeout_seconds=600))
     try:
-        first, again = (evaluator.evaluate(cases, HeldImages(images)) for _ in range(2))
+        first, again = (evaluator.evaluate(cases, InMemoryImages(images)) for _ in range(2))
     finally:
         evaluator.close()
     assert first == again and [verdict.error for verdict in first] == [None, None]

@@ -8,9 +8,9 @@ from models.config.data import ArithmeticData
 from models.config.judges import ChoiceVerdict, DirectoryJudge, JudgeReward, StepsVerdict
 from models.config.reward_terms import PatternSteps
 from models.judges.checks import check_judge
-from models.judges.prompts import template_of
-from models.judges.verdicts import Critique, Judgement, flag_weights, read_critique, worst
-from models.judges.votes import Ballot, Judged, step_values
+from models.judges.prompts import choose_template
+from models.judges.verdicts import Critique, Judgement, flag_weights, lowest_reward, read_critique
+from models.judges.votes import Ballot, JudgedCompletion, step_values
 from models.text.steps import StepValues
 from tests.support.judged import build_question, read_answer
 
@@ -109,7 +109,7 @@ def test_each_step_found_wrong_is_worth_minus_one():
     assert read_answer(tag, VERDICT, num_steps=4) == Judgement(-0.25, None, (1,), 1)
     total = VERDICT.model_copy(update={"aggregate": "sum"})
     assert read_answer("<incorrect_steps>1,2</incorrect_steps>", total, num_steps=4).value == -2.0
-    assert worst(VERDICT) == -1.0, "an empty completion is as bad as a wrong step"
+    assert lowest_reward(VERDICT) == -1.0, "an empty completion is as bad as a wrong step"
 
 
 def test_a_critique_that_cannot_be_read_or_was_cut_short_is_invalid():
@@ -186,8 +186,8 @@ def test_a_pattern_decides_where_steps_end():
 
 
 def fill_ballot(reward: JudgeReward, vote: int, *, sample: int = 0, attempt: int = 0):
-    judged = Judged(prompt_row=3, sample=sample, prompt="p", completion="c", answer="4", origin=3)
-    return Ballot(judged, vote).question(reward, seed_parts=("steps", 0), attempt=attempt)
+    judged = JudgedCompletion(prompt_row=3, sample=sample, prompt="p", completion="c", answer="4", origin=3)
+    return Ballot(judged, vote).build_question(reward, seed_parts=("steps", 0), attempt=attempt)
 
 
 def test_every_vote_and_attempt_has_a_different_seed():
@@ -205,10 +205,10 @@ def test_all_votes_on_a_completion_have_one_text_so_that_engines_can_share_the_p
 
 def test_a_custom_template_may_show_the_steps():
     reward = JUDGE.model_copy(update={"template": "{fence}{steps}{fence} {prompt}"})
-    assert template_of(reward, answer="4") == reward.template
+    assert choose_template(reward, answer="4") == reward.template
     check_judge("steps", reward, ArithmeticData(train_problems=64, heldout_problems=8))
 
 
 def test_a_judge_of_steps_writes_text_and_a_judge_that_chooses_does_not():
-    assert JUDGE.writes
-    assert not JudgeReward(model=DirectoryJudge(path="judge")).writes
+    assert JUDGE.generates_text
+    assert not JudgeReward(model=DirectoryJudge(path="judge")).generates_text

@@ -5,7 +5,7 @@ import json
 import pyarrow as pa
 
 from models.records.schemas import PROMPT_SCHEMA, ROLLOUT_SCHEMA
-from models.rollouts.forgotten import FORGOTTEN, forgotten_prompts, without
+from models.rollouts.forgotten import FORGOTTEN, erase_prompts, find_prompts
 
 SECRET = "Ada Lovelace"
 
@@ -38,13 +38,13 @@ def build_table(build, schema):
 
 def test_forgetting_a_prompt_removes_its_text_from_every_field_and_keeps_the_numbers():
     prompts, rollouts = build_table(build_prompt, PROMPT_SCHEMA), build_table(build_rollout, ROLLOUT_SCHEMA)
-    forgotten = forgotten_prompts(prompts, {"id-0"})
+    forgotten = find_prompts(prompts, {"id-0"})
     for table in (prompts, rollouts):
-        emptied, changed = without(table, forgotten)
+        emptied, changed = erase_prompts(table, forgotten)
         assert changed == 1
         assert "Ada" not in json.dumps(emptied.to_pylist()[0])
         assert emptied.to_pylist()[1] == table.to_pylist()[1]
-        again, changed = without(emptied, forgotten)
+        again, changed = erase_prompts(emptied, forgotten)
         assert (again.equals(emptied), changed) == (True, 0)
     first = emptied.to_pylist()[0]
     assert first["segments"] == rollouts.to_pylist()[0]["segments"]

@@ -16,7 +16,7 @@ from models.config.training import WarmupConfig
 from models.data.examples import Example, warmup_examples
 from models.data.images import check_pixels, digest_of, read_header
 from models.data.problems import ImagePlace, Message, Problem, identity, load_problems
-from models.text.tokenizer import tokenize_problems, train_tokenizer, with_room
+from models.text.tokenizer import enforce_prompt_length, tokenize_problems, train_tokenizer
 from tests.support.data_files import write_lines
 from tests.support.pictures import animation, claiming, picture
 
@@ -137,7 +137,7 @@ class SquareProcessor:
     def __init__(self, tokenizer) -> None:
         self._placeholder = tokenizer.convert_tokens_to_ids(self.shown)
 
-    def num_tokens(self, size):
+    def count_tokens(self, size):
         return size.width * size.height // 64
 
     def expand(self, tokens, sizes):
@@ -146,7 +146,7 @@ class SquareProcessor:
             raise ValueError(f"expected {len(remaining)} placeholders, found {count}")
         expanded = []
         for token in tokens:
-            expanded += [token] * (self.num_tokens(remaining.pop(0)) if token == self._placeholder else 1)
+            expanded += [token] * (self.count_tokens(remaining.pop(0)) if token == self._placeholder else 1)
         return expanded
 
 
@@ -203,4 +203,4 @@ def test_the_refusal_of_a_prompt_that_is_too_long_names_the_tokens_of_its_images
     problems = [Problem("a:1", QUESTION, "", images=(RED, RED))]
     prompts = tokenize_problems(problems, tokenizer, processor)
     with pytest.raises(BadInput, match=r"a:1: .*\d+ tokens \(9 for image 1, 9 for image 2\)"):
-        with_room([*zip(problems, prompts, strict=True)], max_tokens=12, too_long="refuse", split="train")
+        enforce_prompt_length([*zip(problems, prompts, strict=True)], max_tokens=12, too_long="refuse", split="train")

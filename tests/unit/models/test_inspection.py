@@ -21,7 +21,7 @@ from models.data.problems import load_problems
 from models.engines.protocol import check_class
 from models.inspection.directory import DecoderSizes, inspect_directory
 from models.modeling.adapters import outline
-from models.modeling.critic import classifier_of
+from models.modeling.critic import build_meta_critic
 from models.modeling.directory import check_directory, meta_policy
 from models.modeling.policy import build_scratch, policy_shape, save_policy
 from models.text.tokenizer import scratch_tokenizer
@@ -55,9 +55,9 @@ def test_the_outline_of_a_decoder_equals_that_of_the_model_of_transformers(
     assert decoder.weights() == {name: tuple(weight.shape) for name, weight in model.named_parameters()}
     assert_same(decoder.outline(), outline(model))
     assert decoder.outline().parameters == model.num_parameters()
-    assert_same(decoder.critic(), outline(classifier_of(config)))
+    assert_same(decoder.critic(), outline(build_meta_critic(config)))
     assert decoder.shape() == policy_shape(config, parameters=model.num_parameters(), source="here")
-    assert LORA.count_trained(decoder.critic()) == LORA.count_trained(outline(classifier_of(config)))
+    assert LORA.count_trained(decoder.critic()) == LORA.count_trained(outline(build_meta_critic(config)))
 
 
 @pytest.fixture(params=KINDS)
@@ -75,7 +75,7 @@ def test_the_outline_of_a_directory_equals_that_of_the_model_of_transformers(dir
     inspected, tokenizer = inspect_directory(directory), AutoTokenizer.from_pretrained(directory)
     assert inspected.shape == policy_shape(config, parameters=parameters, source="here")
     assert_same(inspected.outline, outline(meta_policy(directory)))
-    assert_same(inspected.critic(), outline(classifier_of(config)))
+    assert_same(inspected.critic(), outline(build_meta_critic(config)))
     assert type(inspected.tokenizer) is type(tokenizer)
     assert inspected.tokenizer.get_vocab() == tokenizer.get_vocab()
     assert inspected.tokenizer.chat_template == tokenizer.chat_template

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from infra.errors import Damaged
-from models.text.token_offsets import open_tokenizer, token_starts, token_texts
+from models.text.token_offsets import find_token_starts, open_tokenizer, split_tokens
 
 EOS = "<|eos|>"
 CORPUS = ["まず足す。次に引く。 So 16+3=19 #### 16", "an apple — 字 字 😀 Step one.\n\nStep two."] * 4
@@ -43,12 +43,12 @@ def build_byte_fallback_tokenizer() -> Tokenizer:
 
 def find_starts(tokenizer: Tokenizer, tokens: list[int]) -> tuple[str, list[int]]:
     text = tokenizer.decode(tokens, skip_special_tokens=True)
-    found = token_starts(tokenizer, tokens, text)
+    found = find_token_starts(tokenizer, tokens, text)
     assert found is not None, (tokens, text)
     assert len(found) == len(tokens)
     assert found == sorted(found)
     assert all(0 <= start <= len(text) for start in found)
-    assert "".join(token_texts(found, text)) == text
+    assert "".join(split_tokens(found, text)) == text
     return text, found
 
 
@@ -111,8 +111,8 @@ def test_offsets_of_any_sampled_tokens_cover_the_text(kind, data):
 def test_tokens_of_another_text_have_no_offsets():
     tokenizer = build_byte_level_tokenizer()
     tokens = tokenizer.encode("So 16").ids
-    assert token_starts(tokenizer, tokens, "So 17") is None
-    assert token_starts(tokenizer, tokens, "So 16\n") is None
+    assert find_token_starts(tokenizer, tokens, "So 17") is None
+    assert find_token_starts(tokenizer, tokens, "So 16\n") is None
 
 
 def test_a_tokenizer_that_does_not_load_is_damaged(tmp_path: Path):
@@ -125,4 +125,4 @@ def test_a_saved_tokenizer_gives_the_same_offsets(tmp_path: Path):
     build_byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
     tokens = build_byte_level_tokenizer().encode(CORPUS[0]).ids
     reopened = open_tokenizer(tmp_path / "tokenizer.json")
-    assert token_starts(reopened, tokens, CORPUS[0]) == find_starts(build_byte_level_tokenizer(), tokens)[1]
+    assert find_token_starts(reopened, tokens, CORPUS[0]) == find_starts(build_byte_level_tokenizer(), tokens)[1]

@@ -89,7 +89,7 @@ def test_a_paced_judge_returns_one_of_its_endings_as_verdict(directory):
     endings = FAST.model_copy(update={"endings": ("score: 2", "score: 7")})
     judge = LocalJudge(endings, SAMPLING, verdict=ScoreVerdict(), chat=False, threads=1)
     judge.load(directory, ModelVersion(version=0, weights=BundleRef(key="judges/d1", digest="d1", bytes=0)))
-    answers = judge.ask([Question(text="Is it right?", seed=seed) for seed in range(100)])
+    answers = judge.answer([Question(text="Is it right?", seed=seed) for seed in range(100)])
     values = [read_verdict(answer, ScoreVerdict()).value for answer in answers]
     assert set(values) == {0.2, 0.7}
 
@@ -114,7 +114,7 @@ def test_a_batch_takes_the_time_of_its_steps_and_reports_progress(directory, clo
     engine = load_engine(directory, base_seconds=0.01, per_sequence_seconds=0.001, setup_seconds=0.02)
     began, before = clock.now, engine.progress
     lengths = [len(completion.tokens) for completion in generate(engine, [request_completions(0, [5], range(12))])]
-    seconds, sums = clock.now - began, engine.steps()
+    seconds, sums = clock.now - began, engine.step_sums()
     assert seconds == pytest.approx(12 * 0.02 + 0.01 * max(lengths) + 0.001 * sum(lengths))
     assert (sums.steps, sums.sequences) == (max(lengths), sum(lengths))
     assert engine.progress - before >= seconds / 0.5
@@ -130,7 +130,7 @@ def test_loading_takes_the_configured_time(directory, clock):
 def test_the_configured_pace_is_the_regression_of_the_step_times(directory, clock):
     engine = load_engine(directory, base_seconds=0.005, per_sequence_seconds=0.0005, median_tokens=20)
     generate(engine, [request_completions(0, [5], range(24))])
-    sums = engine.steps()
+    sums = engine.step_sums()
     line = LineSums(
         count=sums.steps, x=sums.sequences, xx=sums.sequences_squared, y=sums.seconds, xy=sums.sequence_seconds
     )
@@ -139,7 +139,7 @@ def test_the_configured_pace_is_the_regression_of_the_step_times(directory, cloc
 
 def test_all_continuations_are_equally_likely_and_take_one_step(directory):
     engine = load_engine(directory)
-    logprobs = engine.likelihoods([ModelInput.from_prompt([1, 2]), ModelInput.from_prompt([3])], [(4,), (5, 6)])
+    logprobs = engine.score_continuations([ModelInput.from_prompt([1, 2]), ModelInput.from_prompt([3])], [(4,), (5, 6)])
     assert len(logprobs) == 2
     assert {value for row in logprobs for value in row} == {logprobs[0][0]}
-    assert engine.steps().steps == 1
+    assert engine.step_sums().steps == 1

@@ -13,9 +13,9 @@ from models.config.data import PaintingsData
 from models.config.reward_terms import PaintingReward
 from models.config.rewards import ScoringConfig
 from models.data.images import digest_of
-from models.data.paintings import COLOURS, GROUND, MOTIFS, PLACES, painted, pretraining_examples
+from models.data.paintings import COLOURS, GROUND, MOTIFS, PLACES, paint, pretraining_examples
 from models.data.problems import load_problems
-from models.records.media import HeldImages
+from models.records.media import InMemoryImages
 from models.rewards.evaluate import Case, Evaluator
 from models.rewards.rules import build_reward
 
@@ -29,7 +29,7 @@ RED = (230, 40, 40)
 def test_each_of_the_24_motifs_is_a_problem_once_in_either_split_and_no_prompt_is_in_both():
     train, heldout = (load_problems(DATA, split, 0) for split in ("train", "heldout"))
     answers = {f"{c} {s} {p}" for c in ("red", "green", "blue") for s in ("square", "circle") for p in PLACES}
-    assert len(answers) == 24 == DATA.heldout_known
+    assert len(answers) == 24 == DATA.num_heldout_problems
     for problems in (train, heldout):
         assert sorted(problem.answer for problem in problems) == sorted(answers)
         assert {word for each in problems for word in each.prompt.split()} == {
@@ -53,7 +53,7 @@ def test_the_same_seed_gives_the_same_problems_and_paintings():
 def test_a_painting_has_its_shape_in_its_colour_at_its_place(motif):
     rng, variants = Random(0), set()
     for _ in range(40):
-        pixels = painted(*motif, rng)
+        pixels = paint(*motif, rng)
         assert (pixels.shape, pixels.dtype) == ((8, 8, 3), np.float32)
         assert -1 <= pixels.min() <= pixels.max() <= 1
         bytes_YX = np.rint((pixels + 1) * 127.5)
@@ -135,10 +135,10 @@ def block_at(top, left):
 def test_a_painting_is_right_only_for_its_colour_and_place(motif, scale):
     rng = Random(1)
     for _ in range(8):
-        encoded = encode_png((painted(*motif, rng) + 1) * 127.5, scale)
+        encoded = encode_png((paint(*motif, rng) + 1) * 127.5, scale)
         for other in MOTIFS:
             is_right = (other.colour, other.place) == (motif.colour, motif.place)
-            assert judge(other.facts, encoded) == float(is_right)
+            assert judge(other.reference, encoded) == float(is_right)
 
 
 @pytest.mark.parametrize(
@@ -201,6 +201,6 @@ def test_the_evaluator_passes_the_images_of_a_completion_to_the_reward():
     images = {digest_of(each): each for each in (encode_png(paint_red(*at), 8) for at in (block_at(3, 1), [(0, 0)]))}
     cases = [Case("", "", "red square left", images=digests) for digests in (*((each,) for each in images), ())]
     with closing(Evaluator(ScoringConfig(rewards=(PaintingReward(),)))) as evaluator:
-        verdicts = evaluator.evaluate(cases, HeldImages(images))
+        verdicts = evaluator.evaluate(cases, InMemoryImages(images))
     assert [verdict.values for verdict in verdicts] == [(1.0,), (0.0,), (None,)]
     assert verdicts[2].error.startswith("painting: ValueError: ")

@@ -23,7 +23,7 @@ from models.records.versions import Outcome
 from models.records.work import CreditWork, ScoredShard, ScoringWork, VerdictShard
 from models.rewards.arithmetic_steps import wrong_steps
 from models.rewards.evaluate import Case, Evaluator
-from models.text.steps import StepValues, segment
+from models.text.steps import StepValues, split_steps
 from models.workers.scoring import ScoringWorker
 from tests.support.policies import small_tokenizer
 from tests.support.rollout_shards import rollout, write_rollouts
@@ -91,10 +91,10 @@ def score(tmp_path: Path, store: Store, tokenizer: BundleRef) -> Iterator[Score]
         worker.close()
 
 
-def write_completions(store: Store, *completions: str, token_texts: tuple[str, ...] = ()) -> ShardRef:
+def write_completions(store: Store, *completions: str, texts: tuple[str, ...] = ()) -> ShardRef:
     """Write rollouts in groups of two; the tokens encode other texts if any are passed."""
     tokenizer, rows = small_tokenizer(), []
-    for index, (completion, text) in enumerate(zip(completions, token_texts or completions, strict=True)):
+    for index, (completion, text) in enumerate(zip(completions, texts or completions, strict=True)):
         tokens = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         columns = {"completion_tokens": tokens, "logprobs": [-1.0] * len(tokens), "prompt_tokens": [5]}
         columns["segments"] = [{"policy_version": 0, "tokens": len(tokens)}]
@@ -141,7 +141,7 @@ def test_a_term_that_fails_is_missing_with_its_spans_and_the_reason_is_stored(st
 
 @pytest.mark.parametrize("reward", [STEPWISE, TOKENS])
 def test_a_term_is_missing_if_the_tokens_do_not_decode_to_the_completion(store, score, reward):
-    found = read_columns(store, score(write_completions(store, "1\n1", "2", token_texts=("1\n2", "2")), reward))
+    found = read_columns(store, score(write_completions(store, "1\n1", "2", texts=("1\n2", "2")), reward))
     assert found["reward"][0] is None
     assert found["reward"][1] is not None
     assert re.search(f"^{reward.name}: .*tokens", found["error"][0])
@@ -235,12 +235,12 @@ SPACES = PatternSteps(pattern=r"(?<!#) ")
     ],
 )
 def test_a_step_is_flagged_if_it_is_miscalculated_or_does_not_follow(work, flags):
-    assert wrong_steps(PROMPT, work, "#### 15", steps=segment(work, SPACES)) == flags
+    assert wrong_steps(PROMPT, work, "#### 15", steps=split_steps(work, SPACES)) == flags
 
 
 def test_worked_answers_of_the_data_have_no_wrong_step():
     for problem in load_problems(ArithmeticData(train_problems=200, heldout_problems=8), "train", 0):
-        steps = segment(str(problem.worked), SPACES)
+        steps = split_steps(str(problem.worked), SPACES)
         assert wrong_steps(str(problem.prompt), str(problem.worked), problem.answer, steps=steps) == [0.0] * 5
 
 

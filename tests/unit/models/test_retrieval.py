@@ -8,7 +8,7 @@ import torch
 
 from infra.store.manifests import Manifest
 from models.config.retriever import EncoderConfig, PairFile, RetrieverConfig, TemplatedPairs
-from models.retrieval.loss import Taught, dense_scores, divergence, late_scores, loss_terms
+from models.retrieval.loss import TeacherScores, dense_scores, divergence, late_scores, loss_terms
 from models.retrieval.measure import retrieval_of
 from models.retrieval.pairs import WORDS, Pair, load_pairs
 from models.retrieval.training import PairBatch
@@ -27,7 +27,7 @@ def tensor(*rows, grad=False):
 
 def terms(dense, late, *, method="cascade", cross=((0.0, THREE),), listed=BOTH, allowed=None):
     candidates = torch.ones_like(dense, dtype=torch.bool) if allowed is None else allowed
-    taught = Taught(listed, torch.tensor(cross) if isinstance(cross, tuple) else cross)
+    taught = TeacherScores(listed, torch.tensor(cross) if isinstance(cross, tuple) else cross)
     return loss_terms(dense, late, OWN, candidates_BN=candidates, method=method, taught=taught)
 
 

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from infra.errors import Damaged
 from models.engines.protocol import Completion
-from models.records.columns import concatenated_tables
+from models.records.columns import concatenate_tables
 from models.records.model_input import ModelInput, attach_experts, sample_columns, select_with_experts
 from models.records.schemas import EXPERTS, ROLLOUT_SCHEMA, FinishReason
-from models.rollouts.forgotten import Prompts, without
-from models.rollouts.groups import Group, PartialCompletion, table_of
+from models.rollouts.forgotten import Prompts, erase_prompts
+from models.rollouts.groups import Group, PartialCompletion, build_table
 
 WIDTH = 3
 
@@ -35,7 +35,7 @@ def rollouts(lengths: list[tuple[int, int]], *, most: int = 255) -> pa.Table:
             completion(tokens, chosen), 0
         )
         groups.append(group_of(row, draft))
-    whole = table_of(groups)
+    whole = build_table(groups)
     return pa.concat_tables([whole.slice(0, 1), whole.slice(1)])
 
 
@@ -79,19 +79,19 @@ def test_experts_of_another_number_of_tokens_are_damaged():
 
 def test_rollouts_without_recorded_experts_have_no_column_of_experts():
     plain = PartialCompletion(seed=0, input=ModelInput.from_prompt([5])).append_completion(completion(2, None), 0)
-    table = table_of([group_of(0, plain)])
-    assert table.schema == table_of([]).schema == ROLLOUT_SCHEMA
+    table = build_table([group_of(0, plain)])
+    assert table.schema == build_table([]).schema == ROLLOUT_SCHEMA
     assert select_with_experts(table, ["sample"]).column_names == ["sample"]
 
 
 def test_an_empty_shard_can_be_concatenated_with_shards_that_have_experts():
     table = rollouts([(2, 3), (1, 2)])
-    assert concatenated_tables([table_of([]), table]).select([EXPERTS]).equals(table.select([EXPERTS]))
+    assert concatenate_tables([build_table([]), table]).select([EXPERTS]).equals(table.select([EXPERTS]))
 
 
 def test_experts_of_a_forgotten_completion_are_replaced_by_expert_0():
     table = rollouts([(2, 3), (1, 2)])
-    emptied, changed = without(table, Prompts(frozenset({"0"}), frozenset({0})))
+    emptied, changed = erase_prompts(table, Prompts(frozenset({"0"}), frozenset({0})))
     first, second = emptied[EXPERTS].to_pylist()
     assert (changed, first, second) == (1, [[0] * WIDTH] * 4, table[EXPERTS].to_pylist()[1])
     assert emptied.schema == table.schema

@@ -8,7 +8,7 @@ import torch
 from blake3 import blake3
 
 from models.config.engines import SamplingConfig
-from models.engines.sampling import sample_tokens, uniforms
+from models.engines.sampling import sample_tokens, sample_uniforms
 from models.records.seeds import derive_seed, sample_seed
 
 HALVES = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
@@ -59,14 +59,14 @@ def test_frequencies_follow_the_softmax():
     logits_V = torch.linspace(-2, 2, 9)
     shares_V = logits_V.softmax(dim=0).numpy()
     count = 20_000
-    tokens = tokens_for(logits_V[None], uniforms(derive_seed("frequencies"), count).tolist())
+    tokens = tokens_for(logits_V[None], sample_uniforms(derive_seed("frequencies"), count).tolist())
     found_V = np.bincount(tokens, minlength=9) / count
     assert (np.abs(found_V - shares_V) < 4 * np.sqrt(shares_V * (1 - shares_V) / count)).all()
 
 
 def test_sampling_a_large_vocabulary_in_pieces_equals_sampling_all_of_it(monkeypatch):
     logits_BV = torch.randn(7, 50, generator=torch.Generator().manual_seed(1))
-    uniforms_B = torch.from_numpy(uniforms(3, 7))
+    uniforms_B = torch.from_numpy(sample_uniforms(3, 7))
     whole = sample_tokens(logits_BV, uniforms_B, SamplingConfig())
     monkeypatch.setattr("models.engines.sampling._ELEMENTS", 100)
     pieces = sample_tokens(logits_BV, uniforms_B, SamplingConfig())
@@ -75,15 +75,15 @@ def test_sampling_a_large_vocabulary_in_pieces_equals_sampling_all_of_it(monkeyp
 
 
 def test_a_longer_stream_begins_with_the_shorter_one_and_stays_below_one():
-    assert np.array_equal(uniforms(7, 100)[:10], uniforms(7, 10))
-    assert not np.array_equal(uniforms(7, 10), uniforms(8, 10))
-    many = uniforms(7, 100_000)
+    assert np.array_equal(sample_uniforms(7, 100)[:10], sample_uniforms(7, 10))
+    assert not np.array_equal(sample_uniforms(7, 10), sample_uniforms(8, 10))
+    many = sample_uniforms(7, 100_000)
     assert 0 <= many.min() < 1e-3
     assert 1 - 1e-3 < many.max() < 1
 
 
 def test_streams_never_change_from_version_to_version():
-    assert uniforms(1, 2).tolist() == [0.3035680343067586, 0.8487087496857769]
+    assert sample_uniforms(1, 2).tolist() == [0.3035680343067586, 0.8487087496857769]
     assert derive_seed("sample", 1, 2) == int.from_bytes(blake3(b"s6:samplei1:1i1:2").digest(length=8), "little")
 
 

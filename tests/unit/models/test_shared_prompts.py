@@ -9,7 +9,7 @@ from models.config.lora import LoraConfig
 from models.modeling.adapters import add_adapters
 from models.modeling.layout import lay_out
 from models.modeling.logprobs import ForwardInput, TokenLogprobs
-from models.modeling.shared_prompts import share_prompts, supports_sequence_parallelism
+from models.modeling.shared_prompts import enable_shared_prompts, supports_sequence_parallelism
 from models.records.model_input import ModelInput
 from tests.support.families import FAMILIES, SHAPE, batch, build, compute_results
 
@@ -86,7 +86,7 @@ def test_context_tokens_inside_a_completion_keep_their_positions():
 def test_models_that_mix_tokens_outside_of_attention_use_padded_rows(config):
     model = build(config)
     before = model.config._attn_implementation
-    assert not share_prompts(model)
+    assert not enable_shared_prompts(model)
     assert model.config._attn_implementation == before
 
 
@@ -100,14 +100,14 @@ def test_padded_rows_give_the_same_bits_in_a_model_that_shares_prompts():
     tokens_BT = torch.randint(2, 300, (3, 20), generator=torch.Generator().manual_seed(0))
     mask_BT = torch.arange(20) >= torch.tensor([[0], [4], [9]])
     expected = model(input_ids=tokens_BT, attention_mask=mask_BT.long()).logits
-    assert share_prompts(model)
+    assert enable_shared_prompts(model)
     assert torch.equal(model(input_ids=tokens_BT, attention_mask=mask_BT.long()).logits, expected)
 
 
 def test_the_registered_attention_is_not_part_of_a_saved_model(tmp_path):
     model = build(FAMILIES["llama"])
     model.save_pretrained(tmp_path / "before")
-    assert share_prompts(model)
+    assert enable_shared_prompts(model)
     model.save_pretrained(tmp_path / "after")
     assert (tmp_path / "after" / "config.json").read_bytes() == (tmp_path / "before" / "config.json").read_bytes()
     assert AutoConfig.from_pretrained(tmp_path / "after").model_type == "llama"

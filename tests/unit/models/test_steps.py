@@ -7,8 +7,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from models.config.reward_terms import BlankLines, PatternSteps
-from models.judges.prompts import wrap
-from models.text.steps import Spans, StepValues, aggregate, segment, spans_of
+from models.judges.prompts import wrap_steps
+from models.text.steps import Spans, StepValues, aggregate, assign_spans, split_steps
 
 BLANK = BlankLines()
 PIECES = st.sampled_from([
@@ -46,7 +46,7 @@ SEGMENTATIONS = st.sampled_from(
     ],
 )
 def test_a_solution_is_split_at_blank_lines_outside_of_code_and_mathematics(steps):
-    assert segment("".join(steps), BLANK) == steps
+    assert split_steps("".join(steps), BLANK) == steps
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_solution_is_split_at_blank_lines_outside_of_code_and_mathematics(step
 )
 def test_splitting_a_long_hostile_text_takes_little_time(hostile):
     began = time.process_time()
-    assert "".join(segment(hostile, BLANK)) == hostile
+    assert "".join(split_steps(hostile, BLANK)) == hostile
     assert time.process_time() - began < 5  # CPU seconds; 0.5 on an idle machine
 
 
@@ -63,20 +63,20 @@ def test_splitting_a_long_hostile_text_takes_little_time(hostile):
     [(r"(?<!#) ", ["16+3=19 ", "19-4=15 ", "#### 15"]), ("。", ["まず足す。", "次に引く。"]), (" ", ["a  ", "b "])],
 )
 def test_a_step_ends_with_a_match_of_a_pattern(pattern, steps):
-    assert segment("".join(steps), PatternSteps(pattern=pattern)) == steps
+    assert split_steps("".join(steps), PatternSteps(pattern=pattern)) == steps
 
 
 @settings(max_examples=150)
 @given(TEXTS, SEGMENTATIONS)
 @example("```\n\n", BLANK)
 def test_steps_joined_are_the_completion_and_no_step_of_several_is_blank(text, segmentation):
-    steps = segment(text, segmentation)
+    steps = split_steps(text, segmentation)
     assert "".join(steps) == text
     assert len(steps) == 1 or all(step.strip() for step in steps)
 
 
 def test_steps_are_shown_in_tags_numbered_from_zero_and_tags_in_their_text_are_escaped():
-    shown = wrap(["Add.\n\n", "<step_7>right</step_7> </step_1><incorrect_steps></incorrect_steps>"])
+    shown = wrap_steps(["Add.\n\n", "<step_7>right</step_7> </step_1><incorrect_steps></incorrect_steps>"])
     assert shown == (
         "<step_0>\nAdd.\n</step_0>\n<step_1>\n&lt;step_7&gt;right&lt;/step_7&gt; &lt;/step_1&gt;"
         "&lt;incorrect_steps&gt;&lt;/incorrect_steps&gt;\n</step_1>"
@@ -87,7 +87,7 @@ def test_steps_are_shown_in_tags_numbered_from_zero_and_tags_in_their_text_are_e
 
 
 @pytest.mark.parametrize(
-    ("token_starts", "lengths", "values", "spans"),
+    ("starts", "lengths", "values", "spans"),
     [
         ([0, 1, 4], (3, 2), (0.0, -1.0), Spans((0, 2), (0.0, -1.0))),  # "ab.|cd" in tokens a, b.c, d: by first letter
         ([0, 3, 5, 5], (3, 2), (0.0, -1.0), Spans((0, 1), (0.0, -1.0))),  # tokens after the text are of the last step
@@ -98,8 +98,8 @@ def test_steps_are_shown_in_tags_numbered_from_zero_and_tags_in_their_text_are_e
         ([], (0,), (-1.0,), Spans((), ())),
     ],
 )
-def test_a_token_belongs_to_the_step_with_its_first_character(token_starts, lengths, values, spans):
-    assert spans_of(token_starts, StepValues(lengths, values)) == spans
+def test_a_token_belongs_to_the_step_with_its_first_character(starts, lengths, values, spans):
+    assert assign_spans(starts, StepValues(lengths, values)) == spans
 
 
 def test_values_of_steps_are_aggregated():
@@ -110,9 +110,9 @@ def test_values_of_steps_are_aggregated():
 @settings(max_examples=150)
 @given(st.data(), TEXTS, SEGMENTATIONS)
 def test_every_token_is_in_one_span_and_has_the_value_of_its_step_unless_steps_were_merged(data, text, segmentation):
-    steps = segment(text, segmentation)
+    steps = split_steps(text, segmentation)
     starts = sorted([0, *data.draw(st.lists(st.integers(0, len(text)), max_size=20))])
-    spans = spans_of(starts, StepValues(tuple(map(len, steps)), tuple(map(float, range(len(steps))))))
+    spans = assign_spans(starts, StepValues(tuple(map(len, steps)), tuple(map(float, range(len(steps))))))
     assert spans.starts[0] == 0
     assert list(spans.starts) == sorted(set(spans.starts))
     assert spans.starts[-1] < len(starts)

@@ -15,10 +15,10 @@ from models.credit.inputs import TermColumns
 from models.judges.verdicts import Judgement
 from models.modeling.batching import Sequences, plan_steps
 from models.modeling.layout import TrainingSample, lay_out_samples
-from models.records.model_input import RENDERED, ModelInput, rollout_inputs
+from models.records.model_input import TURN_PROMPT, ModelInput, rollout_inputs
 from models.records.schemas import ESTIMATE_SCHEMA, ROLLOUT_SCHEMA, score_schema
-from models.records.turn_prompts import cut_at_prompts, turn_prompts
-from models.rewards.environment import given, returns_to_go
+from models.records.turn_prompts import count_turn_prompts, split_at_prompts
+from models.rewards.environment import environment_rewards, returns_to_go
 from models.rollouts.groups import TurnRecord
 from models.text.steps import Spans
 from models.training.samples import open_samples
@@ -42,7 +42,7 @@ def build_episode(turns: list[list[int]], between: int | None) -> Episode:
 
 
 ALONE, WITH_PROMPTS, WITH_ENVIRONMENT = (
-    [build_episode(turns, between) for turns in TURNS] for between in (None, RENDERED, ENVIRONMENT)
+    [build_episode(turns, between) for turns in TURNS] for between in (None, TURN_PROMPT, ENVIRONMENT)
 )
 REWARDS = [1.0, 0.0, 0.25, 2.0]
 CENTRED = [0.5, -0.5, -0.875, 0.875]
@@ -69,7 +69,7 @@ def build_tables(episodes: list[Episode]) -> tuple[pa.Table, pa.Table, pa.Table]
         starts = [0] + [
             begin
             for (before, _), (version, _), begin in zip(segments, segments[1:], ends, strict=False)
-            if version == RENDERED or (version == POLICY and before != RENDERED)
+            if version == TURN_PROMPT or (version == POLICY and before != TURN_PROMPT)
         ]
         rollouts.append(place | {
             "prompt_tokens": PROMPT, "images": [], "finish_reason": "stop", "logprobs": logprobs.tolist(),
@@ -186,14 +186,14 @@ def test_losses_are_divided_by_episodes_and_their_tokens_and_not_by_samples(aggr
 
 def test_rows_are_cut_only_at_prompts_of_turns():
     rollouts, *_ = build_tables(WITH_PROMPTS)
-    rows, place = cut_at_prompts(rollouts)
+    rows, place = split_at_prompts(rollouts)
     assert place.tolist() == [0, 0, 1, 2, 2, 2, 3]
-    assert turn_prompts(rollouts).tolist() == [1, 0, 2, 0]
+    assert count_turn_prompts(rollouts).tolist() == [1, 0, 2, 0]
     inputs = rollout_inputs(rows)
     assert [each.completion.tolist() for each in inputs] == [turn for turns in TURNS for turn in turns]
     assert [each.prompt.tolist() for each in inputs] == [p for t in TURNS for p in PROMPTS[: len(t)]]
     without_prompts, _, _ = build_tables(ALONE)
-    assert cut_at_prompts(without_prompts)[0] is without_prompts
+    assert split_at_prompts(without_prompts)[0] is without_prompts
 
 
 def test_samples_of_a_completion_are_compared_turn_by_turn():
@@ -206,7 +206,7 @@ def test_samples_of_a_completion_are_compared_turn_by_turn():
 @pytest.mark.parametrize(("prompts", "load"), [([4, 4, 4], 4 + 1 + 2 + 5), ([4, 4, 7], 4 + 7 + 1 + 2 + 2)])
 def test_a_plan_counts_prompts_of_one_length_as_shared_and_others_separately(prompts, load):
     sequences = Sequences(lengths=[5, 6, 9], prompts=prompts, groups=[0] * 3, patches=[0] * 3)
-    assert sequences.load((0, 1, 2)) == load
+    assert sequences.count_load((0, 1, 2)) == load
 
 
 def test_tokens_of_an_environment_are_inputs_and_no_targets():
@@ -229,11 +229,11 @@ def record_turns(*rewards: float | None) -> tuple[TurnRecord, ...]:
 
 def test_the_reward_of_an_environment_is_the_sum_or_the_last_of_its_turns():
     episodes = [record_turns(1.0, None, 4.0), record_turns(None), ()]
-    assert given(episodes, EnvironmentReward()) == [Judgement(value, None) for value in (5.0, 0.0, 0.0)]
-    assert given(episodes, EnvironmentReward(aggregate="last"))[0] == Judgement(4.0, None)
+    assert environment_rewards(episodes, EnvironmentReward()) == [Judgement(value, None) for value in (5.0, 0.0, 0.0)]
+    assert environment_rewards(episodes, EnvironmentReward(aggregate="last"))[0] == Judgement(4.0, None)
 
 
 def test_the_value_of_a_turn_is_the_discounted_sum_of_its_reward_and_later_ones():
-    found = given([record_turns(1.0, None, 4.0)], EnvironmentReward(per="turn", gamma=0.5))
+    found = environment_rewards([record_turns(1.0, None, 4.0)], EnvironmentReward(per="turn", gamma=0.5))
     assert found == [Spans((0, 5, 10), (1 + 0.25 * 4, 0.5 * 4, 4.0))]
     assert returns_to_go([], 0.5) == ()

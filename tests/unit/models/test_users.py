@@ -10,7 +10,7 @@ from models.config.policy import ScratchPolicy
 from models.config.training import WarmupConfig
 from models.config.users import DirectoryUser, TrainedUser
 from models.data.problems import Message, Problem, load_problems
-from models.environments.transcripts import Transcript, instructed, user_examples
+from models.environments.user_view import Transcript, fill_instructions, user_examples
 from models.inspection.users import check_user
 from tests.support.policies import write_policy
 
@@ -56,9 +56,11 @@ def test_the_context_of_a_simulated_user_has_swapped_roles_as_a_chat_and_no_role
 
 def test_instructions_contain_values_as_json_texts_unquoted_and_other_braces_unchanged():
     problem = {"size": 7.5, "lid": True, "name": "Ada", "parts": ["a", {"b": None}]}
-    assert instructed("{size} {lid} {name} {parts} {} {a b}", problem) == '7.5 true Ada ["a", {"b": null}] {} {a b}'
+    assert (
+        fill_instructions("{size} {lid} {name} {parts} {} {a b}", problem) == '7.5 true Ada ["a", {"b": null}] {} {a b}'
+    )
     with pytest.raises(ValueError, match=r"'sise'.*'size'"):
-        instructed("{sise}", problem)
+        fill_instructions("{sise}", problem)
 
 
 def test_instructions_are_checked_for_every_problem():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.config.judges import ChoiceVerdict, LogprobVerdict, ScoreVerdict, VerdictConfig
-from models.judges.verdicts import LONGEST, Answer, Judgement, count_votes, read_verdict, worst
+from models.judges.verdicts import LONGEST, Answer, Judgement, count_votes, lowest_reward, read_verdict
 
 SCORE = ScoreVerdict(low=1, high=5)
 FREE = ChoiceVerdict(choices={"correct": 1.0, "incorrect": -1.0, "unsure": 0.25}, constrained=False)
@@ -120,4 +120,4 @@ def test_votes_are_counted_among_the_valid_ones():
 
 
 def test_the_worst_reward_is_that_of_the_verdict():
-    assert [worst(verdict) for verdict in (SCORE, FREE, LOGPROB)] == [0.0, -1.0, 0.0]
+    assert [lowest_reward(verdict) for verdict in (SCORE, FREE, LOGPROB)] == [0.0, -1.0, 0.0]

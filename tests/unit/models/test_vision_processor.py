@@ -57,7 +57,7 @@ def test_expanded_tokens_and_pixels_are_those_of_the_processor_in_transformers(
 
 def test_newlines_around_an_image_are_encoded_together(directories):
     processor, tokenizer = load_processor(directories["gemma3"]), tiny_tokenizer()
-    spelt = tokenizer.decode(processor.spell(ImageSize(24, 24)))
+    spelt = tokenizer.decode(processor.encode_image(ImageSize(24, 24)))
     found = processor.expand(tokenizer("How\n<boi>\n many")["input_ids"], [ImageSize(24, 24)])
     assert found == tokenizer(f"How\n{spelt}\n many")["input_ids"]
 

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from infra.config import PoolsConfig, describe_difference
 from infra.errors import BadInput
-from models.config.policy import SeeingScratchPolicy
+from models.config.policy import VisionScratchPolicy
 from tasks.config.run import LAYOUT, RunConfig, load_config, override_config, parse_config
 from tasks.run.rescorings import RecreditTerms
 from tests.support.configurations import accepted, refusal
@@ -19,7 +19,7 @@ from tests.support.configurations import accepted, refusal
 
 def test_unset_keys_of_a_nested_table_have_the_defaults_of_the_kind_of_policy():
     decoder = accepted("policy.kind=scratch_vision", "policy.decoder.context=160").policy.decoder
-    assert decoder == SeeingScratchPolicy().decoder.model_copy(update={"context": 160})
+    assert decoder == VisionScratchPolicy().decoder.model_copy(update={"context": 160})
     assert parse_config({}, source="nothing") == RunConfig()
 
 

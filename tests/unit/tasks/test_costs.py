@@ -144,4 +144,4 @@ def test_an_account_sums_the_costs_of_all_roles():
     ],
 )
 def test_a_reached_limit_is_named_with_the_spent_amount(limits, spent, said):
-    assert BudgetConfig(**limits).reached(spent) == said
+    assert BudgetConfig(**limits).find_spent_limit(spent) == said

@@ -9,7 +9,7 @@ from models.config.data import ArithmeticData
 from tasks.run.preflight import unset_keys, with_data_sized_defaults, with_recorded_defaults
 from tests.support.configurations import accepted
 
-FEW = {"train_problems": 47.0, "most_prompts": 47.0, "heldout_problems": 3.0}
+FEW = {"train_problems": 47.0, "max_prompts": 47.0, "heldout_problems": 3.0}
 
 
 def test_unset_sizes_are_reduced_to_the_number_of_problems_and_reported():
@@ -23,7 +23,7 @@ def test_unset_sizes_are_reduced_to_the_number_of_problems_and_reported():
 
 
 def test_unset_shard_and_minibatch_sizes_follow_the_number_of_prompts():
-    two = FEW | {"train_problems": 2.0, "most_prompts": 2.0}
+    two = FEW | {"train_problems": 2.0, "max_prompts": 2.0}
     config, _ = with_data_sized_defaults(accepted(), two)
     assert (config.rollout.prompts, config.rollout.shard_prompts, config.update.minibatches) == (2, 2, 2)
     config, _ = with_data_sized_defaults(accepted("rollout.shard_prompts=8", "update.minibatches=4"), two)
@@ -33,7 +33,7 @@ def test_unset_shard_and_minibatch_sizes_follow_the_number_of_prompts():
 
 
 def test_a_set_value_stays_even_if_it_is_the_default_and_enough_problems_change_nothing():
-    enough = {"train_problems": 64, "most_prompts": 64, "heldout_problems": 256}
+    enough = {"train_problems": 64, "max_prompts": 64, "heldout_problems": 256}
     assert with_data_sized_defaults(accepted(), enough) == (accepted(), [])
     config = accepted("rollout.prompts=64", "evaluation.problems=256")
     assert unset_keys(config) == []
@@ -42,7 +42,7 @@ def test_a_set_value_stays_even_if_it_is_the_default_and_enough_problems_change_
 
 def test_weights_may_allow_fewer_prompts_than_there_are_problems():
     config, [told] = with_data_sized_defaults(
-        accepted("evaluation.problems=1"), FEW | {"train_problems": 90.0, "most_prompts": 10.0}
+        accepted("evaluation.problems=1"), FEW | {"train_problems": 90.0, "max_prompts": 10.0}
     )
     assert config.rollout.prompts == 10
     assert told.endswith("there are 90 training problems, and their weights allow no more.")
@@ -56,7 +56,7 @@ def test_a_run_continues_with_its_recorded_sizes_after_a_change_of_its_files(tmp
     assert with_recorded_defaults(asked) is asked, "a run without results is fitted to its files again"
     run.store.put("manifests/policy/base.json", b"")
     again, told = with_data_sized_defaults(
-        with_recorded_defaults(asked), {"train_problems": 9e3, "most_prompts": 9e3, "heldout_problems": 9e3}
+        with_recorded_defaults(asked), {"train_problems": 9e3, "max_prompts": 9e3, "heldout_problems": 9e3}
     )
     assert (again.identity(), told) == (begun.identity(), [])
     other = accepted(f"store={tmp_path}", "name=few", "rollout.prompts=64")
@@ -64,7 +64,7 @@ def test_a_run_continues_with_its_recorded_sizes_after_a_change_of_its_files(tmp
 
 
 def test_a_default_that_exceeds_the_problems_is_not_refused_and_a_set_value_is():
-    few, data = {"most_prompts": 47.0, "heldout_problems": 3.0}, ArithmeticData()
+    few, data = {"max_prompts": 47.0, "heldout_problems": 3.0}, ArithmeticData()
     check_sizes(data, few, prompts=64, evaluated=256, giving_way=("rollout.prompts", "evaluation.problems"))
     with pytest.raises(BadInput, match=r"rollout.prompts 64 exceeds the 47 training problems"):
         check_sizes(data, few, prompts=64, evaluated=3, giving_way=("evaluation.problems",))
@@ -74,6 +74,6 @@ def test_a_default_that_exceeds_the_problems_is_not_refused_and_a_set_value_is()
 
 def test_a_default_that_exceeds_the_generated_problems_is_reduced():
     made = accepted("data.kind=arithmetic", "data.heldout_problems=8")
-    config, told = with_data_sized_defaults(made, {"train_problems": 4096, "most_prompts": 4096, "heldout_problems": 8})
+    config, told = with_data_sized_defaults(made, {"train_problems": 4096, "max_prompts": 4096, "heldout_problems": 8})
     assert config.evaluation.problems == 8
     assert len(told) == 1

@@ -16,7 +16,7 @@ from models.config.engines import SamplingConfig
 from models.config.reward_terms import RegexReward
 from models.config.rewards import ScoringConfig
 from models.config.rollout import DynamicSampling, PartialRollout, RolloutConfig
-from models.data.curriculum import DynamicSamplingState, another_wave, take, wave_size
+from models.data.curriculum import DynamicSamplingState, another_wave, take_rows, wave_size
 from models.records.schemas import PROMPT_SCHEMA
 from models.records.versions import ModelVersion, Outcome, bundles_of
 from models.records.work import CreditWork, RolloutWork, ScoredShard, ScoringWork
@@ -114,7 +114,7 @@ class Story:
         carried = tuple(groups.rollouts for groups in before.partial_groups) if wave == 1 else ()
         count = max(0, wave_size(gap, (before.sampling or DynamicSamplingState()).ema, DYNAMIC.margin) - len(carried))
         cursor = earlier[-1].cursor if earlier else before.cursor
-        rows, cursor = take(cursor, count, taken=taken, num_prompts=len(TEXTS), seed=3)
+        rows, cursor = take_rows(cursor, count, taken=taken, num_prompts=len(TEXTS), seed=3)
         plan = BatchPlan(
             key=iteration_key(number, wave), number=number, wave=wave, split="train", rows=rows, carried=carried,
             group_size=ROLLOUT.group_size, shard_prompts=ROLLOUT.shard_prompts, sampling=ROLLOUT.sampling,

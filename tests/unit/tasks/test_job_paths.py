@@ -16,7 +16,7 @@ from infra.store.runs import Run, create_run
 from infra.validation_errors import field_models
 from models.config.retriever import PairFile, RetrieverConfig
 from models.config.users import DirectoryUser
-from models.untrusted_files.directory import no_directory
+from models.untrusted_files.directory import missing_directory_error
 from tasks.config.run import RunConfig, load_config, parse_config, validate_again
 from tasks.run.dependencies import dependencies_of, find_matching_run
 
@@ -84,9 +84,9 @@ def test_relative_paths_in_documents_without_a_file_stay_relative():
 
 
 def test_a_name_of_the_model_hub_is_recognized_in_the_path_that_it_became(tmp_path):
-    refused = str(no_directory("policy.path", tmp_path / "Qwen/Qwen3-0.6B"))
+    refused = str(missing_directory_error("policy.path", tmp_path / "Qwen/Qwen3-0.6B"))
     assert f"`hf download Qwen/Qwen3-0.6B --local-dir {tmp_path}/Qwen/Qwen3-0.6B`" in refused
-    assert "hf download" not in str(no_directory("policy.path", tmp_path / "model"))
+    assert "hf download" not in str(missing_directory_error("policy.path", tmp_path / "model"))
 
 
 def test_options_of_a_user_class_can_have_paths_too(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from PIL import Image
 from infra.costs import Cost
 from infra.terminal import WIDTH
 from models.data.images import THUMBNAIL_BYTES, data_address, digest_of, thumbnail
-from models.records.media import HeldImages, ShownImage
+from models.records.media import InMemoryImages, ShownImage
 from models.rollouts.preview import Excerpts, RolloutPreview
 from tasks.views.metrics import Accuracy, EpisodesReport, IterationReport, iteration_table
 from tasks.views.pages import rollouts_page
@@ -233,7 +233,7 @@ def test_the_table_of_rollouts_has_the_digests_of_images_and_a_missing_answer_st
 @pytest.mark.parametrize("attack", [*ATTACKS, "</pre><img src=x>", '"><script>x</script>'])
 def test_the_page_of_rollouts_shows_images_and_completions_as_text(attack):
     red, tiff = picture("red"), picture("blue", kind="TIFF")
-    held = HeldImages({digest_of(each): each for each in (red, tiff)})
+    held = InMemoryImages({digest_of(each): each for each in (red, tiff)})
     html = rollouts_page("tiny", [shows(attack, red), shown_as("TIFF", shows(attack, tiff))], held)
     assert tags(html) == {"html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "img", "pre", "b"}
     sources = re.findall(r'<img src="([^"]*)"', html)

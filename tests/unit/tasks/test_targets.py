@@ -165,7 +165,12 @@ def check_engine(engine: Variant) -> None:
         (check_algorithm, "algorithm", "Best", ["'my_faults:Best'", "'my_faults:numbers_of'"]),
         (check_algorithm, "algorithm", "Greedy", ["(experience, algorithm)", "(experience, algorithm, more)"]),
         (check_loss, "update.loss", "Loose", ["(logprobs_N, old_N, tokens=…, config=…)"]),
-        (check_engine, "rollout.engine", "Half", ["producer, serves, sleep, close, steps, likelihoods, generate"]),
+        (
+            check_engine,
+            "rollout.engine",
+            "Half",
+            ["producer, loaded_digest, sleep, close, step_sums, score_continuations, generate"],
+        ),
     ],
 )
 def test_an_implementation_that_does_not_fit_is_refused_before_anything_starts(folder, check, part, name, expected):
@@ -205,7 +210,7 @@ def test_the_engine_of_the_page_samples_by_seed_independently_of_the_batch(folde
     write_policy(tmp_path)
     engine = build_engine(read(folder).rollout.engine)
     engine.load(tmp_path, ModelVersion(version=0, weights=BundleRef(key="policies/d1", digest="d1", bytes=0)))
-    assert engine.serves() == "d1"
+    assert engine.loaded_digest() == "d1"
     sampling = SamplingConfig(max_new_tokens=8)
     prompt = ModelInput.from_prompt([5, 6])
     requests = [Request(row=row, inputs=(prompt, prompt), seeds=(3 * row, 3 * row + 1)) for row in range(4)]

@@ -13,7 +13,7 @@ from itertools import count
 
 from rheostat_experts import NOTED
 from rheostat_images import render
-from rheostat_requests import Prompt, Questions, Refused, Sampling, Wanted, Work
+from rheostat_requests import CompletionRequest, Prompt, Questions, Refused, Sampling, Work
 from rheostat_serving import Serving
 from vllm.exceptions import VLLMClientError
 from vllm.outputs import CompletionOutput
@@ -30,18 +30,18 @@ async def generate(serving: Serving, work: Work) -> AsyncGenerator[bytes]:
     Raises Refused if the server serves another policy or vLLM refuses a request.
     """
     serving.require(work.digest)
-    needs_experts = any(one.experts for one in work.wanted)
+    needs_experts = any(one.experts for one in work.requests)
     if needs_experts:
         await serving.experts.begin()
     lines: asyncio.Queue[bytes | None] = asyncio.Queue()
     collectors: list[RequestOutputCollector] = []
     tasks: list[asyncio.Task[None]] = []
-    serving.steps.begin(len(work.wanted))
+    serving.steps.begin(len(work.requests))
     try:
-        collectors = await _admit(serving, ((one.prompt, _parameters(one, work.sampling)) for one in work.wanted))
+        collectors = await _admit(serving, ((one.prompt, _parameters(one, work.sampling)) for one in work.requests))
         tasks = [
             asyncio.create_task(_follow(serving, one, collector, digest=work.digest, lines=lines))
-            for one, collector in zip(work.wanted, collectors, strict=True)
+            for one, collector in zip(work.requests, collectors, strict=True)
         ]
         ended = asyncio.ensure_future(_end(tasks, lines))
         while (line := await lines.get()) is not None:
@@ -56,7 +56,7 @@ async def generate(serving: Serving, work: Work) -> AsyncGenerator[bytes]:
     finally:
         for task in tasks:
             task.cancel()
-        serving.steps.end(len(work.wanted))
+        serving.steps.end(len(work.requests))
         await _abandon(serving, [c for c, task in zip(collectors, tasks, strict=True) if not _finished(task)])
         if needs_experts:
             await serving.experts.forget([collector.request_id for collector in collectors])
@@ -119,7 +119,7 @@ async def likelihoods(serving: Serving, questions: Questions) -> str:
     )
 
 
-def _parameters(one: Wanted, sampling: Sampling) -> SamplingParams:
+def _parameters(one: CompletionRequest, sampling: Sampling) -> SamplingParams:
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -192,7 +192,7 @@ async def _abandon(serving: Serving, collectors: list[RequestOutputCollector]) -
 
 async def _follow(
     serving: Serving,
-    one: Wanted,
+    one: CompletionRequest,
     collector: RequestOutputCollector,
     *,
     digest: str,
@@ -212,7 +212,7 @@ async def _follow(
                 return
             if one.experts and num_generated:  # of all tokens but the last, which was never read
                 num_read = len(one.prompt.tokens) + num_generated - 1
-                extra["experts"] = await serving.experts.of(collector.request_id, completion, num_read)
+                extra["experts"] = await serving.experts.read(collector.request_id, completion, num_read)
         lines.put_nowait(
             _line(
                 {

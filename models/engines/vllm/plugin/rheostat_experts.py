@@ -1,7 +1,7 @@
 """Experts that the routers of a mixture-of-experts model choose for each token, recorded and reported to callers.
 
 On GPUs vLLM records them itself (`--enable-return-routed-experts`) with a model runner that requires Triton. On a CPU,
-where Triton is not available, vLLM's worker records them with `NotedExperts`. The gateway reports them.
+where Triton is not available, vLLM's worker records them with `ExpertRecorder`. The gateway reports them.
 
 Shapes: L tokens of a forward pass, T tokens of a sequence, F experts of a token in all layers, layer after layer.
 """
@@ -34,7 +34,7 @@ def expert_layers(model: nn.Module) -> list[MoERunner]:
     return [module for module in model.modules() if isinstance(module, MoERunner)]
 
 
-class NotedExperts:
+class ExpertRecorder:
     """Recorder, in a CPU worker, of the experts chosen for all tokens of the open requests.
 
     Nothing is cached, so each request is computed from its first token on, and again from the start after a preemption.
@@ -56,7 +56,7 @@ class NotedExperts:
 
         runner.execute_model = execute_and_note
 
-    def take(self, num_tokens_by_request: dict[str, int]) -> list[bytes]:
+    def pop(self, num_tokens_by_request: dict[str, int]) -> list[bytes]:
         """Return the experts of the first tokens of each request and free all its experts.
         `num_tokens_by_request` maps requests to numbers of tokens.
         """
@@ -82,7 +82,7 @@ class NotedExperts:
         return NOTED in (parameters.extra_args or {})
 
 
-class ToldExperts:
+class RecordedExperts:
     """Access of the gateway to recorded experts: whether the server can report them, and those of finished requests."""
 
     def __init__(self, engine: AsyncLLM) -> None:
@@ -94,7 +94,7 @@ class ToldExperts:
         self._dtype = _dtype_of(config.model_config.get_num_experts())
         self._experts = config.model_config.get_num_experts_per_tok()
 
-    async def layers(self) -> list[int]:
+    async def find_layers(self) -> list[int]:
         """Return the numbers of the mixture-of-experts layers, or an empty list if the server cannot report experts."""
         if self._layers is None:
             can = self._by_vllm or self._by_worker
@@ -103,14 +103,14 @@ class ToldExperts:
 
     async def begin(self) -> None:
         """Start recording the experts of later requests. Raises Refused if the server cannot report them."""
-        if not await self.layers():
+        if not await self.find_layers():
             raise Refused("experts: the server was not started with --experts, or its model has none")
         if self._by_worker:
             await self._engine.collective_rpc("rheostat_note_experts")
 
-    async def of(self, request: str, completion: CompletionOutput, num_tokens: int) -> dict[str, object]:
+    async def read(self, request: str, completion: CompletionOutput, num_tokens: int) -> dict[str, object]:
         """Return the experts of the first `num_tokens` tokens of a finished request, as the fields of a JSON object."""
-        layers = await self.layers()
+        layers = await self.find_layers()
         if self._by_vllm:
             data = completion.routed_experts[:num_tokens, layers].astype(self._dtype).tobytes()
         else:

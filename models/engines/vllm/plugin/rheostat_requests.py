@@ -55,13 +55,13 @@ class Prompt:
     settings: dict[str, object]
     """Settings for the model's image processor that differ from those in its directory."""
 
-    def continued(self, tokens: list[int]) -> "Prompt":
+    def append_completion(self, tokens: list[int]) -> "Prompt":
         """Return the prompt with tokens appended."""
         return replace(self, tokens=self.tokens + tokens, collapsed=self.collapsed + tokens)
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class CompletionRequest:
     """Completion that a request asks for."""
 
     name: int
@@ -78,7 +78,7 @@ class Work:
 
     digest: str
     sampling: Sampling
-    wanted: list[Wanted]
+    requests: list[CompletionRequest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ def read_work(body: bytes) -> Work:
         banned=_field(sampling_fields, "banned", list),
     )
     requests = [
-        Wanted(
+        CompletionRequest(
             name=_field(one, "id", int),
             prompt=_prompt(one),
             seed=_field(one, "seed", int),
@@ -132,7 +132,7 @@ def read_work(body: bytes) -> Work:
     ]
     if len({one.name for one in requests}) < len(requests):
         raise Refused("requests: ids must be unique")
-    return Work(digest=_field(fields, "digest", str), sampling=sampling, wanted=requests)
+    return Work(digest=_field(fields, "digest", str), sampling=sampling, requests=requests)
 
 
 def read_questions(body: bytes) -> Questions:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blake3 import blake3
-from rheostat_experts import ToldExperts
+from rheostat_experts import RecordedExperts
 from rheostat_requests import Refused
 from rheostat_steps import Steps
 from transformers import AutoConfig
@@ -40,7 +40,7 @@ class Serving:
         self.digest = ""
         self.adapter: LoRARequest | None = None
         self.steps = Steps(engine)
-        self.experts = ToldExperts(engine)
+        self.experts = RecordedExperts(engine)
         self._config = engine.vllm_config
         self._shape = _read_shape(Path(self._config.model_config.model))
         self._lock = asyncio.Lock()
@@ -60,7 +60,7 @@ class Serving:
             "tensor_parallel": self._config.parallel_config.tensor_parallel_size,
             "lora_rank": 0 if lora is None else lora.max_lora_rank,
             "sleeps": model.enable_sleep_mode,
-            "tells_experts": bool(await self.experts.layers()),
+            "tells_experts": bool(await self.experts.find_layers()),
         }
 
     def require(self, digest: str) -> None:
@@ -70,7 +70,7 @@ class Serving:
                 f"policy {digest} was requested, but {self.digest or 'none'} is served", status=409, digest=self.digest
             )
 
-    async def prove(self) -> str:
+    async def verify_digest(self) -> str:
         """Return the served digest, or an empty string if the parameters are no longer those that were loaded."""
         if self.digest and await self._fingerprint() != self._fingerprints:
             self.digest = self._loaded = self._base = ""
@@ -89,7 +89,7 @@ class Serving:
             self._asleep = True
             return True
 
-    async def settled(self) -> str:
+    async def wait_for_load(self) -> str:
         """Return the served digest, after waiting for a load in progress."""
         async with self._lock:
             return self.digest

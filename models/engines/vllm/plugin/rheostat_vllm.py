@@ -59,7 +59,7 @@ class Gateway:
         elif route := self._routes.get((str(method), str(path))):
             self._serving = self._serving or Serving(scope["app"].state.engine_client)  # type: ignore[attr-defined]
             await answer_errors(partial(route, receive), send)
-        elif method in ("GET", "HEAD") or (self._serving is not None and await self._serving.settled()):
+        elif method in ("GET", "HEAD") or (self._serving is not None and await self._serving.wait_for_load()):
             await self._app(scope, receive, send)
         else:
             await reply(send, 409, {"error": "no weights are loaded", "digest": ""})
@@ -78,7 +78,7 @@ class Gateway:
         await reply(send, 200, _versions() | await self._served.about())
 
     async def _proof(self, _receive: Receive, send: Send) -> None:
-        await reply(send, 200, {"digest": await self._served.prove()})
+        await reply(send, 200, {"digest": await self._served.verify_digest()})
 
     async def _load(self, receive: Receive, send: Send) -> None:
         directory, adapter, drain = read_load(await read_body(receive))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from blake3 import blake3
-from rheostat_experts import NotedExperts, expert_layers
+from rheostat_experts import ExpertRecorder, expert_layers
 from safetensors import safe_open
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
@@ -20,7 +20,7 @@ SAMPLED = 64
 class Weights:
     """Methods that the gateway calls on every rank. vLLM mixes this class into its own worker class."""
 
-    rheostat_noted: NotedExperts | None = None
+    rheostat_noted: ExpertRecorder | None = None
 
     def rheostat_load(self, files: list[str]) -> None:
         """Replace all parameters by the tensors of safetensors files. vLLM's own layout and storage are kept.
@@ -57,11 +57,11 @@ class Weights:
 
     def rheostat_note_experts(self) -> None:
         """Record, from now on, the experts of requests that ask for it."""
-        self.rheostat_noted = self.rheostat_noted or NotedExperts(self.model_runner)  # type: ignore[attr-defined]
+        self.rheostat_noted = self.rheostat_noted or ExpertRecorder(self.model_runner)  # type: ignore[attr-defined]
 
     def rheostat_take_experts(self, wanted: dict[str, int]) -> list[bytes]:
         """Return the recorded experts of the first tokens of each request, and free them."""
-        return [] if self.rheostat_noted is None else self.rheostat_noted.take(wanted)
+        return [] if self.rheostat_noted is None else self.rheostat_noted.pop(wanted)
 
 
 def _forget_packing(model: nn.Module) -> None:

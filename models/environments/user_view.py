@@ -22,7 +22,7 @@ from models.data.problems import Message, Problem, identity, load_problems
 
 _FIELD: Final = re.compile(r"\{(\w+)\}")
 
-Told = Mapping[str, JsonValue]
+ProblemData = Mapping[str, JsonValue]
 """Problem data that an environment receives: the prompt, the answer and the columns."""
 
 
@@ -51,17 +51,17 @@ class Transcript:
         return tuple(messages[:-1])
 
 
-def told_of(problem: Problem) -> dict[str, JsonValue]:
+def build_problem_data(problem: Problem) -> dict[str, JsonValue]:
     """Return the data of a problem that an environment receives, before the prompt is rendered."""
     return {**problem.columns, "prompt": identity(problem.prompt), "answer": problem.answer}
 
 
-def instructed(template: str, problem: Told) -> str:
+def fill_instructions(template: str, problem: ProblemData) -> str:
     """Fill the fields of a problem into the instructions. Braces without a field name inside are kept as text.
 
     Raises ValueError if the problem has no such field; the message suggests the nearest name.
 
-    >>> instructed("A box of {size}. {}", {"size": 7})
+    >>> fill_instructions("A box of {size}. {}", {"size": 7})
     'A box of 7. {}'
     """
 
@@ -116,7 +116,7 @@ def worked_replies(environment: DialogueEnvironment, problems: Iterable[Problem]
                 "trains on worked episodes. Use data with worked episodes or a model that needs no training."
             )
         try:
-            instructions = instructed(environment.instructions, told_of(problem))
+            instructions = fill_instructions(environment.instructions, build_problem_data(problem))
         except ValueError as error:
             raise BadInput(f"{problem.source}: {error}") from error
         turns, replies = problem.worked_turns[::2], problem.worked_turns[1::2]

@@ -13,22 +13,22 @@ from models.config.environments import EpisodeSettings
 from models.data.problems import Message, Problem
 from models.engines.protocol import Engine
 from models.engines.requests import end_tokens
-from models.environments.answers import HoldsModel, answering_of
 from models.environments.clock import EnvironmentClock
+from models.environments.context import build_context_builder
 from models.environments.episodes import Episodes
-from models.environments.histories import history_of
-from models.environments.pool import started
-from models.environments.transcripts import told_of
+from models.environments.pool import start_process
+from models.environments.responders import LocalModelResponder, build_responder
+from models.environments.user_view import build_problem_data
 from models.records.versions import ModelVersion
 from models.records.work import RolloutWork
 from models.rollouts.groups import Group
-from models.text.calls import Parser, parser_of
-from models.text.own_prompts import check_prompts
+from models.text.calls import Parser, build_parser
+from models.text.per_turn import check_turn_prompts
 from models.text.tokenizer import ToolSchema, load_tokenizer
-from models.text.turns import TurnFormat, check_preserves, turn_format
+from models.text.turns import TurnFormat, check_template_appends, turn_format
 
 
-class Scene:
+class EnvironmentRuntime:
     """Environment runtime that plays episodes with the policy loaded in the engine.
 
     The turn format is read once, because all policies of a run share their tokenizer.
@@ -36,18 +36,18 @@ class Scene:
 
     def __init__(self, settings: EpisodeSettings) -> None:
         self._settings = settings
-        self._answers = answering_of(settings)
+        self._answers = build_responder(settings)
         self._reading: tuple[TurnFormat, Parser] | None = None
         self._clock = EnvironmentClock()
 
     @property
-    def done(self) -> int:
+    def progress(self) -> int:
         """Counter that grows with every answered turn."""
-        return self._answers.done
+        return self._answers.progress
 
     def load(self, directory: Path, user: ModelVersion) -> None:
         """Load the model that plays the user. Raises BadInput if the environment uses no model in this process."""
-        if not isinstance(self._answers, HoldsModel):
+        if not isinstance(self._answers, LocalModelResponder):
             raise BadInput(
                 f"{self._settings.run.where}: this environment uses no model, so no model can be loaded for it"
             )
@@ -55,10 +55,12 @@ class Scene:
 
     def sleep(self) -> None:
         """Release the memory of the model that plays the user."""
-        if isinstance(self._answers, HoldsModel):
+        if isinstance(self._answers, LocalModelResponder):
             self._answers.sleep()
 
-    def play(self, groups: Sequence[Group], engine: Engine, work: RolloutWork, *, directory: Path) -> list[Group]:
+    def run_episodes(
+        self, groups: Sequence[Group], engine: Engine, work: RolloutWork, *, directory: Path
+    ) -> list[Group]:
         """Run the completions of groups to their ends or to the token budget.
 
         `directory` contains the policy's tokenizer.
@@ -73,16 +75,16 @@ class Scene:
             sampling=work.sampling,
             version=work.policy.version,
             partial=work.partial,
-            history=history_of(self._settings, form, work.sampling.max_new_tokens),
+            history=build_context_builder(self._settings, form, work.sampling.max_new_tokens),
             form=form,
             parse=parse,
             clock=self._clock,
         )
         return episodes.complete(groups)
 
-    def waited(self) -> dict[str, float]:
+    def pop_times(self) -> dict[str, float]:
         """Return the answering seconds and the idle seconds (no turn generated) since the last call."""
-        return self._clock.taken()
+        return self._clock.pop_times()
 
     def close(self) -> None:
         """Close the environments or the model that answers."""
@@ -96,7 +98,7 @@ def tool_schemas(settings: EpisodeSettings) -> tuple[ToolSchema, ...]:
     """
     if settings.process is None:
         return ()
-    process = started(settings.process, describes=True)
+    process = start_process(settings.process, describes=True)
     place = RestartingProcess(lambda: process, what=settings.run.where)
     try:
         return tuple(cast(ToolSchema, schema) for schema in place.ready().schemas)
@@ -114,7 +116,7 @@ def tools_of(settings: EpisodeSettings | None, problems: Sequence[Problem]) -> t
         return ()
     is_chat = settings.prompts == "chat"
     for problem in problems:
-        if settings.renders_turns and problem.images:
+        if settings.has_turn_prompts and problem.images:
             raise BadInput(
                 f"{problem.source}: the problem has images ({len(problem.images)}), but rollout.environment.history "
                 "'per_turn' supports text only. Use another history or problems without images."
@@ -136,15 +138,15 @@ def check_turns(
     Raises BadInput if not.
     """
     form = turn_format(tokenizer, tools=tools, is_chat=settings.prompts == "chat")
-    parser_of(settings.parser, tokenizer, tools=tools)
+    build_parser(settings.parser, tokenizer, tools=tools)
     _check_shown(form)
-    if settings.renders_turns:
-        check_prompts(form, role=settings.run.role, where="rollout.environment.history 'per_turn'")
+    if settings.has_turn_prompts:
+        check_turn_prompts(form, role=settings.run.role, where="rollout.environment.history 'per_turn'")
     elif settings.history == "template":
-        check_preserves(form, role=settings.run.role, where="rollout.environment")
-    answers = answering_of(settings)
+        check_template_appends(form, role=settings.run.role, where="rollout.environment")
+    answers = build_responder(settings)
     try:
-        [first_answer] = answers.answer([EpisodeRequest(episode="0", problem=told_of(problem), seed=0)], [0])
+        [first_answer] = answers.answer([EpisodeRequest(episode="0", problem=build_problem_data(problem), seed=0)], [0])
     finally:
         answers.close()
     if first_answer.step is None:
@@ -156,7 +158,7 @@ def _check_shown(form: TurnFormat) -> None:
     names = [str(cast(Mapping[str, object], tool["function"])["name"]) for tool in form.tools]
     if not names:
         return
-    [prompt] = form.rendered([[form.spelt(Message("user", "-"))]], generation_prompt=True)
+    [prompt] = form.render([[form.encode_message(Message("user", "-"))]], generation_prompt=True)
     hidden = [name for name in names if name not in prompt]
     if hidden:
         raise BadInput(
@@ -174,7 +176,7 @@ def read_turns(directory: Path, settings: EpisodeSettings) -> tuple[TurnFormat, 
     tools = tool_schemas(settings) if settings.prompts == "chat" else ()
     stated = end_tokens(tokenizer, _generation(directory))
     form = turn_format(tokenizer, stated=stated, tools=tools, is_chat=settings.prompts == "chat")
-    return form, parser_of(settings.parser, tokenizer, tools=tools)
+    return form, build_parser(settings.parser, tokenizer, tools=tools)
 
 
 def _generation(directory: Path) -> GenerationConfig:

@@ -14,7 +14,7 @@ from models.engines.requests import CompletionRow
 from models.engines.sampling import sample_tokens
 from models.modeling.layout import lay_out
 from models.modeling.logprobs import TokenLogprobs
-from models.modeling.policy import load_policy, load_sight
+from models.modeling.policy import load_policy, load_vision
 from models.records.model_input import ModelInput
 from models.text.tokenizer import load_tokenizer
 from models.vision.families import ImageSize
@@ -47,18 +47,18 @@ def policy(directory):
         "digest",
         torch.tensor([tokenizer.eos_token_id]),
         96,
-        sight=load_sight(directory, source=Images()),
+        vision=load_vision(directory, source=Images()),
     )
 
 
 @pytest.fixture
 def module(policy):
     """The policy as the update uses it."""
-    return TokenLogprobs(policy.model, temperature=1.0, sight=policy.sight)
+    return TokenLogprobs(policy.model, temperature=1.0, vision=policy.vision)
 
 
 def build_prompt(policy, *images, before=(5, 6), after=(7, 8, 9)):
-    processor = policy.sight.processor
+    processor = policy.vision.processor
     places = [token for _ in images for token in (processor.place_id, 11)]
     sizes = [ImageSize(*SIZES[image]) for image in images]
     return ModelInput.from_prompt(processor.expand([*before, *places, *after], sizes), images)
@@ -109,11 +109,11 @@ def test_likelihoods_are_the_log_probs_of_the_update(policy, module):
 def test_log_probs_are_those_of_the_model_in_transformers(policy, module):
     whole = build_prompt(policy, "b", "a").append_completion([20, 21])
     tokens = torch.from_numpy(whole.tokens.astype(np.int64))[None]
-    images = [policy.sight.prepared(name).arrays for name in whole.images]
+    images = [policy.vision.prepare(name).arrays for name in whole.images]
     arrays = {name: torch.from_numpy(np.concatenate([each[name] for each in images])) for name in images[0]}
     if "pixel_attention_mask" in arrays:
         arrays = {name: array[None] for name, array in arrays.items()}
-    places = (tokens == policy.sight.processor.image_id).long()
+    places = (tokens == policy.vision.processor.image_id).long()
     kinds = {"mm_token_type_ids": places.int(), "token_type_ids": places}
     kinds = {name: value for name, value in (kinds | arrays).items() if name != "num_crops"}
     takes = inspect.signature(policy.model.forward).parameters
@@ -135,11 +135,11 @@ def test_ten_thousand_samples_from_uniform_logits_contain_no_banned_token(policy
 
 @pytest.mark.parametrize("chunk", [1 << 26, 7 * 300])
 def test_banned_tokens_have_probability_0_in_the_update(policy, chunk):
-    module = TokenLogprobs(policy.model, temperature=0.7, sight=policy.sight, chunk_elements=chunk)
+    module = TokenLogprobs(policy.model, temperature=0.7, vision=policy.vision, chunk_elements=chunk)
     module.model.requires_grad_(False)
     allowed, banned = next(token for token in range(300) if token not in policy.banned), policy.banned[0]
     assert compute_logprobs(module, [build_prompt(policy, "a").append_completion([allowed])]).isfinite().all()
-    if banned != policy.sight.processor.image_id:
+    if banned != policy.vision.processor.image_id:
         assert compute_logprobs(module, [build_prompt(policy, "a").append_completion([banned])]).item() == -torch.inf
 
 
@@ -153,7 +153,7 @@ def test_the_vision_tower_encodes_each_distinct_image_of_a_micro_batch_once(poli
         return run(**arrays)
 
     group = [build_prompt(policy, "a").append_completion([20 + sample, 30]) for sample in range(8)]
-    alone = policy.sight.prepared("a").arrays["pixel_values"].size
+    alone = policy.vision.prepare("a").arrays["pixel_values"].size
     monkeypatch.setattr(base, "get_image_features", counted)
     compute_logprobs(module, group)
     assert calls == [alone]

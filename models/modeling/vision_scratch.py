@@ -14,7 +14,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from models.config.policy import SeeingScratchPolicy
+from models.config.policy import VisionScratchPolicy
 from models.modeling.policy import lock_model_construction, save_policy, scratch_config
 from models.text.tokenizer import train_tokenizer
 
@@ -22,7 +22,7 @@ IMAGE, AROUND, WHOLE = "<image>", "<fake_token_around_image>", "<global-img>"
 _SPECIAL: Final = (IMAGE, AROUND, WHOLE)
 
 
-def seeing_tokenizer(policy: SeeingScratchPolicy, texts: Iterable[str]) -> PreTrainedTokenizerFast:
+def vision_tokenizer(policy: VisionScratchPolicy, texts: Iterable[str]) -> PreTrainedTokenizerFast:
     """Train the tokenizer on texts, and add the special tokens for images after its vocabulary."""
     decoder = policy.decoder
     tokenizer = train_tokenizer(texts, vocab_size=decoder.vocab_size - len(_SPECIAL), context=decoder.context)
@@ -30,29 +30,31 @@ def seeing_tokenizer(policy: SeeingScratchPolicy, texts: Iterable[str]) -> PreTr
     return tokenizer
 
 
-def build_seeing(policy: SeeingScratchPolicy, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> PreTrainedModel:
+def build_vision_scratch(
+    policy: VisionScratchPolicy, tokenizer: PreTrainedTokenizerFast, *, seed: int
+) -> PreTrainedModel:
     """Build the model with random weights from the seed. The caller's random state on the CPU stays unchanged."""
     with lock_model_construction():
         torch.manual_seed(seed)
         return AutoModelForImageTextToText.from_config(_build_config(policy, tokenizer))
 
 
-def outline_seeing(policy: SeeingScratchPolicy, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+def outline_vision_scratch(policy: VisionScratchPolicy, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     """Build the model on the `meta` device, without weights."""
     with lock_model_construction(), torch.device("meta"):
         return AutoModelForImageTextToText.from_config(_build_config(policy, tokenizer))
 
 
-def save_seeing(
-    policy: SeeingScratchPolicy, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, directory: Path
+def save_vision_scratch(
+    policy: VisionScratchPolicy, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, directory: Path
 ) -> None:
     """Write a directory that transformers and vLLM can load."""
     save_policy(model, tokenizer, directory)
-    save_beside_weights(policy, model, tokenizer, directory)
+    save_config_files(policy, model, tokenizer, directory)
 
 
-def save_beside_weights(
-    policy: SeeingScratchPolicy, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, directory: Path
+def save_config_files(
+    policy: VisionScratchPolicy, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, directory: Path
 ) -> None:
     """Write all files of the policy except the weights."""
     model.config.save_pretrained(directory)
@@ -65,7 +67,7 @@ def save_beside_weights(
     (directory / "processor_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def _build_config(policy: SeeingScratchPolicy, tokenizer: PreTrainedTokenizerFast) -> Idefics3Config:
+def _build_config(policy: VisionScratchPolicy, tokenizer: PreTrainedTokenizerFast) -> Idefics3Config:
     return Idefics3Config(
         text_config=scratch_config(policy.decoder, tokenizer).to_dict(),
         vision_config={

@@ -15,7 +15,7 @@ from models.config.environments import ToolsEnvironment
 from models.config.rewards import ScoringConfig
 from models.data.problems import Message
 from models.records.schemas import PROMPT_SCHEMA, ROLLOUT_SCHEMA
-from models.records.turn_prompts import cut_at_prompts
+from models.records.turn_prompts import split_at_prompts
 from models.records.versions import ModelVersion
 from models.records.work import CreditWork, RolloutWork, ScoredShard, ScoringWork
 from models.text.calls import Call, ParsedTurn
@@ -82,7 +82,7 @@ def table(episodes, shard) -> pa.Table:
 
 def test_the_prompt_of_a_turn_is_the_template_rendered_with_the_messages_before_it(table):
     tokenizer, num_later, num_without_thoughts = tokenizer_of("qwen-3"), 0, 0
-    cut, place = cut_at_prompts(table)
+    cut, place = split_at_prompts(table)
     parts = iter(cut["prompt_tokens"].to_pylist())
     for row in table.to_pylist():
         assert row["messages"][:2] == [as_dict(message) for message in CHATS[row["prompt_row"]]]
@@ -104,14 +104,14 @@ def test_the_prompt_of_a_turn_is_the_template_rendered_with_the_messages_before_
 
 
 def test_log_probs_equal_those_of_a_forward_pass_over_the_prompt_and_tokens_of_the_turn(episodes, table):
-    cut, _ = cut_at_prompts(table)
+    cut, _ = split_at_prompts(table)
     for computed, recorded in forward_logprobs(episodes.policy, cut):
         np.testing.assert_allclose(computed, recorded, atol=2e-5)
 
 
 def test_turns_of_an_episode_are_sampled_with_different_seeds(table):
     """With one seed for all turns of an episode most turns would begin with the same token."""
-    cut, _ = cut_at_prompts(table)
+    cut, _ = split_at_prompts(table)
     firsts: dict[tuple[int, int], list[int]] = {}
     for row in cut.to_pylist():
         firsts.setdefault((row["prompt_row"], row["sample"]), []).append(row["completion_tokens"][0])
@@ -146,7 +146,7 @@ def test_max_new_tokens_limits_each_turn_together_with_the_growth_of_its_prompt(
     limit = 48
     [shard] = episodes.play(echo(turn_tokens=20), sampling=SamplingConfig(max_new_tokens=limit)).shards
     whole = read_shard(episodes.store, shard)
-    cut, place = cut_at_prompts(whole)
+    cut, place = split_at_prompts(whole)
     first = np.array([len(tokens) for tokens in whole["prompt_tokens"].to_pylist()])
     lengths = [len(row["prompt_tokens"]) + len(row["completion_tokens"]) for row in cut.to_pylist()]
     assert all(length - first[row] <= limit for length, row in zip(lengths, place, strict=True))
@@ -156,12 +156,12 @@ def test_max_new_tokens_limits_each_turn_together_with_the_growth_of_its_prompt(
 
 def test_the_answer_of_a_tool_follows_its_call(episodes):
     tools = ToolsEnvironment(
-        tools=("tests.support.games:price",), parser="tests.integration.engines.test_own_prompts:always_calls",
+        tools=("tests.support.games:price",), parser="tests.integration.engines.test_per_turn:always_calls",
         turn_tokens=24, processes=1, history="per_turn",
     )  # fmt: skip
     tokenizer = tokenizer_of("qwen-3")
     rows = episodes.play_rows(tools, sampling=SamplingConfig(max_new_tokens=900))
-    table, _ = cut_at_prompts(pa.Table.from_pylist(rows, ROLLOUT_SCHEMA))
+    table, _ = split_at_prompts(pa.Table.from_pylist(rows, ROLLOUT_SCHEMA))
     later = [tokenizer.decode(tokens) for tokens in table["prompt_tokens"].to_pylist()]
     called = [text for text in later if "<tool_response>" in text]
     assert called, [row["turns"] for row in rows]
@@ -191,7 +191,7 @@ def test_episodes_get_scores_and_credit_and_each_turn_becomes_a_sample(episodes,
     for row, values in zip(table.to_pylist(), returns, strict=True):
         rewards = [turn["reward"] or 0.0 for turn in row["turns"]]
         assert values == [sum(rewards[at:]) for at in range(len(rewards))]
-    cut, _ = cut_at_prompts(table)
+    cut, _ = split_at_prompts(table)
     trained = read_shard(store, samples).to_pylist()
     assert [row["tokens"] for row in trained] == [
         row["prompt_tokens"] + row["completion_tokens"] for row in cut.to_pylist()

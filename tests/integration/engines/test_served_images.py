@@ -9,10 +9,10 @@ from infra.store.storage import open_store
 from models.config.engines import SamplingConfig, VllmEngine
 from models.config.lora import LoraConfig
 from models.config.policy import ModelShape
-from models.engines.protocol import Request, SeeingEngine
+from models.engines.protocol import Request, VisionEngine
 from models.modeling.adapters import adapted_layers
 from models.modeling.policy import load_policy
-from models.records.media import HeldImages, Media
+from models.records.media import InMemoryImages, Media
 from models.vision.processor import load_processor
 from tests.support.batch_server import BatchServer
 from tests.support.engines import Published, publish_directory
@@ -35,10 +35,10 @@ def media(tmp_path) -> Media:
 
 
 @pytest.fixture
-def served(serve, media) -> tuple[SeeingEngine, BatchServer]:
+def served(serve, media) -> tuple[VisionEngine, BatchServer]:
     """Engine that knows the images, with its server."""
     engine, [server] = serve()
-    assert isinstance(engine, SeeingEngine)
+    assert isinstance(engine, VisionEngine)
     engine.show(media)
     return engine, server
 
@@ -86,7 +86,7 @@ def test_work_ends_if_the_server_expands_images_to_other_tokens(served, policy):
     server.refusal = (422, "a prompt with 1 images has 16 tokens, but vLLM encodes it as 27 tokens")
     for query in (
         lambda: engine.generate(requests_of(policy, [1]), SAMPLING),
-        lambda: engine.likelihoods(prompts_of(policy.directory, [1]), [[7]]),
+        lambda: engine.score_continuations(prompts_of(policy.directory, [1]), [[7]]),
     ):
         with pytest.raises(Quarantined, match=r"16 tokens, .* 27"):
             query()
@@ -95,7 +95,7 @@ def test_work_ends_if_the_server_expands_images_to_other_tokens(served, policy):
 def test_images_that_are_not_in_files_are_refused(serve):
     engine, _ = serve()
     with pytest.raises(BadInput, match=r"images .*in files"):
-        engine.show(HeldImages(PICTURES))
+        engine.show(InMemoryImages(PICTURES))
 
 
 # ---- settings that are refused before a run begins
@@ -112,14 +112,16 @@ def test_images_that_are_not_in_files_are_refused(serve):
     ],
 )
 def test_vllm_serves_only_the_vision_models_that_were_compared_with_transformers(message, vision_model, gpus, settings):
-    shape = ModelShape(parameters=100, context=96, layers=1, heads=1, kv_heads=1, head_size=32, sees=vision_model)
+    shape = ModelShape(
+        parameters=100, context=96, layers=1, heads=1, kv_heads=1, head_size=32, vision_model_type=vision_model
+    )
     engine = VllmEngine.model_validate(settings)
     if message is None:
-        memory = engine.memory(shape, longest=90, gpus=gpus, name="rollout.engine")
+        memory = engine.estimate_memory(shape, longest=90, gpus=gpus, name="rollout.engine")
         assert memory["rollout_weights_bytes"] == 400
         return
     with pytest.raises(BadInput, match=message):
-        engine.memory(shape, longest=90, gpus=gpus, name="rollout.engine")
+        engine.estimate_memory(shape, longest=90, gpus=gpus, name="rollout.engine")
 
 
 def test_an_adapter_of_the_vision_tower_is_refused(tmp_path: Path):

@@ -51,7 +51,7 @@ class ImageStates:
         return sum(each.nbytes for each in (self.states_SH, *self.deep))
 
 
-class Sight:
+class VisionInputs:
     """Vision-language preprocessing of a worker, with a cache of the images that it prepared last.
 
     `source` is the storage of the encoded images. If `stays` is true, vision tower and projector are frozen. Then the
@@ -59,10 +59,12 @@ class Sight:
     states are cached too.
     """
 
-    def __init__(self, processor: VisionProcessor, *, source: ImageSource | None = None, stays: bool = False) -> None:
+    def __init__(
+        self, processor: VisionProcessor, *, source: ImageSource | None = None, is_frozen: bool = False
+    ) -> None:
         self.processor = processor
         self.source = source
-        self.stays = stays
+        self.is_frozen = is_frozen
         self._prepared = _Kept[PreparedImage](PREPARED_BYTES, _size)
         self._states = _Kept[ImageStates](STATES_BYTES, lambda states: states.bytes)
 
@@ -71,7 +73,7 @@ class Sight:
         """IDs of the tokens whose probability is set to 0."""
         return self.processor.banned
 
-    def prepared(self, digest: str) -> PreparedImage:
+    def prepare(self, digest: str) -> PreparedImage:
         """Return the input arrays of the vision tower for the image with this digest.
 
         Raises BadInput if the image cannot be decoded or would be taken for padding.
@@ -82,7 +84,7 @@ class Sight:
         """Return the outputs of a frozen vision tower for the image with this digest."""
 
         def read(digest: str) -> ImageStates:
-            image = self.prepared(digest)
+            image = self.prepare(digest)
             with torch.no_grad():
                 return _read(model, _on_device([image], model, device), (image.tokens,))[0]
 
@@ -121,7 +123,7 @@ def _size(image: PreparedImage) -> int:
     return sum(array.nbytes for array in image.arrays.values())
 
 
-def without(logits: Tensor, banned: Sequence[int]) -> Tensor:
+def mask_tokens(logits: Tensor, banned: Sequence[int]) -> Tensor:
     """Set the logits of the banned tokens to -inf, so that their probability after a softmax is 0."""
     if not banned:
         return logits
@@ -129,17 +131,17 @@ def without(logits: Tensor, banned: Sequence[int]) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class SeenRows:
+class ImageRows:
     """Images and positions of the rows of a batch, on the device of the model."""
 
     arrays: Mapping[str, Tensor]
     """Arrays of the distinct images, concatenated, or of a blank image if no row has an image and the tower must run.
     Empty if the states are known."""
-    known: tuple[ImageStates, ...]
+    states: tuple[ImageStates, ...]
     """Outputs of a frozen vision tower for the distinct images. Empty if the tower is trained."""
     sizes: tuple[int, ...]
     """Number of states of each distinct image."""
-    dealt: tuple[int, ...]
+    image_indices: tuple[int, ...]
     """Index of the distinct image for each image of the rows, in the order of the rows. Empty if no row has an
     image."""
     positions: Tensor
@@ -150,8 +152,8 @@ class SeenRows:
     """Whether each token is an image token, whose embedding is replaced by a state of the vision tower."""
 
 
-def look(
-    sight: Sight,
+def prepare_rows(
+    vision: VisionInputs,
     model: PreTrainedModel,
     inputs: Sequence[ModelInput],
     *,
@@ -159,16 +161,16 @@ def look(
     width: int,
     pads_left: bool = False,
     runs_always: bool = False,
-) -> SeenRows:
+) -> ImageRows:
     """Prepare the images and positions of the rows of a batch, padded to `width` tokens on one side.
 
     If `runs_always` is true, a batch without images gets a blank one, so that the vision tower runs in every
     micro-batch. Raises BadInput if an image cannot be prepared.
     """
     digests = list(dict.fromkeys(digest for each in inputs for digest in each.images))
-    images = [sight.prepared(digest) for digest in digests]
-    stays = tuple(sight.states(digest, model, device) for digest in digests) if sight.stays else ()
-    read = [] if sight.stays else images or ([sight.processor.blank()] if runs_always else [])
+    images = [vision.prepare(digest) for digest in digests]
+    stays = tuple(vision.states(digest, model, device) for digest in digests) if vision.is_frozen else ()
+    read = [] if vision.is_frozen else images or ([vision.processor.build_blank()] if runs_always else [])
     shape = (max(1, len(inputs)), width)
     positions_3BT, image_BT = np.zeros((3, *shape), np.int64), np.zeros(shape, np.bool_)
     offsets_B = np.zeros(shape[0], np.int64)
@@ -178,28 +180,28 @@ def look(
         prompt, length = each.prompt, len(each)
         name = (prompt.tobytes(), each.images)
         if name not in known:
-            known[name] = _prompt_positions(sight, model, each)
+            known[name] = _prompt_positions(vision, model, each)
         positions_3P, offset = known[name]
         begin = width - length if pads_left else 0
         part = slice(begin, begin + length)
         rest = np.arange(len(prompt), length if pads_left else width) + offset
         positions_3BT[:, row, begin : begin + len(prompt)] = positions_3P
         positions_3BT[:, row, begin + len(prompt) : begin + len(prompt) + len(rest)] = rest
-        image_BT[row, part][: len(prompt)] = prompt == sight.processor.image_id
+        image_BT[row, part][: len(prompt)] = prompt == vision.processor.image_id
         offsets_B[row] = offset
     positions = torch.from_numpy(positions_3BT if _is_mrope(model) else positions_3BT[0]).to(device)
-    return SeenRows(
+    return ImageRows(
         arrays=_on_device(read, model, device),
-        known=stays,
+        states=stays,
         sizes=tuple(image.tokens for image in images),
-        dealt=tuple(digests.index(digest) for each in inputs for digest in each.images),
+        image_indices=tuple(digests.index(digest) for each in inputs for digest in each.images),
         positions=positions,
         offsets_B=torch.from_numpy(offsets_B).to(device),
         image_BT=torch.from_numpy(image_BT).to(device),
     )
 
 
-def _prompt_positions(sight: Sight, model: PreTrainedModel, each: ModelInput) -> tuple[Any, int]:
+def _prompt_positions(vision: VisionInputs, model: PreTrainedModel, each: ModelInput) -> tuple[Any, int]:
     """Return the positions of a prompt's tokens, and the difference between the next position and the number of tokens.
 
     The positions have shape 3 x P if the prompt has images and the model uses multimodal rotary embeddings, else P.
@@ -208,10 +210,10 @@ def _prompt_positions(sight: Sight, model: PreTrainedModel, each: ModelInput) ->
     if not each.images or not _is_mrope(model):
         return np.arange(len(prompt)), 0
     tokens_1P = torch.from_numpy(prompt.astype(np.int64))[None]
-    grids = [torch.from_numpy(sight.prepared(digest).arrays["image_grid_thw"]) for digest in each.images]
+    grids = [torch.from_numpy(vision.prepare(digest).arrays["image_grid_thw"]) for digest in each.images]
     positions_31P, offset = model.base_model.get_rope_index(
         tokens_1P,
-        mm_token_type_ids=(tokens_1P == sight.processor.image_id).int(),
+        mm_token_type_ids=(tokens_1P == vision.processor.image_id).int(),
         image_grid_thw=torch.cat(grids),
     )
     return positions_31P[:, 0].numpy(), int(offset)
@@ -231,36 +233,36 @@ def _on_device(images: Sequence[PreparedImage], model: PreTrainedModel, device: 
 
 
 @dataclass(frozen=True, slots=True)
-class SeenStates:
+class TowerOutputs:
     """Outputs of the vision tower for a batch, as arguments of the model's forward pass."""
 
     options: dict[str, Any]
     """Keyword arguments of the model's forward pass, in addition to tokens and attention mask."""
-    nothing: Tensor | None
+    zero_term: Tensor | None
     """Sum of the blank image's states times 0. Adding this to the hidden states gives the tower's parameters a gradient
     (of 0) in a batch without images. None if the rows have images or the tower does not run."""
 
 
-def see(model: PreTrainedModel, rows: SeenRows) -> SeenStates:
+def encode_images(model: PreTrainedModel, rows: ImageRows) -> TowerOutputs:
     """Run the vision tower over the distinct images of a batch and pass its outputs to the rows that contain them."""
     options: dict[str, Any] = {"position_ids": rows.positions}
     if "token_type_ids" in inspect.signature(model.base_model.forward).parameters:
         options["token_type_ids"] = rows.image_BT.long()  # image tokens attend to each other in both directions
-    if not rows.arrays and not rows.known:
-        return SeenStates(options, None)
-    if not rows.dealt:
+    if not rows.arrays and not rows.states:
+        return TowerOutputs(options, None)
+    if not rows.image_indices:
         [blank] = _read(model, rows.arrays, None)
         said = [blank.states_SH, *blank.deep]
-        return SeenStates(options, torch.stack([each.float().sum() for each in said]).sum() * 0)
-    states_I = rows.known or _read(model, rows.arrays, rows.sizes)
-    one, states_of_images = states_I[0], [states_I[image] for image in rows.dealt]
+        return TowerOutputs(options, torch.stack([each.float().sum() for each in said]).sum() * 0)
+    states_I = rows.states or _read(model, rows.arrays, rows.sizes)
+    one, states_of_images = states_I[0], [states_I[image] for image in rows.image_indices]
     states = [each.states_SH for each in states_of_images]
     output = one.kind() if one.deep else BaseModelOutputWithPooling()
     output.pooler_output = torch.cat(states)[None] if one.one_tensor else states
     if one.deep:
         output.deepstack_features = [[each.deep[level] for each in states_of_images] for level in range(len(one.deep))]
     options["mm_encoder_outputs"] = {"image": output}
-    return SeenStates(options, None)
+    return TowerOutputs(options, None)
 
 
 def _read(model: PreTrainedModel, arrays: Mapping[str, Tensor], sizes: Sequence[int] | None) -> tuple[ImageStates, ...]:
@@ -286,7 +288,7 @@ def _flat(said: Any) -> Tensor:  # noqa: ANN401 -- a tensor of all images, or on
     return states.flatten(0, -2)
 
 
-def reads_in_line(model: PreTrainedModel) -> bool:
+def treats_images_as_text(model: PreTrainedModel) -> bool:
     """Return whether the model treats image tokens like text.
 
     This is the case if the position of each token is its index, and attention is causal.

@@ -11,7 +11,7 @@ from models.engines.vllm.server import Address, Server, start_server
 logger = logging.getLogger(__name__)
 
 
-class StandingServer:
+class FixedAddressServer:
     """Server with a fixed address. This process runs at most one vLLM for it, which starts with the first policy."""
 
     def __init__(self, config: VllmEngine, at: Address) -> None:
@@ -26,11 +26,11 @@ class StandingServer:
         it has died or refuses, as it does for a policy of another shape. Raises WorkerFailed if the server then serves
         another digest.
         """
-        is_alive = self._server is not None and self._server.alive()
+        is_alive = self._server is not None and self._server.is_alive()
         if is_alive and digest == self._digest:
             return False
         if self._server is not None and not is_alive:
-            logger.warning("The server ended and is started again: %s", self._server.cause() or "reason unknown")
+            logger.warning("The server ended and is started again: %s", self._server.find_cause() or "reason unknown")
         try:
             self._digest = self._load(self._server if is_alive else self._start(directory), directory)
         except (WorkerFailed, EndpointDown) as error:

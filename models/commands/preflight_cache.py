@@ -19,7 +19,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from infra.store.inputs import fetch_path
 
-KEPT: Final = 200
+MAX_RESULTS: Final = 200
 """Maximum number of cached results, of about 1 KB each. The oldest are deleted first."""
 LIBRARIES: Final = ("jinja2", "peft", "pydantic", "safetensors", "tokenizers", "torch", "transformers")
 """Libraries whose versions are part of the key."""
@@ -27,13 +27,13 @@ WHOLE_BYTES: Final = 2**26
 """Maximum size of a file whose content is part of the key. Larger files are identified by size and time."""
 HEADER_BYTES: Final = 10**8
 """Maximum header size that is read from a safetensors file, whatever size the file claims. The library's own limit."""
-HOUSE: Final = Path(__file__).parents[2]
+PROJECT_ROOT: Final = Path(__file__).parents[2]
 """Root directory of this project."""
 
 _FACTS: Final = TypeAdapter(dict[str, float])
 
 
-def remembered(directory: Path, key: Callable[[], str], find: Callable[[], dict[str, float]]) -> dict[str, float]:
+def find_or_compute(directory: Path, key: Callable[[], str], find: Callable[[], dict[str, float]]) -> dict[str, float]:
     """Return the cached result for the key, or compute the result and cache it.
 
     If the inputs change during the computation, the key afterwards differs and the result is not cached.
@@ -58,23 +58,23 @@ def checks_directory() -> Path | None:
     return home / "rheostat" / "checks"
 
 
-def key_of(settings: BaseModel, *contents: object) -> str:
+def build_key(settings: BaseModel, *contents: object) -> str:
     """Return the key of a result: a digest of settings, contents, files in the settings, code and libraries."""
     files = [(str(path), _digest(path)) for path in sorted(set(_paths(settings)))]
     versions = [sys.version, *(version(library) for library in LIBRARIES)]
-    code = [_digest(path) for room in ("models", "infra") for path in sorted((HOUSE / room).rglob("*.py"))]
+    code = [_digest(path) for room in ("models", "infra") for path in sorted((PROJECT_ROOT / room).rglob("*.py"))]
     whole = [settings.model_dump_json(), str(Path.cwd()), files, versions, code, [repr(each) for each in contents]]
     return blake3(json.dumps(whole).encode()).hexdigest()
 
 
 def _store_check(directory: Path, key: str, facts: Mapping[str, float]) -> None:
-    """Write a result to the cache and delete the oldest results beyond `KEPT`."""
+    """Write a result to the cache and delete the oldest results beyond `MAX_RESULTS`."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=directory, prefix=".", delete=False) as file:
         json.dump(facts, file)
     Path(file.name).replace(directory / key)
     oldest_last = sorted(directory.iterdir(), key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    for path in oldest_last[KEPT:]:
+    for path in oldest_last[MAX_RESULTS:]:
         path.unlink(missing_ok=True)
 
 

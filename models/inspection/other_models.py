@@ -26,7 +26,7 @@ from models.data.problems import Problem
 from models.endpoints.prompt_logprobs import TokenScorer
 from models.inspection.directory import Inspected, inspect_directory, inspect_policy
 from models.judges.prompts import question_about, vocabulary_texts
-from models.text.tokenizer import speller, tokenize_questions
+from models.text.tokenizer import build_token_decoder, tokenize_questions
 from models.vision.families import FAMILIES
 from models.vision.processor import VisionProcessor
 
@@ -84,7 +84,7 @@ def check_teacher_endpoint(
     teacher: TeacherEndpoint, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int, slices: int = 1
 ) -> int:
     """Check that requests may be sent to the teacher's endpoint, and return 0."""
-    TokenScorer(teacher, spell=speller(tokenizer), on_progress=lambda: None)
+    TokenScorer(teacher, spell=build_token_decoder(tokenizer), on_progress=lambda: None)
     return 0
 
 
@@ -219,13 +219,13 @@ def check_policy_judge(
 def _check_judge(
     found: Inspected, reward: JudgeReward, engine: EngineSettings, *, problems: Sequence[Problem], gpus: float
 ) -> int:
-    processor = found.sees(PixelLimits())
+    processor = found.load_processor(PixelLimits())
     if reward.images == "prompt" and processor is None:
         raise BadInput(
             f'images = "prompt" needs a judge that reads images ({", ".join(FAMILIES)}), but this judge reads only text'
         )
     longest = _check_room(reward, problems, found=found, processor=processor)
-    engine.memory(found.shape, longest=longest, gpus=gpus, name="model.engine")
+    engine.estimate_memory(found.shape, longest=longest, gpus=gpus, name="model.engine")
     return found.shape.parameters
 
 
@@ -236,10 +236,12 @@ def _check_room(
 
     Raises BadInput if the judge's context is too short for a question about a correct answer.
     """
-    room = reward.sampling.max_new_tokens if reward.writes else 1
+    room = reward.sampling.max_new_tokens if reward.generates_text else 1
     texts = [question_about(p, p.worked or p.answer, reward=reward, seed=0) for p in problems]
     images = [p.images if reward.images == "prompt" else () for p in problems]
-    questions = tokenize_questions(texts, images, found.tokenizer, chat=reward.model.chats, processor=processor)
+    questions = tokenize_questions(
+        texts, images, found.tokenizer, chat=reward.model.uses_chat_template, processor=processor
+    )
     longest = max(len(question.input) for question in questions)
     if longest + room > found.shape.context:
         raise BadInput(

@@ -17,7 +17,7 @@ from models.modeling.experts import ChosenExperts, record_chosen_experts, router
 from models.records.model_input import Experts
 
 
-class NotedExperts:
+class ExpertRecorder:
     """Recorder of the experts chosen for every token that went through the model, by row of the work.
 
     If a row was begun in earlier work, the experts of its existing tokens are those of the present prefill.
@@ -31,7 +31,7 @@ class NotedExperts:
         shape = (len(rows), max(row.limit for row in rows), choices.width)
         self._new_experts_RTF: Experts = np.empty(shape, choices.dtype)  # memory is allocated where it is written
 
-    def note_prompts(self, indices: range, prompt_B: Tensor, *, num_prompts: int) -> None:
+    def record_prompts(self, indices: range, prompt_B: Tensor, *, num_prompts: int) -> None:
         """Record a forward pass over left-padded prompts.
         `prompt_B` holds, for each row, the index of its prompt in the pass.
         """
@@ -39,20 +39,20 @@ class NotedExperts:
         for row, prompt in zip(indices, prompt_B.tolist(), strict=True):
             self._prompt_experts[row] = chosen_PTF[prompt, chosen_PTF.shape[1] - len(self._rows[row].input) :]
 
-    def note_tokens(self, rows_B: Tensor, at_B: Tensor) -> None:
+    def record_tokens(self, rows_B: Tensor, at_B: Tensor) -> None:
         """Record a forward pass over one token per row.
         `at_B` holds the positions of these tokens in their completions.
         """
         self._new_experts_RTF[rows_B.cpu().numpy(), at_B.cpu().numpy()] = self._chosen.pop_choices()
 
-    def of(self, row: int, num_new: int) -> Experts:
+    def read_row(self, row: int, num_new: int) -> Experts:
         """Return the experts of all tokens of a row except the last, which was sampled but never read by the model."""
-        begun = self._rows[row].begun
+        begun = self._rows[row].num_existing_tokens
         return np.concatenate([self._prompt_experts[row], self._new_experts_RTF[row, begun : begun + num_new - 1]])
 
 
 @contextmanager
-def noting(model: PreTrainedModel, rows: Sequence[CompletionRow], *, policy: str) -> Iterator[NotedExperts]:
+def record_experts(model: PreTrainedModel, rows: Sequence[CompletionRow], *, policy: str) -> Iterator[ExpertRecorder]:
     """Record the chosen experts while the block runs.
 
     Raises BadInput if the policy, whose digest is `policy`, has no experts.
@@ -60,4 +60,4 @@ def noting(model: PreTrainedModel, rows: Sequence[CompletionRow], *, policy: str
     if not routers(model):
         raise BadInput(f"policy {policy} has no experts to record. Remove update.router_replay")
     with record_chosen_experts(model) as choices:
-        yield NotedExperts(choices, rows)
+        yield ExpertRecorder(choices, rows)

@@ -17,24 +17,24 @@ from models.config.algorithms import DistillationOnly
 from models.config.data import PixelLimits
 from models.config.engines import SamplingConfig, TransformersEngine
 from models.config.lora import LoraConfig
-from models.config.policy import SeeingScratchPolicy
+from models.config.policy import VisionScratchPolicy
 from models.config.teachers import Distillation, TeacherDirectory
 from models.config.training import WarmupConfig
 from models.data.examples import Example
 from models.data.problems import Problem
 from models.inspection.directory import inspect_directory, inspect_policy
-from models.inspection.images import check_teacher_sees
+from models.inspection.images import check_teacher_images
 from models.modeling import initial
 from models.modeling.adapters import adapted_layers
 from models.modeling.directory import check_directory, copy_directory
-from models.modeling.initial import texts_of
-from models.modeling.policy import load_policy, load_sight
+from models.modeling.initial import iterate_texts
+from models.modeling.policy import load_policy, load_vision
 from models.records.work import EstimateWork, RolloutWork, ScoredShard, UpdateWork
 from models.training import versions
 from models.training.offline import TrainingCallbacks, fine_tune
 from models.training.samples import open_samples
 from models.training.versions import ResidentTrainer
-from models.vision import sight
+from models.vision import tower
 from models.vision.parts import part_of
 from models.vision.processor import load_processor
 from models.workers.rollout import RolloutWorker
@@ -149,8 +149,8 @@ def test_a_frozen_tower_encodes_an_image_once_and_the_update_is_the_same(uri, mo
         change(UNCLIPPED, freeze=("vision", "projector")),
     )
     work = seen_work(uri, policy, Path(uri, kind), SHOWN)
-    calls, read = [], sight._read
-    monkeypatch.setattr(sight, "_read", lambda *arguments: calls.append(0) or read(*arguments))
+    calls, read = [], tower._read
+    monkeypatch.setattr(tower, "_read", lambda *arguments: calls.append(0) or read(*arguments))
     worker = start_worker(uri, frozen)
     first = worker.update(work)
     assert len(calls) == 2 * len(PICTURES)  # once by the policy and once by the reference, though there are more passes
@@ -209,13 +209,13 @@ def test_warmup_trains_on_examples_with_images(uri, policy):
     encoded = [*PICTURES.values()]
     examples = [Example("How many red?", f"#### {row % 4}", (encoded[row % 4],)) for row in range(4 * 150)]
     from models.modeling.logprobs import TokenLogprobs
-    from models.records.media import HeldImages
+    from models.records.media import InMemoryImages
 
     ranks = start_worker(uri)._require_models().ranks
-    sight = load_sight(directory, source=HeldImages(PICTURES))
+    vision = load_vision(directory, source=InMemoryImages(PICTURES))
     resident = ResidentTrainer(
         open_store(f"{uri}/run"),
-        lambda _: TokenLogprobs(load_policy(directory), temperature=1.0, sight=sight),
+        lambda _: TokenLogprobs(load_policy(directory), temperature=1.0, vision=vision),
         CONFIG,
         ranks=ranks,
     )
@@ -233,11 +233,11 @@ def test_warmup_trains_on_examples_with_images(uri, policy):
 
 
 def test_a_vision_language_policy_from_scratch_has_the_described_sizes_and_loads_in_transformers(tmp_path):
-    policy = SeeingScratchPolicy()
-    described = inspect_policy(policy, texts_of(DATA, 0))
+    policy = VisionScratchPolicy()
+    described = inspect_policy(policy, iterate_texts(DATA, 0))
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
-    parameters = initial.write_policy(policy, tmp_path / "one", texts=texts_of(DATA, 0), seed=3)
+    parameters = initial.write_policy(policy, tmp_path / "one", texts=iterate_texts(DATA, 0), seed=3)
     assert parameters == described.shape.parameters
     found = inspect_directory(tmp_path / "one")
     assert (found.shape, found.outline) == (described.shape, described.outline)
@@ -245,13 +245,13 @@ def test_a_vision_language_policy_from_scratch_has_the_described_sizes_and_loads
     assert check_directory(tmp_path / "two")[2] == parameters
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "two")
     assert type(model).__name__ == "Idefics3ForConditionalGeneration"
-    sight = load_sight(tmp_path / "two")
-    assert sight.processor.prepare(next(iter(PICTURES.values()))).tokens == 9
+    vision = load_vision(tmp_path / "two")
+    assert vision.processor.prepare(next(iter(PICTURES.values()))).tokens == 9
 
 
 def test_a_vision_language_policy_from_scratch_has_weights_of_the_configured_spread(tmp_path):
-    policy = SeeingScratchPolicy.model_validate({"tower": {"initial_std": 0.3}, "decoder": {"initial_std": 0.05}})
-    initial.write_policy(policy, tmp_path, texts=texts_of(DATA, 0), seed=3)
+    policy = VisionScratchPolicy.model_validate({"tower": {"initial_std": 0.3}, "decoder": {"initial_std": 0.05}})
+    initial.write_policy(policy, tmp_path, texts=iterate_texts(DATA, 0), seed=3)
     for name, weight in load_policy(tmp_path).named_parameters():
         if weight.ndim > 1:
             spread = 0.3 if part_of(name) == "vision" else 0.05
@@ -314,7 +314,7 @@ PROBLEM = Problem("a.jsonl:7", "How many?", "1", images=(picture("red", (24, 24)
 
 def refusal(teacher, policy: Path, *, limits: PixelLimits | None = None) -> str:
     with pytest.raises(BadInput) as raised:
-        check_teacher_sees(teacher, [PROBLEM], load_processor(policy), limits=limits or PixelLimits())
+        check_teacher_images(teacher, [PROBLEM], load_processor(policy), limits=limits or PixelLimits())
     assert "\n" not in str(raised.value)
     return str(raised.value)
 
@@ -322,7 +322,7 @@ def refusal(teacher, policy: Path, *, limits: PixelLimits | None = None) -> str:
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_teacher_that_encodes_images_as_the_policy_does_is_accepted(tmp_path, kind):
     policy, teacher = (write_seeing(tmp_path / name, kind) for name in ("policy", "teacher"))
-    check_teacher_sees(TeacherDirectory(path=teacher), [PROBLEM], load_processor(policy), limits=PixelLimits())
+    check_teacher_images(TeacherDirectory(path=teacher), [PROBLEM], load_processor(policy), limits=PixelLimits())
 
 
 def test_a_teacher_without_a_vision_tower_is_refused_if_problems_have_images(tmp_path):
@@ -333,7 +333,7 @@ def test_a_teacher_without_a_vision_tower_is_refused_if_problems_have_images(tmp
     said = refusal(teacher_at("http://127.0.0.1:1/v1"), policy)
     assert "which teachers behind an endpoint do not support" in said
     text = [replace(PROBLEM, images=())]
-    check_teacher_sees(TeacherDirectory(path=tmp_path / "text"), text, load_processor(policy), limits=PixelLimits())
+    check_teacher_images(TeacherDirectory(path=tmp_path / "text"), text, load_processor(policy), limits=PixelLimits())
 
 
 def test_a_teacher_with_other_image_token_counts_is_refused_unless_pixel_limits_equalize_them(tmp_path):
@@ -342,5 +342,5 @@ def test_a_teacher_with_other_image_token_counts_is_refused_unless_pixel_limits_
     settings.write_text(settings.read_text().replace("1024", "144"))
     said = refusal(TeacherDirectory(path=teacher), policy)
     assert re.search(r"an image of a.jsonl:7, 24 x 24, is 9 tokens for the teacher and [1-4] for the policy", said)
-    limits = PixelLimits(most=144)
-    check_teacher_sees(TeacherDirectory(path=teacher), [PROBLEM], load_processor(policy), limits=limits)
+    limits = PixelLimits(max_pixels=144)
+    check_teacher_images(TeacherDirectory(path=teacher), [PROBLEM], load_processor(policy), limits=limits)

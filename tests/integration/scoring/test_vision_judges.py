@@ -24,17 +24,17 @@ from models.config.judges import (
     TrainedJudge,
 )
 from models.config.objectives import UpdateConfig
-from models.config.policy import SeeingScratchPolicy
+from models.config.policy import VisionScratchPolicy
 from models.config.rewards import ScoringConfig
 from models.config.training import WarmupConfig
 from models.data.images import digest_of, media_tables
 from models.data.problems import load_problems
-from models.inspection.companions import check_served_model
-from models.inspection.images import check_judges_see
-from models.judges.prompts import question_about, question_text
-from models.judges.votes import Ballot, Judged
+from models.inspection.images import check_judge_images
+from models.inspection.other_models import check_served_model
+from models.judges.prompts import build_question_text, question_about
+from models.judges.votes import Ballot, JudgedCompletion
 from models.modeling.policy import load_policy
-from models.modeling.seeing_scratch import build_seeing, save_seeing, seeing_tokenizer
+from models.modeling.vision_scratch import build_vision_scratch, save_vision_scratch, vision_tokenizer
 from models.records.media import MEDIA
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import JudgeWarmupWork, JudgeWork, RewardModelPreparation
@@ -151,7 +151,7 @@ def test_an_image_that_the_work_does_not_name_is_damage_and_its_completion_is_no
 
 
 def check_sight(reward: JudgeReward) -> None:
-    check_judges_see(ScoringConfig(rewards=(reward.model_copy(update={"name": "eyes"}),)))
+    check_judge_images(ScoringConfig(rewards=(reward.model_copy(update={"name": "eyes"}),)))
 
 
 def answer_yes_or_no(asked: ChatRequest, before: int) -> Reply:
@@ -305,7 +305,7 @@ def test_the_tokens_of_images_count_towards_the_context_of_a_judge(tmp_path):
 # ---- trained by the run
 
 DECODER = {"vocab_size": 310, "hidden_size": 64, "intermediate_size": 128, "heads": 2, "kv_heads": 2, "context": 96}
-SHAPE = SeeingScratchPolicy.model_validate({"decoder": DECODER})
+SHAPE = VisionScratchPolicy.model_validate({"decoder": DECODER})
 
 
 def train_judge(home: Path, warmup: WarmupConfig) -> tuple[JudgeReward, ModelVersion, ModelVersion]:
@@ -344,21 +344,21 @@ def test_training_a_judge_changes_its_vision_tower_its_projector_and_its_languag
 
 def test_a_judge_is_queried_with_the_text_of_its_training_examples(tmp_path):
     problems = load_problems(PicturesData(train_problems=4, heldout_problems=1), "train", 0)
-    policy = SeeingScratchPolicy()
-    tokenizer = seeing_tokenizer(policy, problem_texts(problems))
-    save_seeing(policy, build_seeing(policy, tokenizer, seed=0), tokenizer, tmp_path)
+    policy = VisionScratchPolicy()
+    tokenizer = vision_tokenizer(policy, problem_texts(problems))
+    save_vision_scratch(policy, build_vision_scratch(policy, tokenizer, seed=0), tokenizer, tmp_path)
     prompts = tokenize_problems(problems, load_tokenizer(tmp_path), load_processor(tmp_path))
     reward = JudgeReward(name="eyes", model=TrainedJudge(shape=policy), images="prompt", verdict=LogprobVerdict())
     for problem, prompt in zip(problems, prompts, strict=True):
         assert prompt.image_tokens == (9,)
-        judged = Judged(0, 0, prompt.text, problem.answer, problem.answer, 0, problem.digests)
-        asked = Ballot(judged, vote=0).question(reward, seed_parts=(0,), attempt=0)
+        judged = JudgedCompletion(0, 0, prompt.text, problem.answer, problem.answer, 0, problem.digests)
+        asked = Ballot(judged, vote=0).build_question(reward, seed_parts=(0,), attempt=0)
         assert asked.text == question_about(problem, problem.answer, reward=reward, seed=1)
 
 
 @pytest.mark.slow
 def test_a_trained_judge_distinguishes_the_colours_of_images(tmp_path):
     reward, _, after = train_judge(tmp_path, WarmupConfig(steps=250, batch_size=16, learning_rate=1.5e-3))
-    assert question_text(reward, prompt="What colour?", completion="red", answer="red", seed=0) == "red\n"
+    assert build_question_text(reward, prompt="What colour?", completion="red", answer="red", seed=0) == "red\n"
     right, wrong, also_right, also_wrong = values(tmp_path, judge(tmp_path, reward, rows_with(*ASKED), after))
     assert min(right, also_right) > 0.9 > 0.1 > max(wrong, also_wrong)

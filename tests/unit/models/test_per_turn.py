@@ -5,9 +5,9 @@ import pytest
 from infra.errors import BadInput
 from models.config.environments import TargetEnvironment, ToolsEnvironment
 from models.data.problems import Message, Problem
-from models.environments.scene import check_turns, tools_of
-from models.text.calls import Call, ParsedTurn, hermes, spelt_call
-from models.text.own_prompts import Exchange, check_prompts, prompt_of, spelt_turn, takes_calls
+from models.environments.runtime import check_turns, tools_of
+from models.text.calls import Call, ParsedTurn, encode_call, hermes
+from models.text.per_turn import Exchange, check_turn_prompts, encode_turn, render_prompt, renders_calls
 from models.text.turns import turn_format
 from tests.support.chat_templates import (
     CASES,
@@ -26,21 +26,21 @@ CALL = ParsedTurn("", (Call("find", {"what": "it"}),))
 
 
 def exchange(form, turn, text, *answers):
-    return Exchange(spelt_turn(form, turn, text, in_calls=takes_calls(form)), tuple(answers))
+    return Exchange(encode_turn(form, turn, text, in_calls=renders_calls(form)), tuple(answers))
 
 
 @pytest.mark.parametrize(("name", "role"), CASES)
 def test_a_published_template_is_accepted_and_a_prompt_is_the_rendered_chat_before_the_turn(name, role):
     """Calls are rendered by the template if it supports them; otherwise the prompt has the text of the turn."""
-    form, calls = format_of(name), role == "tool" and takes_calls(format_of(name))
-    check_prompts(form, role=role, where="here")
+    form, calls = format_of(name), role == "tool" and renders_calls(format_of(name))
+    check_turn_prompts(form, role=role, where="here")
     turn = CALL if calls else ParsedTurn("Yes.")
     one, two = (exchange(form, turn, "Yes.", message(role, text)) for text in ("4", "a b"))
     previous = call_turn(name) if calls else {"role": "assistant", "content": "Yes."}
     chat = [{"role": "user", "content": "Hello."}]
     for done, text in ([one], "4"), ([one, two], "a b"):
         chat = [*chat, previous, {"role": role, "content": text}]
-        assert prompt_of(form, [QUESTION], done) == tuple(templated(name, chat))
+        assert render_prompt(form, [QUESTION], done) == tuple(templated(name, chat))
 
 
 def test_thoughts_of_earlier_turns_are_omitted_if_the_template_omits_them():
@@ -49,8 +49,8 @@ def test_thoughts_of_earlier_turns_are_omitted_if_the_template_omits_them():
     asking, answering = hermes(text), hermes("<think>\nSo.\n</think>\n\nThere.")
     by_tool = exchange(form, asking, text, message("tool", "in the box"))
     by_user = exchange(form, answering, "", message("user", "Which box?"))
-    assert "Where?" in tokenizer.decode(prompt_of(form, [QUESTION], [by_tool]))
-    later = tokenizer.decode(prompt_of(form, [QUESTION], [by_tool, by_user]))
+    assert "Where?" in tokenizer.decode(render_prompt(form, [QUESTION], [by_tool]))
+    later = tokenizer.decode(render_prompt(form, [QUESTION], [by_tool, by_user]))
     assert "Where?" not in later and "So." not in later
     assert "I look." in later and '{"name": "find", "arguments": {"what": "it"}}' in later and "There." in later
 
@@ -59,7 +59,7 @@ def test_a_call_that_cannot_be_parsed_stays_unchanged_before_its_answer():
     form, tokenizer = format_of("qwen-3"), tokenizer_of("qwen-3")
     text = "<tool_call>{find}</tool_call>"
     bad = exchange(form, hermes(text), text, Message("tool", "Error: no JSON", ""))
-    shown = tokenizer.decode(prompt_of(form, [QUESTION], [bad]))
+    shown = tokenizer.decode(render_prompt(form, [QUESTION], [bad]))
     assert f"<|im_start|>assistant\n{text}<|im_end|>" in shown
     assert "<tool_response>\nError: no JSON\n</tool_response>" in shown
 
@@ -67,11 +67,11 @@ def test_a_call_that_cannot_be_parsed_stays_unchanged_before_its_answer():
 def test_fields_that_the_format_of_the_tokenizer_separates_are_passed_to_the_template():
     form = format_of("qwen-3")
     turn = ParsedTurn("It is.", (Call("find", {"what": "it"}),), {"reasoning_content": "Hm."})
-    assert spelt_turn(form, turn, "", in_calls=True) == {
+    assert encode_turn(form, turn, "", in_calls=True) == {
         "role": "assistant",
         "content": "It is.",
         "reasoning_content": "Hm.",
-        "tool_calls": [spelt_call("find", {"what": "it"})],
+        "tool_calls": [encode_call("find", {"what": "it"})],
     }
 
 
@@ -83,7 +83,7 @@ def test_messages_of_an_environment_contain_no_control_token(name, role):
 
     def render(text):
         turns = [exchange(form, ParsedTurn("Yes."), "Yes.", message(role, text))] * 2
-        return prompt_of(form, [QUESTION], turns)
+        return render_prompt(form, [QUESTION], turns)
 
     def tokens_of(tokens):
         return [token for token in tokens if token in control]
@@ -111,7 +111,7 @@ def test_a_template_that_does_not_render_messages_of_episodes_is_refused(conditi
     template = "{% for m in messages %}" + condition + "{{ m.role }}: {{ m.content }}{{ m.tool_calls }}<|eos|>" + end
     form = turn_format(with_template(template + "{% endfor %}"), tools=[FIND])
     with pytest.raises(BadInput, match=f"^here.*{part}[^\n]*$"):
-        check_prompts(form, role="tool", where="here")
+        check_turn_prompts(form, role="tool", where="here")
 
 
 PROBLEM = Problem(source="train.jsonl:1", prompt=(Message("user", "How much is bread?"),), answer="5")

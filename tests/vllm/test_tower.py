@@ -14,7 +14,7 @@ from models.config.engines import SamplingConfig, TransformersEngine
 from models.engines.local.engine import HuggingFaceEngine
 from models.engines.protocol import Completion, Request
 from models.engines.vllm.engine import ServedEngine
-from models.engines.vllm.images import ServedSight
+from models.engines.vllm.images import VisionInputEncoder
 from models.records.media import Media
 from models.records.model_input import ModelInput
 from models.vision.processor import load_processor
@@ -99,19 +99,19 @@ def require_own_logprobs(
     for asked, group in zip(requests, groups, strict=True):
         for given, completion in zip(asked.inputs, group, strict=True):
             beginnings = [completion.tokens[: end + 1] for end in range(len(completion.tokens))]
-            [sums] = engine.likelihoods([given], beginnings)
+            [sums] = engine.score_continuations([given], beginnings)
             np.testing.assert_allclose(np.diff([0.0, *sums]), completion.logprobs, atol=TOLERANCE, rtol=0)
 
 
 def asked_of(engine: ServedEngine) -> GenerateAnswer:
-    [client] = engine._servers.running()
+    [client] = engine._servers.running_clients()
     return GenerateAnswer(client.url, client.key)
 
 
 def spelt(policy: Published, media: Media, given: ModelInput) -> dict[str, object]:
     return {
         "id": 0,
-        **ServedSight(load_processor(policy.directory), media).spell(given),
+        **VisionInputEncoder(load_processor(policy.directory), media).encode(given),
         "seed": 1,
         "max_tokens": 8,
     }
@@ -142,9 +142,9 @@ def test_image_tokens_have_probability_zero_and_the_other_tokens_sum_to_one(engi
     processor = load_processor(policy.directory)
     words = [token for token in range(processor._tokenizer.get_vocab_size()) if token not in processor.banned]
     prompts = prompts_of(policy.directory, [2])
-    [found] = load_if_needed(engine, policy).likelihoods(prompts, [[token] for token in words])
+    [found] = load_if_needed(engine, policy).score_continuations(prompts, [[token] for token in words])
     assert np.exp(found).sum() == pytest.approx(1, abs=1e-5)
-    [expected] = local_engine(policy, media).likelihoods(prompts, [[token] for token in words])
+    [expected] = local_engine(policy, media).score_continuations(prompts, [[token] for token in words])
     np.testing.assert_allclose(found, expected, atol=TOLERANCE)
     hot = SamplingConfig(max_new_tokens=24, temperature=2.0)
     drawn = {
@@ -156,15 +156,17 @@ def test_image_tokens_have_probability_zero_and_the_other_tokens_sum_to_one(engi
 
 def test_likelihoods_after_images_are_those_of_the_trainer(engine, policy, media):
     prompts, continuations = prompts_of(policy.directory, SHOWN), [[7], [8, 30, 31, 9], [12, 5]]
-    found = load_if_needed(engine, policy).likelihoods(prompts, continuations)
-    np.testing.assert_allclose(found, local_engine(policy, media).likelihoods(prompts, continuations), atol=TOLERANCE)
+    found = load_if_needed(engine, policy).score_continuations(prompts, continuations)
+    np.testing.assert_allclose(
+        found, local_engine(policy, media).score_continuations(prompts, continuations), atol=TOLERANCE
+    )
 
 
 def test_image_features_of_a_replaced_tower_are_not_reused(engine, policy, media, tmp_path):
     """vLLM caches image features by the name of the image only."""
     other, requests = publish_changed(tmp_path, policy, another_tower), requests_of(policy)
-    before = load_if_needed(engine, policy).likelihoods(prompts_of(policy.directory, [1]), [[7]])
-    after = load_if_needed(engine, other).likelihoods(prompts_of(policy.directory, [1]), [[7]])
+    before = load_if_needed(engine, policy).score_continuations(prompts_of(policy.directory, [1]), [[7]])
+    after = load_if_needed(engine, other).score_continuations(prompts_of(policy.directory, [1]), [[7]])
     assert np.abs(np.subtract(after, before)).max() > 100 * TOLERANCE
     require_own_logprobs(other, media, requests, engine.generate(requests, SamplingConfig(max_new_tokens=8)))
     require_own_logprobs(

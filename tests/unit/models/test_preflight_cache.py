@@ -11,7 +11,7 @@ import pytest
 
 from infra.errors import BadInput
 from models.commands.preflight import Inputs, check
-from models.commands.remembered import HEADER_BYTES, KEPT, checks_directory, key_of, remembered
+from models.commands.preflight_cache import HEADER_BYTES, MAX_RESULTS, build_key, checks_directory, find_or_compute
 from models.config.objectives import UpdateConfig
 from models.config.policy import DirectoryPolicy, ScratchPolicy
 from models.config.training import EvaluationConfig
@@ -104,28 +104,28 @@ def test_a_refusal_is_not_cached(inputs, cache):
 @pytest.mark.parametrize("damaged", ["", "{", "[]", '{"parameters": "many"}'])
 def test_a_damaged_result_is_found_again(tmp_path, damaged):
     (tmp_path / "key").write_text(damaged)
-    assert remembered(tmp_path, lambda: "key", lambda: {"parameters": 3}) == {"parameters": 3}
+    assert find_or_compute(tmp_path, lambda: "key", lambda: {"parameters": 3}) == {"parameters": 3}
     assert json.loads((tmp_path / "key").read_text()) == {"parameters": 3}
 
 
 def test_a_result_is_not_cached_if_the_inputs_change_during_the_check(tmp_path):
     keys = iter(("before", "after"))
-    assert remembered(tmp_path, lambda: next(keys), lambda: {"parameters": 3}) == {"parameters": 3}
+    assert find_or_compute(tmp_path, lambda: next(keys), lambda: {"parameters": 3}) == {"parameters": 3}
     assert list_results(tmp_path) == []
 
 
 def test_the_newest_results_are_kept_and_no_other_user_can_read_them(tmp_path):
     cache = tmp_path / "checks"
-    for number in range(KEPT + 3):
-        remembered(cache, lambda number=number: f"{number:04}", lambda: {"parameters": 3})
+    for number in range(MAX_RESULTS + 3):
+        find_or_compute(cache, lambda number=number: f"{number:04}", lambda: {"parameters": 3})
         os.utime(cache / f"{number:04}", ns=(number + 1, number + 1))
-    assert list_results(cache) == [f"{number:04}" for number in range(3, KEPT + 3)]
+    assert list_results(cache) == [f"{number:04}" for number in range(3, MAX_RESULTS + 3)]
     assert cache.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_cache_that_cannot_be_written_does_no_harm(tmp_path):
     (tmp_path / "file").write_text("")
-    assert remembered(tmp_path / "file" / "checks", lambda: "key", lambda: {"parameters": 3}) == {"parameters": 3}
+    assert find_or_compute(tmp_path / "file" / "checks", lambda: "key", lambda: {"parameters": 3}) == {"parameters": 3}
 
 
 def test_results_are_stored_in_the_cache_directory_of_the_user(monkeypatch, tmp_path):
@@ -140,5 +140,5 @@ def test_a_file_with_a_huge_header_is_not_read_as_a_whole(tmp_path):
         file.write((2**39).to_bytes(8, "little"))
         file.truncate(2**40)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert key_of(DirectoryPolicy(path=tmp_path))
+    assert build_key(DirectoryPolicy(path=tmp_path))
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 3 * HEADER_BYTES

@@ -13,18 +13,18 @@ from models.engines.protocol import Request
 from models.records.seeds import derive_seed
 from models.rollouts.groups import ChatMessage, Group, PartialCompletion
 from models.text.calls import ParsedTurn
-from models.text.own_prompts import Exchange, prompt_of, spelt_turn, takes_calls
+from models.text.per_turn import Exchange, encode_turn, render_prompt, renders_calls
 from models.text.turns import TurnFormat
 
 
-class History(Protocol):
+class ContextBuilder(Protocol):
     """Strategy that builds the context for the next turn of an episode."""
 
-    def spelt(self, turn: ParsedTurn, text: str) -> dict[str, object]:
+    def encode_turn(self, turn: ParsedTurn, text: str) -> dict[str, object]:
         """Encode a turn for the context of later turns. `text` is the unparsed text of the turn."""
         ...
 
-    def followed(
+    def append_context(
         self, draft: PartialCompletion, chat: Sequence[ChatMessage], exchanges: Sequence[Exchange]
     ) -> PartialCompletion | None:
         """Append the context for the next turn to the draft.
@@ -34,7 +34,7 @@ class History(Protocol):
         """
         ...
 
-    def requests(
+    def build_requests(
         self, group: Group, drafts: Sequence[PartialCompletion], budgets: Sequence[int]
     ) -> list[tuple[Request, list[int]]]:
         """Build the requests for the next turns of a group, with the draft indices that each request serves.
@@ -45,28 +45,30 @@ class History(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class OneStream:
-    """History in which turns and observations follow each other in one token sequence."""
+class StreamContext:
+    """Context builder in which turns and observations follow each other in one token sequence."""
 
     form: TurnFormat
     max_new_tokens: int
 
-    def spelt(self, turn: ParsedTurn, text: str) -> dict[str, object]:
+    def encode_turn(self, turn: ParsedTurn, text: str) -> dict[str, object]:
         """Return an empty encoding, because this history never renders earlier turns again."""
         return {}
 
-    def followed(
+    def append_context(
         self, draft: PartialCompletion, chat: Sequence[ChatMessage], exchanges: Sequence[Exchange]
     ) -> PartialCompletion | None:
         """Append the last observation. Returns None if no room is left for a turn."""
-        tokens = self.form.observation(exchanges[-1].said, ended=int(draft.input.tokens[-1]) in self.form.ends)
+        tokens = self.form.encode_observation(
+            exchanges[-1].observations, ended=int(draft.input.tokens[-1]) in self.form.ends
+        )
         return (
             draft.append_observation(tokens)
             if draft.input.num_completion_tokens + len(tokens) < self.max_new_tokens
             else None
         )
 
-    def requests(
+    def build_requests(
         self, group: Group, drafts: Sequence[PartialCompletion], budgets: Sequence[int]
     ) -> list[tuple[Request, list[int]]]:
         """Build one request for each distinct budget."""
@@ -87,29 +89,31 @@ def _request(group: Group, drafts: Sequence[PartialCompletion], budget: int) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class OwnPrompts:
-    """History in which each turn gets a separate prompt: the chat so far, rendered by the chat template."""
+class PerTurnContext:
+    """Context builder in which each turn gets a separate prompt: the chat so far, rendered by the chat template."""
 
     form: TurnFormat
     max_new_tokens: int
     in_calls: bool
     """Whether the template renders tool calls separately from the text of a turn."""
 
-    def spelt(self, turn: ParsedTurn, text: str) -> dict[str, object]:
+    def encode_turn(self, turn: ParsedTurn, text: str) -> dict[str, object]:
         """Encode the turn as a message of the chat template."""
-        return spelt_turn(self.form, turn, text, in_calls=self.in_calls)
+        return encode_turn(self.form, turn, text, in_calls=self.in_calls)
 
-    def followed(
+    def append_context(
         self, draft: PartialCompletion, chat: Sequence[ChatMessage], exchanges: Sequence[Exchange]
     ) -> PartialCompletion | None:
         """Append the prompt of the next turn. Returns None if the prompt leaves no room for a turn."""
         messages = [Message(each["role"], each["content"], each["name"] or "") for each in chat]
-        tokens = prompt_of(self.form, messages, exchanges)
+        tokens = render_prompt(self.form, messages, exchanges)
         if len(tokens) - draft.input.num_prompt_tokens >= self.max_new_tokens:
             return None
-        return draft.append_turn_prompt(tokens, "\n".join(["", *(message.text for message in exchanges[-1].said), ""]))
+        return draft.append_turn_prompt(
+            tokens, "\n".join(["", *(message.text for message in exchanges[-1].observations), ""])
+        )
 
-    def requests(
+    def build_requests(
         self, group: Group, drafts: Sequence[PartialCompletion], budgets: Sequence[int]
     ) -> list[tuple[Request, list[int]]]:
         """Build one request for each distinct prompt and budget. The seed depends on the sample and the turn."""
@@ -129,12 +133,12 @@ class OwnPrompts:
             row=group.prompt_row,
             inputs=inputs,
             seeds=tuple(_own_seed(draft, len(draft.turns)) for draft in drafts),
-            longest=min(budget, room),
+            max_tokens=min(budget, room),
         )
 
 
 def _own_seed(draft: PartialCompletion, turn: int) -> int:
-    """Return the sampling seed of a turn in the history `OwnPrompts`."""
+    """Return the sampling seed of a turn in the history `PerTurnContext`."""
     return derive_seed("turn", draft.seed, turn)
 
 
@@ -143,8 +147,8 @@ def turn_seeds(draft: PartialCompletion) -> list[int]:
     return [draft.seed, *(_own_seed(draft, turn) for turn in range(len(draft.turns) + 1))]
 
 
-def history_of(settings: EpisodeSettings, form: TurnFormat, max_new_tokens: int) -> History:
+def build_context_builder(settings: EpisodeSettings, form: TurnFormat, max_new_tokens: int) -> ContextBuilder:
     """Return the configured history."""
-    if settings.renders_turns:
-        return OwnPrompts(form, max_new_tokens, in_calls=takes_calls(form))
-    return OneStream(form, max_new_tokens)
+    if settings.has_turn_prompts:
+        return PerTurnContext(form, max_new_tokens, in_calls=renders_calls(form))
+    return StreamContext(form, max_new_tokens)

@@ -9,9 +9,19 @@ from typing import Final
 
 from infra.errors import BadInput
 from models.data.problems import Message
-from models.text.calls import Call, ParsedTurn, spelt_call
+from models.text.calls import Call, ParsedTurn, encode_call
 from models.text.chats import TemplateFailed
-from models.text.turns import QUESTION, REPLY, TURN, Chat, TurnFormat, reason_of, separator_for, spelt_answers, text_of
+from models.text.turns import (
+    QUESTION,
+    REPLY,
+    TURN,
+    Chat,
+    TurnFormat,
+    encode_answers,
+    first_error_line,
+    separator_for,
+    text_of,
+)
 
 _TOOL: Final = "find"
 _CALL: Final = Call(_TOOL, {"of": TURN})
@@ -23,52 +33,55 @@ class Exchange:
 
     turn: Mapping[str, object]
     """Turn in the format of chat templates."""
-    said: tuple[Message, ...]
+    observations: tuple[Message, ...]
     """Messages of the environment."""
 
 
-def prompt_of(form: TurnFormat, asked: Sequence[Message], exchanges: Sequence[Exchange]) -> tuple[int, ...]:
+def render_prompt(form: TurnFormat, asked: Sequence[Message], exchanges: Sequence[Exchange]) -> tuple[int, ...]:
     """Return the tokens of a chat up to its next turn. Raises ValueError if the chat template rejects the chat."""
-    observations = [text_of(message.content) for exchange in exchanges for message in exchange.said]
+    observations = [text_of(message.content) for exchange in exchanges for message in exchange.observations]
     mark = separator_for(
         "".join([*observations, *(message.text for message in asked), *(str(each.turn) for each in exchanges)])
     )
-    chat: Chat = [form.spelt(message) for message in asked]
+    chat: Chat = [form.encode_message(message) for message in asked]
     for exchange in exchanges:
-        broken = [Message(each.role, form.broken(text_of(each.content), mark), each.name) for each in exchange.said]
-        chat += [dict(exchange.turn), *spelt_answers(form, broken)]
+        broken = [
+            Message(each.role, form.break_control_tokens(text_of(each.content), mark), each.name)
+            for each in exchange.observations
+        ]
+        chat += [dict(exchange.turn), *encode_answers(form, broken)]
     try:
-        [text] = form.rendered([chat], generation_prompt=True)
+        [text] = form.render([chat], generation_prompt=True)
     except TemplateFailed as error:
-        raise ValueError(f"the policy's chat template {reason_of(error)}") from error
+        raise ValueError(f"the policy's chat template {first_error_line(error)}") from error
     first, *pieces = text.split(mark)
-    return (*form.tokenizer(first, add_special_tokens=False)["input_ids"], *form.pieces(pieces))
+    return (*form.tokenizer(first, add_special_tokens=False)["input_ids"], *form.encode_pieces(pieces))
 
 
-def spelt_turn(form: TurnFormat, turn: ParsedTurn, text: str, *, in_calls: bool) -> dict[str, object]:
+def encode_turn(form: TurnFormat, turn: ParsedTurn, text: str, *, in_calls: bool) -> dict[str, object]:
     """Return a turn in the format of chat templates.
 
     With `in_calls`, calls are separate fields of the message. If a call could not be parsed, or without `in_calls`, a
     turn with calls is returned as its unchanged `text`.
     """
     if turn.calls and (not in_calls or any(call.error for call in turn.calls)):
-        return form.spelt(Message("assistant", text))
-    encoded = {**form.spelt(Message("assistant", turn.text)), **turn.beside}
-    calls = [spelt_call(call.name, call.arguments, number=number) for number, call in enumerate(turn.calls)]
+        return form.encode_message(Message("assistant", text))
+    encoded = {**form.encode_message(Message("assistant", turn.text)), **turn.other_fields}
+    calls = [encode_call(call.name, call.arguments, number=number) for number, call in enumerate(turn.calls)]
     return {**encoded, "tool_calls": calls} if calls else encoded
 
 
-def takes_calls(form: TurnFormat) -> bool:
+def renders_calls(form: TurnFormat) -> bool:
     """Return whether the chat template renders tool calls that are separate fields of a message."""
-    turn = spelt_turn(form, ParsedTurn("", (_CALL,)), "", in_calls=True)
+    turn = encode_turn(form, ParsedTurn("", (_CALL,)), "", in_calls=True)
     try:
-        [text] = form.rendered([[form.spelt(QUESTION), turn]], generation_prompt=False)
+        [text] = form.render([[form.encode_message(QUESTION), turn]], generation_prompt=False)
     except TemplateFailed:
         return False
     return TURN in text
 
 
-def check_prompts(form: TurnFormat, *, role: str, where: str) -> None:
+def check_turn_prompts(form: TurnFormat, *, role: str, where: str) -> None:
     """Check that the chat template renders turns and messages of this role, with valid and with malformed calls.
 
     `where` is the start of the error message. Raises BadInput if the template fails or omits the messages.
@@ -78,13 +91,13 @@ def check_prompts(form: TurnFormat, *, role: str, where: str) -> None:
     if role == "tool":
         turns = [ParsedTurn("", (_CALL,)), ParsedTurn(TURN, (Call("", {}, "cannot be read"),))]
     for turn in turns:
-        exchange = Exchange(spelt_turn(form, turn, TURN, in_calls=takes_calls(form)), (reply,))
-        chat: Chat = [form.spelt(QUESTION)]
+        exchange = Exchange(encode_turn(form, turn, TURN, in_calls=renders_calls(form)), (reply,))
+        chat: Chat = [form.encode_message(QUESTION)]
         for _ in range(2):
-            chat += [dict(exchange.turn), *spelt_answers(form, exchange.said)]
+            chat += [dict(exchange.turn), *encode_answers(form, exchange.observations)]
         try:
-            [text] = form.rendered([chat], generation_prompt=True)
+            [text] = form.render([chat], generation_prompt=True)
         except TemplateFailed as error:
-            raise BadInput(f"{where}: the policy's chat template {reason_of(error)}") from error
+            raise BadInput(f"{where}: the policy's chat template {first_error_line(error)}") from error
         if text.count(REPLY) < 2:
             raise BadInput(f"{where}: the policy's chat template omits messages with role {role!r}")

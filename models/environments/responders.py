@@ -12,7 +12,7 @@ from models.records.versions import ModelVersion
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class TurnAnswer:
     """Answer of an environment to a turn, or the reason why it failed."""
 
     step: EnvironmentStep | None
@@ -21,14 +21,14 @@ class Answered:
     """Seconds that the answer took. Answers computed together each get an equal share."""
 
 
-class Answering(Protocol):
+class Responder(Protocol):
     """Responder to the turns of episodes. Several batches of episodes may call it at the same time."""
 
     @property
-    def done(self) -> int:
+    def progress(self) -> int:
         """Counter that grows at least once with every answered turn."""
 
-    def answer(self, asked: Sequence[EpisodeRequest], numbers: Sequence[int]) -> list[Answered]:
+    def answer(self, asked: Sequence[EpisodeRequest], numbers: Sequence[int]) -> list[TurnAnswer]:
         """Answer the last turn of each episode. `numbers` are the episode numbers.
 
         Raises BadInput if the environment cannot be used, and WorkerLost if it was ended for an unknown external
@@ -43,7 +43,7 @@ class Answering(Protocol):
 
 
 @runtime_checkable
-class HoldsModel(Protocol):
+class LocalModelResponder(Protocol):
     """Responder that answers with a model loaded in the rollout worker."""
 
     def load(self, directory: Path, model: ModelVersion) -> None:
@@ -53,13 +53,13 @@ class HoldsModel(Protocol):
         """Release the memory of the model's weights. The model must be loaded again before the next call."""
 
 
-class MakesAnswering(Protocol):
+class ResponderFactory(Protocol):
     """Class or function that creates the responder from the settings of an environment."""
 
-    def __call__(self, settings: Any, /) -> Answering:  # noqa: ANN401 -- settings differ by kind
+    def __call__(self, settings: Any, /) -> Responder:  # noqa: ANN401 -- settings differ by kind
         """Create the responder. Raises BadInput if the environment cannot be used."""
 
 
-def answering_of(settings: EpisodeSettings) -> Answering:
+def build_responder(settings: EpisodeSettings) -> Responder:
     """Create the responder for an environment. Raises BadInput if the environment cannot be used."""
-    return cast(MakesAnswering, find_target(settings.answering, where=f"{settings.label!r}"))(settings)
+    return cast(ResponderFactory, find_target(settings.responder, where=f"{settings.label!r}"))(settings)
