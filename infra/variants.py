@@ -1,4 +1,5 @@
-"""Variants: configuration classes of which one is selected, either by `kind` or, if it is a user's class, by `target`.
+"""Variants: alternative configuration classes for a setting. A built-in class is selected by `kind`, a user's class by
+`target`.
 
 The fields of a variant are its settings. Its class variables and methods define its requirements and conflicts, and
 `implementation` names the code that implements it. Other code only uses these members and never checks for a particular
@@ -22,7 +23,8 @@ V = TypeVar("V", bound="Variant")
 
 
 class Variant(Settings):
-    """Base class of all variants: configuration classes of which one is selected by `kind` or `target`."""
+    """Base class of all variants. Variants are alternative configuration classes for a setting, selected by `kind` or
+    `target`."""
 
     implementation: ClassVar[str]
     """Import string `pkg.mod:name` of the code that implements the variant. The code is imported only when it is
@@ -75,9 +77,9 @@ class Target(Settings):
 
 @dataclass(frozen=True)
 class OneOf:
-    """Annotation that lists the variants of a base class, of which a field's value can be one.
+    """Annotation of a field that lists the variants (alternative configuration classes) that its value can have.
 
-    The last variant is a `Target`, which stands for any other subclass.
+    The last variant is a `Target`, which represents any user's class.
     """
 
     variants: tuple[type[Settings], ...]

@@ -38,7 +38,7 @@ CODE_SECONDS = 1.0
 
 
 class OwnedProcess:
-    """Command with all its descendants, none of which keeps running after this process, even if this process is killed.
+    """Command with all its descendants. They end with this process, even if this process is killed.
 
     The command runs in a temporary directory with its log. The directory is deleted when the command ends.
     """

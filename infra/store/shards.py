@@ -141,8 +141,8 @@ def _read_table(store: Store, ref: ShardRef) -> "pa.Table":
 
 
 def _find_again(read: Callable[[], T]) -> T:
-    """Return the result of `read`. If a file was deleted after it was found but before it was opened, call `read` once
-    more.
+    """Return the result of `read`. If a file was deleted after it was found but before it was opened, call `read` a
+    second time.
 
     The second call finds the replacement of the deleted shard, or raises Damaged.
     """

@@ -76,7 +76,7 @@ LANES = 32
 workers, the same number of units per worker and the same longest units."""
 
 NEVER = 1e9
-"""Number of seconds that stands for "never", used as the end of work that has no worker."""
+"""Number of seconds that represents "never". It is used as the end of work that has no worker."""
 
 POOL = 256
 """Number of units sampled in each bootstrap resample."""
