@@ -328,11 +328,11 @@ class PoolsConfig(Settings):
     """Number of CPU threads per worker. The number affects the rounding of sums, so it can be changed for an existing
     run only with `--accept-change`."""
     gpus_per_worker: Annotated[float, Field(ge=0, le=16)] = 0
-    """Number of GPUs per worker slot. A fraction below 1 lets slots share a GPU."""
+    """Number of GPUs per worker slot. With a fraction below 1, several slots share a GPU."""
     gpus_per_update_rank: Annotated[float, Field(ge=0, le=16)] = 0
     """Number of GPUs reserved for each update rank."""
     dedicated_update_resources: Annotated[bool, RenamedFrom("update_apart")] = False
-    """Whether workers stay awake during the update, which then needs CPUs or GPUs and memory in addition to theirs."""
+    """Whether workers stay awake during the update. The update then needs additional CPUs or GPUs and memory."""
     start_seconds: Annotated[float, Field(gt=0)] = 180
     """Maximum time in seconds that a worker may take to start."""
     stall_seconds: Annotated[float, Field(gt=0)] = 300

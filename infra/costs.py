@@ -21,7 +21,7 @@ class Cost(Settings):
     worker_seconds: float = 0.0
     """Seconds for which workers were reserved, summed over all workers. Includes both busy and idle time."""
     busy_seconds: float = 0.0
-    """Part of `worker_seconds` spent on work whose results were committed."""
+    """Seconds that workers spent on work whose results were committed. This is a part of `worker_seconds`."""
     gpu_seconds: float = 0.0
     """Seconds for which GPUs were reserved for workers, summed over all GPUs."""
     bytes: int = 0

@@ -32,7 +32,7 @@ from infra.untrusted_text import make_visible
 
 
 class RheostatError(Exception):
-    """Base of every error that Rheostat raises on purpose."""
+    """Base class of all errors that Rheostat raises intentionally."""
 
     exit_code: ClassVar[int] = 1
     """Exit code of a command that ends with this error."""

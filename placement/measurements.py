@@ -98,7 +98,7 @@ PRIOR_DRIFT = 0.2
 measured."""
 
 DRIFT_DECAY = 0.7
-"""Weight of the old value in the moving average of the squared change of the logarithm of the mean length."""
+"""Weight of the old value in the moving average of the squared change in the logarithm of the mean length."""
 
 MAX_DRIFT = 1.0
 """Maximum standard deviation of the logarithm of the mean length in predictions."""
@@ -133,7 +133,7 @@ class UnitObservation(Settings):
 
 
 class Prior(Settings):
-    """Assumptions about a role before its first measurement."""
+    """Assumed lengths and speed of a role, which are used until the role is measured for the first time."""
 
     median_tokens: float = 128.0
     """Median sequence length in tokens."""
@@ -157,10 +157,9 @@ class RoleMeasurements(Settings):
     stages: int = 0
     """Number of stages that were measured."""
     steps: LineSums = LineSums()
-    """Sums from which step time is fitted as a line over the batch size."""
+    """Sums for fitting the time of a decoding step as a line over the batch size."""
     rest: LineSums = LineSums()
-    """Sums from which the time of a unit outside its decoding steps is fitted as a line over its number of
-    sequences."""
+    """Sums for fitting the time of a unit without its decoding steps as a line over its number of sequences."""
     lengths: tuple[float, ...] = ()
     """Sorted sample of recent sequence lengths in tokens. At least half of them are from the last stage."""
     likeness: float = 0.0
@@ -168,8 +167,8 @@ class RoleMeasurements(Settings):
     mean_length: float = 0.0
     """Mean sequence length in the last stage, in tokens."""
     drift: float = PRIOR_DRIFT
-    """Root mean square change of the logarithm of the mean length from one stage to the next, as a moving average.
-    Before the second stage this is the assumed value `PRIOR_DRIFT`."""
+    """Typical change (root mean square) of the logarithm of the mean length from one stage to the next, as a moving
+    average. Before the second stage this is the assumed value `PRIOR_DRIFT`."""
     busy_seconds: float = 0.0
     """Moving average of the worker-seconds that the role was busy per stage."""
 

@@ -42,7 +42,7 @@ class Demand(Settings):
     likeness: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Correlation between the log lengths of two sequences of the same unit, such as two completions of one prompt."""
     drift: Annotated[float, Field(ge=0)] = 0.0
-    """Standard deviation of the change in the logarithm of the mean length from one stage to the next."""
+    """Typical change (standard deviation) of the logarithm of the mean length from one stage to the next."""
     pace: Pace
     """Measured speed of a worker, or an assumed speed before the first measurement."""
     slots: int = 1
@@ -63,16 +63,17 @@ class ResizeCost(Settings):
     """Time that it takes to move a worker from one role to the other."""
 
     mean_seconds: float = 2.0
-    """Moving average of the seconds needed to move a worker."""
+    """Moving average of the seconds that it takes to move a worker."""
     p95_seconds: float = 4.0
-    """95th percentile of the seconds needed to move a worker."""
+    """95th percentile of the seconds that it takes to move a worker."""
 
 
 class Plan(Settings):
-    """Assignment of worker slots to roles during a stage."""
+    """Assignment of worker slots (places for one worker each) to roles during a stage."""
 
     mode: Literal["colocated", "split"]
-    """Whether the roles take turns on all slots ("colocated") or run at the same time on separate slots ("split")."""
+    """Mode of the plan: "colocated" if the roles take turns on all slots, "split" if they run at the same time on
+    separate slots."""
     rollout: Annotated[int, Field(ge=0)]
     """Number of slots for rollout. If roles take turns, all slots."""
     scoring: Annotated[int, Field(ge=0)]
@@ -95,15 +96,15 @@ class Memory(Settings):
     """Number of consecutive predictions in this stage with an error of at least 30%. After two of them, no more workers
     are moved in this stage."""
     moved_at: float = float("-1e9")
-    """Time of the last move of workers in this stage, in seconds after the start of the stage."""
+    """Time at which workers were last moved in this stage, in seconds after the start of the stage."""
     moved: int = 0
     """Number of workers moved in this stage."""
     predicted_seconds: float | None = None
-    """Predicted end of the stage according to the last decision, in seconds after the start of the stage."""
+    """End of the stage that the last decision predicted, in seconds after the start of the stage."""
     look_at: float = 0.0
-    """Time at which the plan is evaluated again, in seconds after the start of the stage."""
+    """Time of the next evaluation of the plan, in seconds after the start of the stage."""
     emptied: bool = False
-    """Whether the rollout queue was empty when the plan was last evaluated."""
+    """Whether there were no waiting rollout units when the plan was last evaluated."""
     behind_seconds: float = 0.0
     """Total predicted seconds by which taking turns would have been faster than the chosen plans since the last change
     of the plan."""
@@ -189,7 +190,7 @@ class Decision(Settings):
     unchanged_seconds: float
     """Predicted seconds to the end of the stage if the current plan is kept."""
     reason: str
-    """Human-readable reason, such as "moved 2 of 8 workers from scoring to rollout: predicted 61 s instead of 84 s"."""
+    """Reason for people, such as "moved 2 of 8 workers from scoring to rollout: predicted 61 s instead of 84 s"."""
     memory: Memory
     """State that the caller must pass to the next decision."""
 

@@ -97,7 +97,7 @@ is part of the device name."""
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Performance of one accelerator, and the number of such accelerators that share the work evenly."""
+    """Performance of one accelerator, and the number of accelerators among which the work is divided evenly."""
 
     flops: float
     """Dense FLOP/s of one accelerator at the precision of the run. A multiply-add counts as two FLOPs."""

@@ -10,7 +10,7 @@ import psutil
 
 SHORTEST_SLICE: Final = 0.05
 LONGEST_SLICE: Final = 1.0
-"""Shortest and longest interval between two measurements of a process, in seconds."""
+"""Longest interval between two measurements of a process, in seconds. `SHORTEST_SLICE` is the shortest."""
 SLICES: Final = 100
 """Number of measurements of the process within the time limit of a call. Very short or long limits have more or fewer
 measurements."""

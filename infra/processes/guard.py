@@ -34,7 +34,7 @@ CLUSTER, SERVER = "RHEOSTAT_CLUSTER", "RHEOSTAT_SERVER"
 """Names of the environment variables that contain the directory of an embedded cluster or of a server. All processes of
 the cluster or server inherit the variable."""
 LOG, ENDED = "log", "ended"
-"""Files in a server's directory: its output, and its exit code once it has ended."""
+"""Names of the files in a server's directory that contain its output, and its exit code once it has ended."""
 
 POLL_SECONDS = 0.1
 GIVE_UP_SECONDS = 30.0

@@ -60,7 +60,8 @@ class SandboxFailed(Exception):
 
 _RESULT = TypeAdapter(ProgramResult)
 _GRACE_SECONDS: Final = 1.0
-"""Extra seconds after the time limit before a program is stopped, and again before its sandbox is killed."""
+"""Additional seconds after the time limit before a program is stopped. After the same time again, its sandbox is
+killed."""
 
 
 class ProgramProcess:

@@ -21,8 +21,8 @@ LOCK_SECONDS = 120.0
 it."""
 
 MEASUREMENT_DIVISOR = 16
-"""Fraction of the free space, as a divisor. When a process has added this fraction (1/16), it measures the size of the
-cache again."""
+"""Divisor of the free space. After a process has added 1/16 of the free space, it measures the size of the cache
+again."""
 
 _allowed: dict[Path, int] = {}
 """Number of bytes that this process may still add to a cache before it measures the size of the cache again, by

@@ -32,7 +32,7 @@ class RunCopy:
     """Result of copying a run."""
 
     run: Run
-    """The copy of the run in the target store, opened for reading."""
+    """Copy of the run in the target store, opened for reading."""
     objects: int
     bytes: int
     found: int

@@ -48,7 +48,7 @@ class JobPath(PosixPath):
     paths without both fields."""
 
     relative: str = ""
-    """Same path relative to the folder of the job."""
+    """Path relative to the folder of the job."""
     job: str = ""
     """Folder of the job."""
 

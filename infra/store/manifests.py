@@ -40,7 +40,8 @@ class Provenance(Settings):
     these values."""
 
     epoch: int = 0
-    """Epoch (number of the run's lock) in which the manifest was committed. Set by `Run.commit`."""
+    """Epoch in which the manifest was committed. A new epoch begins whenever a process locks the run. Set by
+    `Run.commit`."""
     worker: str = ""
     """Name of the worker that computed the result, or an empty string if no worker was involved."""
     host: str = ""

@@ -45,7 +45,7 @@ class Run:
         self.store = store
         self.record = record
         self.epoch = epoch
-        """Epoch (number of the lock) in which this process commits, or 0 if the run is only open for reading."""
+        """Epoch in which this process commits, or 0 if the run is only open for reading."""
         self._lease: Lease | None = None
         self._known: OrderedDict[str, Manifest] = OrderedDict()
         """Most recently used manifests by key. Manifests never change, so a cached manifest need not be verified

@@ -59,7 +59,7 @@ class Tombstone(Settings):
     when: str
     """UTC time of the deletion, by the clock of the machine that deleted the object."""
     is_bundle: bool
-    """Whether a single bundle (a policy or an optimizer state) was deleted."""
+    """Whether the deleted object is a single bundle (a policy or an optimizer state)."""
     is_replaced: bool
     """Whether the deleted object is a shard that was replaced by another shard."""
 

@@ -25,7 +25,7 @@ class Tracker(Variant):
 
 
 class TensorBoardTracker(Tracker):
-    """Event files of TensorBoard (`pip install 'tensorboardX>=2.6.5,<3'`), in one folder per run."""
+    """Event files for TensorBoard in one folder per run (`pip install 'tensorboardX>=2.6.5,<3'`)."""
 
     implementation = "infra.trackers.tensorboard:open_mirror"
     package = ("tensorboardX", "tensorboardX>=2.6.5,<3")
@@ -39,7 +39,7 @@ with warnings.catch_warnings():  # `register` is also a method of every model's 
     warnings.simplefilter("ignore", UserWarning)
 
     class MlflowTracker(Tracker):
-        """Run of MLflow (`pip install 'mlflow-skinny>=3.17,<4'`)."""
+        """MLflow run with the metrics of the run (`pip install 'mlflow-skinny>=3.17,<4'`)."""
 
         implementation = "infra.trackers.mlflow:open_mirror"
         package = ("mlflow", "mlflow-skinny>=3.17,<4")
@@ -67,7 +67,8 @@ with warnings.catch_warnings():  # `register` is also a method of every model's 
 
 
 class WandbTracker(Tracker):
-    """Run of Weights & Biases (`pip install 'wandb>=0.31,<1'`), with the API key in the variable WANDB_API_KEY."""
+    """Weights & Biases run with the metrics of the run (`pip install 'wandb>=0.31,<1'`). The API key is read from the
+    variable WANDB_API_KEY."""
 
     implementation = "infra.trackers.wandb:open_mirror"
     package = ("wandb", "wandb>=0.31,<1")
@@ -84,7 +85,7 @@ class WandbTracker(Tracker):
 
 
 class TargetTracker(Target):
-    """Tracker of your own: a subclass of `infra.trackers.config.Tracker` (docs/tracking.md)."""
+    """Tracker defined by the user: a subclass of `infra.trackers.config.Tracker` (docs/tracking.md)."""
 
 
 TrackerConfig = Annotated[Tracker, OneOf((TensorBoardTracker, MlflowTracker, WandbTracker, TargetTracker))]

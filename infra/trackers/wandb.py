@@ -14,7 +14,7 @@ from infra.trackers.records import Point, Product, Series, Subject, TextTable
 
 SAMPLES = "samples"
 FIRST: dict[Series, int] = {"iteration": 0, "evaluation": -1}
-"""Number before the first step of each series."""
+"""Step that counts as the last logged step of each series before anything was logged."""
 _BLOCK, _HEADER = 1 << 15, struct.Struct("<IHB")
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 _FILE_HEADER = 7

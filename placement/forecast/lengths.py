@@ -41,8 +41,8 @@ PRIOR_LENGTHS = 8
 """Weight of the prior distribution of lengths, given as a number of observed lengths with the same weight."""
 
 PRIOR_SIGMA = 0.5
-"""Minimum standard deviation of the log length in the prior, which is a log-normal distribution around the observed
-median. The minimum is needed because a small sample may not contain any of the rare long sequences."""
+"""Minimum standard deviation of the log length in the prior, a log-normal distribution around the observed median. A
+small sample may contain none of the rare long sequences, so its own standard deviation may be too small."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ FACTORS_S = np.geomspace(1 / 8, 8, 49)
 means that units are shorter."""
 
 FACTOR_SIGMA = 0.4
-"""Standard deviation of the logarithm of the factor in its log-normal prior."""
+"""Standard deviation of the logarithm of the factor (`FACTORS_S`) in its prior, a log-normal distribution."""
 
 MIN_SPREAD = 0.15
 """Minimum standard deviation that is assumed for the logarithm of a unit's time, because a small sample may
@@ -79,7 +79,7 @@ NEVER = 1e9
 """Number of seconds that represents "never". It is used as the end of work that has no worker."""
 
 POOL = 256
-"""Number of units sampled in each bootstrap resample."""
+"""Number of work units that are sampled from each bootstrap resample."""
 
 
 @dataclass(frozen=True, slots=True)

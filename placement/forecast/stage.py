@@ -218,13 +218,13 @@ def _exact_work(inputs: PlanInputs, plans: tuple[Plan, ...], bootstraps: int) ->
 LANES = 64
 """Number of lanes that are simulated for a table."""
 ROUNDS = 8
-"""Maximum number of units per worker for which a table has entries."""
+"""Maximum number of units per worker in a table. For more units, the time is extrapolated."""
 TABLE_UNITS = LANES * (ROUNDS + 1)
 """Number of units that are simulated to compute a table."""
 STEPS = 4
-"""Number of table entries between two consecutive integer numbers of units per worker."""
+"""Number of table entries per unit: entries are 1/4 unit per worker apart."""
 SHARES_Q = np.array([0.0, 0.05, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 0.95, 1.0])
-"""Fractions of the units for which a table contains the completion time."""
+"""Fractions of the units. For each of them, a table contains the time at which this fraction is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +232,7 @@ class Table:
     """Table of completion times. Entry e contains the times for e / STEPS units per worker."""
 
     done_EBQ: Floats
-    """Time in seconds at which each fraction of the units in `SHARES_Q` is done."""
+    """Time in seconds at which each fraction of the units (`SHARES_Q`) is done."""
     mean_B: Floats
     """Mean time of a unit in seconds."""
     tail_B: Floats

@@ -38,20 +38,20 @@ MIN_GAIN = 0.01
 """Minimum gain, as a fraction of the stage time. Smaller predicted gains are ignored, because they are within the
 prediction error."""
 MIN_MOVE_GAIN = 0.10
-"""Minimum gain of moving workers during a stage, as a fraction of the remaining time. The gain must also exceed the
-cost of the move."""
+"""Minimum predicted gain for moving workers during a stage, as a fraction of the remaining time. The gain must also
+exceed the cost of the move."""
 MIN_MOVE_INTERVAL = 2.0
-"""Minimum time between two moves, as a multiple of the cost of moving."""
+"""Minimum time between two moves of workers, as a multiple of the time that a move takes."""
 MISS_ERROR = 0.30
 """Minimum relative error for which a prediction counts as a miss. After `MAX_MISSES` consecutive misses, no more
 workers are moved in the stage."""
 MAX_MISSES = 2
-"""Number of consecutive misses after which no more workers are moved in a stage."""
+"""Number of consecutive misses (wrong predictions) after which no more workers are moved in a stage."""
 EVALUATION_INTERVAL = 0.04
-"""Time between two evaluations of the plan during a stage, as a fraction of the stage time. Predictions hardly change
-in less time."""
+"""Time between two evaluations of the plan during a stage, as a fraction of the stage time. Within less time,
+predictions hardly change."""
 MAX_AMOUNTS = 8
-"""Maximum number of different numbers of workers that are tried for a move in each direction."""
+"""Maximum number of candidate moves (numbers of slots) that are evaluated in each direction."""
 
 
 @dataclass(frozen=True, slots=True)

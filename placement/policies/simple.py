@@ -80,7 +80,7 @@ cost of moving workers."""
 class Proportional:
     """Placement policy that splits the workers in proportion to the measured work of each role.
 
-    Before the first measurement each role gets half of the workers.
+    Before the first measurement, each role gets half of the workers.
     """
 
     def plan(self, inputs: PlanInputs) -> Decision:

@@ -85,7 +85,7 @@ first, and then refined around the best split."""
 GRID = 17
 
 PERIOD = 4
-"""Number of iterations after which the periodic planner computes a new plan."""
+"""Number of iterations between two plans of the periodic planner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +199,8 @@ def co_resident_seconds(work: StageWork, slowness_N: Floats) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Periodic:
-    """Placement policy that changes the split only in every fourth iteration, to the ratio of the worker-seconds that
-    rollout and scoring took in the last iteration."""
+    """Placement policy that changes the split only in every fourth iteration. The new split has the ratio of the
+    worker-seconds that rollout and scoring took in the last iteration."""
 
     def plan(self, inputs: PlanInputs) -> Decision:
         age = inputs.memory.held

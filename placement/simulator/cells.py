@@ -83,11 +83,11 @@ class Cell:
     workers: int
     """Number of worker slots."""
     scenario: str
-    """Name of the scenario, which defines how sequence lengths change over the iterations."""
+    """Name of the scenario, which determines how sequence lengths change from iteration to iteration."""
     lengths: str
     """Name of the distribution of sequence lengths."""
     resize_seconds: float
-    """Seconds needed to move a worker."""
+    """Seconds that it takes to move a worker to the other role."""
 
     def __str__(self) -> str:
         return f"{self.regime}, N={self.workers}, {self.scenario}, {self.lengths}, S={self.resize_seconds:g} s"
@@ -104,7 +104,7 @@ class CellResult:
     seconds: dict[str, tuple[float, ...]]
     """Total seconds of all iterations, by policy."""
     moves: tuple[float, ...]
-    """Mean number of moves per worker and iteration under the adaptive policy, without handovers."""
+    """Mean number of moves per worker and iteration under the adaptive policy. Handovers are not included."""
     handovers: tuple[float, ...]
     """Mean number of handovers per worker and iteration under the adaptive policy. A handover moves a rollout worker to
     scoring because there are no more rollout units."""
@@ -303,7 +303,7 @@ def interval(values: Sequence[float]) -> Ratio:
 
 
 LARGE = 4096
-"""Minimum number of workers of a cell for which the time of decisions is checked."""
+"""Minimum number of workers in a cell for which the aim on the duration of decisions applies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,7 +383,7 @@ AIMS = (
         applies_to=lambda result: result.cell.workers >= LARGE,
     ),
 )
-"""All aims of the adaptive policy."""
+"""All aims: bounds that the results of the adaptive policy should satisfy."""
 
 
 def check_aims(results: Sequence[CellResult]) -> list[AimResult]:

@@ -18,8 +18,8 @@ ORDER_STATISTICS = 64
 MIN_POLL_SECONDS = 0.5
 """Minimum seconds between two evaluations of the plan during a stage."""
 OBSERVED = 2048
-"""Maximum number of units measured for each role and stage. If there are more units, only every k-th unit is measured,
-which makes the simulation much faster."""
+"""Maximum number of units that are measured per role and stage. If there are more units, only every k-th unit is
+measured, which makes the simulation much faster."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,8 +59,8 @@ SCENARIOS: dict[str, Callable[[int, np.random.Generator], tuple[Floats, Floats]]
     "flip": _flip,
     "burst": _burst,
 }
-"""Scenarios by name. Each function returns a factor for each iteration by which completion lengths are multiplied, and
-a second array with the factors for verdict lengths."""
+"""Scenarios by name. Each function returns two arrays with a factor for each iteration: the factors of completion
+lengths and those of verdict lengths."""
 
 BIMODAL_LONG = 0.2  # fraction of completions of the long kind
 
@@ -71,15 +71,15 @@ BIMODAL_SIGMA = 0.25  # standard deviation of the log length within each kind
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Distribution of sequence lengths relative to the median length, which is 1."""
+    """Distribution of sequence lengths, relative to a median length of 1."""
 
     name: str
     """Name of the distribution."""
     shape: Literal["lognormal", "bimodal", "pareto"]
     """Family of the distribution."""
     parameter: float
-    """Parameter of the distribution: sigma if log-normal, alpha if Pareto, and the ratio of long to short lengths if
-    bimodal."""
+    """Parameter of the distribution: sigma if log-normal, alpha if Pareto, and the ratio of long to short sequences'
+    lengths if bimodal."""
     correlation: float = 0.3
     """Correlation between two completions of the same prompt. It applies to the normal variables from which the lengths
     are computed."""
@@ -155,7 +155,7 @@ class JudgeLoad:
     unparsable: float = 0.02
     """Fraction of the verdicts that cannot be parsed and are requested again."""
     prefill_seconds: float = 2e-6
-    """Seconds to read one token of the prompt and the completion. A completion is read once for all of its votes."""
+    """Seconds for reading one token of a prompt or completion. Each completion is read once for all of its votes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class Faults:
     """Rates at which workers fail or are slow. By default all rates are 0."""
 
     slow_share: float = 0.0
-    """Fraction of the slots that are slower by a factor of 3 to 10 during the whole run."""
+    """Fraction of the slots that are 3 to 10 times slower than the others during the whole run."""
     kills_per_hour: float = 0.0
     """Mean number of crashes per worker and hour. The units in progress are repeated, and the worker is available again
     after `restart_seconds`."""
@@ -184,7 +184,7 @@ class World:
     workers: int
     """Number of worker slots."""
     scenario: str = "stationary"
-    """Name of the scenario, which defines how sequence lengths change over the iterations."""
+    """Name of the scenario, which determines how sequence lengths change from iteration to iteration."""
     lengths: Lengths = KNOWN["lognormal-0.8"]
     """Distribution of completion lengths."""
     units_per_worker: float = 6.0
