@@ -42,8 +42,8 @@ def render_prompt(
 ) -> tuple[int, ...]:
     """Return the tokens of a chat up to its next turn.
 
-    Control tokens that the messages of the problem contain are encoded in the same way as in `prompt`, the tokens before
-    the first turn. Raises ValueError if the chat template rejects the chat.
+    Control tokens in the messages of the problem are encoded in the same way as in `prompt`, the tokens before the
+    first turn. Raises ValueError if the chat template rejects the chat.
     """
     control = ControlTokens.of(form.tokenizer)
     is_text = control.find(tuple(asked)) is not None and _render_plainly(form, asked) != tuple(prompt)

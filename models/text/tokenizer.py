@@ -135,8 +135,8 @@ def tokenize_prompts(
 
     Chat templates add their own special tokens, and plain text gets those of the tokenizer. `sources` are the origins
     of the prompts for messages, `images` the encoded images of each prompt, `tools` the schemas shown by chat
-    templates, and `rules` the encoding of control tokens that the prompts contain. Raises BadInput if a prompt cannot be
-    rendered or has invalid images.
+    templates, and `rules` the encoding of control tokens in prompts. Raises BadInput if a prompt cannot be rendered or
+    has invalid images.
     """
     headers = [
         _read_headers(prompt_images, source=source)
@@ -271,8 +271,8 @@ def enforce_prompt_length(
     input_errors.check()
     if not fitting:
         raise BadInput(
-            f"data.too_long = 'drop' leaves no {split} problem: all {len(asked)} prompts have more than {max_tokens} "
-            "tokens, the policy's context minus rollout.sampling.max_new_tokens. Lower max_new_tokens."
+            f"data.on_too_long = 'drop' leaves no {split} problem: all {len(asked)} prompts have more than "
+            f"{max_tokens} tokens, the policy's context minus rollout.sampling.max_new_tokens. Lower max_new_tokens."
         )
     return fitting
 
@@ -283,7 +283,7 @@ def _require_room(problem: Problem, prompt: TokenizedPrompt, *, max_tokens: int)
         raise BadInput(
             f"{problem.source}: the prompt has {len(prompt.input)} tokens{_describe_image_tokens(prompt)}, expected 1 "
             f"to {max_tokens}, the policy's context minus rollout.sampling.max_new_tokens. Shorten or remove the "
-            "prompt, lower max_new_tokens, or set data.too_long = 'drop'."
+            "prompt, lower max_new_tokens, or set data.on_too_long = 'drop'."
         )
 
 
