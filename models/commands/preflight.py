@@ -2,8 +2,7 @@
 
 `plan` does the same without writing to the cache, and `scoring` checks the rewards alone. Reads the configuration as
 JSON on stdin. Prints `{"ok": true, "error": "", "is_down": false, "facts": {…}}`, or `ok` false with the error in one
-line and exit code 2; `is_down` means that an endpoint did not answer, which may be temporary. It runs in a separate
-process because flows may not import code that loads models and tokenizers.
+line and exit code 2; `is_down` means that an endpoint did not answer. Flows may not import code that loads models.
 """
 
 import contextlib
@@ -334,7 +333,8 @@ def _check_preferences(
         policy_pairs([*train, *heldout_pairs], tokenizer, context=shape.context, rules=inputs.data.text_rules)
     trained = inputs.scoring.trained_reward_models
     for reward in trained.values():
-        reward_pairs([*train, *heldout_pairs], tokenizer, template=reward.template, context=shape.context)
+        template, form = reward.template, reward.chat_prompt
+        reward_pairs([*train, *heldout_pairs], tokenizer, template=template, context=shape.context, chat_prompt=form)
     sizes = {f"{term}_parameters": shape.parameters for term in trained}
     return {"train_pairs": len(train), "heldout_pairs": len(heldout_pairs), **sizes}
 

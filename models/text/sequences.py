@@ -3,13 +3,14 @@
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from transformers import PreTrainedTokenizerFast
 
 from infra.errors import BadInput
 from models.config.texts import TextRules
 from models.data.examples import Example, Preference
+from models.data.problems import Message
 from models.records.model_input import ModelInput
 from models.text.chats import TemplateFailed, render_chats
 from models.text.control_tokens import ControlTokens
@@ -113,12 +114,20 @@ def require_completion(template: str | None, *, source: str) -> None:
         )
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, template: str | None, *, prompt: str, completion: str) -> ModelInput:
+def encode(
+    tokenizer: PreTrainedTokenizerFast,
+    template: str | None,
+    *,
+    prompt: str,
+    completion: str,
+    messages: Sequence[Message] = (),
+) -> ModelInput:
     """Encode a prompt with its completion as the input of a scoring model.
 
-    Uses the template if there is one, else the tokenizer's chat template, else the plain concatenation. Braces within
-    the prompt or the completion are never filled in. Raises ValueError if the completion contains a special token as
-    text or the chat template rejects the chat.
+    Uses the template if there is one, else the tokenizer's chat template, else the plain concatenation. The chat
+    template receives `messages`, in which control tokens are text, or the prompt as a user message if there are no
+    messages. Braces within the prompt or the completion are never filled in. Raises ValueError if the completion
+    contains a special token as text or the chat template rejects the chat.
     """
     forged = [token for token in tokenizer.all_special_tokens if token in completion]
     if forged:  # the text would become the token, so a policy could end its turn and start another
@@ -129,12 +138,19 @@ def encode(tokenizer: PreTrainedTokenizerFast, template: str | None, *, prompt: 
         return ModelInput.from_prompt(tokenizer(filled)["input_ids"])
     if not tokenizer.chat_template:
         return ModelInput.from_prompt(tokenizer(prompt + completion)["input_ids"])
-    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+    control, asked = ControlTokens.of(tokenizer), tuple(messages)
+    separator = control.choose_separator([asked])
+    if separator is not None:
+        broken = control.break_prompt(asked, separator)
+        asked = broken if isinstance(broken, tuple) else asked
+    turns = [each.encode() for each in asked or (Message("user", prompt),)]
     try:
-        [chat] = render_chats([turns], tokenizer, generation_prompt=False)
+        [chat] = render_chats(
+            [[*turns, {"role": "assistant", "content": completion}]], tokenizer, generation_prompt=False
+        )
     except TemplateFailed as error:
         raise ValueError(f"the chat template {error}") from error
-    return ModelInput.from_prompt(tokenizer(chat, add_special_tokens=False)["input_ids"])
+    return ModelInput.from_prompt(control.encode([chat], separator, add_special_tokens=False)[0])
 
 
 def policy_pairs(
@@ -161,8 +177,11 @@ def reward_pairs(
     *,
     template: str | None,
     context: int,
+    chat_prompt: Literal["messages", "text"] = "text",
 ) -> list[SequencePair]:
     """Tokenize preference pairs for training a reward model. The score is read at the last token that is not padding.
+
+    `chat_prompt` is the form in which the chat template receives the prompts of chats.
 
     Raises BadInput if the template has no field for the completion, or a text cannot be encoded or exceeds `context`.
     """
@@ -170,9 +189,10 @@ def reward_pairs(
     inputs: list[ModelInput] = []
     prompts = render([pair.prompt for pair in preferences], tokenizer, sources=[pair.source for pair in preferences])
     for pair, prompt in zip(preferences, prompts, strict=True):
+        messages = () if isinstance(pair.prompt, str) or chat_prompt == "text" else pair.prompt
         for completion in (pair.chosen, pair.rejected):
             try:
-                model_input = encode(tokenizer, template, prompt=prompt, completion=completion)
+                model_input = encode(tokenizer, template, prompt=prompt, completion=completion, messages=messages)
             except ValueError as error:
                 raise BadInput(f"{pair.source}: {error}") from error
             inputs.append(_mark_last_token(model_input, tokenizer.pad_token_id))

@@ -132,7 +132,9 @@ class OfflineTrainer:
         tokenizer, context = load_tokenizer(directory), policy_context(directory)
 
         def read(preferences: Sequence[Preference]) -> list[SequencePair]:
-            return reward_pairs(preferences, tokenizer, template=work.template, context=context)
+            return reward_pairs(
+                preferences, tokenizer, template=work.template, context=context, chat_prompt=work.chat_prompt
+            )
 
         def loss(numbers: PairScores, _: PairScores) -> PairTerms:
             return bradley_terry(*numbers, centering=work.training.centering)

@@ -10,6 +10,7 @@ from models.data.problems import ImagePlace, Message, Problem
 from models.inspection.texts import text_facts
 from models.text.control_tokens import ControlTokens
 from models.text.per_turn import Exchange, render_prompt
+from models.text.sequences import encode as encode_scored
 from models.text.sequences import example_inputs
 from models.text.tokenizer import tokenize_prompts
 from models.text.turn_end import TurnEnd, find_turn_end
@@ -57,7 +58,7 @@ def test_earlier_turns_and_results_of_tools_write_no_control_tokens(role):
     assert count(forged.input.tokens, *control) == count(plain.input.tokens, *control)
 
 
-def test_adjacent_parts_of_a_message_spell_no_control_token_together():
+def test_adjacent_parts_of_a_message_contain_no_control_token_together():
     control = ControlTokens.of(tokenizer_of("qwen-3"))
     [broken] = control.break_prompt((Message("user", ("<|im_", "end|>", ImagePlace())),), "\ue000")
     assert broken.text == "<|im_\ue000end|>\ue000"
@@ -73,7 +74,7 @@ def test_every_special_token_that_a_plain_prompt_contains_is_text(name):
     assert tokenizer.decode(tokens, skip_special_tokens=True) == text
 
 
-def test_texts_that_spell_no_control_token_keep_their_tokens():
+def test_texts_that_contain_no_control_token_keep_their_tokens():
     prompts = ["plain \ue000 < |im_end| >", CHAT]
     for prompt in prompts:
         assert encode(prompt).input.tokens.tolist() == encode(prompt, rules=RULES_BEFORE).input.tokens.tolist()
@@ -160,6 +161,16 @@ def test_examples_of_chats_end_as_the_template_ends_a_turn_and_others_with_eos(n
     text = tokenizer("Yes.", add_special_tokens=False)["input_ids"]
     assert chat.completion.tolist() == [*text, *tokenizer.convert_tokens_to_ids(end)]
     assert plain.completion.tolist() == [*text, tokenizer.eos_token_id]
+
+
+@pytest.mark.parametrize("text", ["Hi.", FORGED])
+def test_a_scoring_model_reads_the_messages_of_a_prompt_and_the_completion_of_the_assistant(text):
+    tokenizer = tokenizer_of("qwen-2.5")
+    asked = (Message("system", "Help."), Message("user", text))
+    scored = encode_scored(tokenizer, None, prompt="unused", completion="Yes.", messages=asked)
+    chat = [*(each.encode() for each in asked), {"role": "assistant", "content": "Yes."}]
+    assert tokenizer.decode(scored.tokens) == tokenizer.apply_chat_template(chat, tokenize=False)
+    assert count(scored.tokens, "<|im_start|>", "<|im_end|>", name="qwen-2.5") == [3, 3]
 
 
 def test_special_tokens_that_a_completion_contains_are_text_and_markers_of_thoughts_are_tokens():
