@@ -19,9 +19,9 @@ from tasks.views.metrics import sealed_iterations
 
 
 def apply_alarms(open_run: OpenRun, number: int) -> bool:
-    """Commit the revert that an alarm requires after an iteration. Return whether an alarm ends the run there.
+    """Return to an earlier policy if an alarm requires it after this iteration. Return whether an alarm ends the run.
 
-    Must be called after the update of the iteration, before any other result is derived from it.
+    Call this function after the update of the iteration and before any other result is computed from the new policy.
     """
     iteration = Iteration(open_run.run, number)
     revert = required_revert(iteration, open_run.settings.revert_alarms)
@@ -39,7 +39,8 @@ def apply_alarms(open_run: OpenRun, number: int) -> bool:
 
 
 def check_alarms(open_run: OpenRun) -> None:
-    """Raise AlarmStopped if an alarm ends the run after its last sealed iteration and iterations remain."""
+    """Raise AlarmStopped if an alarm stops the run at its last completed iteration although more iterations are
+    configured."""
     done, total, name = len(sealed_iterations(open_run.run)), open_run.settings.iterations, open_run.run.name
     ending = next(_stop_reasons(open_run, Iteration(open_run.run, done)), None) if 0 < done < total else None
     if ending is not None:
@@ -49,7 +50,7 @@ def check_alarms(open_run: OpenRun) -> None:
 
 
 def describe_triggered(open_run: OpenRun, iteration: Iteration) -> dict[str, str]:
-    """Return a message for each alarm that an iteration triggers, by the name of the alarm, with the consequence."""
+    """Return a message for each alarm that the iteration triggers, by alarm name. Messages state the consequence."""
     raised_now = list(triggered_alarms(open_run.settings.alarms, iteration))
     consequences = {alarm.label: "; the run stops" for alarm, _ in raised_now if alarm.action == "stop"}
     if has_reverted(open_run.run, iteration.number):
@@ -60,7 +61,7 @@ def describe_triggered(open_run: OpenRun, iteration: Iteration) -> dict[str, str
 
 
 def _stop_reasons(open_run: OpenRun, iteration: Iteration) -> Iterator[str]:
-    """Yield the reasons why alarms end the run after an iteration."""
+    """Yield one message for each alarm that ends the run after this iteration."""
     for alarm, sentence in triggered_alarms(
         [each for each in open_run.settings.alarms if each.action == "stop"], iteration
     ):

@@ -1,4 +1,4 @@
-"""Auxiliary models of an iteration: reference, critic and teacher score every token of the rollouts before credit.
+"""Scores by auxiliary models: before advantages are computed, reference, critic and teacher score every rollout token.
 
 One task uses all update ranks. The initial critic is created once, if the algorithm has a critic. A teacher is copied
 into the run once, unless it is behind an endpoint.
@@ -17,7 +17,8 @@ from tasks.run.stages import run_once, stage
 
 
 def find_stored_teacher(settings: RunConfig) -> TeacherDirectory | None:
-    """Return the teacher whose model the run stores, or None if there is no teacher or it is behind an endpoint."""
+    """Return the teacher whose model is stored in the run, or None if there is no teacher or it is served by an
+    endpoint."""
     distillation = settings.algorithm.distillation
     return None if distillation is None else distillation.teacher.local_model
 
@@ -43,14 +44,14 @@ async def make_teacher(open_run: OpenRun) -> Manifest:
 
 
 async def compute_auxiliary_scores(open_run: OpenRun, iteration: Iteration) -> None:
-    """Compute the auxiliary scores that the algorithm needs. Most algorithms need none."""
+    """Compute per-token scores of reference, critic and teacher if the algorithm needs them. Most algorithms do not."""
     if required_models(open_run.settings.algorithm).any:
         await score_tokens(open_run, iteration)
 
 
 @stage("{iteration.key} estimates", retries=2)
 async def score_tokens(open_run: OpenRun, iteration: Iteration) -> Manifest:
-    """Let the update ranks compute the auxiliary scores of every token that the credit stage reads, including surplus
+    """Compute auxiliary scores on the update ranks for every token that the credit stage reads. This includes surplus
     groups of the previous iteration."""
     needs, scored, policy = required_models(open_run.settings.algorithm), iteration.scored_rollouts(), iteration.policy
     reference = iteration.initial_policy if needs.reference else None

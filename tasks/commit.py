@@ -1,5 +1,5 @@
-"""Seal of an iteration (the manifest that completes it), and retention: the deletion of policies and rollouts that are
-no longer needed."""
+"""Completion of an iteration by its seal (the last manifest), and deletion of policies and rollouts that the retention
+settings no longer keep."""
 
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
@@ -26,8 +26,8 @@ from tasks.run.states import newest_with_state, updates_since_state
 
 
 def seal_iteration(open_run: OpenRun, iteration: Iteration) -> Manifest:
-    """Commit the seal of an iteration: the list of its manifests, its metrics, and the state passed on to the next
-    iteration."""
+    """Commit the seal of an iteration, which marks it as complete. The seal lists the manifests and metrics of the
+    iteration and the state that the next iteration starts from."""
     plans = [batch.plan_manifest for batch in iteration.batches]
     rollouts, scores = iteration.shard_manifests("rollout"), iteration.shard_manifests("scoring")
     auxiliary, credit, update = auxiliary_manifests(open_run, iteration), iteration.credit, iteration.update
@@ -70,8 +70,8 @@ def seal_iteration(open_run: OpenRun, iteration: Iteration) -> Manifest:
 
 
 def _scoring_seconds_after(scores: Sequence[Manifest], rollouts: Sequence[Manifest]) -> float:
-    """Return the seconds between the last commit of a rollout and the last commit of scores, in which nothing else of
-    the iteration runs."""
+    """Return the seconds from the last committed rollouts to the last committed scores. During this time the iteration
+    only waits for scoring."""
     last = [
         max((datetime.fromisoformat(m.provenance.created) for m in manifests), default=None)
         for manifests in (scores, rollouts)
@@ -80,8 +80,8 @@ def _scoring_seconds_after(scores: Sequence[Manifest], rollouts: Sequence[Manife
 
 
 def _environment_seconds(rollouts: Sequence[Manifest]) -> dict[str, float]:
-    """Return the seconds of generation, of waiting for environments, and of environments' responses, summed over
-    shards."""
+    """Return the seconds spent on generation, on waiting for environments, and by environments on their responses, each
+    summed over shards."""
     seconds_of_shards = [m.provenance.seconds for m in rollouts if "environment" in m.provenance.seconds]
     names = (
         {"environment": "environment", "answering": "answering", "generating": "generate"} if seconds_of_shards else {}
@@ -90,12 +90,12 @@ def _environment_seconds(rollouts: Sequence[Manifest]) -> dict[str, float]:
 
 
 def retire_policies(open_run: OpenRun, iteration: Iteration) -> int:
-    """Delete the files of policies that retention no longer keeps after an iteration. Return the number of deleted
-    bundles.
+    """Delete the files of policies that the retention settings no longer keep after an iteration. Return the number of
+    deleted bundles (sets of model files).
 
-    A process examines all versions once, because a run may be resumed with other retention settings, and then the
-    version that each iteration makes too old. The version that an update would have to start from after a restart is
-    kept too.
+    The first call of a process examines all versions, because a run may be resumed with other retention settings. Later
+    calls examine only the version that the iteration made too old. The version from which an update would start after a
+    restart is always kept.
     """
     run, progress, keep = open_run.run, open_run.retention, open_run.settings.retention
     newest = range(max(0, iteration.number + 1 - keep.keep_last), iteration.number + 1)
@@ -124,10 +124,10 @@ def retire_policies(open_run: OpenRun, iteration: Iteration) -> int:
 
 
 def retire_rollouts(open_run: OpenRun, iteration: Iteration) -> None:
-    """Delete the shards of iterations that retention no longer keeps after an iteration.
+    """Delete all shards of the iterations that are too old for the retention settings after this iteration.
 
-    Rollouts that a repeated update may need, and rollouts that a kept iteration continues, are kept. Raises Damaged if
-    the seal that lists the continued groups is missing.
+    Rollouts are kept if an update may have to be repeated with them, or if a kept iteration continues their
+    completions. Raises Damaged if the seal that lists the continued groups is missing.
     """
     run, progress, keep = open_run.run, open_run.retention, open_run.settings.retention.rollouts_keep_last
     if not keep:
@@ -144,14 +144,13 @@ def retire_rollouts(open_run: OpenRun, iteration: Iteration) -> None:
 
 
 def _is_continued(run: Run, number: int) -> bool:
-    """Return whether the iteration after a sealed one continues its rollouts."""
+    """Return whether the next iteration continues completions of this completed iteration."""
     run.require(StageKey.of(iteration_key(number), "seal"))
     return bool(carry_over_before(run, number + 1).rows())
 
 
 def _retire_shards(run: Run, number: int) -> None:
-    """Write a tombstone for an iteration and delete its shards. A shard names its iteration, so no other iteration
-    shares it."""
+    """Write a tombstone for an iteration and delete its shards. Iterations never share a shard."""
     derived = [DerivedResult(line.kind, line.name) for line in list_derived_results(run)]
     keys = [iteration_key(number), *(each.iteration_key(number) for each in derived)]
     below = tuple(f"{key}/" for key in keys)
@@ -164,7 +163,8 @@ def retire_bundles(run: Run, bundles: Collection[BundleRef]) -> list[BundleRef]:
     """Write tombstones for bundles and delete their files. Return the bundles that are kept because a live process
     reads them.
 
-    The files of these bundles stay until a later call or `rheostat gc`. A second call finishes an interrupted one.
+    The files of the kept bundles stay until a later call or `rheostat gc` deletes them. If a call was interrupted, the
+    next call finishes its work.
     """
     for bundle in bundles:
         write_tombstone(run, bundle.digest[:16], Deleted(bundle=bundle.key))
@@ -177,14 +177,15 @@ def retire_bundles(run: Run, bundles: Collection[BundleRef]) -> list[BundleRef]:
 
 
 def is_kept_at_any_age(version: int, *, keep_every: int) -> bool:
-    """Return whether a version keeps its files at any age. The initial version does, and every `keep_every`-th."""
+    """Return whether the files of a version are kept forever, which holds for version 0 and every `keep_every`-th
+    version."""
     return version == 0 or (keep_every > 0 and version % keep_every == 0)
 
 
 def _loadable_version(run: Run, number: int) -> int:
-    """Return the version that the next update may have to start from if no rank has the state in memory.
+    """Return the version from which the next update may have to start if no rank has the optimizer state in memory.
 
-    The update may have been requested before the state of this iteration was stored, unless the iteration was reverted.
+    Unless the iteration was reverted, its optimizer state may not be stored yet when the next update is requested.
     """
     return updates_since_state(run, number if has_reverted(run, number) else number - 1)[0]
 
@@ -192,7 +193,7 @@ def _loadable_version(run: Run, number: int) -> int:
 def _bundles_of(run: Run, version: int) -> list[BundleRef]:
     """Return the bundles of a policy and its critic, and of the policy that replaced them after an alarm.
 
-    The initial critic has a separate manifest. Raises Damaged if the iteration's seal names another policy.
+    The initial critic has a separate manifest. Raises Damaged if the policy in the iteration's seal is a different one.
     """
     first_critic = run.find(StageKey.critic(0)) if version == 0 else None
     replacement = policy_after(run, version)

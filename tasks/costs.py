@@ -24,14 +24,14 @@ class Reservation:
 
 
 async def read_reservation(open_run: OpenRun) -> Reservation:
-    """Return the reserved worker slots of this process, and the seconds since the last call or since the run was
-    opened."""
+    """Return the number of worker slots that this process has reserved, and the seconds since the last call (or since
+    the run was opened)."""
     return Reservation(open_run.account.seconds_since_last_call(), (await open_run.get_fleet()).slots)
 
 
 def check_budget(open_run: OpenRun) -> None:
-    """Raise BudgetSpent if the sealed iterations have reached a limit of the budget and iterations remain. Starts the
-    account from these costs."""
+    """Raise BudgetSpent if the completed iterations have used up the budget although more iterations are configured.
+    Otherwise initialize the total costs of this process from these iterations."""
     done = len(sealed_iterations(open_run.run))
     open_run.account.spent = total(run_costs(open_run.run).values())
     reached = open_run.settings.budget.find_spent_limit(open_run.account.spent)
@@ -69,11 +69,12 @@ def compute_costs(
     trained: Sequence[Manifest] = (),
     known: Set[str] = frozenset(),
 ) -> dict[str, Cost]:
-    """Return the costs of some batches and of the stages that followed, by role. Bundles in `known` existed before.
+    """Return the costs of some batches and of their credit and update stages, by role. Bundles in `known` existed
+    before and are not counted as new data.
 
-    A worker counts as reserved while this process has it, and at least for its working time, so that work which an
-    earlier process committed before it was killed is included. The time of slots shared by rollout and reward models is
-    divided in proportion to their work.
+    A worker counts as reserved while this process holds it. If its recorded working time is longer, the working time
+    counts, which includes the work of an earlier process that was killed. The time of slots shared by rollout and
+    reward models is divided in proportion to their work.
     """
     pools, prices = open_run.settings.pools, open_run.settings.budget.prices
     rollout, update = (
@@ -145,8 +146,7 @@ def _judge_costs(open_run: OpenRun, batches: Sequence[Batch]) -> tuple[list[Cost
 
 
 def _working_cost(manifests: Sequence[Manifest], *, workers: int = 1, known: Set[str] = frozenset()) -> Cost:
-    """Return the working time that some manifests took, with `workers` workers each, and the bytes of their new
-    data."""
+    """Return the working time for these manifests, if each was made by `workers` workers, and the bytes of new data."""
     shards = [shard.bytes for manifest in manifests for shard in manifest.shards]
     bundles = [bundle for manifest in manifests for bundle in manifest.bundles.values() if bundle.key not in known]
     return Cost(

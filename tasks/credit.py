@@ -42,7 +42,7 @@ async def compute_credit(
     dynamic: DynamicSampling | None,
     kl_coefficient: float,
 ) -> Manifest:
-    """Compute and commit the training samples that scored rollouts yield under the configured algorithm."""
+    """Compute training samples from scored rollouts with the configured algorithm, and commit them under `key`."""
     settings, auxiliary = open_run.settings, auxiliary_manifests(open_run, iteration)
     work = CreditWork(
         iteration=iteration.number,

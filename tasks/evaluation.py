@@ -42,7 +42,7 @@ async def summarize_evaluation(open_run: OpenRun, batch: Batch) -> Accuracy:
 
 
 def summarize_measurement(open_run: OpenRun, batch: Batch) -> Accuracy:
-    """Commit the accuracy of a policy from before the first iteration, log it, and return it."""
+    """Commit, log and return the accuracy of a policy that was evaluated before the first iteration."""
     accuracy = _commit_accuracy(open_run, batch, {})
     logger.info("held-out accuracy of %s: %s", batch.plan.policy, accuracy.line())
     return accuracy
@@ -61,7 +61,8 @@ def _commit_accuracy(open_run: OpenRun, batch: Batch, costs: Mapping[str, Cost])
 
 
 def _sum_scores(scores: Sequence[Manifest], term: str) -> dict[str, float]:
-    """Return accuracy, sum of squares and number of problems for evaluations with one completion per problem."""
+    """Return the accuracy, the sum of squared scores and the number of problems for an evaluation with one completion
+    per problem."""
     total = sum(m.metrics[f"term_{term}_sum"] for m in scores)
     squares = sum(m.metrics[f"term_{term}_squares"] for m in scores)
     problems = int(sum(m.metrics["count"] - m.metrics["missing"] for m in scores))

@@ -9,7 +9,8 @@
     rheostat.alarm.stopped       same resource: an alarm ends the run
     rheostat.registry.KIND       resource rheostat.registry.NAME: a new record of this kind
 
-A thread of Prefect sends the events in order. If nobody receives them, nothing waits or fails.
+A background thread of Prefect sends the events in order. The run neither waits nor fails if the events cannot be
+delivered.
 """
 
 from contextvars import copy_context
@@ -22,7 +23,7 @@ from prefect.events import Event, emit_event
 from infra.store.registry import RegistryRecord
 
 TELL_SECONDS: Final = 5.0
-"""Maximum time in seconds that a command waits for the API when it reports a record."""
+"""Maximum time in seconds that a command waits for Prefect's API when it sends an event about a registry record."""
 
 
 RunEvent = Literal[
@@ -31,8 +32,9 @@ RunEvent = Literal[
 
 
 _newest: Final[dict[str, Event | None]] = {}
-"""Last event of each run that this process sent. Each event names it as its predecessor, because Prefect's server
-processes unrelated events in parallel and could show the start of a short run after its end."""
+"""Last event that this process sent about each run. Each event names the previous event of the run as its predecessor.
+Otherwise Prefect's server could show the start of a short run after its end, because it processes unrelated events in
+parallel."""
 
 
 def emit_of_run(name: str, event: RunEvent, **payload: str | float | None) -> None:

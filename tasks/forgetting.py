@@ -28,22 +28,23 @@ class Forgotten(Settings):
     run: str
     """Name of the run."""
     prompts: int
-    """Number of listed prompts that the run has."""
+    """Number of the prompts to forget that occur in the run."""
     shards: int
     """Number of shards that are rewritten."""
     rows: int
-    """Number of rows in them that are emptied."""
+    """Number of rows in the rewritten shards whose texts and tokens are erased."""
     exports: int
     """Number of exported files that are rewritten."""
     data: list[str]
-    """Users' data files that the run was made from. They are never changed."""
+    """Users' data files from which the run read its prompts. These files are never changed."""
 
 
 def remove_prompts(run: Run, ids: frozenset[str], *, delete: bool) -> Forgotten:
-    """Return the data of some prompts in a run and, with `delete`, remove it. The run must be locked for that.
+    """Report the data that a run has of the given prompts. If `delete` is true, also remove it, which requires a locked
+    run.
 
-    A second call finishes an interrupted one. Raises Damaged, with nothing deleted, if a record of the run is missing,
-    because the shards that it names would keep the prompts.
+    If a call was interrupted, the next call finishes its work. Raises Damaged before anything is deleted if a record of
+    the run is missing, because shards that are named only there could not be found.
     """
     shards = _find_shards(run)
     prompts = {split: _find_prompts(run, key, ids, shards) for split, key in PROMPTS.items()}
@@ -68,7 +69,7 @@ def remove_prompts(run: Run, ids: frozenset[str], *, delete: bool) -> Forgotten:
 
 
 def _find_shards(run: Run) -> dict[ShardRef, str]:
-    """Return every stored shard, or its replacement, with the split that it belongs to."""
+    """Return the split of every stored shard. A replaced shard is represented by its replacement."""
     manifests = [each for each in [*complete_manifests(run), *run.leftover_manifests()] if not is_replacement(each)]
     needed_shards = needed_objects(manifests).shards
     return {
@@ -81,7 +82,7 @@ def _split_of(key: StageKey) -> str:
 
 
 def _find_prompts(run: Run, key: str, ids: frozenset[str], shards: Mapping[ShardRef, str]) -> Prompts:
-    """Return the listed prompts of a split."""
+    """Return the prompts of one split whose ids are in `ids`."""
     manifest = run.find(key)
     if manifest is None or manifest.shards[0] not in shards:
         return Prompts(frozenset(), frozenset())
@@ -89,7 +90,7 @@ def _find_prompts(run: Run, key: str, ids: frozenset[str], shards: Mapping[Shard
 
 
 def _rewrite_shard(run: Run, ref: ShardRef, prompts: Prompts, *, delete: bool) -> int:
-    """Replace a shard that contains data of the prompts. Return the number of affected rows."""
+    """Replace the shard if it contains data of the prompts and `delete` is true. Return the number of affected rows."""
     if not prompts.ids:
         return 0
     emptied, rows = erase_prompts(read_shard(run.store, ref), prompts)
@@ -105,7 +106,8 @@ def _list_exports(run: Run) -> list[str]:
 
 
 def _rewrite_export(run: Run, key: str, prompts: Prompts, *, delete: bool) -> int:
-    """Rewrite an exported file that contains data of the prompts. Return the number of affected rows."""
+    """Rewrite the exported file if it contains data of the prompts and `delete` is true. Return the number of affected
+    rows."""
     file = pq.ParquetFile(run.store.local_path(key))
     groups = range(file.num_row_groups)
     rows = sum(erase_prompts(file.read_row_group(group), prompts)[1] for group in groups)

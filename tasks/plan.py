@@ -1,4 +1,5 @@
-"""Planning of batches: prompts, shards and policy. A plan is committed before its work starts."""
+"""Planning of batches. A plan lists the prompts and shards of a batch and the policy to use, and is committed before
+work on the batch starts."""
 
 from math import floor
 
@@ -24,7 +25,8 @@ def plan_iteration(open_run: OpenRun, iteration: Iteration) -> Batch:
 
 
 def plan_next_wave(open_run: OpenRun, iteration: Iteration, batch: Batch) -> Batch | None:
-    """Plan another batch (wave) if there are not enough informative groups and waves are left (DAPO, arXiv 2503.14476).
+    """Plan another batch if the iteration has too few informative groups and may have more batches (dynamic sampling of
+    DAPO, arXiv 2503.14476).
 
     Return None if no batch is needed or possible.
     """
@@ -48,8 +50,8 @@ def plan_next_wave(open_run: OpenRun, iteration: Iteration, batch: Batch) -> Bat
 
 
 def plan_wave(open_run: OpenRun, iteration: Iteration, wave: int, num_wanted: int) -> Batch:
-    """Plan a batch of up to `num_wanted` next prompts of the stream. Prompts that the iteration already has are not
-    taken again."""
+    """Plan a batch with up to `num_wanted` prompts, the next ones in the stream. Prompts that the iteration already
+    uses are skipped."""
     settings, before = open_run.settings, iteration.start_state
     earlier = [batch.plan for batch in iteration.batches[: wave - 1]]
     taken_rows = {*before.rows(), *(row for plan in earlier for row in plan.rows)}
@@ -83,7 +85,7 @@ def plan_evaluation(open_run: OpenRun, number: int) -> Batch:
 
 
 def plan_measurement(open_run: OpenRun, policy: str) -> Batch:
-    """Plan the evaluation of a policy from before the first iteration on the first held-out problems."""
+    """Plan the evaluation of an initial policy (before the first iteration) on the first held-out problems."""
     return _plan_heldout(open_run, evaluation_key(0, policy=policy), 0, policy=policy)
 
 

@@ -29,7 +29,7 @@ from tasks.run.stages import commit_decision, run_once, stage
 logger = logging.getLogger(__name__)
 
 MAX_SHOWN_PROBLEMS: Final = 3
-"""Number of left-out problems of a source that are named in the log. The manifest lists all of them."""
+"""Maximum number of left-out problems per data source that the log names. The manifest lists all left-out problems."""
 
 
 @stage("initial policy", retries=2)
@@ -86,8 +86,8 @@ async def release_preparation(open_run: OpenRun) -> None:
 
 @stage("check inputs")
 async def check_inputs(config: RunConfig) -> dict[str, float]:
-    """Return the facts that the preflight check found, such as sizes and memory estimates. Raises BadInput if an input
-    is wrong."""
+    """Run the preflight check and return the values that it measured, such as sizes and memory estimates. Raises
+    BadInput if an input is wrong."""
     return await preflight(config)
 
 
@@ -119,7 +119,7 @@ def uses_preference_training(open_run: OpenRun) -> bool:
 
 @stage("fine-tuning of the policy", retries=2)
 async def fine_tune_policy(open_run: OpenRun) -> Manifest:
-    """Train the policy in its supervised warm-up, and commit it."""
+    """Train the policy with supervised fine-tuning (warm-up), and commit it."""
     settings = open_run.settings
     assert settings.warmup is not None, "fine_tune_policy needs [warmup]"
     base = open_run.run.require(BASE)
@@ -167,8 +167,8 @@ async def commit_initial_policy(open_run: OpenRun) -> Manifest:
 async def _train_and_log(
     open_run: OpenRun, key: StageKey, what: str, *, course: str, method: str, work: object, parents: list[Manifest]
 ) -> Manifest:
-    """Let the update ranks train a model on data, and log the result. A stored result of an earlier process is
-    reused."""
+    """Train a model on the update ranks with SFT, DPO or pairs, and log the result. If the result is already stored, it
+    is reused."""
     existing = open_run.run.find(key)
     if existing is None:
         logger.info("%s: %s", what, course)
@@ -178,7 +178,8 @@ async def _train_and_log(
 
 
 def describe_losses(trained: Manifest) -> str:
-    """Return a line of text with losses over the training, and the accuracy on held-out pairs if there are any."""
+    """Return a line of text with some losses over the course of training, and the accuracy on held-out pairs if there
+    are any."""
     losses, metrics = losses_of(trained), trained.metrics
     stride = -(-len(losses) // MAX_SHOWN_LOSSES)
     course = " ".join(f"{loss:.3f}" for loss in [*losses[:-1:stride], losses[-1]])
@@ -190,7 +191,7 @@ def describe_losses(trained: Manifest) -> str:
 
 
 def losses_of(trained: Manifest) -> list[float]:
-    """Return the losses over the training at a few points."""
+    """Return the training loss at a few points, from the first step to the last."""
     losses = trained.detail["losses"]
     assert isinstance(losses, list)
     return [loss for loss in losses if isinstance(loss, float)]

@@ -67,10 +67,11 @@ Draw = Callable[[Run, str], Coroutine[object, object, bytes]]
 
 
 def find_remaining_iterations(open_run: OpenRun) -> tuple[range, range]:
-    """Return the iterations whose update exists but which may be incomplete, and the iterations that remain.
+    """Return two ranges: iterations that were trained but may lack a later step, and iterations that are not trained
+    yet.
 
-    The last sealed iteration is among the former, because the steps after its seal may have been interrupted. Raises
-    Damaged if a seal is missing.
+    The first range starts with the last sealed iteration, because the steps after its seal may have been interrupted.
+    Raises Damaged if a seal is missing.
     """
     run, total = open_run.run, open_run.settings.iterations
     sealed = [number for number in iteration_numbers(run.folders()) if run.has(_seal_key(number))]
@@ -86,8 +87,8 @@ def find_remaining_iterations(open_run: OpenRun) -> tuple[range, range]:
 
 
 async def report_iteration(open_run: OpenRun, number: int) -> None:
-    """Log the line of an iteration with its new warnings, and send its event. Only the newest seals are read. Pages in
-    Prefect are renewed every few seconds."""
+    """Log one line about an iteration with its new warnings, and send the event for the iteration. Only the newest
+    seals are read. Prefect's pages are updated at most every few seconds."""
     total = open_run.settings.iterations
     reports = _newest_reports(open_run, number, limit=LINE_ROWS)
     recent = [each.seconds["total"] for each in reports]
@@ -113,7 +114,7 @@ async def report_iteration(open_run: OpenRun, number: int) -> None:
 
 
 async def update_progress_pages(open_run: OpenRun) -> None:
-    """Renew the run's progress and table artifacts, if an iteration was reported since the last renewal."""
+    """Update the run's progress and table artifacts in Prefect if an iteration was reported since the last update."""
     pages, key = open_run.prefect_pages, artifact_key(open_run.run.name)
     if pages.pending_line is None:
         return
@@ -126,7 +127,7 @@ async def update_progress_pages(open_run: OpenRun) -> None:
 
 
 async def update_summary(open_run: OpenRun, number: int, *, draw: Draw, max_seconds: float | None = None) -> None:
-    """Renew the plot, the summary and some rollouts in Prefect after an iteration.
+    """Update the plot, the summary and some rollouts in Prefect after an iteration.
 
     Errors are logged and do not stop the run. If workers do not respond within `max_seconds`, the summary has no
     rollouts, because the workers may be the reason why the run ends.
@@ -151,8 +152,8 @@ async def update_summary(open_run: OpenRun, number: int, *, draw: Draw, max_seco
 
 
 def _describe_progress(open_run: OpenRun, number: int) -> tuple[str, list[str]]:
-    """Return the progress of the run as text, and its warnings. Only the newest iterations are read, so a long run
-    costs no more."""
+    """Return the progress of the run as text, and its warnings. Only the newest iterations are read, so the time does
+    not grow with the length of the run."""
     reports = _newest_reports(open_run, number, limit=TABLE_ROWS)
     text = progress_text(reports, evaluations_of(open_run.run), total=open_run.settings.iterations)
     return text, summarize_warnings([report.warnings for report in reports], first=reports[0].iteration)
@@ -160,8 +161,8 @@ def _describe_progress(open_run: OpenRun, number: int) -> tuple[str, list[str]]:
 
 @asynccontextmanager
 async def keep_pages_updated(open_run: OpenRun) -> AsyncIterator[None]:
-    """Keep pages up to date at the end of the block: they show the last reported iteration, however the block ends. API
-    errors are ignored.
+    """Run the block, then update Prefect's pages to show the last reported iteration. This also happens if the block
+    fails. Errors of Prefect's API are ignored.
 
     After an error or cancellation a summary is published as well. After success `report_run` publishes it later.
     """
@@ -233,7 +234,8 @@ def _plot_key(number: int) -> str:
 
 
 async def delete_published_completions(name: str) -> None:
-    """Delete the Prefect artifacts of a run that contain completions: the table of rollouts and the summary."""
+    """Delete the two Prefect artifacts of a run that contain completions, which are the table of rollouts and the
+    summary."""
     key = artifact_key(name)
     artifact_filter = ArtifactFilter(key=ArtifactFilterKey(any_=[f"{key}-rollouts", f"{key}-summary"]))
     async with get_client() as client:
@@ -287,7 +289,7 @@ class TrainedModel(Settings):
     digest: str
     """Digest of its weights."""
     losses: list[float]
-    """Losses over the training at a few points."""
+    """Training loss at a few points, from the first step to the last."""
     pair_accuracy: float | None
     """Share of held-out pairs in which the model prefers the better completion, or None if it was not trained on
     pairs."""
@@ -312,13 +314,13 @@ class TrainedPolicy(Settings):
     path: str
     """Location of the run."""
     policy: TrainedModel
-    """Trained policy."""
+    """Final policy, with its directory, its losses and the duration of the training."""
     before: Accuracy | None
     """Held-out accuracy before the training, or None if no rule decides which answers are correct."""
     after: Accuracy | None
     """Held-out accuracy after the training."""
     plot: str
-    """Location of the PNG of the loss."""
+    """Location of the PNG with the loss curve."""
 
     def text(self) -> str:
         """Return the result as text."""
@@ -337,9 +339,9 @@ class TrainedRewards(Settings):
     path: str
     """Location of the run."""
     models: tuple[TrainedModel, ...]
-    """Trained models."""
+    """Reward models, one for each trained reward."""
     plot: str
-    """Location of the PNG of the losses."""
+    """Location of the PNG with the loss curves."""
 
     def text(self) -> str:
         """Return the results as text."""

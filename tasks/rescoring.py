@@ -1,4 +1,5 @@
-"""Re-scoring and re-credit: stored rollouts are scored by other rewards, or get advantages from another algorithm.
+"""Re-scoring and re-credit of stored rollouts: compute new scores with other rewards, or new advantages with another
+algorithm.
 
 Nothing is generated or trained, and stored results stay unchanged.
 """
@@ -38,14 +39,16 @@ logger = logging.getLogger(__name__)
 
 @stage("begin {derived.name}")
 async def begin_rescoring(open_run: OpenRun, derived: DerivedResult) -> None:
-    """Commit the rewards of a re-scoring. Raises RunChanged if it was begun with other rewards or other code."""
+    """Store the rewards that a re-scoring uses. Raises RunChanged if this re-scoring was begun with other rewards or
+    other code."""
     scoring = open_run.settings.scoring
     _commit_terms(open_run, derived, RescoringTerms(scoring=scoring), rescoring_dependencies(scoring))
 
 
 @stage("begin {derived.name}")
 async def begin_recredit(open_run: OpenRun, derived: DerivedResult, scores: str | None) -> None:
-    """Commit the algorithm and the scores of a re-credit. Raises RunChanged if it was begun with others."""
+    """Store the algorithm and the source of scores that a re-credit uses. Raises RunChanged if this re-credit was begun
+    with another algorithm, other scores or other code."""
     algorithm = open_run.settings.algorithm
     terms = RecreditTerms(algorithm=algorithm, scores=scores)
     _commit_terms(open_run, derived, terms, recredit_dependencies(algorithm))
@@ -62,14 +65,15 @@ def _commit_terms(
 async def find_remaining_iterations(
     open_run: OpenRun, derived: DerivedResult, numbers: tuple[int, ...]
 ) -> list[Iteration]:
-    """Return the iterations that are not done yet."""
+    """Return the iterations among `numbers` that the re-scoring or re-credit has not completed yet."""
     done = sealed_numbers(open_run.run, derived)
     return [Iteration(open_run.run, number) for number in numbers if number not in done]
 
 
 @stage("judges of the run")
 async def reuse_reward_models(open_run: OpenRun, derived: DerivedResult) -> list[str]:
-    """Reuse the run's models for identical rewards. Return the terms whose model is not available."""
+    """Reuse the run's reward models for rewards that have not changed. Return the names of rewards whose model is not
+    available."""
     own_rewards = read_recorded(ScoringConfig, open_run.run.record.config["scoring"]).hosted_rewards
     missing = []
     for term, reward in open_run.settings.scoring.hosted_rewards.items():
@@ -107,7 +111,8 @@ async def start_reward_models(open_run: OpenRun, derived: DerivedResult) -> None
 async def seal_rescoring(
     open_run: OpenRun, derived: DerivedResult, iteration: Iteration, start_time: float
 ) -> Manifest:
-    """Commit the seal of a re-scored iteration with a comparison of the rewards.
+    """Mark an iteration as completely re-scored by committing its seal. The seal contains a comparison of old and new
+    rewards.
 
     Raises Quarantined if too many answers of a judge are unusable, or too many known-bad completions pass a judge.
     """
@@ -161,7 +166,8 @@ async def recompute_credit(
 async def seal_recredit(
     open_run: OpenRun, derived: DerivedResult, iteration: Iteration, new: Manifest, start_time: float
 ) -> Manifest:
-    """Commit the seal of a re-credited iteration, with a comparison of new and stored advantages."""
+    """Mark an iteration as completely re-credited by committing its seal. The seal contains a comparison of new and
+    stored advantages."""
     stored = iteration.credit
     work = ComparisonWork(stored=stored.shards, new=new.shards)
     compared = await open_run.perform("scoring", "compare_advantages", work)
@@ -191,8 +197,8 @@ async def seal_recredit(
 
 
 def _kl_coefficient(open_run: OpenRun, iteration: Iteration) -> float:
-    """Return the KL coefficient. If the penalty is the run's own, it is the value adapted in the run, otherwise the
-    initial value."""
+    """Return the KL coefficient for an iteration. If the re-credit has the same KL penalty as the run, return the value
+    that the run used. Otherwise return the configured initial value, or 0 if there is no KL penalty."""
     kl = open_run.settings.algorithm.reward_kl
     if kl is None:
         return 0.0

@@ -1,5 +1,5 @@
-"""Stages that train a retriever: pairs, a student (dual encoder), its teacher (cross-encoder), and the choice of the
-final student."""
+"""Stages that train a retriever. They build training pairs, train a student (dual encoder) and a teacher
+(cross-encoder), and choose the final student."""
 
 import logging
 from collections.abc import AsyncIterator, Sequence
@@ -29,7 +29,7 @@ PAIRS, TEACHER, CHOSEN = "pairs", "cross-encoder", "chosen"
 
 @dataclass(frozen=True, slots=True)
 class OpenRetriever:
-    """Retriever that this process has locked, with the worker that trains it."""
+    """Retriever that is locked by this process, with the worker that trains its models."""
 
     config: RetrieverConfig
     run: Run
@@ -38,7 +38,7 @@ class OpenRetriever:
 
 @asynccontextmanager
 async def lock_retriever(config: RetrieverConfig) -> AsyncIterator[OpenRetriever]:
-    """Create or reopen the retriever's part of the store, lock it during the block, and start its worker.
+    """Create or reopen the stored results of a retriever, lock them during the block, and start the worker that trains.
 
     Raises BadInput before anything is written, RunLocked if another process has locked it, and RunChanged if it was
     made with another configuration.
@@ -72,14 +72,15 @@ async def lock_retriever(config: RetrieverConfig) -> AsyncIterator[OpenRetriever
 
 
 def with_recorded_defaults(config: RetrieverConfig) -> RetrieverConfig:
-    """Return the configuration with the values that mean "as before" for keys that are younger than its results."""
+    """Return the configuration with defaults that preserve the previous behavior for keys that are newer than the
+    stored results."""
     existing = _find_existing(config)
     return config if existing is None else adopt_recorded(config, existing.record.config)
 
 
 def find_finished(config: RetrieverConfig) -> TrainedRetriever | None:
-    """Return the retriever if it is complete in the store, otherwise None. Raises RunChanged if its configuration
-    differs."""
+    """Return the stored retriever, or None if its training is not complete. Raises RunChanged if it was trained with
+    another configuration."""
     existing = _find_existing(config)
     return None if existing is None or not existing.has(CHOSEN) else _read_result(existing)
 
@@ -118,8 +119,8 @@ async def train_cross_encoder(opened: OpenRetriever, pairs: Manifest, student: M
 
 
 def should_teach(config: RetrieverConfig, student: Manifest, teacher: Manifest) -> bool:
-    """Return whether the cross-encoder should teach a student: if its held-out MRR is higher, or if the method is
-    "cascade"."""
+    """Return whether the cross-encoder should teach another student. This holds if its held-out MRR is higher than the
+    student's or if the method is "cascade"."""
     return config.method == "cascade" or teacher.metrics["mrr"] > student.metrics["mrr"]
 
 
@@ -127,7 +128,7 @@ def should_teach(config: RetrieverConfig, student: Manifest, teacher: Manifest) 
 async def select_retriever(
     opened: OpenRetriever, students: Sequence[Manifest], teacher: Manifest | None = None
 ) -> TrainedRetriever:
-    """Record the last student as the retriever, with the reason for the choice."""
+    """Record the last trained student as the final retriever, with the reason for this choice."""
     chosen, run = students[-1], opened.run
     method, others = opened.config.method, () if teacher is None else (teacher,)
     decision = f"method {method!r}"

@@ -1,4 +1,5 @@
-"""Scoring stage: verdicts of reward models, and scores. Each is one task for the shards of a controller."""
+"""Scoring stage. One task computes the verdicts of a reward model, and another task computes the scores, each for the
+shards of one controller."""
 
 from collections.abc import Sequence
 
@@ -18,13 +19,13 @@ PAUSES_SECONDS = [5.0, 15.0, 30.0, 60.0]
 
 @stage("{batch.key} {term}", retries=len(PAUSES_SECONDS), pauses_seconds=PAUSES_SECONDS)
 async def judge_shards(open_run: OpenRun, batch: Batch, shards: Sequence[int], term: str) -> None:
-    """Let a served reward model judge shards as soon as each is generated, and commit the verdicts."""
+    """Judge shards with a served reward model, each shard as soon as it is generated, and commit the verdicts."""
     await run_concurrently(_judge_shard(open_run, batch, shard, term) for shard in shards)
 
 
 @stage("{batch.key} score", retries=2)
 async def score_shards(open_run: OpenRun, batch: Batch, shards: Sequence[int]) -> None:
-    """Let scoring workers score shards as soon as each is generated and judged, and commit the scores."""
+    """Score shards on the scoring workers, each shard as soon as it is generated and judged, and commit the scores."""
     await run_concurrently(_score_shard(open_run, batch, shard) for shard in shards)
 
 
@@ -48,7 +49,7 @@ async def _judge_shard(open_run: OpenRun, batch: Batch, shard: int, term: str) -
 
 
 def _takes_messages(reward: ServedReward) -> bool:
-    """Return whether the model behind a reward receives the messages of prompts."""
+    """Return whether the model that computes a reward receives the prompts as chat messages."""
     return reward.kind == "model" and reward.template is None and reward.chat_prompt == "messages"
 
 
@@ -74,8 +75,8 @@ async def _score_shard(open_run: OpenRun, batch: Batch, shard: int) -> Manifest:
 
 
 def _max_missing(open_run: OpenRun, batch: Batch) -> int | None:
-    """Return the number of further missing scores that the batch's iteration tolerates, or None if it is not credited
-    as a whole."""
+    """Return how many more scores may be missing before the iteration fails. Return None if the batch is only a part of
+    its iteration or belongs to no iteration."""
     plan, settings = batch.plan, open_run.settings
     parts = settings.rollout.dynamic or settings.rollout.partial
     if plan.split != "train" or plan.rescoring or parts is not None:
@@ -86,7 +87,7 @@ def _max_missing(open_run: OpenRun, batch: Batch) -> int | None:
 
 
 def _tokenizer_of(open_run: OpenRun) -> BundleRef | None:
-    """Return the bundle with the run's tokenizer if rewards score steps or tokens, otherwise None. The initial policy
-    is always kept."""
+    """Return the bundle of the initial policy, which contains the tokenizer, if rewards score steps or tokens.
+    Otherwise return None."""
     process = open_run.settings.scoring.process_terms
     return policy_of(open_run.run.require(StageKey.policy(0))).weights if process else None

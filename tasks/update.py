@@ -1,7 +1,7 @@
-"""Update stage: the optimizer steps of an iteration, in one task on all ranks.
+"""Update stage, which runs the optimizer steps of an iteration as one task on all ranks.
 
-Coefficients of KL penalties are fixed, or are adapted to the metrics of the iteration that produced the policy. They
-depend only on the store.
+The coefficient of a KL penalty is either constant, or adapted after each iteration to the measured divergence. It
+depends only on stored metrics.
 """
 
 from collections.abc import Mapping
@@ -45,8 +45,8 @@ def _find_coefficient(
 
 
 def adapt_coefficient(measured: Mapping[str, float], *, adaptive: AdaptiveKl, discarded: bool) -> float:
-    """Return the coefficient after an iteration. It is unchanged if the update was discarded or no divergence was
-    measured."""
+    """Return the KL coefficient for the next iteration. The coefficient does not change if the update was discarded or
+    no divergence was measured."""
     coefficient = measured["kl_coefficient"]
     if discarded or "kl" not in measured:
         return coefficient
@@ -56,10 +56,11 @@ def adapt_coefficient(measured: Mapping[str, float], *, adaptive: AdaptiveKl, di
 
 @stage("{iteration.key} update", retries=2)
 async def update_policy(open_run: OpenRun, iteration: Iteration) -> Manifest:
-    """Let the update ranks train on the iteration's samples. The new policy is committed when it is durable (fsync).
+    """Train the policy on the iteration's samples, on the update ranks. The new policy is committed when its files are
+    durable (fsync).
 
-    Its optimizer state is stored later. If that state is lost, it is computed again from the previous state and the
-    samples since then.
+    The optimizer state is stored later. If the state is lost, it is recomputed from the previous stored state and the
+    training samples since then.
     """
     run, key = open_run.run, iteration.stage_key("update")
     if (manifest := run.find(key)) is not None:

@@ -17,8 +17,8 @@ from infra.store.inputs import JobText, place_texts
 from infra.user_files import read_text_file
 
 EXTENDS: Final = "extends"
-"""Key that names another configuration file, relative to this one. Its settings apply if this file does not set
-them."""
+"""Key for the path of another configuration file, relative to the current file. Settings of the other file apply unless
+the current file sets them."""
 
 
 def read_document(path: Path, model: type[BaseModel], *, above: Sequence[Path] = ()) -> dict[str, object]:
@@ -53,7 +53,8 @@ def read_document(path: Path, model: type[BaseModel], *, above: Sequence[Path] =
 
 
 def extend(base: Mapping[str, object], document: Mapping[str, object]) -> dict[str, object]:
-    """Merge settings over others, key by key. A list, or a table of another `kind`, replaces the old value."""
+    """Merge the settings in `document` into `base`, key by key. A list replaces the whole old list, and a table
+    replaces the old table if their `kind` differs."""
     merged = dict(base)
     for key, value in document.items():
         under = merged.get(key)
@@ -71,14 +72,15 @@ def extend(base: Mapping[str, object], document: Mapping[str, object]) -> dict[s
 def apply_overrides(
     document: Mapping[str, object], overrides: Sequence[str], model: type[BaseModel]
 ) -> dict[str, object]:
-    """Apply overrides to a document of settings of a class.
+    """Apply overrides to a configuration document before validation. `model` is the class of the settings in the
+    document.
 
     Relative paths in an override are relative to the folder recorded by `place_overrides`, if it was called.
 
     `dotted.key=value` sets a value, in TOML or as plain text. `dotted.key=` restores the default. An override of a
-    `kind` clears its table first, at any position among the overrides, because the keys of one variant do not fit
-    another. An old name of a key or value has the effect of the present name, in the document and in overrides, with a
-    warning for overrides. Raises BadInput if an override cannot be parsed.
+    `kind` clears the table that contains it before any other override applies, because each kind has different keys.
+    Old names of keys and values are accepted in the document and in overrides. An old name in an override causes a
+    warning. Raises BadInput if an override cannot be parsed.
     """
     changed = copy.deepcopy(with_present_names(document, model))
     parsed = [_with_present_names(_parse_override(override), model) for override in overrides]
@@ -88,8 +90,8 @@ def apply_overrides(
 
 
 def place_overrides(overrides: Sequence[str], folder: Path, *, job: Path) -> list[str]:
-    """Return overrides whose relative paths are relative to `folder`. A run records them relative to `job`, the folder
-    of its configuration."""
+    """Return the overrides with the information that their relative paths start in `folder`. A run records these paths
+    relative to `job`, the folder of its configuration."""
     return cast(list[str], place_texts([*overrides], folder, job=job))
 
 
@@ -148,7 +150,8 @@ def _apply_override(document: dict[str, object], override: _Override) -> None:
 
 
 def _suggest_file(path: Path) -> str:
-    """Return a hint at the TOML file that was probably meant: the same name in configs/, or a similar name."""
+    """Return a hint for the user with the TOML file that was probably meant: the same name in configs/, or a similar
+    name."""
     folders = (path.parent, path.parent / "configs")
     paths_by_name = {file.stem: str(file) for folder in folders for file in sorted(folder.glob("*.toml"))}
     similar = difflib.get_close_matches(path.stem, paths_by_name, n=1)
@@ -158,7 +161,7 @@ def _suggest_file(path: Path) -> str:
 
 
 def toml_key(key: str) -> str:
-    """Return a part of a dotted key as TOML, in quotes if needed."""
+    """Return one part of a dotted key in TOML syntax, with quotes if TOML requires them."""
     return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else json.dumps(key)
 
 

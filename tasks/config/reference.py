@@ -48,7 +48,7 @@ This page is generated from the configuration models (`make docs`).
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Place of a table in the configuration, with the `kind` of the enclosing table if it has one."""
+    """Location of a table in the configuration, with the `kind` of the enclosing table if that table has a `kind`."""
 
     path: str
     around: str

@@ -33,7 +33,7 @@ from tasks.config.documents import apply_overrides, place_overrides, read_docume
 _SLICES: Final = "update.sequence_parallel"
 
 LAYOUT: Final = ("pools.update_ranks", "pools.threads", "update.zero_stage", _SLICES)
-"""Keys of the identity that may change on resuming, if accepted: they set how sums are split over ranks."""
+"""Keys that may change on resuming if the user accepts it. They set how float sums are split over ranks."""
 
 _HOW: Final = (
     *("name", "store", "tags", "retention", "budget", "alarms"),
@@ -49,12 +49,13 @@ class ControllersConfig(Settings):
     count: Annotated[int, Field(ge=1, le=256)] = 2
     """Number of controllers per role. Each works on a slice of the iteration's shards."""
     where: Literal["nested", "deployment"] = "nested"
-    """Location of controllers: sub-flows of this process, or runs of the deployments `rollout/controller`,
-    `scoring/controller` and so on."""
+    """Location of controllers. "nested" runs them as sub-flows of this process, and "deployment" as flow runs of the
+    deployments `rollout/controller`, `scoring/controller` and so on."""
     iterations_per_flow_run: Annotated[int, Field(ge=1), RenamedFrom("span")] = 50
-    """Number of iterations after which a new flow run replaces that of a role, so that its page stays readable."""
+    """Number of iterations after which a role gets a new flow run, which keeps Prefect's pages readable."""
     silence_seconds: Annotated[float, Field(gt=0)] = 900
-    """Maximum wait in seconds of a scoring controller without any commit, and for a deployed one to start."""
+    """Maximum seconds that a scoring controller waits without a commit, or that a deployed controller takes to start.
+    """
 
 
 class RunConfig(Settings):
@@ -108,17 +109,17 @@ class RunConfig(Settings):
     budget: BudgetConfig = BudgetConfig()
     """Limits on the cost of the run."""
     alarms: tuple[AlarmConfig, ...] = (LengthCollapse(), RewardDip())
-    """Alarms, which warn, end the run, or revert it to an earlier policy if a metric is beyond a bound. They add to the
-    warnings that every run has. Another list replaces the default alarms."""
+    """Alarms, which warn, end the run, or revert it to an earlier policy if a metric is beyond a bound. Every run also
+    has built-in warnings. A configured list replaces the default alarms."""
     tracking: tuple[TrackerConfig, ...] = ()
     """Services to which the run's metrics are mirrored. Their keys are read from environment variables."""
     report_every: Annotated[int, Field(ge=0)] = 10
-    """Number of iterations between renewals of the plot, summary and rollouts shown in Prefect. The last iteration
-    always renews them, and 0 renews them only at the end."""
+    """Number of iterations between two updates of the plot, summary and rollouts shown in Prefect. They are always
+    updated at the last iteration. With 0 they are updated only then."""
     report: bool = True
-    """Whether the run ends with a report like that of `rheostat report`, which takes about 10 seconds of one core."""
+    """Whether the run ends with an HTML report like `rheostat report`, which takes about 10 seconds on one core."""
     tags: tuple[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")], ...] = ()
-    """Tags of the run in Prefect and for `rheostat gc --tag`, which keeps tagged runs. Another list replaces them."""
+    """Tags of the run, shown in Prefect. `rheostat gc --tag TAG` does not delete runs with this tag."""
 
     @field_validator("name")
     @classmethod
@@ -254,7 +255,7 @@ class RunConfig(Settings):
         return self
 
     def _endpoints(self) -> Iterator[tuple[str, Endpoint]]:
-        """Yield the models that are queried over HTTP, with their keys."""
+        """Yield the configuration key and the endpoint of every model that the run queries over HTTP."""
         for term, reward in self.scoring.model_rewards.items():
             if reward.endpoint is not None:
                 yield f"reward {term!r}: model", reward.endpoint
@@ -266,7 +267,7 @@ class RunConfig(Settings):
             yield "algorithm.distillation.teacher", distillation.teacher.endpoint
 
     def _reward_slots(self) -> int:
-        """Return the minimum number of slots that hosted reward models take."""
+        """Return the minimum number of worker slots that the reward models hosted by this run need."""
         served = self.scoring.hosted_rewards
         return sum(self.placement.replicas.get(term, 1) * reward.slots for term, reward in served.items())
 
@@ -287,7 +288,7 @@ class RunConfig(Settings):
     def identity(self, recorded: Mapping[str, JsonValue] | None = None) -> dict[str, JsonValue]:
         """Return the settings that results depend on. A run continues only with the same identity.
 
-        Paths are named as in the run's record. `recorded` is the recorded configuration if the run exists.
+        Paths are written as in the recorded configuration, which is passed as `recorded` if the run exists.
         """
         excluded: dict[str, bool | set[str]] = dict.fromkeys(_HOW, True)
         excluded["scoring"] = {"python", "sandbox"}
@@ -303,18 +304,18 @@ class RunConfig(Settings):
         return self.normalize(identity)
 
     def normalize(self, recorded: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-        """Return a recorded identity without keys whose value means "as before this key existed"."""
+        """Return a recorded identity without newer keys whose value means "as before this key existed"."""
         return encode_recorded(recorded, self.model_copy(update={"alarms": self.revert_alarms}))
 
     def layout(self) -> dict[str, int]:
-        """Return the numbers of ranks and threads that sums are spread over, by dotted key."""
+        """Return the numbers of ranks and threads over which floating-point sums are distributed, by dotted key."""
         pools, update = self.pools, self.update
         numbers = (pools.update_ranks, pools.threads, update.zero_stage, update.sequence_parallel)
         layout = dict(zip(LAYOUT, numbers, strict=True))
         return {key: number for key, number in layout.items() if key != _SLICES or number > 1}
 
     def with_layout(self, layout: Mapping[str, int]) -> "RunConfig":
-        """Return the configuration with other numbers of ranks."""
+        """Return the configuration with the numbers of ranks and threads in `layout`."""
         parts = {"pools": self.pools, "update": self.update}
         for key, number in ({_SLICES: 1, **layout} if layout else {}).items():
             part, _, name = key.partition(".")
@@ -322,7 +323,7 @@ class RunConfig(Settings):
         return self.model_copy(update=parts)
 
     def fingerprint(self) -> str:
-        """Return the digest of the identity, 16 hexadecimal digits."""
+        """Return a digest of the settings that results depend on, as 16 hexadecimal digits."""
         return fingerprint_of(self.identity())
 
 
@@ -343,7 +344,7 @@ def override_config(
 def parse_config(document: Mapping[str, object], *, source: str, recorded: bool = False) -> RunConfig:
     """Validate a configuration document. Raises BadInput with the key, the expected value and the most similar name.
 
-    With `recorded`, the document is from a stored run, and a missing key that is newer than the run means "as before".
+    If `recorded` is true, the document is from a stored run. Missing newer keys then mean "as before".
     """
     try:
         return RunConfig.model_validate(document, context=RECORDED if recorded else None)
@@ -370,8 +371,8 @@ def load_retriever_config(path: Path, overrides: Sequence[str] = ()) -> Retrieve
 
 
 def with_rule_rewards_only(config: RunConfig) -> RunConfig:
-    """Return the configuration with only its first reward, if that is a rule, because reward models may not exist
-    yet."""
+    """Return the configuration with only its first reward if that reward is a rule, otherwise return it unchanged. Used
+    before reward models exist."""
     first = config.scoring.rewards[0]
     if config.scoring.terms[0] in config.scoring.model_rewards or first.scores_parts:
         return config
@@ -383,7 +384,7 @@ def with_rule_rewards_only(config: RunConfig) -> RunConfig:
 
 
 def require_part(command: str, config: RunConfig) -> None:
-    """Raise BadInput if the job has no part that the command runs."""
+    """Raise BadInput if the configuration lacks the part of the job that the command runs."""
     match command:
         case "sft" if config.warmup is None:
             raise BadInput(f"Run {config.name!r} has no supervised warm-up. Set [warmup].")

@@ -25,7 +25,8 @@ _QUOTES: Final = "\"'"
 MAX_POINTS: Final = 4096
 """Maximum number of points of a sweep. A larger number is most likely a mistake, because every point is a whole run."""
 DIGITS: Final = 8
-"""Number of digits of the digest that ends a name which cannot contain the values."""
+"""Number of digest digits at the end of a run name that is too long, or has characters that are not allowed, if it
+contains the values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,8 @@ class SweepPoint:
 
 
 def sweep_points(sweep: str, grids: Sequence[str], listed: Sequence[Mapping[str, str]]) -> tuple[SweepPoint, ...]:
-    """Return all combinations of the grids, `KEY=V1,V2` each, and the listed points. The last key changes fastest.
+    """Return all combinations of the values in `grids` (each `KEY=V1,V2`) with the points in `listed`. The values of
+    the last key change fastest.
 
     Raises BadInput if no key varies, a key has values twice, two points are the same, or there are more than
     `MAX_POINTS` points.
@@ -96,8 +98,7 @@ def _check_key(key: str, *, where: str) -> None:
 def _split_values(text: str) -> Iterator[str]:
     """Split text at commas that are outside of quotes, lists and tables.
 
-    >>> [*_split('1,{a = [2, 3]},"4,5"')]
-    ['1', '{a = [2, 3]}', '"4,5"']
+    >>> [*_split_values('1,{a = [2, 3]},"4,5"')] ['1', '{a = [2, 3]}', '"4,5"']
     """
     depth, quote, start = 0, "", 0
     for place, mark in enumerate(text):
@@ -116,7 +117,7 @@ def _split_values(text: str) -> Iterator[str]:
 
 
 def _build_name(sweep: str, point: Mapping[str, str], varied: Sequence[str]) -> str:
-    """Return the name of a point's run, built from the varied values. If a name cannot contain them, it ends with a
+    """Return the run name for a point, built from the varied values. If they do not fit in a name, it ends with a
     digest."""
     last = [key.rpartition(".")[2] for key in varied]
     labels = {key: key if last.count(short) > 1 else short for key, short in zip(varied, last, strict=True)}

@@ -1,7 +1,7 @@
 """Lineage as OpenLineage events: a START and a COMPLETE event for each stage, with its inputs and outputs.
 
-The events are the same each time they are created. A manifest is one run of its stage's job. Its shards and bundles
-form one dataset, and the manifest's digest is the version of this dataset.
+The same run always gives the same events. In OpenLineage's terms, a stage is a job and each manifest is one run of this
+job. The shards and bundles of a manifest form one dataset, whose version is the manifest's digest.
 """
 
 import os
@@ -150,7 +150,8 @@ def _event_pair(
     inputs: Sequence[DatasetVersion],
     output: DatasetVersion | None,
 ) -> Iterator["RunEvent"]:
-    """Yield START and COMPLETE of a run whose id is derived from its output. Both have the time of the commit."""
+    """Yield the START and COMPLETE events of one job run, whose id is derived from its output. Both events have the
+    time of the commit."""
     from openlineage.client.event_v2 import Job, Run, RunEvent, RunState
 
     number = uuid5(NAMESPACE_URL, f"{subject.namespace}/{subject.name}@{subject.version}")

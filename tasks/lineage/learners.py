@@ -1,5 +1,5 @@
-"""Search for the promoted policies that were trained on given prompts, with the runs and iterations that used the
-prompts."""
+"""Search for promoted policies that were trained on given prompts. The result lists the runs and iterations that used
+the prompts."""
 
 import re
 from collections.abc import Iterator
@@ -37,7 +37,8 @@ class PromptUsage(Settings):
     imitated: bool = False
     """Whether the warm-up trained on worked examples from the same problems."""
     gone: bool = False
-    """Whether the run's prompts are deleted. Then the registry's list of trained problems is the evidence."""
+    """Whether the run's prompts are deleted. In this case the result is based on the registry's list of trained
+    problems."""
 
     def text(self) -> str:
         """Return the use of the prompts as text."""
@@ -124,8 +125,8 @@ def _find_usage(registry: Registry, name: str, run: Run | None, last: int, ids: 
 
 
 def _own_prompts(registry: Registry, run: str) -> set[str]:
-    """Return the prompts that a run itself was trained on according to the registry, without those of earlier
-    champions."""
+    """Return the prompts that a run was trained on according to the registry. Prompts of earlier champions are
+    excluded."""
     draft = read_draft(registry, run)
     keys = (trained_ids_key(run), draft.exclude_ids_key if draft is not None else "")
     own, before = ({*(registry.store.find(key) or b"").decode().split()} if key else set[str]() for key in keys)

@@ -1,4 +1,4 @@
-"""Origin of a run's policy: its manifests with their parents, the run's record and its journal.
+"""Origin of a run's policy, traced through the manifests and their parents, the run's record and the run's journal.
 
 Nothing is measured again and no shard is read. Deleted data is listed as deleted.
 """
@@ -22,8 +22,8 @@ from tasks.run.reverts import policy_key
 from tasks.run.states import STATES
 
 PartState = Literal["there", "deleted", "rewritten", "missing"]
-"""State of stored data: there, deleted on purpose, rewritten without forgotten prompts, or missing without a
-tombstone."""
+"""State of stored data. there: the data is stored. deleted: it was deleted on purpose. rewritten: prompts that had to
+be forgotten were removed. missing: the data is gone although there is no tombstone for it."""
 
 
 class TracedPart(Settings):
@@ -89,7 +89,7 @@ class TracedRun(Settings):
     dependencies: tuple[DependencyRecord, ...]
     """Code, data files and libraries of the run, with each accepted change."""
     manifests: tuple[TracedManifest, ...]
-    """Manifests of the traced results and of everything that they were made from, sorted by key."""
+    """Manifests of the traced results and of all results that they depend on, sorted by key."""
     deleted: tuple[Tombstone, ...]
     """Tombstones of everything that was deleted on purpose."""
 
@@ -129,7 +129,7 @@ def _seal_key(number: int) -> StageKey:
 
 
 def _collect_ancestors(manifests: Iterable[Manifest], results: list[Manifest]) -> list[Manifest]:
-    """Return some manifests and all manifests that they were made from, sorted by key."""
+    """Return the manifests in `results` together with all their ancestors, sorted by key."""
     by_digest, collected, pending = {each.digest: each for each in manifests}, dict[str, Manifest](), [*results]
     while pending:
         manifest = pending.pop()

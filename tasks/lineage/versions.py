@@ -1,4 +1,5 @@
-"""Versions of promoted policies, and the chain of champions that they started from, by registry records and drafts."""
+"""Versions of promoted policies, and the chain of champions from which their training started. Both are read from
+registry records and from drafts (plans of retrains)."""
 
 import re
 from collections.abc import Iterator
@@ -46,7 +47,8 @@ class TracedVersion(Settings):
 
 
 def trace(store: str, name_or_digest: str) -> list[TracedVersion]:
-    """Trace a policy, then the champion that it started from, and so on to the first.
+    """Trace a policy back through the champion that its training started from, and all earlier champions, to the first
+    one.
 
     The policy is named by `NAME@champion`, `NAME@N` or `NAME` of a registry, the name of a run, or the beginning of its
     digest (at least 6 digits). Raises BadInput if there is no such policy, or several digests match.
@@ -76,7 +78,7 @@ def champion_before(registry: Registry, run: str) -> int:
 
 
 def ancestry(registry: Registry, record: RegistryRecord) -> Iterator[RegistryRecord]:
-    """Yield a record, the record of the champion that its run started from, and so on to the first."""
+    """Yield a record, then the record of the champion that its run started from, and so on to the first champion."""
     records = {each.number: each for each in registry.records()}
     last: RegistryRecord | None = record
     while last is not None:

@@ -1,4 +1,5 @@
-"""Demands for placement decisions: work of generation and scoring, estimated from measurements of earlier batches."""
+"""Estimates of the work that generation and scoring require, based on measurements of earlier batches. Placement
+decisions use these estimates."""
 
 from collections.abc import Iterator
 
@@ -16,14 +17,14 @@ from tasks.run.keys import reward_model_role
 
 
 def rollout_demand(settings: RunConfig, measured: Measurements, *, shards: int, completions: int) -> Demand:
-    """Return the amount of work of generation: `shards` shards with `completions` completions each."""
+    """Return the amount of work for generating `shards` shards with `completions` completions each."""
     rollout = settings.rollout
     prior = _prior(rollout.engine, max_tokens=rollout.sampling.max_new_tokens)
     return measured.demand("rollout", units=shards, sequences=completions, prior=prior)
 
 
 def scoring_demand(settings: RunConfig, measured: Measurements, *, shards: int, completions: int) -> Demand:
-    """Return the total amount of work of all reward models, which is zero if there are none."""
+    """Return the total amount of work for all reward models, or zero work if there are no reward models."""
     local = settings.scoring.hosted_rewards
     if not local:
         return measured.demand("scoring", units=0, sequences=0)
@@ -40,8 +41,8 @@ def scoring_demand(settings: RunConfig, measured: Measurements, *, shards: int, 
 
 
 def workers_per_role(settings: RunConfig, plan: Plan, turn: str | None) -> dict[str, int]:
-    """Return the number of workers per role under a plan. If roles take turns, only the workers of the role `turn` are
-    returned."""
+    """Return the number of workers that a plan assigns to each role. If the roles take turns, only the role `turn` has
+    workers."""
     terms = {term: reward.slots for term, reward in settings.scoring.hosted_rewards.items()}
     workers: dict[str, int] = {}
     if turn in (None, "rollout"):
@@ -115,8 +116,8 @@ def _observe_unit(manifest: Manifest, role: Role) -> UnitObservation:
 
 
 def _move_seconds(run: Run, plan: BatchPlan) -> Iterator[float]:
-    """Yield the duration in seconds of each move between roles for a batch. Process starts are left out, because they
-    do not recur."""
+    """Yield the seconds of each move of a worker slot from one role to another during a batch. The start of a new
+    worker process is not counted, because each process starts only once."""
     for entry in run.journal(f"placement/{plan.key}/moves").values():
         moves = entry["moves"]
         assert isinstance(moves, list)

@@ -36,7 +36,7 @@ PAST_ITERATIONS = 5
 async def place_stage(open_run: OpenRun, batch: Batch) -> Plan:
     """Assign the worker slots for a batch, and wake the workers with the weights that the batch names.
 
-    If roles share the slots, this is a Prefect task. If only rollout uses them, there is nothing to decide.
+    Runs as a Prefect task if several roles share the slots. If only rollout uses the slots, it gets all of them.
     """
     workers = await (await open_run.get_fleet()).check_slots()
     if open_run.settings.scoring.hosted_rewards:
@@ -83,8 +83,8 @@ async def place_single_role(open_run: OpenRun, batch: Batch, role: Role) -> None
 
 @asynccontextmanager
 async def reserve_update_machines(open_run: OpenRun, iteration: Iteration) -> AsyncIterator[None]:
-    """Run the block with machines for the update: separate ones, or those of the slots, whose workers sleep
-    meanwhile."""
+    """Run the block with machines reserved for the update. These are separate machines, or the machines of the worker
+    slots, whose workers sleep during the update."""
     if open_run.settings.pools.dedicated_update_resources:
         yield
         return
@@ -101,7 +101,8 @@ async def reserve_update_machines(open_run: OpenRun, iteration: Iteration) -> As
 
 
 def record_measurements(open_run: OpenRun, batch: Batch) -> None:
-    """Add the measurements of a batch to the placement, and record its duration in the journal."""
+    """Add the measurements of a finished batch to the run's placement state, and record the batch's duration in the
+    journal."""
     plan, placement_state = batch.plan, open_run.placement
     if placement_state is None:
         return
@@ -115,7 +116,7 @@ def record_measurements(open_run: OpenRun, batch: Batch) -> None:
 
 
 def get_placement(open_run: OpenRun, *, before: int) -> PlacementState:
-    """Return the placement of a run. On first use its measurements are read from the store."""
+    """Return the placement state of a run. The first call reads earlier measurements from the store."""
     if open_run.placement is None:
         placement_state = PlacementState(policy=build_policy(open_run.settings.placement))
         placement_state.measurements = read_measurements(
@@ -130,13 +131,13 @@ def get_placement(open_run: OpenRun, *, before: int) -> PlacementState:
 
 
 def stages_of(open_run: OpenRun) -> dict[str, Role]:
-    """Return the stages whose workers share the slots, with their roles in placement."""
+    """Return the stages whose workers share the slots, each with its placement role: "rollout" or "scoring"."""
     judges: dict[str, Role] = {reward_model_role(term): "scoring" for term in open_run.settings.scoring.hosted_rewards}
     return {"rollout": "rollout", **judges}
 
 
 async def arrange(open_run: OpenRun, batch: Batch, plan: Plan, *, turn: str | None = None) -> tuple[Move, ...]:
-    """Wake the workers of a plan, and record the duration of their moves in the journal."""
+    """Wake the workers that a plan assigns, and record in the journal how long each worker took to wake."""
     return await _arrange(open_run, batch, workers_per_role(open_run.settings, plan, turn))
 
 
@@ -183,8 +184,8 @@ def completions_per_shard(plan: BatchPlan) -> int:
 
 
 def _last_decision(open_run: OpenRun, plan: BatchPlan, *, workers: int | None = None) -> Decision | None:
-    """Return the last decision about a batch, of this or an earlier process, or None if there is none for this number
-    of slots."""
+    """Return the last placement decision for a batch, made by this or an earlier process. Return None if no decision
+    was made for this number of slots."""
     entries = open_run.run.journal(f"placement/{plan.key}/plan")
     if not entries:
         return None
@@ -262,7 +263,7 @@ def _queue_depths(inputs: DrainInputs) -> JsonValue:
 
 
 class _Stage:
-    """State of a running stage: its remaining work, and the workers that were not moved yet."""
+    """State of a running stage: its remaining work, and the workers that have not been moved to another role yet."""
 
     def __init__(
         self, open_run: OpenRun, placement_state: PlacementState, plan: BatchPlan, fleet: Fleet, planned: Plan
@@ -300,8 +301,8 @@ class _Stage:
         return self._fleet.slots < self._slots
 
     def moved(self, plan: Plan, *, failed: bool) -> None:
-        """Record a correction. A worker moves at most once per stage. If a move failed, the actual assignment of the
-        fleet is recorded."""
+        """Record that workers were moved to match `plan`. A worker moves at most once per stage. If a move failed, the
+        assignment that the worker slots actually have is recorded."""
         if failed:
             slots = {role: len(workers) for role, workers in self._fleet.allocation().items()}
             rollout = slots.pop("rollout")
@@ -311,7 +312,7 @@ class _Stage:
         self.dealt = plan
 
     def next_key(self, what: str) -> str:
-        """Return the key of the next journal entry. A resumed stage counts from 1 under its new epoch."""
+        """Return the key of the next journal entry. Numbering restarts at 1 if another process resumes the stage."""
         self._noted += 1
         return f"placement/{self._plan.key}/{what}-{self._open_run.run.epoch:04d}-{self._noted:04d}"
 

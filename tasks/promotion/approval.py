@@ -1,4 +1,5 @@
-"""Approval of a proposal by a person, through a form on the suspended flow run of a deployed retrain."""
+"""Approval of a proposed policy by a person, through a form that Prefect shows on the suspended flow run of the
+retrain."""
 
 import logging
 from datetime import timedelta
@@ -34,9 +35,9 @@ class Approval(RunInput):
 async def await_approval(config: RunConfig, record: RegistryRecord) -> RegistryRecord:
     """Let a person approve or refuse a proposal, and return the resulting registry record.
 
-    Returns `record` itself if it is no proposal, or if the flow run belongs to no deployment. The flow run is suspended
-    with a form. After the answer it starts again and reuses all stored results. `rheostat promote` can always sign the
-    proposal too, with or without a form.
+    Returns `record` unchanged if it is no proposal, or if the flow run belongs to no deployment. Otherwise the flow run
+    is suspended with a form. After the answer the flow starts again and reuses all stored results. The proposal can
+    also be signed with `rheostat promote`, whether there is a form or not.
 
     Raises BadInput if the answer is too late, because the champion changed or the proposal was already signed or
     refused.

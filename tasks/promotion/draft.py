@@ -1,4 +1,5 @@
-"""Draft of a retrain: the run it creates, the policy it starts from, and the problems it leaves out.
+"""Draft of a retrain, which fixes the name of the new run, the policy that training starts from, and the problems to
+leave out.
 
 A draft is decided once, when the retrain is triggered first, and is reused if the retrain is triggered again.
 """
@@ -24,7 +25,7 @@ TRAINED_IDS: Final = "learnt"
 
 
 class Draft(Settings):
-    """Draft of a retrain, based on the registry at the time when the retrain was first triggered."""
+    """Decisions about a retrain, made from the registry when the retrain was first triggered."""
 
     run: str
     """Name of the run."""
@@ -74,7 +75,7 @@ def find_unfinished(config: RunConfig, today: date) -> date | None:
 
 
 def _days_of(name: str, retrains: Iterable[str]) -> Iterator[date]:
-    """Yield the day of each retrain of this configuration name. Names of other runs are ignored."""
+    """Yield the date of each run in `retrains` whose name is the configured name with a date. Ignore other runs."""
     for each in retrains:
         if (match := re.fullmatch(rf"{re.escape(name)}-(\d{{8}})", each)) is not None:
             with suppress(ValueError):  # digits that are no day
@@ -98,7 +99,8 @@ def draft_retrain(config: RunConfig) -> Draft:
 
 
 def read_draft(registry: Registry, run: str) -> Draft | None:
-    """Return the draft of the retrain that created a run, or None if the run is no retrain of this registry."""
+    """Return the stored draft (name, start policy, excluded problems) of the retrain that created a run. Return None if
+    the run was not created by a retrain of this registry."""
     content = registry.store.find(draft_key(run))
     where = f"registry {registry.name!r}: {draft_key(run)}"
     return None if content is None else Draft.model_validate(unseal(content, where=where))

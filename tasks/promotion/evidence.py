@@ -1,4 +1,4 @@
-"""Measurements of an evaluation, read from its shards: scores, lengths, prompts."""
+"""Reading of scores, answer lengths and prompts from the shards of an evaluation."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ class SuiteAnswers:
     cut_off: float
     """Share of the answers that were cut off at the maximum length."""
     problems: dict[str, str]
-    """Identity of each problem by prompt_id. An identity covers text, images and columns."""
+    """Digest of each problem's text, images and columns, by prompt_id."""
 
     @property
     def digest(self) -> str:
@@ -86,7 +86,7 @@ def _group_by_problem(names: list[str], values: pa.ChunkedArray) -> dict[str, li
 
 
 def prompt_identities(run: Run, split: str) -> Iterator[tuple[str, str]]:
-    """Yield the prompt_id and the identity of each prompt of a run. An identity covers text, images and columns."""
+    """Yield the prompt_id of each prompt of a run with a digest of the prompt's text, images and columns."""
     table = read_shard(run.store, run.require(PROMPTS[split]).shards[0], ["prompt_id", "text", "images", "columns"])
     for batch in table.to_batches(max_chunksize=1024):
         for row in batch.to_pylist():

@@ -33,11 +33,12 @@ class SuiteResult(Settings):
     challenger: Accuracy
     """Accuracy of the retrained policy."""
     past: int
-    """Number of earlier gates in the same registry that used the same problems."""
+    """Number of earlier comparisons in the same registry that used the same problems."""
 
 
 class GateResult(GateVerdict):
-    """Verdict of a gate with the measurements it is based on."""
+    """Decision whether a retrained policy may replace the champion, with the measurements that the decision is based
+    on."""
 
     evidence: Evidence | None
     """Measurements, or None if scores were missing for most problems."""
@@ -96,7 +97,7 @@ def gates_of(registry: Registry) -> Iterator[GateResult]:
 
 
 def _warn_of_reuse(name: str, past: int, alpha: float) -> str:
-    """Return a warning about the chance of a false pass after several gates with the same problems."""
+    """Return a warning about the probability of a false pass, which grows if several gates use the same problems."""
     chance = 1 - (1 - alpha) ** (past + 1)
     gates = "one earlier gate" if past == 1 else f"{past} earlier gates"
     return (
@@ -143,8 +144,7 @@ def _measure_contamination(run: Run, answers: SuiteAnswers, learnt_before_ids: f
 
 
 def ids_trained_before(registry: Registry, run: str, opponent: Opponent) -> frozenset[str]:
-    """Return the ids of problems that earlier champions were trained on: the opponent, and the champion the run started
-    from."""
+    """Return the ids of the problems that the opponent, or the champion from which the run started, was trained on."""
     draft, runs = read_draft(registry, run), {record.number: record.run for record in registry.records()}
     champions = {opponent.number, 0 if draft is None else draft.champion} - {0}
     lists = [registry.store.find(trained_ids_key(runs[number])) or b"" for number in champions]

@@ -1,8 +1,8 @@
-"""Mirror of a registry in MLflow's model registry. Promoted policies are its versions, and the alias `champion` follows
-ours.
+"""Mirror of a registry in MLflow's model registry. Each promoted policy becomes a model version there, and the alias
+`champion` points to the current champion.
 
-Our registry decides and never reads from MLflow. The mirror is written from the records, so the next write adds
-everything that is missing after an outage. Needs no Prefect.
+Rheostat's registry is authoritative and never reads from MLflow. Each update writes everything that MLflow lacks, so
+updates missed during an outage are made up later. Needs no Prefect.
 """
 
 import logging
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 PACKAGE: Final = "mlflow-skinny>=3.17,<4"
 ADDRESS_VARIABLE: Final = "MLFLOW_REGISTRY_URI"
-"""Environment variable of MLflow with the address of its registry. A mirror exists if it is set."""
+"""Environment variable of MLflow with the address of its registry. The mirror is enabled if this variable is set."""
 ALIAS: Final = "champion"
 FILES: Final = "rheostat.files"
 """Tag of a version with the digest of its files."""
@@ -99,7 +99,8 @@ def _open_client(address: str) -> "MlflowClient":
 
 
 def _known_versions(client: "MlflowClient", name: str) -> dict[str, str]:
-    """Return the known versions by digest of their files. Creates the registered model if it does not exist."""
+    """Return the model versions that MLflow already has, by digest of their files. Creates the registered model if it
+    does not exist."""
     from mlflow.exceptions import MlflowException
 
     try:

@@ -108,7 +108,7 @@ async def record_verdict(config: RunConfig, draft: Draft, gate: GateResult) -> R
 
 
 async def sync_mirror(config: RunConfig) -> None:
-    """Update the mirror if one is configured. A failure is logged as a warning only."""
+    """Update the MLflow mirror of the registry if a mirror is configured. A failure is only logged as a warning."""
     if (address := mirror_address()) is None:
         return
     registry = open_registry(config.store, promotion_rules(config).registry)
@@ -119,8 +119,8 @@ async def sync_mirror(config: RunConfig) -> None:
 def _store_files(
     registry: Registry, run: Run, config: RunConfig, promotion: PromotionConfig, gate: GateResult, draft: Draft
 ) -> BundleRef:
-    """Publish a policy with its model card in the registry, with a list of the problems that it and its predecessors
-    were trained on."""
+    """Copy a policy with its model card to the registry, and store the list of problems that this policy and its
+    predecessors were trained on."""
     prompts = read_shard(run.store, run.require(PROMPTS["train"]).shards[0])["prompt_id"].to_pylist()
     earlier = registry.store.find(draft.exclude_ids_key) if draft.exclude_ids_key else None
     problem_ids = sorted({*prompts, *(earlier or b"").decode().split()})

@@ -20,8 +20,8 @@ WAIT_SECONDS: Final = 0.05
 """Pause in seconds between two attempts to lock a link that another process has locked."""
 
 Alias = Literal["champion", "canary"]
-"""Policy to serve: the champion, or as the canary the newest proposal that waits for a signature. Without such a
-proposal the canary is the champion."""
+"""Policy to serve. "champion" is the current champion. "canary" is the newest proposal that waits for a signature, or
+the champion if there is no such proposal."""
 UsePolicy = Callable[[RegistryRecord, Path], None]
 """Callback that receives a policy's record and a local directory with its verified files."""
 
@@ -49,7 +49,8 @@ def update_link(record: RegistryRecord, directory: Path, link: Path) -> bool:
 
     The link is replaced atomically after the copy is durable (fsync), so a program that opens files through the link
     gets files of one policy only. The previous copy is kept for programs that have it open, and older copies are
-    deleted. Processes take turns by locking `.LINK.checkout/lock`. Other files next to the link are left alone.
+    deleted. Processes lock `.LINK.checkout/lock`, so only one at a time changes the link. Other files next to the link
+    are not changed.
 
     Raises BadInput if something else has the name of the link, of the copy or of `.LINK.checkout`.
     """

@@ -1,4 +1,5 @@
-"""Suites: held-out problems on which two policies are evaluated, each in a separate run with the same seeds."""
+"""Suites of held-out problems on which two policies are compared. Each policy is evaluated in a separate run, and both
+runs use the same seeds."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ from tasks.config.run import RunConfig, validate_again
 from tasks.run.reverts import policy_after
 
 CHALLENGER: Final = "challenger"
-"""Label of the retrained policy (its side) in the names of evaluations."""
+"""Label of the retrained policy in the names of its evaluation runs. The other policy has the label from
+`Opponent.side`."""
 
 
 class Opponent(Settings):
@@ -62,8 +64,8 @@ class Suite:
         return f"{self.retrain.name}.{self.name}.{side}"
 
     def config(self, side: str, policy: PolicyConfig) -> RunConfig:
-        """Return the configuration of the run that evaluates a policy labeled `side`. Raises BadInput if its parts are
-        inconsistent."""
+        """Return the configuration of the run that evaluates the policy with the label `side`. Raises BadInput if the
+        settings are inconsistent."""
         for term, reward in self.scoring.hosted_rewards.items():
             if reward.kind == "judge" and reward.model.begins_as_policy:
                 raise BadInput(
@@ -129,7 +131,7 @@ def find_opponent(config: RunConfig) -> Opponent:
 
 
 def policies_to_compare(config: RunConfig, opponent: Opponent) -> dict[str, PolicyConfig]:
-    """Return the two policies to compare, by label (side)."""
+    """Return the two policies to compare, by their labels in the names of evaluations."""
     directories = {opponent.side: opponent.policy, CHALLENGER: policy_directory(config, config.iterations)}
     return {side: config.policy.with_path(Path(directory)) for side, directory in directories.items()}
 

@@ -20,9 +20,10 @@ from tasks.run.keys import PROMPTS, StageKey, iteration_key
 
 
 def split_prompts(num_prompts: int, *, shard_prompts: int) -> tuple[range, ...]:
-    """Return the positions of each shard's prompts. Shards do not depend on the number of controllers or workers.
+    """Divide prompts into shards and return the range of prompt positions of each shard. The shards do not depend on
+    the number of controllers or workers.
 
-    >>> cut(5, shard_prompts=2)
+    >>> split_prompts(5, shard_prompts=2)
     (range(0, 2), range(2, 4), range(4, 5))
     """
     num_shards = ceil(num_prompts / shard_prompts)
@@ -47,9 +48,9 @@ def slice_shards(shards: Sequence[int], *, controllers: int) -> tuple[tuple[int,
 
 
 def picture_shards_of(rollouts: Manifest) -> tuple[ShardRef, ...]:
-    """Return the shards with the images that a rollout shard's completions consist of.
+    """Return the shards that hold the generated images of a rollout manifest. Empty for text completions.
 
-    A rollout manifest of text has no such shards. Its second shard, if any, holds groups with partial completions.
+    In a rollout manifest with text completions, the second shard holds groups with partial completions, not images.
     """
     return () if "carried_rows" in rollouts.detail else rollouts.shards[1:]
 
@@ -66,7 +67,7 @@ class BatchPlan(Settings):
     key: str
     """Prefix of the batch's manifest keys, for example `it-0003`, `it-0003/wave-2` or `eval-0010`."""
     number: int
-    """Number of the iteration, or the number of iterations before the evaluation."""
+    """Number of the iteration that the batch belongs to. For an evaluation, the number of iterations done before it."""
     split: Literal["train", "heldout"]
     """Split that the prompts belong to."""
     rows: tuple[int, ...]
@@ -83,13 +84,13 @@ class BatchPlan(Settings):
     """Number of the batch in its iteration, counted from 1. Only dynamic sampling has more than one batch per
     iteration."""
     carried: tuple[str, ...] = ()
-    """Keys of rollout manifests of the previous iteration whose partial completions continue here. Each becomes one of
-    the first shards."""
+    """Keys of rollout manifests of the previous iteration whose partial completions are continued in this batch. For
+    each key the batch has one shard, and these shards come first."""
     cursor: Cursor | None = None
     """Position in the stream of prompts after this batch, or None for an evaluation."""
     rescoring: str = ""
-    """Prefix of a re-scoring, for example `rescore/strict/`, which `key` and the keys of its judge models start with.
-    Empty for the run itself."""
+    """Key prefix of the re-scoring that this batch belongs to, for example `rescore/strict/`. `key` and the keys of the
+    judge models start with this prefix. Empty if the batch belongs to the run itself."""
 
     @classmethod
     def read(cls, manifest: Manifest) -> Self:
@@ -120,8 +121,8 @@ class BatchPlan(Settings):
         return StageKey.of(self.key, stage, shard)
 
     def rollout_key(self, shard: int) -> StageKey:
-        """Return the key of the manifest with the rollouts of one shard. In a re-scoring this is the key in the run
-        itself."""
+        """Return the key of the manifest with the rollouts of one shard. A re-scoring has no separate rollouts, so its
+        batches return the key of the run's rollouts."""
         return self.shard_key("rollout", shard).without_prefix
 
 
@@ -171,11 +172,12 @@ class Batch:
 
     @property
     def rollout_manifests(self) -> list[Manifest]:
-        """Rollout manifests, in the order of shards. Raises Damaged if one is not committed."""
+        """Rollout manifests of the batch, in the order of shards. Raises Damaged if a manifest is missing."""
         return [self.run.require(self.plan.rollout_key(shard)) for shard in self.shards]
 
     def stage_manifests(self, stage: str) -> list[Manifest]:
-        """Return the manifests of another stage, in the order of shards. Raises Damaged if one is not committed."""
+        """Return the manifests that a stage committed for this batch, in the order of shards. Raises Damaged if a
+        manifest is missing."""
         return [self.run.require(self.plan.shard_key(stage, shard)) for shard in self.shards]
 
     def partial_rollouts(self, shard: int) -> Manifest | None:
@@ -185,7 +187,7 @@ class Batch:
         return self.run.require(carried[0]) if carried else None
 
     def as_rescoring(self, prefix: str) -> Self:
-        """Return the same rollouts as a batch of a re-scoring, whose keys start with `prefix`."""
+        """Return a batch with the same rollouts for a re-scoring. The keys of the new batch start with `prefix`."""
         return type(self)(self.run, self.plan.model_copy(update={"key": f"{prefix}{self.key}", "rescoring": prefix}))
 
 
@@ -201,7 +203,7 @@ def rollouts_of_batch(run: Run, key: str) -> list[Manifest]:
 
 
 def iterations_without_rollouts(run: Run, numbers: Iterable[int]) -> set[int]:
-    """Return the iterations among `numbers` whose rollouts were deleted. Needs one store request."""
+    """Return the iterations among `numbers` whose rollouts were deleted. Sends a single request to the store."""
     deleted = deleted_parts(run)
     return {number for number in numbers if WHOLE_RUN in deleted or iteration_key(number) in deleted}
 

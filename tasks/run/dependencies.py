@@ -56,14 +56,15 @@ LIBRARIES: Final = (
     "transformers",
 )
 WHOLE_BYTES: Final = 2**26
-"""Size above which a file is not read again if its size and modification time equal the recorded ones."""
+"""File size in bytes above which a file is not read again as long as its size and modification time have not changed.
+"""
 
 
 def dependencies_of(config: RunConfig, run: Run | None = None) -> Dependencies:
     """Return the dependencies of a configured run. `run` is the existing run if it is resumed.
 
     Placement settings are left out, because no result depends on them. Model directories are left out because the run
-    keeps a copy, except the models of retrievers and CLIP rewards, which it does not copy.
+    copies them. Models of retrievers and CLIP rewards are included, because the run does not copy these models.
     """
     records = [] if run is None else dependency_records(run)
     known = records[-1].dependencies.data if records else {}
@@ -131,8 +132,8 @@ def _build_dependencies(
 
 
 def find_matching_run(config: RunConfig, *, accept_change: bool = False) -> Run | None:
-    """Return the configured run if it exists. Return None if it does not exist, or if it has no results and another
-    configuration.
+    """Return the configured run if it exists. Return None if there is no such run, or if the existing run has another
+    configuration but no results yet.
 
     Raises RunChanged if a run with results has another configuration, if its code, data, libraries or ranks changed and
     `accept_change` is false, or if its results were deleted. Raises BadInput if the run has more iterations than are
@@ -161,14 +162,15 @@ def find_matching_run(config: RunConfig, *, accept_change: bool = False) -> Run 
 
 
 def recorded_layout(run: Run) -> dict[str, int]:
-    """Return the current number of ranks that each sum of the run is distributed over, by dotted key of the
-    configuration."""
+    """Return the numbers of ranks and threads that the run currently distributes floating-point sums over, by dotted
+    configuration key."""
     records = dependency_records(run)
     return records[-1].dependencies.layout if records else {}
 
 
 def relayout_iteration(run: Run) -> int:
-    """Return the iteration in which the run was last resumed on another number of ranks, or 0 if it never was."""
+    """Return the iteration in which the run was last resumed with a changed number of ranks, or 0 if the number never
+    changed."""
     records = pairwise(dependency_records(run))
     return max((new.iteration for old, new in records if old.dependencies.layout != new.dependencies.layout), default=0)
 
@@ -199,7 +201,8 @@ def _is_clip(directory: Path) -> bool:
 
 
 def _referenced_files(source: DataSource, names: PathNames) -> dict[str, list[Path]]:
-    """Return the files that data files refer to, by directory, because there may be very many."""
+    """Return the files that data files refer to, such as images, grouped by directory, because there may be very many
+    files."""
     if not source.referenced_files:
         return {}
     paths_by_reference = cast(
@@ -215,8 +218,8 @@ def _referenced_files(source: DataSource, names: PathNames) -> dict[str, list[Pa
 def _digest_files(
     paths_by_name: Mapping[str, Sequence[Path]], known: Mapping[str, FileContent]
 ) -> dict[str, FileContent]:
-    """Return size, time and digest for each name's files. A large file that is unchanged by size and time is not read
-    again."""
+    """Return the size, modification time and digest of the files of each name. A large file is not read again if its
+    size and modification time have not changed."""
     stats_by_name = {name: [_stat_file(path) for path in paths] for name, paths in paths_by_name.items()}
     sizes = {
         name: (sum(size for _, size, _ in files), max(ns for *_, ns in files)) for name, files in stats_by_name.items()
@@ -263,7 +266,7 @@ class Sources:
 
 
 def sources_of(target: str, folders: Sequence[str]) -> Sources:
-    """Return the source modules of the target `pkg.mod:name` that are found in the folders, in order of precedence.
+    """Return the source modules of the target `pkg.mod:name`, searched in `folders` in this order.
 
     A target that is part of Rheostat or cannot be found has no modules. Rheostat's version covers its own code.
     """
@@ -297,7 +300,8 @@ def rheostat_version() -> str:
 
 
 def library_version(name: str) -> str:
-    """Return the version of a distribution, or of the distributions with a top-level module of that name, or `none`."""
+    """Return the version of the distribution with this name, or of the distributions that provide a top-level module
+    with this name. Return `none` if there is neither."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -318,7 +322,8 @@ def _is_ours(path: Path) -> bool:
 
 
 def _module_files(module: str, folders: Sequence[str]) -> Iterator[tuple[str, Path]]:
-    """Yield name and file of each package that contains a module, and of the module itself, if found in the folders."""
+    """Yield the name and the source file of a module and of each package that contains the module, if found in
+    `folders`."""
     if _top_level(module) in sys.stdlib_module_names:
         return
     paths = [*folders]

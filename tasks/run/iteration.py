@@ -1,7 +1,7 @@
-"""Stored state of one iteration. The flow passes it to every stage, and the verification of a run uses it too.
+"""Stored state of one iteration. Flows pass this state to every stage, and the verification of a run reads it too.
 
-The seal of an iteration records what the next iteration takes over, so the next iteration is determined by the store
-alone.
+The seal of an iteration (its last manifest) records the state that the next iteration starts from. So the next
+iteration depends only on the store.
 """
 
 from collections.abc import Iterator
@@ -90,7 +90,7 @@ def carry_over_before(run: Run, number: int) -> CarryOver:
 
 
 def partial_prompt_rows(rollouts: Manifest) -> tuple[int, ...]:
-    """Return the row numbers of prompts whose completions a rollout shard cut off."""
+    """Return the row numbers of prompts that have a partial completion in this rollout manifest."""
     rows = rollouts.detail["carried_rows"]
     assert isinstance(rows, list)
     return tuple(int(str(row)) for row in rows)
@@ -166,10 +166,11 @@ class Iteration:
 
     @cached_property
     def start_state(self) -> CarryOver:
-        """State that the iteration starts from. It is read from the previous seal, or computed if that seal is not
-        written yet.
+        """State that the iteration starts from. The state is read from the previous iteration's seal, or computed if
+        that seal is not written yet.
 
-        If rollouts may be stale, the previous iteration may not be generated yet. Then it passes on no groups.
+        With `rollout.staleness`, the previous iteration may not be generated yet. No groups are taken over in this
+        case.
         """
         if self.number == 1:
             return CarryOver()
@@ -183,7 +184,7 @@ class Iteration:
 
     @property
     def end_state(self) -> CarryOver:
-        """State that the iteration's seal passes on to the next iteration."""
+        """State that the next iteration starts from, as stored in this iteration's seal."""
         return carry_over_before(self.run, self.number + 1)
 
     @property
@@ -193,7 +194,7 @@ class Iteration:
 
     @property
     def data_parts(self) -> tuple[Part, ...]:
-        """Weighted parts of the training prompts, or empty if the data has only one part."""
+        """Parts of the training prompts with their sampling weights. Empty if the data has only one part."""
         return read_parts(self.prompts.detail)
 
     @property
@@ -223,7 +224,7 @@ class Iteration:
 
     @property
     def critic(self) -> Manifest:
-        """Manifest of the critic of that policy."""
+        """Manifest of the critic that belongs to `policy`."""
         return critic_after(self.run, self.number - 1)
 
     @property
@@ -289,8 +290,8 @@ class Iteration:
 
 
 def carry_over_after(iteration: Iteration, dynamic: DynamicSampling | None) -> CarryOver:
-    """Return the state that an iteration passes on. Surplus groups are kept only once: groups that were surplus before
-    are returned to the stream of prompts."""
+    """Return the state that the next iteration starts from. Surplus groups are kept for one iteration only. If a group
+    is surplus for the second time, its prompt returns to the stream of prompts."""
     before, rollouts, scores = (
         iteration.start_state,
         iteration.shard_manifests("rollout"),

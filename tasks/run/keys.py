@@ -43,8 +43,8 @@ class StageKey(str):
 
     @classmethod
     def of(cls, batch: str, stage: str, shard: int | None = None) -> Self:
-        """Return the key of a stage of a batch, or of one shard. Stages of a whole iteration use the key of its first
-        batch."""
+        """Return the key of a stage of a batch, or of one shard of this stage. Stages that process a whole iteration
+        use the key of the iteration's first batch."""
         return cls.parse(f"{batch}/{stage}" if shard is None else f"{batch}/{stage}/{shard:04d}")
 
     @classmethod
@@ -70,7 +70,7 @@ class StageKey(str):
 
     @property
     def derived_prefix(self) -> str:
-        """Prefix of the re-scoring or re-credit of this key. Empty for the run itself."""
+        """Prefix of the re-scoring or re-credit that the key belongs to. Empty for keys of the run itself."""
         return self._parts()["derived"] or ""
 
     @property
@@ -147,13 +147,13 @@ USER_BASE, USER = (StageKey.parse(f"user/{stage}") for stage in ("base", "model"
 
 
 def iteration_key(number: int, wave: int = 1) -> str:
-    """Return the key prefix of an iteration, or of one of its later batches. Iterations are counted from 1."""
+    """Return the key prefix of an iteration, or of a later batch (wave) of the iteration. Both numbers count from 1."""
     return f"it-{number:04d}" if wave == 1 else f"it-{number:04d}/wave-{wave}"
 
 
 def evaluation_key(number: int, *, policy: str = "") -> str:
-    """Return the key prefix of the evaluation after `number` iterations, or of the evaluation of `policy` before
-    them."""
+    """Return the key prefix of the evaluation after `number` iterations. `policy` is the key of a policy that is
+    evaluated before the first iteration."""
     return f"{policy}/eval-{number:04d}" if policy else f"eval-{number:04d}"
 
 
@@ -164,7 +164,8 @@ def iteration_numbers(folders: Iterable[str]) -> list[int]:
 
 
 def reward_model_role(term: str) -> str:
-    """Return the role of the workers that serve a reward model. It is also the stage name of the model's verdicts."""
+    """Return the role name of the workers that serve a reward model. The stage with the model's verdicts has the same
+    name."""
     return f"judge-{term}"
 
 

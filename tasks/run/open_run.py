@@ -49,7 +49,8 @@ class PlacementState:
 
 @dataclass(slots=True)
 class RetentionProgress:
-    """Progress of retention in this process: the policies and iterations that it has examined."""
+    """Progress of retention in this process, which lists the policies and iterations that have been examined for
+    deletion."""
 
     first_unexamined_version: int = 0
     """Number of the first version that is not examined yet."""
@@ -62,7 +63,8 @@ class RetentionProgress:
 
 
 class CommitNotifier:
-    """Commits that this process has made or seen. An announced commit wakes the tasks that wait for it."""
+    """Notifier for commits that this process has made or seen. Announcing the key of a commit wakes the tasks that wait
+    for this key."""
 
     def __init__(self) -> None:
         self.last_commit_time = time.monotonic()
@@ -158,7 +160,8 @@ class OpenRun:
         return self.run.require(StageKey.reward_model(term).with_prefix(prefix))
 
     def prefetch(self, role: str, record: object) -> None:
-        """Tell the workers in the slots to prefetch a record that a role will need, if the store is remote."""
+        """Request that the slot workers prefetch the data of a record that a role will need. Only done if the store is
+        remote."""
         opened = self._fleet
         is_open = opened is not None and opened.done() and not opened.cancelled() and opened.exception() is None
         if opened is not None and is_open and self.run.store.is_remote:
@@ -188,7 +191,8 @@ class OpenRun:
             self._starting = asyncio.create_task(start(), name="start the slots")
 
     async def get_pool(self, role: str) -> Pool | RankGroup:
-        """Return the pool of a role after it has started. Other processes that join then share its workers."""
+        """Wait until the pool of a role has started, and return the pool. Other processes that join the run share its
+        workers."""
         self.start_pools(role)
         starting = self._pools[role]
         try:
@@ -213,11 +217,11 @@ class OpenRun:
             raise
 
     async def perform(self, role: str, method: str, work: object) -> Done[Outcome]:
-        """Let a worker of the role, or all ranks of the role, do the work, and return the outcome."""
+        """Perform a stage's work on a worker of the role, or on all ranks of the role, and return the outcome."""
         return await self.request(role, method, work, returns=Outcome)
 
     async def request(self, role: str, method: str, work: object, *, returns: type[R]) -> Done[R]:
-        """Let a worker do work whose result is not stored or not committed yet, and return the result."""
+        """Call a method of a worker and return the result, which is not stored, or is committed only later."""
         if role in self.slot_roles:
             pool: Pool | RankGroup = (await self.get_fleet()).role(role)
         else:
@@ -237,7 +241,8 @@ class OpenRun:
         return {"rollout": (), "scoring": ("scoring", *elsewhere)}.get(controller, (controller,))
 
     def commit_in_background(self, commits: Coroutine[object, object, None]) -> None:
-        """Start to commit, in the background, results that this process already uses (expected manifests)."""
+        """Run a coroutine in the background that commits expected manifests. These are results that this process
+        already uses although they are not committed yet."""
         self._background_commit = asyncio.create_task(commits, name="settle")
 
     async def wait_for_commits(self) -> None:
@@ -251,7 +256,8 @@ class OpenRun:
             await (await self._pools.pop(role)).close()
 
     async def close(self) -> None:
-        """Cancel the start of pools. Running pools end with the cluster, and uncommitted work is repeated later."""
+        """Cancel the start of pools that are not running yet. Running pools end together with the cluster. Uncommitted
+        work is repeated when the run is resumed."""
         started = (
             *self._pools.values(),
             self._fleet,
@@ -271,7 +277,7 @@ _OPEN: dict[tuple[str, str], OpenRun] = {}
 
 
 def get_open_run(ref: RunRef) -> OpenRun:
-    """Return the open run of a reference. A sub-flow is called only while the run is open."""
+    """Return the open run that a reference names. The run must be open in this process."""
     return _OPEN[ref.store, ref.name]
 
 

@@ -1,6 +1,6 @@
-"""Alarms of an iteration, and the reverts to an earlier policy that they cause.
+"""Alarms that an iteration triggers, and the reverts to an earlier policy that these alarms require.
 
-Both depend only on committed manifests. Needs no Prefect.
+Alarms and reverts depend only on committed manifests. This module does not need Prefect.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -48,8 +48,8 @@ def triggered_alarms(alarms: Iterable[Alarm], iteration: Iteration) -> Iterator[
 
 
 def _metrics_reader(iteration: Iteration) -> Measured:
-    """Return a function that returns the metrics of an iteration up to this one. Reverted iterations have no metrics,
-    so alarms do not compare with them."""
+    """Return a function that reads the metrics of an iteration up to this one. The function returns no metrics for
+    reverted iterations, so that alarms do not compare with them."""
 
     def measured(number: int) -> Mapping[str, float]:
         if number == iteration.number:

@@ -1,4 +1,4 @@
-"""Bookkeeping of what Prefect's pages show of a run that is open in this process."""
+"""State of the Prefect pages of a run that is open in this process: the iterations that the pages already show."""
 
 import asyncio
 from collections.abc import Coroutine

@@ -49,8 +49,8 @@ def unset_keys(config: RunConfig, keys: Sequence[str] = SIZED_BY_DATA) -> list[s
 def with_recorded_defaults(config: RunConfig) -> RunConfig:
     """Return the configuration with the recorded values of the existing run for keys that the user did not set.
 
-    These are keys whose defaults depend on the data, and keys that are newer than the run, which get the value that
-    means "as before". The configuration of a run without results is not used.
+    Defaults that depend on the data are taken from the run's record. Keys that are newer than the run get the value
+    that preserves the previous behavior. If the run has no results yet, its record is not used.
     """
     if config.name not in list_runs(config.store):
         return config
@@ -79,11 +79,11 @@ def is_run_complete(config: RunConfig) -> bool:
 
 
 def with_data_sized_defaults(config: RunConfig, facts: Mapping[str, float]) -> tuple[RunConfig, list[str]]:
-    """Return the configuration with defaults adapted to the facts that the check measured, and the notes of the check
-    with a line about each adapted default.
+    """Return the configuration with defaults adapted to the values that the preflight check measured. Also return the
+    notes of the check, with a line about each adapted default.
 
-    Activation checkpointing is decided here too. No result depends on it, so it is decided again at each start. The run
-    records the adapted values, so it continues with them even if its files change later.
+    This function also decides whether to use activation checkpointing, again at each start, because no result depends
+    on it. The run records the adapted values and keeps them even if the data files change later.
     """
     values, lines = dict[str, int](), [key.removeprefix(NOTE) for key in facts if key.startswith(NOTE)]
     for key in unset_keys(config):

@@ -1,4 +1,4 @@
-"""Re-scorings and re-credits, which compute other scores or other advantages later from a run's stored rollouts."""
+"""Names, keys and records of re-scorings (new scores for a run's stored rollouts) and re-credits (new advantages)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class DerivedResult:
         return f"{self.prefix}{iteration_key(number)}"
 
     def key(self, number: int, stage: str) -> StageKey:
-        """Return the key of a stage of an iteration. The iteration is complete when its seal exists."""
+        """Return the key of a stage of an iteration. The iteration is complete when its `seal` stage exists."""
         return StageKey.of(self.iteration_key(number), stage)
 
     def stage_manifest(self, run: Run, number: int, stage: str) -> Manifest:
@@ -74,7 +74,7 @@ class RecreditTerms(Settings):
 
 
 class DerivedSummary(Settings):
-    """Re-scoring or re-credit in the description of a run."""
+    """Summary of one re-scoring or re-credit of a run: its kind, its name and the completed iterations."""
 
     kind: Kind
     """Kind of the result."""
@@ -95,7 +95,7 @@ def list_derived_results(run: Run) -> list[DerivedSummary]:
 
 
 def describe_derived_results(lines: Sequence[DerivedSummary]) -> str:
-    """Return one line of text with every re-scoring and re-credit and its iterations."""
+    """Return one line of text that lists every re-scoring and re-credit with its completed iterations."""
     words = {"rescore": "re-scored as", "recredit": "re-credited as"}
     return "; ".join(f"{words[line.kind]} {line.name}: {iterations_text(line.iterations)}" for line in lines)
 
@@ -147,7 +147,7 @@ def check_terms(run: Run, derived: DerivedResult, terms: RescoringTerms | Recred
 
 
 def rescored_batches(iteration: Iteration, derived: DerivedResult) -> list[Batch]:
-    """Return the batches of a stored iteration under the keys of a re-scoring."""
+    """Return the batches of a stored iteration with the key prefix of a re-scoring."""
     return [batch.as_rescoring(derived.prefix) for batch in iteration.batches]
 
 

@@ -6,14 +6,14 @@ from tasks.run.keys import StageKey, iteration_key
 
 
 def revert_key(number: int) -> StageKey:
-    """Return the key of the revert after an iteration. A revert is a manifest that makes an earlier policy the current
-    one."""
+    """Return the key of the manifest that records a revert after an iteration. This manifest makes an earlier policy
+    the current policy."""
     return StageKey.of(iteration_key(number), "return")
 
 
 def has_reverted(run: Run, number: int) -> bool:
-    """Return whether the run reverted to an earlier policy after an iteration. Costs no store request if no alarm of
-    the run can revert."""
+    """Return whether the run reverted to an earlier policy after an iteration. If no alarm of the run can cause a
+    revert, the store is not queried."""
     return number > 0 and "alarms" in run.record.config and run.has(revert_key(number))
 
 
@@ -42,7 +42,8 @@ def updating_iteration(run: Run, number: int) -> int:
 
 
 def version_before(run: Run, number: int) -> int:
-    """Return the version that a version is based on: its predecessor, or for a revert the version that was restored."""
+    """Return the version that version `number` was made from: the previous version, or the restored version after a
+    revert."""
     return restored_version(run.require(revert_key(number))) if has_reverted(run, number) else number - 1
 
 

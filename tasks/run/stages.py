@@ -1,5 +1,5 @@
-"""Common structure of all stages: look up the manifest in the store, otherwise let a pool do the work and commit the
-manifest."""
+"""Functions shared by all stages. A stage looks up its manifest in the store. If the manifest is missing, workers do
+the work and the manifest is committed."""
 
 import asyncio
 import logging
@@ -39,7 +39,8 @@ TRANSIENT_ERRORS = (WorkerLost, OSError)
 """Errors after which a retry can succeed: a lost worker, or an error of the operating system or network."""
 
 POLL_SECONDS = {"nested": (1, 30), "deployment": (0.02, 0.25)}
-"""Minimum and maximum pause in seconds between checks for a commit of another process, by location of the controllers.
+"""Minimum and maximum pause in seconds between two checks for commits of other processes, by location of the
+controllers.
 
 The pause grows from the first to the second value. Commits of this process wake the waiting task at once.
 """
@@ -79,10 +80,12 @@ def stage(
 
 @contextmanager
 def tag_tasks(batch: str) -> Iterator[None]:
-    """Run the block such that its tasks get a tag with the name of their iteration or evaluation once they run.
+    """Add a tag with the name of an iteration or evaluation to all Prefect tasks in the block. Each task gets the tag
+    when it starts to run.
 
-    Prefect looks up tags that a task has before it runs as concurrency limits. For each new set of tags it opens a
-    server connection that stays open until the process ends, and a run has at least one new set per iteration.
+    Tags are not set earlier, because Prefect looks up concurrency limits for tags that a task has before it runs. For
+    each new set of tags it opens a server connection that stays open until the process ends, and each iteration would
+    have at least one new set of tags.
     """
     before = _BATCH.set(batch)
     try:
@@ -101,8 +104,8 @@ async def run_once(
     parents: Sequence[Manifest] = (),
     returns_before_durable: bool = False,
 ) -> Manifest:
-    """Return the manifest under `key` if it exists. Otherwise let a worker of `role` do the work, and commit and return
-    the manifest.
+    """Return the manifest under `key` if it exists. Otherwise do the work on a worker of `role`, commit the manifest
+    and return it.
 
     Optimizer states may be stored later than the commit. With `returns_before_durable`, the manifest is returned at
     once and is committed after the role has made its bundles durable (fsync), so that rollouts can start with weights
@@ -137,7 +140,7 @@ async def run_once(
 
 
 async def _commit_when_durable(open_run: OpenRun, role: str, manifest: Manifest) -> None:
-    """Let a role make its bundles durable (fsync), then commit all manifests that wait for this."""
+    """Make a role's new bundles durable (fsync), then commit all manifests that were waiting for durability."""
     await open_run.perform(role, "sync", [bundle for name, bundle in manifest.bundles.items() if name not in STATES])
     while pending := open_run.run.pending_manifests():  # more manifests may be added during a commit
         await _commit_aside(open_run, pending[0])
@@ -188,9 +191,9 @@ def commit_decision(
     detail: Mapping[str, JsonValue] | None = None,
     provenance: Provenance | None = None,
 ) -> Manifest:
-    """Return the manifest under `key` if it exists. Otherwise commit a decision that needed no worker.
+    """Return the manifest under `key` if it exists. Otherwise commit a manifest that needs no work by a worker.
 
-    If a parent is not committed yet, the decision is committed after the parent.
+    If a parent manifest is not committed yet, the new manifest is committed after this parent.
     """
     if (done_before := open_run.run.find(key)) is not None:
         return done_before
@@ -216,7 +219,8 @@ def controller_provenance(
     costs: Mapping[str, Cost] | None = None,
     alarms: Mapping[str, str] | None = None,
 ) -> Provenance:
-    """Return the provenance of a decision of this process."""
+    """Return the provenance for a manifest that this controller process commits without a worker. It names this
+    process, and contains the given times, store requests, costs and alarms."""
     worker = f"controller pid {os.getpid()}"
     return provenance_here(worker=worker, seconds=seconds, requests=requests, costs=costs, alarms=alarms)
 
@@ -228,9 +232,11 @@ def append_to_chain(open_run: OpenRun, part: str) -> None:
 
 
 async def run_concurrently(works: Iterable[Coroutine[object, object, object]]) -> None:
-    """Run the works of a stage concurrently. An error that a retry cannot fix cancels all other works at once.
+    """Run the coroutines of a stage concurrently. An error that a retry cannot fix cancels all other coroutines at
+    once.
 
-    After a transient error the other works are finished first, because the retry reuses everything that they commit.
+    After a transient error the other coroutines are finished first, because the retry reuses everything that they
+    commit.
     """
     tasks = [asyncio.ensure_future(work) for work in works]
     pending = set(tasks)
@@ -276,7 +282,8 @@ def _bundles_of(outcome: Outcome) -> dict[str, BundleRef]:
 
 
 def _version_of(outcome: Outcome) -> dict[str, JsonValue]:
-    """Return the version number of the policy or critic. Both have the same number if one manifest commits both."""
+    """Return the version number of the policy or critic in an outcome. If the outcome has both, they have the same
+    number."""
     model = outcome.model or outcome.critic
     return {} if model is None else {"version": model.version}
 

@@ -1,8 +1,9 @@
-"""Stored optimizer states: the policy versions that have one, and the updates to repeat if one is missing.
+"""Stored optimizer states: which policy versions have a stored state, and which updates must be repeated if a state is
+missing.
 
-At least every `update.state_every`-th update stores one. A version names its state before the state is stored: it is
-written during the next rollouts and is complete before the next update commits. If a state is missing, the updates
-since the previous stored state are repeated.
+At least every `update.state_every`-th update stores its optimizer state. The state is written during the next rollouts
+and is complete before the next update commits, so the manifest of a version may name a state that is not stored yet. If
+a state is missing, the updates since the previous stored state are repeated.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,7 +19,8 @@ STATES = ("state", "critic_state")
 
 
 def states_of(version: Manifest) -> list[BundleRef]:
-    """Return the optimizer states that a version names: of policy and critic, or of the one model that was trained."""
+    """Return the optimizer states that a version's manifest names: the policy's state and, if a critic was trained, the
+    critic's state."""
     return [version.bundles[name] for name in STATES if name in version.bundles]
 
 
@@ -36,7 +38,8 @@ def newest_with_state(run: Run, number: int) -> int:
 
 
 def is_due(run: Run, number: int, *, every: int) -> bool:
-    """Return whether the update of an iteration must store its optimizer state, provided that it takes steps."""
+    """Return whether the update of an iteration must store its optimizer state. Updates without optimizer steps never
+    store a state."""
     return number - newest_with_state(run, number - 1) >= every
 
 
@@ -56,12 +59,12 @@ def updates_since_state(run: Run, number: int) -> tuple[int, list[int]]:
 
 
 def possibly_missing_states(manifests: Iterable[Manifest], *, relayout_iteration: int = 0) -> list[BundleRef]:
-    """Return the optimizer states that may not be stored yet: those of the newest version and of versions that an alarm
-    reverted.
+    """Return the optimizer states that may not be stored yet. These are the states of the newest version and of
+    versions that an alarm reverted.
 
-    If the run continued on another number of ranks from `relayout_iteration` on, the last state before it may be
-    missing too. If it was lost then, the updates were repeated on other ranks with a slightly different result and
-    another digest.
+    If the number of ranks changed at `relayout_iteration`, the last state before this iteration may be missing too. If
+    that state was lost, the updates were repeated on a different number of ranks, and the new state has slightly
+    different values and another digest.
     """
     all_manifests = list(manifests)
     updates = {

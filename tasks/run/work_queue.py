@@ -1,8 +1,8 @@
 """Work requests to controllers, either in the same process or through messages in the store to other processes.
 
 A controller in another process has a folder below `orders/`. Only the process that has locked the run writes messages
-there, and the controller deletes each message after reading it. This shows both that the other is alive: the sender
-sees that messages are read, and the controller sees that messages arrive.
+there, and the controller deletes each message after reading it. So each process can tell that the other one is alive.
+The sender sees that its messages are read, and the controller sees that messages arrive.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from infra.store.runs import ORDERS, Run
 Shards = tuple[int, ...] | None
 
 RunBatch = Callable[[str, Shards], Awaitable[object]]
-"""Function with which a controller performs a batch, or some of its shards."""
+"""Function of a controller that does its work for a batch, given the batch's key and optionally some of its shards."""
 
 PAUSE_SECONDS = (0.02, 1.0)
 """Minimum and maximum pause in seconds between two checks for files of another process. The pause is a tenth of the
@@ -62,13 +62,13 @@ class BatchRequest:
 
 @dataclass(frozen=True, slots=True)
 class ControllerSpan:
-    """Span of iterations that one controller serves, with the queue of its requests. None in the queue ends the
-    span."""
+    """Range of iterations that one controller serves, with the queue of its requests. The item None in the queue ends
+    the service."""
 
     first: int
-    """Number of the first iteration of the span."""
+    """Number of the first iteration of the range."""
     last: int
-    """Number of the last iteration of the span, after which a successor takes over."""
+    """Number of the last iteration of the range. A new controller serves the iterations after it."""
     requests: "asyncio.Queue[BatchRequest | None]" = field(default_factory=asyncio.Queue)
 
 
@@ -91,7 +91,7 @@ def pause_seconds(waited_seconds: float) -> float:
 
 
 class Outbox:
-    """Messages to one controller, from the view of the sender."""
+    """Folder of messages to one controller, used by the process that sends them."""
 
     def __init__(self, run: Run, folder: str) -> None:
         self._run, self._folder = run, folder
@@ -174,7 +174,7 @@ def messages_folder(run: Run, flow_run: UUID | str) -> str:
 
 
 def delete_old_messages(run: Run) -> None:
-    """Delete the messages of earlier epochs, which nobody reads any more."""
+    """Delete the messages that earlier processes of the run wrote. No process reads these messages any more."""
     for entry in run.store.entries(ORDERS):
         run.store.delete(entry.key)
 

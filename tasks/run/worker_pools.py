@@ -27,11 +27,13 @@ PRELOADED_MODULES = (
 
 
 class Cluster(Protocol):
-    """Host of a run's worker pools, which end with its context: Ray processes, or threads of this process."""
+    """Host of a run's worker pools, which run as Ray processes or as threads of this process. All pools end when the
+    cluster is closed."""
 
     @property
     def address(self) -> str | None:
-        """Address under which other processes find the same pools, or None if they cannot."""
+        """Address at which other processes can connect to the same pools, or None if other processes cannot use the
+        pools."""
         ...
 
     async def pool(self, spec: PoolSpec) -> Pool:
@@ -39,11 +41,11 @@ class Cluster(Protocol):
         ...
 
     async def fleet(self, specs: Sequence[PoolSpec], *, slots: SlotCount, gpus_per_slot: float) -> Fleet:
-        """Return worker slots that these roles share. No worker starts before the slots are arranged."""
+        """Return worker slots that these roles share. Workers start only when slots are assigned to their role."""
         ...
 
     async def ranks(self, spec: PoolSpec) -> RankGroup:
-        """Return a group of ranks that have connected to each other."""
+        """Return a group of distributed ranks after the ranks have connected to each other."""
         ...
 
 
@@ -88,7 +90,8 @@ async def start_pool(cluster: Cluster, run: Run, settings: RunConfig, role: str)
 
 
 async def open_worker_slots(cluster: Cluster, run: Run, settings: RunConfig) -> Fleet:
-    """Open the worker slots for rollout and for hosted reward models. No worker starts before placement requests it."""
+    """Open the worker slots for rollout and for hosted reward models. Workers start only when placement assigns slots
+    to a role."""
     pools, lora, rollout = settings.pools, settings.update.lora, settings.rollout
     options: dict[str, object] = {"engine": rollout.engine, "environment": rollout.environment}
     options |= {"threads": pools.threads, "adapter_rank": 0 if lora is None else lora.rank}

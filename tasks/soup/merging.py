@@ -45,7 +45,7 @@ class MergedPolicy(Settings):
     """Content of the directory's merge.json."""
 
     def text(self) -> str:
-        """Return the kind of the result and its summands as text, one line each."""
+        """Return the kind of the result and the merged policies with their weights as text, one line each."""
         parents = (f"{parent.weight:+g} × {parent.name}  {parent.digest[:16]}" for parent in self.merge.parents)
         kind = "adapter" if self.merge.adapters == "ranks" else "policy"
         return "\n".join([f"{self.path}: {kind}, the sum of", *(f"  {line}" for line in parents)])
@@ -92,7 +92,8 @@ def mergekit_page(parents: Sequence[Parent]) -> str:
 
 
 def _mergekit_name(directory: Path) -> str:
-    """Return mergekit's name of a policy: its directory, or the directories of base and adapter joined by `+`."""
+    """Return the name of a policy in mergekit's syntax, which is its directory, or the directories of base and adapter
+    joined by `+`."""
     settings = directory / "adapter_config.json"
     if not settings.is_file():
         return str(directory.resolve())
@@ -146,8 +147,8 @@ def _parse_term(text: str) -> tuple[str, float]:
 
 
 def _find_parent(store: str, name: str, weight: float) -> Parent:
-    """Return the parent with this name: a directory, or else a run of the store, optionally after an iteration
-    (`RUN@N`)."""
+    """Return the policy with this name as a parent of the merge. The name is a directory, a run of the store, or a run
+    after an iteration (`RUN@N`)."""
     path = Path(name)
     if is_remote(path) or path.is_dir():
         if has_run(path):

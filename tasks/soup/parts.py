@@ -1,4 +1,5 @@
-"""Runs of a soup: its start policy, the statistics that standardize its rewards, its backbones, and its evaluations.
+"""Runs that make up a soup: they train the start policy and the backbones, and run all evaluations, including the one
+that measures the statistics for standardizing rewards.
 
 A soup trains a few policies on different mixes of rewards (backbones) and merges them for any preference between the
 rewards. Each part is a separate run in the soup's store, named after the soup and the part. So each part resumes
@@ -38,14 +39,14 @@ class Statistics(Settings):
     std: tuple[float, ...]
 
     def standardised(self, rewards: Sequence[float]) -> tuple[float, ...]:
-        """Return rewards in standard deviations above the start policy's mean."""
+        """Return the rewards as numbers of standard deviations above the start policy's mean."""
         parts = zip(rewards, self.mean, self.std, strict=True)
         return tuple((reward - mean) / std for reward, mean, std in parts)
 
 
 @dataclass(frozen=True, slots=True)
 class PreferencePoint:
-    """Policy for one preference, and the name of its evaluation."""
+    """Policy for one preference between the rewards, with the data that names its evaluation."""
 
     preference: tuple[float, ...]
     weights: tuple[float, ...]
@@ -69,7 +70,8 @@ def beta_of(soup: SoupConfig) -> float:
 
 # ---- training
 def start_run(config: RunConfig) -> RunConfig:
-    """Return the run of the start policy, from which all backbones start. It does the warm-up only."""
+    """Return the run that trains the start policy, from which all backbones start. This run does only the supervised
+    warm-up."""
     return _part_config(config, f"{config.name}.start", iterations=0)
 
 
@@ -111,7 +113,7 @@ def expert_runs(config: RunConfig, statistics: Statistics) -> list[RunConfig]:
 
 
 def oracle_runs(config: RunConfig, statistics: Statistics) -> list[RunConfig]:
-    """Return the runs trained on one preference each, for all preferences of the grid."""
+    """Return one run for each preference of the grid, which trains a policy on this preference only (oracle)."""
     return [backbone_run(config, statistics, preference) for preference in grid_of(config)]
 
 
@@ -148,8 +150,8 @@ def merge_points(
 
 
 def soup_parents(config: RunConfig, backbones: Sequence[str], weights: Sequence[float]) -> tuple[MergeParent, ...]:
-    """Return the policies to add with their weights: the backbones, and the start policy if the merge is extrapolated
-    away from it."""
+    """Return the policies to merge with their weights. These are the backbones and, if the merge extrapolates beyond
+    them, the start policy."""
     alpha = soup_settings(config).extrapolate
     scaled, of_start = extrapolate_weights(weights, alpha)
     start = [(policy_directory(start_run(config), 0), of_start)] if alpha else []
@@ -222,7 +224,8 @@ def _read_scores(config: RunConfig, evaluation: RunConfig) -> dict[str, list[flo
 
 
 def _part_config(config: RunConfig, name: str, **changes: object) -> RunConfig:
-    """Return a run of the soup: the configured run with another name and the given changes."""
+    """Return the configuration of one run of the soup, which is the soup's configuration with the given name and
+    changes."""
     alone = {"name": name, "soup": None, "promotion": None, "evaluations": (), "report": False}
     return validate_again(config.model_copy(update={**alone, **changes}), source=f"soup {config.name!r}")
 

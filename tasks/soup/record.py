@@ -43,7 +43,7 @@ class SoupPart(Settings):
     run: str
     """Name of its run."""
     path: str
-    """Directory of the run's last policy, or of its adapter."""
+    """Directory of the last policy of the run, or of the adapter if the policy has an adapter."""
     digest: str
     """Digest of the policy."""
 
@@ -74,18 +74,18 @@ class SoupRecord(SealedRecord):
 
     name: str
     number: int
-    """Number of the record within the soup's name, counted from 1."""
+    """Number of this record among the records of the soup, counted from 1."""
     fingerprint: str
     """Fingerprint of the configured run with the soup's settings."""
     when: str
-    """UTC time in ISO format, for people."""
+    """Creation time of the record, UTC, in ISO format."""
     method: SoupMethod
     terms: tuple[str, ...]
     beta: float
     matrix: tuple[tuple[float, ...], ...]
     """Mixing matrix B, in which row j is the reward mix of backbone j."""
     candidates: dict[str, float]
-    """Hypervolume of each candidate β after the search. Empty if no candidates were searched."""
+    """Hypervolume of the front for each candidate value of β. Empty if the soup did not search for the best β."""
     extrapolate: float
     rewards: JsonValue
     """Reward terms as configured."""
@@ -96,7 +96,8 @@ class SoupRecord(SealedRecord):
     backbones: tuple[SoupPart, ...]
     """Backbones in the order of the rewards. For an oracle, the policies in the order of the points."""
     experts: tuple[SoupPart, ...]
-    """Policies trained on one reward that replace the merges for that reward only. Empty if merges are used."""
+    """Policies that were trained on a single reward. Each is used instead of a merge if the preference is for its
+    reward only. Empty if merges are used in this case too."""
     points: tuple[SoupPoint, ...]
     metrics: FrontMetrics
 
@@ -104,8 +105,8 @@ class SoupRecord(SealedRecord):
 def choose_beta(
     config: RunConfig, statistics: Statistics, points: dict[float, list[PreferencePoint]]
 ) -> dict[float, float]:
-    """Return the hypervolume of each candidate β after the search, largest first. Equal candidates keep their given
-    order."""
+    """Return the hypervolume of the front for each candidate value of β, largest first. Candidates with equal
+    hypervolume keep the order of `points`."""
     volumes = {beta: measure_points(config, statistics, each)[1].hypervolume for beta, each in points.items()}
     return dict(sorted(volumes.items(), key=lambda item: -item[1]))
 
@@ -143,8 +144,8 @@ def commit_soup(
     beta: float,
     candidates: dict[float, float],
 ) -> SoupRecord:
-    """Record a soup whose parts are all trained and evaluated. A soup with the same fingerprint is recorded only
-    once."""
+    """Write the record of a soup after all its policies are trained and evaluated. A soup with the same fingerprint is
+    recorded only once."""
     soup, numbered = soup_settings(config), soup_records(config.store, config.name)
     identity: dict[str, JsonValue] = {
         "run": config.identity(),
@@ -228,7 +229,7 @@ def soup_policy(
 
 
 def _weight_parts(record: SoupRecord, preference: Sequence[float]) -> list[tuple[SoupPart, float]]:
-    """Return the policies to add for a preference, with their weights."""
+    """Return the policies to merge for a preference, with their weights."""
     if record.method == "oracle":
         for point, part in zip(record.points, record.backbones, strict=True):
             if max(abs(a - b) for a, b in zip(point.preference, preference, strict=True)) < 1e-6:
@@ -248,7 +249,7 @@ def list_soups(store: str) -> list[str]:
 
 
 def soup_records(store: str, name: str) -> NumberedRecords:
-    """Return the numbered records of a soup. A soup may have no records yet."""
+    """Return the stored records of a soup, numbered from 1. There are none while the first soup is being trained."""
     return NumberedRecords(open_store(f"{store.rstrip('/')}/{SOUPS}/{name}"), f"soup {name!r}")
 
 

@@ -1,4 +1,5 @@
-"""Table and plot of a soup's front, the rewards of its policies over all preferences."""
+"""Table and plot of a soup's front. The front consists of the rewards that the soup's policies reach for all
+preferences."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from io import BytesIO

@@ -49,8 +49,8 @@ async def _notify_trackers(open_run: OpenRun, trackers: TrackerProcesses, number
 
 @asynccontextmanager
 async def mirror_to_trackers(open_run: OpenRun) -> AsyncIterator[None]:
-    """Mirror the run to its trackers during the block. At the end, even after an error, the trackers may catch up as
-    long as they respond."""
+    """Mirror the run to its trackers during the block. At the end of the block, even after an error, wait for the
+    trackers to receive all remaining metrics while they respond."""
     if not open_run.settings.tracking:
         yield
         update_metrics_file(open_run.run, is_over=True)

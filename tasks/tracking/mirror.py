@@ -1,8 +1,8 @@
 """Process that mirrors a run to one tracker: `python -m tasks.tracking.mirror`.
 
-It reads a `MirrorOrder` from stdin, and then one line for each time that it should check the run. All data comes from
-the store, so it does not matter what was mirrored before, by which process, or whether that was completed: everything
-that the tracker lacks is sent. The process ends when its stdin ends, after a last check.
+The process reads a `MirrorOrder` from stdin. Each further line requests a check of the run. A check compares the store
+with the tracker and sends everything that the tracker lacks, so an earlier process may have stopped at any point. When
+stdin ends, the process does a last check and exits.
 """
 
 import os
@@ -27,7 +27,7 @@ from tasks.tracking.points import PointName, points_after, read_point, subject_o
 COMMAND: Final = (sys.executable, "-P", "-m", "tasks.tracking.mirror")
 """Command of the process. `-P` prevents that a user's module in the working directory is imported."""
 PATIENCE_SECONDS = 60.0
-"""Time in seconds that the end of a run waits for a tracker that neither responds nor computes."""
+"""Time in seconds that a run waits at its end for a tracker that neither responds nor uses processor time."""
 RETRY_SECONDS: Final = 30.0
 """Maximum pause in seconds before a failed tracker is tried again. A new iteration triggers a try at once."""
 COMPUTES_SECONDS: Final = 0.02  # processor seconds between two checks; a waiting thread uses less
@@ -43,7 +43,8 @@ def tracker_processes_of(run: Run, trackers: Sequence[Tracker]) -> TrackerProces
 
 
 class Watchdog:
-    """Watchdog that ends this process if a call does not return, because some calls cannot be interrupted."""
+    """Watchdog that ends this process if a call to the tracker does not return. The process must end, because some
+    calls cannot be interrupted."""
 
     def __init__(self, seconds: float, lose: Callable[[str], None]) -> None:
         """Start the watchdog thread. `lose` is called with the reason before the process ends."""
@@ -80,7 +81,7 @@ class Watchdog:
 
 
 class RequestReader:
-    """Reader of stdin that wakes the mirror when there is something new, in a separate thread."""
+    """Thread that reads check requests from stdin and wakes the mirror."""
 
     def __init__(self, watchdog: Watchdog) -> None:
         self._news, self._watchdog = threading.Event(), watchdog
@@ -88,7 +89,7 @@ class RequestReader:
         threading.Thread(target=self._read, name="looks", daemon=True).start()
 
     def wait(self, seconds: float | None) -> None:
-        """Wait until there is something new, stdin has ended, or the time in seconds has passed."""
+        """Wait until a check is requested, stdin has ended, or `seconds` have passed."""
         self._news.wait(seconds)
         self._news.clear()
 

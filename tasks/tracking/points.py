@@ -20,15 +20,15 @@ NOT_SECONDS: Final = "weights_bytes"
 
 @dataclass(frozen=True, slots=True)
 class PointName:
-    """Name of a point: its series and its step."""
+    """Name of a point, which consists of the series (iterations or evaluations) and the step in it."""
 
     series: Series
     step: int
 
 
 def subject_of(run: Run) -> Subject:
-    """Return the subject that identifies a run to a tracker. It differs from that of any other run, even of a later run
-    with the same name."""
+    """Return the subject that identifies a run to a tracker. Different runs have different subjects, even if they had
+    the same name one after the other."""
     creation_time = "".join(letter for letter in run.record.created if letter.isdigit())[:14]
     identity = f"{run.name}-{run.record.fingerprint[:8]}-{creation_time}".replace(".", "-").replace("_", "-")
     return Subject(name=run.name, identity=identity, config=run.record.config)

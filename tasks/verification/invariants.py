@@ -1,5 +1,5 @@
-"""Invariants of a run beyond its digests, checked from the store only: of its iterations, re-scorings and
-re-credits."""
+"""Checks of a run's invariants, in addition to the digests of its data. Iterations, re-scorings and re-credits are
+checked, and only the store is read."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -116,8 +116,8 @@ def _check_prompts(iteration: Iteration) -> Iterator[str]:
 
 
 def _check_carry_over(iteration: Iteration) -> Iterator[str]:
-    """Check that unused groups pass to the next iteration: none is lost or doubled, and partial completions continue in
-    the first shards."""
+    """Check that the next iteration takes over each unused group exactly once, and that partial completions continue in
+    its first shards."""
     key, after = iteration.stage_key("seal"), iteration.end_state
     expected = tuple(groups.rollouts for groups in iteration.start_state.partial_groups)
     for plan in (batch.plan for batch in iteration.batches):
@@ -145,8 +145,8 @@ def _check_carry_over(iteration: Iteration) -> Iterator[str]:
 
 
 def _check_sampling(iteration: Iteration) -> Iterator[str]:
-    """Check that the number of waves is allowed and that the state of dynamic sampling follows from the issued
-    groups."""
+    """Check that the iteration has no more batches than allowed, and that the state of dynamic sampling matches the
+    generated groups."""
     dynamic, after = iteration.rollout.dynamic, iteration.end_state
     max_batches = 1 if dynamic is None else 1 + dynamic.max_extra_waves
     if len(iteration.batches) > max_batches:

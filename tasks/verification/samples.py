@@ -31,8 +31,8 @@ def check_rollouts(iteration: Iteration) -> Iterator[str]:
 
 
 def check_samples(iteration: Iteration) -> Iterator[str]:
-    """Check that completions are trained once and completely, that surplus groups are not trained yet, and that no
-    sample is too stale."""
+    """Check that every completion to train on was used once and completely, that surplus groups were not used yet, and
+    that no sample is too stale."""
     credit, run = iteration.credit, iteration.run
     own_completions = [
         finished
@@ -58,7 +58,7 @@ def check_samples(iteration: Iteration) -> Iterator[str]:
 
 
 def check_credit(iteration: Iteration) -> Iterator[str]:
-    """Check that the credit stage used the iteration's rollouts with their scores, and estimates of the same
+    """Check that the credit stage used the rollouts of this iteration, their scores, and auxiliary scores for the same
     completions."""
     run, credit = iteration.run, iteration.credit
     scored = iteration.scored_rollouts()
@@ -181,9 +181,9 @@ class FinishedCompletion:
     """Completion that has ended."""
 
     begun: int
-    """Policy version that generated its first token."""
+    """Policy version that generated the first token of the completion."""
     samples: int
-    """Number of training samples that the completion becomes."""
+    """Number of training samples that are made from the completion."""
 
 
 def finished_completions(run: Run, rollouts: Manifest) -> dict[Name, FinishedCompletion]:

@@ -1,4 +1,4 @@
-"""Warnings about an iteration: symptoms in its metrics, each with a suggested fix in one line."""
+"""Warnings about an iteration. Each warning describes a symptom in the metrics and suggests a fix, in one line."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -168,8 +168,8 @@ def _compare_with_first(
 
 
 def summarize_warnings(warnings: Sequence[Mapping[str, str]], *, first: int = 1) -> list[str]:
-    """Return one line per kind of warning over several iterations, with the text of its last occurrence. `first` is the
-    number of the first iteration."""
+    """Return one line for each kind of warning that occurred in several iterations, with the text of the last
+    occurrence. `first` is the number of the first iteration in `warnings`."""
     lines = []
     for metric in dict.fromkeys(metric for each in warnings for metric in each):
         numbers = [number for number, each in enumerate(warnings, start=first) if metric in each]

@@ -19,7 +19,8 @@ NOT_COUNTED: Final = "Kernel launches, padding, weight transfers, judges, a crit
 
 @dataclass(frozen=True, slots=True)
 class CheckedDecoder:
-    """Sizes of a policy as measured by the input check. Implements `placement.roofline.DecoderWork`."""
+    """Layer and weight sizes of a language model, read from the results of the preflight check. Implements the
+    interface `placement.roofline.DecoderWork`."""
 
     facts: Mapping[str, float]
 
@@ -55,7 +56,7 @@ class StageEstimate(Settings):
 
     @property
     def row(self) -> dict[str, str]:
-        """Row of a table for this stage."""
+        """Values of this stage as a table row, by column heading."""
         rate = f"{self.tokens / self.seconds:,.0f}" if self.seconds else "–"
         return {"stage": self.stage, "seconds": f"{self.seconds:,.3g}", "tokens": f"{self.tokens:,}", "tokens/s": rate}
 
@@ -109,8 +110,8 @@ def accelerator(name: str) -> Accelerator:
 def estimate(
     config: RunConfig, facts: Mapping[str, float], kind: Accelerator, *, completion_tokens: int
 ) -> DeviceEstimate:
-    """Estimate one iteration, assuming that all completions have the same length. Each worker and each update rank uses
-    one device."""
+    """Estimate the time and memory of one iteration if every completion has `completion_tokens` tokens. Each worker and
+    each update rank uses one device of this kind."""
     rollout, update, pools = config.rollout, config.update, config.pools
     decoder, prompt = CheckedDecoder(facts), round(facts["mean_prompt_tokens"])
     generated_work = Generated(

@@ -140,7 +140,7 @@ def _read_advantages(iteration: Iteration) -> dict[Place, np.ndarray]:
 def _informative_rule(
     run: Run, derived: DerivedResult | None
 ) -> tuple[Callable[[ScoredGroups], Mask] | None, tuple[TermColumns, ...]]:
-    """Return the function that marks informative groups, and the reward terms of the scores.
+    """Return the function of the run's algorithm that marks informative groups, and the reward terms in the scores.
 
     The function is None for an algorithm defined in user code, because reading a run must not import code that the run
     names.

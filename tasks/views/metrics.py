@@ -24,8 +24,8 @@ STAGES: Final = {
     "credit": "credit",
     "update": "update",
 }
-"""Names of the seconds in a seal by the name shown for the stage. An iteration waits for these stages one after the
-other."""
+"""Names of stage durations in seals, by the stage name that users see. These stages run one after the other in an
+iteration."""
 _PASS_AT = re.compile(r"pass_at_(\d+)")
 
 
@@ -116,7 +116,7 @@ class IterationReport(Settings):
     """Mean of the first reward term over the iteration's completions, or None if no completion was finished and
     scored."""
     reward: float | None
-    """Mean total reward."""
+    """Mean total reward over the iteration's completions."""
     reward_std: float | None = None
     """Standard deviation of the total reward over completions."""
     terms: dict[str, float] = {}
@@ -145,11 +145,12 @@ class IterationReport(Settings):
     The weights are the same, so this measures the numerical difference between trainer and engine. None if nothing was
     compared."""
     mismatch_max: float | None
-    """Maximum of the differences that `mismatch` averages."""
+    """Maximum over tokens of |log π_train − log π_behaviour|, whose mean is `mismatch`. None if nothing was compared.
+    """
     importance_weight: float | None
     """Mean weight by which the mismatch correction multiplied the loss. 1 means no correction."""
     importance_cut: float | None
-    """Share of tokens whose weight was limited by the cap or band of the correction."""
+    """Share of tokens whose importance weight was limited by the mismatch correction."""
     missing: int
     """Number of completions without a score."""
     quarantined: bool
@@ -302,8 +303,8 @@ def read_report(sealed: Manifest, *, term: str, first: Manifest | None = None) -
 
 
 def _with_time_between(seconds: dict[str, float]) -> dict[str, float]:
-    """Add `between`, the seconds that belong to no stage. Only scoring after the end of generation counts as scoring,
-    because the rest runs in parallel to generation."""
+    """Add the entry `between` with the seconds that belong to no stage. For scoring, only the time after the end of
+    generation counts, because earlier scoring runs in parallel with generation."""
     stages = sum(seconds.get(name, 0.0) for name in STAGES.values())
     return {**seconds, "between": max(0.0, seconds["total"] - stages)}
 

@@ -1,5 +1,5 @@
-"""Views of placement: decisions of a run replayed from their recorded inputs, a plan before a run, and measured
-demands."""
+"""Views of placement: decisions of a run, recomputed from their recorded inputs, the initial placement of a new run,
+and the measured amounts of work."""
 
 from collections.abc import Mapping
 
@@ -23,7 +23,7 @@ POLICY: TypeAdapter[PlacementConfig] = TypeAdapter(PlacementConfig)
 
 
 class DecisionLine(Settings):
-    """Placement decision of a run, with its replay."""
+    """Placement decision of a run, with the result of recomputing the decision from its recorded inputs."""
 
     batch: str
     """Batch of the decision, for example `it-0003`, `it-0003/wave-2` or `eval-0010`."""
@@ -43,7 +43,8 @@ class DecisionLine(Settings):
 
 
 def replay_run(store: str, name: str) -> list[DecisionLine]:
-    """Replay every placement decision of a run. The list is empty if the roles of the run never competed for workers.
+    """Recompute every placement decision of a run from its recorded inputs. The list is empty if the roles of the run
+    never competed for workers.
 
     Raises BadInput if the store has no such run.
     """
@@ -111,7 +112,8 @@ def first_placement(config: RunConfig) -> PlacementPlan:
 
 
 def measured_run(store: str, name: str) -> MeasuredRun:
-    """Return the demands that each finished batch of a run measured, in the units of work of its plan.
+    """Return the amounts of work that were measured for each finished batch of a run, in the units of work of the
+    batch's plan.
 
     Raises BadInput if no placed batch is finished.
     """

@@ -103,7 +103,7 @@ PANELS: Final[Mapping[str, Callable[[IterationReport], dict[str, float | None]]]
     "gradient norm": lambda report: {"": report.grad_norm},
     "share of ratios clipped": lambda report: {"low": report.clip_low, "high": report.clip_high},
 }
-"""Values by label that each small panel shows, by the title of the panel."""
+"""Functions that return the values of a small panel by label, by the title of the panel."""
 COLUMNS: Final = 4
 STYLES: Final = ("-", "--", ":", "-.")
 

@@ -63,8 +63,9 @@ def export_policy(
 ) -> PolicyExport:
     """Write the policy after an iteration, by default the last sealed one, to a new directory.
 
-    Retention of an active run keeps the policy's files until the export ends. The directory appears only when it is
-    complete. If retention deletes the files first, the newest policy is tried again, unless an iteration was named.
+    While the files are copied, retention in an active run does not delete them. The directory appears only when it is
+    complete. If retention deletes the files before the copy starts, the export is tried again with the newest policy,
+    unless `iteration` is set.
 
     Raises BadInput before anything is written if there is no such policy, its files were deleted, or the directory has
     files.
@@ -178,8 +179,8 @@ def _lineage_of(run: Run, policy: ModelVersion, number: int) -> Iterator[tuple[s
 
 
 def _policy_manifest(run: Run, number: int) -> Manifest:
-    """Return the manifest of the policy after an iteration. If the run ended after SFT or DPO, the result of that
-    training stands in for the missing initial policy."""
+    """Return the manifest of the policy after an iteration. If the run ended after SFT or DPO, the trained policy is
+    used as the initial policy."""
     keys = [policy_key(run, number)] if number else [StageKey.policy(0), DPO, SFT]
     manifests = [manifest for key in keys if (manifest := run.find(key)) is not None]
     return manifests[0] if manifests else run.require(keys[0])

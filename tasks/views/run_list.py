@@ -39,11 +39,11 @@ class RunLine(Settings):
     after: float | None
     """Last held-out accuracy."""
     best: float | None = None
-    """Best held-out accuracy."""
+    """Highest held-out accuracy of all evaluations."""
     status: RunStatus = "stopped"
-    """State of the run."""
+    """Status of the run, as described at `RunStatus`."""
     held_by: str = ""
-    """Process that has locked the run, or that had locked the run when it died."""
+    """Process that has locked the run. For a crashed run, the process that had locked the run when it died."""
     algorithm: str | None = None
     """Kind of the algorithm."""
     seconds: float | None = None
@@ -77,10 +77,10 @@ def has_run(store: str, name: str) -> bool:
 
 
 def list_run_lines(store: str, *, limit: int | None = None) -> tuple[list[RunLine], int]:
-    """Return a line for each of the newest `limit` runs, sorted by name, and the number of all runs.
+    """Return the status and results of the newest `limit` runs, sorted by name, and the total number of runs.
 
-    A damaged run has a line and counts as new. A run that is deleted meanwhile has no line. Only the last seal and the
-    evaluations of a run are read.
+    Damaged runs are included and count as new. Runs that are deleted during the call are left out. Only the last seal
+    and the evaluations of a run are read.
     """
     names = list_runs(store)
     opened: Iterable[Run | RunLine] = (run for name in names if (run := _open_if_there(store, name)) is not None)
@@ -92,7 +92,8 @@ def list_run_lines(store: str, *, limit: int | None = None) -> tuple[list[RunLin
 
 
 def _open_if_there(store: str, name: str) -> Run | RunLine | None:
-    """Return the run or the line of its damage, or None if the run was deleted after it was listed."""
+    """Return the open run, or a `RunLine` that describes its damage. Return None if the run was deleted after it was
+    listed."""
     try:
         opened = _open_or_report(store, name)
     except BadInput:
@@ -101,7 +102,8 @@ def _open_if_there(store: str, name: str) -> Run | RunLine | None:
 
 
 def read_run_line(store: str, name: str) -> RunLine:
-    """Return the line of one run. Raises BadInput if the store has no such run."""
+    """Return the status and results of one run, as shown in the list of runs. Raises BadInput if the store has no such
+    run."""
     opened = _open_or_report(store, name)
     return opened if isinstance(opened, RunLine) else _read_line(opened)
 
@@ -165,7 +167,8 @@ def _find_status(holding: LockState, *, is_done: bool) -> RunStatus:
 
 
 def _is_done(run: Run, folders: list[str], sealed: int, evaluations: list[Manifest]) -> bool:
-    """Return whether the last evaluation follows all iterations that were begun and that the configuration asks for.
+    """Return whether the run was evaluated after the last configured iteration and after every iteration that was
+    begun.
 
     An iteration that a killed process had begun may have no manifest yet.
     """

@@ -32,7 +32,7 @@ class Activity:
     description: str
     done: int = 0
     total: int = 0
-    """Total amount of work in `unit`, or 0 if the activity has no countable work."""
+    """Total amount of work, counted in `unit`. 0 if the work of this activity cannot be counted."""
     unit: str = ""
     note: str = ""
     """Further information about the activity."""
@@ -57,7 +57,7 @@ class RunProgress:
 
 @dataclass(slots=True)
 class ProgressReader:
-    """Observer that reads the progress of a run repeatedly and rereads nothing that it has read before."""
+    """Reader that returns the current progress of a run on each call, and reads from the store only what is new."""
 
     store: str
     name: str
@@ -68,7 +68,7 @@ class ProgressReader:
     _reports: list[IterationReport] = field(default_factory=list)
     _evaluations: dict[int, Accuracy] = field(default_factory=dict)
     _folders: list[str] = field(default_factory=list)
-    """Folders of manifests at the last look."""
+    """Manifest folders of the run at the time of the last read."""
 
     def read_progress(self, now: datetime | None = None) -> RunProgress:
         """Read what has changed in the store and return the progress.

@@ -1,4 +1,4 @@
-"""Data that the reading commands show of runs and their re-scorings. Needs neither Prefect's API nor a worker."""
+"""Data about runs and their re-scorings for commands that only read. Needs neither Prefect's API nor a worker."""
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -79,7 +79,7 @@ def _read_previews(run: Run, manifest: Manifest, iteration: int, *, limit: int |
 
 
 def media_of(run: Run, *splits: str, rollouts: Iterable[Manifest] = ()) -> Media:
-    """Return the images of the prompts of these splits, and the images that the given rollouts consist of."""
+    """Return the images in the prompts of the given splits, and the generated images of the given rollouts."""
     manifests = filter(None, (run.find(PROMPTS[split]) for split in splits))
     shards = [shard for prompts in manifests for shard in prompts.shards[1:]]
     return Media(run.store, [*shards, *(shard for each in rollouts for shard in picture_shards_of(each))])
@@ -236,10 +236,11 @@ def open_known_run(store: str, name: str) -> Run:
 
 @contextmanager
 def detect_deletion(run: Run, *, known: Collection[str] = ()) -> Iterator[list[str]]:
-    """Run the block, which reads a run, with the folders of the run's manifests.
+    """Run a block that reads a run, and raise Damaged if the run is deleted during the block. Yields the folders of the
+    run's manifests.
 
-    A run that is being deleted looks like a run that has just begun, so the block itself may not notice. Raises Damaged
-    if the run's record or one of the folders, or of those that were `known` before, is gone at the end of the block.
+    The block itself may not notice the deletion, because a partly deleted run looks like a run that has just begun. So
+    at the end of the block the run's record, the yielded folders and the folders in `known` must still exist.
     """
 
     def check() -> None:
@@ -284,7 +285,8 @@ class RescoredIteration(Settings):
     reward: float | None
     """Mean of the new rewards."""
     correlation: float | None
-    """Pearson correlation over completions with both rewards, or None if one side is constant."""
+    """Pearson correlation between new and stored rewards over completions that have both. None if one of the two is
+    constant."""
     changed: float
     """Share of completions whose reward changed."""
 
@@ -319,9 +321,10 @@ class RecreditedIteration(Settings):
     advantage_size: float | None
     """Mean absolute advantage of a completion token, or None if there are no tokens."""
     coinciding: int
-    """Number of samples that the update trained on as well."""
+    """Number of the samples that the update also trained on."""
     correlation: float | None
-    """Pearson correlation of the tokens' advantages over these samples, or None if one side is constant."""
+    """Pearson correlation between new and stored advantages over the tokens of the coinciding samples. None if one of
+    the two is constant."""
 
 
 def recredited_iterations(store: str, run_name: str, name: str, numbers: Iterable[int]) -> list[RecreditedIteration]:

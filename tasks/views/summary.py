@@ -17,7 +17,8 @@ MIN_SHOWN_SECONDS: Final = 0.05
 """Minimum duration in seconds for a stage to be listed."""
 
 FENCE_COLUMNS: Final = 80
-"""Width of fenced lines. Prefect's UI does not wrap a fenced line, so the end of a longer line is out of view."""
+"""Maximum number of characters of a line in a Markdown code block. Prefect's UI does not wrap these lines, so the end
+of a longer line would be hidden."""
 
 
 class RunSummary(Settings):
@@ -89,7 +90,7 @@ def rollout_table(samples: Sequence[RolloutPreview]) -> list[dict[str, object]]:
 def summary_page(
     run: str, text: str, places: Sequence[str], *, warnings: Sequence[str] = (), png: bytes, excerpts: Excerpts
 ) -> str:
-    """Return the summary of a run as a Markdown page.
+    """Return a Markdown page with the summary, warnings, learning curves and some completions of a run.
 
     Warnings are list items, whose whole text the browser shows. Completions are enclosed in code fences that their text
     cannot close, below thumbnails of their images.

@@ -127,7 +127,8 @@ def _term_table(run: Run, rollouts: StageKey, term: str, *, prefix: str) -> pa.T
 
 
 def _verdicts_by_completion(table: pa.Table) -> Mapping[tuple[int, int], list[dict[str, object]]]:
-    """Return the verdicts of a judge by completion. Verdicts on canaries have keys that match no completion."""
+    """Return the verdicts of a judge, grouped by completion (prompt row and sample). Verdicts on canaries (known-bad
+    test completions) have keys that match no completion."""
     by_completion: dict[tuple[int, int], list[dict[str, object]]] = defaultdict(list)
     for row in table.to_pylist():
         by_completion[row.pop("prompt_row"), row.pop("sample")].append(row)
@@ -135,8 +136,8 @@ def _verdicts_by_completion(table: pa.Table) -> Mapping[tuple[int, int], list[di
 
 
 def _stored_iterations(run: Run, kind: Kind) -> Iterator[tuple[int, str | None, str]]:
-    """Yield (iteration, name, prefix) for each sealed iteration with stored shards: first with no name for the run
-    itself, then with the name of each re-scoring or re-credit."""
+    """Yield (iteration, name, prefix) for each sealed iteration whose shards are stored. The iterations of the run
+    itself come first and have no name. The iterations of each re-scoring or re-credit follow with its name."""
     numbers = range(1, len(sealed_iterations(run)) + 1)
     deleted, derived = (
         iterations_without_rollouts(run, numbers),

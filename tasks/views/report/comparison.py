@@ -25,7 +25,7 @@ from tasks.views.report.sections import difference_line, paired_difference
 from tasks.views.runs import RunDescription, describe_open_run, detect_deletion, open_known_run
 
 MOST: Final = len(COLORS)
-"""Maximum number of runs in a comparison: a chart can distinguish no more lines."""
+"""Maximum number of runs in a comparison, because a chart has only this number of distinguishable lines."""
 COMPARED: Final = {
     "Held-out accuracy": HELDOUT,
     "Accuracy of rollouts": "accuracy",
@@ -37,7 +37,7 @@ COMPARED: Final = {
     "Mismatch of engine and trainer, nats": "mismatch",
     "Seconds of an iteration": "seconds.total",
 }
-"""Compared columns of numbers per iteration, by the title of the chart that shows them."""
+"""Names of the columns (numbers by iteration) that are compared, by the title of the chart that shows the column."""
 
 
 ABSENT: Final = "absent"
@@ -90,7 +90,7 @@ class Comparison(Settings):
     """JSON value of each differing setting, by dotted key and then by run name. The value is `absent` if a run has no
     such key. If a run lacks a whole table of settings, only the `kind` of this table is listed."""
     pairs: tuple[PairedRuns, ...]
-    """Paired comparison of each pair of runs."""
+    """Paired comparison of every two runs in `runs`."""
 
 
 def compare_runs(store: str, names: Sequence[str]) -> Comparison:
@@ -155,7 +155,7 @@ def _find_differing(configs: Mapping[str, Mapping[str, str]]) -> dict[str, dict[
 
 
 def _is_part(key: str, by_run: Mapping[str, str]) -> bool:
-    """Return whether the key is the `kind` of a table of settings that at least one run does not have."""
+    """Return whether the key is the `kind` of a settings table that is absent from at least one run."""
     return key.endswith(".kind") and ABSENT in by_run.values()
 
 

@@ -22,8 +22,8 @@ WIDTH, HEIGHT = 400, 210
 DASHES: Final = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 3)))
 HATCHES: Final = ("", "////", "----", "\\\\\\\\", "xxxx", "||||")
 COLORS: Final = tuple(f"#fe00{place:02x}" for place in range(6))
-"""Placeholder colors of series. The page replaces each by a color of its style sheet, so no other part of a chart uses
-them."""
+"""Placeholder colors of series, which no other part of a chart uses. The page replaces each placeholder with a color of
+its style sheet."""
 INK: Final = "#fe00ff"
 STYLE: Final = str(files("tasks.views.report") / "curves.mplstyle")
 

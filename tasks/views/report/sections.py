@@ -35,15 +35,15 @@ ALPHA: Final = 0.05
 DECISIONS: Final = 200
 """Maximum number of placement decisions listed. Longer lists are thinned out evenly."""
 SEARCHED: Final = 20
-"""Number of iterations with missing scores whose reasons are counted, starting from the newest."""
+"""Maximum number of iterations, from the newest on, in which the reasons for missing scores are counted."""
 REASON: Final = 120
 SHORT: Final = 16
-"""Number of digits that are shown of a digest."""
+"""Number of digits to which a digest is shortened."""
 
 
 def verdict(run: Run, description: RunDescription, store: str) -> PageSection:
-    """Return the section with held-out accuracy before and after, the paired test, warnings, and registry records of
-    the run."""
+    """Return the section with the held-out accuracy before and after training, the paired test of the difference, the
+    warnings, and the registry records of the run."""
     evaluations, cards = description.evaluations, list[tuple[str, str, str]]()
     if evaluations:
         before, after = evaluations[0], evaluations[-1]

@@ -85,7 +85,7 @@ def decisions_of(run: Run) -> list[PlacedDecision]:
 
 
 def slots_of(run: Run, numbers: Sequence[int], decisions: Sequence[PlacedDecision]) -> list[SlotsPicture]:
-    """Return timeline pictures of some of these sealed iterations."""
+    """Return timeline pictures of at most `PANELS` of the given sealed iterations."""
     timelines = []
     for key in map(iteration_key, spread(numbers, PANELS)):
         manifests = run.manifests(f"{key}/")
