@@ -9,15 +9,34 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import inspect
 import json
-import math
-import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 ROLES = ("tool", "user", "system")
+MAX_STEP_BYTES = (1 << 24) - (1 << 16)
+"""Maximum size of the messages of a step as JSON. A step with its other fields must fit into a frame of 16 MiB."""
+KEPT_CHARACTERS = 1 << 20
+"""Number of characters that are kept of the messages of a larger step. Each takes at most 12 bytes of JSON."""
+OMISSION = "\n[...]\n"
+"""Marker for text that was removed."""
+
+
+def _import_sibling(name: str) -> ModuleType:
+    """Import a file in the same folder as this one."""
+    spec = importlib.util.spec_from_file_location(f"rheostat_{name}", Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None, "the file exists"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+plain_values: Any = _import_sibling("plain_values")
 
 
 class ToolError(Exception):
@@ -64,7 +83,7 @@ def parse_step(value: object, *, role: str) -> dict[str, Any]:
         return {"messages": [_message(value, role)], "done": False, "reward": None}
     parts = value if isinstance(value, Mapping) else getattr(value, "__dict__", None)
     if not isinstance(parts, Mapping) or not {"messages", "done", "reward"} & set(parts):
-        raise NoStep(f"expected a text, None, or messages, done and reward, found {type(value).__name__}")
+        raise NoStep(f"expected a text, None, or messages, done and reward, found {plain_values.describe_type(value)}")
     content = parts.get("messages") or ()
     if not isinstance(content, (str, Mapping, list, tuple)):
         raise NoStep(f"expected a text or a list as messages, found {content!r:.80}")
@@ -80,18 +99,50 @@ def _message(value: object, role: str) -> dict[str, str]:
     message = {"role": role, "content": value} if isinstance(value, str) else value
     if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
         raise NoStep(f"expected a message with a text as content, found {value!r:.80}")
-    observation = {"role": str(message.get("role", role)), "content": message["content"]}
+    repair_text = plain_values.repair_text
+    observation = {"role": str(message.get("role", role)), "content": repair_text(message["content"])}
     if observation["role"] not in ROLES:
         raise NoStep(f"expected a message of role {', '.join(ROLES)}, found {observation['role']!r}")
-    return {**observation, "name": str(message["name"])} if message.get("name") else observation
+    return {**observation, "name": repair_text(str(message["name"]))} if message.get("name") else observation
 
 
 def _reward(value: object) -> float | None:
     if value is None:
         return None
-    if not isinstance(value, numbers.Real) or not math.isfinite(float(value)):
-        raise NoStep(f"expected a finite number as reward, found {value!r:.40}")
-    return float(value)
+    try:
+        number: float = plain_values.to_number(value)
+    except plain_values.InvalidValue:
+        is_plain = isinstance(value, (str, bool, int, float))
+        description = f"{value!r:.40}" if is_plain else plain_values.describe_type(value)
+        raise NoStep(f"expected a finite number as reward, found {description}") from None
+    return number
+
+
+def shorten_step(step: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a step whose messages together are not too large to be sent. The middle of longer texts is removed.
+
+    Raises NoStep if the step has too many messages.
+    """
+    messages = step["messages"]
+    if sum(map(_size_of, messages)) <= MAX_STEP_BYTES:
+        return dict(step)
+    num_kept = KEPT_CHARACTERS // len(messages)
+    shorter = [{**each, "content": _drop_middle(each["content"], num_kept)} for each in messages]
+    if sum(map(_size_of, shorter)) > MAX_STEP_BYTES:
+        raise NoStep(f"expected messages of at most {MAX_STEP_BYTES} bytes together, found {len(messages)} messages")
+    return {**step, "messages": shorter}
+
+
+def _size_of(message: Mapping[str, str]) -> int:
+    """Return the bytes of a message as JSON."""
+    return len(json.dumps(message))
+
+
+def _drop_middle(text: str, num_kept: int) -> str:
+    """Return the text with at most `num_kept` characters, from its start and its end, and a marker between them."""
+    if len(text) <= num_kept:
+        return text
+    return f"{text[: (num_kept + 1) // 2]}{OMISSION}{text[len(text) - num_kept // 2 :]}"
 
 
 # ---- tools
@@ -133,7 +184,15 @@ def call_tool(call: ToolCall, tools: Mapping[str, Callable[..., object]]) -> str
         if isinstance(error, ToolError) or any(kind.__name__ == "ToolError" for kind in type(error).__mro__):
             return f"Error: {error}"
         raise
-    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+    if isinstance(result, str):
+        return result
+    return json.dumps(plain_values.to_json_value(result), ensure_ascii=False, default=_refuse_result)
+
+
+def _refuse_result(value: object) -> object:
+    """Raise NoStep for a part of a tool's result that JSON does not allow."""
+    kind = plain_values.describe_type(value)
+    raise NoStep(f"expected a text or a JSON value as the result of the tool, found {kind}")
 
 
 def build_schemas(tools: Sequence[Any]) -> list[dict[str, Any]]:
@@ -177,7 +236,7 @@ class LiveEpisodes:
         for turn in turns[processed:]:
             step = parse_step(environment.step(turn), role=self._role)
         self._live[call["episode"]] = environment, len(turns)
-        return step
+        return shorten_step(step)
 
     def close(self, names: Iterable[str]) -> None:
         """Close finished episodes. An error while closing one does not affect the others."""

@@ -17,8 +17,6 @@ import importlib
 import importlib.util
 import inspect
 import json
-import math
-import numbers
 import os
 import pkgutil
 import re
@@ -43,8 +41,16 @@ class InvalidTarget(ValueError):
     """Raised when an object that the user named cannot be imported, or cannot be called as required."""
 
 
-class InvalidValue(Exception):
-    """Raised when the return value of a function is not valid."""
+def import_sibling(name: str) -> ModuleType:
+    """Import a file in the same folder as this one, which is not on the module path of users' functions."""
+    spec = importlib.util.spec_from_file_location(f"rheostat_{name}", Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None, "the file exists"
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+plain_values: Any = import_sibling("plain_values")
 
 
 # ---- finding the objects that users name
@@ -122,8 +128,8 @@ def compute_value(
     """
     try:
         result = call()
-        return (_number(result) if expected is None else _numbers(result, part, expected)), None
-    except InvalidValue as error:
+        return (plain_values.to_number(result) if expected is None else _numbers(result, part, expected)), None
+    except plain_values.InvalidValue as error:
         return None, one_line(str(error))
     except BaseException as error:  # also KeyboardInterrupt, which only the function itself can raise
         return None, one_line(f"{type(error).__name__}: {_message_of(error)}")
@@ -146,22 +152,15 @@ def _message_of(error: BaseException) -> str:
 
 
 def _numbers(result: object, part: str, expected: int) -> list[float]:
-    if not isinstance(result, Iterable) or isinstance(result, (str, bytes, Mapping)):
-        raise InvalidValue(f"expected {expected} floats, one for each of the {part}, found {type(result).__name__}")
-    values = [_number(value) for value in (islice(result, expected + 1) if expected >= 0 else result)]
+    wanted = f"expected {expected} floats, one for each of the {part}"
+    is_single = isinstance(result, (str, bytes, Mapping)) or plain_values.has_no_dimensions(result)
+    if is_single or not isinstance(result, Iterable):
+        raise plain_values.InvalidValue(f"{wanted}, found {plain_values.describe_type(result)}")
+    values = [plain_values.to_number(value) for value in (islice(result, expected + 1) if expected >= 0 else result)]
     if len(values) != expected >= 0:
         more = "more" if len(values) > expected else str(len(values))
-        raise InvalidValue(f"expected {expected} floats, one for each of the {part}, found {more}")
+        raise plain_values.InvalidValue(f"{wanted}, found {more}")
     return values
-
-
-def _number(result: object) -> float:
-    if not isinstance(result, numbers.Real):
-        raise InvalidValue(f"expected a float, found {type(result).__name__}")
-    number = float(result)
-    if not math.isfinite(number):
-        raise InvalidValue(f"expected a finite float, found {number}")
-    return number
 
 
 # ---- the process
@@ -228,15 +227,6 @@ def _forget(name: str) -> None:
             sys.modules[name] = before
 
 
-def _import_sibling(name: str) -> ModuleType:
-    """Import a file in the same folder as this one."""
-    spec = importlib.util.spec_from_file_location(f"rheostat_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None, "the file exists"
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def die_with_parent(parent: int) -> None:
     """Let the kernel kill this process when its parent dies, even if it hangs or is suspended (Linux only)."""
     if sys.platform == "linux":
@@ -247,7 +237,7 @@ def die_with_parent(parent: int) -> None:
 
 def serve_episodes(order: Mapping[str, Any], calls: BinaryIO, answers: int) -> None:
     """Load an environment or tools, and answer turns. Raises ValueError if they cannot be used."""
-    episodes_module = _import_sibling("episode_runner")
+    episodes_module = import_sibling("episode_runner")
     make, tools = _environment(order, episodes_module.ToolBox)
     _send(answers, episodes_module.build_schemas(tools) if order["describes"] else [])
     episodes = episodes_module.LiveEpisodes(make, order["role"])
@@ -339,7 +329,7 @@ def main() -> None:
         die_with_parent(order["parent"])
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt from elsewhere ends the process without an exception
     sys.path[:] = dict.fromkeys([*order["first"], *sys.path, *order["last"]])
-    box, hint = (None if limits is None else _import_sibling("sandbox_runner")), ""
+    box, hint = (None if limits is None else import_sibling("sandbox_runner")), ""
     try:
         if box is not None:
             hint = box.isolate(order["outside"], order["user"], order["first"])
