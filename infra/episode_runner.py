@@ -50,7 +50,7 @@ class ToolCall:
     name: str
     arguments: Mapping[str, Any]
     error: str = ""
-    """Problem of a call that could not be parsed, or an empty string."""
+    """Problem of a call that could not be parsed or has wrong arguments, or an empty string."""
 
 
 @dataclass(frozen=True)
@@ -195,10 +195,11 @@ def _refuse_result(value: object) -> object:
     raise NoStep(f"expected a text or a JSON value as the result of the tool, found {kind}")
 
 
-def build_schemas(tools: Sequence[Any]) -> list[dict[str, Any]]:
+def build_schemas(tools: Sequence[Any], *, skip_unknown: bool = False) -> list[dict[str, Any]]:
     """Return the schemas of tools for chat templates, derived from type hints and docstrings.
 
-    Tools that are schemas already are returned unchanged. Raises ValueError if a schema cannot be derived.
+    Tools that are schemas already are returned unchanged. With `skip_unknown`, docstrings are not required, and tools
+    whose type hints are not sufficient are left out. Otherwise raises ValueError if a schema cannot be derived.
     """
     if all(isinstance(tool, Mapping) for tool in tools):
         return list(tools)
@@ -208,9 +209,25 @@ def build_schemas(tools: Sequence[Any]) -> list[dict[str, Any]]:
         try:
             schemas.append(library.get_json_schema(tool))
         except Exception as error:  # the library raises several kinds of errors
+            if skip_unknown:
+                schemas += _schemas_from_type_hints(tool, library)
+                continue
             name = getattr(tool, "__name__", tool)
             raise ValueError(f"no schema can be derived for the tool {name!r}: {error}") from error
     return schemas
+
+
+def _schemas_from_type_hints(tool: Callable[..., object], library: Any) -> list[dict[str, Any]]:  # noqa: ANN401
+    """Return the schema of a function's parameters, in a list that is empty if the type hints are not sufficient."""
+    try:
+        parameters = library.chat_template_utils._convert_type_hints_to_json_schema(tool)  # noqa: SLF001
+        parameters["properties"].pop("return", None)
+        kinds = {each.kind for each in inspect.signature(tool).parameters.values()}
+        return [] if inspect.Parameter.VAR_KEYWORD in kinds else [
+            {"type": "function", "function": {"name": tool.__name__, "parameters": parameters}}
+        ]
+    except Exception:  # any failure of the library means that the tool accepts all arguments
+        return []
 
 
 # ---- episodes
@@ -253,4 +270,5 @@ class LiveEpisodes:
 
 def parse_turn(document: Mapping[str, Any], number: int) -> EpisodeTurn:
     """Return the turn from its JSON form, with its index from 0."""
-    return EpisodeTurn(document["text"], tuple(ToolCall(**call) for call in document["calls"]), number)
+    calls = (ToolCall(call["name"], call["arguments"], call["error"]) for call in document["calls"])
+    return EpisodeTurn(document["text"], tuple(calls), number)

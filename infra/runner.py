@@ -239,7 +239,9 @@ def serve_episodes(order: Mapping[str, Any], calls: BinaryIO, answers: int) -> N
     """Load an environment or tools, and answer turns. Raises ValueError if they cannot be used."""
     episodes_module = import_sibling("episode_runner")
     make, tools = _environment(order, episodes_module.ToolBox)
-    _send(answers, episodes_module.build_schemas(tools) if order["describes"] else [])
+    describes = order["describes"]
+    schemas = [] if describes == "none" else episodes_module.build_schemas(tools, skip_unknown=describes == "known")
+    _send(answers, schemas)
     episodes = episodes_module.LiveEpisodes(make, order["role"])
     while (call := _receive(calls)) is not None:
         try:
@@ -273,7 +275,7 @@ def _environment(order: Mapping[str, Any], tool_box: Callable[..., object]) -> t
         try:
             offered = offered(**options)
         except ValueError:
-            if order["describes"]:
+            if order["describes"] == "all":
                 raise
             offered = ()  # the server may be available again when it is needed
     return functools.partial(found, **options), [*offered]
