@@ -25,6 +25,17 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema, to_jsonable_python
 
 from infra.errors import BadInput
+from infra.renamed import (
+    RenamedFrom,
+    Renames,
+    accept_old_names,
+    find_renames,
+    read_names,
+    renames_of,
+    stored_names,
+    warn,
+    with_present_names,
+)
 
 RECORDED: Final = "recorded"
 """Validation context for stored documents. In it, a missing key takes the value of `Since.before`."""
@@ -56,39 +67,44 @@ def read_recorded(model: type[M], document: object) -> M:
     return model.model_validate(document, context=RECORDED)
 
 
-def omit_unchanged_keys(document: Mapping[str, JsonValue], settings: BaseModel) -> dict[str, JsonValue]:
-    """Return a JSON document without the keys marked `Since` whose value is `before`, at every depth.
+def encode_recorded(document: Mapping[str, JsonValue], settings: BaseModel) -> dict[str, JsonValue]:
+    """Return a JSON document as runs record it.
+
+    At every depth, keys marked `Since` whose value is `before` are omitted, and renamed keys and values have their old
+    names.
 
     `settings` determines which keys are marked. The document is a dump of these settings, or of settings to which they
     are compared. A part with another structure is returned unchanged.
     """
-    fields = _fields_of(document, settings)
+    part = _fields_of(document, settings)
+    fields = read_names(part, renames_of(type(settings)))
     kept = dict(fields)
     for name, field in type(settings).model_fields.items():
         if name not in fields:
             continue
-        kept[name] = _omit_within(fields[name], getattr(settings, name))
+        kept[name] = _encode_within(fields[name], getattr(settings, name))
         if (since := since_of(field)) is not None and kept[name] == _plain_json(since.before):
             del kept[name]
-    return kept if fields is document else {**document, "options": kept}
+    stored = stored_names(kept, type(settings))
+    return stored if part is document else {**document, "options": stored}
 
 
-def _omit_within(value: JsonValue, part: object) -> JsonValue:
+def _encode_within(value: JsonValue, part: object) -> JsonValue:
     if isinstance(part, BaseModel) and isinstance(value, dict):
-        return omit_unchanged_keys(value, part)
+        return encode_recorded(value, part)
     if isinstance(part, tuple) and isinstance(value, list) and len(part) == len(value):
-        return [_omit_within(each, other) for each, other in zip(value, part, strict=True)]
+        return [_encode_within(each, other) for each, other in zip(value, part, strict=True)]
     return value
 
 
 def _plain_json(value: object) -> JsonValue:
-    """Return the JSON of a key's value without the keys that `omit_unchanged_keys` omits."""
-    return _omit_within(to_jsonable_python(value), value)
+    """Return the JSON of a key's value as runs record it."""
+    return _encode_within(to_jsonable_python(value), value)
 
 
 def adopt_recorded(settings: M, recorded: Mapping[str, JsonValue]) -> M:
     """Return the settings with `Since.before` for each unset key that the recorded settings do not have."""
-    fields = _fields_of(recorded, settings)
+    fields = read_names(_fields_of(recorded, settings), renames_of(type(settings)))
     changes = dict[str, object]()
     for name, field in type(settings).model_fields.items():
         value, since = getattr(settings, name), since_of(field)
@@ -142,18 +158,29 @@ _WITHIN: Final = ("schema", "items_schema", "keys_schema", "values_schema", "cho
 """Keys of a core schema that contain other core schemas."""
 
 
-def _fill_recorded(marks: Mapping[str, Since], schema: Any) -> Any:  # noqa: ANN401 -- pydantic's, of many types
-    """Add a validation step before a model's fields that fills in `Since.before` in documents of stored runs."""
+@dataclass(frozen=True, slots=True)
+class _ReadOlder:
+    """Validation step before a model's fields that reads old names of keys and values, and that fills in `Since.before`
+    in documents of stored runs."""
 
-    def fill(value: object, info: ValidationInfo) -> object:
-        if info.context != RECORDED or not isinstance(value, dict):
+    marks: Mapping[str, Since]
+    renames: Renames
+
+    def __call__(self, value: object, info: ValidationInfo) -> object:
+        if not isinstance(value, dict):
             return value
-        return {**{name: mark.before for name, mark in marks.items()}, **value}
+        if info.context != RECORDED:
+            return read_names(value, self.renames, report=warn)
+        return {**{name: mark.before for name, mark in self.marks.items()}, **read_names(value, self.renames)}
 
-    if schema["type"] == "model":
-        filled = core_schema.with_info_before_validator_function(fill, schema["schema"])
-        return schema | {"schema": filled}
-    return schema | {"schema": _fill_recorded(marks, schema["schema"])}
+    def add_to(self, schema: Any) -> Any:  # noqa: ANN401 -- pydantic's, of many types
+        """Return the core schema of a model with this step. A schema that pydantic reuses already has it."""
+        inner = schema["schema"]
+        if schema["type"] != "model":
+            return schema | {"schema": self.add_to(inner)}
+        if inner["type"] == "function-before" and isinstance(inner["function"]["function"], _ReadOlder):
+            return schema
+        return schema | {"schema": core_schema.with_info_before_validator_function(self, inner)}
 
 
 def _without_booleans(schema: Any, model: type[BaseModel]) -> Any:  # noqa: ANN401 -- pydantic's, of many types
@@ -197,13 +224,27 @@ class Settings(BaseModel):
         whole: dict[str, Any] = handler.resolve_ref_schema(schema)  # type: ignore[assignment]
         whole.update(_without_booleans(whole, cls))
         marks = {name: mark for name, field in cls.model_fields.items() if (mark := since_of(field)) is not None}
-        if marks and source is cls:
-            whole.update(_fill_recorded(marks, whole))
+        renames = find_renames(cls)
+        if (marks or renames) and source is cls:
+            whole.update(_ReadOlder(marks, renames).add_to(whole))
+        return schema
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Return a JSON schema that also accepts the old names of renamed keys and values."""
+        schema = handler(core)
+        whole = handler.resolve_ref_schema(schema)
+        whole.update(accept_old_names(whole, cls))
         return schema
 
     def as_recorded(self) -> dict[str, JsonValue]:
-        """Return the settings as JSON for a stored record, without marked keys whose value is `Since.before`."""
-        return omit_unchanged_keys(self.model_dump(mode="json"), self)
+        """Return the settings as JSON for a stored record, without marked keys whose value is `Since.before`, and with
+        the old names of renamed keys."""
+        return encode_recorded(self.model_dump(mode="json"), self)
+
+    def present_names(self, recorded: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+        """Return recorded settings with the present names of renamed keys and values, for messages."""
+        return with_present_names(recorded, type(self))
 
 
 class Identified(Protocol):
@@ -216,6 +257,10 @@ class Identified(Protocol):
     def normalize(self, recorded: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
         """Return a recorded identity in the present format of `identity`, regardless of the version that
         recorded it."""
+        ...
+
+    def present_names(self, recorded: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+        """Return a recorded identity with the present names of renamed keys and values, for messages."""
         ...
 
 
@@ -278,7 +323,7 @@ class PoolsConfig(Settings):
     """Number of GPUs per worker slot. A fraction below 1 lets slots share a GPU."""
     gpus_per_update_rank: Annotated[float, Field(ge=0, le=16)] = 0
     """Number of GPUs reserved for each update rank."""
-    update_apart: bool = False
+    dedicated_update_resources: Annotated[bool, RenamedFrom("update_apart")] = False
     """Whether worker slots stay awake during the update. The update then needs its own CPUs or GPUs, and memory."""
     start_seconds: Annotated[float, Field(gt=0)] = 180
     """Maximum time in seconds for the start of a worker."""

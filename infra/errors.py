@@ -180,3 +180,7 @@ def first_cause(error: BaseException) -> BaseException:
         ours, _ = error.split(RheostatError)
         error = (ours or error).exceptions[0]
     return error
+
+
+class DeprecatedSpelling(FutureWarning):
+    """Category of the warning about the old name of a renamed configuration key or value."""

@@ -8,8 +8,10 @@ import signal
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Final, Literal, TextIO, get_args, get_origin
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TextIO, get_args, get_origin
 
 from cyclopts import (
     App,
@@ -22,7 +24,7 @@ from cyclopts import (
     UnusedCliTokensError,
 )
 
-from infra.errors import BadInput, RheostatError
+from infra.errors import BadInput, DeprecatedSpelling, RheostatError
 from infra.untrusted_text import make_visible
 
 if TYPE_CHECKING:
@@ -97,7 +99,8 @@ def run_command(app: App, arguments: Sequence[str] | None, *, again: str) -> int
     words = sys.argv[1:] if arguments is None else list(arguments)
     try:
         _check_command(app, words)
-        return int(app(words) or 0)
+        with _print_deprecations():
+            return int(app(words) or 0)
     except CycloptsError as error:
         command = " ".join([program, *(error.command_chain or ())])
         write_error(f"{program}: {_describe_error(error)} (see `{command} --help`)")
@@ -114,6 +117,25 @@ def run_command(app: App, arguments: Sequence[str] | None, *, again: str) -> int
     except Exception:  # a defect, whose traceback may quote untrusted text
         write_error(traceback.format_exc().rstrip("\n"))
         return 1
+
+
+@contextmanager
+def _print_deprecations() -> Iterator[None]:
+    """Print each warning about an old name in a configuration once during the block, as one line to stderr."""
+    printed = set[str]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", DeprecatedSpelling)
+        show_other = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *place: Any, **options: Any) -> None:  # noqa: ANN401
+            if not issubclass(category, DeprecatedSpelling):
+                show_other(message, category, *place, **options)
+            elif str(message) not in printed:
+                printed.add(str(message))
+                write_error(f"warning: {message}")
+
+        warnings.showwarning = show
+        yield
 
 
 def _check_command(app: App, words: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union
 
-from pydantic import Field, GetCoreSchemaHandler, JsonValue, SerializationInfo, ValidationError
+from pydantic import Field, GetCoreSchemaHandler, JsonValue, SerializationInfo, ValidationError, ValidationInfo
 from pydantic_core import CoreSchema, core_schema
 
 from infra.config import Settings
@@ -52,8 +52,8 @@ class Target(Settings):
     options: dict[str, JsonValue] = {}
     """Values for the fields of the class."""
 
-    def build(self, base: type[V], options: object) -> V:
-        """Import the class and create an object of it from its options.
+    def build(self, base: type[V], options: object, *, context: object = None) -> V:
+        """Import the class and create an object of it from its options, validated in the given context.
 
         Raises BadInput if the class cannot be imported (with the nearest name), is no subclass of `base`, lacks a class
         variable, or does not accept the options.
@@ -66,7 +66,7 @@ class Target(Settings):
             if not hasattr(target_class, name):
                 raise BadInput(f"{where} must define the class variable {name!r}")
         try:
-            return target_class.model_validate(options)
+            return target_class.model_validate(options, context=context)
         except ValidationError as error:
             raise BadInput(f"options of {where}: {explain(error, target_class)}") from error
 
@@ -85,14 +85,14 @@ class OneOf:
         class."""
         union = handler.generate_schema(Annotated[Union[self.variants], Field(discriminator="kind")])  # noqa: UP007
 
-        def validated(value: object, read: Callable[[object], Settings]) -> Settings:
+        def validated(value: object, read: Callable[[object], Settings], info: ValidationInfo) -> Settings:
             if isinstance(value, base):
                 return value
             settings = read(value)
             if not isinstance(settings, Target):
                 return settings
             options = value.get("options", {}) if isinstance(value, Mapping) else settings.options
-            return settings.build(base, options)
+            return settings.build(base, options, context=info.context)
 
         def written(value: Variant, write: Callable[[Settings], Any], info: SerializationInfo) -> Any:  # noqa: ANN401
             if type(value) in self.variants:
@@ -100,7 +100,7 @@ class OneOf:
             options = value.model_dump(mode="json", exclude_defaults=info.exclude_defaults, context=info.context)
             return write(self.variants[-1](target=_import_string(type(value)), options=options))  # type: ignore[call-arg]
 
-        return core_schema.no_info_wrap_validator_function(
+        return core_schema.with_info_wrap_validator_function(
             validated,
             union,
             serialization=core_schema.wrap_serializer_function_ser_schema(written, schema=union, info_arg=True),

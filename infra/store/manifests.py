@@ -13,7 +13,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, JsonValue, ValidationError
 
-from infra.config import Settings, Since, omit_unchanged_keys, read_recorded
+from infra.config import Settings, Since, encode_recorded, read_recorded
 from infra.costs import Cost
 from infra.errors import Damaged
 from infra.store.bundles import BundleRef
@@ -121,7 +121,7 @@ class Manifest(Settings):
 
     def _result(self) -> dict[str, JsonValue]:
         without = {"provenance"} if self.run else {"provenance", "run"}
-        result = omit_unchanged_keys(self.model_dump(mode="json", exclude=without), self)
+        result = encode_recorded(self.model_dump(mode="json", exclude=without), self)
         return {**result, "schema_version": str(MANIFEST_VERSION)}
 
 

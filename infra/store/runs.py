@@ -69,10 +69,10 @@ class Run:
         return self.record.name
 
     def check_identity(self, config: Identified, *, ignored: Collection[str] = ()) -> None:
-        """Raise RunChanged if the run was created from another configuration. The error lists the differing settings.
-        Settings in `ignored` (dotted keys) may differ."""
-        recorded = self.record.config
-        self._refuse(describe_difference(config.normalize(recorded), config.identity(recorded), ignored=ignored))
+        """Raise RunChanged, which lists the differing settings, unless they are all in `ignored` (dotted keys)."""
+        recorded, present = self.record.config, config.present_names
+        old, new = present(config.normalize(recorded)), present(config.identity(recorded))
+        self._refuse(describe_difference(old, new, ignored=ignored))
 
     def _refuse(self, changes: str) -> None:
         if changes:
