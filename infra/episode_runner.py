@@ -220,12 +220,14 @@ def build_schemas(tools: Sequence[Any], *, skip_unknown: bool = False) -> list[d
 def _schemas_from_type_hints(tool: Callable[..., object], library: Any) -> list[dict[str, Any]]:  # noqa: ANN401
     """Return the schema of a function's parameters, in a list that is empty if the type hints are not sufficient."""
     try:
-        parameters = library.chat_template_utils._convert_type_hints_to_json_schema(tool)  # noqa: SLF001
+        parameters = library.chat_template_utils._convert_type_hints_to_json_schema(tool)
         parameters["properties"].pop("return", None)
         kinds = {each.kind for each in inspect.signature(tool).parameters.values()}
-        return [] if inspect.Parameter.VAR_KEYWORD in kinds else [
-            {"type": "function", "function": {"name": tool.__name__, "parameters": parameters}}
-        ]
+        return (
+            []
+            if inspect.Parameter.VAR_KEYWORD in kinds
+            else [{"type": "function", "function": {"name": tool.__name__, "parameters": parameters}}]
+        )
     except Exception:  # any failure of the library means that the tool accepts all arguments
         return []
 

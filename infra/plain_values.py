@@ -50,7 +50,7 @@ def _is_number(value: object) -> bool:
 
 
 def _to_scalar(value: Any) -> Any:  # noqa: ANN401 -- a user's object
-    """Return the Python number in a numpy scalar, or in an array or tensor without dimensions; else the value."""
+    """Return the Python number in a numpy scalar, or in an array or tensor without dimensions, or the value itself."""
     if _is_number(value) or not has_no_dimensions(value):
         return value
     if getattr(value, "mask", None) is not None and bool(value.mask):

@@ -48,6 +48,14 @@ class DataSource(Variant):
     """Action for problems whose prompt leaves no room for a completion in the policy's context: "refuse" ends the run
     before it begins, "drop" excludes them from iterations, evaluations and warm-up, and records their number."""
 
+    image_background: Annotated[
+        Annotated[str, Field(pattern=r"^(white|black|#[0-9a-fA-F]{6}|unconverted)$")],
+        Since("0.2.0", before="unconverted"),
+    ] = "white"
+    """Color on which transparent images are composed: `white`, `black` or `#rrggbb`. Images with more than 8 bits per
+    channel are scaled to 8 bits. `unconverted` passes all images to the policy as they are, which drops transparency
+    and makes most shades of 16 bits white."""
+
     @property
     def has_answers(self) -> bool:
         """Whether every problem has a reference answer, which warm-up imitates and from which judges are trained."""

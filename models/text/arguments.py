@@ -117,7 +117,7 @@ def _normalize(schema: JsonValue) -> JsonValue:
 def _describe_errors(error: ValidationError) -> Iterator[str]:
     """Yield the messages for one error of the validator."""
     path = tuple(error.absolute_path)
-    schema = error.schema if isinstance(error.schema, dict) else {}
+    schema = cast(Mapping[str, JsonValue], error.schema)
     properties = cast(Mapping[str, JsonValue], schema.get("properties", {}))
     if error.validator == "required":
         for name in error.validator_value:
@@ -162,7 +162,7 @@ def _describe_type(schema: object) -> str:
     if not isinstance(schema, dict):
         return "a value"
     if "type" not in schema:
-        branches = schema.get("anyOf", schema.get("oneOf", ()))
+        branches = cast(Sequence[object], schema.get("anyOf", schema.get("oneOf", ())))
         return " or ".join(dict.fromkeys(map(_describe_type, branches))) or "a value"
     return " or ".join(schema["type"]) if isinstance(schema["type"], list) else str(schema["type"])
 

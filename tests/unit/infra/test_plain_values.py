@@ -11,6 +11,7 @@ import torch
 from infra.episode_runner import EpisodeTurn, NoStep, ToolBox, ToolCall, parse_step, shorten_step
 from infra.plain_values import repair_text, to_json_value
 from infra.runner import compute_value
+from models.judges.endpoint import read_answer
 
 NUMBERS = [
     (True, 1.0),
@@ -106,6 +107,14 @@ def test_halves_of_characters_become_replacement_characters(text, repaired):
     assert parse_step({"messages": [{"role": "tool", "name": text, "content": text}]}, role="tool")["messages"] == [
         {"role": "tool", "name": repaired, "content": repaired}
     ]
+
+
+@pytest.mark.parametrize(
+    ("escaped", "text"), [(r"\ud83d!", "\ufffd!"), (r"\uD83D\uDE00", "\U0001f600"), (r"\\ud83d", r"\ud83d")]
+)
+def test_halves_of_characters_in_the_answer_of_an_endpoint_become_replacement_characters(escaped, text):
+    body = f'{{"choices": [{{"message": {{"content": "page {escaped}"}}, "finish_reason": "stop"}}]}}'
+    assert read_answer(body.encode(), None).text == f"page {text}"
 
 
 @pytest.mark.parametrize("character", ["a", "\U0001f600"])
