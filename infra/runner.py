@@ -30,6 +30,8 @@ from typing import Any, BinaryIO
 
 MIN_PYTHON = (3, 9)
 """Minimum Python version that can run this file."""
+FILES = ("runner.py", "episode_runner.py", "plain_values.py", "sandbox_runner.py")
+"""Files that the process reads from the folder of this file."""
 LENGTH_BYTES = 4
 MAX_RESPONSE_BYTES = 1 << 24
 STOP = "stop"
@@ -128,7 +130,7 @@ def compute_value(
     """
     try:
         result = call()
-        return (plain_values.to_number(result) if expected is None else _numbers(result, part, expected)), None
+        return (_number(result) if expected is None else _numbers(result, part, expected)), None
     except plain_values.InvalidValue as error:
         return None, one_line(str(error))
     except BaseException as error:  # also KeyboardInterrupt, which only the function itself can raise
@@ -151,12 +153,17 @@ def _message_of(error: BaseException) -> str:
         return "it cannot be told"
 
 
+def _number(result: object) -> float:
+    number: float = plain_values.to_number(result)
+    return number
+
+
 def _numbers(result: object, part: str, expected: int) -> list[float]:
     wanted = f"expected {expected} floats, one for each of the {part}"
     is_single = isinstance(result, (str, bytes, Mapping)) or plain_values.has_no_dimensions(result)
     if is_single or not isinstance(result, Iterable):
         raise plain_values.InvalidValue(f"{wanted}, found {plain_values.describe_type(result)}")
-    values = [plain_values.to_number(value) for value in (islice(result, expected + 1) if expected >= 0 else result)]
+    values = [_number(value) for value in (islice(result, expected + 1) if expected >= 0 else result)]
     if len(values) != expected >= 0:
         more = "more" if len(values) > expected else str(len(values))
         raise plain_values.InvalidValue(f"{wanted}, found {more}")

@@ -42,7 +42,7 @@ def find_conversion(image: Image.Image) -> str:
         return FLOAT
     if not image.has_transparency_data:
         return ""
-    return TRANSPARENT if image.convert("RGBA").getextrema()[3] != (255, 255) else ""
+    return TRANSPARENT if image.convert("RGBA").getchannel("A").getextrema() != (255, 255) else ""
 
 
 def convert_to_rgb(image: Image.Image, background: str) -> Image.Image:
