@@ -8,10 +8,11 @@ from infra.plugins import find_target
 from infra.store.bundles import BundleRef
 from infra.store.shards import ShardRef
 from models.config.algorithms import CriticConfig
-from models.config.data import DataConfig, PixelLimits, PreferencesConfig
+from models.config.data import DataConfig, PreferencesConfig
 from models.config.denoising import DenoisingConfig
 from models.config.engines import SamplingConfig
 from models.config.environments import DialogueEnvironment, EnvironmentConfig
+from models.config.images import PixelLimits
 from models.config.judges import JudgeReward, ModelReward, ServedReward, TrainedJudge, TrainedRewardModel
 from models.config.policy import PolicyConfig
 from models.config.rollout import DynamicSampling, PartialRollout
@@ -95,6 +96,8 @@ class JudgeWork:
     seed: int
     media: tuple[ShardRef, ...] = ()
     """Shards with the images of the prompts."""
+    prompts: ShardRef | None = None
+    """Shard of the prompts, if the model receives their messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +322,7 @@ class RewardModelWork:
     template: str | None
     """Template of the model's input, the same as for scoring, or None for the default."""
     seed: int
+    chat_prompt: Literal["messages", "text"] = "text"
 
     @property
     def course(self) -> str:
@@ -380,9 +384,7 @@ def order_reward_model_training(
 ) -> RewardModelWork:
     """Return the request to train a reward model on the run's preferences."""
     assert preferences is not None, "a configuration with a trained reward model has preferences"
-    return RewardModelWork(
-        policy=base, data=data, preferences=preferences, training=model, template=reward.template, seed=seed
-    )
+    return RewardModelWork(base, data, preferences, model, reward.template, seed, reward.chat_prompt)
 
 
 @dataclass(frozen=True, slots=True)
