@@ -9,7 +9,7 @@ from infra.config import Fraction, Positive, Since
 from infra.renamed import RenamedFrom
 from infra.store.inputs import Location
 from infra.variants import OneOf, Target, Variant
-from models.config.images import ImageFiles, PixelLimits
+from models.config.images import ImageFileSettings, PixelLimits
 from models.config.texts import TextSettings
 
 OnTooLong = Literal["refuse", "drop"]
@@ -175,7 +175,7 @@ class MeasuresData(DataSource):
         return self.heldout_problems
 
 
-class ProblemFile(ImageFiles):
+class ProblemFile(ImageFileSettings):
     """A file of problems and the way to read it."""
 
     path: Location

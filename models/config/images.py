@@ -15,7 +15,7 @@ class PixelLimits(NamedTuple):
     max_pixels: int | None = None
 
 
-class ImageFiles(Settings):
+class ImageFileSettings(Settings):
     """Images in the rows of a data file: their column, their directory and the limits on their size."""
 
     images_column: Annotated[str | None, Since("0.1.0", before=None)] = None
