@@ -25,7 +25,12 @@ HASHED_BYTES = 1 << 20
 
 MAX_VERIFIED = 2**16
 
-RETIRED = "the files were deleted by retention to save space; the manifests still exist"
+RETIRED = (
+    "the files were deleted by retention to save space; the manifests still exist. Use a newer iteration, or restore "
+    "the files from a copy of the run. To keep more files in the next run, raise retention.keep_last or "
+    "retention.rollouts_keep_last, or set retention.keep_every."
+)
+"""Reason in errors about files that retention deleted."""
 
 _verified: set[tuple[str, str]] = set()
 """Pairs (store, key) of the shards whose digest this process has verified. Shards never change, so one check is enough.

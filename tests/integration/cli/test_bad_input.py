@@ -69,9 +69,9 @@ def test_a_dry_run_reduces_a_default_that_exceeds_the_number_of_problems(place, 
     Path("job.toml").write_text(document.replace("prompts = 1\n", "").replace("problems = 1\n", ""))
     assert main(["train", "job.toml", "--dry-run"]) == 0
     shown = capsys.readouterr().out
-    assert "8 prompts x 8 = 64 completions in 1 shards" in shown
-    assert "note: rollout.prompts is 8 instead of its default 64: there are 8 training problems.\n" in shown
-    assert "note: evaluation.problems is 2 instead of its default 256: there are 2 held-out problems.\n" in shown
+    assert "8 prompts x 8 = 64 completions in 1 shard (data files of up to " in shown
+    assert "note: rollout.prompts is 8 instead of its default 64, because there are 8 training problems.\n" in shown
+    assert "note: evaluation.problems is 2 instead of its default 256, because there are 2 held-out problems. " in shown
 
 
 def test_a_dry_run_reports_settings_that_cannot_take_full_effect(place, capsys, monkeypatch):
