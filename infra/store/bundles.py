@@ -253,7 +253,7 @@ def _verified_names(store: Store, ref: BundleRef) -> dict[str, str]:
         if expected.get(name) != found.get(name):  # an extra file could be loaded instead of a verified one
             raise Damaged(
                 f"{where}: file {name!r}: expected {_describe_size(expected.get(name))}, found "
-                f"{_describe_size(found.get(name))}"
+                f"{_describe_size(found.get(name))}. Restore the file from a copy of the store."
             )
     return {name: file.digest for name, file in contents.files.items()}
 
@@ -261,7 +261,10 @@ def _verified_names(store: Store, ref: BundleRef) -> dict[str, str]:
 def _verify_file(store: Store, ref: BundleRef, name: str, digest: str) -> None:
     found = _stored_digest(store, f"{ref.key}/{name}")
     if found != digest:
-        raise Damaged(f"bundle {ref.key!r} in {store.uri}: file {name!r}: expected digest {digest}, found {found}")
+        raise Damaged(
+            f"bundle {ref.key!r} in {store.uri}: file {name!r}: expected digest {digest}, found {found}. Restore the "
+            "file from a copy of the store."
+        )
 
 
 def is_bundle_copy(directory: Path, digest: str) -> bool:
@@ -292,18 +295,27 @@ def delete_bundle(store: Store, ref: BundleRef) -> None:
 def _describe_absence(store: Store, ref: BundleRef) -> str:
     if is_retired(store, ref.digest):
         return RETIRED
-    return f"the file {CONTENTS} is missing. The bundle was never completely published, or was removed by hand."
+    return (
+        f"the file {CONTENTS} is missing. The bundle was never completely published, or was removed by hand. Restore "
+        "the bundle from a copy of the store."
+    )
 
 
 def _contents(store: Store, ref: BundleRef) -> Contents:
     data = store.read(f"{ref.key}/{CONTENTS}")
     found = blake3(data).hexdigest()
     if found != ref.digest:
-        raise Damaged(f"bundle {ref.key!r} in {store.uri}: {CONTENTS}: expected digest {ref.digest}, found {found}")
+        raise Damaged(
+            f"bundle {ref.key!r} in {store.uri}: {CONTENTS}: expected digest {ref.digest}, found {found}. Restore the "
+            "file from a copy of the store."
+        )
     try:
         return Contents.model_validate_json(data)
     except ValidationError as error:
-        raise Damaged(f"bundle {ref.key!r} in {store.uri}: {CONTENTS} is not valid: {error}") from error
+        raise Damaged(
+            f"bundle {ref.key!r} in {store.uri}: {CONTENTS} is not a valid list of files. A newer version of Rheostat "
+            f"may have written it: {error}"
+        ) from error
 
 
 def _put(store: Store, key: str, data: bytes | Path, *, digest: str, durable: bool) -> None:

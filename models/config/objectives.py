@@ -329,7 +329,7 @@ class UpdateConfig(Settings):
     @model_validator(mode="after")
     def _check_router_settings(self) -> "UpdateConfig":
         if self.router_loss is not None and self.zero_stage == 3:
-            raise ValueError("router_loss cannot be combined with zero_stage = 3, which splits routers. Use at most 2")
+            raise ValueError("router_loss cannot be combined with zero_stage = 3, which splits routers. Set at most 2")
         if self.router_replay is not None and self.sequence_parallel > 1:
             raise ValueError("router_replay cannot be combined with sequence_parallel above 1. Remove one of them")
         return self
@@ -341,10 +341,13 @@ class UpdateConfig(Settings):
         min_stage = {"none": 0, "optimizer": 1, "parameters": 3}[self.offload]
         if self.running_stage < min_stage:
             raise ValueError(
-                f"offload = {self.offload!r} needs zero_stage {min_stage} or more, but it is {self.zero_stage}"
+                f"offload = {self.offload!r} needs zero_stage {min_stage} or more, but it is {self.zero_stage}. Raise "
+                "it"
             )
         if len(set(self.freeze)) == 3:
-            raise ValueError("freeze contains vision, projector and language, so nothing is left to train")
+            raise ValueError(
+                "freeze contains vision, projector and language, so nothing is left to train. Remove one of them"
+            )
         return self
 
     def check_model(self, shape: ModelShape) -> None:
