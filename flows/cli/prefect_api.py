@@ -222,7 +222,10 @@ def _wait_healthy(serving: WatchedServer, url: str) -> None:
         if (problem := serving.failure()) is not None:
             raise ApiFailed(f"{problem} during its start. Run `rheostat server` to see why.")
         if serving.cpu_seconds > SERVER_SECONDS:
-            raise ApiFailed(f"The Prefect server used {SERVER_SECONDS} s of CPU time without answering at {url}.")
+            raise ApiFailed(
+                f"The Prefect server used {SERVER_SECONDS} s of CPU time without answering at {url}. Run `rheostat "
+                "server` to see why."
+            )
         time.sleep(0.1)
 
 

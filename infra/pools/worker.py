@@ -188,7 +188,7 @@ class WorkerProcess:
 
     async def _watch(self, what: str, stall_seconds: float) -> None:
         """Raise WorkerStalled if the progress counter stays the same for `stall_seconds`. A late answer is no stall."""
-        count, moved, limit = None, time.monotonic(), f"{stall_seconds:g} s (pools.stall_seconds"
+        count, moved, limit = None, time.monotonic(), f"{stall_seconds:g} s (pools.stall_seconds)"
         pause = min(MAX_POLL_SECONDS, stall_seconds / 4)
         while True:
             await asyncio.sleep(pause)
@@ -196,11 +196,11 @@ class WorkerProcess:
             try:
                 seen = await asyncio.wait_for(self._progress(what), patience)
             except TimeoutError:
-                raise WorkerStalled(f"{what} reported no progress for {limit})") from None
+                raise WorkerStalled(f"{what} reported no progress for {limit}") from None
             if seen != count:
                 count, moved = seen, time.monotonic()
             elif time.monotonic() - moved >= stall_seconds:
-                raise WorkerStalled(f"{what} made no progress for {limit}, progress counter: {count})")
+                raise WorkerStalled(f"{what} made no progress for {limit}, progress counter: {count}")
 
     async def _progress(self, what: str) -> object:
         """Return the progress counter. Raises WorkerLost if no response comes because the machine is unreachable."""

@@ -329,7 +329,7 @@ class UpdateConfig(Settings):
     @model_validator(mode="after")
     def _check_router_settings(self) -> "UpdateConfig":
         if self.router_loss is not None and self.zero_stage == 3:
-            raise ValueError("router_loss cannot be combined with zero_stage = 3, which splits routers. Set at most 2")
+            raise ValueError("router_loss cannot be combined with zero_stage = 3, which splits routers. Use at most 2")
         if self.router_replay is not None and self.sequence_parallel > 1:
             raise ValueError("router_replay cannot be combined with sequence_parallel above 1. Remove one of them")
         return self

@@ -142,7 +142,7 @@ class RunConfig(Settings):
             raise ValueError(f"rollout.partial.tokens is {partial.tokens}; it must be below max_new_tokens, {longest}.")
         stale, kept = self.rollout.staleness, self.retention.keep_last
         if kept < stale + 2:
-            raise ValueError(f"retention.keep_last is {kept}, rollout.staleness {stale} needs {stale + 2}. Raise it.")
+            raise ValueError(f"retention.keep_last is {kept}; rollout.staleness {stale} needs {stale + 2} versions.")
         return self
 
     @model_validator(mode="after")

@@ -67,7 +67,8 @@ def sync_to_mlflow(registry: Registry, address: str) -> str:
     except Exception as error:  # errors of MLflow, its database or its network; the address may contain a password
         line = str(error).strip().partition("\n")[0]
         raise EndpointDown(
-            f"MLflow's registry was not updated. Check its address and server: {type(error).__name__}: {line}"
+            f"MLflow's registry: {type(error).__name__}: {line}. Check its address and server, then sync again with "
+            "`rheostat mirror`."
         ) from error
 
 
