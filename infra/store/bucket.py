@@ -193,9 +193,7 @@ class Bucket:
 
             first = self._retry(what, beginning)
             if any(part.result() != first for part in rest):
-                raise StoreFailed(
-                    f"store {self.uri}: {name!r} was replaced during its download. Nothing else may write here."
-                )
+                raise StoreFailed(f"store {self.uri}: {name!r} was replaced during the download. Try again.")
             return first
 
     def _range(self, name: str, start: int, end: int) -> "GetResult":
@@ -282,9 +280,7 @@ class Bucket:
         probe = self.find(name)
         self.delete(name)
         if probe is None:
-            raise StoreFailed(
-                f"store {self.uri}: {name!r} disappeared after it was written. Nothing else may delete here."
-            )
+            raise StoreFailed(f"store {self.uri}: another program deleted {name!r} right after it was written")
         return probe.modified
 
     def quotes_etags(self) -> bool:

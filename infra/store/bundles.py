@@ -306,27 +306,18 @@ def delete_bundle(store: Store, ref: BundleRef) -> None:
 def _describe_absence(store: Store, ref: BundleRef) -> str:
     if is_retired(store, ref.digest):
         return RETIRED
-    return (
-        f"the file {CONTENTS} is missing. The bundle was never completely published, or was removed by hand. Restore "
-        "the bundle from a copy of the store."
-    )
+    return f"{CONTENTS} is missing. The bundle was never completely published, or was deleted. Restore it from a copy."
 
 
 def _contents(store: Store, ref: BundleRef) -> Contents:
     data = store.read(f"{ref.key}/{CONTENTS}")
     found = blake3(data).hexdigest()
     if found != ref.digest:
-        raise Damaged(
-            f"bundle {ref.key!r} in {store.uri}: {CONTENTS}: expected digest {ref.digest}, found {found}. Restore the "
-            "file from a copy of the store."
-        )
+        raise Damaged(f"bundle {ref.key!r} in {store.uri}: {CONTENTS}: expected digest {ref.digest}, found {found}")
     try:
         return Contents.model_validate_json(data)
     except ValidationError as error:
-        raise Damaged(
-            f"bundle {ref.key!r} in {store.uri}: {CONTENTS} is not a valid list of files. A newer version of Rheostat "
-            f"may have written it: {error}"
-        ) from error
+        raise Damaged(f"bundle {ref.key!r} in {store.uri}: {CONTENTS} is not valid: {error}") from error
 
 
 def _put(store: Store, key: str, data: bytes | Path, *, digest: str, durable: bool) -> None:
