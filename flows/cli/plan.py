@@ -152,6 +152,11 @@ def _list_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
     if repeated := int(facts["repeated_problems"]):
         others = "is a duplicate of another" if repeated == 1 else "are duplicates of others"
         yield f"{repeated} of {facts['train_problems']:,.0f} training problems {others}."
+    if twins := int(facts.get("near_twins", 0)):
+        yield (
+            f"{twins} of {facts['heldout_problems']:,.0f} held-out problems differ from a training problem only in "
+            "letter case, white space or Unicode normalization."
+        )
     if (sandboxed := _list_sandboxed(config)) and switches_user():
         yield (
             f"This job runs as root. Sandboxed code ({', '.join(sandboxed)}) runs as user {NOBODY} and can only read "

@@ -325,9 +325,10 @@ def _check_preferences(
         for split in ("train", "heldout")
     )
     heldout_prompts, input_errors = {problem.identity for problem in heldout}, InputErrors()
+    versions = {problem.identity_version for problem in heldout}
     for pair in train:
         with input_errors.collect(pair.source):
-            if identity(pair.prompt) in heldout_prompts:
+            if any(identity(pair.prompt, version=version) in heldout_prompts for version in versions):
                 raise BadInput(f"{pair.source}: this training pair uses a held-out problem. Remove one of the two.")
     input_errors.check()
     if inputs.dpo is not None:
