@@ -5,10 +5,11 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from infra.config import Fraction, Positive, Settings, Since
+from infra.config import Fraction, Positive, Since
 from infra.renamed import RenamedFrom
 from infra.store.inputs import Location
 from infra.variants import OneOf, Target, Variant
+from models.config.file_rules import FileRules
 
 OnTooLong = Literal["refuse", "drop"]
 
@@ -173,7 +174,7 @@ class MeasuresData(DataSource):
         return self.heldout_problems
 
 
-class ProblemFile(Settings):
+class ProblemFile(FileRules):
     """A file of problems and the way to read it."""
 
     path: Location
@@ -197,10 +198,6 @@ class ProblemFile(Settings):
     """System message put before each chat that has none. If set, plain text becomes the user's message of a chat."""
     limit: Positive | None = None
     """Maximum number of problems to read from each file."""
-    version: Annotated[Literal[1, 2], Since("0.2.0", before=1)] = 2
-    """Version of the rules for reading. In 2, the split is independent of the file format, of letter case, white space
-    and Unicode normalization, numeric answers are written without exponents, and repeated keys or columns and answers
-    that are NaN or infinite are refused. 1 is used by runs that began before this key."""
     images_column: Annotated[str | None, Since("0.1.0", before=None)] = None
     """Column with the images of the prompt, one or a list: paths below `images_root`, bytes, structs `{bytes, path}` or
     texts `data:image/...;base64,`. Not set means that prompts have no images."""
@@ -378,7 +375,7 @@ class ArithmeticPreferences(Preferences):
             )
 
 
-class FilePreferences(Preferences):
+class FilePreferences(FileRules, Preferences):
     """Pairs from a JSON Lines, Parquet or Arrow file."""
 
     implementation = "models.data.examples:file_preferences"
@@ -398,8 +395,6 @@ class FilePreferences(Preferences):
     """Column with the worse completion."""
     template: str = "{prompt}"
     """Template that turns plain text into a prompt; `{prompt}` is the text of the column."""
-    version: Annotated[Literal[1, 2], Since("0.2.0", before=1)] = 2
-    """Version of the rules for reading, as for `data.version`."""
 
 
 PreferencesConfig = Annotated[ArithmeticPreferences | FilePreferences, Field(discriminator="kind")]
