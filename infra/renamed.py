@@ -1,8 +1,9 @@
-"""Renamed keys and values of configurations: both spellings are readable, and runs record the old one.
+"""Renamed keys and values of configurations. Both the old and the present name can be read, and runs record the old
+name.
 
-A key or value that was renamed is marked where it is declared, with `RenamedFrom` or `RenamedValue`. Python code and
-documents of users have the present spelling. Records and identities of runs keep the old spelling, so that a renamed
-key changes no fingerprint and older versions can read the records of newer ones.
+A renamed key or value is annotated at its declaration with `RenamedFrom` or `RenamedValue`. Python code and users'
+documents use the present name. Records and identities of runs keep the old name. Therefore a renamed key changes no
+fingerprint, and older versions of Rheostat can read the records of newer versions.
 """
 
 import warnings
@@ -18,48 +19,51 @@ from infra.errors import DeprecatedSpelling
 from infra.validation_errors import field_models
 
 _KIND: Final = "kind"
-"""Key that selects one of several tables."""
+"""Key with which a table selects one of several configuration classes."""
 
 
 @dataclass(frozen=True, slots=True)
 class RenamedFrom:
-    """Mark of a renamed key, added to the key's type.
+    """Annotation of a renamed key, added to the type of the key.
 
     Example: `exclude_ids_path: Annotated[Location | None, RenamedFrom("without")] = None`.
     """
 
     key: str
-    """Old name of the key, which stored runs have."""
+    """Old name of the key, which stored runs contain."""
 
 
 @dataclass(frozen=True, slots=True)
 class RenamedValue:
-    """Mark of a key of which a value was renamed, added to the key's type. Each renamed value has its own mark."""
+    """Annotation of a key with a renamed value, added to the type of the key. Each renamed value has a separate
+    annotation."""
 
     old: str
-    """Old spelling of the value, which stored runs have."""
+    """Old name of the value, which stored runs contain."""
     new: str
-    """Present spelling of the value."""
+    """Present name of the value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Renames:
-    """Renamed keys and values of one class of settings."""
+    """Renamed keys and values of one configuration class."""
 
     keys: Mapping[str, str]
-    """Present names of renamed keys, by their old names."""
+    """Present names of the renamed keys, by old name."""
     values: Mapping[str, Mapping[str, str]]
-    """Present spellings of renamed values, by the present name of their key and their old spelling."""
+    """Present names of the renamed values: first by the present name of the key, then by the old name of the value."""
     kinds: Mapping[str, Mapping[str, str]]
-    """Present spellings of the renamed kinds of inner tables, by the present name of the key with the table."""
+    """Present names of the renamed values of `kind` in inner tables: first by the present name of the key that contains
+    the table, then by the old name."""
 
     def __bool__(self) -> bool:
-        """Whether anything was renamed."""
+        """Return whether there are any renamed keys or values."""
         return bool(self.keys or self.values or self.kinds)
 
 
 def find_renames(model: type[BaseModel]) -> Renames:
-    """Return the renamed keys and values of a class of settings, according to the marks of its fields."""
+    """Return the renamed keys and values of a configuration class, which are read from the annotations of its
+    fields."""
     fields = model.model_fields
     kinds = {name: _renamed_kinds(field_models(field)) for name, field in fields.items()}
     values = {name: _renamed_values(field) for name, field in fields.items()}
@@ -71,7 +75,7 @@ def find_renames(model: type[BaseModel]) -> Renames:
 
 
 renames_of: Final = cache(find_renames)
-"""Function that returns the renamed keys and values of a class of settings, computed once. For complete classes."""
+"""Cached version of `find_renames`. The class must be completely defined."""
 
 
 def _is_key(mark: object) -> bool:
@@ -88,15 +92,15 @@ def _renamed_kinds(models: Sequence[type[BaseModel]]) -> dict[str, str]:
 
 
 Report = Callable[[str, str], None]
-"""Function that is called with the old and the present spelling of each renamed key or value in a document."""
+"""Function that is called for each renamed key or value in a document, with its old and its present name."""
 
 
 def read_names(
     table: Mapping[str, object], renames: Renames, *, report: Report = lambda old, new: None
 ) -> dict[str, Any]:
-    """Return a table with the present names of its keys, of its values, and of the kinds of its inner tables.
+    """Return a table with the present names of its keys and values, and of the values of `kind` in its inner tables.
 
-    Raises ValueError if the table has both names of a key.
+    Raises ValueError if the table contains both the old and the present name of a key.
     """
     present = dict[str, object]()
     for key, value in table.items():
@@ -114,7 +118,7 @@ def read_names(
 
 
 def _rename_kind(value: object, kinds: Mapping[str, str], name: str, report: Report) -> object:
-    """Return a table, or a list of tables, with the present spelling of the kind."""
+    """Return a table, or a list of tables, with the present name of the value of `kind`."""
     if isinstance(value, list | tuple) and kinds:
         return [_rename_kind(each, kinds, name, report) for each in value]
     if not isinstance(value, Mapping) or not isinstance(kind := value.get(_KIND), str) or kind not in kinds:
@@ -124,7 +128,8 @@ def _rename_kind(value: object, kinds: Mapping[str, str], name: str, report: Rep
 
 
 def stored_names(table: Mapping[str, JsonValue], model: type[BaseModel]) -> dict[str, JsonValue]:
-    """Return a table with the old names of renamed keys and values, which runs record. Inner tables are unchanged."""
+    """Return a table with the old names of renamed keys and values, in the form in which runs record it. Inner tables
+    are not changed."""
     renames = renames_of(model)
     keys = {name: key for key, name in renames.keys.items()}
     values = {name: {new: old for old, new in renamed.items()} for name, renamed in renames.values.items()}
@@ -137,9 +142,9 @@ def stored_names(table: Mapping[str, JsonValue], model: type[BaseModel]) -> dict
 def with_present_names(
     document: Mapping[str, Any], model: type[BaseModel], *, report: Report = lambda old, new: None
 ) -> dict[str, Any]:
-    """Return a document of these settings with the present names of all keys and values, at every depth.
+    """Return a document of this configuration class with the present names of all keys and values, at every depth.
 
-    The document may lack keys, and may be invalid. A table with both names of a key is left as it is, because its
+    The document may be incomplete or invalid. A table that contains both names of a key is not changed, because its
     validation reports the error. `report` is called with dotted keys.
     """
     renamed = _rename_within(document, [model], "", report)
@@ -175,7 +180,7 @@ def _models_of(model: type[BaseModel], name: str) -> tuple[type[BaseModel], ...]
 
 
 def _select_variants(table: Mapping[str, object], models: Sequence[type[BaseModel]]) -> Sequence[type[BaseModel]]:
-    """Return the models of a table's `kind`, or all models if its kind is not set or unknown."""
+    """Return the models that match the `kind` of a table, or all models if `kind` is missing or unknown."""
     kind = table.get(_KIND)
     return (isinstance(kind, str) and [model for model in models if kind in _kinds_of(model)]) or models
 
@@ -187,19 +192,19 @@ def _kinds_of(model: type[BaseModel]) -> frozenset[str]:
 
 
 def _present_key(key: str, models: Sequence[type[BaseModel]], table: Mapping[str, object]) -> str | None:
-    """Return the present name of a key that one of the models renamed, or None if there is no such name, if there are
-    several, or if the table has it as well."""
+    """Return the present name of a key that one of the models has renamed. Return None if there is no such name, if
+    there are several, or if the table also contains the present name."""
     names = {renames_of(model).keys[key] for model in models if key in renames_of(model).keys}
     return names.pop() if len(names) == 1 and names.isdisjoint(table) else None
 
 
 def warn(old: str, new: str, *, source: str = "") -> None:
-    """Warn that a document of a user, described by `source`, has the old spelling of a key or value."""
+    """Warn that a user's document, described by `source`, contains the old name of a key or value."""
     warnings.warn(f"{source}{old} is deprecated. Write {new}.", DeprecatedSpelling, stacklevel=2)
 
 
 def present_names_in(document: Mapping[str, Any], model: type[BaseModel], *, source: str) -> dict[str, Any]:
-    """Return a user's document with the present names of keys and values, and warn once about each old one."""
+    """Return a user's document with the present names of all keys and values. Warn once about each old name."""
     return with_present_names(document, model, report=_report_once(source))
 
 
@@ -215,7 +220,7 @@ def _report_once(source: str) -> Report:
 
 
 def accept_old_names(schema: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
-    """Return the JSON schema of a table, changed to accept old names of keys and old values. Forms show only the
+    """Return the JSON schema of a table, changed to also accept the old names of keys and values. Forms only show
     present names of keys."""
     renames = renames_of(model)
     changed = dict(schema)
