@@ -169,7 +169,7 @@ def _list_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
     if twins := int(facts.get("near_twins", 0)):
         yield (
             f"{twins} of {facts['heldout_problems']:,.0f} held-out problems differ from a training problem only in "
-            "letter case, white space or Unicode normalization. Remove one of each two, so that the evaluation measures "
+            "letter case, white space or Unicode normalization. Remove one of each two, so that evaluations measure "
             "unseen problems."
         )
     if (sandboxed := _list_sandboxed(config)) and switches_user():
