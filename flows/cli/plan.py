@@ -166,6 +166,12 @@ def _list_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
             f"{repeated} of {facts['train_problems']:,.0f} training problems {others}. Remove the "
             "duplicates from the data to train equally often on each problem."
         )
+    if twins := int(facts.get("near_twins", 0)):
+        yield (
+            f"{twins} of {facts['heldout_problems']:,.0f} held-out problems differ from a training problem only in "
+            "letter case, white space or Unicode normalization. Remove one of each two, so that evaluations measure "
+            "unseen problems."
+        )
     if (sandboxed := _list_sandboxed(config)) and switches_user():
         yield (
             f"This job runs as root. Sandboxed code ({', '.join(sandboxed)}) runs as user {NOBODY} and can only read "

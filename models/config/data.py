@@ -5,10 +5,11 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from infra.config import Fraction, Positive, Settings, Since
+from infra.config import Fraction, Positive, Since
 from infra.renamed import RenamedFrom
 from infra.store.inputs import Location
 from infra.variants import OneOf, Target, Variant
+from models.config.file_rules import FileRules
 from models.config.texts import TextSettings
 
 OnTooLong = Literal["refuse", "drop"]
@@ -173,7 +174,7 @@ class MeasuresData(DataSource):
         return self.heldout_problems
 
 
-class ProblemFile(Settings):
+class ProblemFile(FileRules):
     """A file of problems and the way to read it."""
 
     path: Location
@@ -374,7 +375,7 @@ class ArithmeticPreferences(Preferences):
             )
 
 
-class FilePreferences(Preferences):
+class FilePreferences(FileRules, Preferences):
     """Pairs from a JSON Lines, Parquet or Arrow file."""
 
     implementation = "models.data.examples:file_preferences"
