@@ -9,6 +9,7 @@ from infra.config import Fraction, Positive, Since
 from infra.renamed import RenamedFrom
 from infra.store.inputs import Location
 from infra.variants import OneOf, Target, Variant
+from models.config.file_rules import FileRules
 from models.config.images import ImageFileSettings, PixelLimits
 from models.config.texts import TextSettings
 
@@ -175,7 +176,7 @@ class MeasuresData(DataSource):
         return self.heldout_problems
 
 
-class ProblemFile(ImageFileSettings):
+class ProblemFile(FileRules, ImageFileSettings):
     """A file of problems and the way to read it."""
 
     path: Location
@@ -208,7 +209,7 @@ class ProblemFile(ImageFileSettings):
                 f"{sorted(reserved)[0]!r} must not be listed: environments always receive prompt and answer. Remove it"
             )
         if len(set(columns)) < len(columns):
-            raise ValueError(f"each column may be listed only once, found {', '.join(columns)}")
+            raise ValueError(f"each column may be listed only once, found {', '.join(columns)}. Remove the repetition")
         return columns
 
     @property
@@ -249,7 +250,7 @@ class MixtureData(DataSource):
     @model_validator(mode="after")
     def _require_same_pixels(self) -> Self:
         if len({source.pixels for source in self.sources}) > 1:
-            raise ValueError("min_pixels and max_pixels must be the same in all sources")
+            raise ValueError("min_pixels and max_pixels must be the same in all sources. Set equal values")
         return self
 
     @property
@@ -350,7 +351,7 @@ class ArithmeticPreferences(Preferences):
             )
 
 
-class FilePreferences(Preferences):
+class FilePreferences(FileRules, Preferences):
     """Pairs from a JSON Lines, Parquet or Arrow file."""
 
     implementation = "models.data.examples:file_preferences"

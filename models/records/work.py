@@ -257,8 +257,7 @@ class TeacherWork:
 
 @dataclass(frozen=True, slots=True)
 class JudgeWarmupWork:
-    """Request to train a judge on correct and wrong completions of the data's problems. Every rank receives the same
-    record."""
+    """Request to train a judge on correct and wrong completions of the problems. Every rank gets the same record."""
 
     method: ClassVar[str] = "warm_judge"
     """Method of the update worker that handles this request."""
