@@ -1,7 +1,8 @@
-"""Controllers: sub-flows of a run that each run one role, either in this process or as runs of their own deployments.
+"""Controllers, which are sub-flows that each perform one role of a run (rollout, scoring or update). They run in this
+process or as flow runs of separate deployments.
 
-A controller receives work requests (some shards of a batch) for a span of iterations. The holder is the process that
-has locked the run and sends the requests.
+The holder is the process that has locked the run. It sends work requests (some shards of a batch) to each controller. A
+controller serves a fixed number of iterations and is then replaced by a new one.
 """
 
 import asyncio
@@ -37,8 +38,7 @@ Role = Flow[Concatenate[RunRef, ...], Coroutine[object, object, int | State[int]
 class Controllers:
     """Controllers of an open run. Each one starts with its first request and is replaced after a span of iterations.
 
-    Flow runs are the largest cost of Prefect. So there is one flow run per role and slice, and not one per batch as
-    well.
+    Creating flow runs is the largest cost of using Prefect. So a controller's flow run serves many batches.
     """
 
     def __init__(self, group: asyncio.TaskGroup, open_run: OpenRun, *, deployed: FlowRuns | None) -> None:
@@ -49,9 +49,10 @@ class Controllers:
         self._serving: dict[tuple[str, int | None], ControllerSpan] = {}
 
     def send(self, role: Role, number: int | None, request: BatchRequest) -> None:
-        """Send a request to a controller. After its span of iterations, start its successor for the request.
+        """Send a request to a controller. If the controller has served all its iterations, start a new controller for
+        the request.
 
-        `number` is the number of the controller among several of one role, or None.
+        `number` identifies the controller if its role has several controllers, otherwise it is None.
         """
         slot, iteration = (role.name, number), StageKey.of(request.batch, "plan").number
         serving, span = self._serving.get(slot), self._open_run.settings.controllers.iterations_per_flow_run
@@ -66,7 +67,7 @@ class Controllers:
         serving.requests.put_nowait(request)
 
     def close(self) -> None:
-        """Let the controllers end after their pending requests."""
+        """Make the controllers end after they have served their pending requests."""
         for serving in self._serving.values():
             serving.requests.put_nowait(None)
 
@@ -87,7 +88,8 @@ _SPAN: contextvars.ContextVar[ControllerSpan] = contextvars.ContextVar("controll
 
 @asynccontextmanager
 async def open_controllers(open_run: OpenRun) -> AsyncIterator[None]:
-    """Keep the controllers of a run that this flow holds. An error of one controller ends the others and the flow."""
+    """Run the block with controllers available for the run that this flow holds. An error of one controller stops the
+    other controllers and the flow."""
     try:
         async with AsyncExitStack() as stack:
             deployed = None
@@ -106,7 +108,7 @@ async def open_controllers(open_run: OpenRun) -> AsyncIterator[None]:
 
 
 async def serve_requests(open_run: OpenRun, run_batch: RunBatch) -> int:
-    """Serve the requests of a controller until its span ends. Return the number of requests."""
+    """Serve the requests to a controller until there are no more requests. Return the number of served requests."""
     count, controller_span = 0, _SPAN.get(None)
     works = _received_work(open_run, run_batch) if controller_span is None else _queued_work(controller_span, run_batch)
     async with asyncio.TaskGroup() as group:
@@ -124,8 +126,8 @@ async def _queued_work(
 
 
 async def _received_work(open_run: OpenRun, perform: RunBatch) -> AsyncIterator[Coroutine[object, object, None]]:
-    """Yield the work that the holder requests from this process, which is a controller. Finished work is found in the
-    store."""
+    """Yield a coroutine for each request that the holder sends to this controller process. Work that is already in the
+    store is not repeated."""
 
     async def carry_out(batch: str, shards: Shards) -> None:
         await perform(batch, shards)

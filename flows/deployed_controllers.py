@@ -1,4 +1,5 @@
-"""Controllers in separate processes: runs of their deployments, which serve the requests of the run's holder."""
+"""Controllers in separate processes. Each is a flow run of a deployment and serves requests of the run's holder (the
+process that has locked the run)."""
 
 import asyncio
 import logging
@@ -31,7 +32,7 @@ from tasks.run.work_queue import (
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
-"""Interval in seconds at which Prefect is queried for ended controllers, with one request for all of them."""
+"""Interval in seconds between two queries to Prefect for ended controllers. One query covers all controllers."""
 END_SECONDS = 60.0
 """Time limit in seconds for a controller to end after its last request."""
 CANCEL_SECONDS = 10.0
@@ -42,7 +43,7 @@ FINAL_STATES = (StateType.COMPLETED, StateType.FAILED, StateType.CRASHED, StateT
 
 @dataclass(slots=True)
 class FlowRuns:
-    """Flow runs of controllers that this process has started, with the known final states."""
+    """Flow runs of controllers that this process has started, with the final states known so far."""
 
     client: PrefectClient
     _open: set[UUID] = field(default_factory=set)
@@ -90,14 +91,15 @@ async def connect_to_prefect() -> AsyncIterator[FlowRuns]:
 
 @dataclass(slots=True)
 class _OpenRequest:
-    """A request, and the manifests that are still missing for it, the first one last."""
+    """Request that is not finished, with the keys of the manifests that are still missing, in reverse order."""
 
     request: BatchRequest
     missing: list[StageKey]
 
 
 class DeployedController:
-    """Span of a controller as seen by the holder of the run: one flow run, replaced each time that it is lost."""
+    """Controller in a separate flow run, as managed by the holder of the run. If the flow run is lost, a new one
+    replaces it."""
 
     def __init__(
         self, role: str, open_run: OpenRun, number: int | None, *, controller_span: ControllerSpan, flow_runs: FlowRuns
@@ -113,7 +115,7 @@ class DeployedController:
         """Whether there will be no more requests."""
 
     async def serve(self) -> None:
-        """Serve all requests. Raises WorkerFailed if a request fails, WorkerLost if too many flow runs in a row are
+        """Pass on all requests. Raises WorkerFailed if a request fails, WorkerLost if too many flow runs in a row are
         lost."""
         lost_runs, progress, max_lost = 0, 0, self._open_run.settings.pools.max_restarts
         while self._open_requests or not self._is_over:
@@ -148,7 +150,7 @@ class DeployedController:
                 outbox.close()
 
     def _first_iteration(self) -> int:
-        """Return the number of the iteration with which a flow run begins."""
+        """Return the number of the first iteration that a new flow run must serve."""
         return max(
             self._span.first, *(_iteration_of(open_request.request) for open_request in self._open_requests[:1]), 1
         )
@@ -184,7 +186,7 @@ class DeployedController:
                 outbox.put(_build_message(request))
 
     def _keys_of(self, request: BatchRequest) -> list[StageKey]:
-        """Return the keys of the manifests that a request needs, the first one last."""
+        """Return the keys of the manifests that complete a request, in reverse order."""
         if request.shards is None:
             return [StageKey.of(request.batch, self._role)]
         return [StageKey.of(request.batch, self._role, shard) for shard in reversed(request.shards)]

@@ -1,5 +1,5 @@
-"""Generation and scoring of one batch by controllers with disjoint slices of its shards, at the same time or in
-turns."""
+"""Generation and scoring of one batch. Each controller works on separate shards of the batch. Generation and scoring
+run at the same time or one after the other."""
 
 import asyncio
 
@@ -33,7 +33,7 @@ async def generate_then_score(open_run: OpenRun, batch: Batch) -> None:
 
 
 async def score_while_generating(open_run: OpenRun, batch: Batch, plan: Plan) -> None:
-    """Score shards while others are generated, and adapt the split of the workers meanwhile."""
+    """Score shards while other shards are generated, and move workers between generation and scoring as needed."""
     async with asyncio.TaskGroup() as outer_group:
         correction = outer_group.create_task(correct_placement(open_run, batch, plan))
         async with asyncio.TaskGroup() as group:
@@ -49,6 +49,6 @@ def start_rollout(group: asyncio.TaskGroup, open_run: OpenRun, batch: Batch) -> 
 
 
 def start_scoring(group: asyncio.TaskGroup, open_run: OpenRun, batch: Batch) -> None:
-    """Start one task per scoring controller, each with the slice of one rollout controller."""
+    """Start one task per scoring controller. Each scores the shards that one rollout controller generates."""
     for number, shards in enumerate(slice_shards(batch.shards, controllers=open_run.settings.controllers.count)):
         group.create_task(run_on_controller(scoring, open_run, batch=batch.key, controller=number, shards=shards))

@@ -1,5 +1,5 @@
-"""One iteration: generate and score, compute auxiliary scores and credit, update, and seal during the next
-iteration."""
+"""Steps of one iteration: generate and score completions, compute auxiliary scores and advantages (credit), and update
+the policy. The iteration is sealed (marked as complete) while the next one runs."""
 
 import asyncio
 from collections import deque
@@ -27,7 +27,7 @@ CPU."""
 
 
 async def generate_iteration(open_run: OpenRun, number: int) -> None:
-    """Generate and score the rollouts of an iteration, wave by wave. Work that is already in the store is not
+    """Generate and score the rollouts of an iteration, batch by batch. Work that is already in the store is not
     repeated."""
     this = Iteration(open_run.run, number)
     with tag_tasks(this.key):

@@ -1,4 +1,4 @@
-"""Held-out accuracy of the policies before the first iteration, and of the policies after some iterations."""
+"""Measurement of held-out accuracy, both for initial policies and for policies after a number of iterations."""
 
 from prefect import flow
 

@@ -38,10 +38,10 @@ def install_state_handling() -> None:
 
 
 def _cancel_in_order() -> None:
-    """Have a worker's cancellation of the flow that runs here cancel its task, as Ctrl-C does.
+    """Make this process cancel the task of its flow if a Prefect worker cancels the flow, as Ctrl-C does.
 
-    Prefect's own handler raises in any task, so that others end without their flow, each with a traceback. A SIGTERM
-    that no worker announced is left to Prefect, which marks the run as crashed.
+    Prefect's own handler raises an error in an arbitrary task, which causes tracebacks from all other tasks. If the
+    SIGTERM was not sent by a worker's cancellation, Prefect's handler is used and marks the run as crashed.
     """
     is_prefects = signal.getsignal(signal.SIGTERM) is engine_signals._prefect_sigterm_handler is _RAISE
     if threading.current_thread() is not threading.main_thread() or not is_prefects:
@@ -69,10 +69,10 @@ async def _build_state(error: BaseException) -> State:
 
 
 def _filter_record(record: logging.LogRecord) -> bool:
-    """Return whether to log a record, and log cancellations as info.
+    """Return whether to log a record, and reduce the level of cancellation records to INFO.
 
     The traceback of a BadInput is left out, because the state that is logged next has its message. Errors after a
-    worker's cancellation are left out, because they follow from it, such as those of a Ray cluster that ends as well.
+    worker's cancellation are left out, because they are consequences of it, such as errors of a stopping Ray cluster.
     """
     if record.exc_info and isinstance(record.exc_info[1], BadInput):
         return False

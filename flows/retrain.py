@@ -1,5 +1,5 @@
-"""Flow for the scheduled retrain: a new run of the job each time, and the decision whether its policy becomes
-champion."""
+"""Flow for scheduled retraining. Each retrain is a new run of the job, followed by the decision whether its policy
+becomes champion."""
 
 from datetime import date
 

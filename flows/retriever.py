@@ -1,5 +1,5 @@
-"""Flow that trains a retriever: pairs, a self-distilled dual encoder, and a cross-encoder as its teacher if that is
-better."""
+"""Flow that trains a retriever: training pairs, a self-distilled dual encoder, and a cross-encoder, which teaches the
+dual encoder if it is more accurate."""
 
 from prefect import flow
 

@@ -50,7 +50,7 @@ flows."""
 _VALUES: Final = TypeAdapter(dict[str, str])
 
 BatchWork = Callable[[OpenRun, Batch, Sequence[int]], Awaitable[object]]
-"""Function that does the work of a role for some shards of a batch."""
+"""Function that performs the work of a role, such as scoring, for the given shards of a batch."""
 
 
 @asynccontextmanager
@@ -98,7 +98,7 @@ async def lock_run(
 
 @contextmanager
 def _report_run(open_run: OpenRun) -> Iterator[None]:
-    """Report to Prefect that a run has started, after how many iterations, and how it ended."""
+    """Report to Prefect that a run has started (with the number of completed iterations), and later how it ended."""
     run = open_run.run
     emit_of_run(run.name, "run.started", iterations=next_iteration(run) - 1)
     outcome = "stopped"
@@ -142,11 +142,12 @@ async def join_run(ref: RunRef) -> AsyncIterator[OpenRun]:
 async def run_controller(
     run: RunRef, batch: str | None, *, work: BatchWork, slots: Role | None = None
 ) -> int | State[int]:
-    """Do a role's work for one batch, or for all requests of the run's holder. Return the number of batches.
+    """Perform a role's work for one batch, or for all requests of the run's holder. Return the number of batches.
 
-    `slots` is the role that has workers in the slots; for a single batch of a run that nobody holds, they are placed
-    here. If the controller no longer receives messages from the holder, the flow run ends as crashed. The holder, if it
-    still runs, then starts a successor. Raises BadInput if no batch is given and no process holds the run.
+    `slots` is the role whose workers use the worker slots. If a single batch is requested and no process holds the run,
+    this function assigns the slots. If the controller no longer receives messages from the holder, the flow run ends as
+    crashed. The holder, if it still runs, then starts a successor. Raises BadInput if no batch is given and no process
+    holds the run.
     """
     if batch is None and run.epoch is None and not is_open(run):
         raise BadInput(
@@ -167,7 +168,7 @@ async def run_controller(
 
 
 async def _carry_out(open_run: OpenRun, work: BatchWork, batch: str, shards: Shards) -> None:
-    """Do the work for some shards of a planned batch, or for all if `shards` is None."""
+    """Perform the work for some shards of a planned batch, or for all shards if `shards` is None."""
     planned = Batch.read(open_run.run, batch)
     with tag_tasks(batch):
         await work(open_run, planned, planned.shards if shards is None else shards)
@@ -208,8 +209,8 @@ async def _prepare_process() -> None:
 
 
 async def _load_secrets() -> None:
-    """Set the environment variables from the named Secret blocks, which are JSON objects of text. Set variables are
-    kept.
+    """Set environment variables from the Secret blocks named in `SECRETS_VARIABLE`. Each block is a JSON object of
+    variable names and texts. Variables that are already set are kept.
 
     Raises BadInput if a block is missing or has other content. The message does not repeat the content.
     """

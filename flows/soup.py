@@ -1,4 +1,5 @@
-"""Flow for soups: backbones trained from one start on mixes of rewards, merged for every preference, and evaluated."""
+"""Flow for soups. Several policies (backbones) are trained from the same start policy on different mixes of rewards.
+They are merged for every preference between the rewards, and the merges are evaluated."""
 
 import logging
 
@@ -31,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 @flow(name="soup", flow_run_name="{config.name}", persist_result=True, result_serializer="json")
 async def soup(config: RunConfig, accept_change: bool = False) -> SoupRecord:
-    """Create a policy for every preference among a run's rewards. If started again, it continues from the store.
+    """Create a policy for every preference between a run's rewards. If started again, the flow continues from the
+    store.
 
     Every part is a separate run: the start, the backbones, and the evaluation of each merge on the same problems with
     the same seeds.

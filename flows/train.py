@@ -26,7 +26,7 @@ from tasks.views.summary import RunSummary
     name="train", flow_run_name="{config.name}", persist_result=True, result_serializer="json", validate_parameters=True
 )
 async def train(config: RunConfig, accept_change: bool = False) -> RunSummary:
-    """Retrain a language model by reinforcement learning. If started again, it continues from the store.
+    """Retrain a model by reinforcement learning. If the flow is started again, it continues from the store.
 
     Args:
         config: Configuration of the run.
@@ -43,7 +43,8 @@ async def train(config: RunConfig, accept_change: bool = False) -> RunSummary:
 
 
 async def run_iterations(open_run: OpenRun) -> None:
-    """Run the remaining iterations, starting with the sealing of iterations that were interrupted before their seal.
+    """Run the remaining iterations. First seal (mark as complete) iterations that were trained but interrupted before
+    their seal.
 
     A single thread seals iterations, so seals stay in order. The run stays locked until this thread has ended.
     """

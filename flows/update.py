@@ -15,7 +15,7 @@ from tasks.update import update_policy
 
 @flow(name="update", flow_run_name=controller_name, persist_result=True, result_serializer="json")
 async def update(run: RunRef, batch: str | None = None, first: int = 1) -> int | State[int]:
-    """Commit the next policy versions. Return their number.
+    """Train and commit the next policy version for each requested batch. Return the number of versions.
 
     Args:
         run: The run. Without an epoch (the number of the holder's lease) this flow locks the run itself.

@@ -36,7 +36,7 @@ OpenLineage = Annotated[
 ]
 
 Tree = tuple[str, "list[Tree]"]
-"""A line of text, and the list of its branches."""
+"""Tree of text lines: a line and the list of its branches, which are trees too."""
 WAY = ("seal", "update", "credit", "scoring", "rollout", "plan")
 SHORT = 16
 """Number of digits of a digest in a tree."""
@@ -166,7 +166,8 @@ def _build_iteration(run: "TracedRun", number: int) -> Tree:
 
 
 def _stage_position(stage: str) -> int:
-    """Return the position of a stage on the way from a seal back to the prompts. Auxiliary scores count like credit."""
+    """Return the sort position of a stage, counted backward from the seal to the prompts. Auxiliary scores have the
+    same position as credit."""
     return WAY.index(stage) if stage in WAY else WAY.index("credit")
 
 

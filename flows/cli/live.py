@@ -1,7 +1,8 @@
-"""Live display of a running run: a page that is updated on the terminal, below permanent lines.
+"""Live display of an active run. The terminal shows permanent log lines and below them a page that is updated
+continuously.
 
-A separate thread reads the page from the store, so training does not depend on it, and watching from another machine
-shows the same.
+A separate thread reads the data of the page from the store, so the display cannot delay training and also works on
+another machine.
 """
 
 import logging

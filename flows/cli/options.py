@@ -110,7 +110,7 @@ class LineHandler(logging.Handler):
             self.handleError(record)
 
     def suffix(self, record: logging.LogRecord) -> str:
-        """Return the remaining time of the run if the record has it. A live page shows it itself."""
+        """Return the remaining time of the run as text if the record contains it, otherwise an empty string."""
         return f"  eta {record.eta}" if hasattr(record, "eta") else ""
 
 

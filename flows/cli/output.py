@@ -224,7 +224,8 @@ def deletion_lines(stones: Sequence[Tombstone]) -> list[str]:
 
 
 def _describe_parts(stones: Sequence[Tombstone]) -> str:
-    """Return what some tombstones deleted, in words: whole runs, bundles by their kind, or rollouts of iterations."""
+    """Return a text about the data that these tombstones deleted: whole runs, bundles by kind, or rollouts of
+    iterations."""
     if stones[0].what == WHOLE_RUN:
         return "rollouts, samples and policies"
     kinds = Counter(stone.what.partition("/")[0] for stone in stones)

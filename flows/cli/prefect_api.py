@@ -325,7 +325,7 @@ async def _run_cancellable(
 
 
 def _find_cause(error: BaseException, serving: WatchedServer | None) -> BaseException:
-    """Return the error to report: that of the API if the API has failed, else the first cause."""
+    """Return the error to report, which is the API's error if the API has failed, and the first cause otherwise."""
     import httpx
     from prefect.exceptions import PrefectException
 

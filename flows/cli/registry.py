@@ -209,8 +209,8 @@ def _describe_retrain(result: "Retrained", job: "RunConfig") -> str:
 def _report_record(
     store: str, name: str, record: "RegistryRecord", is_new: bool, what: str = "", *, as_json: bool
 ) -> None:
-    """Print the change that a record made (by default its policy became champion), and report the record to Prefect and
-    MLflow."""
+    """Print the change that a record made, and report the record to Prefect and MLflow. `what` describes the change; by
+    default it is that the policy became champion."""
     if as_json:
         write(json.dumps({"record": record.model_dump(mode="json"), "is_new": is_new}, indent=2))
     else:

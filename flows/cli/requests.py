@@ -191,8 +191,8 @@ def stored_configuration(run: Run, store: str, overrides: Sequence[str], *, scor
 
 
 def pools_for(*scorings: ScoringConfig) -> dict[str, JsonValue]:
-    """Return the minimum worker slots and stall time for these rewards. A run's record does not contain the numbers it
-    used."""
+    """Return the minimum number of worker slots and the stall time for these rewards. Both are computed anew, because a
+    run's record does not contain the numbers that it used."""
     defaults, max_seconds = PoolsConfig(), 0.0
     slots = [sum(reward.slots for reward in scoring.hosted_rewards.values()) for scoring in scorings]
     for reward in (reward for scoring in scorings for reward in scoring.model_rewards.values()):
@@ -222,7 +222,8 @@ def parse_part(text: str, model: type[M], *, part: str, what: str) -> M:
 
 
 def _select_table(document: Mapping[str, object], model: type[BaseModel], part: str, source: str) -> dict[str, object]:
-    """Return only the requested table. The document may be a whole configuration, or the keys of the table."""
+    """Return only the table `part` of a document. The document is a whole configuration or consists of the keys of this
+    table."""
     if part in document:
         return {part: document[part]}
     whole = set(document) & set(RunConfig.model_fields)
@@ -301,7 +302,8 @@ def recredit_here(request: Recredit) -> None:
 
 
 def _has_remaining(request: Rescoring | Recredit, derived: DerivedResult) -> bool:
-    """Return whether iterations are missing. If so, raise RunLocked if another process holds the run."""
+    """Return whether requested iterations are not computed yet. Raise RunLocked if so and another process has locked
+    the run."""
     run = open_run(request.config.store, request.config.name)
     if set(request.iterations) <= {*sealed_numbers(run, derived)}:
         return False

@@ -1,4 +1,5 @@
-"""Commands that delete unneeded objects and users' data. Without `--delete` they only list them."""
+"""Commands that delete unneeded objects and users' data. Without `--delete` the commands only list what they would
+delete."""
 
 import asyncio
 import json
@@ -49,7 +50,8 @@ class Collected:
     run: str
     """Name of the run."""
     given_up: bool = False
-    """Whether the rules select the whole run. Then shards and policies that manifests name are deleted too."""
+    """Whether the rules select the whole run. If so, shards and policies that are named by manifests are deleted too.
+    """
     deleted: bool = False
     """Whether the objects were deleted and not only listed."""
     kinds: dict[str, Kind] = field(default_factory=dict)

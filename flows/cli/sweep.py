@@ -65,7 +65,7 @@ DEFAULT_OPTIONS = SweepOptions()
 
 @dataclass(frozen=True, slots=True)
 class _Reporter:
-    """Writer of lines with the name of a run in front."""
+    """Writer that prints lines with the name of a run in front of each line."""
 
     stream: TextIO
 
