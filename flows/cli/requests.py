@@ -191,7 +191,7 @@ def stored_configuration(run: Run, store: str, overrides: Sequence[str], *, scor
 
 
 def pools_for(*scorings: ScoringConfig) -> dict[str, JsonValue]:
-    """Return the minimum number of worker slots and the stall time for these rewards. Both are computed anew, because a
+    """Return the minimum number of worker slots and the stall time for these rewards. Both are computed here, because a
     run's record does not contain the numbers that it used."""
     defaults, max_seconds = PoolsConfig(), 0.0
     slots = [sum(reward.slots for reward in scoring.hosted_rewards.values()) for scoring in scorings]
