@@ -104,7 +104,8 @@ def _check_key(key: str, *, where: str) -> None:
 def _split_values(text: str) -> Iterator[str]:
     """Split text at commas that are outside of quotes, lists and tables.
 
-    >>> [*_split_values('1,{a = [2, 3]},"4,5"')] ['1', '{a = [2, 3]}', '"4,5"']
+    >>> [*_split_values('1,{a = [2, 3]},"4,5"')]
+    ['1', '{a = [2, 3]}', '"4,5"']
     """
     depth, quote, start = 0, "", 0
     for place, mark in enumerate(text):
