@@ -65,8 +65,7 @@ class ServedEngine:
 
     If a server dies, its open requests are sent again with the same seeds; finished completions are kept. Random
     numbers depend only on the seeds. Log-probs also depend on the batch by rounding, so a sampled token may rarely
-    differ. Several threads may generate at once: servers batch their requests, and one thread recovers from failures
-    for all.
+    differ. Several threads may generate at once, and one thread recovers from failures for all.
     """
 
     def __init__(self, config: VllmEngine, *, adapter_rank: int = 0) -> None:
