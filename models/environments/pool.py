@@ -52,7 +52,7 @@ class EnvironmentProcess(ChildProgram, Protocol):
 
 
 class ProcessStarter(Protocol):
-    """Function that starts a process for an environment. Registered for each kind of environment."""
+    """Function that starts an environment process. Each kind of environment has such a function."""
 
     def __call__(self, settings: Any, /, *, describes: DescribedTools) -> EnvironmentProcess:  # noqa: ANN401 -- settings differ by kind
         """Start the process. `describes` selects the tools for which it returns schemas.

@@ -31,7 +31,7 @@ class Question:
 
     @property
     def read(self) -> tuple[str, tuple[str, ...]]:
-        """Content that the judge reads. Questions that differ only in their seeds have the same content."""
+        """Text and image digests of the question. They are equal for questions that differ only in their seeds."""
         return self.text, self.images
 
 
@@ -87,7 +87,7 @@ class Critique:
     steps: tuple[int, ...]
     """Indices of the wrong steps, ascending."""
     dropped: int
-    """Count of listed numbers that are not steps of the completion."""
+    """Count of listed step numbers that do not exist in the completion."""
 
 
 def read_critique(text: str, *, num_steps: int) -> Critique | str:
@@ -171,7 +171,7 @@ class Judgement:
     steps: tuple[int, ...] | None = None
     """Indices of the wrong steps, or None if the verdict is not about steps."""
     dropped: int = 0
-    """Count of listed numbers that are not steps of the completion."""
+    """Count of listed step numbers that do not exist in the completion."""
 
 
 def read_verdict(answer: Answer, verdict: VerdictConfig, *, num_steps: int = 0) -> Judgement:
