@@ -1,7 +1,7 @@
 """Advantages of the configured algorithm, and the auxiliary models that it needs.
 
-On-policy distillation adds to any algorithm a term that prefers the tokens that the teacher prefers. Shapes: N
-completions, G groups, T completion tokens.
+On-policy distillation can be combined with any algorithm. It adds a term that rewards tokens with a higher probability
+under the teacher than under the policy. Shapes: N completions, G groups, T completion tokens.
 """
 
 from dataclasses import astuple, dataclass
@@ -35,7 +35,7 @@ class RequiredModels:
     critic: bool
     """Whether values of the critic are needed."""
     teacher: bool
-    """Whether log-probs under the teacher are needed, and log-probs under the policy computed by the trainer."""
+    """Whether log-probs under the teacher and trainer-computed log-probs under the policy are needed."""
 
     @property
     def any(self) -> bool:
@@ -71,15 +71,15 @@ def token_advantages(experience: Experience, algorithm: Algorithm) -> Advantages
 
 
 def informative_groups(scored: ScoredGroups, algorithm: Algorithm) -> Mask:
-    """Return which groups are worth training on, from the rewards alone before penalties (G)."""
+    """Return a mask of the groups that are worth training on, judged by their rewards before penalties (G)."""
     is_informative = find_target(algorithm.informative, where=f"{algorithm.label!r}")
     return cast(InformativeFunction, is_informative)(scored, algorithm)
 
 
 def groups_that_differ(scored: ScoredGroups, algorithm: Algorithm, metric: str) -> Mask:
-    """Return which groups have different values of a raw reward term (G).
+    """Return a mask of the groups in which completions differ in the raw reward term `metric` (G).
 
-    For algorithms that give credit to steps, groups with different values of steps are included.
+    For algorithms that give credit to steps, groups whose steps have different values are included.
     """
     raw_N = next(term.rewards_N for term in scored.terms if term.name == metric)
     raw_N = np.where(scored.is_scored, raw_N, np.nan)
@@ -88,7 +88,7 @@ def groups_that_differ(scored: ScoredGroups, algorithm: Algorithm, metric: str) 
 
 
 def rewards_earn_nothing(experience: Experience, algorithm: DistillationOnly) -> Advantages:
-    """Return advantages of 0, for training that consists of distillation only."""
+    """Return advantages of 0 for all tokens, because only distillation trains the policy."""
     return Advantages(np.zeros(len(experience.logprobs_T)))
 
 

@@ -30,12 +30,12 @@ def capo(experience: Experience, algorithm: Capo) -> Advantages:
 
 
 def informative(scored: ScoredGroups, algorithm: Capo) -> Mask:
-    """Return which groups have tokens with different rewards (G)."""
+    """Return a mask of the groups that have tokens with different rewards (G)."""
     return _tokens_differ(scored, _token_rewards(scored, scored.outcomes()))
 
 
 def steps_differ(scored: ScoredGroups) -> Mask:
-    """Return which groups have a process reward that gives their tokens different values (G)."""
+    """Return a mask of the groups that have a process reward with different values for their tokens (G)."""
     differ_G = np.zeros(scored.num_groups, np.bool_)
     missing_N = np.where(scored.is_scored, 0.0, np.nan)
     for term in scored.terms:

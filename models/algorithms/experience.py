@@ -1,4 +1,4 @@
-"""Inputs and outputs of algorithms, as flat ragged columns.
+"""Inputs and outputs of algorithms, as flat arrays that concatenate the values of all completions.
 
 Shapes: N completions, G groups, T completion tokens of all completions, concatenated, S spans, concatenated likewise. A
 missing reward is NaN, and so are all values computed from it.
@@ -14,7 +14,7 @@ from models.records.columns import Floats, Integers, Mask
 
 @dataclass(frozen=True, slots=True)
 class SpanColumns:
-    """Values of the steps or tokens of completions, as spans of tokens."""
+    """Values that a process reward gives to spans of tokens: to the steps or single tokens of completions."""
 
     starts_S: Integers
     """Index of each span's first token within its completion. A span ends where the next one begins."""
@@ -111,7 +111,7 @@ class Experience:
     logprobs_T: Floats
     """Log-probs under the policy that generated the tokens."""
     counted_N: Mask
-    """Whether each completion is trained on. Batch normalization uses the statistics of these completions."""
+    """Whether each completion is trained on. Normalization over the batch uses the statistics of these completions."""
     """Per-token outputs of auxiliary models."""
     auxiliary_scores: AuxiliaryScores = AuxiliaryScores()
     max_new_tokens: int = 0
@@ -122,7 +122,7 @@ class Experience:
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """Advantages of all tokens."""
+    """Result of an algorithm: advantages, and returns if there is a critic."""
 
     advantages_T: Floats
     """Advantage of each token."""

@@ -37,7 +37,7 @@ EPSILON = 1e-6
 
 
 def grpo(rewards_N: Floats, group_N: Integers, num_groups: int) -> Floats:
-    """Subtract the group's mean and divide by its population deviation (GRPO, arXiv 2402.03300, section 4.1.2).
+    """Subtract the group's mean and divide by its standard deviation (GRPO, arXiv 2402.03300, section 4.1.2).
 
     Groups with equal rewards get 0.
 
@@ -50,7 +50,7 @@ def grpo(rewards_N: Floats, group_N: Integers, num_groups: int) -> Floats:
 
 
 def grpo_over_batch(rewards_N: Floats, group_N: Integers, num_groups: int) -> Floats:
-    """Subtract the group's mean, and divide by the population standard deviation of all (Flow-GRPO, arXiv 2505.05470).
+    """Subtract the group's mean and divide by the standard deviation of all rewards (Flow-GRPO, arXiv 2505.05470).
 
     >>> grpo_over_batch(np.array([1.0, 0.0, 5.0, 6.0]), np.array([0, 0, 1, 1]), 2).round(3)
     array([ 0.196, -0.196, -0.196,  0.196])
@@ -75,7 +75,7 @@ def rloo(rewards_N: Floats, group_N: Integers, num_groups: int) -> Floats:
 
 
 Relative = Callable[[Floats, Integers, int], Floats]
-"""Function from rewards, the group index of each reward and the number of groups to advantages. NaN stays NaN."""
+"""Function that maps rewards, group indices and the number of groups to advantages. NaN stays NaN."""
 
 
 def group_relative(experience: Experience, algorithm: GroupRelative) -> Advantages:
@@ -98,7 +98,7 @@ def group_relative(experience: Experience, algorithm: GroupRelative) -> Advantag
 
 
 def informative(scored: ScoredGroups, algorithm: GroupRelative) -> Mask:
-    """Return which groups have rewards that lead to advantages other than 0, before penalties (G)."""
+    """Return a mask of the groups whose rewards, before penalties, lead to advantages other than 0 (G)."""
     if algorithm.combine == "sum_then_normalise":
         return group_statistics(scored.total_N, scored.group_N, scored.num_groups).differ
     teaches_N = np.abs(_sum_of_terms(scored, _relative(algorithm))) >= MIN_STD
@@ -113,7 +113,7 @@ def _relative(algorithm: GroupRelative) -> Relative:
 def _sum_of_terms(scored: ScoredGroups, relative: Relative) -> Floats:
     sum_N = np.where(scored.is_scored, 0.0, np.nan)
     for term in scored.terms:
-        rewards_N = np.where(scored.is_scored, term.standardized, np.nan)  # completions lacking any term are excluded
+        rewards_N = np.where(scored.is_scored, term.standardized, np.nan)  # completions that lack a term are excluded
         sum_N += term.weight * relative(rewards_N, scored.group_N, scored.num_groups)
     return sum_N
 

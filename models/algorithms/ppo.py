@@ -1,4 +1,4 @@
-"""PPO with a critic (arXiv 1707.06347): token rewards, generalized advantages, and the returns that train the critic.
+"""PPO with a critic (arXiv 1707.06347): token rewards, generalized advantages, and the critic's target returns.
 
 Shapes: N completions, T completion tokens.
 """

@@ -1,4 +1,4 @@
-"""Arithmetic of ragged columns: group statistics, span values on tokens, discounted sums, batch normalization.
+"""Arithmetic on flat arrays of completions' values: group statistics, discounted sums, batch normalization.
 
 Shapes: N completions, G groups, T completion tokens of all completions, concatenated, S spans, concatenated likewise. A
 missing value is NaN and is excluded from means.
@@ -48,7 +48,7 @@ def group_statistics(values_N: Floats, group_N: Integers, num_groups: int) -> Gr
 
 
 def rewards_differ(scored: ScoredGroups, algorithm: Algorithm) -> Mask:
-    """Return which groups have total rewards that are not all equal (G)."""
+    """Return a mask of the groups whose total rewards are not all equal (G)."""
     return group_statistics(scored.total_N, scored.group_N, scored.num_groups).differ
 
 
@@ -65,7 +65,7 @@ def sums_per_completion(values_T: Floats, lengths_N: Integers) -> Floats:
 
 
 def discounted_sums(values_T: Floats, lengths_N: Integers, factor: float) -> Floats:
-    """Return each token's discounted sum to the end of its completion: the value k tokens ahead times factor^k (T).
+    """Return, for each token, the sum of the values k = 0, 1, … tokens later in its completion, times factor^k (T).
 
     The completions are sorted by descending length, so that each step backwards from the ends touches only completions
     that are long enough. The work is proportional to the number of tokens, in as many numpy calls as the longest
@@ -121,7 +121,7 @@ def values_on_tokens(spans: SpanColumns, lengths_N: Integers) -> Floats:
 
 
 def values_on_last_tokens(spans: SpanColumns, lengths_N: Integers) -> Floats:
-    """Return the span's value on the last token of each span, and 0 on the others (T)."""
+    """Return the value of each span on its last token, and 0 on all other tokens (T)."""
     _, ends_S = span_bounds(spans, lengths_N)
     values_T = np.zeros(int(lengths_N.sum()))
     values_T[ends_S - 1] = spans.values_S

@@ -1,4 +1,4 @@
-"""Penalties that reduce rewards: for length near the limit, and for divergence from the reference policy.
+"""Penalties on rewards: for completions close to the length limit, and for divergence from the reference policy.
 
 Shapes: N completions, T completion tokens.
 """
@@ -25,7 +25,7 @@ def overlong_penalty(lengths_N: Integers, overlong: Overlong, max_new_tokens: in
 def divergence(logprobs_T: Floats, reference_T: Floats, kind: Literal["k1", "k2", "k3"]) -> Floats:
     """Estimate KL(behavior ‖ reference) at each token, in nats (Schulman, "Approximating KL divergence").
 
-    k3 exponentiates log-ratios, which are clamped at ±20 before.
+    For k3, log-ratios are clamped at ±20 before they are exponentiated.
     """
     log_ratio_T = logprobs_T - reference_T
     match kind:
@@ -39,7 +39,7 @@ def divergence(logprobs_T: Floats, reference_T: Floats, kind: Literal["k1", "k2"
 
 
 def penalties(experience: Experience, algorithm: Algorithm, kl: RewardKl | None = None) -> Floats:
-    """Return the sum of each completion's penalties, for its length and for the divergence of all its tokens (N)."""
+    """Return the total penalty of each completion: for its length and for the divergence of all its tokens (N)."""
     lengths_N = experience.scored.lengths_N
     penalties_N = np.zeros(len(lengths_N))
     if algorithm.overlong is not None:
@@ -87,7 +87,7 @@ def _divergence(experience: Experience, kl: RewardKl) -> Floats:
 
 
 MAX_ERROR = 0.2
-"""Limit of the relative error of the divergence in the controller (arXiv 1909.08593, section 2.2)."""
+"""Bound on the relative error that the KL controller reacts to (arXiv 1909.08593, section 2.2)."""
 
 
 def next_coefficient(coefficient: float, *, kl: float, completions: int, adaptive: AdaptiveKl) -> float:

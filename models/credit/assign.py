@@ -55,9 +55,9 @@ def build_sample_table(
 ) -> pa.Table:
     """Build the sample table, ordered by (prompt_row, sample).
 
-    If the turns of an episode have separate prompts, each turn is one sample, in the order of turns. An emptied sample
-    keeps its prompt but has no completion tokens. It fills a place in a minibatch, but has no share in the loss, in the
-    KL penalty or in their denominators.
+    If the turns of an episode have separate prompts, each turn is one sample, in the order of turns. A sample marked in
+    `emptied_N` keeps its prompt but has no completion tokens. It counts towards the size of a minibatch, but not in the
+    loss, the KL penalty or their denominators.
     """
     lengths_N = completion_lengths(rollouts)
     for name, values in (("advantages", made.advantages_T), ("values", values_T), ("returns", made.returns_T)):
@@ -80,10 +80,10 @@ def build_sample_table(
 def staleness(
     rollouts: pa.Table, lengths_N: Integers, policy_version: int
 ) -> np.ndarray[tuple[int], np.dtype[np.int16]]:
-    """Return for each token the number of versions that its policy is behind `policy_version` (T).
+    """Return, for each token, how many policy versions before `policy_version` it was generated (T).
 
     Tokens of an environment have -1. Raises Damaged if the segments of a rollout do not add up to its tokens, or
-    contain a later version.
+    contain a version after `policy_version`.
     """
     segments = rollouts["segments"]
     row_S = np.repeat(np.arange(rollouts.num_rows), lengths_of(segments))
@@ -165,7 +165,7 @@ def turn_metrics(rollouts: pa.Table) -> dict[str, float]:
 
 
 def truncated(rollouts: pa.Table) -> Mask:
-    """Return which completions were cut off at the length limit (N)."""
+    """Return a mask of the completions that were cut off at the length limit (N)."""
     truncated_N: Mask = pc.equal(rollouts["finish_reason"], FinishReason.LENGTH.value).to_numpy()
     return truncated_N
 
@@ -213,7 +213,7 @@ class CreditRule:
     algorithm: AlgorithmConfig
     """Settings of the algorithm."""
     quota: GroupQuota | None = None
-    """Groups that dynamic sampling needs. None selects every group that the algorithm trains on."""
+    """Number of groups that dynamic sampling needs. None selects every group that the algorithm trains on."""
     policy_version: int = 0
     """Version of the policy that is trained on the samples."""
     max_new_tokens: int = 0
@@ -320,13 +320,13 @@ def _check_disjoint(rollouts: Sequence[pa.Table]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """Use of each completion in training."""
+    """Masks that say how each completion is used in training."""
 
     informative_G: Mask
     kept_N: Mask
-    """Completions that become samples."""
+    """Completions that become training samples."""
     filling_N: Mask
-    """Kept completions that only fill a minibatch."""
+    """Kept completions that have no weight in the loss and only complete a minibatch."""
     masked_N: Mask
     """Kept completions that are excluded from the loss because they were cut off at the length limit."""
     selection: Selection | None

@@ -2,8 +2,8 @@
 
 This module does not import torch.
 
-Shapes: N completions in the order of their shards, with NaN for missing rewards; K samples that both sides have; T the
-completion tokens of these samples.
+Shapes: N completions in the order of their shards, with NaN for missing rewards; K samples that are both stored and
+new; T completion tokens of these K samples.
 """
 
 from collections.abc import Sequence
@@ -24,12 +24,12 @@ def read_total_rewards(store: Store, scores: Sequence[ShardRef]) -> Floats:
 
 
 def read_rewards(store: Store, samples: Sequence[ShardRef]) -> pa.Table:
-    """Return the columns of some sample shards that a comparison needs: prompt row, sample and advantages."""
+    """Return the columns of sample shards that `compare_advantages` needs: prompt row, sample and advantages."""
     return pa.concat_tables(read_shard(store, ref, ("prompt_row", "sample", "advantages")) for ref in samples)
 
 
 def compare_rewards(stored_N: Floats, new_N: Floats) -> dict[str, float]:
-    """Return metrics of new rewards in comparison with the stored rewards of the same completions.
+    """Return metrics that compare new rewards with the stored rewards of the same completions.
 
     A mean over no values is omitted. The correlation is omitted if the rewards of one side are all equal.
     """
@@ -45,7 +45,7 @@ def compare_rewards(stored_N: Floats, new_N: Floats) -> dict[str, float]:
 
 
 def compare_advantages(stored: pa.Table, new: pa.Table) -> dict[str, float]:
-    """Return metrics of new advantages, and their token-by-token correlation with stored ones if both have the sample.
+    """Return metrics of new advantages, including the per-token correlation with stored ones over common samples.
 
     The tables need the columns `prompt_row`, `sample` and `advantages`. The samples of one completion must be adjacent.
     """
@@ -55,7 +55,7 @@ def compare_advantages(stored: pa.Table, new: pa.Table) -> dict[str, float]:
     (first, first_counts_K), (second, second_counts_K) = lists
     alike_K = (
         first_counts_K == second_counts_K
-    )  # one side may have masked or emptied a completion that the other side trains on
+    )  # one table may have masked or emptied a completion that the other trains on
     first_T, second_T = first[np.repeat(alike_K, first_counts_K)], second[np.repeat(alike_K, second_counts_K)]
     return {
         "coinciding": float(alike_K.sum()),
@@ -65,7 +65,7 @@ def compare_advantages(stored: pa.Table, new: pa.Table) -> dict[str, float]:
 
 
 def correlation(left_N: Floats, right_N: Floats) -> dict[str, float]:
-    """Return Pearson's correlation of the values finite on both sides, or an empty dict if one side does not vary."""
+    """Return Pearson's correlation of two arrays where both are finite, or an empty dict if one does not vary."""
     both_N = np.isfinite(left_N) & np.isfinite(right_N)
     left_K, right_K = left_N[both_N], right_N[both_N]
     if len(left_K) < 2 or np.ptp(left_K) == 0 or np.ptp(right_K) == 0:
@@ -79,7 +79,7 @@ def _mean(name: str, values_N: Floats) -> dict[str, float]:
 
 
 def _names(table: pa.Table) -> Integers:
-    """Return a number for each sample that encodes its prompt row, sample and position within the completion."""
+    """Return an integer per row that encodes prompt row, sample, and index of the row within its completion."""
     prompts_N, samples_N = (np.asarray(table[name].to_numpy(), np.int64) for name in ("prompt_row", "sample"))
     names_N: Integers = prompts_N << 16 | samples_N
     first_N = np.flatnonzero(np.diff(names_N, prepend=-1))

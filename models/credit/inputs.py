@@ -91,9 +91,9 @@ def _refuse(scores: pa.Table, wrong_N: Mask, expected: str) -> None:
 
 
 def read_auxiliary_scores(tables: Sequence[pa.Table], lengths_N: Integers) -> AuxiliaryScores:
-    """Return the per-token outputs of the auxiliary models. An output without any number was not requested and is None.
+    """Return the per-token outputs of the auxiliary models. Outputs that were not requested are None.
 
-    Raises Damaged if a completion has another number of values than tokens.
+    Raises Damaged if the number of values of a completion differs from its number of tokens.
     """
     if not tables:
         return AuxiliaryScores()
@@ -123,9 +123,9 @@ def check_required_outputs(auxiliary_scores: AuxiliaryScores, algorithm: Algorit
 
 
 def has_nonfinite_logprobs(column: pa.ChunkedArray, lengths_N: Integers) -> Mask:
-    """Return which completions have log-probs that are not finite (N), and would break the update.
+    """Return a mask of the completions with log-probs that are not finite, which would break the update (N).
 
-    Raises Damaged if a completion has another number of log-probs than tokens.
+    Raises Damaged if the number of log-probs of a completion differs from its number of tokens.
     """
     if not np.array_equal(lengths_of(column), lengths_N):
         raise Damaged("rollouts: every completion must have one log-prob per token, but the lengths differ")
@@ -133,7 +133,7 @@ def has_nonfinite_logprobs(column: pa.ChunkedArray, lengths_N: Integers) -> Mask
 
 
 def has_nonfinite_scores(auxiliary_scores: AuxiliaryScores, lengths_N: Integers) -> Mask:
-    """Return which completions have outputs of an auxiliary model that are not finite (N)."""
+    """Return a mask of the completions with auxiliary-model outputs that are not finite (N)."""
     bad_N = np.zeros(len(lengths_N), np.bool_)
     for values_T in (
         auxiliary_scores.policy_T,

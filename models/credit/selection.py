@@ -30,7 +30,7 @@ class GroupQuota:
     """Number and kind of groups that an iteration needs under dynamic sampling."""
 
     target: int
-    """Number of informative groups, that is of groups with unequal rewards."""
+    """Number of informative groups (groups with unequal rewards) that are needed."""
     metric: str
     """Name of the raw reward term in which an informative group must have unequal values."""
     fill: bool
@@ -39,7 +39,7 @@ class GroupQuota:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Use of each group in an iteration. A group in none of the masks was uninformative and is discarded."""
+    """Masks that say how an iteration uses each group. A group in none of the masks is uninformative and discarded."""
 
     informative_G: Mask
     """Groups with unequal rewards."""
@@ -52,10 +52,10 @@ class Selection:
     first_G: Integers
     """Index of each group's first completion."""
     shortfall: int
-    """Number of informative groups that are missing to reach the target."""
+    """Number of informative groups below the target, or 0 if the target is reached."""
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of groups in each kind of use."""
+        """Return the numbers of informative, trained, filling, surplus and missing groups."""
         return {
             "issued_groups": float(len(self.first_G)),
             "informative_groups": float(self.informative_G.sum()),
@@ -84,14 +84,14 @@ def select_groups(scored: ScoredGroups, algorithm: AlgorithmConfig, quota: Group
 
 
 def informative_by(scored: ScoredGroups, algorithm: AlgorithmConfig, metric: str) -> Mask:
-    """Return which groups have unequal values both in the total reward and in the raw reward term `metric` (G)."""
+    """Return a mask of the groups with unequal values in both the total reward and the raw reward term `metric` (G)."""
     return informative_groups(scored, algorithm) & groups_that_differ(scored, algorithm, metric)
 
 
 def informative_prompts(
     rollouts: pa.Table, scores: pa.Table, *, terms: Sequence[TermColumns], algorithm: AlgorithmConfig, metric: str
 ) -> list[int]:
-    """Return the prompt rows of the informative groups of rollouts, according to their scores, as credit selects them.
+    """Return the prompt rows of the rollouts' informative groups, selected in the same way as in the credit stage.
 
     Completions without a total reward are ignored, because they cannot be trained on. Tokens that the policy did not
     generate are ignored too.
@@ -109,7 +109,7 @@ def group_columns(
     terms: Sequence[TermColumns],
     informative: Callable[[ScoredGroups], Mask] | None,
 ) -> dict[str, pa.Array]:
-    """Return columns that describe each completion's group, from the rewards of completions usable for training.
+    """Return columns with statistics of each completion's group, over the completions that can be trained on.
 
     `group_size` is the number of these completions. `group_reward_mean` and `group_reward_std` (of the population) are
     null if there are none. `group_informative` is the result of the function `informative`, or null without one.

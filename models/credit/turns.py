@@ -4,8 +4,8 @@ The observations of an environment between the turns of an episode are removed b
 inserted again afterwards. Therefore algorithms need no knowledge of turns, and their sums, means and lengths include no
 token that is not trained on.
 
-Shapes: N completions, T completion tokens of all completions, concatenated, W tokens of these that a policy generated,
-S spans.
+Shapes: N completions, T completion tokens of all completions, concatenated, W policy-generated tokens among the T, S
+spans.
 """
 
 from dataclasses import dataclass, replace

@@ -1,7 +1,7 @@
-"""Supported families of denoisers: how each takes text conditioning, and how a state is arranged for it.
+"""Supported families of denoisers: how a family encodes prompts and runs its denoiser on a batch of states.
 
-A state is the noisy latents of an image. Shapes: N states of a batch, C channels, Y x X latents of a side. A state
-always is N x C x Y x X here. FLUX and Qwen-Image read squares of 2 x 2 latents as one token.
+A state is the noisy latents of an image. Shapes: N states of a batch, C channels, Y x X latents (height and width). A
+batch of states always has the shape N x C x Y x X here. FLUX and Qwen-Image read squares of 2 x 2 latents as one token.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ Condition = Mapping[str, Tensor]
 """Text conditioning: the outputs of the text encoders by name, with one row for each prompt."""
 
 PACKED: Final = 2
-"""Latents on a side of the square that FLUX and Qwen-Image read as one token."""
+"""Side length, in latents, of the square that FLUX and Qwen-Image read as one token."""
 
 
 class Predict(Protocol):
@@ -31,16 +31,16 @@ class Predict(Protocol):
     def __call__(
         self, model: nn.Module, states_NCYX: Tensor, timesteps_N: Tensor, condition: Condition, /, *, guidance: float
     ) -> Tensor:
-        """Return the prediction for the states, with their shape."""
+        """Return the prediction of velocity or noise, which has the same shape as the states."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLimit:
-    """Maximum length of the prompts that one text encoder of a pipeline reads. Longer prompts are truncated."""
+    """Maximum prompt length of one text encoder in a pipeline. The encoder truncates longer prompts."""
 
     tokenizer: str
-    """Name of the tokenizer's folder. The name of its text encoder has the same suffix."""
+    """Name of the tokenizer's folder. The folder of its text encoder has the same suffix, such as `_2`."""
     tokens: int | None = None
     """Default number of tokens, including special tokens. None means the fixed number of positions of the encoder."""
     max_tokens: int = 0
@@ -62,7 +62,7 @@ def _count(tokenizer: Any, prompt: str) -> int:  # noqa: ANN401
 
 @dataclass(frozen=True, slots=True)
 class DenoiserFamily:
-    """Denoisers of one class, with the pipelines that contain them."""
+    """Family of denoisers: one denoiser class of diffusers, the pipelines that contain it, and functions to run it."""
 
     denoiser: str
     """Name of the denoiser's class in diffusers."""
@@ -71,7 +71,7 @@ class DenoiserFamily:
     folder: Literal["transformer", "unet"]
     """Folder of the denoiser's weights in a directory."""
     prediction_type: Literal["velocity", "noise"]
-    """Prediction of the denoiser."""
+    """Quantity that the denoiser predicts."""
     encode: Callable[[Any, str, int | None], Condition]
     """Function that encodes a prompt with a pipeline's text encoders. Its last argument limits the tokens of the
     encoder with the highest limit; None is the default limit."""
@@ -82,20 +82,19 @@ class DenoiserFamily:
     count: Callable[[Any, str], int] = _count
     """Function that counts the tokens of a prompt."""
     packing: int = 1
-    """Latents on a side of the square that the denoiser's configuration counts as channels of one token."""
+    """Side length, in latents, of the square that the denoiser's configuration counts as the channels of one token."""
     uses_even_spacing: bool = False
-    """Whether the pipeline spaces noise levels evenly from 1 to 1/steps before shifting them. Otherwise the levels end
-    at the smallest training level."""
+    """Whether the pipeline spaces noise levels evenly from 1 to 1/steps before it shifts them. If false, the levels end
+    at the smallest noise level used in training."""
     required_settings: Mapping[str, object] = field(default_factory=dict)
-    """Settings of the denoiser that would add inputs besides states, timesteps and text, with the only supported
-    values."""
+    """Required values of denoiser settings. Other values would add inputs besides states, timesteps and text."""
 
     def channels(self, config: Mapping[str, Any]) -> int:
         """Return the number of channels of a state."""
         return int(config["in_channels"]) // self.packing**2
 
     def side(self, config: Mapping[str, Any]) -> int:
-        """Return the latents on a side of the images that the denoiser was trained on.
+        """Return the height and width, in latents, of the square images that the denoiser was trained on.
 
         Raises BadInput if the configuration has different height and width.
         """
@@ -105,7 +104,7 @@ class DenoiserFamily:
         return int(side)
 
     def tokens(self, config: Mapping[str, Any], side: int) -> int:
-        """Return the number of tokens as which the denoiser reads a state of this side; for a UNet, the latents."""
+        """Return the number of tokens in a square state with `side` latents per side. A UNet reads one per latent."""
         return int((side // (1 if self.folder == "unet" else self.patch(config))) ** 2)
 
     def check(self, config: Mapping[str, Any]) -> None:
@@ -126,7 +125,7 @@ class DenoiserFamily:
                 )
 
     def patch(self, config: Mapping[str, Any]) -> int:
-        """Return the latents on a side of one token, or for a UNet the factor by which it downsamples a state."""
+        """Return a token's side length in latents, or for a UNet the factor by which it downsamples a state."""
         if self.folder == "unet":
             return int(2 ** (len(config["block_out_channels"]) - 1))
         return int(self.packing if self.packing > 1 else config["patch_size"])
@@ -143,7 +142,7 @@ def zero_condition(config: Any, text: int) -> Condition:  # noqa: ANN401 -- a mo
 
 
 def select_conditions(conditions: Sequence[Condition], rows: Sequence[int]) -> Condition:
-    """Concatenate conditionings and select one row for each index in `rows`. Texts are padded to the longest one."""
+    """Stack the conditionings of prompts, padded to the longest text, and return the row of each index in `rows`."""
     gathered: dict[str, Tensor] = {}
     for name in conditions[0]:
         parts = [each[name] for each in conditions]
@@ -266,9 +265,9 @@ def _predict_qwen(
 ) -> Tensor:
     """Predict velocities.
 
-    The pipeline rescales guided predictions, token by token, to the norm of the conditional prediction. This is not
-    done here, so that guidance is the same for all families. Therefore that pipeline generates different images from a
-    policy that was trained with guidance.
+    The pipeline of Qwen-Image rescales guided predictions, token by token, to the norm of the conditional prediction.
+    This function does not, so that guidance is the same for all families. Therefore a policy trained with guidance
+    generates different images in diffusers' own pipeline.
     """
     height, width = states_NCYX.shape[2] // PACKED, states_NCYX.shape[3] // PACKED
     prediction = model(
@@ -304,7 +303,7 @@ def _predict_unet(
     model: nn.Module, states_NCYX: Tensor, timesteps_N: Tensor, condition: Condition, /, *, guidance: float
 ) -> Tensor:
     added = None
-    if "pooled" in condition:  # SDXL also takes the original size, the offset of the crop and the target size
+    if "pooled" in condition:  # SDXL also takes the original size, the crop offset and the target size
         sides_N1 = states_NCYX.shape[2] * condition["pixels"]
         sides = sides_N1.expand(-1, 2)
         added = {"text_embeds": condition["pooled"], "time_ids": torch.cat([sides, 0 * sides, sides], dim=1)}
@@ -319,12 +318,12 @@ def _predict_unet(
 
 
 def has_guidance_input(model: nn.Module) -> bool:
-    """Return whether guidance is an input of the denoiser, so that no second forward pass is needed for guidance."""
+    """Return whether the denoiser takes the guidance scale as an input and so needs no second forward pass."""
     return bool(cast(Any, model).config.get("guidance_embeds", False))
 
 
 def _pack(states_NCYX: Tensor) -> Tensor:
-    """Rearrange squares of latents as tokens, row by row."""
+    """Rearrange a state into tokens of `PACKED` x `PACKED` latents, row by row."""
     count, channels, height, width = states_NCYX.shape
     squares = states_NCYX.reshape(count, channels, height // PACKED, PACKED, width // PACKED, PACKED)
     return squares.permute(0, 2, 4, 1, 3, 5).reshape(count, -1, channels * PACKED**2)

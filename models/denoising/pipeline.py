@@ -1,7 +1,7 @@
 """Text-to-image policies as diffusers directories: validation, loading of their parts, and copying.
 
 A directory has a denoiser, which is trained, and frozen parts: a scheduler, text encoders with their tokenizers and
-usually a VAE. Nothing is downloaded, and no code of a directory runs.
+usually a VAE. Nothing is downloaded, and no code from a directory is run.
 """
 
 import json
@@ -35,12 +35,12 @@ WEIGHTS: Final = "diffusion_pytorch_model.safetensors"
 FROZEN: Final = ("*.json", "*.txt", "*.model", "*.safetensors")
 """Patterns of the files that are copied: configuration, tokenizers and weights, but never code or pickles."""
 PIXELS_PER_LATENT: Final = 8
-"""Pixels on a side of one latent in a policy without VAE, as in diffusers."""
+"""Side length, in pixels, that one latent covers if a pipeline has no VAE, as in diffusers."""
 _UNUSED: Final = ("safety_checker", "feature_extractor", "image_encoder", "watermark")
 """Parts of pipelines that are not needed to generate images."""
 _LIBRARIES: Final = ("diffusers", "transformers")
 _LOADING: Final = (ValueError, KeyError, TypeError, OSError, RuntimeError, AttributeError, ImportError, SafetensorError)
-"""Exceptions of the libraries if the files of a part cannot be loaded."""
+"""Exceptions that diffusers, transformers and safetensors raise if the files of a part cannot be loaded."""
 
 
 def is_pipeline(directory: Path) -> bool:
@@ -70,7 +70,7 @@ class PipelineOutline:
 
     @property
     def pixels(self) -> int:
-        """Pixels on a side of one latent."""
+        """Side length, in pixels, of the square that one latent covers."""
         if self.vae is None:
             return PIXELS_PER_LATENT
         halvings = self.vae.get("temperal_downsample") or self.vae["block_out_channels"][1:]
@@ -82,7 +82,7 @@ class PipelineOutline:
         return [each for each in self.family.limits if {each.tokenizer, each.encoder} <= {*self.parts}]
 
     def shape(self, config: DenoisingConfig) -> tuple[int, int, int]:
-        """Return channels, height and width of a state. Raises BadInput for a side that the model cannot generate."""
+        """Return channels, height and width of a state. Raises BadInput if the model cannot generate this size."""
         patch = self.family.patch(self.denoiser)
         side, unit = config.side or self.family.side(self.denoiser) * self.pixels, self.pixels * patch
         if side % unit:
@@ -99,7 +99,7 @@ class PipelineOutline:
         return self.family.channels(self.denoiser), side // self.pixels, side // self.pixels
 
     def tokens(self, config: DenoisingConfig) -> int:
-        """Return the number of tokens as which the denoiser reads a state. For a UNet this is the number of latents."""
+        """Return the number of tokens that the denoiser reads for one state. A UNet reads one token per latent."""
         return self.family.tokens(self.denoiser, self.shape(config)[1])
 
     def schedule(self, config: DenoisingConfig) -> NoiseSchedule:
@@ -124,7 +124,7 @@ class PipelineOutline:
 
 
 def read_pipeline(directory: Path) -> PipelineOutline:
-    """Read a pipeline's configuration files. Raises BadInput if there is no policy that can be trained here."""
+    """Read a pipeline's configuration files. Raises BadInput if Rheostat cannot train this pipeline."""
     where = f"policy {directory}"
     if not directory.is_dir():
         raise BadInput(f"{where}: no such directory")
@@ -163,7 +163,7 @@ def _parts(index: Mapping[str, Any], *, where: str) -> tuple[str, ...]:
 # ---- parts
 @contextmanager
 def _loading(model: PipelineOutline, part: str) -> Iterator[None]:
-    """Run the block under the lock for model construction. Convert errors of libraries to BadInput with one line."""
+    """Hold the lock for model construction in the block, and raise errors of the libraries as BadInput."""
     try:
         with lock_model_construction():
             yield
@@ -175,7 +175,7 @@ def _loading(model: PipelineOutline, part: str) -> Iterator[None]:
 def load_denoiser(
     directory: Path, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """Load the denoiser, which is the part that is trained. Raises BadInput if its weights do not load."""
+    """Load the denoiser, the part that is trained. Raises BadInput if its weights cannot be loaded."""
     model = read_pipeline(directory)
     folder = model.family.folder
     with _loading(model, folder):
@@ -191,7 +191,7 @@ def load_denoiser(
 
 
 def load_part(model: PipelineOutline, part: str) -> Any:  # noqa: ANN401 -- what model_index.json says
-    """Load a tokenizer with the class that model_index.json names. Raises BadInput if it does not load."""
+    """Load a tokenizer with the class that model_index.json names. Raises BadInput if it cannot be loaded."""
     library, kind = _read_object(model.directory / INDEX)[part]
     with _loading(model, part):
         return getattr(import_module(library), kind).from_pretrained(str(model.directory / part), local_files_only=True)
@@ -238,7 +238,7 @@ def _weights_in(folder: Path, *, where: str) -> list[Path]:
 
 
 class PromptEncoder:
-    """Frozen text encoders of a pipeline, with a cache of the prompts that they encoded."""
+    """Frozen text encoders of a pipeline, with a cache of encoded prompts."""
 
     def __init__(self, directory: Path, *, tokens: int | None, device: str | torch.device) -> None:
         model = read_pipeline(directory)
@@ -271,7 +271,7 @@ MAX_CACHED_PROMPTS: Final = 4096
 
 
 class LatentDecoder:
-    """Converter of latents to images: the VAE of a pipeline, or upscaling of the latents if the pipeline has no VAE."""
+    """Converter from latents to images: the pipeline's VAE, or upscaling of the latents if there is no VAE."""
 
     def __init__(self, directory: Path, *, device: str | torch.device) -> None:
         self._model, self._vae = read_pipeline(directory), None
@@ -317,7 +317,7 @@ def _restore(latents_NCYX: Tensor, config: Any) -> Tensor:  # noqa: ANN401
 
 
 class FrozenParts:
-    """Text encoders and VAE, which all versions of a policy share and which are loaded on first use.
+    """Loader for the frozen parts that all versions of a policy share: text encoders and VAE, loaded on first use.
 
     They are loaded again if the parts of another policy are requested, or after `clear` has freed their memory.
     """
@@ -336,7 +336,7 @@ class FrozenParts:
         return self._prompts[1]
 
     def latent_decoder(self, directory: Path) -> LatentDecoder:
-        """Return the VAE of a directory, or the upscaling that replaces a missing VAE."""
+        """Return the decoder for a directory: its VAE, or upscaling if there is no VAE."""
         self._turn_to(directory)
         self._latent_decoder = self._latent_decoder or LatentDecoder(directory, device=self._device)
         return self._latent_decoder
@@ -363,7 +363,7 @@ def _frozen_files(directory: Path) -> object:
 
 # ---- files
 def copy_pipeline(source: Path, target: Path) -> None:
-    """Copy the files that belong to a pipeline, but nothing that could be run as code."""
+    """Copy configuration, tokenizers and weights of a pipeline, but nothing that could be run as code."""
     for path in list_policy_files(source):
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         copyfile(source / path, target / path)

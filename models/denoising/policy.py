@@ -1,4 +1,4 @@
-"""Text-to-image (diffusion) policies: building or copying a directory, inspecting it in advance, loading, exporting."""
+"""Text-to-image (diffusion) policies: creating, inspecting, loading and exporting their directories."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -68,7 +68,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 # ---- writing
 def write_scratch_diffusion(policy: ScratchDiffusionPolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
-    """Build a small text-to-image policy with a token for each word of the texts.
+    """Build a small text-to-image policy in a directory. Its tokenizer has one token for each word of the texts.
 
     Returns the denoiser's number of parameters. Raises BadInput if a text has too many words.
     """
@@ -80,7 +80,7 @@ def write_scratch_diffusion(policy: ScratchDiffusionPolicy, directory: Path, *, 
 def write_diffusion(policy: DiffusionPolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
     """Copy the pipeline of `policy.path` to a directory and add the byte tokenizer.
 
-    Returns the denoiser's number of parameters. Raises BadInput if the pipeline cannot be trained here.
+    Returns the denoiser's number of parameters. Raises BadInput if Rheostat cannot train the pipeline.
     """
     source = fetch_path(policy.path)
     parameters = check_weights(read_pipeline(source))
@@ -117,12 +117,12 @@ def load_merged_denoiser(directory: Path, adapter: Path | None, *, device: str, 
 
 # ---- prompts
 def check_prompts(directory: Path, prompts: Iterable[tuple[str, str]], denoising: DenoisingConfig) -> None:
-    """Raise BadInput for the first prompt that is too long, because the policy would read only its beginning.
+    """Raise BadInput for the first prompt that is too long, because text encoders would truncate it.
 
-    `prompts` are pairs of the origin of a prompt, for the message, and its text. If several encoders read a prompt, the
-    limit is that of the encoder that reads most: with T5 present, CLIP's encoders of 77 tokens may read less. Only
-    tokenizers are loaded. Raises BadInput also if a text encoder is missing or `rollout.denoising.text_tokens` is too
-    high.
+    `prompts` are pairs of a prompt's origin, which is named in the message, and the prompt's text. If several encoders
+    read a prompt, the highest limit applies: if T5 is present, CLIP's encoders may truncate the prompt to 77 tokens.
+    Only tokenizers are loaded. Also raises BadInput if a text encoder is missing or `rollout.denoising.text_tokens` is
+    too high.
     """
     model = read_pipeline(directory)
     family, limits = model.family, model.limits
@@ -152,7 +152,7 @@ def check_prompts(directory: Path, prompts: Iterable[tuple[str, str]], denoising
 
 # ---- inspecting
 def inspect_scratch_diffusion(policy: ScratchDiffusionPolicy, texts: Iterable[str]) -> Inspected:
-    """Describe the small text-to-image policy that would be built for these texts.
+    """Return the size and limits of the small text-to-image policy that would be built for these texts.
 
     Raises BadInput if a text has too many words.
     """
@@ -172,7 +172,7 @@ def inspect_scratch_diffusion(policy: ScratchDiffusionPolicy, texts: Iterable[st
 
 
 def inspect_diffusion(policy: DiffusionPolicy, texts: Iterable[str]) -> Inspected:
-    """Describe the pipeline of `policy.path`. Raises BadInput if it cannot be trained here."""
+    """Return the size and limits of the pipeline in `policy.path`. Raises BadInput if Rheostat cannot train it."""
     model = read_pipeline(fetch_path(policy.path))
     check_weights(model)
     described = _describe(model.family, model.denoiser, text=sum(each.tokens or CLIP_TOKENS for each in model.limits))
@@ -211,12 +211,12 @@ def _describe(family: DenoiserFamily, config: Mapping[str, Any], *, text: int) -
 
 
 class _Measured(NamedTuple):
-    """Memory and compute of a denoiser's forward pass for one token of an image of the model's default size."""
+    """Memory and compute of a denoiser's forward pass, per token of an image of the model's default size."""
 
     kept: float
     """Number of values that autograd keeps for the backward pass."""
     layers: list[float]
-    """Share of `kept` of each layer that gradient checkpointing can recompute."""
+    """For each layer that gradient checkpointing can recompute, the number of values in `kept` that belong to it."""
     again: float
     """Number of values that autograd keeps with gradient checkpointing."""
     products: float
@@ -224,7 +224,7 @@ class _Measured(NamedTuple):
 
 
 def _measure_activations(model: Any, family: DenoiserFamily, *, text: int) -> _Measured:  # noqa: ANN401
-    """Measure a model of fake tensors. They have only shapes, so a forward pass needs no memory and little time."""
+    """Measure memory and compute with fake tensors, which have shapes but no data, so the measurement is cheap."""
     own = {each.untyped_storage()._cdata for each in model.parameters()}
     side, rows = family.side(model.config), 2  # two rows, because layout changes of a single row need fewer copies
     states_NCYX, condition = (

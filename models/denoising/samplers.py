@@ -22,15 +22,15 @@ from models.config.denoising import CpsSampler, DanceSampler, DdimSampler, Sampl
 
 @dataclass(frozen=True, slots=True)
 class NoiseSchedule:
-    """Noise levels of the denoising steps, with the timestep that the model gets at each step."""
+    """Noise levels of the denoising steps, with the timestep that the model receives at each step."""
 
     levels: tuple[float, ...]
     """Noise levels, one more than steps. If the model predicts velocities: σ, from about 1 down to 0. If the model
     predicts noise: ᾱ, from about 0 up to about 1."""
     timesteps: tuple[float, ...]
-    """One timestep for each step: the model's input that represents the noise level at which the step begins."""
+    """Timestep of each step: the model's input that represents the noise level before the step."""
     prediction_type: Literal["velocity", "noise"]
-    """Prediction of the models that the schedule is for."""
+    """Quantity that the models of this schedule predict."""
 
     def __post_init__(self) -> None:
         """Assert that there is one level more than steps."""
@@ -83,10 +83,10 @@ def ddim_schedule(
 ) -> NoiseSchedule:
     """Return the noise schedule of diffusers' DDIMScheduler.
 
-    Each step ends at the level of the next timestep. The steps of diffusers' scheduler always go down by
-    `train // steps` timesteps. If this is not the distance between two timesteps ('linspace', or 'trailing' if `steps`
-    does not divide the training timesteps), its steps end at a level other than the one of the next timestep. Raises
-    BadInput if a timestep is outside of the training timesteps or is pure noise, or if the spacing is unknown.
+    Each step ends at the level of the next timestep. diffusers' scheduler instead always goes down by `train // steps`
+    timesteps. If timesteps are spaced differently ('linspace', or 'trailing' if `steps` does not divide the training
+    timesteps), diffusers' steps therefore end at other levels. Raises BadInput if a timestep is outside of the training
+    timesteps or is pure noise, or if the spacing is unknown.
     """
     train = len(alphas_cumprod)
     timesteps = _ddim_timesteps(steps, train, spacing=spacing, steps_offset=steps_offset)
@@ -122,13 +122,13 @@ def _ddim_timesteps(steps: int, train: int, *, spacing: str, steps_offset: int) 
 
 
 MIN_NOISE: Final = 0.01
-"""Minimum standard deviation of a denoising step that is trained. States have a standard deviation of about 1. The
-flow-matching schedules of diffusers go to level 0.001 before the last step, where `cps` with noise 0.8 has a standard
-deviation of 0.00095."""
+"""Minimum standard deviation of the noise in a trained denoising step. States have a standard deviation of about 1. The
+flow-matching schedules of diffusers reach level 0.001 before the last step, at which `cps` with noise 0.8 has a
+standard deviation of 0.00095."""
 
 
 class Transition(Protocol):
-    """Sampler that returns the normal distribution of the next states. `transition` calls it."""
+    """Sampler function that returns the normal distribution of the next states. `transition` calls this function."""
 
     def __call__(
         self,
@@ -169,11 +169,11 @@ def deterministic(x_ND: Tensor, prediction_ND: Tensor, steps_N: Tensor, schedule
 
 
 def noisy_steps(sampler: Sampler, schedule: NoiseSchedule) -> tuple[int, ...]:
-    """Return the indices of the steps that add enough noise to have a usable probability, so that they can be trained.
+    """Return the indices of the steps that can be trained, because they add enough noise to have a usable probability.
 
-    Steps with a standard deviation below `MIN_NOISE` are omitted. They are at the end of a schedule, and Flow-GRPO
-    likewise omits the last step. A log-prob divides by the variance, so that tiny changes of the mean at such a step
-    would outweigh all other steps.
+    Steps with a standard deviation below `MIN_NOISE` are omitted. A log-prob divides by the variance, so tiny changes
+    of the mean at such a step would outweigh all other steps. These steps are at the end of a schedule. Flow-GRPO also
+    omits the last step.
     """
     nothing_ND = torch.zeros(schedule.steps, 1)
     _, std_N = transition(sampler, nothing_ND, nothing_ND, torch.arange(schedule.steps), schedule)
@@ -183,9 +183,9 @@ def noisy_steps(sampler: Sampler, schedule: NoiseSchedule) -> tuple[int, ...]:
 def sde(
     x_ND: Tensor, prediction_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule, sampler: SdeSampler
 ) -> tuple[Tensor, Tensor]:
-    """Return the step distribution of Flow-GRPO (arXiv 2505.05470, eq. 9), with g² = a²σ/(1 − σ).
+    """Return the next states' distribution in Flow-GRPO (arXiv 2505.05470, eq. 9), with g² = a²σ/(1 − σ).
 
-    At σ = 1 this g² is infinite. There 1 − σ is computed from the second level, as in the authors' code.
+    At σ = 1, g² would be infinite. There, 1 − σ is computed from the second noise level, as in the authors' code.
     """
     level_N, _ = _around(steps_N, schedule)
     finite_N = torch.where(level_N == 1, schedule.levels[1], level_N)
@@ -195,7 +195,7 @@ def sde(
 def dance(
     x_ND: Tensor, prediction_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule, sampler: DanceSampler
 ) -> tuple[Tensor, Tensor]:
-    """Return the step distribution of DanceGRPO (arXiv 2505.07818, eq. 8), with g = η at every level."""
+    """Return the next states' distribution in DanceGRPO (arXiv 2505.07818, eq. 8), with g = η at every level."""
     square_N = torch.full(steps_N.shape, sampler.noise**2, dtype=torch.float64, device=steps_N.device)
     return _diffused(x_ND, prediction_ND, steps_N, schedule, square_N=square_N)
 
@@ -203,7 +203,7 @@ def dance(
 def _diffused(
     x_ND: Tensor, prediction_ND: Tensor, steps_N: Tensor, schedule: NoiseSchedule, *, square_N: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the distribution of an Euler-Maruyama step of the SDE with this g² and the marginals of the ODE."""
+    """Return an Euler-Maruyama step of the SDE with g² = `square_N` that has the same marginals as the ODE."""
     level_N, after_N = _around(steps_N, schedule)
     change_N = after_N - level_N
     pull_N = square_N * change_N / (2 * level_N)
@@ -284,6 +284,6 @@ def _floats(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _around(steps_N: Tensor, schedule: NoiseSchedule) -> tuple[Tensor, Tensor]:
-    """Return the noise levels before and after these steps in float64, because their differences are small."""
+    """Return the noise levels before and after the given steps, in float64 because adjacent levels differ little."""
     levels_L = torch.tensor(schedule.levels, dtype=torch.float64, device=steps_N.device)
     return levels_L[steps_N], levels_L[steps_N + 1]

@@ -1,7 +1,7 @@
 """Schedulers of diffusers directories: validation of their settings, and conversion to noise schedules.
 
-A scheduler of diffusers defines noise levels and takes denoising steps. Rheostat uses exactly these noise levels, but
-takes the steps with its own samplers.
+A scheduler of diffusers defines noise levels and takes denoising steps. Rheostat uses the same noise levels, but takes
+the steps with its own samplers.
 """
 
 import math
@@ -17,7 +17,7 @@ TIMESTEPS: Final = 1000
 """Number of training timesteps. The pipelines of flow-matching models have this number in their code."""
 _FLOW: Final = "FlowMatchEulerDiscreteScheduler"
 _NOISE: Final = ("DDIMScheduler", "DDPMScheduler", "PNDMScheduler", "EulerDiscreteScheduler")
-"""Schedulers with a configuration that contains the noise levels with which a noise-predicting model was trained."""
+"""Schedulers whose configuration contains the noise levels with which a noise-predicting model was trained."""
 _CLIP: Final = ("DDIMScheduler", "DDPMScheduler")
 """Schedulers that clip images unless their configuration disables clipping."""
 _PLAIN: Final = (
@@ -67,8 +67,8 @@ def schedule_of(
 ) -> NoiseSchedule:
     """Return the noise levels and timesteps of the denoising steps.
 
-    `tokens` is the number of tokens as which the denoiser reads an image. Raises BadInput if the configured sampler
-    does not support models with this kind of prediction.
+    `tokens` is the number of tokens that the denoiser reads for one image. Raises BadInput if the configured sampler
+    does not support the model's kind of prediction (velocity or noise).
     """
     if config.sampler.prediction_type != family.prediction_type:
         fitting = "'ddim'" if family.prediction_type == "noise" else "'sde', 'dance' or 'cps'"
@@ -86,9 +86,9 @@ def schedule_of(
 
 
 def _shift_of(tokens: int, scheduler: Mapping[str, Any]) -> float:
-    """Return how far the noise levels of large images are shifted towards noise, as `mu` of `flow_schedule`.
+    """Return the shift of the noise levels towards noise for an image of `tokens` tokens: `mu` of `flow_schedule`.
 
-    The shift is linear in the number of image tokens. Defaults of missing settings are those of diffusers' pipelines.
+    The shift is linear in the number of image tokens. Missing settings have the defaults of diffusers' pipelines.
     """
     min_length, max_length = scheduler.get("base_image_seq_len", 256), scheduler.get("max_image_seq_len", 4096)
     low, high = scheduler.get("base_shift", 0.5), scheduler.get("max_shift", 1.15)

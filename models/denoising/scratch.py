@@ -85,7 +85,7 @@ def write_scratch_pipeline(policy: ScratchDiffusionPolicy, directory: Path, *, t
 
 
 def scratch_model(policy: ScratchDiffusionPolicy) -> PipelineOutline:
-    """Return the description that `read_pipeline` would return for the directory of a policy that is not built yet."""
+    """Return what `read_pipeline` would return for the policy's directory, before the policy is built."""
     family = process_tree("StableDiffusion3Pipeline", "SD3Transformer2DModel")
     scheduler = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": policy.shift}
     return PipelineOutline(Path(), family.pipelines[0], family, denoiser_config(policy), scheduler, None, ())
@@ -111,7 +111,8 @@ def denoiser_config(policy: ScratchDiffusionPolicy) -> dict[str, object]:
 def _encoder(policy: ScratchDiffusionPolicy, tokenizer: PreTrainedTokenizerFast) -> CLIPTextModelWithProjection:
     """Build a text encoder with random embeddings of words and positions.
 
-    diffusers reads the input of an encoder's last block. Here this input consists of the embeddings.
+    As conditioning, diffusers uses the input of an encoder's last block. In this encoder of one block, this input is
+    the embeddings.
     """
     config = CLIPTextConfig(
         vocab_size=len(tokenizer),

@@ -1,8 +1,9 @@
 """Denoising steps as tokens: modules that compute log-probs of trained steps, and modules for supervised training.
 
-Each row is one image. Its prompt is its text, its completion the indices of the trained denoising steps, and its media
-entry the resulting image. The states (noisy latents) of all these steps are stored with the image. A trained step is a
-step that adds enough noise to have a usable log-prob. Shapes: N trained steps of a micro-batch, D latents of a state.
+Each row is one image. The prompt is the text, the completion contains the indices of the trained denoising steps, and
+the media entry is the resulting image. The states (noisy latents) of all these steps are stored with the image. A
+trained step is a step that adds enough noise to have a usable log-prob. Shapes: N trained steps of a micro-batch, D
+latents of a state.
 """
 
 from collections.abc import Sequence
@@ -44,7 +45,7 @@ class GenerationSetup:
     shape: tuple[int, int, int]
     """Channels, height and width of a state."""
     config: DenoisingConfig
-    """Settings of the denoising."""
+    """Settings of image generation, such as the sampler and the guidance scale."""
     prompts: PromptEncoder
     """Text encoders of the policy."""
     tokenizer: PreTrainedTokenizerFast
@@ -155,7 +156,7 @@ class StepModule(TokenModule):
         checkpoint_denoiser(self.model, is_enabled=is_enabled)
 
     def prepare_inputs(self, batch: MicroBatch, device: torch.device) -> Any:  # noqa: ANN401 -- StepInput
-        """Move a micro-batch to the device, with the states of its images."""
+        """Return a micro-batch as a `StepInput` on the device, with the states of its images."""
         setup, dimensions = self.setup, int(np.prod(self.setup.shape))
         count = len(batch.targets_N)
         if not count:
@@ -253,7 +254,7 @@ class FlowMatching(StepModule):
         )
 
     def forward(self, inputs: StepInput) -> Tensor:
-        """Return minus the squared error of each row's velocity, as a mean over latents, in float32 (N)."""
+        """Return minus the squared error of each row's predicted velocity, averaged over latents, in float32 (N)."""
         if not inputs.num_trained:
             return self.transitions(inputs)[0].sum(1)[:0]
         family, shape = self.setup.family, self.setup.shape
@@ -283,7 +284,7 @@ def encode_image_examples(
 
 
 def _add_noise(encoded: bytes, seed: int) -> tuple[np.ndarray, np.ndarray, np.float32]:
-    """Return an image as a state (D), the noise of a seed (D), and a noise level."""
+    """Return the image as a state (D), and the noise (D) and the noise level that are sampled with the seed."""
     rng = np.random.Generator(np.random.Philox(seed))
     level = 1 / (1 + np.exp(-rng.standard_normal(dtype=np.float32)))
     pixels_YXC = np.asarray(Image.open(BytesIO(encoded)).convert("RGB"), np.float32) / 127.5 - 1

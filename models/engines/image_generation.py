@@ -28,7 +28,7 @@ from models.records.schemas import FinishReason
 from models.records.versions import ModelVersion
 
 SHOWN: Final = "[picture]"
-"""Text of a completion that is an image. People and judges see the image next to this text."""
+"""Placeholder text of a completion that is an image. Reports and judges receive the image in addition to this text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class _Loaded:
 
 
 class DiffusersImageEngine:
-    """Engine that generates `max_batch_rows` images at a time, in the order of the requests.
+    """Rollout engine that generates `max_batch_rows` images at a time, in the order of the requests.
 
-    The composition of each batch depends on the work only. The same work gives the same images, bit for bit, in every
-    process of one build with the same number of threads. In a batch with other images, each image still gets the same
-    noise.
+    The requests alone determine which images share a batch. The same requests give the same images, bit for bit, in
+    every process with the same software and number of threads. If an image is generated in another batch, its noise
+    stays the same, but its values may be rounded differently.
     """
 
     def __init__(self, config: DiffusersEngine, *, adapter_rank: int = 0) -> None:  # adapters are merged
@@ -77,7 +77,7 @@ class DiffusersImageEngine:
         self._unload()
 
     def _unload(self) -> None:
-        """Free the policy, but keep the frozen parts that its next version shares."""
+        """Free the denoiser, but keep the text encoders and VAE, which the next version of the policy shares."""
         self._setups = {}
         if self._policy is None:
             return

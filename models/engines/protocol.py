@@ -32,7 +32,7 @@ class Request:
     A continued completion resumes the seed's sequence after the numbers that its existing tokens used.
     """
     budget: int | None = None
-    """Number of new tokens after which a completion is cut for now, or None to let each completion finish."""
+    """Number of new tokens after which a completion is cut and continues in the next iteration. None means no limit."""
     max_tokens: int | None = None
     """Maximum length of a completion in tokens, or None to use `max_new_tokens` of the sampling configuration."""
 
@@ -63,9 +63,9 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class StepSums:
-    """Sufficient statistics for a regression of step time on batch size.
+    """Sums over decoding steps from which a regression of step time on batch size is computed.
 
-    The difference of two readings describes the steps between them.
+    The difference of two such sums describes the decoding steps between them.
     """
 
     steps: int = 0
@@ -87,7 +87,7 @@ class StepSums:
         )
 
     def since(self, earlier: "StepSums") -> dict[str, float]:
-        """Return the increase since an earlier reading, with the keys that a work unit uses in its reported timings."""
+        """Return the difference from earlier sums, under the keys with which workers report timings."""
         return {
             "steps": self.steps - earlier.steps,
             "step_sequences": self.sequences - earlier.sequences,
@@ -108,7 +108,10 @@ class Engine(Protocol):
     progress: int
 
     def producer(self) -> str:
-        """Return the name of the engine and of everything else that its numbers depend on. Shards store this name."""
+        """Return the name of the engine with the library versions and hardware that affect its results.
+
+        Shards store it.
+        """
 
     def load(self, directory: Path, policy: ModelVersion, *, adapter: Path | None = None) -> int:
         """Load the policy in `directory` and its adapter, if any. The caller has verified the files' digest.
@@ -172,7 +175,7 @@ class ImageEngine(Protocol):
 
 
 class GeneratesCompletions(Protocol):
-    """Engine interface reduced to what episodes (completions written over several turns) need."""
+    """Engine method that episodes (completions generated over several turns) need."""
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
         """Return one list per request, with one completion per seed, like `Engine.generate`."""
@@ -202,9 +205,8 @@ class EngineFactory(Protocol):
     """Factory that builds an engine without weights. The engine's class usually serves as the factory."""
 
     def __call__(self, settings: Any, /, *, adapter_rank: int) -> Engine:  # noqa: ANN401 -- the engine's own settings
-        """Build an engine.
-        `adapter_rank` is the largest rank of the adapters that it will load, or 0 if it loads none.
-        """
+        """Build an engine. `adapter_rank` is the highest rank of the adapters that it will load, or 0 if it loads
+        none."""
         ...
 
 

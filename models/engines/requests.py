@@ -25,10 +25,10 @@ class CompletionRow:
     sample: int
     prompt_row: int
     input: ModelInput
-    """The prompt followed by the tokens that the completion already has. All of it is prefilled."""
+    """Prompt, followed by the tokens that the completion already has. All of these tokens are prefilled."""
     seed: int
     limit: int
-    """Length of the completion in tokens, including those that it already has, at which generation stops for now."""
+    """Length in tokens, including existing tokens, at which the completion is cut in this iteration."""
 
     @property
     def num_existing_tokens(self) -> int:
@@ -129,12 +129,12 @@ def require_context(
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerFast, settings: GenerationConfig) -> tuple[int, ...]:
-    """Return the tokens that end a completion, sorted: the tokenizer's EOS token and those of the model's settings."""
+    """Return the sorted IDs of the EOS tokens that the tokenizer and the model's generation settings name."""
     return tuple(sorted({tokenizer.eos_token_id, *stated_ends(settings)} - {None}))
 
 
 def stated_ends(settings: GenerationConfig) -> tuple[int, ...]:
-    """Return the tokens that end a completion according to a model's settings."""
+    """Return the IDs of the tokens that end a completion according to a model's generation settings."""
     stated = settings.eos_token_id
     if stated is None:
         return ()
@@ -142,12 +142,12 @@ def stated_ends(settings: GenerationConfig) -> tuple[int, ...]:
 
 
 def suppressed_tokens(settings: GenerationConfig) -> tuple[int, ...]:
-    """Return the ids that a model never generates according to its settings, ascending."""
+    """Return, in ascending order, the token IDs that a model must never generate according to its settings."""
     return tuple(sorted(settings.suppress_tokens or ()))
 
 
 def stop_window(stop: Collection[str]) -> int:
-    """Return how many of the last tokens surely hold a whole stop text: each token decodes to at least one byte."""
+    """Return the number of last tokens that must be decoded to find any stop text at their end."""
     # 4 more tokens, because the first ones may be the rest of a multi-byte character, which decodes to another
     # character.
     return max(len(text.encode()) for text in stop) + 4
@@ -160,5 +160,5 @@ def decode_texts(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[Sequence[i
 
 
 def length_finish_reason(length: int, longest: int) -> FinishReason:
-    """Return the finish reason of a completion without a stop: LENGTH at the maximum length, else CUT."""
+    """Return the finish reason of a completion that did not stop itself: LENGTH at its maximum length, else CUT."""
     return FinishReason.LENGTH if length == longest else FinishReason.CUT

@@ -71,7 +71,7 @@ def _pick(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
 
 
 def _pick_truncated(weights_BV: Tensor, uniforms_B: Tensor, sampling: SamplingConfig) -> Tensor:
-    """Sample from the `top_k` heaviest tokens, reduced to the smallest set that holds `top_p` of their mass.
+    """Sample from the `top_k` most likely tokens, reduced to the smallest set with `top_p` of their total weight.
 
     Tokens of equal weight are ordered by their ID.
     """
@@ -81,6 +81,6 @@ def _pick_truncated(weights_BV: Tensor, uniforms_B: Tensor, sampling: SamplingCo
     if sampling.top_p < 1:
         cumulative_BV = sorted_BV.cumsum(dim=1)
         nucleus_B1 = sampling.top_p * cumulative_BV[:, -1:]
-        # A token stays if the tokens before it do not hold the nucleus yet, so the heaviest token always stays.
+        # Keep a token if the tokens before it weigh less than `top_p`, so the most likely token always stays.
         sorted_BV[:, 1:] = sorted_BV[:, 1:].masked_fill(cumulative_BV[:, :-1] >= nucleus_B1, 0)
     return order_BV.gather(1, _pick(sorted_BV, uniforms_B)[:, None]).squeeze(1)

@@ -1,4 +1,4 @@
-"""Timing of environments: how long they took to answer and how long no episode was generating because of it."""
+"""Timing of environments: seconds that they took to answer, and seconds in which no episode could generate."""
 
 import time
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ class EnvironmentClock:
 
     @contextmanager
     def measure_idle(self) -> Iterator[None]:
-        """Run the block with the idle time measured: seconds in which no turn is generated."""
+        """Count the time in the block as idle (no turn is generated), except time within `pause_idle`."""
         self._since = time.perf_counter()
         try:
             yield

@@ -1,4 +1,4 @@
-"""Context before each turn of an episode, and the check whether another turn fits. Torch-free.
+"""Context before each turn of an episode, and the check whether another turn fits. Does not import torch.
 
 A draft is a completion in progress (`PartialCompletion`).
 """
@@ -21,13 +21,13 @@ class ContextBuilder(Protocol):
     """Strategy that builds the context for the next turn of an episode."""
 
     def encode_turn(self, turn: ParsedTurn, text: str) -> dict[str, object]:
-        """Encode a turn for the context of later turns. `text` is the unparsed text of the turn."""
+        """Encode a finished turn for the context of later turns. `text` is the turn's text before parsing."""
         ...
 
     def append_context(
         self, draft: PartialCompletion, chat: Sequence[ChatMessage], exchanges: Sequence[Exchange]
     ) -> PartialCompletion | None:
-        """Append the context for the next turn to the draft.
+        """Return the draft with the context for the next turn appended.
 
         `chat` is the prompt, and `exchanges` are the turns and answers of this iteration. Returns None if no room is
         left for a turn. Raises ValueError if the chat template rejects the messages.
@@ -52,7 +52,7 @@ class StreamContext:
     max_new_tokens: int
 
     def encode_turn(self, turn: ParsedTurn, text: str) -> dict[str, object]:
-        """Return an empty encoding, because this history never renders earlier turns again."""
+        """Return an empty encoding, because earlier turns stay in the sequence and are never rendered again."""
         return {}
 
     def append_context(
@@ -116,7 +116,7 @@ class PerTurnContext:
     def build_requests(
         self, group: Group, drafts: Sequence[PartialCompletion], budgets: Sequence[int]
     ) -> list[tuple[Request, list[int]]]:
-        """Build one request for each distinct prompt and budget. The seed depends on the sample and the turn."""
+        """Build one request for each distinct prompt and budget. Seeds depend on the sample and the turn."""
         alike: dict[tuple[bytes, int], list[int]] = {}
         for index, (draft, budget) in enumerate(zip(drafts, budgets, strict=True)):
             alike.setdefault((draft.input.last_context().tokens.tobytes(), budget), []).append(index)
@@ -138,17 +138,17 @@ class PerTurnContext:
 
 
 def _own_seed(draft: PartialCompletion, turn: int) -> int:
-    """Return the sampling seed of a turn in the history `PerTurnContext`."""
+    """Return the sampling seed of a turn if turns have separate prompts (`PerTurnContext`)."""
     return derive_seed("turn", draft.seed, turn)
 
 
 def turn_seeds(draft: PartialCompletion) -> list[int]:
-    """Return the seeds that any history uses for the draft's turns and for the turn after them."""
+    """Return the seeds that any context builder uses for the draft's turns and for the next turn."""
     return [draft.seed, *(_own_seed(draft, turn) for turn in range(len(draft.turns) + 1))]
 
 
 def build_context_builder(settings: EpisodeSettings, form: TurnFormat, max_new_tokens: int) -> ContextBuilder:
-    """Return the configured history."""
+    """Build the context builder that `settings.history` selects."""
     if settings.has_turn_prompts:
         return PerTurnContext(form, max_new_tokens, in_calls=renders_calls(form))
     return StreamContext(form, max_new_tokens)

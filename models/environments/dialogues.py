@@ -1,4 +1,4 @@
-"""Episodes in which a model plays the user. Torch-free.
+"""Episodes in which a model plays the user (simulated user). Does not import torch.
 
 The model's replies depend only on its weights, the problem, the seed and the turns. Each reply is sampled with a seed
 derived from the episode and the turn, so a shard is bit-reproducible if the engine is deterministic. An endpoint is
@@ -25,14 +25,14 @@ _SILENT = EnvironmentStep((), done=False)
 
 
 class Dialogues:
-    """Responder that lets a model answer the turns of all waiting episodes in one call."""
+    """Environment that answers the turns of all waiting episodes with one call of the simulated user."""
 
     def __init__(self, settings: DialogueEnvironment) -> None:
         """Prepare the model without loading it. Raises BadInput if the settings of an endpoint are invalid."""
         self._settings = settings
         self._final = None if settings.final_turn_pattern is None else re.compile(settings.final_turn_pattern)
         self._user, self._held = _build_user(settings)
-        self._turn = Lock()  # several batches share the model
+        self._turn = Lock()  # held during a call, because several batches share the model
         self._replies: dict[str, tuple[str, ...]] = {}
         self._answered = 0
 
@@ -91,7 +91,7 @@ class Dialogues:
             self._held.close()
 
     def _answer_without_user(self, asked: EpisodeRequest) -> EnvironmentStep | None:
-        """Return the step if no reply of the user is needed, else None.
+        """Return the environment's step if the turn needs no reply of the user, else None.
 
         No reply is needed at the start, after a turn that matches `final_turn_pattern`, and after the last allowed turn
         if no reply can end the episode with a reward.
@@ -126,7 +126,7 @@ class Dialogues:
 
 
 def _build_user(settings: DialogueEnvironment) -> tuple[SimulatedUser, LocalUser | None]:
-    """Create the simulated user.
+    """Create the simulated user that the settings describe.
 
     The second value is the same object if its model is loaded in this process, else None.
     """

@@ -1,16 +1,16 @@
-"""Episodes: the policy writes a turn and the environment answers, until one of them ends the episode. Torch-free.
+"""Episodes: the policy generates a turn and the environment answers, until one of them ends the episode.
 
-Tokens are never re-tokenized: the policy's sampled tokens stay unchanged, and the observations of the environment are
-appended after them (T1 to T4 of "Environments").
+This module does not import torch. Tokens are never re-tokenized: the policy's sampled tokens stay unchanged, and the
+environment's observations are appended after them (rules T1 to T4 in the documentation of environments).
 
-All live episodes of a batch write their next turn in one engine call. The work alone determines which episodes share a
-call, so a shard is bit-reproducible if the engine is deterministic and the environment is a function of problem, seed
+All live episodes of a batch generate their next turn in one engine call. Which episodes share a call does not depend on
+timing, so a shard is bit-reproducible if the engine is deterministic and the environment is a function of problem, seed
 and turns. While the environments of one batch answer, the next batch generates. An engine that batches requests itself
 (`InterleavingEngine`) runs every episode at its own pace instead.
 
-With partial rollout, the policy writes a limited number of tokens of an episode in each iteration. The episode is then
-cut within or before a turn. When the next turn has ended, its environment receives all turns again, as after the loss
-of a process.
+With partial rollout, the policy generates a limited number of tokens of an episode per iteration. The episode is then
+cut within or before a turn. When the next iteration has finished that turn, a new environment receives all turns again,
+as after the loss of an environment process.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ from models.text.per_turn import Exchange
 from models.text.turns import TurnFormat
 
 MIN_OBSERVATION_TOKENS: Final = 8
-"""Minimum number of tokens kept of an observation message. The marker for omitted text takes seven of them."""
+"""Minimum number of tokens to which an observation message is shortened, including seven for the omission marker."""
 IN_FLIGHT: Final = 512
 """Maximum number of episodes of a shard that run at their own pace at the same time."""
 
@@ -49,11 +49,11 @@ class _Episode:
     group: Group
     draft: PartialCompletion
     limit: int | None
-    """Number of policy-written tokens at which this iteration cuts the episode, or None if it may run to its end."""
+    """Number of policy-generated tokens at which this iteration cuts the episode, or None if there is no limit."""
     turns: list[ParsedTurn] = field(default_factory=list)
     """Turns that have ended."""
     spelt: list[Mapping[str, object]] = field(default_factory=list)
-    """Turns that ended in this iteration, encoded by the history."""
+    """Turns that ended in this iteration, encoded by the context builder for later prompts."""
     exchanges: list[Exchange] = field(default_factory=list)
     """Exchanges (a turn and its answer) of this iteration."""
 
@@ -73,7 +73,7 @@ class _Episode:
         return self.draft.finish_reason is FinishReason.CUT and not self.draft.num_turn_tokens
 
     def asked(self) -> EpisodeRequest:
-        """Build the request to the environment about the last turn."""
+        """Build the request that asks the environment to answer the last turn."""
         return EpisodeRequest(
             episode=f"{self.number}-{self.draft.seed}",
             problem={**self.group.columns, "prompt": self.group.prompt, "answer": self.group.answer},
@@ -91,14 +91,14 @@ class _Episode:
 
 @dataclass(frozen=True, slots=True)
 class Episodes:
-    """Runner for the episodes of a shard: the shared engine, environments and turn format."""
+    """Runner of all episodes of a shard, with the engine, environments and turn format that they share."""
 
     engine: GeneratesCompletions
     environments: Responder
     settings: EpisodeSettings
     sampling: SamplingConfig
     version: int
-    """Version of the policy."""
+    """Version of the policy that generates the turns."""
     partial: PartialRollout | None
     history: ContextBuilder
     form: TurnFormat
@@ -141,7 +141,7 @@ class Episodes:
         return episodes
 
     def _run_in_rounds(self, groups: Sequence[Group], generate: Generate) -> list[_Episode]:
-        """Run the batches in rotation. All live episodes of a batch write their next turn in one engine call."""
+        """Run the batches in rotation. All live episodes of a batch generate their next turn in one engine call."""
         episodes = self._episodes(groups)
         place = {id(group): index for index, group in enumerate(groups)}
         count = self.settings.batches
@@ -178,7 +178,7 @@ class Episodes:
     def _open(self, episode: _Episode, step: EnvironmentStep) -> None:
         """Append the first observation to the prompt.
 
-        The episode fails if prompts are chats, which allow no text there.
+        The episode fails if prompts are chats, because no text can follow a rendered chat.
         """
         if self.form.is_chat:
             episode.end(FinishReason.FAILED, error="reset: expected None, since the prompts are chats; found a text")

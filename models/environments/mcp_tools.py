@@ -1,8 +1,8 @@
-"""Tools of an MCP server. Runs in the environment process like a user's environment and imports no models code.
+"""Environment that gives the policy the tools of an MCP server. Runs in the environment's separate process.
 
-The policy reads the errors that a tool reports. Errors of the server itself, such as a crash or an invalid response,
-are raised and fail the episode. The next call starts the server, or connects to it, again. A server that hangs is ended
-with this process.
+Errors that a tool reports are shown to the policy. Errors of the server itself, such as a crash or an invalid response,
+are raised and fail the episode. The next call then starts the server, or connects to it, again. If the server hangs, it
+is ended together with this process. This module imports no other code of Rheostat's models.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from mcp.types import INVALID_PARAMS, CallToolResult, TextContent, Tool
 from infra.untrusted_text import redact
 
 MAX_ERROR_CHARACTERS = 1 << 14
-"""Maximum number of characters kept of a server's error."""
+"""Maximum length, in characters, of a server's error message. The rest is dropped."""
 MIN_SECRET_CHARACTERS = 6
-"""Minimum number of characters at which the value of a variable is treated as a secret and redacted."""
+"""Minimum length, in characters, of variable values that are treated as secrets and redacted in messages."""
 MAX_PAGES = 100
 """Maximum number of pages of a server's tool list. A server with more pages fails."""
 
@@ -36,13 +36,13 @@ class ServerFailed(Exception):
 
 
 class ToolServer:
-    """Connection to an MCP server, kept in a separate thread."""
+    """Connection to an MCP server, which a separate thread keeps open."""
 
     def __init__(self, command: Sequence[str], url: str, variables: Mapping[str, str], seconds: float) -> None:
         """Start the server with `command`, or connect to `url`.
 
-        `variables` maps the server's environment variables, or the HTTP headers, to the names of our environment
-        variables with their values. `seconds` is the timeout of each request.
+        `variables` maps the names of the server's environment variables, or of HTTP headers, to the names of this
+        process's environment variables that contain the values. `seconds` is the timeout of each request.
         """
         environment = {name: os.environ[variable] for name, variable in variables.items()}
         self._stack = ExitStack()
@@ -87,7 +87,7 @@ class ToolServer:
 
 
 class McpTools:
-    """Environment that answers tool calls with a server shared by all episodes of this process."""
+    """Environment that answers tool calls through one MCP server, which all episodes of this process share."""
 
     _server: ClassVar[ToolServer | None] = None
 

@@ -37,7 +37,7 @@ class EnvironmentProcess(ChildProgram, Protocol):
     def schemas(self) -> Sequence[object]:
         """Schemas of the environment's tools in the format of chat templates.
 
-        Available once the process is ready, and only if it was started with `describes`.
+        The schemas are available when the process is ready, and only if it was started with `describes`.
         """
 
     def step(self, asked: EpisodeRequest) -> tuple[EnvironmentStep | None, str | None]:
@@ -52,7 +52,7 @@ class EnvironmentProcess(ChildProgram, Protocol):
 
 
 class ProcessStarter(Protocol):
-    """Function that starts a process for an environment. Registered for each kind of environment."""
+    """Function that starts an environment process. Each kind of environment has such a function."""
 
     def __call__(self, settings: Any, /, *, describes: DescribedTools) -> EnvironmentProcess:  # noqa: ANN401 -- settings differ by kind
         """Start the process. `describes` selects the tools for which it returns schemas.
@@ -89,7 +89,7 @@ def server_process(settings: McpEnvironment, *, describes: DescribedTools) -> Ep
 class EnvironmentPool:
     """Pool that answers the turns of many episodes in parallel.
 
-    Episode n always runs in process n modulo the number of processes, regardless of the other episodes.
+    Episode n always runs in process n modulo the number of processes, whatever other episodes are running.
     """
 
     def __init__(self, settings: EnvironmentSettings) -> None:
@@ -98,10 +98,12 @@ class EnvironmentPool:
             RestartingProcess(partial(start_process, settings), what=settings.run.where)
             for _ in range(settings.processes)
         ]
-        self._turns = [Lock() for _ in self._places]  # several batches share the processes
+        self._turns = [
+            Lock() for _ in self._places
+        ]  # one lock per process, because several batches share the processes
         self._threads = ThreadPoolExecutor(settings.processes, thread_name_prefix="environment")
         self.progress = 0
-        """Turns answered so far."""
+        """Number of turns answered so far."""
 
     def answer(self, asked: Sequence[EpisodeRequest], numbers: Sequence[int]) -> list[TurnAnswer]:
         """Answer the last turn of each episode. `numbers` are the episode numbers, which determine the processes.
@@ -156,8 +158,8 @@ class EnvironmentPool:
     def _answer_one(self, place: RestartingProcess[EnvironmentProcess], asked: EpisodeRequest) -> TurnAnswer:
         """Answer the last turn of one episode, restarting the process if it ends during the call.
 
-        The episode fails if the process ends for the same cause as often as `ProcessEnded.num_repeats` says. Raises
-        WorkerLost after `MAX_ENDS` ends.
+        The episode fails if the process ends `ProcessEnded.num_repeats` times for the same cause. Raises WorkerLost if
+        the process has ended `MAX_ENDS` times.
         """
         ends: list[str] = []
         began = time.monotonic()

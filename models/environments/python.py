@@ -1,6 +1,6 @@
-"""Tool `python` of the policy: each call runs a separate program in a sandbox and returns its output and last value.
+"""Tool `python` for policies: each call runs a separate program in a sandbox and returns its output and last value.
 
-Calls share no state, so an answer depends only on its call and earlier calls never have to be run again. Errors of a
+Calls share no state. An answer therefore depends only on its call, and earlier calls are never run again. Errors of a
 program are reported to the policy. An episode fails only if the sandbox itself fails.
 """
 
@@ -38,8 +38,7 @@ except BaseException as error:
         inner = inner.tb_next
     print(*traceback.format_exception(type(error), error, inner, limit=-3), sep="", end="")
 """
-"""Program that runs code like a notebook cell: it prints the value of the last expression, or the end of the traceback.
-"""
+"""Program that runs code like a notebook cell: it prints the value of the last expression, or the traceback's end."""
 
 
 class PythonTool:
@@ -100,7 +99,7 @@ class PythonTool:
         return python
 
     def _format_output(self, code: object) -> str:
-        """Run a program and return its output, with the error that ended it.
+        """Run a program and return its output, followed by the error if one ended the program.
 
         Raises ToolError if no time is left in the turn.
         """

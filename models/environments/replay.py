@@ -1,8 +1,8 @@
-"""Replay of stored episodes: their stored turns are passed to newly started environments. Torch-free.
+"""Replay of stored episodes: newly started environments answer the stored turns again. Does not import torch.
 
-Each answer of the environment is compared with the stored one. Whatever the environment answers, the stored turns
-continue, so the answers are compared independently. An observation that exceeded the length limit of its episode is not
-stored in any shard and is not compared.
+Each new answer is compared with the stored answer. The next stored turn follows whatever the environment answers, so
+one difference does not hide later ones. An observation that exceeded the length limit of its episode was not stored and
+is not compared.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ from models.rollouts.groups import Group, PartialCompletion, TurnRecord, fresh_g
 SHOWN: Final = 60
 """Maximum number of characters of an answer that are shown in a message."""
 BEFORE: Final = 12
-"""Number of the shown characters that precede the first difference."""
+"""Number of characters shown before the first difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class _Stored:
     shard: str
     row: int
     begun: Group
-    """Group that contains only this episode, in its state before the first turn."""
+    """Group with only this episode, in its state before the first turn."""
     draft: PartialCompletion
     """Episode in its final state."""
 
@@ -90,7 +90,7 @@ def replay(work: ReplayWork) -> list[Difference]:
 
 
 class _StoredTurns:
-    """Engine that returns the turns stored in shards, whatever the environment answered.
+    """Engine that, instead of generating, returns the turns stored in shards, whatever the environment answered.
 
     A request beyond the stored turns gets one token and the finish reason LENGTH.
     """
@@ -135,7 +135,7 @@ def _iterate_turns(draft: PartialCompletion) -> Iterator[Completion]:
 def _find_differences(
     stored: _Stored, played: PartialCompletion, tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[Difference]:
-    """Yield the differences between the answers stored with an episode and those of its replay."""
+    """Yield the differences between the answers stored with an episode and the answers in its replay."""
     pairs = zip(_answers(stored.draft, stored.begun), _answers(played, stored.begun), strict=False)
     for turn, (expected, replayed) in enumerate(pairs):
         if expected != replayed:

@@ -1,4 +1,4 @@
-"""Responders that answer the turns of episodes: processes with users' code, or a model. Torch-free."""
+"""Interface of responders, which answer the turns of episodes with users' code or a model. Does not import torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ class TurnAnswer:
     step: EnvironmentStep | None
     failure: str = ""
     seconds: float = 0.0
-    """Seconds that the answer took. Answers computed together each get an equal share."""
+    """Seconds that the answer took. If answers were computed together, each has an equal share of the seconds."""
 
 
 class Responder(Protocol):
-    """Responder to the turns of episodes. Several batches of episodes may call it at the same time."""
+    """Component that answers the turns of episodes. Several batches of episodes may call it at the same time."""
 
     @property
     def progress(self) -> int:
@@ -44,7 +44,7 @@ class Responder(Protocol):
 
 @runtime_checkable
 class LocalModelResponder(Protocol):
-    """Responder that answers with a model loaded in the rollout worker."""
+    """Responder whose answers come from a model that is loaded in the rollout worker."""
 
     def load(self, directory: Path, model: ModelVersion) -> None:
         """Load the model in `directory`, whose files were already verified, unless it is loaded."""

@@ -1,4 +1,4 @@
-"""Environment runtime of a rollout worker: the responders and the format of the policy's turns."""
+"""Environment runtime of a rollout worker: it answers the policy's turns and knows their format."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class EnvironmentRuntime:
-    """Environment runtime that plays episodes with the policy loaded in the engine.
+    """Environment runtime that runs episodes with the policy that is loaded in an engine.
 
     The turn format is read once, because all policies of a run share their tokenizer.
     """
@@ -65,7 +65,7 @@ class EnvironmentRuntime:
     def run_episodes(
         self, groups: Sequence[Group], engine: Engine, work: RolloutWork, *, directory: Path
     ) -> list[Group]:
-        """Run the completions of groups to their ends or to the token budget.
+        """Run each completion of the groups as an episode, to its end or to the token budget.
 
         `directory` contains the policy's tokenizer.
         """
@@ -87,7 +87,7 @@ class EnvironmentRuntime:
         return episodes.complete(groups)
 
     def pop_times(self) -> dict[str, float]:
-        """Return the answering seconds and the idle seconds (no turn generated) since the last call."""
+        """Return the seconds environments took to answer and the seconds without generation, since the last call."""
         return self._clock.pop_times()
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ def tools_of(settings: EpisodeSettings | None, problems: Sequence[Problem]) -> t
 def check_turns(
     settings: EpisodeSettings, tokenizer: PreTrainedTokenizerFast, tools: Sequence[ToolSchema], problem: Problem
 ) -> None:
-    """Check that turns can be parsed and answered, and that an episode of the problem starts.
+    """Check that turns can be parsed and answered, and that an episode of the problem can start.
 
     Raises BadInput if not.
     """

@@ -1,4 +1,4 @@
-"""Tool `search` of the policy: a retriever returns the passages of a file that are most similar to a query.
+"""Tool `search` for policies: a retriever returns the passages of a file that are most similar to a query.
 
 An answer depends only on its call. The retriever and the passages are loaded once for each process and shared by all
 episodes.

@@ -1,6 +1,7 @@
-"""Dialogues as a simulated user reads them: its replies are the assistant's, and the policy's turns the user's.
+"""Dialogues from a simulated user's view, in which the model plays the assistant role and the policy the user role.
 
-This module also builds the training examples of a simulated user from the worked episodes of the data. Torch-free.
+This module also builds the training examples of a simulated user from the worked episodes in the data. It does not
+import torch.
 """
 
 import difflib
@@ -57,7 +58,7 @@ def build_problem_data(problem: Problem) -> dict[str, JsonValue]:
 
 
 def fill_instructions(template: str, problem: ProblemData) -> str:
-    """Fill the fields of a problem into the instructions. Braces without a field name inside are kept as text.
+    """Replace `{field}` in the instructions by the problem's values. Braces without a field name are kept as text.
 
     Raises ValueError if the problem has no such field; the message suggests the nearest name.
 
@@ -84,7 +85,7 @@ def fill_instructions(template: str, problem: ProblemData) -> str:
 def user_examples(
     environment: DialogueEnvironment, data: DataConfig, *, warmup: WarmupConfig, seed: int
 ) -> list[Example]:
-    """Sample the examples for all training steps, in order. Each example is one reply of a worked episode.
+    """Sample a simulated user's examples for all training steps, in order. Each is one reply of a worked episode.
 
     Raises BadInput if a problem has no worked episode.
     """

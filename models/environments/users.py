@@ -1,4 +1,4 @@
-"""Models that play the user of a dialogue, loaded in the rollout worker or queried at an endpoint. Torch-free."""
+"""Models that play the user in dialogues, loaded in the rollout worker or queried at an endpoint."""
 
 import re
 from collections.abc import Sequence
@@ -181,7 +181,7 @@ class RemoteUser:
         }
 
     def _on_progress(self) -> None:
-        """Count an attempt."""
+        """Count an attempt at a request as progress."""
         self._progress += 1
 
 

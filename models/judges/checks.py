@@ -1,6 +1,6 @@
-"""Checks of judges before a run starts, and alarms about judges that can no longer be trusted. Torch-free.
+"""Checks of a judge's settings before a run, and alarms if its verdicts become unreliable. Does not import torch.
 
-Alarms are pure functions of the metrics of an iteration.
+The alarms are pure functions of the metrics of an iteration.
 """
 
 import re
@@ -22,7 +22,7 @@ from models.judges.prompts import find_fields, verdict_texts
 
 
 def check_judge(term: str, reward: JudgeReward, data: DataConfig) -> None:
-    """Check the settings of a judge that can be checked without its model. Raises BadInput, naming the reward term."""
+    """Check a judge's settings without loading its model. Raises BadInput, naming the reward term."""
     try:
         _check_template(reward)
         _check_verdict(reward.verdict)
@@ -35,7 +35,7 @@ def check_judge(term: str, reward: JudgeReward, data: DataConfig) -> None:
 
 
 def _check_template(reward: JudgeReward) -> None:
-    """Raise BadInput if the template lacks the field to judge or has a field that is never filled in."""
+    """Raise BadInput if the template lacks the completion or its steps, or has a field that is never filled in."""
     if reward.template is None:
         return
     judges_steps = isinstance(reward.verdict, StepsVerdict)

@@ -1,4 +1,4 @@
-"""Judge behind an OpenAI-compatible endpoint: building the chat completion requests and validating the responses."""
+"""Judge that queries an OpenAI-compatible endpoint: builds chat completion requests and validates the responses."""
 
 import json
 import math
@@ -24,7 +24,7 @@ TOP_LOGPROBS = 20  # the maximum of the API
 
 
 class _Read(BaseModel):
-    """Base class of the parts of a response. Unknown fields are ignored."""
+    """Base class of the JSON objects in a response. Unknown fields are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
@@ -37,7 +37,7 @@ class _Likely(_Read):
 
 
 class _Position(_Read):
-    """Candidates at one position of the answer."""
+    """Candidate tokens at one position of the answer."""
 
     top_logprobs: tuple[_Likely, ...]
 
@@ -154,7 +154,7 @@ def _answer(choice: _Choice, verdict: VerdictConfig | None, *, tokens: int) -> A
     """Convert a choice of a response into an answer."""
     if isinstance(verdict, LogprobVerdict):
         return _likelihoods(choice.logprobs, verdict, tokens=tokens)
-    if choice.finish_reason not in ("stop", None):  # a number that was cut in two is another number
+    if choice.finish_reason not in ("stop", None):  # a truncated answer may end with a truncated number
         reason = f"the answer was not finished: finish_reason {choice.finish_reason[:40]!r}"
         return Answer(text=choice.message.content, probabilities=None, tokens=tokens, error=reason)
     if not choice.message.content:
@@ -184,7 +184,7 @@ def _likelihoods(logprobs: _Logprobs | None, verdict: LogprobVerdict, *, tokens:
 
 
 def _mass(likely: Mapping[str, float], word: str, *, against: str) -> float:
-    """Sum the probabilities of the tokens that are a prefix of the word, ignoring case, and not of the other word."""
+    """Sum the probabilities of tokens that are a prefix of `word`, ignoring case, but not of the word `against`."""
     word, against = word.strip().casefold(), against.strip().casefold()
     begins = {token: token.strip().casefold() for token in likely}
     return min(
@@ -217,7 +217,7 @@ class ChatJudge:
         )
 
     def show(self, images: ImageSource) -> None:
-        """Set the source of the images of the questions that follow."""
+        """Set the source of the images in the questions that follow."""
         self._images.source = images
 
     def answer(self, questions: Sequence[Question]) -> list[Answer]:
@@ -227,9 +227,9 @@ class ChatJudge:
         )
 
     def _put(self, question: Question) -> dict[str, JsonValue]:
-        """Build the request body for a question with its images."""
+        """Build the request body for a question, reading its images from the image source."""
         return self._body(question, [self._images.encoded(digest) for digest in question.images])
 
     def _on_progress(self) -> None:
-        """Count an attempt."""
+        """Count an attempt at a request as progress."""
         self.progress += 1

@@ -1,4 +1,4 @@
-"""Judge whose model is loaded by this worker and run by an engine."""
+"""Judge whose model this worker loads and runs with an engine."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ from models.records.versions import ModelVersion
 from models.text.tokenizer import load_tokenizer, tokenize_questions
 from models.vision.processor import VisionProcessor, load_processor
 
-_WEIGHED: Final = 1  # tokens of an answer that is chosen instead of generated: one decision, one forward pass
+_WEIGHED: Final = 1  # token count of an answer that is chosen by likelihood instead of generated
 _Read = tuple[str, tuple[str, ...]]
 """Text and images of a question."""
 _Prompts = dict[_Read, ModelInput]
@@ -189,7 +189,7 @@ def _answer_from_text(completion: Completion) -> Answer:
     """Convert a completion into an answer. An answer cut off by the length limit is invalid."""
     is_cut_off = (
         completion.finish_reason is FinishReason.LENGTH
-    )  # the missing rest may change the verdict, as in 1 of 10
+    )  # the missing rest may change the verdict: a 1 may be the start of a 10
     error = f"the answer did not end within {len(completion.tokens)} tokens" if is_cut_off else None
     return Answer(completion.text, None, len(completion.tokens), error)
 

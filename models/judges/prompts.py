@@ -1,7 +1,8 @@
 """Prompts of judges: default templates, questions built from them, and training examples for judges. Torch-free.
 
-The text of a policy is hostile: it may contain a delimiter, a tag, a chat turn or a verdict. It is therefore escaped in
-a question: it cannot contain the delimiter (fence), and no part of it can be read as a tag or a special token.
+Text that a policy generated is untrusted: it may contain a delimiter, a tag, a chat turn or a verdict. Questions
+therefore contain it escaped, so that no part of it can be read as a tag or a special token. Each question also uses a
+delimiter (fence) that does not occur in the text.
 """
 
 import re
@@ -24,7 +25,7 @@ FIELDS: Final = ("prompt", "completion", "answer", "steps", "fence")
 """Names of the fields that a template may contain in braces. Other braces stay as they are."""
 
 Episode = Sequence[tuple[str, str]]
-"""Role and text of each message. The policy's messages have the role `assistant`."""
+"""Messages of an episode as pairs of role and text. The policy's messages have the role `assistant`."""
 
 _FIELD: Final = re.compile(r"\{(" + "|".join(FIELDS) + r")\}")
 
@@ -72,9 +73,9 @@ def find_fields(template: str) -> set[str]:
 
 
 def _fences(seed: int) -> Iterator[str]:
-    """Yield delimiters that cannot be guessed without the seed.
+    """Yield delimiters (fences) that cannot be guessed without the seed.
 
-    The next one is used if a text contains the previous one.
+    The caller takes the next delimiter if a text contains the previous one.
     """
     return (f"fence-{derive_seed('fence', seed, number):016x}" for number in count())
 
@@ -131,7 +132,7 @@ VERDICT_EPISODE: Final = VERDICT.replace(
 """Default template for verdicts on episodes."""
 
 BARE: Final = "{prompt}\n{completion}\nThe right answer is {answer}. Is this correct? Answer yes or no.\n"
-"""Default template of judges that the run trains. They take no instructions and are trained on these questions."""
+"""Default template for judges that the run trains. It has no instructions, because these judges are trained on it."""
 
 _ROLE: Final = f"""\
 You are a strict examiner. You are given a question and somebody's solution, cut into numbered steps: step k stands \
@@ -180,20 +181,20 @@ If no step is incorrect, leave the tag empty: <incorrect_steps></incorrect_steps
 """
 
 AUDIT: Final = _ROLE + _AUDIT_TASK + _MATERIAL + _SOLUTION + _FORM
-"""Default template for verdicts on steps, which audits every step even if the solution is correct."""
+"""Default template for verdicts on steps. The judge checks every step, even if the solution is correct."""
 
 AUDIT_REFERENCE: Final = _ROLE + _AUDIT_TASK + _MATERIAL + _REFERENCE + _SOLUTION + _FORM
-"""Audit template with the reference solution."""
+"""`AUDIT` template with the reference solution."""
 
 PUBLISHED: Final = _ROLE + _PUBLISHED_TASK + _MATERIAL + _SOLUTION + _FORM
-"""Template of CAPO's prompt (arXiv 2508.02298), which asks for wrong steps only if the solution is wrong."""
+"""Template with CAPO's prompt (arXiv 2508.02298). The judge lists wrong steps only if the solution is wrong."""
 
 PUBLISHED_REFERENCE: Final = _ROLE + _PUBLISHED_TASK + _MATERIAL + _REFERENCE + _SOLUTION + _FORM
-"""CAPO's template with the reference solution."""
+"""`PUBLISHED` template with the reference solution."""
 
 
 def choose_template(reward: JudgeReward, *, answer: str, of_episode: bool = False) -> str:
-    """Return the template of a judge, by default that of its verdict. Without an answer, it shows no reference."""
+    """Return the judge's template, or the default for its verdict. Only with an `answer` is a reference included."""
     if reward.template is not None:
         return reward.template
     if not isinstance(reward.verdict, StepsVerdict):
@@ -224,11 +225,11 @@ def build_question_text(
 
 
 def judge_examples(data: DataConfig, reward: JudgeReward, warmup: WarmupConfig, seed: int) -> list[Example]:
-    """Sample the examples for all training steps of a judge, in order: half correct completions, half wrong ones.
+    """Sample the training examples of a judge for all steps, in order. Half of the completions are correct.
 
-    If the judge writes free text, its example works out the problem before the verdict if a worked solution is known
-    (arXiv 2408.15240). The verdict weighs as much in the loss as the work, because as one token among many it would
-    hardly be trained. Raises BadInput if a problem has no answer.
+    If the judge answers in free text and a worked solution is known, the example contains the solution before the
+    verdict (arXiv 2408.15240). The verdict has the same weight in the loss as the whole solution, because as one token
+    among many it would hardly be trained. Raises BadInput if a problem has no answer.
     """
     right, wrong = verdict_texts(reward.verdict)
     problems = load_problems(data, "train", seed)

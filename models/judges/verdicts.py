@@ -1,8 +1,8 @@
-"""Interface of all judges, and the conversion of their answers into rewards. Torch-free.
+"""Interface of all judges, and the conversion of their answers into rewards. Does not import torch.
 
-An answer becomes a reward, a critique of steps, or an error; an invalid answer never silently becomes 0. The method for
-steps is CAPO's (arXiv 2508.02298). Decisions that the paper leaves open are documented where they are made. Shapes: S
-steps.
+An answer is converted into a reward, a critique of steps, or an error. An invalid answer never silently becomes 0.
+Steps are judged with CAPO's method (arXiv 2508.02298). Decisions that the paper leaves open are documented where they
+are made. Shapes: S steps.
 """
 
 import math
@@ -31,7 +31,7 @@ class Question:
 
     @property
     def read(self) -> tuple[str, tuple[str, ...]]:
-        """Content that the judge reads. Questions that differ only in their seeds have the same content."""
+        """Text and image digests of the question. They are equal for questions that differ only in their seeds."""
         return self.text, self.images
 
 
@@ -45,7 +45,7 @@ class Answer:
     tokens: int
     """Number of tokens that the judge generated, if known."""
     error: str | None
-    """Reason in one line why there is no valid answer, or None."""
+    """One-line reason why there is no valid answer, or None."""
     tokens_read: int = 0
     """Number of tokens that the judge read, if the endpoint reports it."""
 
@@ -87,7 +87,7 @@ class Critique:
     steps: tuple[int, ...]
     """Indices of the wrong steps, ascending."""
     dropped: int
-    """Count of listed numbers that are not steps of the completion."""
+    """Count of listed step numbers that do not exist in the completion."""
 
 
 def read_critique(text: str, *, num_steps: int) -> Critique | str:
@@ -129,10 +129,9 @@ def _parse_step_numbers(listed: str) -> list[str] | str:
 
 
 def flag_weights(critiques: Sequence[Sequence[int]], verdict: StepsVerdict, *, num_steps: int) -> list[float]:
-    """Return the weight of the votes that each step is wrong, from 0 to 1, for all S steps.
+    """Return, for each of the S steps, how strongly the judge's votes say that the step is wrong, from 0 to 1.
 
-    `critiques` contains only the usable votes: an unusable one counts neither for nor against a step. All weights are 0
-    if there is none.
+    `critiques` contains only valid votes, each a list of wrong steps. All weights are 0 if there are no valid votes.
     """
     counts, k = Counter(step for critique in critiques for step in critique), len(critiques)
     if not k:
@@ -156,8 +155,8 @@ def _weight(count: int, k: int, verdict: StepsVerdict) -> float:
 
 
 LONGEST: Final = 100_000
-"""Maximum number of characters of an answer that is parsed. Verdicts are shorter, and patterns may take quadratic time.
-"""
+"""Maximum length in characters of an answer that is parsed. Verdicts are shorter, and patterns may take quadratic
+time."""
 
 FLAGGED: Final = -1.0
 """Value of a wrong step. Correct steps have the value 0."""
@@ -165,22 +164,23 @@ FLAGGED: Final = -1.0
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Value of one answer: a finite reward, or None and the error."""
+    """Result of one answer: a finite reward, or None and the reason why the answer is invalid."""
 
     value: float | None
     error: str | None
     steps: tuple[int, ...] | None = None
     """Indices of the wrong steps, or None if the verdict is not about steps."""
     dropped: int = 0
-    """Count of listed numbers that are not steps of the completion."""
+    """Count of listed step numbers that do not exist in the completion."""
 
 
 def read_verdict(answer: Answer, verdict: VerdictConfig, *, num_steps: int = 0) -> Judgement:
     """Convert the answer of a judge into a judgement. An answer without exactly one verdict is invalid.
 
-    An answer that repeats the question cannot forge a verdict on steps, because escaped text contains no tags. If the
-    judge repeats a score or choice and adds a verdict, the answer has two and is invalid. A single score or choice may
-    still be a repeated one, which cannot be detected. `num_steps` is the number of steps for verdicts on steps.
+    An answer that quotes the completion cannot forge a verdict on steps, because escaped text contains no tags. If the
+    judge quotes a score or choice from the completion and adds a verdict, the answer contains two verdicts and is
+    invalid. If it only quotes one, this cannot be detected. `num_steps` is the number of steps of the completion, for
+    verdicts on steps.
     """
     if answer.error is not None:
         return _invalid_judgement(answer.error)
@@ -201,7 +201,7 @@ def read_verdict(answer: Answer, verdict: VerdictConfig, *, num_steps: int = 0) 
 
 
 def lowest_reward(verdict: VerdictConfig) -> float:
-    """Return the lowest reward of a verdict. Empty completions get it without being judged."""
+    """Return the lowest possible reward of a verdict, which empty completions get without being judged."""
     match verdict:
         case ChoiceVerdict():
             return min(verdict.choices.values())
@@ -242,7 +242,7 @@ def parse_choice(text: str, choices: Sequence[str]) -> str | None:
 
 
 def _read_score(text: str, verdict: ScoreVerdict) -> Judgement:
-    """Read the score in an answer and scale it to 0..1."""
+    """Parse the score in an answer and scale it to 0..1."""
     scores = [match[1] for match in re.finditer(verdict.pattern, text)]
     if len(scores) != 1:
         return _invalid_judgement(f"expected one score, found {len(scores) or 'none'}")
@@ -256,7 +256,7 @@ def _read_score(text: str, verdict: ScoreVerdict) -> Judgement:
 
 
 def _read_choice(text: str, verdict: ChoiceVerdict) -> Judgement:
-    """Read the choice in an answer."""
+    """Parse the single choice that an answer must contain."""
     choices = list(verdict.choices)
     chosen = parse_choice(text, choices)
     if chosen is not None:
@@ -270,7 +270,7 @@ def _read_choice(text: str, verdict: ChoiceVerdict) -> Judgement:
 
 
 def _read_steps(text: str, verdict: StepsVerdict, num_steps: int) -> Judgement:
-    """Read the wrong steps in an answer. The value aggregates the values of all steps."""
+    """Parse the wrong steps in an answer. The judgement's value aggregates the values of all steps."""
     critique = read_critique(text, num_steps=num_steps)
     if isinstance(critique, str):
         return _invalid_judgement(critique)

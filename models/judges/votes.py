@@ -1,8 +1,8 @@
-"""Votes of a judge on one shard of completions: its questions, the resulting rewards and the counters. Torch-free.
+"""Votes of a judge on one shard of completions: questions, rewards and counters. Does not import torch.
 
-Each completion gets as many questions as there are votes. Known-bad answers (canaries) are judged too. Seeds depend
-only on what they are used for, so votes do not depend on the worker or the order of questions. Counters are sums, so
-they can be added over shards.
+The judge gets one question per vote on each completion. It also judges canaries: known-bad answers that must not pass.
+Seeds are derived from the purpose of a question, so votes do not depend on the worker or the order of questions.
+Counters are sums, so they can be added over shards.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ CANARY: Final = -1
 
 @dataclass(frozen=True, slots=True)
 class JudgedCompletion:
-    """Completion to judge, or a canary in its place."""
+    """Completion or canary that a judge must judge."""
 
     prompt_row: int
     sample: int
@@ -32,7 +32,7 @@ class JudgedCompletion:
     completion: str
     answer: str
     origin: int
-    """Row of the prompt. For a canary, the row of the prompt under which it is shown."""
+    """Row of the prompt. For a canary, the row of the prompt with which it is shown to the judge."""
     images: tuple[str, ...] = ()
     """Digests of the prompt's images."""
     episode: tuple[tuple[str, str], ...] = ()
@@ -54,8 +54,8 @@ class Ballot:
     def build_question(self, reward: JudgeReward, *, seed_parts: tuple[int | str, ...], attempt: int) -> Question:
         """Build the question for this vote. Each attempt uses a different seed for the answer.
 
-        The fence (delimiter) of a user's template also differs for each attempt. Default templates use one fence for
-        each completion, so all votes on it have the same prompt, which is processed once.
+        In a user's template, the fence (delimiter) also differs for each attempt. In default templates, all votes on a
+        completion use the same fence, so their prompts are equal and are processed only once.
         """
         it = self.judged
         name = "canary" if it.prompt_row == CANARY else "judge"
@@ -68,7 +68,7 @@ class Ballot:
 
 
 def read_episodes(rollouts: pa.Table) -> list[tuple[tuple[str, str], ...]]:
-    """Return the messages of each episode after the prompt. Completions that are not episodes have none."""
+    """Return the messages of each episode after its prompt, or no messages for completions that are not episodes."""
     episodes = []
     for turns, messages in zip(rollouts["turns"].to_pylist(), rollouts["messages"].to_pylist(), strict=True):
         texts = [(each["role"], each["content"]) for each in messages or ()]
@@ -86,7 +86,7 @@ def with_canaries(completions: Sequence[JudgedCompletion], canaries: Canaries | 
 
 
 def _canaries(completions: Sequence[JudgedCompletion], canaries: Canaries) -> Iterator[JudgedCompletion]:
-    """Yield the canaries, assigned to the prompts in turn."""
+    """Yield the canaries, each combined with a prompt of the shard. Prompts are used in turn."""
     prompts = list({completion.prompt_row: completion for completion in reversed(completions)}.values())[::-1]
     for number in range(canaries.per_shard):
         source = prompts[number % len(prompts)]
@@ -102,7 +102,7 @@ def _canaries(completions: Sequence[JudgedCompletion], canaries: Canaries) -> It
 
 
 VotePlace = tuple[int, int]
-"""Prompt row and sample."""
+"""Prompt row and sample, which identify a completion in a verdict shard."""
 
 
 def tally(
@@ -116,7 +116,7 @@ def tally(
 
 
 def tally_steps(verdicts: pa.Table, rollouts: pa.Table, *, verdict: StepsVerdict, term: str) -> list[StepValues]:
-    """Return the value of each step from the usable critiques of a completion. Without any, no step is flagged.
+    """Return the step values of each completion from its valid critiques. Without critiques, no step is flagged.
 
     Raises Damaged if the two tables are not about the same completions.
     """
@@ -167,7 +167,7 @@ def _last_attempts(verdicts: pa.Table) -> dict[VotePlace, list[Judgement]]:
 
 
 def _count(votes: Sequence[Judgement], vote: Literal["mean", "median", "majority"]) -> Judgement:
-    """Combine the votes on a completion, with the last error if none is valid."""
+    """Combine the votes on a completion into one judgement, which has the last error if no vote is valid."""
     value = count_votes([judgement.value for judgement in votes], vote)
     return Judgement(value, votes[-1].error if value is None else None)
 
@@ -177,7 +177,7 @@ Votes = Mapping[JudgedCompletion, Sequence[Judgement]]
 
 
 def count_answers(votes: Votes, reward: JudgeReward) -> dict[str, float]:
-    """Return the counters of a shard. `answers` and `invalid` count votes on completions, not attempts."""
+    """Return the counters of a shard for metrics. `answers` and `invalid` count votes on completions, not attempts."""
     values = [vote.value for judged, cast in votes.items() if judged.prompt_row != CANARY for vote in cast]
     passed = [_passes(judged, cast, reward) for judged, cast in votes.items() if judged.prompt_row == CANARY]
     return {
@@ -200,7 +200,7 @@ def _passes(judged: JudgedCompletion, cast: Sequence[Judgement], reward: JudgeRe
 
 
 def _count_steps(votes: Votes, verdict: StepsVerdict) -> dict[str, float]:
-    """Count completions, those without a usable critique, the steps of the others, flagged and dropped steps."""
+    """Count completions, completions without a valid critique, and judged, flagged and dropped steps."""
     asked = {judged: cast for judged, cast in votes.items() if judged.prompt_row != CANARY}
     critiques = {judged: [vote.steps for vote in cast] for judged, cast in asked.items()}
     usable = {judged: cast for judged, cast in critiques.items() if any(steps is not None for steps in cast)}

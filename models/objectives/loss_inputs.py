@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """Data of a micro-batch's completion tokens that are known before the forward pass.
+    """Data about the completion tokens of a micro-batch that are known before the forward pass.
 
     Shapes: N completion tokens of the micro-batch, B sequences.
     """
@@ -51,11 +51,13 @@ class LossOutputs(NamedTuple):
     ratio_N: Tensor
     """Ratio π / π_old of each token, or of its sequence if the loss compares whole sequences. Without gradient."""
     clipped_low_N: Tensor
-    """Whether the lower bound applies to each token: it stops the gradient, or limits the weight."""
+    """Whether the ratio of each token is below the lower clipping bound, which stops the gradient or limits the
+    weight."""
     clipped_high_N: Tensor
-    """Whether the upper bound applies to each token."""
+    """Whether the ratio of each token is above the upper clipping bound, which stops the gradient or limits the
+    weight."""
     dual_clipped_N: Tensor | None = None
-    """Whether the dual clip stops the gradient of each token. None if the loss has no such bound."""
+    """Whether the dual clip stops the gradient of each token. None if the loss has no dual clip."""
 
 
 class LossFunction(Protocol):
@@ -85,26 +87,26 @@ class MetricSums:
         self._maxima: dict[str, Tensor] = {}
 
     def add(self, values: dict[str, Tensor]) -> None:
-        """Add the sum of each tensor's elements to the sum of this name. Tensors may be empty."""
+        """Add the sum of each tensor's elements to the running sum of the same name. Tensors may be empty."""
         for name, value in values.items():
             total = value.detach().sum(dtype=torch.float64)
             self._sums[name] = self._sums[name] + total if name in self._sums else total
 
     def raise_to(self, values: dict[str, Tensor]) -> None:
-        """Raise each maximum, which starts at 0, to the largest element of the tensor of this name."""
+        """Update the running maximum of each name, which starts at 0, with the largest element of the tensor."""
         for name, value in values.items():
             maximum = torch.nn.functional.pad(value.detach().double(), (1, 0)).amax()
             self._maxima[name] = torch.maximum(self._maxima[name], maximum) if name in self._maxima else maximum
 
     def packed(self) -> tuple[Tensor, Tensor]:
-        """Return sums and maxima as two vectors, to be combined over ranks.
+        """Return the sums and the maxima as two vectors, which can be reduced over ranks.
 
         Every rank must have accumulated the same names in the same order.
         """
         return torch.stack(list(self._sums.values())), torch.stack(list(self._maxima.values()))
 
     def unpacked(self, sums: Tensor, maxima: Tensor) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the elements of the two vectors by name."""
+        """Return the reduced sums and maxima by name."""
         return (
             dict(zip(self._sums, sums.tolist(), strict=True)),
             dict(zip(self._maxima, maxima.tolist(), strict=True)),

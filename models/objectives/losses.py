@@ -55,10 +55,11 @@ def ppo_clip(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: P
 
 
 def gspo(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: Gspo) -> LossOutputs:
-    """Return the loss with each sequence's clipped ratio, in its token form (GSPO, arXiv 2507.18071, eq. 13 and 14).
+    """Return the clipped loss with one ratio per sequence, in token form (GSPO, arXiv 2507.18071, eq. 13 and 14).
 
-    Each token uses its sequence's ratio as value, and the gradient of its own log-prob times this ratio. If all tokens
-    of a sequence have the same advantage, their mean has the value and the gradient of the sequence form (eq. 5).
+    The ratio of each token has the value of the sequence's ratio, and the gradient of the token's own log-prob times
+    that ratio. If all tokens of a sequence have the same advantage, the mean of their losses has the value and gradient
+    of the sequence form (eq. 5).
     """
     sequence_N = sequence_ratio(logprobs_N.detach(), old_N, rows_N=tokens.rows_N, lengths_B=tokens.lengths_B)
     ratio_N = sequence_N * torch.exp(logprobs_N - logprobs_N.detach())
@@ -85,7 +86,7 @@ def sequence_ratio(logprobs_N: Tensor, old_N: Tensor, *, rows_N: Tensor, lengths
 def cispo(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: Cispo) -> LossOutputs:
     """Return minus log-prob times advantage, weighted by the clipped ratio (CISPO, arXiv 2506.13585, eq. 4 and 5).
 
-    The weight has no gradient. No token is dropped: outside of the bounds the weight only stays at the bound.
+    The weight has no gradient. Tokens outside the bounds are not dropped, because their weight is set to the bound.
     """
     ratio_N = exp_ratio(logprobs_N.detach() - old_N)
     low, high = 1 - config.clip_low, 1 + config.clip_high
@@ -109,7 +110,7 @@ def policy_gradient(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, co
 
 
 def policy_loss(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: PolicyLoss) -> LossOutputs:
-    """Return the configured loss. `old_N` are the log-probs with which the policy is compared."""
+    """Return the configured loss. `old_N` are the log-probs in the denominator of the probability ratio."""
     loss = cast(LossFunction, implementation_of(config))
     return loss(logprobs_N, old_N, tokens=tokens, config=config)
 
@@ -128,7 +129,7 @@ class ValueTerms(NamedTuple):
 
 
 def value_loss(values_N: Tensor, *, old_N: Tensor, returns_N: Tensor, clip: float) -> ValueTerms:
-    """Return half the larger squared error: of the values, or of the values kept within `clip` of the old ones.
+    """Return half the larger of two squared errors: of the values, and of the values clipped to `old_N` ± `clip`.
 
     This is the loss of OpenAI's baselines (ppo2). The PPO paper (arXiv 1707.06347, eq. 9) does not clip values.
     """
@@ -138,7 +139,7 @@ def value_loss(values_N: Tensor, *, old_N: Tensor, returns_N: Tensor, clip: floa
 
 
 def fit_sums(values_N: Tensor, returns_N: Tensor) -> dict[str, Tensor]:
-    """Return the values of each token whose sums over micro-batches and ranks `explained_variance` needs."""
+    """Return per-token tensors that, summed over micro-batches and ranks, are the input of `explained_variance`."""
     returns, errors = returns_N.detach().double(), (returns_N - values_N).detach().double()
     return {
         "fit_tokens": torch.ones_like(returns),
@@ -161,7 +162,7 @@ def explained_variance(sums: Mapping[str, float]) -> float:
 
 
 def _variance(count: float, total: float, squares: float) -> float:
-    """Return the variance computed from sums, or 0 if it is within their rounding error."""
+    """Return the variance computed from sums, or 0 if it is smaller than the rounding error of the sums."""
     variance = squares / count - (total / count) ** 2 if count else 0.0
     return variance if count and variance > ROUNDING * squares / count else 0.0
 
@@ -205,8 +206,8 @@ def dpo(
 ) -> DpoTerms:
     """Return the DPO loss from log-probs of whole completions (arXiv 2305.18290, eq. 7).
 
-    Label smoothing assumes that this share of the pairs is labeled the wrong way round (conservative DPO, Mitchell,
-    2023). The implicit reward is beta · log(π / π_ref) (eq. 5, up to a constant of the prompt).
+    `label_smoothing` is the assumed share of pairs with swapped labels (conservative DPO, Mitchell, 2023). The implicit
+    reward is beta · log(π / π_ref) (eq. 5, up to a constant of the prompt).
     """
     margins_P = beta * ((chosen_P - reference_chosen_P) - (rejected_P - reference_rejected_P))
     loss_P = -(1 - label_smoothing) * functional.logsigmoid(margins_P) - label_smoothing * functional.logsigmoid(
@@ -285,14 +286,14 @@ def update_loss(
 
 
 def _among(trained_N: Tensor, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the values, with 0 for tokens that have no weight in the loss."""
+    """Return the values with 0 at tokens that have no weight in the loss."""
     return {name: torch.where(trained_N, value.detach(), torch.zeros_like(value)) for name, value in values.items()}
 
 
 def tally_mismatch(train_N: Tensor, tokens: LossInputs, *, tally: MetricSums) -> None:
     """Add metrics of the mismatch between the engine and the trainer before its first optimizer step.
 
-    Tokens of earlier policy versions are excluded, because their difference would include what was trained since.
+    Tokens of earlier policy versions are excluded, because their difference would include later weight changes.
     """
     tallies, fresh_N = mismatch(train_N, tokens.behavior_N), tokens.staleness_N == 0
     difference_N, weight_N, kl_N = (torch.where(fresh_N, values_N, 0.0) for values_N in tallies)

@@ -1,3 +1,3 @@
-"""Records that stages exchange. Importing any of these modules registers the kinds of shards with the store."""
+"""Records that stages exchange. Importing this package registers the schemas of all shards with the store."""
 
 from models.records import schemas as schemas

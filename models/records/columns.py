@@ -1,4 +1,4 @@
-"""Conversion between Arrow columns and flat arrays.
+"""Conversion between Arrow list columns and flat NumPy arrays.
 
 Shapes: K rows, T values of all rows, one after the other.
 """
@@ -72,7 +72,7 @@ def lists(values_T: Numbers, lengths_K: Integers) -> pa.ListArray:
 
 
 def empty_rows(column: pa.ChunkedArray, emptied_K: Mask) -> pa.ChunkedArray:
-    """Return a column with empty lists in the marked rows. A column that is entirely null is returned unchanged."""
+    """Return a column with the lists of the rows in `emptied_K` emptied. A column of nulls is returned unchanged."""
     if column.null_count == len(column):
         return column
     lengths_K = lengths_of(column)

@@ -23,7 +23,7 @@ class ShownImage(Settings):
     """Description of an image for people."""
 
     digest: str
-    """BLAKE3 digest of its bytes."""
+    """BLAKE3 digest of the image file's bytes."""
     format: str
     """File format as named by Pillow, such as PNG."""
     width: int
@@ -44,7 +44,7 @@ class ImageSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ImagePart:
-    """Location of an image inside a file, for readers without Arrow, and its size in pixels."""
+    """Location of an image inside a file, as a byte range that can be read without Arrow, and its size in pixels."""
 
     path: Path
     offset: int

@@ -21,7 +21,7 @@ Adapters = Literal["full", "ranks"]
 
 @dataclass(frozen=True, slots=True)
 class Parent:
-    """A policy to merge."""
+    """Policy to merge."""
 
     name: str
     """Name of the policy as given by the user."""
@@ -49,7 +49,7 @@ class MergeWork:
 
 
 class MergedParent(Settings):
-    """A parent as recorded in merge.json."""
+    """Parent of a merge, as recorded in merge.json."""
 
     name: str
     weight: float
@@ -71,17 +71,17 @@ class Merge(Settings):
     version: str = ""
     """Version of the code that wrote the file."""
     soup: JsonValue = None
-    """Preference, mixing and statistics if the merge belongs to a soup, else None."""
+    """Preference, mixing weights and statistics if the merge belongs to a soup (averages of policies), else None."""
 
 
 def start_of(path: Path) -> str:
-    """Return the digest of the policy from which the run of a policy directory started, or "" if it is in no run."""
+    """Return the digest of the initial policy of the run that contains a directory, or "" if it is not in a run."""
     place = path if is_remote(path) else path.resolve()
     home = next((parent for parent in place.parents if has_run(parent)), None)
     return "" if home is None else start_of_run(open_run(format_path(home.parent), home.name))
 
 
 def start_of_run(run: Run) -> str:
-    """Return the digest of the policy from which a run's reinforcement learning started, or "" if it has none yet."""
+    """Return the digest of the policy from which a run's reinforcement learning starts, or "" if none exists yet."""
     start = next((manifest for key in STARTS if (manifest := run.find(key)) is not None), None)
     return "" if start is None else start.bundles["weights"].digest

@@ -1,8 +1,8 @@
-"""Model inputs from data to the forward pass, used by engines, auxiliary passes, update, critics and judges alike.
+"""Model inputs: sequences of tokens and images, in the one form that engines, trainers and judges all use.
 
-This module is the only one that knows the columns of prompts, rollouts and samples that store tokens. A token is
-trained (`is_trained`) if a model generated it or is trained to generate it (a completion token). All other tokens are
-context, such as a prompt or an observation. Shapes: K rows.
+Only this module reads and writes the token columns of prompts, rollouts and samples. A token is trained (`is_trained`)
+if a model generated it or is trained to generate it (a completion token). All other tokens are context, such as a
+prompt or an observation. Shapes: K rows.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ Experts = NDArray[np.unsignedinteger[Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextChunk:
-    """Consecutive tokens of one author."""
+    """Consecutive tokens that are either all trained or all context."""
 
     tokens: Tokens
     is_trained: bool
@@ -65,8 +65,8 @@ class TextChunk:
 class ModelInput:
     """Input sequence of a model: the prompt, which is context, and the completion so far, if any.
 
-    The completion starts with the first trained token. Observations inside the completion are context again. Every
-    chunk knows its number of tokens, from which lengths, budgets and micro-batches are computed. No chunk is empty.
+    The completion starts with the first trained token. Observations inside the completion are context again. No chunk
+    is empty.
     """
 
     chunks: tuple[TextChunk, ...] = ()
@@ -125,8 +125,10 @@ class ModelInput:
 
     @property
     def weights(self) -> NDArray[np.float32]:
-        """Loss weight of each trained token: the weights of a turn sum to its number of tokens, in equal parts for its
-        chunks."""
+        """Loss weight of each trained token.
+
+        The weights of a turn sum to its number of tokens, and each of its chunks has an equal share of this sum.
+        """
         parts: list[NDArray[np.float32]] = []
         for is_trained, turn in groupby(self.chunks, lambda chunk: chunk.is_trained):
             sizes = [len(part.tokens) for part in turn] if is_trained else []
@@ -246,7 +248,7 @@ def sample_lengths(samples: pa.Table) -> tuple[Integers, Integers]:
 
 
 def sample_inputs(samples: pa.Table) -> list[ModelInput]:
-    """Return the inputs of a sample table without recorded experts, because copies of some rows do not include them."""
+    """Return the inputs of a sample table, without recorded experts, which `attach_experts` adds."""
     counts = samples["num_prompt_tokens"].to_pylist()
     rows = [*zip(row_arrays(samples["tokens"], np.int32), counts, strict=True)]
     prompts, completions = [tokens[:count] for tokens, count in rows], [tokens[count:] for tokens, count in rows]

@@ -28,7 +28,7 @@ row-major order, empty if nothing is trained."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Picture:
-    """A generated picture."""
+    """Generated picture: its PNG file and the denoising states for training."""
 
     encoded: bytes
     """PNG file. Its metadata contain the seed and the digest of the states, so no two generated pictures have the same
@@ -70,5 +70,5 @@ def build_picture_table(generated: Iterable[tuple[int, Picture]]) -> pa.Table:
 
 
 def read_states(encoded: memoryview, *, steps: int) -> States:
-    """Return the states of a picture with this number of trained steps, of shape (steps + 1) x D."""
+    """Decode the stored states of a picture with `steps` trained steps, of shape (steps + 1) x D."""
     return np.frombuffer(encoded, "<f4").reshape(steps + 1, -1)

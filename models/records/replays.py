@@ -25,7 +25,7 @@ class ReplayWork:
 
 
 class Difference(Settings):
-    """A turn whose new answer differs from the stored one."""
+    """Difference between the stored answer to a turn and the new answer in a replay."""
 
     shard: str
     """Key of the rollout shard."""

@@ -1,4 +1,4 @@
-"""Records of retrievers: work for their worker, quality measures, and results. Torch-free."""
+"""Records of retrievers: training requests, quality measures, and results. Does not import torch."""
 
 from dataclasses import dataclass
 
@@ -39,7 +39,7 @@ class Retrieval(Settings):
 
 
 class TrainedRetriever(Settings):
-    """A trained retriever as recorded in its last manifest."""
+    """Trained retriever, as recorded in the last manifest of its run."""
 
     name: str
     path: str
@@ -47,15 +47,15 @@ class TrainedRetriever(Settings):
     digest: str
     """Digest of all files of the directory."""
     method: Terms
-    """Terms of the loss with which it was trained."""
+    """Terms of the training loss."""
     decision: str
-    """Explanation of why these terms were chosen."""
+    """Explanation of why these loss terms were chosen."""
     measured: dict[str, Retrieval]
     """Measures of each trained model: students by their loss terms, and the cross-encoder, which reranks the passages
     that the first student finds."""
 
     def rows(self) -> list[dict[str, str]]:
-        """Return the table of the measures."""
+        """Return one table row per trained model, with its quality measures as text."""
         return [
             {
                 "": model,

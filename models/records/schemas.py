@@ -30,7 +30,7 @@ MESSAGE = pa.struct(
         ("name", pa.string()),  # name of the tool that returned the message, else null
     ]
 )
-"""A message of a chat."""
+"""Arrow type of a chat message."""
 
 PROMPT_SCHEMA = pa.schema(
     [
@@ -69,7 +69,7 @@ TURN = pa.struct(
         ("error", pa.string()),  # reason why the environment failed
     ]
 )
-"""A turn of an episode."""
+"""Arrow type of the record of an episode's turn."""
 
 ROLLOUT_SCHEMA = pa.schema(
     [

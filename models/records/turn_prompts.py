@@ -1,8 +1,8 @@
 """Episodes in which every turn has a separate prompt: splitting of rollout rows into one row per model input.
 
-In such a row, the completion contains before each turn except the first the prompt of this turn, as a segment of
-version `RENDERED`. Shapes: N rows, K rows after the split, S segments and T completion tokens of all rows, one after
-the other.
+In such a rollout row, the completion contains the prompt of each turn except the first, before the turn, as a segment
+with the policy version `TURN_PROMPT`. Shapes: N rows, K rows after the split, S segments and T completion tokens of all
+rows, one after the other.
 """
 
 from typing import Final

@@ -27,7 +27,7 @@ class ModelVersion:
 
     @property
     def digest(self) -> str:
-        """Digest that identifies the served model: of the weights, or of weights and adapter together."""
+        """Digest that identifies the model: the weights' digest, or a digest of weights and adapter together."""
         if self.adapter is None:
             return self.weights.digest
         return blake3(f"{self.weights.digest}+{self.adapter.digest}".encode()).hexdigest()
@@ -58,7 +58,7 @@ class StageTimer:
         self._since = time.perf_counter()
 
     def end(self, name: str) -> None:
-        """Add the time since the previous call to a phase. A name may be used several times."""
+        """Add the seconds since the previous call of `end` to the phase `name`, which may be ended several times."""
         now = time.perf_counter()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._since
         self._since = now
@@ -67,10 +67,9 @@ class StageTimer:
 def order_statistics(lengths: Sequence[int], max_count: int = 64) -> list[JsonValue]:
     """Return at most `max_count` of the lengths, evenly spaced in ascending order from the minimum to the maximum.
 
-    The result represents all sequences of a work unit in its outcome's detail, from which placement forecasts
-    durations.
+    A worker reports the result as a summary of all its sequence lengths. The scheduler forecasts durations from it.
 
-    >>> order_statistics([9, 1, 5, 3, 7], most=3)
+    >>> order_statistics([9, 1, 5, 3, 7], max_count=3)
     [1, 5, 9]
     """
     ordered = sorted(lengths)

@@ -54,7 +54,7 @@ class PromptWork:
 
 @dataclass(frozen=True, slots=True)
 class RolloutWork:
-    """Request to generate `group_size` completions for each of the given prompt rows, as one rollout shard."""
+    """Request to generate `group_size` completions for each of the given prompt rows, and write one rollout shard."""
 
     iteration: int
     policy: ModelVersion
@@ -74,7 +74,7 @@ class RolloutWork:
     records_experts: bool = False
     """Whether the shard records the experts that the policy's routers chose."""
     denoising: DenoisingConfig | None = None
-    """Generation of pictures, deterministic at temperature 0, or None for a language policy."""
+    """Settings of image generation, which is deterministic at temperature 0, or None for a language policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class VerdictShard:
 
 @dataclass(frozen=True, slots=True)
 class JudgeWork:
-    """Request to judge every completion of one rollout shard by a model-based reward, as one verdict shard."""
+    """Request to judge every completion of one rollout shard with a reward's model, and write one verdict shard."""
 
     iteration: int
     rollouts: ShardRef
@@ -102,7 +102,7 @@ class JudgeWork:
 
 @dataclass(frozen=True, slots=True)
 class ScoringWork:
-    """Request to score every completion of one rollout shard, as one score shard with the same row order."""
+    """Request to score every completion of one rollout shard, and write one score shard with the same row order."""
 
     iteration: int
     rollouts: ShardRef
@@ -114,7 +114,7 @@ class ScoringWork:
     tokenizer: BundleRef | None = None
     """Bundle of a policy with the run's tokenizer, or None if no reward scores steps or tokens."""
     max_missing: int | None = None
-    """Missing scores above which the credit stage certainly rejects the iteration, or None if unknown."""
+    """Maximum number of missing scores that the credit stage may still accept, or None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class EstimateWork:
 
 @dataclass(frozen=True, slots=True)
 class CreditWork:
-    """Request to turn an iteration's scored rollouts into training samples, in their order."""
+    """Request to turn an iteration's scored rollouts into training samples, in the order of `shards`."""
 
     iteration: int
     shards: tuple[ScoredShard, ...]
@@ -172,9 +172,9 @@ class CreditWork:
     policy_version: int = 0
     """Policy version that is trained on the samples. Tokens of earlier versions are stale."""
     max_new_tokens: int = 0
-    """Length limit of completions, for penalties close to it."""
+    """Maximum length of completions in tokens, from which length penalties are computed."""
     estimates: tuple[ShardRef, ...] = ()
-    """Shards of auxiliary scores, one for each pair of `shards`. Empty if the algorithm needs none."""
+    """Shards of auxiliary models' outputs, one for each item of `shards`. Empty if the algorithm needs none."""
     kl_coefficient: float = 0.0
     """Coefficient of the KL penalty in the reward."""
 
@@ -201,7 +201,7 @@ class UpdateWork:
     critic: ModelVersion | None = None
     """Critic before the update, or None if the algorithm has none."""
     learns: bool = True
-    """Whether the policy is updated. It is not while its critic warms up."""
+    """Whether the policy is updated. While its critic warms up, only the critic is updated."""
     kl_coefficient: float = 0.0
     """Coefficient of the KL penalty in the loss."""
     keeps_state: bool = True
@@ -270,7 +270,7 @@ class JudgeWarmupWork:
 
     @property
     def course(self) -> str:
-        """Description of the length of the training for messages."""
+        """Length of the training in words, for messages."""
         return f"{self.warmup.steps} steps of {self.warmup.batch_size} examples"
 
 
@@ -325,7 +325,7 @@ class RewardModelWork:
 
     @property
     def course(self) -> str:
-        """Description of the length of the training for messages."""
+        """Length of the training in words, for messages."""
         return f"{self.training.steps} steps of {self.training.batch_size} pairs"
 
 

@@ -1,7 +1,7 @@
-"""Per-token outputs of auxiliary models (reference, critic, teacher) for scored rollouts, written as estimate shards.
+"""Computation of per-token outputs of auxiliary models (reference, critic, teacher) for scored rollouts.
 
 All models read the same micro-batches. Shapes: N policy-generated tokens of one micro-batch, T completion tokens, W
-those of T that a policy generated, C columns.
+policy-generated tokens among the T, C columns.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +43,7 @@ _REFS = TypeAdapter(tuple[ShardRef, ...])
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Stored per-token outputs for the rollouts of one iteration, with their numbers of sequences and tokens."""
+    """Shards with auxiliary models' per-token outputs for one iteration, and their numbers of sequences and tokens."""
 
     shards: tuple[ShardRef, ...]
     sequences: int
@@ -69,7 +69,7 @@ def build_model_forward(forward: Callable[[MicroBatch], Tensor], on_progress: Ca
 def build_endpoint_forward(
     teacher: TeacherEndpoint, *, directory: Path, on_progress: Callable[[], None], is_querying: bool = True
 ) -> AuxiliaryForward:
-    """Return a function that queries a model behind an endpoint about each sequence separately, at temperature 1.
+    """Return a function that requests the log-probs of each sequence from a teacher's endpoint, at temperature 1.
 
     In a sequence-parallel group only the rank with `is_querying` queries the endpoint, and the other ranks return an
     empty list. `directory` contains the policy's tokenizer. `on_progress` is called after every attempt. The returned
@@ -95,7 +95,7 @@ def write_auxiliary_scores(
     images: ImageTokens | None,
     step_tokens: int | None = None,
 ) -> TokenScores:
-    """Compute every column of the estimates for all completion tokens and write one shard per rollout shard.
+    """Run each auxiliary model on all completion tokens, and write one shard of outputs per rollout shard.
 
     Collective: every rank must call this, and rank 0 writes the shards. `forwards` maps each column to its model.
     `images` is given if the vision tower of a model encodes the images of every micro-batch again, `step_tokens` only
@@ -141,9 +141,9 @@ def write_auxiliary_scores(
 def _restore_order(
     gathered: Sequence[bytes], plan: StepPlan, counts: NDArray[np.int64], *, num_columns: int
 ) -> list[NDArray[np.float32]]:
-    """Reorder the outputs of the ranks from the order of their micro-batches to the order of the rows.
+    """Reorder the outputs gathered from all ranks from micro-batch order to row order.
 
-    `reports_metrics` holds the number of policy-generated tokens of each row.
+    `counts` contains the number of policy-generated tokens of each row.
     """
     parts = [np.frombuffer(data, np.float32).reshape(num_columns, -1) for data in gathered]
     values_CW = np.concatenate(parts, axis=1)
@@ -155,7 +155,7 @@ def _restore_order(
 
 
 def _spread_over_tokens(values_W: NDArray[np.float32], is_trained_T: Mask) -> NDArray[np.float32]:
-    """Insert zeros at the tokens that no policy generated, which the models were not queried about."""
+    """Expand values of policy-generated tokens to all completion tokens, with 0 for tokens that no policy generated."""
     values_T = np.zeros(len(is_trained_T), np.float32)
     values_T[is_trained_T] = values_W
     return values_T

@@ -1,8 +1,8 @@
 """Layouts of an optimizer's state under each ZeRO stage, and the conversion of a stored state to another layout.
 
-Each rank stores its part as one vector, split into the tensors of its engine. A layout defines which values of which
-parameters the vector contains. A rank of any layout can therefore find its values in the files of another layout, and
-reads only these.
+Each rank stores its part as one vector, split into the tensors of its DeepSpeed engine. A layout defines which values
+of which parameters the vector contains. A rank can therefore find its values in files that were written with another
+layout, and reads only these values.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,22 +20,21 @@ from torch import Tensor
 from infra.config import Settings
 
 _ALIGNMENT: Final = 2
-"""DeepSpeed's `nccl_start_alignment_factor`.
-ZeRO-1 and 2 pad their vector to a multiple of this times the number of ranks.
-"""
+"""DeepSpeed's `nccl_start_alignment_factor`. ZeRO-1 and ZeRO-2 pad their vector to a multiple of this factor times the
+number of ranks."""
 _STEP: Final = "step"
 _VECTORS: Final = ("exp_avg", "exp_avg_sq", "master")
 
 
 class StateLayout(Settings):
-    """Distribution of an optimizer's state over ranks."""
+    """Settings that determine how an optimizer's state is divided among ranks."""
 
     world_size: int
     """Number of ranks that share the state."""
     zero_stage: int
     """ZeRO stage of DeepSpeed."""
     dtype: str
-    """Precision of the weights."""
+    """Data type of the weights: "float32" or "bfloat16"."""
     optimizer: str = "adamw"
     """Name of the optimizer."""
 
@@ -81,7 +80,7 @@ class _Part:
 
     @cached_property
     def _spans(self) -> dict[str, list[tuple[str, int, int]]]:
-        """Tensors of each vector, in order, with their begin and end offsets in the vector."""
+        """Tensor names of each vector, in order, with the begin and end offsets of each tensor in the vector."""
         spans: dict[str, list[tuple[str, int, int]]] = {}
         with safe_open(self.path, framework="pt") as file:
             for name in sorted(file.keys(), key=lambda name: int(name.rpartition(".")[2])):
@@ -122,8 +121,8 @@ def convert_state(
 ) -> Mapping[str, Tensor]:
     """Convert a state from layout `source` to layout `target` and return this rank's part by tensor name.
 
-    `files` are the files of the found layout, in the order of its ranks. `sizes` holds the numbers of values of the
-    trained parameters in the engine's order, `shapes` the shapes of this rank's tensors.
+    `files` are the files of layout `source`, in the order of its ranks. `sizes` contains the number of values of each
+    trained parameter, in the engine's order. `shapes` contains the shapes of this rank's tensors.
     """
     parts = [_Part(path) for path in (files[:1] if source.zero_stage == 0 else files)]
     sources = [

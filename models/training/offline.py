@@ -1,4 +1,4 @@
-"""Training on fixed data: supervised fine-tuning on worked examples, and learning from preference pairs.
+"""Training on fixed data: supervised fine-tuning on worked examples, and training on preference pairs.
 
 A preference pair is two completions, one of which is preferred. A model assigns one number to each completion of a
 pair: a policy its log-prob, a reward model its reward at the last token. Shapes: N completion tokens of one
@@ -34,7 +34,7 @@ from models.training.trainer import Trainer, learning_rate
 from models.vision.processor import VisionProcessor, load_processor
 
 LAST_STEPS = 20
-"""Number of steps over which the last metrics are averaged."""
+"""Number of steps at the end of a training over which the final metrics are averaged."""
 
 CURVE_POINTS = 50
 
@@ -51,14 +51,14 @@ class TrainingCallbacks:
 
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
-    """Result of training on fixed data."""
+    """Losses and final metrics of a training on fixed data."""
 
     metrics: dict[str, float]
     losses: list[float]
     """Training loss of each optimizer step."""
 
     def curve(self) -> list[float]:
-        """Return the loss curve reduced to at most `CURVE_POINTS` values: means over equal spans of steps."""
+        """Return at most `CURVE_POINTS` losses for a plot, each a mean over equally many consecutive steps."""
         size = -(-len(self.losses) // CURVE_POINTS)
         parts = [self.losses[start : start + size] for start in range(0, len(self.losses), size)]
         return [sum(part) / len(part) for part in parts]
@@ -121,8 +121,8 @@ def fine_tune_on_inputs(
 ) -> TrainingResult:
     """Fine-tune on encoded examples, in order, for all warm-up steps.
 
-    `sequences` returns the sizes of inputs, from which the micro-batches of a step are planned. Raises Quarantined if a
-    gradient norm is not finite. Collective: every rank must call this.
+    `sequences` is a function that returns the lengths of inputs, from which micro-batches are planned. Raises
+    Quarantined if a gradient norm is not finite. Collective: every rank must call this.
     """
     losses = torch.zeros(warmup.steps, dtype=torch.float64, device=ranks.device)
     for step in range(warmup.steps):
@@ -154,7 +154,7 @@ def report_steps(
 ) -> None:
     """Report the progress of training after every fiftieth of its steps.
 
-    Collective: the ranks sum their shares of the last losses, so all must call this at the same steps.
+    Collective: the ranks sum their contributions to the latest losses, so all ranks must call this at the same steps.
     """
     done = len(losses) if done is None else done
     if done % -(-steps // CURVE_POINTS) == 0:
@@ -194,7 +194,7 @@ def _take_step(
 
 
 def _shares_at(shares_N: torch.Tensor, logprobs_C: torch.Tensor, places_C: torch.Tensor) -> torch.Tensor:
-    """Return the per-token gradient, at some places, of a loss that is a weighted sum of log-probs."""
+    """Return the gradient of a loss that is a weighted sum of log-probs, for the tokens at indices `places_C`."""
     return shares_N[places_C]
 
 
@@ -229,19 +229,19 @@ def lay_out_pairs(pairs: Sequence[SequencePair]) -> MicroBatch:
 
 
 class PairScores(NamedTuple):
-    """Numbers that a model assigns to the pairs of one micro-batch."""
+    """Numbers that a model assigns to both completions of each pair: summed log-probs of a policy, or rewards."""
 
     chosen_P: Tensor
     rejected_P: Tensor
 
 
 PairLoss = Callable[[PairScores, PairScores], PairTerms | DpoTerms]
-"""Loss of pairs, computed from the numbers of the trained model and from those that they are compared with."""
+"""Function that computes the loss of pairs from the scores of the trained model and the baseline scores."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreferenceTraining:
-    """Preference pairs and settings of a training. They are the same on every rank."""
+    """Preference pairs and training settings. They are the same on every rank."""
 
     train: Sequence[SequencePair]
     heldout: Sequence[SequencePair]
@@ -249,7 +249,7 @@ class PreferenceTraining:
     """Number of steps, pairs per step, and the peak learning rate."""
     loss: PairLoss
     baseline: Literal["start", "nothing"]
-    """Comparison for the model's numbers: its own numbers before the first step ("start") or zeros ("nothing")."""
+    """Baseline scores of the loss: the model's own scores before the first step ("start") or zeros ("nothing")."""
     seed: int
 
 
@@ -291,7 +291,7 @@ def _sample_batches(work: PreferenceTraining) -> Iterator[Rows]:
 
 
 class _Pairs:
-    """One rank's part of preference training."""
+    """Preference training on one rank: its micro-batches, optimizer steps and evaluation."""
 
     def __init__(
         self,
@@ -309,7 +309,8 @@ class _Pairs:
         self._on_progress = on_progress
 
     def microbatches(self, rows: Rows, pairs: Sequence[SequencePair]) -> tuple[Rows, ...]:
-        """Return this rank's micro-batches of some pairs.
+        """Return this rank's micro-batches for the given pairs.
+
         Both completions of a pair are always in the same micro-batch.
         """
         places = tuple(range(len(rows)))  # by position, because a pair may occur twice in a step
@@ -319,14 +320,14 @@ class _Pairs:
 
     @torch.no_grad()
     def start(self, microbatches: Sequence[Rows], pairs: Sequence[SequencePair]) -> list[PairScores]:
-        """Return the numbers for comparison, computed over the micro-batches that are used in training."""
+        """Return the baseline scores of each micro-batch, computed before the first step."""
         if self._work.baseline == "start":
             return [self._compute_numbers([pairs[row] for row in rows]) for rows in microbatches]
         zeros = [torch.zeros(len(rows), device=self._ranks.device) for rows in microbatches]
         return [PairScores(zeros_P, zeros_P) for zeros_P in zeros]
 
     def step(self, index: int, microbatches: Sequence[Rows], start: Sequence[PairScores]) -> Tensor:
-        """Take one optimizer step and return this rank's share of its loss, correctly ordered pairs and margin."""
+        """Take one optimizer step and return this rank's sums of loss, correctly ordered pairs and margin."""
         schedule, total = self._work.schedule, torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
         for number, rows in enumerate(microbatches):
             terms = self._work.loss(self._compute_numbers([self._work.train[row] for row in rows]), start[number])
@@ -337,7 +338,7 @@ class _Pairs:
 
     @torch.no_grad()
     def measure(self, microbatches: Sequence[Rows], start: Sequence[PairScores]) -> Tensor:
-        """Return this rank's share of the loss, correctly ordered pairs and margin of the held-out pairs."""
+        """Return this rank's sums of loss, correctly ordered pairs and margin over the held-out pairs."""
         heldout = self._work.heldout
         total = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
         for rows, start_numbers in zip(microbatches, start, strict=True):

@@ -1,7 +1,7 @@
-"""Optimizers of a model under training, named as implementations by their settings classes.
+"""Functions that build the optimizer of a model under training.
 
-Each updates the parameters that training changes, and starts with a learning rate of 0. The contents of a parameter's
-state depend on the optimizer and are saved unchanged.
+The settings class of each optimizer names its function. Each optimizer updates only the trainable parameters, and
+starts with a learning rate of 0. The contents of a parameter's state depend on the optimizer and are saved unchanged.
 """
 
 from collections.abc import Callable
@@ -71,7 +71,7 @@ def _build_adamw(parameters: list[nn.Parameter], update: UpdateConfig) -> Optimi
 
 
 class _Parts(Optimizer):
-    """Several optimizers combined into one, which shares their parameter groups and state."""
+    """Several optimizers combined into one optimizer that shares their parameter groups and state."""
 
     def __init__(self, parts: list[Optimizer]) -> None:
         super().__init__(list(chain.from_iterable(part.param_groups for part in parts)), {})
@@ -80,6 +80,6 @@ class _Parts(Optimizer):
         self._parts = parts
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]  # DeepSpeed gives no closure
-        """Take one step with each of the optimizers."""
+        """Take one step with each of the combined optimizers."""
         for part in self._parts:
             part.step()

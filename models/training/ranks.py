@@ -1,7 +1,7 @@
 """Process group of the update ranks, and the collective operations between them.
 
-DeepSpeed chooses its accelerator when it is imported. Therefore it is imported, here and in the trainer, only when a
-rank joins.
+DeepSpeed chooses its accelerator when it is imported. Therefore this module and the trainer import DeepSpeed only when
+a rank joins the process group.
 """
 
 import logging
@@ -124,7 +124,7 @@ def sum_over_ranks(sums: Tensor) -> None:
 
 
 def gather_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
-    """Return the bytes of all ranks, in the order of the ranks, on rank 0, and an empty list on the other ranks.
+    """Gather the bytes of all ranks on rank 0, in rank order. The other ranks get an empty list.
 
     Collective: every rank must call this.
     """
@@ -145,7 +145,7 @@ def gather_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
 
 
 def broadcast_bytes(data: bytes, ranks: Ranks) -> bytes:
-    """Return the bytes of rank 0 on every rank. Collective: every rank must call this."""
+    """Send the bytes of rank 0 to every rank and return them. Collective: every rank must call this."""
     size = torch.tensor([len(data)], device=ranks.device)
     dist.broadcast(size, 0)
     buffer = torch.empty(int(size), dtype=torch.uint8, device=ranks.device)
@@ -163,8 +163,9 @@ def any_rank(flag: bool, ranks: Ranks) -> bool:
 
 
 def _open_rendezvous(rank: int, world_size: int, *, address: str, port: int) -> Store:
-    """Return the store through which the ranks meet.
-    Rank 0 listens on the given address only, while torch would use all interfaces.
+    """Return the torch store through which the ranks find each other.
+
+    Rank 0 listens only on the given address, whereas torch would listen on all interfaces.
     """
     if rank:
         return TCPStore(address, port, world_size, is_master=False)
@@ -181,7 +182,7 @@ def _start_deepspeed() -> None:
         import deepspeed
         import deepspeed.ops
 
-    logger = logging.getLogger("DeepSpeed")  # by default it writes to stdout; only errors matter
+    logger = logging.getLogger("DeepSpeed")  # DeepSpeed logs to stdout by default; only errors matter
     logger.handlers.clear()
     logger.propagate = True
     logger.setLevel(logging.ERROR)

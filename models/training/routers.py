@@ -1,4 +1,4 @@
-"""Load of the experts of a mixture-of-experts policy during training, and the load-balancing loss.
+"""Expert load of a mixture-of-experts policy during training, and the load-balancing loss.
 
 Shapes: R routers of a model, E experts of each router.
 """
@@ -15,7 +15,7 @@ from models.training.trainer import Trainer
 
 
 class RouterTally:
-    """Counter of the experts that a policy's training tokens use, with the load-balancing loss.
+    """Counter of the training tokens that each expert of a policy processes, with the load-balancing loss.
 
     The loss refers to a whole optimizer step, over all its micro-batches and ranks. If it has a coefficient, the tokens
     of each expert are therefore counted in separate forward passes before the step. For a policy without experts
@@ -32,7 +32,8 @@ class RouterTally:
         self._loss: Tensor | float = 0.0
 
     def begin_step(self, microbatches: Sequence[MicroBatch], on_progress: Callable[[], None]) -> None:
-        """Count the experts that the tokens of a step choose, if the loss needs the counts.
+        """Count how many tokens of a step each expert processes, if the load-balancing loss needs the counts.
+
         Collective: every rank must call this.
         """
         routing = self._trainer.routing
@@ -49,7 +50,7 @@ class RouterTally:
         self._counts_RE = counts_RE
 
     def loss(self) -> Tensor | float:
-        """Add the counts of the latest forward pass, and return its share of the step's loss, times the coefficient."""
+        """Count the latest forward pass, and return its part of the load-balancing loss times the coefficient."""
         routing = self._trainer.routing
         if routing is None:
             return 0.0

@@ -1,8 +1,8 @@
 """Optimizer state in the store: one safetensors file per rank, and a JSON file with its layout.
 
 Every rank copies its part to host memory and writes the copy while the next rollouts are generated. The digest of the
-state is known before, because it is computed from the bytes that will be written. If a state is lost before it is
-stored, the update is repeated.
+state is known before the files are written, because it is computed from the copy in memory. If a state is lost before
+it is stored, the update is repeated.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ HostCopy = tuple[Moments, BundledFile]
 
 
 class StateWriter:
-    """Writer of optimizer states in the background. Every rank has one, and all ranks call its methods together."""
+    """Background writer of optimizer states. Every rank has a writer, and all ranks call its methods together."""
 
     def __init__(self, store: Store, update: UpdateConfig, *, ranks: Ranks, on_progress: Callable[[], None]) -> None:
         self._store = store
@@ -52,11 +52,14 @@ class StateWriter:
         self._under_way: list[tuple[Future[None], BundleRef, Contents]] = []
 
     def copy(self, trainer: Trainer) -> "Future[HostCopy]":
-        """Start to copy and hash this rank's part of the state, in parallel with work that only reads the trainer."""
+        """Start copying and hashing this rank's part of the state.
+
+        Until the copy is finished, the trainer may only be read.
+        """
         return self._thread.submit(_copied, trainer.moments())
 
     def begin(self, copying: "Future[HostCopy]") -> BundleRef:
-        """Start to write a finished copy and return the reference of the state. The trainer may continue.
+        """Wait for a copy, start writing it, and return the state's reference. Training may then continue.
 
         Collective: every rank must call this.
         """
@@ -67,7 +70,7 @@ class StateWriter:
         return ref
 
     def wait(self) -> None:
-        """Wait until every state that was begun is stored. Raises the error of a failed write.
+        """Wait until every state passed to `begin` is stored. Raises the error of a failed write.
 
         Collective: every rank must call this.
         """
@@ -108,11 +111,11 @@ class StateWriter:
 
 
 def load_state(trainer: Trainer, store: Store, ref: BundleRef, *, update: UpdateConfig, ranks: Ranks) -> None:
-    """Load this rank's part of a state into the trainer. The files are verified, and no pickle is ever read.
+    """Load this rank's part of a state into the trainer. Digests are verified, and no pickle is ever read.
 
-    With another number of ranks or another ZeRO stage, ranks read their parts from the files of the ranks that wrote
-    the state. Only AdamW supports this if a ZeRO stage above 0 is involved. Raises BadInput if precision, optimizer or
-    layout do not fit, and Damaged if a file cannot be parsed.
+    If the number of ranks or the ZeRO stage has changed, each rank collects its values from the files of the ranks that
+    wrote the state. If either ZeRO stage is above 0, only AdamW supports such a change. Raises BadInput if the state's
+    precision, optimizer or layout does not fit, and Damaged if a file cannot be parsed.
     """
     current = _build_layout(update, ranks)
     stored = StateLayout.model_validate_json((fetch_bundle_files(store, ref, [_LAYOUT]) / _LAYOUT).read_bytes())

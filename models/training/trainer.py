@@ -1,7 +1,7 @@
 """Trainer: a model under training in a DeepSpeed engine, and access to its optimizer's state under each ZeRO stage.
 
-Every rank has one trainer, and all ranks call its methods together. The learning rate depends on the number of the
-optimizer step only, so there is nothing to save or restore. Shapes: N completion tokens of one micro-batch.
+Every rank has one trainer, and all ranks call its methods together. The learning rate depends only on the index of the
+optimizer step, so no scheduler state is saved. Shapes: N completion tokens of one micro-batch.
 """
 
 import gc
@@ -54,9 +54,8 @@ Forward = Callable[[MicroBatch], Tensor]
 Collective: every rank must call the function the same number of times.
 """
 Moments = dict[str, Tensor]
-"""Optimizer state of one rank by name.
-AdamW has `exp_avg.0`, `exp_avg_sq.0` and `step.0`, and in bfloat16 also `master.0`.
-"""
+"""Tensors of one rank's optimizer state by name. AdamW has `exp_avg.0`, `exp_avg_sq.0` and `step.0`, and in bfloat16
+also `master.0`."""
 
 _LIKE_WEIGHTS: Final = ("exp_avg", "exp_avg_sq", "momentum_buffer", "state1", "state2")
 """Tensors of an optimizer's state that have one value for every weight."""
@@ -102,8 +101,9 @@ class Trainer:
 
     @torch.no_grad()
     def base_forward(self, batch: MicroBatch) -> Tensor:
-        """Compute the values of `forward` without the trained adapters.
-        Routers choose their experts freely. Collective.
+        """Compute the values of `forward` with the trained adapters disabled. Routers choose their experts freely.
+
+        Collective.
         """
         with disable_adapters(self._model):
             return self._run_engine(self._module.prepare_inputs_without_replay(batch, self._ranks.device))
@@ -112,17 +112,18 @@ class Trainer:
         return cast(Tensor, self._engine(inputs))
 
     def divergence(self, means_ND: Tensor) -> Tensor:
-        """Return the divergence of each denoising step of the latest forward pass from a reference with these means."""
+        """Return the KL divergence of each denoising step in the latest forward pass from a reference's means."""
         return self._module.divergence(means_ND)
 
     @torch.no_grad()
     def base_means(self, batch: MicroBatch) -> Tensor:
-        """Return the means of the micro-batch's denoising steps without the trained adapters. Collective."""
+        """Return the means of the micro-batch's denoising steps with the trained adapters disabled. Collective."""
         self.base_forward(batch)
         return self._module.means
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add the gradients of this rank's share of the loss.
+        """Accumulate the gradients of this rank's part of the loss.
+
         `last` marks the last micro-batch of an optimizer step.
         """
         self._engine.set_gradient_accumulation_boundary(last)
@@ -186,7 +187,7 @@ class Trainer:
         return moments
 
     def weights(self) -> list[Tensor]:
-        """Return this rank's part of the trained weights, which is all of them if the stage does not shard weights."""
+        """Return this rank's part of the trained weights: all of them unless the ZeRO stage shards weights."""
         return [getattr(weight, "ds_tensor", weight).detach() for weight in trained_parameters(self._engine.module)]
 
     @property
@@ -200,7 +201,8 @@ class Trainer:
         return [partition.shape for partition in self._partitions()]
 
     def load_moments(self, moments: Mapping[str, Tensor]) -> None:
-        """Restore a state that `moments` returned on this rank of an equal engine.
+        """Load an optimizer state that `moments` returned on the same rank of an engine with the same settings.
+
         Raises Damaged if the tensors do not fit.
         """
         expected = 0
@@ -229,7 +231,7 @@ class Trainer:
             raise Damaged(f"optimizer state: expected {expected} tensors for this engine, found {len(moments)}")
 
     def close(self) -> None:
-        """Release the memory. DeepSpeed's hooks keep an engine alive after its last use, under ZeRO-3 permanently."""
+        """Release the engine's memory. Without this call, DeepSpeed's hooks would keep an unused engine alive."""
         optimizer = self._engine.optimizer
         tensors = [*self._partitions(), *self._model.parameters()]
         self._engine.destroy()

@@ -1,7 +1,7 @@
 """Optimizer steps of one iteration on one rank: planning, micro-batches, learning rates and loss inputs.
 
-Steps are planned from the lengths of all samples, and each rank reads only its own rows. The critic trains on the
-micro-batches of the policy with another loss. Shapes: N completion tokens of one micro-batch, T of all samples.
+Steps are planned from the lengths of all samples, and each rank reads only its own rows. The critic trains on the same
+micro-batches as the policy, with another loss. Shapes: N completion tokens of one micro-batch, T of all samples.
 """
 
 from collections import Counter
@@ -41,7 +41,7 @@ _STEP: Final = "denoising_step_"
 """Prefix of the names of metrics that refer to one denoising step."""
 
 OnProgress = Callable[[], None]
-"""Callback after every forward pass. It reports progress, not merely that the process is alive."""
+"""Callback that reports progress after every forward pass, so that a stuck process is noticed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,28 +51,26 @@ class StepBatches:
     batches: tuple[TrainingBatch, ...]
     learning_rate: float
     computes_old: bool
-    """Whether forward passes compute the old log-probs (those before the update).
-    Otherwise behavior log-probs are used.
-    """
+    """Whether forward passes compute the old log-probs (log-probs before the update). If not, the log-probs that the
+    engine reported are used."""
     minibatch: int
-    """Number of the minibatch within its epoch."""
+    """Index of the minibatch within its epoch."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExtraLogprobs:
-    """Additional log-probs that the loss needs, indexed by minibatch, then by micro-batch."""
+    """Old and reference log-probs that the loss needs, indexed by minibatch, then by micro-batch."""
 
     old: list[list[Tensor | None]]
     reference: list[list[Tensor | None]]
     means: Forward | None = None
-    """For text-to-image policies, the reference's means per denoising step.
-    They are as large as states, so each micro-batch computes them when it needs them.
-    """
+    """For text-to-image policies, the function that returns the reference's mean of each denoising step. The means are
+    as large as the images' states, so they are computed per micro-batch and not kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepStatistics:
-    """Statistics of the steps over all ranks. If a value is not finite, the weights are unusable."""
+    """Statistics of optimizer steps, over all ranks. If a value is not finite, the weights are unusable."""
 
     sums: dict[str, float]
     maxima: dict[str, float]
@@ -164,7 +162,7 @@ def take_steps(
                 trainer, batch, logprobs_N.detach() - (tokens.behavior_N if before_N is None else before_N), tally
             )
             if step.computes_old:
-                old[number] = before_N  # of the first step, used in later epochs
+                old[number] = before_N  # log-probs of the first step, reused in later epochs
             loss = update_loss(logprobs_N, tokens, config=config, kl_coefficient=kl_coefficient, tally=tally)
             loss = loss + routers.loss()
             trainer.backward(loss, last=number + 1 == len(step.batches))
@@ -190,7 +188,7 @@ def build_loss_gradient(tokens: LossInputs, *, config: UpdateConfig, kl_coeffici
 
 
 def _tally_steps(trainer: Trainer, batch: TrainingBatch, log_ratio_N: Tensor, tally: MetricSums) -> None:
-    """Count the log-ratios of each denoising step of a text-to-image policy, because they depend on the noise level."""
+    """Add the log-ratios to separate sums for each denoising step, because they depend on the noise level."""
     steps_N = torch.from_numpy(batch.microbatch.targets_N).to(log_ratio_N.device)
     for step in trainer.denoising_steps:
         at_N = steps_N == step
@@ -240,7 +238,7 @@ def _lay_out_step(
 
 
 def _drop_stale_tokens(batch: TrainingBatch, max_staleness: int) -> TrainingBatch:
-    """Set the weight of tokens that are too stale to 0. The denominator of the loss stays the same."""
+    """Set the loss weight of tokens that are too stale to 0, without changing the denominator of the loss."""
     return replace(batch, weights_N=np.where(batch.staleness_N > max_staleness, np.float32(0), batch.weights_N))
 
 
@@ -301,7 +299,7 @@ def _first_epoch(steps: Sequence[StepBatches]) -> Sequence[StepBatches]:
 
 
 def plan_critic_steps(steps: Sequence[StepBatches], work: UpdateWork, *, config: UpdateConfig) -> list[StepBatches]:
-    """Return the same steps with the critic's learning rates. `config` contains their peak."""
+    """Return the same steps with the learning rates of the critic, whose peak is in `config`."""
     rates = _rates(work, len(steps), config=config)
     return [replace(step, learning_rate=rate) for step, rate in zip(steps, rates, strict=True)]
 
@@ -349,7 +347,10 @@ def take_value_steps(
 
 
 def value_metrics(statistics: StepStatistics) -> dict[str, float]:
-    """Return the critic's metrics. Explained variance and error refer to its values before the update."""
+    """Return the critic's metrics.
+
+    Explained variance and error are those of the critic's predictions before the update.
+    """
     return {
         "value_loss": statistics.sums["loss"] / len(statistics.grad_norms),
         "value_clip_fraction": statistics.sums["clipped"] / statistics.sums["fit_tokens"],
@@ -364,8 +365,9 @@ def update_metrics(
 ) -> dict[str, float]:
     """Return the metrics of the policy's update.
 
-    Means are over the tokens that were trained on: tokens that are too stale do not count. Mismatch metrics are over
-    the tokens that were compared. The two shares of stale tokens are over all tokens of the iteration.
+    Means are over the tokens that were trained on, without tokens that are too stale. Mismatch metrics are over the
+    tokens that have log-probs from both the engine and the trainer. The two shares of stale tokens are over all tokens
+    of the iteration.
     """
     sums, maxima = dict(statistics.sums), dict(statistics.maxima)
     del sums["not_finite"]

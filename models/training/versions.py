@@ -1,4 +1,4 @@
-"""Models that an update rank keeps in memory, each at a published version, and the publication of new versions."""
+"""Models that an update rank keeps in memory, and the publication of new policy versions."""
 
 import logging
 import math
@@ -53,9 +53,9 @@ def publish_version(
 ) -> ModelVersion:
     """Publish the trained model from rank 0 and return the new version, without an optimizer state, on all ranks.
 
-    With `put` = "not", only the future version is returned. With "early", the files may be used at once but must be
-    synced before a manifest names them. If adapters are trained, the new version combines its parent's weights with a
-    new adapter. Collective: every rank must call this.
+    With `put` = "not", nothing is stored and only the description of the new version is returned. With "early", the
+    files may be used at once but must be synced to disk before a manifest names them. If adapters are trained, the new
+    version combines its parent's weights with a new adapter. Collective: every rank must call this.
     """
     with store.scratch() as scratch:
         files = trainer.save_weights(scratch)
@@ -74,7 +74,7 @@ def publish_version(
 
 
 def _copy_beside_weights(parent: Path, directory: Path) -> None:
-    """Copy the tokenizer and other files of the parent, except weights and files that were just written."""
+    """Copy the parent's tokenizer and other files, except weights and files that already exist in the directory."""
     if is_pipeline(parent):
         link_frozen_parts(parent, directory)
         return
@@ -91,9 +91,9 @@ Build = Callable[[ModelVersion], TokenModule]
 
 
 class ResidentTrainer:
-    """Owner of one trainer that stays in memory between iterations. Every rank has one, and all ranks call it together.
+    """Trainer that stays in memory between iterations. Every rank has one, and all ranks call its methods together.
 
-    A version gives the same trainer, bit for bit, whether it was in memory or is loaded again.
+    The weights and optimizer state of a version are bit-for-bit the same, whether kept in memory or loaded again.
     """
 
     def __init__(self, store: Store, build: Build, config: UpdateConfig, *, ranks: Ranks) -> None:
@@ -103,7 +103,7 @@ class ResidentTrainer:
         self._ranks = ranks
         self._trainer: Trainer | None = None
         self._at: tuple[int, str] | None = None
-        """Number and digest of the version that the trainer holds with its optimizer state."""
+        """Number and digest of the version whose weights and optimizer state the trainer contains, or None."""
 
     @property
     def trainer(self) -> Trainer:
@@ -112,7 +112,7 @@ class ResidentTrainer:
         return self._trainer
 
     def take_over(self, version: ModelVersion) -> Trainer | None:
-        """Return the trainer if it holds `version` on every rank, else None, and forget which version it holds.
+        """Return the trainer for training from `version`, or None if a rank does not have this version in memory.
 
         The caller may then change the trainer. Collective: every rank must call this.
         """
@@ -166,7 +166,10 @@ class ResidentTrainer:
         return trainer
 
     def publish(self, parent: ModelVersion, *, version: int, put: Literal["durable", "early"]) -> ModelVersion:
-        """Publish the result of training since `parent`, without an optimizer state. Collective."""
+        """Publish the model trained from `parent` as a version without an optimizer state.
+
+        Collective: all ranks must call it.
+        """
         published = self._published(parent, version=version, put=put)
         self._at = _name(published)
         return published
@@ -176,7 +179,7 @@ class ResidentTrainer:
         return self._published(parent, version=version, put="not")
 
     def relabel(self, parent: ModelVersion, following: ModelVersion) -> None:
-        """Record that the trainer of `parent` also holds `following`, which has the same weights and state."""
+        """Record the trainer's version as `following`, which has the same weights and optimizer state as `parent`."""
         if self._at == _name(parent):
             self._at = _name(following)
 
@@ -220,7 +223,7 @@ def _name(version: ModelVersion) -> tuple[int, str]:
 
 
 class LoadedModels:
-    """Models of one update rank. Each is loaded when it is first needed, and again when another version is needed."""
+    """Cache of an update rank's models. Each is loaded on first use, and again if another version is needed."""
 
     def __init__(
         self,
@@ -243,12 +246,12 @@ class LoadedModels:
         self._denoising = denoising
         self._frozen = FrozenParts(device=ranks.device)
         self._images: tuple[ImageTokens | None] | None = None
-        """Image-token settings of all versions of the policy, in a tuple, or None before they were first needed."""
+        """Image-token settings, which are the same for all versions, in a tuple. None until they are first needed."""
         self._reference: tuple[str, TokenModule] | None = None
         self._teacher: tuple[str, TokenLogprobs] | None = None
 
     def image_tokens(self, version: ModelVersion) -> ImageTokens | None:
-        """Return the image-token settings by which the vision tower's work in a micro-batch is planned.
+        """Return the image-token settings from which the vision tower's compute per micro-batch is planned.
 
         Returns None if the tower encodes each image only once, because it is not trained, or if the policy has no
         tower.
@@ -261,23 +264,24 @@ class LoadedModels:
         return self._images[0]
 
     def step_tokens(self, version: ModelVersion) -> int | None:
-        """Return how many tokens the denoiser reads for one state, or None if the policy is not text-to-image."""
+        """Return the number of tokens that the denoiser reads per denoising step, or None for other policies."""
         if self._denoising is None:
             return None
         return read_pipeline(fetch_bundle(self._store, version.weights)).tokens(self._denoising)
 
     def reference(self, version: ModelVersion, *, policy: ModelVersion) -> Forward:
-        """Return the forward function of the reference, a policy that is compared with and never trained.
+        """Return the forward function of the reference: a frozen policy from which the KL divergence is measured.
 
-        The reference has no adapter. If adapters of that same policy are being trained, the policy under training (at
-        `policy`) is run without its adapters, in the update's precision, so that no second model is needed.
+        The reference has no adapter. If adapters of the same base model are being trained, the policy under training
+        (at version `policy`) is run with its adapters disabled, in the update's precision. Then no second model is
+        loaded.
         """
         if self.is_base(version, policy):
             return self.policy.trainer.base_forward
         return partial(frozen_forward, self._load_reference(version))
 
     def reference_means(self, version: ModelVersion, *, policy: ModelVersion) -> Forward:
-        """Return a function that computes the reference's means of denoising steps, analogous to `reference`."""
+        """Return a function that computes the reference's mean of each denoising step, for text-to-image policies."""
         if self.is_base(version, policy):
             return self.policy.trainer.base_means
         module = self._load_reference(version)
@@ -294,7 +298,7 @@ class LoadedModels:
         return self._denoising is not None
 
     def is_base(self, version: ModelVersion, policy: ModelVersion) -> bool:
-        """Return whether `version` is the policy under training without its adapters."""
+        """Return whether `version` consists of the base weights of the policy under training, without its adapters."""
         return self._update.lora is not None and version.adapter is None and version.weights == policy.weights
 
     def _load_reference(self, version: ModelVersion) -> TokenModule:
@@ -371,9 +375,10 @@ def load_teacher(
     images: ImageSource | None = None,
     device: torch.device,
 ) -> TokenLogprobs:
-    """Load a model of the run as a teacher.
+    """Load a model that this run trained or imported as a frozen teacher.
 
-    It computes like the update, so on the same micro-batches equal weights give exactly equal log-probs.
+    The teacher computes exactly like the policy in the update: with equal weights, the same micro-batch gives equal
+    log-probs.
     """
     model = load_policy(directory, dtype=DTYPES[dtype])
     vision = load_vision(directory, source=images, is_frozen=True)

@@ -1,4 +1,4 @@
-"""Worker that queries a judge. It reads rollout shards by reference and writes one shard of verdicts for each."""
+"""Worker that queries a judge. For each rollout shard, it writes one shard of verdicts."""
 
 import logging
 import time
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 EPISODE_COLUMNS = ("images", "turns", "messages")
 ROLLOUT_COLUMNS = ("prompt_row", "sample", "prompt", "completion", "answer")
 KEPT_CHARACTERS = 10_000
-"""Number of characters of an answer that are stored. The rest of a longer answer is dropped."""
+"""Maximum number of stored characters of a judge's answer. The rest of a longer answer is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,10 @@ class _Votes:
 
 
 class JudgeWorker:
-    """Worker that queries one judge. If the run holds the judge's model, only verified weights are used.
+    """Worker that queries one judge. If the run stores the judge's model, only verified weights are used.
 
-    If the judge runs here, the same work gives a shard of the same digest in any process with the same number of
-    threads. With vLLM the shards may differ if two answers are equally likely up to rounding.
+    If the worker runs the judge's model itself, the same work gives the same shard, byte for byte, in any process with
+    the same number of threads. With vLLM the shards may differ if two answers are equally likely up to rounding.
     """
 
     def __init__(self, store_uri: str, run: str, term: str, reward: JudgeReward, threads: int) -> None:
@@ -75,7 +75,7 @@ class JudgeWorker:
         return self._judge.progress
 
     def take(self, policy: ModelVersion) -> str:
-        """Load this version of the model unless the engine proves that it serves it. Return the served digest.
+        """Load this version of the judge's model unless it is already loaded. Return the digest of the loaded model.
 
         Raises BadInput if the judge is behind an endpoint.
         """
@@ -92,7 +92,7 @@ class JudgeWorker:
             self._local.sleep()
 
     def close(self) -> None:
-        """Close the judge's engine, if it runs here."""
+        """Close the judge's engine, if this worker runs one."""
         if self._local is not None:
             self._local.close()
 
@@ -134,7 +134,7 @@ class JudgeWorker:
         )
 
     def _told(self, answers: Sequence[Answer]) -> dict[str, float]:
-        """Return the number of tokens that an endpoint reports as read. The work does not determine this number."""
+        """Return the number of prompt tokens that an endpoint reports, which may vary between equal requests."""
         return {"read_tokens": float(sum(each.tokens_read for each in answers))} if self._local is None else {}
 
     def _steps(self) -> StepSums:
@@ -197,7 +197,7 @@ def _iter_rows(
 ) -> Iterator[dict[str, int | float | str | list[int] | None]]:
     place = {"prompt_row": judged.prompt_row, "sample": judged.sample}
     if judged.is_blank:
-        blank = None if reward.steps_verdict is None else [0]  # its only step, which is not a good one
+        blank = None if reward.steps_verdict is None else [0]  # flags the only step of a blank completion as wrong
         verdict = {"text": None, "value": lowest_reward(reward.verdict), "steps": blank, "error": None, "tokens": 0}
         yield {**place, "vote": 0, "attempt": 0, **verdict}
         return

@@ -46,7 +46,7 @@ PILLOW: Final = f"pillow {PIL.__version__}"
 
 
 class PreparationWorker:
-    """Worker that builds the inputs of a run. The same work gives the same bytes in any process."""
+    """Worker that builds the inputs of a run. The same request gives the same bytes in any process."""
 
     def __init__(self, store_uri: str, run: str, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -141,7 +141,7 @@ class PreparationWorker:
         )
 
     def make_prompts(self, work: PromptWork) -> Outcome:
-        """Render, tokenize and measure the prompts of one split. The rows are the problems in order.
+        """Render and tokenize the prompts of one split, and check their lengths. The rows are the problems in order.
 
         The first shard contains the prompts. Further shards contain the images that prompts show. Raises BadInput if no
         problem remains.

@@ -40,7 +40,7 @@ class RetrieverWorker:
         require_library("rheostat retriever")
         torch.set_num_threads(threads)
         transformers_logging.disable_progress_bar()
-        transformers_logging.set_verbosity_error()  # it reports every newly initialized head
+        transformers_logging.set_verbosity_error()  # transformers warns about every newly initialized head
         self._store, self._config, self._progress = open_store(store_uri), config, 0
         for name, learning in (("encoder", config.encoder), ("cross_encoder", config.cross_encoder)):
             if learning.path is not None:
@@ -56,7 +56,7 @@ class RetrieverWorker:
         return Outcome()
 
     def make_pairs(self, config: RetrieverConfig) -> Outcome:
-        """Build or read the pairs and publish them."""
+        """Build or read the training pairs and publish them in the store."""
         pairs = load_pairs(config)
         with self._store.scratch() as folder:
             (folder / PAIRS).write_text(pairs.model_dump_json())

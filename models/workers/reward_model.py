@@ -28,7 +28,7 @@ ROLLOUT_COLUMNS = ("prompt_row", "sample", "prompt", "completion")
 class RewardModelWorker:
     """Worker that scores with the reward model named by each work unit. Only verified weights are used.
 
-    The same work gives a shard of the same digest in any process with the same number of threads.
+    The same work gives the same shard, byte for byte, in any process with the same number of threads.
     """
 
     def __init__(self, store_uri: str, run: str, term: str, reward: ModelReward, threads: int) -> None:
@@ -82,7 +82,7 @@ class RewardModelWorker:
         return Outcome(
             shards=(ref,),
             metrics=_metrics(scores, passed=passed, tokens_read=sum(tokens_read)),
-            # A score takes one step, like an answer of one token. Placement estimates times with this number.
+            # A score counts as one step, like an answer of one token. The scheduler estimates times from this count.
             detail={"lengths": order_statistics([1] * passed)},
             timings={
                 "load": loaded - started,
@@ -93,7 +93,7 @@ class RewardModelWorker:
         )
 
     def _score(self, rollouts: pa.Table, work: JudgeWork) -> tuple[list[ScoredTexts], list[int]]:
-        """Return the scores and the number of tokens read for each, which is 0 for texts that do not fit."""
+        """Return the scores, and the number of tokens processed for each score (0 if a text exceeds the context)."""
         assert self._model is not None, "take() comes first"
         texts = zip(rollouts["prompt"].to_pylist(), rollouts["completion"].to_pylist(), strict=True)
         chats = None if work.prompts is None else _read_chats(self._store, work.prompts)

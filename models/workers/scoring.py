@@ -40,8 +40,9 @@ TEXTS = ("prompt", "completion", "answer")
 
 
 class ScoringWorker:
-    """Worker that keeps the processes for reward code running between work units.
-    It is hosted by a pool or used directly.
+    """Worker that scores completions and computes credit.
+
+    It keeps the processes that run reward code alive between work units.
     """
 
     def __init__(self, store_uri: str, run: str, scoring: ScoringConfig, algorithm: AlgorithmConfig) -> None:
@@ -49,7 +50,7 @@ class ScoringWorker:
         self._scoring = scoring
         self._algorithm = algorithm
         self._evaluator, self._code = Evaluator(scoring), CodeJudge(scoring)
-        self._tokenizer: tuple[str, Tokenizer] | None = None  # with the digest of its bundle
+        self._tokenizer: tuple[str, Tokenizer] | None = None  # digest of the tokenizer's bundle, and the tokenizer
         self._credited = 0
 
     def score(self, work: ScoringWork) -> Outcome:
@@ -82,7 +83,7 @@ class ScoringWorker:
         return Outcome(shards=(ref,), metrics=metrics, timings=timings)
 
     def credit(self, work: CreditWork) -> Outcome:
-        """Turn an iteration's rollouts and scores into one shard of training samples.
+        """Compute an iteration's training samples from its rollouts and scores, and write them as one shard.
 
         With dynamic sampling, `surplus` in the detail lists informative groups beyond the target, which are used in the
         next iteration: their prompt rows, by the index of their shard in the work. Raises Quarantined if too many
@@ -142,7 +143,7 @@ class ScoringWorker:
         return len(informative_prompts(rollouts, scores, terms=terms, algorithm=self._algorithm, metric=metric))
 
     def _find_token_starts(self, rollouts: pa.Table, work: ScoringWork) -> list[list[int] | None]:
-        """Return the begin of each token in its completion's text, or None if no term scores steps or tokens.
+        """Return each token's start in its completion's text, or None if no reward term scores steps or tokens.
 
         Raises BadInput if the work does not name the policy's tokenizer.
         """
@@ -224,7 +225,7 @@ def _tally_verdicts(
 
 
 def build_credit_rule(work: CreditWork, scoring: ScoringConfig, algorithm: AlgorithmConfig) -> CreditRule:
-    """Return the rule by which the work's rewards become credit."""
+    """Return the settings from which credit is computed for the work's rewards."""
     return CreditRule(
         terms=term_columns(scoring),
         algorithm=algorithm,

@@ -1,4 +1,4 @@
-"""Worker that trains: training samples in by reference, a new policy version out. Each rank is one process."""
+"""Worker that trains a policy on shards of training samples and publishes a new version. Each rank is a process."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 class UpdateWorker:
-    """Worker that takes optimizer steps from the models named by each work unit, whatever the worker did before.
+    """Worker that trains the models named by each work unit. The result does not depend on earlier work units.
 
     The same work gives the same weights and optimizer state, bit for bit, with models in memory or loaded again, on the
     same number of ranks and threads. Collective: all ranks must be called with the same work, and return the same
@@ -92,11 +92,11 @@ class UpdateWorker:
         )
 
     def progress(self) -> int:
-        """Return a count that grows with every forward pass and every piece of a state that is written."""
+        """Return a count that grows with every forward pass and every written piece of an optimizer state."""
         return self._progress
 
     def close(self) -> None:
-        """Finish writing optimizer states and end."""
+        """Finish writing optimizer states and stop the writer."""
         if self._models is not None:
             self._models.states.close()
 
@@ -163,7 +163,7 @@ class UpdateWorker:
             },
             timings=timer.seconds,
         )
-        torch.cuda.empty_cache()  # a server may share the GPU, and torch keeps freed memory; no effect without a GPU
+        torch.cuda.empty_cache()  # for a server that may share the GPU; no effect without a GPU
         return outcome
 
     def _show(self, media: Iterable[ShardRef]) -> None:
@@ -174,7 +174,7 @@ class UpdateWorker:
         """Publish the trained models for immediate use by engines, and start to write their states."""
         models, following = self._require_models(), work.policy.version + 1
         model, critic = _next(work.policy), None
-        state = critic_state = None  # copied while weights are written
+        state = critic_state = None  # the copies run while weights are written
         if work.keeps_state and work.learns:
             state = models.states.copy(models.policy.trainer)
         if work.keeps_state and work.critic is not None:
@@ -232,7 +232,7 @@ class UpdateWorker:
         )
 
     def _build_queries(self, work: EstimateWork, models: LoadedModels) -> dict[str, AuxiliaryForward]:
-        """Load the auxiliary models and return their forward functions by column of the estimates."""
+        """Load the auxiliary models and return their forward functions by output column."""
         forwards, distillation = dict[str, Forward](), self._algorithm.distillation
         if distillation is not None or (work.reference is not None and models.is_base(work.reference, work.policy)):
             actor = models.policy.load_for_inference(work.policy)
@@ -285,7 +285,7 @@ class UpdateWorker:
         learn: Callable[[UpdateWork, Trainer], StepStatistics],
         timer: StageTimer,
     ) -> Trainer:
-        """Return a trainer at the last version: the one in memory, or else one that repeats the past updates."""
+        """Return a trainer at the last version: from memory, or by repeating the updates since an older version."""
         trainer, states = resident.take_over(versions[-1]), self._require_models().states
         if trainer is None:
             trainer = resident.load(versions[0])

@@ -1,7 +1,7 @@
 """Decoding with a KV cache, and the log-probs of fixed continuations.
 
-Shapes: B live rows, R all rows of the work, E end tokens, P prompts, T (padded) prompt tokens, V vocabulary, C
-continuations, L tokens of the longest continuation.
+Shapes: B live rows (rows in the current batch), R all rows of a call, E end tokens, P prompts, T (padded) prompt
+tokens, V vocabulary, C continuations, L tokens of the longest continuation.
 
 A row is one completion. Each prompt is prefilled once, and its cache rows are repeated for its completions, or for the
 continuations that have more than one token. A continued completion is prefilled together with its existing tokens.
@@ -45,7 +45,7 @@ class LoadedPolicy:
     vision: VisionInputs | None = None
     """Vision tower and image settings, or None for a text-only policy."""
     suppressed: tuple[int, ...] = ()
-    """IDs that the policy never generates, such as those of embedding rows without a token."""
+    """IDs that the policy never generates, such as IDs of embedding rows that belong to no token."""
 
     @property
     def banned(self) -> tuple[int, ...]:
@@ -64,9 +64,8 @@ class _Live:
     padding_B: Tensor
     """Number of padding tokens in the cache, which are on the left."""
     lengths_B: Tensor
-    """Number of real tokens in the cache while the row was alive.
-    Without images this is the position of the next token.
-    """
+    """Number of real tokens in the cache, counted while the row was alive. Without images this is the position of the
+    next token."""
     offsets_B: Tensor
     """Offset added to the position of the next token, because images may take fewer positions than tokens."""
     cache: Cache
@@ -99,7 +98,7 @@ class _Live:
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """Generated tokens, by row of the work. Entries beyond the length of a row are undefined."""
+    """Generated tokens of all rows. Entries beyond the length of a row are undefined."""
 
     tokens_RT: Tensor
     """Completion tokens, beginning with those that the completion already had."""
@@ -113,7 +112,7 @@ class _Output:
     stopped_R: Tensor
 
     def ends(self, live: _Live) -> Tensor:
-        """Return, for each live row, the index in its completion of the token that is not in the cache yet."""
+        """Return, for each live row, the index within its completion of the token that is not in the cache yet."""
         return live.lengths_B - self.prompts_R[live.rows_B]
 
 
@@ -129,11 +128,11 @@ def decode(
 ) -> list[Completion]:
     """Return one completion per row, decoding at most `places` rows together. Rows of one prompt must be neighbors.
 
-    Waiting rows are admitted in order, at the steps at which finished rows leave, so the admission depends only on what
-    earlier rows generated. If a layer of the cache does not grow with every token, they wait until the whole batch is
-    finished. `on_step` is called after every forward pass with the number of sequences that it advanced, or 0 after a
-    prefill. If `recorder` is given, the completions include the experts that the routers chose. Raises Quarantined if a
-    logit is not finite.
+    Waiting rows are admitted in order whenever finished rows leave, so the admission depends only on the generated
+    tokens and not on timing. If a cache layer does not grow with every token, waiting rows are admitted only when the
+    whole batch is finished. `on_step` is called after every forward pass with the number of sequences that it advanced,
+    or 0 after a prefill. If `recorder` is given, the completions include the experts that the routers chose. Raises
+    Quarantined if a logit is not finite.
     """
     output = _allocate_output(rows, device=policy.model.device)
     uniforms_RT = np.stack([sample_uniforms(row.seed, output.tokens_RT.shape[1]) for row in rows])
@@ -258,13 +257,17 @@ def _forward(policy: LoadedPolicy, live: _Live, tokens_B: Tensor) -> Tensor:
         use_cache=True,
         logits_to_keep=1,
     )
-    live.lengths_B = live.lengths_B + live.alive_B  # finished rows stay inside the policy's context
+    live.lengths_B = (
+        live.lengths_B + live.alive_B
+    )  # the positions of finished rows stay within the policy's context length
     logits_BV: Tensor = output.logits[:, -1]
     return logits_BV
 
 
 def _require_finite(logits_BV: Tensor, live: _Live, policy: LoadedPolicy, rows: Sequence[CompletionRow]) -> None:
-    finite_B = logits_BV.sum(dim=1, dtype=torch.float64).isfinite()  # one pass over memory; isfinite itself takes three
+    finite_B = logits_BV.sum(
+        dim=1, dtype=torch.float64
+    ).isfinite()  # reads the logits once; isfinite alone would read memory three times
     if not finite_B.all():
         row = rows[int(live.rows_B[~finite_B][0])]
         raise Quarantined(
@@ -273,14 +276,14 @@ def _require_finite(logits_BV: Tensor, live: _Live, policy: LoadedPolicy, rows: 
 
 
 def _write(live: _Live, output: _Output, at_B: Tensor, tokens_B: Tensor, logprobs_B: Tensor) -> None:
-    """Store the sampled tokens and log-probs. Finished rows keep what they have."""
+    """Store the sampled tokens and log-probs of rows that are alive. Finished rows are not changed."""
     rows_B = live.rows_B
     output.tokens_RT[rows_B, at_B] = torch.where(live.alive_B, tokens_B, output.tokens_RT[rows_B, at_B])
     output.logprobs_RT[rows_B, at_B] = torch.where(live.alive_B, logprobs_B, output.logprobs_RT[rows_B, at_B])
 
 
 def _end_rows(live: _Live, output: _Output, at_B: Tensor, policy: LoadedPolicy, stop: tuple[str, ...]) -> None:
-    """Mark the rows that ended with the token just written."""
+    """Mark the rows that ended with the token that was just stored."""
     ended_B = torch.isin(output.tokens_RT[live.rows_B, at_B], policy.eos_E)
     if stop:
         ended_B |= _ends_with_stop_text(live, output, at_B, policy.tokenizer, stop)

@@ -24,13 +24,13 @@ from models.text.tokenizer import load_tokenizer
 
 
 class HuggingFaceEngine:
-    """Engine that decodes, with a KV cache, any causal language model that transformers supports without custom code.
+    """Rollout engine for any causal language model that transformers supports without custom code, with a KV cache.
 
-    Rows are decoded in the order of their current lengths, then of the requests, `max_batch_rows` at a time. Waiting
-    rows take the places of finished ones if every layer of the model keeps all tokens. Which rows share a step depends
-    on the work only, never on timing. The same work gives the same completions, bit for bit, in every process of one
-    build with the same number of threads. With other neighbors or another `max_batch_rows`, a completion still uses the
-    same random numbers, but sums may be rounded differently in the last bits of float32.
+    Rows are sorted by their current length, then by the order of requests, and at most `max_batch_rows` are decoded
+    together. Waiting rows take the places of finished rows if every cache layer keeps all tokens. Which rows share a
+    step depends only on the requests, never on timing. The same requests give the same completions, bit for bit, in
+    every process with the same software and number of threads. In another batch, a completion still uses the same
+    random numbers, but sums may be rounded differently in the last bits of float32.
     """
 
     def __init__(self, config: TransformersEngine, *, adapter_rank: int = 0) -> None:  # adapters are merged
@@ -82,7 +82,7 @@ class HuggingFaceEngine:
     def sleep(self) -> None:
         model_ref = None if self._policy is None else weakref.ref(self._policy.model)
         self._policy = None
-        # A reference cycle may keep the model alive. A collection takes 0.1 s.
+        # A reference cycle may keep the model alive, so garbage is collected, which takes 0.1 s.
         if model_ref is not None and model_ref() is not None:
             gc.collect()
         if self._device == "cuda":

@@ -1,7 +1,7 @@
 """KV cache that appends tokens in place.
 
-The cache layers of transformers copy all their contents at every step to append one token. The layers here copy once in
-`ROOM` steps.
+The cache layers of transformers copy their whole contents to append one token. The layers of this module copy only once
+every `ROOM` steps.
 
 Shapes: B rows, H heads, T tokens, D values of a head.
 """
@@ -15,7 +15,7 @@ ROOM: Final = 64  # spare tokens per row, which bounds the unused memory; copyin
 
 
 class InPlaceLayer(DynamicLayer):  # type: ignore[misc]
-    """Cache layer that takes over the contents of a growing `DynamicLayer` and has spare room behind them.
+    """Cache layer that takes over the contents of a `DynamicLayer` and reserves room for more tokens after them.
 
     Attention receives views of exactly the tokens that are present, so shapes and sums are those of the original layer.
     """
@@ -30,7 +30,7 @@ class InPlaceLayer(DynamicLayer):  # type: ignore[misc]
         self._hold(layer.keys, layer.values)
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Write new keys and values into the spare room and return all keys and values."""
+        """Write new keys and values into the reserved room and return all keys and values."""
         begin = self.get_seq_length()
         end = begin + key_states.shape[-2]
         if end > self._rooms[0].shape[-2]:

@@ -1,4 +1,4 @@
-"""Recording, on the host, of the experts that the routers of a mixture-of-experts model choose during decoding.
+"""Recording of the experts that the routers of a mixture-of-experts model choose during decoding, in host memory.
 
 Shapes: R rows of the work, T tokens, P prompts, B live rows, L tokens of a forward pass, K experts of a token in one
 layer, F experts of a token in all layers, router after router.
@@ -20,14 +20,15 @@ from models.records.model_input import Experts
 class ExpertRecorder:
     """Recorder of the experts chosen for every token that went through the model, by row of the work.
 
-    If a row was begun in earlier work, the experts of its existing tokens are those of the present prefill.
+    If a completion continues from an earlier iteration, the experts of its existing tokens are recorded again in the
+    prefill.
     """
 
     def __init__(self, choices: ChosenExperts, rows: Sequence[CompletionRow]) -> None:
         self._chosen = choices
         self._rows = rows
         self._prompt_experts: dict[int, Experts] = {}
-        """Experts of the prefilled tokens of each row: the prompt and what the completion already had."""
+        """Experts of the prefilled tokens of each row: the prompt and the tokens that the completion already had."""
         shape = (len(rows), max(row.limit for row in rows), choices.width)
         self._new_experts_RTF: Experts = np.empty(shape, choices.dtype)  # memory is allocated where it is written
 

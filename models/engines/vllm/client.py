@@ -1,9 +1,9 @@
-"""HTTP client of one vLLM server: the routes that `plugin/` adds to vLLM, and the records exchanged on them.
+"""HTTP client of one vLLM server, for the routes that `plugin/` adds to vLLM, and the JSON objects of these routes.
 
-Both ends are part of this repository and change together. Every failure of a server is raised as one of five errors:
-EndpointDown (no answer or an incomplete one, so another attempt may help), StaleWeights (the server serves other
-weights than the work requires), WorkerFailed (the server refuses the work), Quarantined (the server produces other
-tokens for images than the work contains), BadInput (the key is wrong).
+Client and plugin are both part of this repository and change together. Every failure of a server is raised as one of
+five errors: EndpointDown (no answer or an incomplete one, so another attempt may help), StaleWeights (the server's
+weights are not the weights that the work requires), WorkerFailed (the server refuses the work), Quarantined (the server
+expands images to tokens that differ from the tokens in the work), BadInput (the key is wrong).
 """
 
 import contextlib
@@ -93,7 +93,7 @@ class Loaded(CompletionLine):
 
 
 class RoutedRows(CompletionLine):
-    """Experts that the routers chose for each token of prompt and completion except the last, token after token."""
+    """Experts that the routers chose for each token of prompt and completion except the last, in token order."""
 
     rows: Base64Bytes
     width: Annotated[int, Field(gt=0)]
@@ -122,7 +122,7 @@ class RequestRefused(CompletionLine):
 
 
 class RequestDone(CompletionLine):
-    """Last line of an answer: sums over the decoding steps of the server since it started."""
+    """Last line of an answer, with sums over all decoding steps of the server since it started."""
 
     done: Literal[True]
     steps: int
@@ -133,25 +133,25 @@ class RequestDone(CompletionLine):
 
 
 class Proof(CompletionLine):
-    """Digest of the served policy, empty if nothing is served or the weights cannot be proven."""
+    """Digest of the served policy. Empty if nothing is served or the loaded weights cannot be verified."""
 
     digest: str
 
 
 class Slept(CompletionLine):
-    """Whether the server released its memory."""
+    """Response to a sleep request: whether the server released its memory."""
 
     slept: bool
 
 
 class Likelihoods(RequestDone):
-    """Sums over decoding steps, with summed log-probs as float64 values of (prompts, continuations), row by row."""
+    """Response with the log-probs of continuations, as float64 of shape (prompts, continuations), and step sums."""
 
     logprobs: Base64Bytes
 
 
 class Error(CompletionLine):
-    """Reason why a request was refused. `digest` is what is served if the request named another digest."""
+    """Reason why a request was refused. If the request named another policy, `digest` is the served policy's digest."""
 
     error: str = ""
     digest: str = ""
@@ -170,7 +170,7 @@ MAX_QUOTED: Final = 1 << 14
 
 
 class StaleWeights(RheostatError):
-    """Raised when a server serves other weights than the work requires, or cannot prove what it serves."""
+    """Raised when a server does not serve the weights that the work requires, or cannot verify its weights."""
 
 
 A = TypeVar("A", bound=CompletionLine)
@@ -180,9 +180,8 @@ A = TypeVar("A", bound=CompletionLine)
 class ServerClient:
     """Client of one server.
 
-    Every call opens a separate connection. Closing the connection ends what the server does for the call. Apart from
-    `ready`, only the connection attempt has a time limit, because the observer of the worker's progress decides how
-    long is too long.
+    Every call opens a separate connection. If the connection is closed, the server stops working on the call. Except in
+    `is_ready`, only the connection attempt has a timeout, because a stalled worker is detected by its progress count.
     """
 
     url: str
@@ -223,7 +222,7 @@ class ServerClient:
         return self._read("POST", "/rheostat/load", Loaded, body=paths)
 
     def fetch_digest(self) -> str:
-        """Return the digest that the server serves, or an empty string if the server cannot prove it."""
+        """Return the digest of the served policy, or an empty string if the server cannot verify it."""
         return self._read("GET", "/rheostat/proof", Proof).digest
 
     def sleep(self) -> bool:
@@ -307,7 +306,7 @@ class ServerClient:
         return self._build_failure(f"{self} failed while it responded: {self._quoted(refused.error)}")
 
     def _build_failure(self, message: str) -> RheostatError:
-        """Return WorkerFailed if the server is healthy, because then the work is at fault, else EndpointDown."""
+        """Return WorkerFailed if the server is healthy, because then the request is at fault, else EndpointDown."""
         return (
             WorkerFailed(message)
             if self.is_healthy()

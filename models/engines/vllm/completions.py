@@ -1,4 +1,4 @@
-"""Completions under construction: the requests sent to a server, the tokens received, and how each completion ended."""
+"""Unfinished completions: the requests sent to a server, the tokens received, and the reason why each ended."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,19 +17,19 @@ from models.records.schemas import FinishReason
 from models.records.seeds import derive_seed
 
 MAX_ABORTS: Final = 8
-"""Number of interruptions after which a completion is abandoned, because something else keeps loading weights."""
+"""Number of interruptions by weight loading after which a completion fails."""
 
 
 @dataclass(slots=True)
 class PendingRequest:
-    """One completion under construction.
+    """One unfinished completion (a draft) and the request that continues it.
 
     `fresh_tokens` and `fresh_logprobs` arrived in answer to the current request and are dropped if that request fails.
     """
 
     row: CompletionRow
     end: int
-    """Length in tokens, including what the completion already had, at which it ends if nothing stops it earlier."""
+    """Length in tokens, including existing tokens, at which the completion ends at the latest."""
     at_end: FinishReason
     """Finish reason if the completion reaches that length."""
     tokens: list[int] = field(default_factory=list)
@@ -39,11 +39,10 @@ class PendingRequest:
     finish: FinishReason | None = None
     records_experts: bool = False
     experts: Experts | None = None
-    """Experts that the routers chose for all tokens except the last.
-    They are those of the request that first read a token.
-    """
+    """Experts that the routers chose for all tokens except the last. For each token, the choice of the request that
+    first processed it is kept."""
     seams: list[int] = field(default_factory=list)
-    """Lengths, including what the completion already had, at which generation continued with another request."""
+    """Lengths in tokens, including existing tokens, at which another request continued the generation."""
 
     @property
     def all_tokens(self) -> list[int]:
@@ -100,7 +99,7 @@ class PendingRequest:
             self.seams.append(length)
 
     def _store_experts(self, experts: RoutedRows | None) -> None:
-        """Keep the experts that were chosen when a token was first read, because later tokens depend on them."""
+        """Store the experts of tokens that are processed for the first time. Later requests do not replace them."""
         tokens = len(self.row.input) + len(self.tokens) - 1
         if experts is None or len(experts.rows) != tokens * experts.width * np.dtype(experts.dtype).itemsize:
             actual = "none" if experts is None else f"{len(experts.rows)} bytes with {experts.width} experts per token"
@@ -112,7 +111,7 @@ class PendingRequest:
         self.experts = np.concatenate([earlier, rows[len(earlier) :]])
 
     def forget_fresh(self) -> None:
-        """Drop what an unfinished request returned. The same request returns the same tokens again."""
+        """Drop the tokens of a request that did not finish. Sent again, the same request returns the same tokens."""
         self.fresh_tokens, self.fresh_logprobs = [], []
 
 

@@ -41,9 +41,9 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 MAX_LOADS: Final = 3
-"""Number of times that weights which a server no longer serves are loaded again within one work unit."""
+"""Maximum number of times that the policy is reloaded within one work unit because a server lost it."""
 BATCHES: Final = 4
-"""Number of full batches of prompts per request for likelihoods. `progress` grows after each request."""
+"""Number of full batches of prompts in one request for log-probs. `progress` grows after each request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,9 @@ class _Policy:
 class ServedEngine:
     """Engine that loads policies into servers and accepts only completions that the loaded weights generated.
 
-    Requests that a dying server left open are sent again with the same seeds; finished completions are kept. Random
-    numbers depend on the seeds only. Log-probs also depend on the batches, as do tokens at the edge between two.
-    Several threads may generate at once: servers batch their requests, and one thread recovers from failures for all.
+    If a server dies, its open requests are sent again with the same seeds; finished completions are kept. Random
+    numbers depend only on the seeds. Log-probs also depend on the batch by rounding, so a sampled token may rarely
+    differ. Several threads may generate at once, and one thread recovers from failures for all.
     """
 
     def __init__(self, config: VllmEngine, *, adapter_rank: int = 0) -> None:
@@ -75,13 +75,13 @@ class ServedEngine:
         self._servers = find_servers(config, adapter_rank=adapter_rank, on_progress=self._on_progress)
         self._policy: _Policy | None = None
         self._images: ImageFiles | None = None
-        self._abouts: dict[str, ServerInfo] = {}  # by address: properties of every server that was loaded
+        self._abouts: dict[str, ServerInfo] = {}  # properties of every loaded server, by address
         self._ready: set[str] = set()  # addresses of servers that are assumed to serve the policy
         self._moved_bytes = 0
         self._repair_lock = threading.RLock()  # guards the recovery from failures, and the counts
         self._epoch = 0  # number of recoveries and reloads so far
         self._cause = ""  # log line that explains the latest failure
-        self._counts: dict[str, RequestDone] = {}  # the counts of each server in its latest answer
+        self._counts: dict[str, RequestDone] = {}  # step sums in the latest answer of each server
         self._steps = StepSums()
 
     def producer(self) -> str:
@@ -187,9 +187,9 @@ class ServedEngine:
         return self.run_interleaved(lambda generate: generate(requests, sampling))
 
     def run_interleaved(self, work: Callable[[Generate], T]) -> T:
-        """Call `work` with a function that generates, then let the servers prove that they served the policy.
+        """Call `work` with a function that generates, then verify that the servers still serve the policy.
 
-        Without that proof, `work` is called again. Raises WorkerLost after `MAX_LOADS` repetitions.
+        If the verification fails, `work` is called again. Raises WorkerLost after `MAX_LOADS` repetitions.
         """
         loads = 0
         while True:
@@ -208,7 +208,7 @@ class ServedEngine:
         return digests
 
     def _generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
-        """Generate completions without proving their weights."""
+        """Generate completions without verifying afterwards that the servers still serve the policy."""
         policy = self._served()
         require_engine_room(requests, sampling, context=self._context(), owner=self._name_context_owner())
         drafts = self._open_drafts(build_rows(requests, longest=sampling.max_new_tokens), sampling)
@@ -241,7 +241,7 @@ class ServedEngine:
     def _request(
         self, drafts: Sequence[PendingRequest], sampling: SamplingConfig, *, client: ServerClient
     ) -> tuple[ServerClient, RequestDone]:
-        """Request the missing tokens of drafts from a server and add them. Return the server's counts."""
+        """Request the missing tokens of drafts from a server and add them. Return the server's step sums."""
         for draft in drafts:
             draft.forget_fresh()
         requests = [draft.build_request(number) for number, draft in enumerate(drafts)]
@@ -338,7 +338,7 @@ class ServedEngine:
         return loaded.bytes
 
     def _probe_server(self, client: ServerClient) -> None:
-        """Generate one token, so that unsupported shapes fail early, and store the server's initial counts."""
+        """Generate one token, so that unsupported shapes fail early, and store the server's initial step sums."""
         first = [CompletionRequest(id=0, input=ModelInput.from_prompt([0]), seed=0, max_tokens=1)]
         try:
             for answer in client.generate(
@@ -352,7 +352,7 @@ class ServedEngine:
             raise
 
     def _count(self, client: ServerClient, done: RequestDone) -> None:
-        """Add the decoding steps since the server's previous counts, unless another thread has added later ones."""
+        """Add the decoding steps since the server's previous sums, unless another thread has added later ones."""
         with self._repair_lock:
             last = self._counts.get(client.url)
             if last is None or done.steps <= last.steps:
@@ -393,7 +393,7 @@ class ServedEngine:
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, Quarantined | None]:
-    """Do work, but return Quarantined instead of raising it: other weights may be the cause of non-finite values."""
+    """Call `work`, but return Quarantined instead of raising it, because wrong weights may cause non-finite values."""
     try:
         return work(), None
     except Quarantined as error:

@@ -1,4 +1,4 @@
-"""Long-running server with a fixed address, which keeps its address across policies and restarts."""
+"""vLLM server that keeps its address when it loads another policy or is restarted."""
 
 import logging
 from pathlib import Path
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class FixedAddressServer:
-    """Server with a fixed address. This process runs at most one vLLM for it, which starts with the first policy."""
+    """Server with a fixed address. It runs at most one vLLM process, started when the first policy is served."""
 
     def __init__(self, config: VllmEngine, at: Address) -> None:
         self._config, self._at = config, at
@@ -22,9 +22,9 @@ class FixedAddressServer:
     def serve(self, directory: Path, digest: str) -> bool:
         """Serve the bundle in `directory`. Returns whether a different policy or none was served before.
 
-        A running server finishes its open requests and then loads the policy in place. The server is started again if
-        it has died or refuses, as it does for a policy of another shape. Raises WorkerFailed if the server then serves
-        another digest.
+        A running server finishes its open requests and then loads the policy in place. If the server has died or
+        refuses the policy, for example because its shape differs, vLLM is restarted. Raises WorkerFailed if the
+        restarted server does not serve `digest`.
         """
         is_alive = self._server is not None and self._server.is_alive()
         if is_alive and digest == self._digest:

@@ -1,4 +1,4 @@
-"""Encoding of prompts with images for servers: image files and placeholder tokens instead of pixels."""
+"""Encoding of prompts with images for servers, as image files and placeholder tokens instead of pixels."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -20,7 +20,7 @@ class VisionInputEncoder:
     def __init__(
         self, processor: VisionProcessor | None, files: ImageFiles | None, *, suppressed: Sequence[int] = ()
     ) -> None:
-        """Initialize the encoder. `suppressed` are ids that the policy never generates, with or without images."""
+        """Initialize the encoder. `suppressed` contains token IDs that the policy must never generate."""
         self.files = files
         self._processor = processor
         self._suppressed = suppressed

@@ -1,4 +1,4 @@
-"""vLLM's server process: its command line, its environment, and the check that it is ready."""
+"""vLLM's server process: its command line, its environment variables, and the check that the server is ready."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ ASK_SECONDS = 120.0
 This usually takes 0.05 s, but far longer on a cold disk.
 """
 TAIL_LINES = 2000
-"""Number of last log lines that are searched for the cause of the server's end."""
+"""Number of lines at the end of the log that are searched for the reason why the server ended."""
 
 DISTRIBUTIONS = """
 import importlib.metadata as metadata
@@ -46,11 +46,12 @@ class Address:
     """Address at which a server listens, and the names and keys that its callers use."""
 
     host: str = LOOPBACK
-    """Network interface. Any interface except loopback lets other machines send requests."""
+    """Network interface on which the server listens. Any interface except loopback lets other machines send
+    requests."""
     port: int | None = None
-    """TCP port, or None for a free one."""
+    """TCP port, or None to choose a free port."""
     key: str | None = None
-    """API key that callers must send, or None for a random one."""
+    """API key that callers must send, or None to generate a random key."""
     name: str = "policy"
     """Name of the model in OpenAI-compatible requests."""
 
@@ -78,7 +79,7 @@ class Server:
         return self.process.alive()
 
     def log_tail(self, lines: int) -> tuple[str, ...]:
-        """Return the last lines of the server's log, also after its end."""
+        """Return the last lines of the server's log. This also works after the server has ended."""
         return self.process.tail(lines)
 
     def find_cause(self) -> str:
@@ -183,7 +184,7 @@ def command(
         "tensor-parallel-size": config.tensor_parallel,
         "enable-prefix-caching" if caches else "no-enable-prefix-caching": True,
         "disable-uvicorn-access-log": True,
-        "disable-log-stats": True,  # they cost more than all else except the model; the gateway counts steps itself
+        "disable-log-stats": True,  # vLLM's statistics are slow; the gateway counts steps itself
         "enforce-eager": config.eager or platform == "cpu",
         # After a chunk of a prompt vLLM rewinds a seeded generator. A CPU generator cannot be rewound, which would kill
         # the engine.
@@ -239,7 +240,7 @@ def environment(key: str, *, platform: Platform, report_experts: bool = False) -
 
 
 def lora_rank(adapter_rank: int) -> int:
-    """Return the smallest LoRA rank supported by vLLM that holds adapters of `adapter_rank`, or 0 for rank 0.
+    """Return the smallest LoRA rank supported by vLLM that is at least `adapter_rank`, or 0 if `adapter_rank` is 0.
 
     Raises BadInput if the rank is larger than vLLM supports.
     """

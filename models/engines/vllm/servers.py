@@ -23,7 +23,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _PASSING: Final = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
-"""Keys of a model's configuration that may change while a server runs."""
+"""Keys of config.json that may differ between policies that a running server can load."""
 
 
 class Servers(Protocol):
@@ -39,12 +39,13 @@ class Servers(Protocol):
         """Return clients of the servers that run now."""
 
     def prepare_restart(self, error: EndpointDown) -> None:
-        """Prepare for `clients` to start a new server after one did not answer.
+        """Let the next `start_clients` start a new server, after a server did not answer.
+
         Raises EndpointDown if the servers are not started here.
         """
 
     def find_cause(self) -> str:
-        """Return the line of the server's log that explains its end, or an empty string if there is none."""
+        """Return the log line that explains why the server ended, or an empty string if there is none."""
 
     def sleep(self) -> None:
         """Release the servers' memory."""
@@ -190,7 +191,7 @@ def call_servers(
 
 
 def _shape(directory: Path) -> str:
-    """Return a digest of what a server cannot change while it runs: architecture, tokenizer and image preprocessing."""
+    """Return a digest of a running server's fixed settings: architecture, tokenizer and image preprocessing."""
     # Loaded by transformers, because a trained policy is saved with all default settings written out, while a directory
     # from elsewhere may omit them.
     settings = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False).to_dict()

@@ -25,7 +25,7 @@ _names = count()
 
 
 async def generate(serving: Serving, work: Work) -> AsyncGenerator[bytes]:
-    """Yield JSON lines with chunks of the growing completions, several at a time, and a last line with step sums.
+    """Yield JSON lines with the next tokens of the completions, and a last line with sums over decoding steps.
 
     Raises Refused if the server serves another policy or vLLM refuses a request.
     """
@@ -76,9 +76,9 @@ def _finished(task: asyncio.Task[None]) -> bool:
 async def likelihoods(serving: Serving, questions: Questions) -> str:
     """Return the summed log-prob of each continuation after each prompt, at temperature 1: float64 in base64.
 
-    Each request scores the tokens that may follow one common beginning (stem) of the continuations. The log-probs of
-    prompt tokens would need fewer requests, but they compute logits for the whole prompt, and on a CPU they kill an
-    engine that uses adapters. Raises Refused if the server serves another policy or vLLM refuses a request.
+    Each vLLM request scores the tokens that may follow one common beginning (stem) of the continuations. vLLM's prompt
+    log-probs would need fewer requests, but they compute logits for the whole prompt, and on a CPU they crash an engine
+    with adapters. Raises Refused if the server serves another policy or vLLM refuses a request.
     """
     serving.require(questions.digest)
     followers: dict[tuple[int, ...], set[int]] = {}
@@ -155,16 +155,12 @@ def _scoring(tokens: list[int], banned: list[int]) -> SamplingParams:
 
 
 def _ban(tokens: list[int]) -> dict[int, float] | None:
-    """Return a logit bias that gives these tokens probability 0.
-    Processed log-probs are then relative to the other tokens.
-    """
+    """Return a logit bias that gives these tokens probability 0. vLLM then normalizes over the other tokens."""
     return dict.fromkeys(tokens, -math.inf) or None
 
 
 async def _admit(serving: Serving, prompts: Iterable[tuple[Prompt, SamplingParams]]) -> list[RequestOutputCollector]:
-    """Pass all requests to the engine or none.
-    Raises Refused if vLLM refuses one, because that is the caller's mistake.
-    """
+    """Pass either all requests or none to the engine. Raises Refused if vLLM refuses one of them."""
     longest = serving.engine.model_config.max_model_len
     collectors: list[RequestOutputCollector] = []
     try:
@@ -210,7 +206,7 @@ async def _follow(
             except Refused as refused:
                 lines.put_nowait(_line({"id": one.name, **refused.answer}))
                 return
-            if one.experts and num_generated:  # of all tokens but the last, which was never read
+            if one.experts and num_generated:  # for all tokens except the last, which was never an input
                 num_read = len(one.prompt.tokens) + num_generated - 1
                 extra["experts"] = await serving.experts.read(collector.request_id, completion, num_read)
         lines.put_nowait(

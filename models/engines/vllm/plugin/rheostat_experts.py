@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 NOTED = "rheostat_experts"
-"""Key among the extra arguments of a request which asks the worker to record the request's experts."""
+"""Key in the extra arguments of a request that makes the worker record the request's experts."""
 MAX_EXPERTS_IN_8_BITS = 256
 
 
@@ -37,7 +37,7 @@ def expert_layers(model: nn.Module) -> list[MoERunner]:
 class ExpertRecorder:
     """Recorder, in a CPU worker, of the experts chosen for all tokens of the open requests.
 
-    Nothing is cached, so each request is computed from its first token on, and again from the start after a preemption.
+    vLLM's prefix cache is off, so every token of a request is computed, and computed again after a preemption.
     """
 
     def __init__(self, runner: "CPUModelRunner") -> None:
@@ -57,7 +57,8 @@ class ExpertRecorder:
         runner.execute_model = execute_and_note
 
     def pop(self, num_tokens_by_request: dict[str, int]) -> list[bytes]:
-        """Return the experts of the first tokens of each request and free all its experts.
+        """Return the experts of the first tokens of each request and free all recorded experts of the request.
+
         `num_tokens_by_request` maps requests to numbers of tokens.
         """
         rows = [(self._rows_TF.pop(request, None), tokens) for request, tokens in num_tokens_by_request.items()]
@@ -83,7 +84,7 @@ class ExpertRecorder:
 
 
 class RecordedExperts:
-    """Access of the gateway to recorded experts: whether the server can report them, and those of finished requests."""
+    """Reader of the recorded experts of finished requests, used by the gateway."""
 
     def __init__(self, engine: AsyncLLM) -> None:
         self._engine = engine
@@ -95,7 +96,7 @@ class RecordedExperts:
         self._experts = config.model_config.get_num_experts_per_tok()
 
     async def find_layers(self) -> list[int]:
-        """Return the numbers of the mixture-of-experts layers, or an empty list if the server cannot report experts."""
+        """Return the layer numbers of the mixture-of-experts layers, or an empty list if experts cannot be reported."""
         if self._layers is None:
             can = self._by_vllm or self._by_worker
             [self._layers, *_] = await self._engine.collective_rpc("rheostat_expert_layers") if can else [[]]

@@ -1,4 +1,4 @@
-"""Helpers for plain ASGI: read a body, reply with JSON, and stream lines until they end or the caller leaves."""
+"""Helpers for plain ASGI: read a body, reply with JSON, and stream lines until the end or a disconnect."""
 
 import asyncio
 import json
@@ -16,7 +16,8 @@ LINES = [(b"content-type", b"application/x-ndjson")]
 
 async def read_body(receive: Receive) -> bytes:
     """Return the whole body of a request.
-    Raises ConnectionResetError if the caller leaves before the body is complete.
+
+    Raises ConnectionResetError if the caller disconnects before the body is complete.
     """
     parts: list[bytes] = []
     while True:
@@ -60,7 +61,7 @@ async def answer_errors(answer: Callable[[Send], Awaitable[None]], send: Send) -
     except Refused as refused:
         await reply(send, refused.status, refused.answer)
     except ConnectionResetError:
-        return  # the caller is gone
+        return  # the caller has disconnected
     except Exception as error:
         answered = {"error": " ".join(f"{type(error).__name__}: {error}".split())}
         if started:
@@ -71,7 +72,7 @@ async def answer_errors(answer: Callable[[Send], Awaitable[None]], send: Send) -
 
 
 async def stream(chunks: AsyncGenerator[bytes], receive: Receive, *, send: Send) -> None:
-    """Send chunks as they arrive, and close their generator if the caller leaves.
+    """Send chunks as they arrive, and close their generator if the caller disconnects.
 
     The first chunk is awaited before the status is sent, so that an early error still gets its own status.
     """

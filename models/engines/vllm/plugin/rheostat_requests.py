@@ -11,7 +11,7 @@ T = TypeVar("T")
 class Refused(Exception):
     """Raised when a request must be answered with an error.
 
-    `digest` is the digest of the served policy, given if the request named another one.
+    `digest` is the digest of the served policy. It is set if the request named another policy.
     """
 
     def __init__(self, error: str, *, status: int = 400, digest: str | None = None) -> None:
@@ -45,10 +45,10 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Input of the policy."""
+    """Token IDs and images that the policy receives as input."""
 
     tokens: list[int]
-    """All tokens of the input. Images are expanded to their placeholder tokens."""
+    """All token IDs of the input, with the placeholder tokens of each image."""
     collapsed: list[int]
     """The same tokens with a single token for each image, or an empty list if there is no image."""
     images: list[Picture]
@@ -62,7 +62,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """Completion that a request asks for."""
+    """One completion to generate, as part of a request."""
 
     name: int
     prompt: Prompt

@@ -20,7 +20,7 @@ HEAD = "lm_head.weight"
 IMAGES = ("preprocessor_config.json", "processor_config.json")
 """Files with the settings of image preprocessing."""
 INCIDENTAL = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
-"""Keys of config.json that may differ between weights for the same server."""
+"""Keys of config.json that may differ between policies that the same server can load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Bundle:
 
 
 class Serving:
-    """State of one server. Weights change only while a lock is held, and `digest` is empty meanwhile."""
+    """State of one server. Weights change only while a lock is held. During that time `digest` is empty."""
 
     def __init__(self, engine: AsyncLLM) -> None:
         self.engine = engine
@@ -71,14 +71,15 @@ class Serving:
             )
 
     async def verify_digest(self) -> str:
-        """Return the served digest, or an empty string if the parameters are no longer those that were loaded."""
+        """Return the served digest, or an empty string if the parameters have changed since they were loaded."""
         if self.digest and await self._fingerprint() != self._fingerprints:
             self.digest = self._loaded = self._base = ""
         return self.digest
 
     async def sleep(self) -> bool:
-        """Stop serving until the next load, and release the memory if the platform can.
-        Returns whether it was released.
+        """Stop serving until the next load, and release the memory if the platform supports that.
+
+        Returns whether the memory was released.
         """
         async with self._lock:
             self.digest = ""
@@ -97,8 +98,8 @@ class Serving:
     async def load(self, directory: Path, *, adapter: Path | None, drain: bool) -> dict[str, object]:
         """Verify the files of a policy and serve it. After a failure nothing is served.
 
-        Open requests are aborted, or finished first if `drain` is set. Raises Refused if the files are not those of a
-        bundle or have another shape than the server's model.
+        Open requests are aborted, or finished first if `drain` is set. Raises Refused if the directories are not
+        bundles, or if the policy's shape differs from the shape of the server's model.
         """
         async with self._lock:
             start = time.perf_counter()
@@ -192,8 +193,8 @@ def _verify(bundle: Bundle) -> int:
 def _read_shape(directory: Path) -> dict[str, object]:
     """Read the shape of a model: its configuration, the shapes of its tensors, and its image preprocessing settings.
 
-    A policy of another shape must be refused: vLLM would compute another configuration wrongly, keep old values for
-    missing tensors, and crash on a tensor of another shape.
+    A policy of another shape must be refused. Otherwise vLLM would compute wrong results for a changed configuration,
+    keep old values for missing tensors, or crash on a tensor of another shape.
     """
     # Loaded by transformers, because a trained policy is saved with all default settings written out, while a directory
     # from elsewhere may omit them.

@@ -7,10 +7,9 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.async_llm import AsyncLLM
 
 BREATH_SECONDS = 0.05
-"""Maximum time in seconds that lines of chunks wait for each other. It is long enough that they are sent in few pieces.
-"""
+"""Time in seconds between two yields to other tasks, during which output lines are collected and then sent together."""
 BREATH_TURNS = 8
-"""Number of event-loop turns that a chunk needs from vLLM to the caller, plus a margin."""
+"""Number of event-loop turns that a chunk needs to get from vLLM to the caller, plus a margin."""
 
 
 class Steps:
@@ -42,7 +41,10 @@ class Steps:
         core.get_output_async = take_and_count
 
     def begin(self, completions: int) -> None:
-        """Register new completions. Time before the first of them belongs to no step."""
+        """Register new completions.
+
+        If no completion was registered before, idle time until now is not counted as a step.
+        """
         if not self._under_way:
             self._last = time.monotonic()
         self._under_way += completions
@@ -75,7 +77,7 @@ class Steps:
             return
         seconds, self._last = outputs.timestamp - self._last, outputs.timestamp
         if not self._under_way:
-            return  # requested through one of vLLM's own routes
+            return  # the request came through one of vLLM's own routes
         if any(output.prefill_stats is not None and output.finish_reason is None for output in outputs.outputs):
             return
         sequences = sum(1 for output in outputs.outputs if output.new_token_ids)

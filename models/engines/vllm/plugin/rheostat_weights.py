@@ -23,7 +23,7 @@ class Weights:
     rheostat_noted: ExpertRecorder | None = None
 
     def rheostat_load(self, files: list[str]) -> None:
-        """Replace all parameters by the tensors of safetensors files. vLLM's own layout and storage are kept.
+        """Replace the values of all parameters by tensors of safetensors files. vLLM's layout and storage are kept.
 
         Raises ValueError if a parameter has no tensor in the files.
         """
@@ -56,7 +56,7 @@ class Weights:
         return [layer.layer_id for layer in expert_layers(self.get_model())]  # type: ignore[attr-defined]
 
     def rheostat_note_experts(self) -> None:
-        """Record, from now on, the experts of requests that ask for it."""
+        """Start recording the experts of requests that have the key `NOTED`."""
         self.rheostat_noted = self.rheostat_noted or ExpertRecorder(self.model_runner)  # type: ignore[attr-defined]
 
     def rheostat_take_experts(self, wanted: dict[str, int]) -> list[bytes]:
