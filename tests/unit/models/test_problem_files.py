@@ -14,10 +14,12 @@ from models.commands.sizes import count_problems
 from models.config.data import FileData, FilePreferences
 from models.config.reward_terms import MathReward, NumericReward
 from models.data.examples import load_preferences
-from models.data.problems import is_heldout, load_problems
+from models.data.problems import Problem, is_heldout, load_problems
 from models.gate.contamination import contamination
+from models.records.model_input import ModelInput
 from models.rewards.numerals import read_numeral
 from models.rewards.rules import build_reward
+from models.workers import preparation
 from tests.support.data_files import write_lines
 
 SPLITS = ("train", "heldout")
@@ -208,3 +210,25 @@ def test_runs_with_version_1_keep_the_text_of_numbers(tmp_path):
 def test_columns_without_a_name_may_be_repeated_in_csv_files(tmp_path):
     (tmp_path / "a.csv").write_text("prompt,answer,,\na,1,,\n")
     assert load_answer(tmp_path / "a.csv") == "1"
+
+
+# ---- prompt ids
+
+
+def build_prompt(columns):
+    problem = Problem("a:1", "A box.", "1", columns=columns, identity_version=2)
+    return problem, preparation.TokenizedPrompt("A box.", ModelInput())
+
+
+def test_prompt_ids_do_not_depend_on_fields_that_parquet_fills_with_null():
+    rows = [build_prompt({"size": [{"x": 1}]}), build_prompt({"size": [{"x": 1.0, "y": None}], "lid": None})]
+    first, second = preparation._names(*map(list, zip(*rows, strict=True)))
+    assert first == second
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_list_of_ids_excludes_problems_by_their_ids_of_both_versions(tmp_path, version):
+    rows = [build_prompt({"size": 7, "lid": None}), build_prompt({"size": 8})]
+    problems, prompts = map(list, zip(*rows, strict=True))
+    (tmp_path / "ids").write_text(preparation._names(problems[:1], prompts[:1], version=version)[0])
+    assert preparation._exclude_listed(problems, prompts, tmp_path / "ids")[0] == problems[1:]
