@@ -173,7 +173,6 @@ def test_a_redirect_is_refused():
         (Reply(body=b'{"choices": []}'), "choices"),
         (Reply(body=b'{"object": "error"}'), "choices"),
         (Reply(body=b'{"choices": [{"message": {"content": "\xff\xfe"}}]}'), "no chat completion"),
-        (Reply(body=b'{"choices": [{"message": {"content": "\\ud800"}}]}'), "no chat completion"),
         (Reply(body=b"[" * 100_000), "no chat completion"),
         (reply_with(""), "empty"),
         (Reply(body=b'{"choices": [{"message": {"content": null}}]}'), "empty"),
@@ -188,6 +187,11 @@ def test_a_reply_without_an_answer_is_an_error_and_never_a_value(reply, error):
     assert error in answer.error
     assert "\n" not in answer.error
     assert len(requests) == 1
+
+
+def test_half_a_surrogate_pair_in_an_answer_is_replaced():
+    answer, _ = ask_once(Reply(body=b'{"choices": [{"message": {"content": "yes \\ud800"}}]}'))
+    assert (answer.text, answer.error) == ("yes \N{REPLACEMENT CHARACTER}", None)
 
 
 def test_an_unfinished_answer_is_reported_as_an_error_with_its_text():

@@ -115,7 +115,9 @@ def test_an_environment_with_other_pins_is_replaced(engines, tmp_path):
 
 def test_a_failed_install_reports_the_reason_and_the_next_install_starts_over(engines, wheels):
     (wheels / "tiny-1.0-py3-none-any.whl").rename(wheels / "hidden")
-    with pytest.raises(InstallFailed, match=r"^uv: error: No solution .* no version of tiny==1\.0") as failed:
+    with pytest.raises(
+        InstallFailed, match=r"^uv, which installs the packages, failed: error: No solution .* no version of tiny==1\.0"
+    ) as failed:
         install("tiny", platform="cpu")
     assert "\n" not in str(failed.value)
     half = engines / "tiny-1.0-cpu"
