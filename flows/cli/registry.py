@@ -26,7 +26,7 @@ Times = Annotated[
     Parameter(
         converter=parse_whole_number,
         metavar="N",
-        help="number of retrains, one for each week; each one after the first applies its list of repeat_overrides",
+        help="number of retrains, one for each week. From the second on, each applies its list of repeat_overrides",
     ),
 ]
 Day = Annotated[

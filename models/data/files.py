@@ -33,7 +33,7 @@ from models.data.problems import (
 from models.data.rows import find_format, read_rows
 
 MISSING_IN_CSV: Final = ("nan", "NaN", "-nan", "-NaN")
-"""Answers that stand for a missing number in CSV files, in which all values are texts."""
+"""Answers that mean a missing number in CSV files, in which all values are texts."""
 
 
 def read_prompt(place: str, row: Mapping[str, object], column: str) -> Prompt:
@@ -109,7 +109,7 @@ def read_text(place: str, value: object, column: str) -> str:
 
 
 def _hint_at(value: object) -> str:
-    """Return the end of a message about a value that stands for a missing value, or an empty text."""
+    """Return the end of a message about a value that means a missing value, or an empty text."""
     is_missing = value is None or (isinstance(value, float) and isnan(value))
     return ", which stands for a missing value. Fill it in, or remove the row." if is_missing else ""
 
@@ -163,7 +163,7 @@ def read_problems(path: Path, data: ProblemFile) -> list[Problem]:
 def _build_problem(
     place: str, row: Mapping[str, object], data: ProblemFile, *, root: Path, missing: Collection[str]
 ) -> Problem:
-    """Build a problem from a row. `missing` are the answers that stand for a missing answer.
+    """Build a problem from a row. `missing` are the texts that mean a missing answer.
 
     Raises BadInput if the row is invalid.
     """

@@ -40,7 +40,7 @@ class Call:
     error: str = ""
     """Error message for the policy, or an empty string if the call is valid."""
     arguments_text: str = field(default="", compare=False, repr=False)
-    """Text that the call has in place of the object of its arguments, or an empty string."""
+    """Arguments as a text, if the call has a text instead of a JSON object. Otherwise an empty string."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from models.data.problems import Message, Prompt
 PRIVATE_USE: Final = range(0xE000, 0xF900)
 """Characters without a meaning, from which separators are chosen."""
 _ALIASES: Final = range(0xF0000, 0xFFFFE)
-"""Characters without a meaning that stand for control tokens while a text is encoded."""
+"""Private-use characters that replace control tokens while a text is encoded."""
 
 
 def separator_for(text: str) -> str:
