@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Any, Final
 
 from tokenizers import Tokenizer
@@ -129,7 +130,7 @@ class ControlTokens:
         used = set().union(*texts)
         free = (character for character in map(chr, _ALIASES) if character not in used)
         aliases = dict(zip(tokens, free, strict=False))
-        return _rename_tokens(self.tokenizer.backend_tokenizer, aliases), aliases
+        return _rename_tokens(self.tokenizer, tuple(aliases.items())), aliases
 
     def _break_message(self, message: Message, separator: str) -> Message:
         """Insert a separator into each control token that a message contains, also across parts of its content."""
@@ -191,9 +192,14 @@ def _map_texts(value: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN401
             return value
 
 
-def _rename_tokens(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
-    """Return a copy of a tokenizer in which added tokens have other names and the same ids."""
-    document = json.loads(tokenizer.to_str())
+@lru_cache(maxsize=4)
+def _rename_tokens(tokenizer: PreTrainedTokenizerFast, renamed: tuple[tuple[str, str], ...]) -> Tokenizer:
+    """Return a copy of a tokenizer in which added tokens have other names and the same ids.
+
+    `renamed` are pairs of old and new name. Copies are cached, because copying a large vocabulary takes a second.
+    """
+    names = dict(renamed)
+    document = json.loads(tokenizer.backend_tokenizer.to_str())
     document["truncation"] = document["padding"] = None
     for token in document["added_tokens"]:
         # A name is a single character without a meaning, which no normalizer may change.
