@@ -152,6 +152,11 @@ def _list_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
     if repeated := int(facts["repeated_problems"]):
         others = "is a duplicate of another" if repeated == 1 else "are duplicates of others"
         yield f"{repeated} of {facts['train_problems']:,.0f} training problems {others}."
+    if unread := [f"{name[7:]} ({rows:,.0f})" for name, rows in facts.items() if name.startswith("unread ")]:
+        yield (
+            f"The policy's chat template does not read {', '.join(unread)}, so the policy does not see these fields. "
+            "The numbers are the prompts that have the field."
+        )
     if (sandboxed := _list_sandboxed(config)) and switches_user():
         yield (
             f"This job runs as root. Sandboxed code ({', '.join(sandboxed)}) runs as user {NOBODY} and can only read "

@@ -253,7 +253,22 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
         **_check_teacher(inputs, problems, tokenizer, processor, longest_tokens=longest + new_tokens),
         **_check_preferences(inputs, tokenizer, heldout, shape=shape),
         **_check_policy_judges(inputs, policy, train),
+        **_count_unread_fields(inputs, problems, tokenizer),
     }
+
+
+def _count_unread_fields(
+    inputs: Inputs, problems: list[Problem], tokenizer: "PreTrainedTokenizerFast"
+) -> dict[str, float]:
+    """Return the number of prompts for each field that the policy's chat template does not read, as `unread NAME`."""
+    from models.text.template_fields import count_unread_fields
+
+    prompts = [(problem.prompt, problem.template) for problem in problems]
+    if inputs.preferences is not None and inputs.dpo is not None:
+        for split in ("train", "heldout"):
+            pairs = load_preferences(inputs.preferences, inputs.data, split=split, seed=inputs.seed)
+            prompts += [(pair.prompt, pair.template) for pair in pairs]
+    return {f"unread {name}": rows for name, rows in count_unread_fields(prompts, tokenizer).items()}
 
 
 def _update_memory(inputs: Inputs, model: ModelOutline, *, longest_tokens: int) -> dict[str, float]:
@@ -327,7 +342,7 @@ def _check_preferences(
     heldout_prompts, input_errors = {problem.identity for problem in heldout}, InputErrors()
     for pair in train:
         with input_errors.collect(pair.source):
-            if identity(pair.prompt) in heldout_prompts:
+            if pair.prompt_identity in heldout_prompts:
                 raise BadInput(f"{pair.source}: this training pair uses a held-out problem. Remove one of the two.")
     input_errors.check()
     if inputs.dpo is not None:

@@ -5,9 +5,10 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from infra.config import Fraction, Positive, Settings, Since
+from infra.config import Fraction, Positive, Since
 from infra.store.inputs import Location
 from infra.variants import OneOf, Target, Variant
+from models.config.chat_files import ChatFile
 
 
 # ---- data
@@ -174,7 +175,7 @@ class MeasuresData(DataSource):
         return self.heldout_problems
 
 
-class ProblemFile(Settings):
+class ProblemFile(ChatFile):
     """A file of problems and the way to read it."""
 
     path: Location
@@ -184,8 +185,6 @@ class ProblemFile(Settings):
     """File of evaluation problems. If not set, `heldout_fraction` of the training file is kept for evaluation."""
     heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Share of problems kept for evaluation if there is no second file, selected by a hash of the prompt."""
-    prompt_column: str = "prompt"
-    """Column with the prompt: plain text, or a list of chat messages with `role` and `content`."""
     answer_column: str | None = "answer"
     """Column with the reference answer. Not set means that no reward needs an answer."""
     environment_columns: Annotated[tuple[str, ...], Since("0.1.0", before=())] = ()
@@ -375,7 +374,7 @@ class ArithmeticPreferences(Preferences):
             )
 
 
-class FilePreferences(Preferences):
+class FilePreferences(ChatFile, Preferences):
     """Pairs from a JSON Lines, Parquet or Arrow file."""
 
     implementation = "models.data.examples:file_preferences"
@@ -387,8 +386,6 @@ class FilePreferences(Preferences):
     """File of evaluation pairs. If not set, `heldout_fraction` of the training file is kept for evaluation."""
     heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Share of pairs kept for evaluation if there is no second file, selected by a hash of the prompt."""
-    prompt_column: str = "prompt"
-    """Column with the prompt: plain text, or a list of chat messages with `role` and `content`."""
     chosen_column: str = "chosen"
     """Column with the better completion."""
     rejected_column: str = "rejected"

@@ -25,12 +25,9 @@ from infra.store.inputs import fetch_path, format_path, is_remote
 from infra.user_files import describe_irregular
 from models.config.data import ProblemFile
 from models.data.images import read_images
+from models.data.messages import read_prompt, read_text
 from models.data.problems import (
-    Content,
-    ImagePlace,
-    Message,
     Problem,
-    Prompt,
     add_system_message,
     check_columns,
     check_places,
@@ -63,8 +60,10 @@ READ_BYTES: Final = 2**20
 SUFFIXES: Final = (*TEXTS, ".parquet", ".arrow")
 
 
-def read_rows(path: Path, columns: Sequence[str], input_errors: InputErrors) -> Iterator[FileRow]:
-    """Yield the rows of one file in order. Each row must have the given columns.
+def read_rows(
+    path: Path, columns: Sequence[str], input_errors: InputErrors, *, optional: Sequence[str] = ()
+) -> Iterator[FileRow]:
+    """Yield the rows of one file in order. Each row must have the given columns, and may have the optional ones.
 
     Invalid rows are added to `input_errors`. Raises BadInput if the file cannot be read.
     """
@@ -86,7 +85,7 @@ def read_rows(path: Path, columns: Sequence[str], input_errors: InputErrors) -> 
         raise BadInput(f"{name}: expected a file, but the path is {kind}")
     try:
         if find_format(path) not in TEXTS:
-            yield from _read_table_rows(here, columns, name=name)
+            yield from _read_table_rows(here, columns, optional=optional, name=name)
             return
         for place, row in text_rows(here, input_errors, name=name):
             with input_errors.collect(place):
@@ -110,6 +109,11 @@ def find_format(path: Path) -> str:
     """Return the suffix that determines the format of a file, ignoring `.gz`."""
     inner = Path(path.stem).suffix
     return inner if path.suffix == ".gz" and inner in TEXTS else path.suffix
+
+
+def is_table(path: Path) -> bool:
+    """Return whether a file is a Parquet or Arrow file, whose structs have the same fields in all rows."""
+    return find_format(path) not in TEXTS
 
 
 def text_rows(path: Path, input_errors: InputErrors, *, name: str) -> Iterator[FileRow]:
@@ -207,7 +211,7 @@ def _read_csv_rows(content: io.BufferedIOBase, name: str, input_errors: InputErr
         raise BadInput(f"{name}:{rows.line_num}: the file is not valid CSV in UTF-8: {error}") from error
 
 
-def _read_table_rows(path: Path, columns: Sequence[str], *, name: str) -> Iterator[FileRow]:
+def _read_table_rows(path: Path, columns: Sequence[str], *, optional: Sequence[str], name: str) -> Iterator[FileRow]:
     """Yield the rows of a Parquet or Arrow file. Raises BadInput if the file is invalid or lacks a column."""
     try:
         table = pq.ParquetFile(path).read() if path.suffix == ".parquet" else _read_arrow(path)
@@ -215,7 +219,8 @@ def _read_table_rows(path: Path, columns: Sequence[str], *, name: str) -> Iterat
         raise BadInput(f"{name}: the file is not a valid {path.suffix} file: {str(error).splitlines()[0]}") from error
     _require_columns(name, columns, table.column_names)
     number = 0
-    for batch in table.select(columns).to_batches(max_chunksize=4096):
+    selected = [*columns, *(column for column in optional if column in table.column_names and column not in columns)]
+    for batch in table.select(selected).to_batches(max_chunksize=4096):
         for row in batch.to_pylist():
             yield f"{name} row {number}", row
             number += 1
@@ -239,73 +244,6 @@ def _require_columns(place: str, required: Sequence[str], columns: Sequence[str]
             raise BadInput(
                 f"{place}: there is no column {column!r}{hint} The columns are: {', '.join(columns) or 'none'}."
             )
-
-
-def read_prompt(place: str, row: Mapping[str, object], column: str) -> Prompt:
-    """Return the prompt in a column, which is either plain text or a chat whose last message is not the assistant's.
-
-    Raises BadInput if the value has another form.
-    """
-    prompt = row[column]
-    if not isinstance(prompt, list):
-        return read_text(place, prompt, column)
-    messages = read_messages(place, prompt, column)
-    if not messages or messages[-1].role == "assistant":
-        fault = "no messages" if not messages else "a message of the assistant at its end"
-        raise BadInput(f"{place}: {column}: expected a chat whose last message is not by the assistant, found {fault}")
-    return messages
-
-
-def read_messages(place: str, turns: Sequence[object], column: str) -> tuple[Message, ...]:
-    """Read the messages of a chat. Raises BadInput if a turn lacks `role` or `content`, or has invalid content."""
-    messages = []
-    for index, turn in enumerate(turns):
-        if not isinstance(turn, dict) or "role" not in turn or "content" not in turn:
-            raise BadInput(
-                f"{place}: {column}[{index}] is not a chat message. Expected {{role, content}}, found {turn!r:.80}"
-            )
-        role = read_text(place, turn["role"], f"{column}[{index}].role")
-        messages.append(Message(role, _read_content(place, turn["content"], f"{column}[{index}].content")))
-    return tuple(messages)
-
-
-def _read_content(place: str, value: object, column: str) -> Content:
-    """Read the content of a message, which is text or a list of text and image parts.
-
-    Raises BadInput if the content is empty or has other parts.
-    """
-    if not isinstance(value, list):
-        return read_text(place, value, column)
-    parts: list[str | ImagePlace] = []
-    for index, part in enumerate(value):
-        match part:
-            case {"type": "image"}:
-                parts.append(ImagePlace())
-            case {"type": "text", "text": text}:
-                parts.append(read_text(place, text, f"{column}[{index}].text"))
-            case _:
-                raise BadInput(
-                    f'{place}: {column}[{index}]: expected {{type: "image"}} or {{type: "text", text}}, '
-                    f"found {part!r:.80}"
-                )
-    if not parts:
-        raise BadInput(f"{place}: {column}: expected text or images, found an empty list")
-    return tuple(parts)
-
-
-def read_text(place: str, value: object, column: str) -> str:
-    """Return the value if it is non-blank text. Raises BadInput if not, or if the text cannot be encoded as UTF-8."""
-    if not isinstance(value, str):
-        raise BadInput(f"{place}: {column}: expected text, found {type(value).__name__} {value!r:.60}")
-    if not value.strip():
-        raise BadInput(f"{place}: {column}: expected text, found only blank characters or none")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:  # JSON can encode half a surrogate pair, which tokenizers reject
-        raise BadInput(
-            f"{place}: {column}: the text is not valid Unicode: {error.reason} at character {error.start}"
-        ) from error
-    return value
 
 
 def file_problems(data: ProblemFile, split: str, seed: int) -> list[Problem]:
@@ -332,6 +270,11 @@ def file_problems(data: ProblemFile, split: str, seed: int) -> list[Problem]:
             f"{data.path}: data.heldout_fraction = {data.heldout_fraction} leaves no {split} problem. "
             "Add problems, change the fraction, or set data.heldout_path."
         )
+    if data.chat_template_kwargs and data.system is None and all(isinstance(each.prompt, str) for each in problems):
+        raise BadInput(
+            f"{data.path}: data.chat_template_kwargs has no effect, because all prompts are plain text. Use chats, set "
+            "data.system, or remove data.chat_template_kwargs."
+        )
     return [_apply_template(problem, data) for problem in problems]
 
 
@@ -340,28 +283,34 @@ def read_problems(path: Path, data: ProblemFile) -> list[Problem]:
 
     Raises one BadInput that lists all invalid rows.
     """
-    named = [data.prompt_column, data.answer_column, data.images_column, *data.environment_columns]
-    columns = list(dict.fromkeys(filter(None, named)))
+    named = [
+        data.prompt_column,
+        data.answer_column,
+        data.images_column,
+        *data.environment_columns,
+        *data.required_chat_columns,
+    ]
+    columns, optional = list(dict.fromkeys(filter(None, named))), data.optional_chat_columns
     root = data.images_root or path.parent
     problems, input_errors = list[Problem](), InputErrors()
-    for place, row in islice(read_rows(path, columns, input_errors), data.limit):
+    for place, row in islice(read_rows(path, columns, input_errors, optional=optional), data.limit):
         with input_errors.collect(place):
-            problems.append(_build_problem(place, row, data, root=root))
+            problems.append(_build_problem(place, row, data, root=root, is_table=is_table(path)))
     input_errors.check()
     if not problems:
         raise BadInput(f"{path}: the file is empty. Expected at least one problem.")
     return problems
 
 
-def _build_problem(place: str, row: Mapping[str, object], data: ProblemFile, *, root: Path) -> Problem:
+def _build_problem(place: str, row: Mapping[str, object], data: ProblemFile, *, root: Path, is_table: bool) -> Problem:
     """Build a problem from a row. Raises BadInput if the row is invalid."""
-    prompt = read_prompt(place, row, data.prompt_column)
+    prompt, template = read_prompt(place, row, data, is_table=is_table, is_chat=data.system is not None)
     answer = _read_answer(place, row[data.answer_column], data.answer_column) if data.answer_column else ""
     images = read_images(row, data.images_column, place=place, root=root) if data.images_column else ()
     check_places(prompt, len(images), source=place)
     columns = {column: cast(JsonValue, row[column]) for column in data.environment_columns}
     check_columns(columns, source=place)  # tables can contain dates and bytes
-    return Problem(source=place, prompt=prompt, answer=answer, images=images, columns=columns)
+    return Problem(source=place, prompt=prompt, answer=answer, images=images, columns=columns, template=template)
 
 
 def _read_answer(place: str, value: object, column: str) -> str:

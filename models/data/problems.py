@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol, cast
 
 from blake3 import blake3
@@ -20,8 +20,8 @@ class ImagePlace:
     """Placeholder for the next image of the problem in the content of a message."""
 
 
-Content = str | tuple[str | ImagePlace, ...]
-"""Content of a message: text, or a sequence of texts and images."""
+Content = str | tuple[str | ImagePlace, ...] | None
+"""Content of a message: text, or a sequence of texts and images. None for a message that only calls tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +31,30 @@ class Message:
     role: str
     content: Content
     name: str = ""
-    """Name of the tool that the message comes from, or an empty string."""
+    """Name of the tool or person that the message comes from, or an empty string."""
+    fields: Mapping[str, JsonValue] = field(default_factory=dict, hash=False)
+    """Other fields that chat templates read, such as `tool_calls`, by name (`models.data.messages.FIELDS`)."""
+
+    @property
+    def parts(self) -> tuple[str | ImagePlace, ...]:
+        """Texts and images of the content in their order."""
+        return (self.content,) if isinstance(self.content, str) else self.content or ()
 
     @property
     def text(self) -> str:
         """Text of the message without images."""
-        parts = (self.content,) if isinstance(self.content, str) else self.content
-        return "".join(part for part in parts if isinstance(part, str))
+        return "".join(part for part in self.parts if isinstance(part, str))
 
     def encode(self) -> dict[str, Any]:
         """Return the message in the format of chat templates."""
-        content = self.content if isinstance(self.content, str) else [_encode_part(part) for part in self.content]
-        return {"role": self.role, "content": content} | ({"name": self.name} if self.name else {})
+        is_plain = self.content is None or isinstance(self.content, str)
+        content = self.content if is_plain else [_encode_part(part) for part in self.parts]
+        return {"role": self.role, "content": content} | ({"name": self.name} if self.name else {}) | {**self.fields}
+
+    def values(self) -> list[JsonValue]:
+        """Return the values that identify the message. Without `fields`, these are role, content and name."""
+        values = [*replace(self, fields={}).encode().values()]
+        return [*values, encode_columns(self.fields)] if self.fields else values
 
 
 def _encode_part(part: str | ImagePlace) -> dict[str, str]:
@@ -52,6 +64,20 @@ def _encode_part(part: str | ImagePlace) -> dict[str, str]:
 
 Prompt = str | tuple[Message, ...]
 """Prompt as plain text, or as a chat that the tokenizer's template renders."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateArguments:
+    """Arguments of the chat template for one prompt, in addition to its messages."""
+
+    tools: tuple[Mapping[str, JsonValue], ...] = field(default=(), hash=False)
+    """JSON schemas of the tools that the prompt shows."""
+    kwargs: Mapping[str, JsonValue] = field(default_factory=dict, hash=False)
+    """Variables of the template by name, such as `enable_thinking`."""
+
+
+NO_ARGUMENTS: Final = TemplateArguments()
+"""Template arguments of a prompt that shows no tools and sets no variables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +97,8 @@ class Problem:
     """Images of the prompt in their order, with the encoded bytes unchanged."""
     columns: Mapping[str, JsonValue] = field(default_factory=dict, hash=False)
     """Columns that an environment receives in addition to the prompt and the answer."""
+    template: TemplateArguments = NO_ARGUMENTS
+    """Arguments of the chat template, if the prompt is a chat."""
     part: int = 0
     """Number of the part of its source that contains the problem, if parts are sampled by weight
     (`DataSource.weights`).
@@ -83,8 +111,39 @@ class Problem:
 
     @property
     def identity(self) -> str:
-        """Text that identifies the problem in hashes and comparisons, built from its prompt, images and columns."""
-        return identity(self.prompt, self.digests, self.columns)
+        """Text that identifies the problem in hashes and comparisons: its prompt, images, columns and tools."""
+        return identity(self.prompt, self.digests, self.columns, tools=self.template.tools)
+
+
+def encode_template_input(prompt: Prompt, arguments: TemplateArguments) -> str:
+    """Return a chat with its template arguments as JSON, or an empty text if role, content and name say everything."""
+    if isinstance(prompt, str):
+        return ""
+    if not any(each.fields or each.content is None for each in prompt) and arguments == NO_ARGUMENTS:
+        return ""
+    document = {
+        "messages": [each.encode() for each in prompt],
+        "tools": [dict(tool) for tool in arguments.tools],
+        "kwargs": {**arguments.kwargs},
+    }
+    return json.dumps(document, ensure_ascii=False, allow_nan=False)  # templates show keys in the order of the file
+
+
+def decode_template_input(encoded: str) -> tuple[tuple[Message, ...], TemplateArguments]:
+    """Return the messages and template arguments that `encode_template_input` encoded. Nothing for an empty text."""
+    if not encoded:
+        return (), NO_ARGUMENTS
+    document = json.loads(encoded)
+    arguments = TemplateArguments(tools=tuple(document["tools"]), kwargs=document["kwargs"])
+    return tuple(map(_decode_message, document["messages"])), arguments
+
+
+def _decode_message(turn: dict[str, Any]) -> Message:
+    """Return the message that `Message.encode` encoded."""
+    content = turn.pop("content")
+    if isinstance(content, list):
+        content = tuple(part["text"] if part["type"] == "text" else ImagePlace() for part in content)
+    return Message(turn.pop("role"), content, turn.pop("name", ""), turn)
 
 
 class ProblemSource(Protocol):
@@ -121,15 +180,22 @@ def is_heldout(text: str, share: float) -> bool:
     return int.from_bytes(blake3(text.encode()).digest(length=8), "big") < share * 2**64
 
 
-def identity(prompt: Prompt, images: Sequence[str] = (), columns: Mapping[str, JsonValue] = {}) -> str:
+def identity(
+    prompt: Prompt,
+    images: Sequence[str] = (),
+    columns: Mapping[str, JsonValue] = {},
+    *,
+    tools: Sequence[Mapping[str, JsonValue]] = (),
+) -> str:
     """Return a text that identifies a prompt with its images (by digest) and columns in hashes and comparisons.
 
-    `columns` are the additional values that an environment receives.
+    `columns` are the additional values that an environment receives, and `tools` the schemas that a chat shows.
     """
     if isinstance(prompt, str):
         text = prompt
     else:
-        text = json.dumps([[*turn.encode().values()] for turn in prompt], ensure_ascii=False)
+        text = json.dumps([turn.values() for turn in prompt], ensure_ascii=False)
+        text = json.dumps([text, *map(encode_columns, tools)], ensure_ascii=False) if tools else text
     if columns:
         return json.dumps([text, list(images), encode_columns(columns)], ensure_ascii=False)
     return json.dumps([text, list(images)], ensure_ascii=False) if images else text
@@ -162,23 +228,21 @@ def count_image_places(prompt: Prompt) -> int:
     """Return the number of image placeholders in a prompt. 0 if the prompt does not place its images."""
     if isinstance(prompt, str):
         return 0
-    return sum(
-        isinstance(part, ImagePlace) for turn in prompt if not isinstance(turn.content, str) for part in turn.content
-    )
+    return sum(isinstance(part, ImagePlace) for turn in prompt for part in turn.parts)
 
 
 def add_image_places(prompt: tuple[Message, ...], images: int) -> tuple[Message, ...]:
     """Add the missing image placeholders before the text of the first user message.
 
-    The content of every returned message is a tuple of parts.
+    The content of every returned message is a tuple of parts, or None.
     """
     missing = images - count_image_places(prompt)
     turns: list[Message] = []
     for turn in prompt:
-        parts = (turn.content,) if isinstance(turn.content, str) else turn.content
+        parts = turn.parts
         if missing and (turn.role == "user" or turn is prompt[-1]):
             parts, missing = (*[ImagePlace()] * missing, *parts), 0
-        turns.append(Message(turn.role, parts))
+        turns.append(replace(turn, content=None if turn.content is None and not parts else parts))
     return tuple(turns)
 
 

@@ -12,7 +12,8 @@ from infra.config import Settings
 from infra.errors import BadInput, InputErrors
 from infra.variants import implementation_of
 from models.config.retriever import PairFile, RetrieverConfig, TemplatedPairs
-from models.data.files import read_rows, read_text
+from models.data.files import read_rows
+from models.data.messages import read_text
 from models.data.problems import is_heldout
 from models.records.seeds import derive_seed
 

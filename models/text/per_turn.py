@@ -11,6 +11,7 @@ from infra.errors import BadInput
 from models.data.problems import Message
 from models.text.calls import Call, ParsedTurn, encode_call
 from models.text.chats import TemplateFailed
+from models.text.template_fields import fit_chats
 from models.text.turns import (
     QUESTION,
     REPLY,
@@ -41,9 +42,12 @@ def render_prompt(form: TurnFormat, asked: Sequence[Message], exchanges: Sequenc
     """Return the tokens of a chat up to its next turn. Raises ValueError if the chat template rejects the chat."""
     observations = [text_of(message.content) for exchange in exchanges for message in exchange.observations]
     mark = separator_for(
-        "".join([*observations, *(message.text for message in asked), *(str(each.turn) for each in exchanges)])
+        "".join(
+            [*observations, *(f"{each.text}{each.fields}" for each in asked), *(str(each.turn) for each in exchanges)]
+        )
     )
-    chat: Chat = [form.encode_message(message) for message in asked]
+    [prompt] = fit_chats([[form.encode_message(message) for message in asked]], form.tokenizer)
+    chat: Chat = [*prompt]
     for exchange in exchanges:
         broken = [
             Message(each.role, form.break_control_tokens(text_of(each.content), mark), each.name)

@@ -41,20 +41,22 @@ def example_inputs(
 
     `source` is the origin of the examples for messages. Raises BadInput if a prompt cannot be tokenized.
     """
-    distinct_prompts = list(dict.fromkeys((each.prompt, each.images) for each in examples))
-    prompts, images = (
-        [prompt for prompt, _ in distinct_prompts],
-        [prompt_images for _, prompt_images in distinct_prompts],
-    )
+    distinct_prompts = list(dict.fromkeys((each.prompt, each.images, each.template) for each in examples))
     tokenized = tokenize_prompts(
-        prompts, tokenizer, sources=[source] * len(prompts), images=images, processor=processor
+        [prompt for prompt, _, _ in distinct_prompts],
+        tokenizer,
+        sources=[source] * len(distinct_prompts),
+        images=[images for _, images, _ in distinct_prompts],
+        processor=processor,
+        arguments=[arguments for _, _, arguments in distinct_prompts],
     )
     inputs = {each: each_input.input for each, each_input in zip(distinct_prompts, tokenized, strict=True)}
     texts = sorted({text for each in examples for text in (each.completion, each.verdict, *each.continuation)})
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
     tokens = dict(zip(texts, encoded, strict=True))
     return [
-        _build_input(inputs[each.prompt, each.images], each, tokens, end=tokenizer.eos_token_id) for each in examples
+        _build_input(inputs[each.prompt, each.images, each.template], each, tokens, end=tokenizer.eos_token_id)
+        for each in examples
     ]
 
 
@@ -111,7 +113,11 @@ def policy_pairs(
     Raises BadInput if a sequence exceeds `context`.
     """
     source = f"preferences from {preferences[0].source}" if preferences else "preferences"
-    examples = [Example(pair.prompt, text) for pair in preferences for text in (pair.chosen, pair.rejected)]
+    examples = [
+        Example(pair.prompt, text, template=pair.template)
+        for pair in preferences
+        for text in (pair.chosen, pair.rejected)
+    ]
     return _build_pairs(preferences, example_inputs(examples, tokenizer, source=source), context=context)
 
 
@@ -128,7 +134,12 @@ def reward_pairs(
     """
     require_completion(template, source="reward model")
     inputs: list[ModelInput] = []
-    prompts = render([pair.prompt for pair in preferences], tokenizer, sources=[pair.source for pair in preferences])
+    prompts = render(
+        [pair.prompt for pair in preferences],
+        tokenizer,
+        sources=[pair.source for pair in preferences],
+        arguments=[pair.template for pair in preferences],
+    )
     for pair, prompt in zip(preferences, prompts, strict=True):
         for completion in (pair.chosen, pair.rejected):
             try:

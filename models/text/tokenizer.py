@@ -14,9 +14,19 @@ from transformers import PreTrainedTokenizerFast
 from infra.errors import BadInput, InputErrors
 from models.config.policy import ScratchPolicy
 from models.data.images import ImageHeader, read_header
-from models.data.problems import Message, Problem, Prompt, add_image_places, check_places, identity
+from models.data.problems import (
+    NO_ARGUMENTS,
+    Message,
+    Problem,
+    Prompt,
+    TemplateArguments,
+    add_image_places,
+    check_places,
+    identity,
+)
 from models.records.model_input import ModelInput
 from models.text.chats import TemplateFailed, render_chats
+from models.text.template_fields import fit_chats
 from models.vision.processor import VisionProcessor
 
 EOS = "<|eos|>"
@@ -113,7 +123,10 @@ def tokenize_problems(
     """Render and tokenize the prompts of problems. Raises BadInput if a prompt cannot be rendered."""
     prompts, images = [problem.prompt for problem in problems], [problem.images for problem in problems]
     sources = [problem.source for problem in problems]
-    return tokenize_prompts(prompts, tokenizer, sources=sources, images=images, processor=processor, tools=tools)
+    arguments = [problem.template for problem in problems]
+    return tokenize_prompts(
+        prompts, tokenizer, sources=sources, images=images, processor=processor, tools=tools, arguments=arguments
+    )
 
 
 def tokenize_prompts(
@@ -124,19 +137,23 @@ def tokenize_prompts(
     images: Sequence[Sequence[bytes]] | None = None,
     processor: VisionProcessor | None = None,
     tools: Sequence[ToolSchema] = (),
+    arguments: Sequence[TemplateArguments] | None = None,
 ) -> list[TokenizedPrompt]:
     """Render and tokenize prompts.
 
     Chat templates add their own special tokens, and plain text gets those of the tokenizer. `sources` are the origins
-    of the prompts for messages, `images` the encoded images of each prompt, and `tools` the schemas shown by chat
-    templates. Raises BadInput if a prompt cannot be rendered or has invalid images.
+    of the prompts for messages, and `images` the encoded images of each prompt. Chat templates receive the `arguments`
+    of each prompt, and show `tools` in prompts that have no tools of their own. Raises BadInput if a prompt cannot be
+    rendered or has invalid images.
     """
     headers = [
         _read_headers(prompt_images, source=source)
         for prompt_images, source in zip(images or [()] * len(prompts), sources, strict=True)
     ]
     counts = list(map(len, headers))
-    texts = render(prompts, tokenizer, sources=sources, images=counts, processor=processor, tools=tools)
+    texts = render(
+        prompts, tokenizer, sources=sources, images=counts, processor=processor, tools=tools, arguments=arguments
+    )
     token_ids: dict[int, list[int]] = {}
     for special in (True, False):
         rows = [row for row, prompt in enumerate(prompts) if isinstance(prompt, str) == special]
@@ -189,12 +206,13 @@ def render(
     images: Sequence[int] | None = None,
     processor: VisionProcessor | None = None,
     tools: Sequence[ToolSchema] = (),
+    arguments: Sequence[TemplateArguments] | None = None,
 ) -> list[str]:
     """Render prompts: plain text unchanged, chats by the tokenizer's template up to the start of the assistant's turn.
 
-    `images` is the number of images of each prompt. Image placeholders of plain text precede the text. `tools` are
-    passed to the template. Raises BadInput if the policy cannot read images, the tokenizer has no chat template, or the
-    template rejects a chat.
+    `images` is the number of images of each prompt. Image placeholders of plain text precede the text. The template
+    receives the `arguments` of each prompt, with `tools` if the prompt has no tools of its own. Raises BadInput if the
+    policy cannot read images, the tokenizer has no chat template, or the template rejects a chat.
     """
     counts = images or [0] * len(prompts)
     for prompt, count, source in zip(prompts, counts, sources, strict=True):
@@ -208,16 +226,32 @@ def render(
             f"{sources[rows[0]]}: the prompt is a chat, but the tokenizer has no chat template. Use plain text."
         )
     in_parts = processor is not None and bool(rows) and not renders_plain_text(tokenizer)
-    turns = [_turns(chat, counts[row], in_parts=in_parts) for row, chat in chats.items()]
-    try:
-        rendered = dict(zip(rows, render_chats(turns, tokenizer, generation_prompt=True, tools=tools), strict=True))
-    except TemplateFailed as error:
-        raise BadInput(f"{sources[rows[error.chat]]}: the policy's chat template {_first_line(error)}") from error
+    fitted = fit_chats([_turns(chat, counts[row], in_parts=in_parts) for row, chat in chats.items()], tokenizer)
+    turns = dict(zip(rows, fitted, strict=True))
+    given = arguments or [NO_ARGUMENTS] * len(prompts)
+    rendered: dict[int, str] = {}
+    for alike in _group_by_arguments([(row, given[row]) for row in rows]):
+        own, members = given[alike[0]], [turns[row] for row in alike]
+        shown = own.tools or tools
+        try:
+            texts = render_chats(members, tokenizer, generation_prompt=True, tools=shown, kwargs=own.kwargs)
+        except TemplateFailed as error:
+            raise BadInput(f"{sources[alike[error.chat]]}: the policy's chat template {_first_line(error)}") from error
+        rendered |= zip(alike, texts, strict=True)
     before = "" if processor is None else processor.shown
     return [
         before * counts[row] + prompt if isinstance(prompt, str) else rendered[row]
         for row, prompt in enumerate(prompts)
     ]
+
+
+def _group_by_arguments(rows: Iterable[tuple[int, TemplateArguments]]) -> list[list[int]]:
+    """Return the rows in groups with equal template arguments, which are rendered together."""
+    groups: dict[str, list[int]] = {}
+    for row, arguments in rows:
+        key = json.dumps([arguments.tools, arguments.kwargs], default=dict)
+        groups.setdefault(key, []).append(row)
+    return [*groups.values()]
 
 
 def _turns(chat: Sequence[Message], images: int, *, in_parts: bool) -> list[dict[str, object]]:
