@@ -132,7 +132,7 @@ def _list_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
     """Yield notes on settings that will not work as configured, or probably not as intended."""
     pools, minibatches, prompts = config.pools, config.update.minibatches, config.rollout.prompts
     slots, ranks = pools.workers.min_slots * pools.gpus_per_worker, pools.update_ranks * pools.gpus_per_update_rank
-    needed_gpus = slots + ranks if pools.update_apart else max(slots, ranks)
+    needed_gpus = slots + ranks if pools.dedicated_update_resources else max(slots, ranks)
     if needed_gpus and pools.ray_address is None and needed_gpus > (available_gpus := num_gpus()):
         yield (
             f"The pools need {_format_count(ceil(needed_gpus), 'GPU')} (pools.gpus_per_worker, "

@@ -227,7 +227,7 @@ class WarmupWork:
     warmup: WarmupConfig
     seed: int
     max_new_tokens: int = 0
-    """Maximum tokens of a completion, for which prompts must leave room if `data.too_long` is `drop`."""
+    """Maximum tokens of a completion, for which prompts must leave room if `data.on_too_long` is `drop`."""
 
 
 @dataclass(frozen=True, slots=True)

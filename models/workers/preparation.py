@@ -154,9 +154,9 @@ class PreparationWorker:
         tokenizer = load_tokenizer(directory)
         tools = tools_of(work.environment, problems)
         prompts = tokenize_problems(problems, tokenizer, load_processor(directory), tools=tools)
-        if work.split == "train" and work.data.without is not None:
-            problems, prompts = _exclude_listed(problems, prompts, fetch_path(work.data.without))
-        room, too_long = context - work.max_new_tokens, work.data.too_long
+        if work.split == "train" and work.data.exclude_ids_path is not None:
+            problems, prompts = _exclude_listed(problems, prompts, fetch_path(work.data.exclude_ids_path))
+        room, too_long = context - work.max_new_tokens, work.data.on_too_long
         fitting = enforce_prompt_length(
             [*zip(problems, prompts, strict=True)], max_tokens=room, too_long=too_long, split=work.split
         )
@@ -198,7 +198,7 @@ def _exclude_listed(
     pairs = zip(problems, prompts, strict=True)
     remaining = [pair for pair, name in zip(pairs, _names(problems, prompts), strict=True) if name not in left_out]
     if not remaining:
-        raise BadInput(f"data.without {path} excludes all {len(problems)} problems. Remove some of its lines")
+        raise BadInput(f"data.exclude_ids_path {path} excludes all {len(problems)} problems. Remove some of its lines")
     return [problem for problem, _ in remaining], [prompt for _, prompt in remaining]
 
 

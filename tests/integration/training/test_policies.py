@@ -263,7 +263,7 @@ def test_prompts_of_several_files_record_the_rows_and_weight_of_each_file(tmp_pa
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     sources = tuple(WeightedFile(path=path, heldout_path=path, weight=n + 0.5) for n, path in enumerate(paths))
-    data = MixtureData(sources=sources, too_long="drop")
+    data = MixtureData(sources=sources, on_too_long="drop")
     made = make_prompts(tmp_path, make_policy(tmp_path, TINY), data)
     answers = read_shard(open_store(f"{tmp_path}/run"), made.shards[0])["answer"].to_pylist()
     assert answers == ["a", "a", "b", "b"]
