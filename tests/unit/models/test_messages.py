@@ -11,6 +11,7 @@ from models.data.examples import Example, load_preferences
 from models.data.problems import Message, TemplateArguments, decode_template_input, encode_template_input, load_problems
 from models.text.sequences import example_inputs
 from models.text.template_fields import count_unread_fields
+from models.text.template_files import copy_named_templates
 from models.text.tokenizer import load_tokenizer, render, tokenize_problems
 from tests.support.chat_templates import FIND, originals, tokenizer_of, with_template
 from tests.support.data_files import write_lines
@@ -191,3 +192,10 @@ def test_named_templates_are_chosen_as_transformers_does(folder, tmp_path):
     loaded = load_tokenizer(tmp_path)
     texts = render([chat, chat], loaded, sources=["here"] * 2, arguments=[TemplateArguments(), shown])
     assert texts == ["plain Go.", "tools Go."]
+
+
+def test_named_templates_are_exported_with_a_policy(tmp_path):
+    with_template({"default": "a", "tool_use": "b"}).save_pretrained(tmp_path / "one", save_jinja_files=True)
+    (tmp_path / "two").mkdir()
+    copy_named_templates(tmp_path / "one", tmp_path / "two")
+    assert (tmp_path / "two/additional_chat_templates/tool_use.jinja").read_text() == "b"
