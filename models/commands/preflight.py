@@ -211,6 +211,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
     # Imported here, so errors in rewards and data appear before the second that importing transformers takes.
     from models.environments.runtime import check_turns, tools_of
     from models.inspection.directory import inspect_policy
+    from models.text.template_fields import list_unread_fields
     from models.text.tokenizer import enforce_prompt_length, problem_texts, tokenize_problems
 
     for name, engine, _ in slot_engines(inputs.rollout, inputs.scoring):
@@ -253,22 +254,8 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
         **_check_teacher(inputs, problems, tokenizer, processor, longest_tokens=longest + new_tokens),
         **_check_preferences(inputs, tokenizer, heldout, shape=shape),
         **_check_policy_judges(inputs, policy, train),
-        **_count_unread_fields(inputs, problems, tokenizer),
+        **list_unread_fields(problems, tokenizer),
     }
-
-
-def _count_unread_fields(
-    inputs: Inputs, problems: list[Problem], tokenizer: "PreTrainedTokenizerFast"
-) -> dict[str, float]:
-    """Return the number of prompts for each field that the policy's chat template does not read, as `unread NAME`."""
-    from models.text.template_fields import count_unread_fields
-
-    prompts = [(problem.prompt, problem.template) for problem in problems]
-    if inputs.preferences is not None and inputs.dpo is not None:
-        for split in ("train", "heldout"):
-            pairs = load_preferences(inputs.preferences, inputs.data, split=split, seed=inputs.seed)
-            prompts += [(pair.prompt, pair.template) for pair in pairs]
-    return {f"unread {name}": rows for name, rows in count_unread_fields(prompts, tokenizer).items()}
 
 
 def _update_memory(inputs: Inputs, model: ModelOutline, *, longest_tokens: int) -> dict[str, float]:
@@ -332,6 +319,7 @@ def _check_preferences(
 ) -> dict[str, float]:
     """Check all pairs with the models to be trained on them. Reward models are as large as the policy."""
     from models.text.sequences import policy_pairs, reward_pairs
+    from models.text.template_fields import list_unread_fields
 
     if inputs.preferences is None:
         return {}
@@ -345,13 +333,15 @@ def _check_preferences(
             if pair.prompt_identity in heldout_prompts:
                 raise BadInput(f"{pair.source}: this training pair uses a held-out problem. Remove one of the two.")
     input_errors.check()
+    unread: dict[str, float] = {}
     if inputs.dpo is not None:
         policy_pairs([*train, *heldout_pairs], tokenizer, context=shape.context)
+        unread = list_unread_fields([*train, *heldout_pairs], tokenizer, where=" of preferences")
     trained = inputs.scoring.trained_reward_models
     for reward in trained.values():
         reward_pairs([*train, *heldout_pairs], tokenizer, template=reward.template, context=shape.context)
     sizes = {f"{term}_parameters": shape.parameters for term in trained}
-    return {"train_pairs": len(train), "heldout_pairs": len(heldout_pairs), **sizes}
+    return {"train_pairs": len(train), "heldout_pairs": len(heldout_pairs), **sizes, **unread}
 
 
 def _check_served(inputs: Inputs, train: list[Problem]) -> dict[str, float]:

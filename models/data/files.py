@@ -270,11 +270,6 @@ def file_problems(data: ProblemFile, split: str, seed: int) -> list[Problem]:
             f"{data.path}: data.heldout_fraction = {data.heldout_fraction} leaves no {split} problem. "
             "Add problems, change the fraction, or set data.heldout_path."
         )
-    if data.chat_template_kwargs and data.system is None and all(isinstance(each.prompt, str) for each in problems):
-        raise BadInput(
-            f"{data.path}: data.chat_template_kwargs has no effect, because all prompts are plain text. Use chats, set "
-            "data.system, or remove data.chat_template_kwargs."
-        )
     return [_apply_template(problem, data) for problem in problems]
 
 
@@ -299,6 +294,11 @@ def read_problems(path: Path, data: ProblemFile) -> list[Problem]:
     input_errors.check()
     if not problems:
         raise BadInput(f"{path}: the file is empty. Expected at least one problem.")
+    if data.chat_template_kwargs and data.system is None and all(isinstance(each.prompt, str) for each in problems):
+        raise BadInput(
+            f"{path}: data.chat_template_kwargs has no effect, because all prompts are plain text. Use chats, set "
+            "data.system, or remove data.chat_template_kwargs."
+        )
     return problems
 
 

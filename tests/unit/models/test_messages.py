@@ -109,7 +109,7 @@ def test_a_file_with_only_role_and_content_gives_the_prompts_and_identities_of_e
     assert now[0].identity == '[["user", "Where is it?"]]'
 
 
-def test_other_fields_and_columns_are_ignored_as_in_stored_runs_if_the_keys_say_so(tmp_path):
+def test_other_fields_and_columns_can_be_ignored_as_in_stored_runs(tmp_path):
     rows = [{"prompt": [{"role": "user", "content": "Go.", "id": 7}], "answer": "x", "tools": "hammer"}]
     [problem] = load(write_lines(tmp_path / "a.jsonl", *rows), message_fields="drop", tools_column="")
     assert (problem.prompt, problem.template) == ((Message("user", "Go."),), TemplateArguments())
