@@ -105,7 +105,8 @@ def _plain_json(value: object) -> JsonValue:
 
 
 def adopt_recorded(settings: M, recorded: Mapping[str, JsonValue]) -> M:
-    """Return the settings, in which each key that is neither set nor recorded has its value `Since.before`."""
+    """Return a copy of the settings. Each key with a `Since` annotation that is neither set nor recorded gets its value
+    `before`."""
     fields = read_names(_fields_of(recorded, settings), renames_of(type(settings)))
     changes = dict[str, object]()
     for name, field in type(settings).model_fields.items():

@@ -54,11 +54,12 @@ class NoStep(Exception):
 
 
 def parse_step(value: object, *, role: str) -> dict[str, Any]:
-    """Convert the return value of `reset` or `step` to a dictionary with `messages`, `done` and `reward`.
+    """Convert the return value of an environment's `reset` or `step` to a dictionary with `messages`, `done` and
+    `reward`.
 
-    None means no message, and after a step the end of the episode. A text is an observation. Otherwise the value is a
-    mapping or an object with `messages` (a text, or a list of texts and `{role, content, name}`), `done` or `reward`.
-    Raises NoStep for any other value.
+    None means that there is no message and, after `step`, that the episode has ended. A text is an observation.
+    Otherwise the value must be a mapping or an object with `messages` (a text, or a list of texts and `{role, content,
+    name}`), `done` or `reward`. Raises NoStep for any other value.
     """
     if value is None:
         return {"messages": [], "done": True, "reward": None}
@@ -107,7 +108,8 @@ class ToolBox:
         self.tools = tools
 
     def step(self, turn: EpisodeTurn) -> dict[str, Any] | None:
-        """Return the responses to the tool calls of a turn, in order, or None if there are none."""
+        """Call the tools that a turn requests, in order, and return their responses. Return None if the turn contains
+        no tool calls."""
         named = {tool.__name__: tool for tool in self.tools}
         if not turn.calls:
             return None

@@ -38,7 +38,7 @@ class RheostatError(Exception):
     """Exit code of a command that ends with this error."""
 
     def __str__(self) -> str:
-        """Return the message with control characters made visible, because it may quote untrusted text."""
+        """Return the message with control characters escaped, because the message may quote untrusted text."""
         return make_visible(super().__str__())
 
 

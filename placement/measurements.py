@@ -36,7 +36,7 @@ class LineSums(Settings):
     """Weighted sum of x · y."""
 
     def add(self, other: "LineSums", *, decay: float = 1.0) -> "LineSums":
-        """Return the sum of both records, after multiplying this record by `decay`."""
+        """Return the sum of this record and another one. This record is multiplied by `decay` before."""
         return LineSums(
             count=decay * self.count + other.count,
             x=decay * self.x + other.x,
@@ -205,7 +205,7 @@ class Measurements(Settings):
         )
 
     def resize(self) -> ResizeCost:
-        """Return the measured time needed to move a worker, or an assumed time if no worker has moved yet."""
+        """Return the measured time of moving a worker, or an assumed time if no worker has been moved yet."""
         if self.move_seconds is None:
             return ResizeCost()
         return ResizeCost(mean_seconds=self.move_seconds, p95_seconds=float(np.quantile(self.moves, 0.95)))
@@ -306,9 +306,9 @@ def _merge_lengths(old: tuple[float, ...], lengths: list[Floats], *, seed: int) 
 
 
 def _thin(lengths: Floats, count: int, rng: np.random.Generator) -> Floats:
-    """Divide the sorted lengths into `count` equal slices and return a random length from each slice.
+    """Divide the sorted lengths into `count` equal slices, and return a random length from each slice.
 
-    Unlike plain random sampling, this keeps the shortest and longest lengths represented.
+    In contrast to plain random sampling, short and long lengths are always represented.
     """
     at = (np.arange(count) + rng.random(count)) * lengths.size / max(count, 1)
     return np.asarray(np.sort(lengths)[np.minimum(at.astype(np.int64), max(lengths.size - 1, 0))])

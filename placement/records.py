@@ -250,5 +250,5 @@ def describe_change(current: Plan, plan: Plan) -> str:
 
 
 def short_label(plan: Plan) -> str:
-    """Return a short label of a plan: rollout and scoring slots as in "6/2", or "taking turns"."""
+    """Return a short label of a plan, such as "6/2" for 6 rollout and 2 scoring slots, or "taking turns"."""
     return "taking turns" if plan.mode == "colocated" else f"{plan.rollout}/{plan.scoring}"

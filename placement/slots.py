@@ -110,7 +110,8 @@ def assign_replicas(scoring_slots: int, slots: Mapping[str, int], *, fixed: Mapp
 
 
 def count_min_slots(slots: Mapping[str, int], *, fixed: Mapping[str, int]) -> int:
-    """Return the minimum number of slots for which every term gets its fixed number of replicas, or at least one."""
+    """Return the minimum number of slots with which every reward term gets its fixed number of replicas, or at least
+    one replica."""
     return sum(size * fixed.get(term, 1) for term, size in slots.items())
 
 

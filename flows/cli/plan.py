@@ -12,6 +12,7 @@ from infra.errors import BadInput
 from infra.processes.sandbox import NOBODY, switches_user
 from infra.store.storage import open_store
 from models.config.teachers import Distillation
+from models.config.texts import NOTE
 from tasks.config.run import RunConfig
 from tasks.run.dependencies import find_matching_run
 from tasks.run.preflight import preflight, with_data_sized_defaults, with_recorded_defaults
@@ -82,7 +83,8 @@ def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
         "threads": f"{pools.threads} per worker",
         "fingerprint": config.fingerprint(),
     }
-    return RunPlan(lines=lines, facts=facts, notes=[*adaptations, *_list_notes(config, facts)])
+    numbers = {name: number for name, number in facts.items() if not name.startswith(NOTE)}
+    return RunPlan(lines=lines, facts=numbers, notes=[*adaptations, *_list_notes(config, facts)])
 
 
 def plan_memory(config: RunConfig) -> dict[str, str]:
@@ -152,11 +154,6 @@ def _list_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
     if repeated := int(facts["repeated_problems"]):
         others = "is a duplicate of another" if repeated == 1 else "are duplicates of others"
         yield f"{repeated} of {facts['train_problems']:,.0f} training problems {others}."
-    if unread := [f"{name[7:]} ({rows:,.0f})" for name, rows in facts.items() if name.startswith("unread ")]:
-        yield (
-            f"The policy's chat template does not read {', '.join(unread)}, so the policy does not see these fields. "
-            "The numbers are the prompts that have the field."
-        )
     if (sandboxed := _list_sandboxed(config)) and switches_user():
         yield (
             f"This job runs as root. Sandboxed code ({', '.join(sandboxed)}) runs as user {NOBODY} and can only read "

@@ -300,7 +300,8 @@ class Fleet:
                 pool.get_slot(index, generation=generation)
 
     async def _change(self, change: Change) -> "_ChangeResult":
-        """Put the leaving workers to sleep and start or wake the entering ones. A failed change is undone."""
+        """Put the workers that leave the slots to sleep, and start or wake the workers that enter. A failed change is
+        undone."""
         began = time.monotonic()
         await asyncio.gather(*(self._pools[assignment.role].drain(assignment.first) for assignment in change.out))
         slept_seconds = max(await asyncio.gather(*(self._sleep(assignment) for assignment in change.out)), default=0.0)

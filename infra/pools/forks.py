@@ -63,10 +63,10 @@ class ForkRequest(TypedDict):
 def start_forkserver(
     directory: Path, modules: Sequence[str], *, packages: Sequence[str] = (), variables: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
-    """Start a fork server with the given environment variables, and let it import the modules.
+    """Start a fork server with the given environment variables. The fork server imports the modules.
 
-    Modules are found on the caller's `sys.path`. Installed `packages` are imported before this path is set, because the
-    path may contain users' folders.
+    Modules are searched on the caller's `sys.path`. Installed `packages` are imported before this path is set, because
+    the path may contain users' folders.
     """
     environment = {**os.environ, **variables}
     command = [sys.executable, __file__, "forkserver", str(_socket_path(directory, environment))]
@@ -172,7 +172,7 @@ def _serve_forks(place: Path, path: list[str], packages: Sequence[str], modules:
 
 @contextlib.contextmanager
 def hide_modules(*names: str) -> Iterator[None]:
-    """Run the block while imports of these modules fail, unless they are imported already."""
+    """Run the block. While it runs, imports of these modules fail, unless the modules are imported already."""
     hidden = [name for name in names if sys.modules.setdefault(name, None) is None]  # type: ignore[arg-type]
     try:
         yield

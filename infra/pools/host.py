@@ -170,7 +170,7 @@ class Host:
         return cast(Callable[..., object], getattr(self._worker, method))(*arguments)
 
     def progress(self) -> int:
-        """Return the worker's progress counter, or 0 before the worker is constructed."""
+        """Return the worker's progress counter, or 0 before the worker is created."""
         return 0 if self._worker is None else self._worker.progress()
 
     def free_port(self) -> int:

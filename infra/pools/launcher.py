@@ -61,7 +61,7 @@ class Worker(Protocol):
         ...
 
     async def asleep(self) -> bool:
-        """Return whether the worker refuses work until its fleet wakes it."""
+        """Return whether the worker is asleep. A sleeping worker refuses work until its fleet wakes it."""
         ...
 
     def prefetch(self, record: object) -> None:

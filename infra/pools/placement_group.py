@@ -59,9 +59,9 @@ class ReservedSlots:
     """
 
     def __init__(self, slots: SlotCount, *, widest: int, gpus: float, machines: Machines) -> None:
-        """Create the launcher without reserving slots. `widest` is the maximum number of slots that a worker needs.
+        """Create the launcher. No slots are reserved yet. `widest` is the largest number of slots that a worker needs.
 
-        Raises BadInput unless `gpus` per slot is a whole number or at most 1.
+        Raises BadInput unless the number of GPUs per slot (`gpus`) is a whole number or at most 1.
         """
         if gpus > 1 and gpus != int(gpus):
             raise BadInput(
@@ -105,9 +105,10 @@ class ReservedSlots:
         return await list_workers(role)
 
     async def reserve(self, wait_seconds: float) -> None:
-        """Wait until the initial slots of the fleet are reserved, and request the other slots.
+        """Reserve the initial slots of the fleet and wait until they are available. Request the other slots without
+        waiting.
 
-        Raises ClusterFailed after `wait_seconds`.
+        Raises ClusterFailed if the initial slots are not available within `wait_seconds`.
         """
         from ray.util.placement_group import PlacementGroup, placement_group
 

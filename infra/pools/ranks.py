@@ -27,8 +27,8 @@ died."""
 async def _all_or_first_failure(calls: Sequence[Coroutine[object, object, Returned]]) -> list[Returned]:
     """Await all calls and return their results.
 
-    If a call fails, wait up to `PEER_SECONDS` for the others. Then raise a WorkerLost if there is one, otherwise the
-    first error.
+    If a call fails, wait for the others for up to `PEER_SECONDS`. Then raise the first WorkerLost, or the first error
+    of another kind if there is no WorkerLost.
     """
     tasks = [asyncio.create_task(call) for call in calls]
     failures: list[BaseException] = []

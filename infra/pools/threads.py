@@ -94,7 +94,7 @@ class WorkerThread:
         return (await self._answer(self._host.sleep, "sleep", stall_seconds)).seconds
 
     async def asleep(self) -> bool:
-        """Return whether the worker refuses work until its fleet wakes it."""
+        """Return whether the worker is asleep. A sleeping worker refuses work until its fleet wakes it."""
         return self._host.asleep()
 
     def prefetch(self, record: object) -> None:

@@ -126,15 +126,14 @@ class LocalFiles(Protocol):
         ...
 
     def cached_copy(self, key: str) -> Path | None:
-        """Return the cached local copy of an object without a request to the store, or None if there is none. Only
-        objects that this process has put, opened with `local_path` or passed to `fetch` are found. `LocalStore` always
-        returns None."""
+        """Return the cached local copy of an object, or None. No request is sent to the store. Only objects that this
+        process has put, opened with `local_path` or passed to `fetch` are found. `LocalStore` always returns None."""
         ...
 
     def fetch(self, keys: Iterable[str], *, room: int | None = None) -> None:
-        """Download objects into the local cache in parallel. The caller knows that they exist. `LocalStore` does
-        nothing. If `room` is given (total size in bytes), nothing is downloaded unless the cache can hold that many
-        bytes."""
+        """Download objects that are known to exist into the local cache, in parallel. If `room` (the total size in
+        bytes) is given, nothing is downloaded unless the cache has room for that many bytes. `LocalStore` does
+        nothing."""
         ...
 
     def scratch(self) -> AbstractContextManager[Path]:
@@ -155,8 +154,8 @@ class Leases(Protocol):
     """Locks on keys. Only one process at a time can hold the lock on a key."""
 
     def lock(self, key: str) -> AbstractContextManager[Lease | None]:
-        """Run the block with a lock on a key, or yield None if another process has the lock. The lock ends at the
-        latest when this process ends. A record in the store names the process. Temporary files of dead processes are
+        """Run the block with a lock on a key, or yield None if another process has the lock. The lock ends when this
+        process ends, at the latest. A record in the store names the process. Temporary files of dead processes are
         deleted."""
         ...
 
@@ -173,8 +172,8 @@ URI_FORMS = "expected a path, file:// or s3://bucket/prefix"
 
 
 def open_store(uri: str) -> Store:
-    """Open a store by its path, file:// or s3:// address. Nothing is written before the first put. Raises BadInput if
-    the address is not valid or names a file."""
+    """Open a store by its path, file:// or s3:// address. Nothing is written until the first object is put. Raises
+    BadInput if the address is not valid or names a file."""
     if not uri or "::" in uri:
         raise BadInput(f"store {uri!r}: {URI_FORMS}, without '::' chains")
     scheme, separator, _ = uri.partition("://")

@@ -10,19 +10,19 @@ from infra.renamed import RenamedFrom
 from infra.store.inputs import Location
 from infra.variants import OneOf, Target, Variant
 from models.config.chat_files import ChatFile
+from models.config.texts import TextSettings
 
 OnTooLong = Literal["refuse", "drop"]
 
 
 class PixelLimits(NamedTuple):
-    """Minimum and maximum size of an image in pixels (width × height). None keeps the value that comes with the
-    policy."""
+    """Minimum and maximum image size in pixels (width × height). None keeps the value that comes with the policy."""
 
     min_pixels: int | None = None
     max_pixels: int | None = None
 
 
-class DataSource(Variant):
+class DataSource(TextSettings, Variant):
     """Fields common to all sources of problems. `implementation` names a `models.data.problems.ProblemSource`."""
 
     makes_pairs: ClassVar[bool] = False
@@ -308,8 +308,8 @@ class DeduplicatedData(DataSource):
 
     @model_validator(mode="after")
     def _require_unset_in_source(self) -> Self:
-        for key in ("exclude_ids_path", "on_too_long"):
-            if getattr(self.source, key) != DataSource.model_fields[key].default:
+        for key in ("exclude_ids_path", "on_too_long", *TextSettings.model_fields):
+            if getattr(self.source, key) not in (DataSource.model_fields[key].default, getattr(self, key)):
                 raise ValueError(f"source.{key} must not be set. Set {key} next to source instead")
         return self
 

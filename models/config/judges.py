@@ -343,6 +343,10 @@ class ModelReward(RewardTerm):
     template: str | None = None
     """Input of the model, with `{prompt}` and `{completion}`. The default is the chat template, or without one the
     prompt followed by the completion."""
+    chat_prompt: Annotated[Literal["messages", "text"], Since("0.2.0", before="text")] = "messages"
+    """Form in which the model's chat template receives the prompt of a chat: "messages" passes the messages of the
+    prompt, followed by the completion as the assistant's message. "text" passes the prompt as rendered by the policy's
+    template, as one user message. Without effect if `template` is set, or for plain-text prompts."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of weights and activations."""
     batch_tokens: Positive = 16384

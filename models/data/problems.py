@@ -75,6 +75,10 @@ class TemplateArguments:
     kwargs: Mapping[str, JsonValue] = field(default_factory=dict, hash=False)
     """Variables of the template by name, such as `enable_thinking`."""
 
+    def with_default_tools(self, tools: Sequence[Mapping[str, JsonValue]]) -> "TemplateArguments":
+        """Return the arguments with these tools if the prompt has no tools of its own."""
+        return self if self.tools or not tools else replace(self, tools=tuple(tools))
+
 
 NO_ARGUMENTS: Final = TemplateArguments()
 """Template arguments of a prompt that shows no tools and sets no variables."""

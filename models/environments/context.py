@@ -104,7 +104,8 @@ class PerTurnContext:
         self, draft: PartialCompletion, group: Group, exchanges: Sequence[Exchange]
     ) -> PartialCompletion | None:
         """Append the prompt of the next turn. Returns None if the prompt leaves no room for a turn."""
-        tokens = render_prompt(self.form.with_arguments(group.template), group.messages, exchanges)
+        form, prompt = self.form.with_arguments(group.template), draft.input.prompt.tolist()
+        tokens = render_prompt(form, group.messages, exchanges, prompt=prompt)
         if len(tokens) - draft.input.num_prompt_tokens >= self.max_new_tokens:
             return None
         return draft.append_turn_prompt(

@@ -77,6 +77,12 @@ def select_template(tokenizer: "PreTrainedTokenizerFast", *, tools: "Sequence[Ma
     return template
 
 
+def join_templates(tokenizer: "PreTrainedTokenizerFast") -> str:
+    """Return the text of all chat templates of a tokenizer, which may have several with names."""
+    templates = tokenizer.chat_template
+    return "\n".join(map(str, templates.values())) if isinstance(templates, dict) else str(templates or "")
+
+
 def find_names(template: str) -> tuple[frozenset[str], frozenset[str]]:
     """Return the names of variables that a chat template reads, and the names of fields that it may read.
 

@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Final, Protocol
+from typing import Final
 
 from transformers import PreTrainedTokenizerFast
 
@@ -72,31 +72,6 @@ def _render_call(tokenizer: PreTrainedTokenizerFast, arguments: object, content:
     except TemplateFailed:
         return None
     return text
-
-
-class HasPrompt(Protocol):
-    """Problem or preference: a prompt with the arguments of its chat template."""
-
-    @property
-    def prompt(self) -> Prompt:
-        """Prompt as plain text or as a chat."""
-        ...
-
-    @property
-    def template(self) -> TemplateArguments:
-        """Arguments of the chat template."""
-        ...
-
-
-def list_unread_fields(
-    rows: Iterable[HasPrompt], tokenizer: PreTrainedTokenizerFast, *, where: str = ""
-) -> dict[str, float]:
-    """Return facts for the plan: the number of prompts for each field that the chat template does not read.
-
-    The name of a fact is `unread FIELD`, followed by `where`.
-    """
-    counts = count_unread_fields(((row.prompt, row.template) for row in rows), tokenizer)
-    return {f"unread {name}{where}": count for name, count in counts.items()}
 
 
 def count_unread_fields(

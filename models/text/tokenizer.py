@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from infra.errors import BadInput, InputErrors
 from models.config.policy import ScratchPolicy
+from models.config.texts import RULES_BEFORE, TextRules
 from models.data.images import ImageHeader, read_header
 from models.data.problems import (
     NO_ARGUMENTS,
@@ -26,6 +27,7 @@ from models.data.problems import (
 )
 from models.records.model_input import ModelInput
 from models.text.chats import TemplateFailed, render_chats
+from models.text.control_tokens import ControlTokens, count_appended_tokens
 from models.text.template_fields import fit_chats
 from models.vision.processor import VisionProcessor
 
@@ -119,13 +121,20 @@ def tokenize_problems(
     processor: VisionProcessor | None = None,
     *,
     tools: Sequence[ToolSchema] = (),
+    rules: TextRules = TextRules(),  # noqa: B008 -- immutable
 ) -> list[TokenizedPrompt]:
     """Render and tokenize the prompts of problems. Raises BadInput if a prompt cannot be rendered."""
     prompts, images = [problem.prompt for problem in problems], [problem.images for problem in problems]
     sources = [problem.source for problem in problems]
-    arguments = [problem.template for problem in problems]
+    arguments = [problem.template.with_default_tools(tools) for problem in problems]
     return tokenize_prompts(
-        prompts, tokenizer, sources=sources, images=images, processor=processor, tools=tools, arguments=arguments
+        prompts,
+        tokenizer,
+        sources=sources,
+        images=images,
+        processor=processor,
+        arguments=arguments,
+        rules=rules,
     )
 
 
@@ -136,29 +145,37 @@ def tokenize_prompts(
     sources: Sequence[str],
     images: Sequence[Sequence[bytes]] | None = None,
     processor: VisionProcessor | None = None,
-    tools: Sequence[ToolSchema] = (),
     arguments: Sequence[TemplateArguments] | None = None,
+    rules: TextRules = TextRules(),  # noqa: B008 -- immutable
 ) -> list[TokenizedPrompt]:
     """Render and tokenize prompts.
 
     Chat templates add their own special tokens, and plain text gets those of the tokenizer. `sources` are the origins
-    of the prompts for messages, and `images` the encoded images of each prompt. Chat templates receive the `arguments`
-    of each prompt, and show `tools` in prompts that have no tools of their own. Raises BadInput if a prompt cannot be
-    rendered or has invalid images.
+    of the prompts for messages, `images` the encoded images of each prompt, and `rules` the encoding of control tokens
+    in prompts. Chat templates receive the `arguments` of each prompt. Raises BadInput if a prompt cannot be rendered or
+    has invalid images.
     """
     headers = [
         _read_headers(prompt_images, source=source)
         for prompt_images, source in zip(images or [()] * len(prompts), sources, strict=True)
     ]
     counts = list(map(len, headers))
-    texts = render(
-        prompts, tokenizer, sources=sources, images=counts, processor=processor, tools=tools, arguments=arguments
-    )
+    control = ControlTokens.of(tokenizer, images=[] if processor is None else [processor.placeholder])
+    given = [*(arguments or [NO_ARGUMENTS] * len(prompts))]
+    shown = [(_as_message(each),) for each in given if each != NO_ARGUMENTS]
+    separator = None if rules.parses_control_tokens else control.choose_separator([*prompts, *shown])
+    broken = prompts if separator is None else [control.break_prompt(prompt, separator) for prompt in prompts]
+    if separator is not None:
+        given = [_break_arguments(control, each, separator) for each in given]
+    texts = render(broken, tokenizer, sources=sources, images=counts, processor=processor, arguments=given)
     token_ids: dict[int, list[int]] = {}
     for special in (True, False):
         rows = [row for row, prompt in enumerate(prompts) if isinstance(prompt, str) == special]
-        encoded = tokenizer([texts[row] for row in rows], add_special_tokens=special)["input_ids"] if rows else []
-        token_ids |= zip(rows, encoded, strict=True)
+        encoded = control.encode([texts[row] for row in rows], separator, add_special_tokens=special)
+        num_appended = count_appended_tokens(tokenizer) if rows and special and rules.ends_as_template else 0
+        token_ids |= zip(rows, (tokens[: len(tokens) - num_appended] for tokens in encoded), strict=True)
+    if separator is not None:
+        texts = [text.replace(separator, "") for text in texts]
     prompt_texts = [prompt if isinstance(prompt, str) else text for prompt, text in zip(prompts, texts, strict=True)]
     if processor is None:
         return [TokenizedPrompt(text, ModelInput.from_prompt(token_ids[row])) for row, text in enumerate(prompt_texts)]
@@ -173,6 +190,23 @@ def tokenize_prompts(
             TokenizedPrompt(text, model_input, tuple(processor.count_tokens(each.size) for each in headers[row]))
         )
     return expanded
+
+
+def _as_message(arguments: TemplateArguments) -> Message:
+    """Return a message with the texts of template arguments, in which control tokens are found as in other messages."""
+    return Message(
+        "user", "", fields={"tools": [dict(tool) for tool in arguments.tools], "kwargs": {**arguments.kwargs}}
+    )
+
+
+def _break_arguments(control: ControlTokens, arguments: TemplateArguments, separator: str) -> TemplateArguments:
+    """Insert a separator into each control token that the texts of template arguments contain."""
+    if arguments == NO_ARGUMENTS:
+        return arguments
+    [message] = control.break_prompt((_as_message(arguments),), separator)
+    assert isinstance(message, Message), "a chat stays a chat"
+    tools, kwargs = message.fields["tools"], message.fields["kwargs"]
+    return TemplateArguments(tuple(cast(list[ToolSchema], tools)), cast(dict[str, JsonValue], kwargs))
 
 
 def tokenize_questions(
@@ -190,7 +224,8 @@ def tokenize_questions(
     in_turns = chat and bool(tokenizer.chat_template)
     turns: list[Prompt] = [(Message("user", text),) if in_turns else text for text in texts]
     sources = ["question for the judge"] * len(turns)
-    return tokenize_prompts(turns, tokenizer, sources=sources, images=images, processor=processor)
+    # Texts in questions are escaped, and the judge's own template may contain control tokens.
+    return tokenize_prompts(turns, tokenizer, sources=sources, images=images, processor=processor, rules=RULES_BEFORE)
 
 
 def _read_headers(images: Sequence[bytes], *, source: str) -> list[ImageHeader]:
@@ -205,14 +240,13 @@ def render(
     sources: Sequence[str],
     images: Sequence[int] | None = None,
     processor: VisionProcessor | None = None,
-    tools: Sequence[ToolSchema] = (),
     arguments: Sequence[TemplateArguments] | None = None,
 ) -> list[str]:
     """Render prompts: plain text unchanged, chats by the tokenizer's template up to the start of the assistant's turn.
 
     `images` is the number of images of each prompt. Image placeholders of plain text precede the text. The template
-    receives the `arguments` of each prompt, with `tools` if the prompt has no tools of its own. Raises BadInput if the
-    policy cannot read images, the tokenizer has no chat template, or the template rejects a chat.
+    receives the `arguments` of each prompt. Raises BadInput if the policy cannot read images, the tokenizer has no chat
+    template, or the template rejects a chat.
     """
     counts = images or [0] * len(prompts)
     for prompt, count, source in zip(prompts, counts, sources, strict=True):
@@ -232,9 +266,8 @@ def render(
     rendered: dict[int, str] = {}
     for alike in _group_by_arguments([(row, given[row]) for row in rows]):
         own, members = given[alike[0]], [turns[row] for row in alike]
-        shown = own.tools or tools
         try:
-            texts = render_chats(members, tokenizer, generation_prompt=True, tools=shown, kwargs=own.kwargs)
+            texts = render_chats(members, tokenizer, generation_prompt=True, tools=own.tools, kwargs=own.kwargs)
         except TemplateFailed as error:
             raise BadInput(f"{sources[alike[error.chat]]}: the policy's chat template {_first_line(error)}") from error
         rendered |= zip(alike, texts, strict=True)

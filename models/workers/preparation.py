@@ -29,6 +29,7 @@ from models.environments.runtime import tools_of
 from models.inspection.other_models import check_teacher
 from models.modeling.critic import write_critic
 from models.modeling.directory import copy_directory
+from models.modeling.generation_config import complete_generation_config
 from models.modeling.initial import iterate_texts, write_policy, write_served_model, write_user
 from models.records.media import MEDIA
 from models.records.model_input import prompt_columns
@@ -69,6 +70,8 @@ class PreparationWorker:
         with self._store.scratch() as folder:
             parameters = write_policy(work.policy, folder, texts=iterate_texts(work.data, work.seed), seed=work.seed)
             limit_pixels(folder, work.data.pixels)
+            if not work.policy.generates_images:
+                complete_generation_config(folder, work.data.text_rules)
             self._progress += 1
             ref = publish_bundle(self._store, folder, prefix="policies")
         self._progress += 1
@@ -99,6 +102,8 @@ class PreparationWorker:
         with self._store.scratch() as folder:
             problems = load_problems(work.data, "train", work.seed)
             parameters = write_served_model(work.reward, folder, problems=problems, seed=work.seed)
+            if work.reward.kind == "judge":
+                complete_generation_config(folder, work.data.text_rules)
             self._progress += 1
             ref = publish_bundle(self._store, folder, prefix="judges")
         self._progress += 1
@@ -114,6 +119,7 @@ class PreparationWorker:
         with self._store.scratch() as folder:
             problems = load_problems(work.data, "train", work.seed)
             parameters = write_user(work.environment, folder, problems=problems, seed=work.seed)
+            complete_generation_config(folder, work.data.text_rules)
             self._progress += 1
             ref = publish_bundle(self._store, folder, prefix="users")
         self._progress += 1
@@ -153,7 +159,9 @@ class PreparationWorker:
         context = policy_context(directory)
         tokenizer = load_tokenizer(directory)
         tools = tools_of(work.environment, problems)
-        prompts = tokenize_problems(problems, tokenizer, load_processor(directory), tools=tools)
+        prompts = tokenize_problems(
+            problems, tokenizer, load_processor(directory), tools=tools, rules=work.data.text_rules
+        )
         if work.split == "train" and work.data.exclude_ids_path is not None:
             problems, prompts = _exclude_listed(problems, prompts, fetch_path(work.data.exclude_ids_path))
         room, too_long = context - work.max_new_tokens, work.data.on_too_long

@@ -161,7 +161,7 @@ def _finished(role: RoleProgress, inputs: DrainInputs, lanes: int) -> tuple[int,
 
 
 def _quantiles(ascending_BW: Floats, scale: float) -> Floats:
-    """Reduce the number of lanes by the factor `scale`, by keeping evenly spaced quantiles of the values.
+    """Reduce the number of lanes by the factor `scale`. The remaining lanes are evenly spaced quantiles of the values.
 
     The longest value is always kept, because it determines the end of the stage.
     """

@@ -133,7 +133,7 @@ class _Stage:
 
 
 def _scheduled(stage: _Stage) -> Floats:
-    """Compute the seconds of the stage (K x B) by scheduling every unit."""
+    """Return the predicted seconds of the stage (K x B), computed by scheduling every unit."""
     rollout, scoring, K = stage.inputs.rollout, stage.inputs.scoring, len(stage.turns_K)
     B = stage.rollout.longest_BU.shape[0]
     done_XU, free_XW = list_schedule(*_lanes(rollout, stage.rollout, stage.rollout_K))
@@ -187,7 +187,7 @@ def release_times(done_XU: Floats, units: int) -> Floats:
 
 
 def _tabulated(stage: _Stage) -> Floats:
-    """Compute the seconds of the stage (K x B) from tables over units per worker, without scheduling every unit."""
+    """Return the predicted seconds of the stage (K x B), computed from tables instead of scheduling every unit."""
     rollout = _load(stage.inputs.rollout, stage.rollout, stage.rollout_K)
     end_KB = rollout.done()[:, :, -1]
     if not stage.inputs.scoring.units:
@@ -260,7 +260,8 @@ class Table:
 
 
 def tabulate(seconds_BU: Floats) -> Table:
-    """Compute the table by simulating `LANES` workers with the `TABLE_UNITS` units of `seconds_BU`."""
+    """Return a table of completion times, computed by simulating `LANES` workers with the `TABLE_UNITS` units of
+    `seconds_BU`."""
     bootstraps = seconds_BU.shape[0]
     seconds_BLJ = seconds_BU.reshape(bootstraps, LANES, ROUNDS + 1)
     ends_BLJ = np.cumsum(seconds_BLJ, axis=2)
@@ -302,10 +303,11 @@ class PoolLoad:
 
 
 def stream_end(rollout: PoolLoad, scoring: PoolLoad) -> Floats:
-    """Return the time at which scoring ends (K x B) if units are scored as soon as rollout has finished them.
+    """Return the time at which scoring ends (K x B) if each unit is scored as soon as rollout has finished it.
 
-    For each fraction q of the units, the scoring workers need time for the other 1 - q of the units after rollout has
-    finished q. The result is the latest of these bounds. The last unit is scored after the end of rollout.
+    When rollout has finished a fraction q of the units, scoring still needs at least the time for the other 1 - q of
+    the units. The result is the latest end that follows for any q. In addition, the last unit is scored after the end
+    of rollout.
     """
     done_KBQ = rollout.done()
     end_KB = done_KBQ[:, :, -1] + scoring.table.mean_B
@@ -315,7 +317,8 @@ def stream_end(rollout: PoolLoad, scoring: PoolLoad) -> Floats:
 
 
 def handover_end(rollout: PoolLoad, scoring: PoolLoad, *, move_seconds: float) -> Floats:
-    """Return the time at which scoring ends (K x B) if rollout workers move to scoring when no rollout units are left.
+    """Return the time at which scoring ends (K x B) if rollout workers move to scoring when there are no more rollout
+    units.
 
     Each rollout lane is busy until it moves, so on average the lanes move at (total seconds of rollout) / lanes. For
     each fraction of the units that rollout has finished, the remaining units are scored by the lanes that are available

@@ -156,10 +156,10 @@ def _decide_first(inputs: PlanInputs, cast: Forecast, best: int, scores_K: NDArr
 
 
 def _decide_unmeasured(cast: Forecast) -> Decision:
-    """Choose taking turns before the first measurement.
+    """Return the decision before the first measurement, which is to take turns.
 
-    A split that is computed from assumed speeds can be many times slower than taking turns. The opposite is not
-    possible, so taking turns is the safe choice.
+    A split that is computed from assumed speeds can be many times slower than taking turns, but taking turns cannot be
+    many times slower than a split. Therefore taking turns is the safe choice.
     """
     plan, seconds = cast.plans[0], float(cast.seconds_KB[0].mean())
     reason = f"nothing is measured yet, so {describe_plan(plan)}: estimated {seconds:.1f} s from default speeds"
@@ -260,7 +260,7 @@ def _spare(role: RoleProgress, planned: int) -> int:
 def _amounts(maximum: int, step: int) -> list[int]:
     """Return the multiples of `step` up to `maximum`.
 
-    If there are more than `MAX_AMOUNTS` multiples, return a geometrically spaced selection of `MAX_AMOUNTS`.
+    If there are more than `MAX_AMOUNTS` multiples, return `MAX_AMOUNTS` of them, with geometric spacing.
     """
     count = max(maximum, 0) // step
     if count <= MAX_AMOUNTS:

@@ -140,7 +140,7 @@ def hindsight(workload: Workload) -> Hindsight:
 
 
 def split_run(workload: Workload, rollout: int) -> tuple[float, ...]:
-    """Return the seconds of each iteration with a split that is the same in all iterations."""
+    """Return the seconds of each iteration if all iterations use the same split."""
     workers = workload.workers
     if workload.simple:
         return tuple(split_seconds(stage, workload.slowness_N, rollout) for stage in workload.stages)
@@ -150,9 +150,9 @@ def split_run(workload: Workload, rollout: int) -> tuple[float, ...]:
 
 
 def colocated_run(workload: Workload, resize_seconds: float) -> tuple[float, ...]:
-    """Return the seconds of each iteration if roles take turns and all slots switch to scoring once per iteration.
+    """Return the seconds of each iteration if roles take turns, so that all slots switch to scoring once per iteration.
 
-    The switch back to rollout is not counted, because under every plan an iteration starts with loading new weights.
+    The switch back to rollout is not counted, because every plan begins an iteration by loading new weights.
     """
     if workload.simple:
         return tuple(colocated_seconds(stage, workload.slowness_N, resize_seconds) for stage in workload.stages)
@@ -172,7 +172,8 @@ def lower_bound_run(workload: Workload) -> tuple[float, ...]:
 
 
 def co_resident_seconds(work: StageWork, slowness_N: Floats) -> float:
-    """Return the seconds of a stage if every slot has both models in memory, so that changing roles takes no time.
+    """Return the seconds of a stage in which every slot has both models in memory, so that changing roles takes no
+    time.
 
     Each worker processes one unit at a time, and no worker fails.
     """

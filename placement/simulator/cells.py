@@ -286,7 +286,7 @@ class Ratio:
 
 
 def paired_ratio(over: Sequence[float], under: Sequence[float]) -> Ratio:
-    """Return the mean of `over / under`, where both contain a value for each seed.
+    """Return the mean of `over / under` over the seeds. Both arguments contain one value for each seed.
 
     Both values of a seed were measured on the same workload, so differences in difficulty between seeds cancel out.
     """
@@ -294,7 +294,8 @@ def paired_ratio(over: Sequence[float], under: Sequence[float]) -> Ratio:
 
 
 def interval(values: Sequence[float]) -> Ratio:
-    """Return the mean with its 95% confidence interval (Student's t). For a single value the interval is infinite."""
+    """Return the mean of the values with its 95% confidence interval (Student's t). For a single value, the interval is
+    infinite."""
     mean = fmean(values)
     half = float("inf")
     if len(values) > 1:

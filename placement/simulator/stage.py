@@ -152,7 +152,7 @@ class Stage:
     def run(
         self, *, absences: Sequence[Absence] = (), drain: Drain | None = None, poll_seconds: float = 1.0
     ) -> StageResult:
-        """Simulate until every unit is scored, and return the result.
+        """Simulate the stage until every unit is scored, and return the result.
 
         `absences` contains failures and preemptions of workers. `drain` is called every `poll_seconds`, and can return
         a changed plan.
@@ -234,7 +234,7 @@ class Stage:
     # ---- moves
 
     def _arrange(self, plan: Plan, now: float) -> None:
-        """Move workers that may still move until the plan is reached.
+        """Move workers to the other role until the plan is reached, or no more workers may move.
 
         Idle workers are moved first, then the workers with the longest-running units.
         """
@@ -287,7 +287,7 @@ class Stage:
             self._turn(now)  # arrived too late to generate
 
     def _turn(self, now: float) -> None:
-        """Switch all workers to scoring after the end of rollout, if no worker is assigned to scoring yet."""
+        """Switch all workers to scoring when rollout has ended, if all of them are still assigned to rollout."""
         for slot in self._slots:
             if slot.role == "scoring":
                 slot.leaving = False  # the other role has no work left

@@ -347,8 +347,7 @@ def _draw_stage(world: World, rng: np.random.Generator, rollout_factor: float, s
 
 
 def _absences(world: World, stages: Sequence[StageWork], rng: np.random.Generator) -> tuple[tuple[Absence, ...], ...]:
-    """Sample crashes and preemptions in each iteration, for a period of ten times the expected time of the
-    iteration."""
+    """Sample crashes and preemptions for each iteration, within a period of ten times its expected duration."""
     faults = world.faults
     by_iteration = []
     for stage in stages:

@@ -248,7 +248,7 @@ def test_a_prompt_that_leaves_no_room_is_named_with_its_length(tmp_path, uneven)
 
 def test_prompts_that_are_too_long_are_dropped_and_counted_if_the_data_allows_it(tmp_path, uneven):
     policy = make_policy(tmp_path, TINY)
-    outcome = make_prompts(tmp_path, policy, uneven.model_copy(update={"too_long": "drop"}))
+    outcome = make_prompts(tmp_path, policy, uneven.model_copy(update={"on_too_long": "drop"}))
     table = read_shard(open_store(f"{tmp_path}/run"), outcome.shards[0])
     assert table["answer"].to_pylist() == ["5", "32"]
     assert (outcome.metrics["prompts"], outcome.metrics["too_long"], outcome.metrics["longest"]) == (2, 3, 32)
