@@ -124,10 +124,9 @@ def _is_repeatable(inputs: Inputs) -> bool:
     engines = (engine for _, engine, _ in slot_engines(inputs.rollout, inputs.scoring))
     distillation = inputs.algorithm.distillation
     asks = distillation is not None and distillation.teacher.endpoint is not None
-    environment = inputs.rollout.environment
     return (
         not asks
-        and environment is None
+        and inputs.rollout.environment is None
         and all(part.ships_with("models") for part in (inputs.algorithm, inputs.update.loss, *engines))
     )
 
@@ -306,9 +305,8 @@ def _check_teacher(
     teacher, slices = distillation.teacher, inputs.update.sequence_parallel
     parameters = check_teacher(teacher, tokenizer, longest_tokens=longest_tokens, slices=slices)
     images.check_teacher_images(teacher, problems, processor, limits=inputs.data.pixels)
-    if not parameters:
-        return {}
-    return {"teacher_parameters": parameters, "update_teacher_bytes": parameters * BYTES[inputs.update.dtype]}
+    sizes = {"teacher_parameters": parameters, "update_teacher_bytes": parameters * BYTES[inputs.update.dtype]}
+    return sizes if parameters else {}
 
 
 def _check_preferences(
@@ -337,8 +335,8 @@ def _check_preferences(
         template, form = reward.template, reward.chat_prompt
         reward_pairs([*train, *heldout_pairs], tokenizer, template=template, context=shape.context, chat_prompt=form)
     sizes = {f"{term}_parameters": shape.parameters for term in trained}
-    notes = preference_facts([*train, *heldout_pairs], tokenizer)
-    return {"train_pairs": len(train), "heldout_pairs": len(heldout_pairs), **sizes, **notes}
+    counts = {"train_pairs": len(train), "heldout_pairs": len(heldout_pairs)}
+    return counts | sizes | preference_facts([*train, *heldout_pairs], tokenizer)
 
 
 def _check_served(inputs: Inputs, train: list[Problem]) -> dict[str, float]:

@@ -11,11 +11,11 @@ from infra.store.bundles import fetch_bundle
 from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import Store, open_store
 from models.config.judges import ModelReward
-from models.data.problems import Message
+from models.data.problems import Message, decode_template_input
 from models.engines.protocol import StepSums
 from models.modeling.reward_model import RewardModel, ScoredTexts, load_reward_model, score
 from models.records.model_input import ModelInput
-from models.records.schemas import VERDICT_SCHEMA
+from models.records.schemas import TEMPLATE, VERDICT_SCHEMA
 from models.records.versions import ModelVersion, Outcome, order_statistics
 from models.records.work import JudgeWork
 from models.text.sequences import encode
