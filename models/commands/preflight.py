@@ -322,10 +322,10 @@ def _check_preferences(
         load_preferences(inputs.preferences, inputs.data, split=split, seed=inputs.seed)
         for split in ("train", "heldout")
     )
-    heldout_prompts, input_errors = {problem.identity for problem in heldout}, InputErrors()
+    heldout_prompts, input_errors = {(each.identity_version, each.identity) for each in heldout}, InputErrors()
     for pair in train:
         with input_errors.collect(pair.source):
-            if pair.prompt_identity in heldout_prompts:
+            if any((rule, pair.identity(rule)) in heldout_prompts for rule in (1, 2)):
                 raise BadInput(f"{pair.source}: this training pair uses a held-out problem. Remove one of the two.")
     input_errors.check()
     if inputs.dpo is not None:
@@ -335,7 +335,7 @@ def _check_preferences(
         template, form = reward.template, reward.chat_prompt
         reward_pairs([*train, *heldout_pairs], tokenizer, template=template, context=shape.context, chat_prompt=form)
     sizes = {f"{term}_parameters": shape.parameters for term in trained}
-    counts = {"train_pairs": len(train), "heldout_pairs": len(heldout_pairs)}
+    counts: dict[str, float] = {"train_pairs": len(train), "heldout_pairs": len(heldout_pairs)}
     return counts | sizes | preference_facts([*train, *heldout_pairs], tokenizer)
 
 

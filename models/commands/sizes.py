@@ -16,10 +16,13 @@ EVALUATED: Final = "evaluation.problems"
 def count_problems(data: DataConfig, train: Sequence[Problem], heldout: Sequence[Problem]) -> dict[str, float]:
     """Count the problems and the maximum number of prompts in an iteration.
 
-    For a mixture, `scarce_part` is the part that limits this maximum.
+    For a mixture, `scarce_part` is the part that limits this maximum. `near_twins` counts the held-out problems that
+    differ from a training problem only in letter case, white space or Unicode normalization.
     """
     counts: dict[str, float] = {"train_problems": len(train), "heldout_problems": len(heldout)}
     counts["repeated_problems"] = len(train) - len({problem.identity for problem in train})
+    training_keys = {problem.split_key for problem in train}
+    counts["near_twins"] = sum(problem.split_key in training_keys for problem in heldout)
     if not data.weights:
         return counts | {"max_prompts": len(train)}
     parts = Counter(problem.part for problem in train)

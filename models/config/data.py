@@ -10,6 +10,7 @@ from infra.renamed import RenamedFrom
 from infra.store.inputs import Location
 from infra.variants import OneOf, Target, Variant
 from models.config.chat_files import ChatFile
+from models.config.file_rules import FileRules
 from models.config.texts import TextSettings
 
 OnTooLong = Literal["refuse", "drop"]
@@ -174,7 +175,7 @@ class MeasuresData(DataSource):
         return self.heldout_problems
 
 
-class ProblemFile(ChatFile):
+class ProblemFile(ChatFile, FileRules):
     """A file of problems and the way to read it."""
 
     path: Location
@@ -216,7 +217,7 @@ class ProblemFile(ChatFile):
                 f"{sorted(reserved)[0]!r} must not be listed: environments always receive prompt and answer. Remove it"
             )
         if len(set(columns)) < len(columns):
-            raise ValueError(f"each column may be listed only once, found {', '.join(columns)}")
+            raise ValueError(f"each column may be listed only once, found {', '.join(columns)}. Remove the repetition")
         return columns
 
     @model_validator(mode="after")
@@ -272,7 +273,7 @@ class MixtureData(DataSource):
     @model_validator(mode="after")
     def _require_same_pixels(self) -> Self:
         if len({source.pixels for source in self.sources}) > 1:
-            raise ValueError("min_pixels and max_pixels must be the same in all sources")
+            raise ValueError("min_pixels and max_pixels must be the same in all sources. Set equal values")
         return self
 
     @property
@@ -373,7 +374,7 @@ class ArithmeticPreferences(Preferences):
             )
 
 
-class FilePreferences(ChatFile, Preferences):
+class FilePreferences(ChatFile, FileRules, Preferences):
     """Pairs from a JSON Lines, Parquet or Arrow file."""
 
     implementation = "models.data.examples:file_preferences"

@@ -15,7 +15,6 @@ from infra.variants import implementation_of
 from models.config.data import ArithmeticPreferences, DataConfig, FilePreferences, Preferences
 from models.config.training import WarmupConfig
 from models.data.arithmetic import wrong_completion
-from models.data.files import is_table, read_rows
 from models.data.messages import omit_nulls, read_messages, read_prompt, read_text
 from models.data.problems import (
     NO_ARGUMENTS,
@@ -27,7 +26,9 @@ from models.data.problems import (
     identity,
     is_heldout,
     load_problems,
+    split_key,
 )
+from models.data.rows import is_table, read_rows
 
 
 class Example(NamedTuple):
@@ -129,10 +130,13 @@ class Preference:
     template: TemplateArguments = NO_ARGUMENTS
     """Arguments of the chat template, if the prompt is a chat."""
 
-    @property
-    def prompt_identity(self) -> str:
-        """Text that identifies the prompt in hashes and comparisons."""
-        return identity(self.prompt, tools=self.template.tools)
+    def identity(self, version: int) -> str:
+        """Return the text that identifies the prompt in this version of the rules."""
+        return identity(self.prompt, tools=self.template.tools, version=version)
+
+    def split_key(self, version: int) -> str:
+        """Return the text whose hash assigns the prompt to a split in this version of the rules."""
+        return split_key(self.prompt, tools=self.template.tools, version=version)
 
 
 class PreferenceSource(Protocol):
@@ -194,7 +198,7 @@ def file_preferences(config: FilePreferences, data: DataConfig, split: str, seed
         pairs = [
             pair
             for pair in _read_pairs(config.path, config)
-            if is_heldout(pair.prompt_identity, config.heldout_fraction) == in_heldout
+            if is_heldout(pair.split_key(config.version), config.heldout_fraction) == in_heldout
         ]
     if not pairs:
         raise BadInput(
@@ -208,7 +212,8 @@ def _read_pairs(path: Path, config: FilePreferences) -> list[Preference]:
     """Read all pairs of a file, before the template and the split are applied. Raises BadInput for invalid rows."""
     columns = [config.prompt_column, config.chosen_column, config.rejected_column, *config.required_chat_columns]
     pairs, input_errors = list[Preference](), InputErrors()
-    for place, row in read_rows(path, columns, input_errors, optional=config.optional_chat_columns):
+    optional = config.optional_chat_columns
+    for place, row in read_rows(path, columns, input_errors, optional=optional, version=config.version):
         with input_errors.collect(place):
             pairs.append(_build_pair(place, row, config, is_table=is_table(path)))
     input_errors.check()
@@ -252,9 +257,12 @@ def _read_completion(place: str, row: Mapping[str, object], column: str, config:
 
 def _require_new_prompts(heldout: Sequence[Preference], config: FilePreferences) -> None:
     """Raise BadInput if a held-out prompt is also a training prompt."""
-    training_prompts, input_errors = {pair.prompt_identity for pair in _read_pairs(config.path, config)}, InputErrors()
+    training_prompts, input_errors = (
+        {pair.identity(config.version) for pair in _read_pairs(config.path, config)},
+        InputErrors(),
+    )
     for pair in heldout:
         with input_errors.collect(pair.source):
-            if pair.prompt_identity in training_prompts:
+            if pair.identity(config.version) in training_prompts:
                 raise BadInput(f"{pair.source}: this held-out prompt is also a training prompt. Remove one of the two.")
     input_errors.check()

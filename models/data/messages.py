@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from math import isnan
 from typing import Final, cast
 
 from pydantic import JsonValue
@@ -9,6 +10,7 @@ from pydantic import JsonValue
 from infra.errors import BadInput
 from infra.plugins import nearest_name
 from models.config.chat_files import RESERVED_KWARGS, ChatFile, MessageFields
+from models.data.json_rows import decode_text
 from models.data.problems import NO_ARGUMENTS, Content, ImagePlace, Message, Prompt, TemplateArguments, check_columns
 
 _TEXT_FIELDS: Final = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking", "tool_plan")
@@ -242,16 +244,22 @@ def _read_content(place: str, value: object, column: str, *, fields: MessageFiel
 
 
 def read_text(place: str, value: object, column: str) -> str:
-    """Return the value if it is non-blank text. Raises BadInput if not, or if the text cannot be encoded as UTF-8."""
-    if isinstance(value, str) and not value.strip():
+    """Return the value if it is non-blank text, or bytes that are such a text in UTF-8.
+
+    Raises BadInput if the value is something else, or if the text cannot be encoded as UTF-8.
+    """
+    text = _read_any_text(place, value, column)
+    if not text.strip():
         raise BadInput(f"{place}: {column}: expected text, found only blank characters or none")
-    return _read_any_text(place, value, column)
+    return text
 
 
 def _read_any_text(place: str, value: object, column: str) -> str:
-    """Return the value if it is text. Raises BadInput if not, or if the text cannot be encoded as UTF-8."""
+    """Return the value if it is text, or bytes in UTF-8. Raises BadInput if not, or if the text is not valid Unicode."""
+    if isinstance(value, bytes):
+        value = decode_text(f"{place}: {column}", value)
     if not isinstance(value, str):
-        raise BadInput(f"{place}: {column}: expected text, found {type(value).__name__} {value!r:.60}")
+        raise BadInput(f"{place}: {column}: expected text, found {type(value).__name__} {value!r:.60}{_hint_at(value)}")
     try:
         value.encode()
     except UnicodeEncodeError as error:  # JSON can encode half a surrogate pair, which tokenizers reject
@@ -259,3 +267,9 @@ def _read_any_text(place: str, value: object, column: str) -> str:
             f"{place}: {column}: the text is not valid Unicode: {error.reason} at character {error.start}"
         ) from error
     return value
+
+
+def _hint_at(value: object) -> str:
+    """Return the end of a message about a value that stands for a missing value, or an empty text."""
+    is_missing = value is None or (isinstance(value, float) and isnan(value))
+    return ", which stands for a missing value. Fill it in, or remove the row." if is_missing else ""

@@ -12,6 +12,7 @@ from infra.errors import BadInput
 from infra.plugins import find_target
 from infra.variants import implementation_of
 from models.config.data import DataConfig
+from models.data.canonical import canonicalize_columns, canonicalize_text, fold_text, map_texts
 from models.data.images import digest_of
 
 
@@ -113,10 +114,20 @@ class Problem:
         """Digests of the images."""
         return tuple(map(digest_of, self.images))
 
+    identity_version: int = 1
+    """Version of the rule for the identity of the problem (`ProblemFile.version`)."""
+
     @property
     def identity(self) -> str:
         """Text that identifies the problem in hashes and comparisons: its prompt, images, columns and tools."""
-        return identity(self.prompt, self.digests, self.columns, tools=self.template.tools)
+        tools, version = self.template.tools, self.identity_version
+        return identity(self.prompt, self.digests, self.columns, tools=tools, version=version)
+
+    @property
+    def split_key(self) -> str:
+        """Text whose hash assigns the problem to a split. Problems that are nearly the same have the same key."""
+        tools, version = self.template.tools, self.identity_version
+        return split_key(self.prompt, self.digests, self.columns, tools=tools, version=version)
 
 
 def encode_template_input(prompt: Prompt, arguments: TemplateArguments) -> str:
@@ -190,16 +201,49 @@ def identity(
     columns: Mapping[str, JsonValue] = {},
     *,
     tools: Sequence[Mapping[str, JsonValue]] = (),
+    version: int = 1,
 ) -> str:
     """Return a text that identifies a prompt with its images (by digest) and columns in hashes and comparisons.
 
-    `columns` are the additional values that an environment receives, and `tools` the schemas that a chat shows.
+    `columns` are the additional values that an environment receives, and `tools` the schemas that a chat shows. In
+    version 2 the text does not depend on the format of the file, on Unicode normalization or on outer white space.
     """
+    return _identify(prompt, images, columns, tools, convert=None if version == 1 else canonicalize_text)
+
+
+def split_key(
+    prompt: Prompt,
+    images: Sequence[str] = (),
+    columns: Mapping[str, JsonValue] = {},
+    *,
+    tools: Sequence[Mapping[str, JsonValue]] = (),
+    version: int = 1,
+) -> str:
+    """Return the text whose hash assigns a prompt to a split.
+
+    In version 1 this is the identity. In version 2, prompts that differ only in letter case, white space or Unicode
+    normalization have the same key, so such near twins are never in different splits.
+    """
+    return _identify(prompt, images, columns, tools, convert=None if version == 1 else fold_text)
+
+
+def _identify(
+    prompt: Prompt,
+    images: Sequence[str],
+    columns: Mapping[str, JsonValue],
+    tools: Sequence[Mapping[str, JsonValue]],
+    *,
+    convert: Callable[[str], str] | None,
+) -> str:
+    """Join prompt, images, columns and tools to one text. Without `convert`, all texts and values are used unchanged."""
     if isinstance(prompt, str):
-        text = prompt
+        text = convert(prompt) if convert else prompt
     else:
-        text = json.dumps([turn.values() for turn in prompt], ensure_ascii=False)
+        turns: JsonValue = [turn.values() for turn in prompt]
+        text = json.dumps(map_texts(turns, convert) if convert else turns, ensure_ascii=False)
         text = json.dumps([text, *map(encode_columns, tools)], ensure_ascii=False) if tools else text
+    if convert:
+        columns = {name: map_texts(value, convert) for name, value in canonicalize_columns(columns).items()}
     if columns:
         return json.dumps([text, list(images), encode_columns(columns)], ensure_ascii=False)
     return json.dumps([text, list(images)], ensure_ascii=False) if images else text

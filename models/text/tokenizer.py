@@ -203,7 +203,8 @@ def _break_arguments(control: ControlTokens, arguments: TemplateArguments, separ
     """Insert a separator into each control token that the texts of template arguments contain."""
     if arguments == NO_ARGUMENTS:
         return arguments
-    [message] = control.break_prompt((_as_message(arguments),), separator)
+    broken = control.break_prompt((_as_message(arguments),), separator)
+    message = broken[0]
     assert isinstance(message, Message), "a chat stays a chat"
     tools, kwargs = message.fields["tools"], message.fields["kwargs"]
     return TemplateArguments(tuple(cast(list[ToolSchema], tools)), cast(dict[str, JsonValue], kwargs))
