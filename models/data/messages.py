@@ -255,7 +255,7 @@ def read_text(place: str, value: object, column: str) -> str:
 
 
 def _read_any_text(place: str, value: object, column: str) -> str:
-    """Return the value if it is text, or bytes in UTF-8. Raises BadInput if not, or if the text is not valid Unicode."""
+    """Return the value if it is text, or bytes in UTF-8. Raises BadInput if not, or if the text is invalid."""
     if isinstance(value, bytes):
         value = decode_text(f"{place}: {column}", value)
     if not isinstance(value, str):

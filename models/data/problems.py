@@ -235,7 +235,7 @@ def _identify(
     *,
     convert: Callable[[str], str] | None,
 ) -> str:
-    """Join prompt, images, columns and tools to one text. Without `convert`, all texts and values are used unchanged."""
+    """Join prompt, images, columns and tools to one text. Without `convert`, values are used unchanged."""
     if isinstance(prompt, str):
         text = convert(prompt) if convert else prompt
     else:
