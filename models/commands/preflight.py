@@ -305,8 +305,9 @@ def _check_teacher(
     teacher, slices = distillation.teacher, inputs.update.sequence_parallel
     parameters = check_teacher(teacher, tokenizer, longest_tokens=longest_tokens, slices=slices)
     images.check_teacher_images(teacher, problems, processor, limits=inputs.data.pixels)
-    sizes = {"teacher_parameters": parameters, "update_teacher_bytes": parameters * BYTES[inputs.update.dtype]}
-    return sizes if parameters else {}
+    if not parameters:
+        return {}
+    return {"teacher_parameters": parameters, "update_teacher_bytes": parameters * BYTES[inputs.update.dtype]}
 
 
 def _check_preferences(
@@ -335,8 +336,7 @@ def _check_preferences(
         template, form = reward.template, reward.chat_prompt
         reward_pairs([*train, *heldout_pairs], tokenizer, template=template, context=shape.context, chat_prompt=form)
     sizes = {f"{term}_parameters": shape.parameters for term in trained}
-    counts: dict[str, float] = {"train_pairs": len(train), "heldout_pairs": len(heldout_pairs)}
-    return counts | sizes | preference_facts([*train, *heldout_pairs], tokenizer)
+    return {**sizes, **preference_facts(train, heldout_pairs, tokenizer)}
 
 
 def _check_served(inputs: Inputs, train: list[Problem]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from infra.plugins import find_target
 from infra.variants import implementation_of
 from models.config.data import DataConfig
 from models.data.canonical import canonicalize_columns, canonicalize_text, fold_text, map_texts
-from models.data.images import digest_of
+from models.data.images import convert_image, digest_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Problem:
     worked_turns: tuple[str, ...] = ()
     """Worked solution of an episode: turns of the policy, alternating with the answers of the environment."""
     images: tuple[bytes, ...] = field(default=(), repr=False)
-    """Images of the prompt in their order, with the encoded bytes unchanged."""
+    """Encoded images of the prompt in their order."""
     columns: Mapping[str, JsonValue] = field(default_factory=dict, hash=False)
     """Columns that an environment receives in addition to the prompt and the answer."""
     template: TemplateArguments = NO_ARGUMENTS
@@ -350,4 +350,15 @@ def load_problems(data: DataConfig, split: str, seed: int) -> list[Problem]:
         if not isinstance(problem, Problem):
             raise BadInput(f"{where}: expected objects of models.data.problems.Problem, found {problem!r:.80}")
         check_columns(problem.columns, source=problem.source)
-    return problems
+    return problems if data.image_background == "unconverted" else [_convert_images(each, data) for each in problems]
+
+
+def _convert_images(problem: Problem, data: DataConfig) -> Problem:
+    """Return the problem with its images converted to RGB if policies would lose shades or transparency of them."""
+    if not problem.images:
+        return problem
+    images = [
+        convert_image(image, data.image_background, where=f"{problem.source}: image {number}")
+        for number, image in enumerate(problem.images, start=1)
+    ]
+    return replace(problem, images=tuple(images))

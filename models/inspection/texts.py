@@ -28,10 +28,13 @@ def text_facts(
     return {f"{NOTE}{note}": 1.0 for note in notes}
 
 
-def preference_facts(pairs: Sequence[Preference], tokenizer: PreTrainedTokenizerFast) -> dict[str, float]:
-    """Return notes on the prompts of preferences as facts, like `text_facts`."""
-    notes = _describe_unread([(each.prompt, each.template) for each in pairs], tokenizer, "pairs of preferences")
-    return {f"{NOTE}{note}": 1.0 for note in notes}
+def preference_facts(
+    train: Sequence[Preference], heldout: Sequence[Preference], tokenizer: PreTrainedTokenizerFast
+) -> dict[str, float]:
+    """Return the numbers of preference pairs, and notes on their prompts like those of `text_facts`."""
+    prompts = [(each.prompt, each.template) for each in (*train, *heldout)]
+    notes = {f"{NOTE}{note}": 1.0 for note in _describe_unread(prompts, tokenizer, "pairs of preferences")}
+    return {"train_pairs": len(train), "heldout_pairs": len(heldout), **notes}
 
 
 def _describe_unread(
