@@ -124,10 +124,9 @@ def _is_repeatable(inputs: Inputs) -> bool:
     engines = (engine for _, engine, _ in slot_engines(inputs.rollout, inputs.scoring))
     distillation = inputs.algorithm.distillation
     asks = distillation is not None and distillation.teacher.endpoint is not None
-    environment = inputs.rollout.environment
     return (
         not asks
-        and environment is None
+        and inputs.rollout.environment is None
         and all(part.ships_with("models") for part in (inputs.algorithm, inputs.update.loss, *engines))
     )
 
@@ -315,6 +314,7 @@ def _check_preferences(
     inputs: Inputs, tokenizer: "PreTrainedTokenizerFast", heldout: list[Problem], *, shape: ModelShape
 ) -> dict[str, float]:
     """Check all pairs with the models to be trained on them. Reward models are as large as the policy."""
+    from models.inspection.texts import preference_facts
     from models.text.sequences import policy_pairs, reward_pairs
 
     if inputs.preferences is None:
@@ -326,7 +326,7 @@ def _check_preferences(
     heldout_prompts, input_errors = {(each.identity_version, each.identity) for each in heldout}, InputErrors()
     for pair in train:
         with input_errors.collect(pair.source):
-            if any((rule, identity(pair.prompt, version=rule)) in heldout_prompts for rule in (1, 2)):
+            if any((rule, pair.identity(rule)) in heldout_prompts for rule in (1, 2)):
                 raise BadInput(f"{pair.source}: this training pair uses a held-out problem. Remove one of the two.")
     input_errors.check()
     if inputs.dpo is not None:
@@ -336,7 +336,7 @@ def _check_preferences(
         template, form = reward.template, reward.chat_prompt
         reward_pairs([*train, *heldout_pairs], tokenizer, template=template, context=shape.context, chat_prompt=form)
     sizes = {f"{term}_parameters": shape.parameters for term in trained}
-    return {"train_pairs": len(train), "heldout_pairs": len(heldout_pairs), **sizes}
+    return {**sizes, **preference_facts(train, heldout_pairs, tokenizer)}
 
 
 def _check_served(inputs: Inputs, train: list[Problem]) -> dict[str, float]:

@@ -18,6 +18,7 @@ from blake3 import blake3
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from infra.store.inputs import fetch_path
+from models.text.template_files import FOLDER
 
 MAX_RESULTS: Final = 200
 """Maximum number of cached results, of about 1 KB each. The oldest are deleted first."""
@@ -99,6 +100,7 @@ def _digest(path: Path) -> str:
     if not path.is_dir():
         return _file_digest(path) if path.exists() else "nothing"
     parts = [(each.name, _file_digest(each)) for each in sorted(path.iterdir()) if each.is_file()]
+    parts += [(each.name, _file_digest(each)) for each in sorted((path / FOLDER).glob("*.jinja"))]
     settings = path / "adapter_config.json"
     if settings.is_file() and not (path / "config.json").exists():  # the adapter's base model is in another directory
         parts += [("base", _digest(path / base)) for base in _base(settings)]

@@ -9,6 +9,7 @@ from infra.config import Fraction, Positive, Since
 from infra.renamed import RenamedFrom
 from infra.store.inputs import Location
 from infra.variants import OneOf, Target, Variant
+from models.config.chat_files import ChatFile
 from models.config.file_rules import FileRules
 from models.config.images import ImageFileSettings, PixelLimits
 from models.config.texts import TextSettings
@@ -176,7 +177,7 @@ class MeasuresData(DataSource):
         return self.heldout_problems
 
 
-class ProblemFile(FileRules, ImageFileSettings):
+class ProblemFile(ChatFile, FileRules, ImageFileSettings):
     """A file of problems and the way to read it."""
 
     path: Location
@@ -186,8 +187,6 @@ class ProblemFile(FileRules, ImageFileSettings):
     """File of evaluation problems. If not set, `heldout_fraction` of the training file is kept for evaluation."""
     heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Share of problems kept for evaluation if there is no second file, selected by a hash of the prompt."""
-    prompt_column: str = "prompt"
-    """Column with the prompt: plain text, or a list of chat messages with `role` and `content`."""
     answer_column: str | None = "answer"
     """Column with the reference answer. Not set means that no reward needs an answer."""
     environment_columns: Annotated[tuple[str, ...], Since("0.1.0", before=())] = ()
@@ -351,7 +350,7 @@ class ArithmeticPreferences(Preferences):
             )
 
 
-class FilePreferences(FileRules, Preferences):
+class FilePreferences(ChatFile, FileRules, Preferences):
     """Pairs from a JSON Lines, Parquet or Arrow file."""
 
     implementation = "models.data.examples:file_preferences"
@@ -363,8 +362,6 @@ class FilePreferences(FileRules, Preferences):
     """File of evaluation pairs. If not set, `heldout_fraction` of the training file is kept for evaluation."""
     heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Share of pairs kept for evaluation if there is no second file, selected by a hash of the prompt."""
-    prompt_column: str = "prompt"
-    """Column with the prompt: plain text, or a list of chat messages with `role` and `content`."""
     chosen_column: str = "chosen"
     """Column with the better completion."""
     rejected_column: str = "rejected"

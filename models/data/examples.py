@@ -15,10 +15,12 @@ from infra.variants import implementation_of
 from models.config.data import ArithmeticPreferences, DataConfig, FilePreferences, Preferences
 from models.config.training import WarmupConfig
 from models.data.arithmetic import wrong_completion
-from models.data.files import read_messages, read_prompt, read_text
+from models.data.messages import omit_nulls, read_messages, read_prompt, read_text
 from models.data.problems import (
+    NO_ARGUMENTS,
     Problem,
     Prompt,
+    TemplateArguments,
     check_places,
     fill_prompt,
     identity,
@@ -26,7 +28,7 @@ from models.data.problems import (
     load_problems,
     split_key,
 )
-from models.data.rows import read_rows
+from models.data.rows import is_table, read_rows
 
 
 class Example(NamedTuple):
@@ -42,6 +44,8 @@ class Example(NamedTuple):
     """Remaining parts of an episode, alternating the environment's message and the next turn. Only turns are trained
     on.
     """
+    template: TemplateArguments = NO_ARGUMENTS
+    """Arguments of the chat template, if the prompt is a chat."""
 
 
 def warmup_examples(
@@ -63,7 +67,7 @@ def warmup_examples(
     while len(examples) < num_examples:
         passing = rng.sample(problems, k=min(len(problems), num_examples - len(examples)))
         examples.extend(
-            Example(problem.prompt, completion, problem.images, continuation=tuple(more))
+            Example(problem.prompt, completion, problem.images, continuation=tuple(more), template=problem.template)
             for problem in passing
             for completion, *more in [_imitated(problem, data, warmup.worked_answer_fraction, rng)]
         )
@@ -123,6 +127,16 @@ class Preference:
     prompt: Prompt
     chosen: str
     rejected: str
+    template: TemplateArguments = NO_ARGUMENTS
+    """Arguments of the chat template, if the prompt is a chat."""
+
+    def identity(self, version: int) -> str:
+        """Return the text that identifies the prompt in this version of the rules."""
+        return identity(self.prompt, tools=self.template.tools, version=version)
+
+    def split_key(self, version: int) -> str:
+        """Return the text whose hash assigns the prompt to a split in this version of the rules."""
+        return split_key(self.prompt, tools=self.template.tools, version=version)
 
 
 class PreferenceSource(Protocol):
@@ -159,6 +173,7 @@ def arithmetic_preferences(
             prompt=problem.prompt,
             chosen=problem.worked or problem.answer,
             rejected=wrong_completion(problem, problems, rng),
+            template=problem.template,
         )
         for number, problem in enumerate(order)
     ]
@@ -183,7 +198,7 @@ def file_preferences(config: FilePreferences, data: DataConfig, split: str, seed
         pairs = [
             pair
             for pair in _read_pairs(config.path, config)
-            if is_heldout(split_key(pair.prompt, version=config.version), config.heldout_fraction) == in_heldout
+            if is_heldout(pair.split_key(config.version), config.heldout_fraction) == in_heldout
         ]
     if not pairs:
         raise BadInput(
@@ -195,53 +210,59 @@ def file_preferences(config: FilePreferences, data: DataConfig, split: str, seed
 
 def _read_pairs(path: Path, config: FilePreferences) -> list[Preference]:
     """Read all pairs of a file, before the template and the split are applied. Raises BadInput for invalid rows."""
-    columns = [config.prompt_column, config.chosen_column, config.rejected_column]
+    columns = [config.prompt_column, config.chosen_column, config.rejected_column, *config.required_chat_columns]
     pairs, input_errors = list[Preference](), InputErrors()
-    for place, row in read_rows(path, columns, input_errors, version=config.version):
+    optional = config.optional_chat_columns
+    for place, row in read_rows(path, columns, input_errors, optional=optional, version=config.version):
         with input_errors.collect(place):
-            pairs.append(_build_pair(place, row, config))
+            pairs.append(_build_pair(place, row, config, is_table=is_table(path)))
     input_errors.check()
     if not pairs:
         raise BadInput(f"{path}: the file is empty. Expected at least one preference pair.")
     return pairs
 
 
-def _build_pair(place: str, row: Mapping[str, object], config: FilePreferences) -> Preference:
+def _build_pair(place: str, row: Mapping[str, object], config: FilePreferences, *, is_table: bool) -> Preference:
     """Build a pair from a row. Raises BadInput if the row is invalid."""
-    prompt = read_prompt(place, row, config.prompt_column)
+    prompt, template = read_prompt(place, row, config, is_table=is_table)
     check_places(prompt, 0, source=place)
     chosen, rejected = (
-        _read_completion(place, row, column) for column in (config.chosen_column, config.rejected_column)
+        _read_completion(place, row, column, config) for column in (config.chosen_column, config.rejected_column)
     )
     if chosen == rejected:
         columns = f"{config.chosen_column} and {config.rejected_column}"
         raise BadInput(f"{place}: {columns}: expected two different completions, but both are {chosen!r:.60}")
-    return Preference(source=place, prompt=prompt, chosen=chosen, rejected=rejected)
+    return Preference(source=place, prompt=prompt, chosen=chosen, rejected=rejected, template=template)
 
 
-def _read_completion(place: str, row: Mapping[str, object], column: str) -> str:
+def _read_completion(place: str, row: Mapping[str, object], column: str, config: FilePreferences) -> str:
     """Return the completion in a column, which is either plain text or a chat with one assistant message.
 
-    Raises BadInput if the value has another form.
+    Raises BadInput if the value has another form, or the message has fields that a completion cannot have.
     """
     value = row[column]
     if not isinstance(value, list):
         return read_text(place, value, column)
-    turns = read_messages(place, value, column)
+    turns = read_messages(place, [omit_nulls(turn) for turn in value], column, fields=config.message_fields)
     if [turn.role for turn in turns] != ["assistant"]:
         roles = ", ".join(turn.role for turn in turns) or "no message"
         raise BadInput(f"{place}: {column}: expected exactly one message, with role assistant, found {roles}")
+    if others := [*turns[0].fields, *(["name"] if turns[0].name else [])]:
+        raise BadInput(
+            f"{place}: {column}[0].{others[0]}: a completion is trained as the text in `content`. Write the field into "
+            "the content as the policy should generate it, or set preferences.message_fields = 'drop' to ignore it."
+        )
     return read_text(place, turns[0].content, column)
 
 
 def _require_new_prompts(heldout: Sequence[Preference], config: FilePreferences) -> None:
     """Raise BadInput if a held-out prompt is also a training prompt."""
     training_prompts, input_errors = (
-        {identity(pair.prompt, version=config.version) for pair in _read_pairs(config.path, config)},
+        {pair.identity(config.version) for pair in _read_pairs(config.path, config)},
         InputErrors(),
     )
     for pair in heldout:
         with input_errors.collect(pair.source):
-            if identity(pair.prompt, version=config.version) in training_prompts:
+            if pair.identity(config.version) in training_prompts:
                 raise BadInput(f"{pair.source}: this held-out prompt is also a training prompt. Remove one of the two.")
     input_errors.check()

@@ -21,8 +21,8 @@ class ImagePlace:
     """Placeholder for the next image of the problem in the content of a message."""
 
 
-Content = str | tuple[str | ImagePlace, ...]
-"""Content of a message: text, or a sequence of texts and images."""
+Content = str | tuple[str | ImagePlace, ...] | None
+"""Content of a message: text, or a sequence of texts and images. None for a message that only calls tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +32,30 @@ class Message:
     role: str
     content: Content
     name: str = ""
-    """Name of the tool that the message comes from, or an empty string."""
+    """Name of the tool or person that the message comes from, or an empty string."""
+    fields: Mapping[str, JsonValue] = field(default_factory=dict, hash=False)
+    """Other fields that chat templates read, such as `tool_calls`, by name (`models.data.messages.FIELDS`)."""
+
+    @property
+    def parts(self) -> tuple[str | ImagePlace, ...]:
+        """Texts and images of the content in their order."""
+        return (self.content,) if isinstance(self.content, str) else self.content or ()
 
     @property
     def text(self) -> str:
         """Text of the message without images."""
-        parts = (self.content,) if isinstance(self.content, str) else self.content
-        return "".join(part for part in parts if isinstance(part, str))
+        return "".join(part for part in self.parts if isinstance(part, str))
 
     def encode(self) -> dict[str, Any]:
         """Return the message in the format of chat templates."""
-        content = self.content if isinstance(self.content, str) else [_encode_part(part) for part in self.content]
-        return {"role": self.role, "content": content} | ({"name": self.name} if self.name else {})
+        is_plain = self.content is None or isinstance(self.content, str)
+        content = self.content if is_plain else [_encode_part(part) for part in self.parts]
+        return {"role": self.role, "content": content} | ({"name": self.name} if self.name else {}) | {**self.fields}
+
+    def values(self) -> list[JsonValue]:
+        """Return the values that identify the message. Without `fields`, these are role, content and name."""
+        values = [*replace(self, fields={}).encode().values()]
+        return [*values, encode_columns(self.fields)] if self.fields else values
 
 
 def _encode_part(part: str | ImagePlace) -> dict[str, str]:
@@ -53,6 +65,24 @@ def _encode_part(part: str | ImagePlace) -> dict[str, str]:
 
 Prompt = str | tuple[Message, ...]
 """Prompt as plain text, or as a chat that the tokenizer's template renders."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateArguments:
+    """Arguments of the chat template for one prompt, in addition to its messages."""
+
+    tools: tuple[Mapping[str, JsonValue], ...] = field(default=(), hash=False)
+    """JSON schemas of the tools that the prompt shows."""
+    kwargs: Mapping[str, JsonValue] = field(default_factory=dict, hash=False)
+    """Variables of the template by name, such as `enable_thinking`."""
+
+    def with_default_tools(self, tools: Sequence[Mapping[str, JsonValue]]) -> "TemplateArguments":
+        """Return the arguments with these tools if the prompt has no tools of its own."""
+        return self if self.tools or not tools else replace(self, tools=tuple(tools))
+
+
+NO_ARGUMENTS: Final = TemplateArguments()
+"""Template arguments of a prompt that shows no tools and sets no variables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +102,8 @@ class Problem:
     """Encoded images of the prompt in their order."""
     columns: Mapping[str, JsonValue] = field(default_factory=dict, hash=False)
     """Columns that an environment receives in addition to the prompt and the answer."""
+    template: TemplateArguments = NO_ARGUMENTS
+    """Arguments of the chat template, if the prompt is a chat."""
     part: int = 0
     """Number of the part of its source that contains the problem, if parts are sampled by weight
     (`DataSource.weights`).
@@ -87,13 +119,46 @@ class Problem:
 
     @property
     def identity(self) -> str:
-        """Text that identifies the problem in hashes and comparisons, built from its prompt, images and columns."""
-        return identity(self.prompt, self.digests, self.columns, version=self.identity_version)
+        """Text that identifies the problem in hashes and comparisons: its prompt, images, columns and tools."""
+        tools, version = self.template.tools, self.identity_version
+        return identity(self.prompt, self.digests, self.columns, tools=tools, version=version)
 
     @property
     def split_key(self) -> str:
         """Text whose hash assigns the problem to a split. Problems that are nearly the same have the same key."""
-        return split_key(self.prompt, self.digests, self.columns, version=self.identity_version)
+        tools, version = self.template.tools, self.identity_version
+        return split_key(self.prompt, self.digests, self.columns, tools=tools, version=version)
+
+
+def encode_template_input(prompt: Prompt, arguments: TemplateArguments) -> str:
+    """Return a chat with its template arguments as JSON, or an empty text if role, content and name say everything."""
+    if isinstance(prompt, str):
+        return ""
+    if not any(each.fields or each.content is None for each in prompt) and arguments == NO_ARGUMENTS:
+        return ""
+    document = {
+        "messages": [each.encode() for each in prompt],
+        "tools": [dict(tool) for tool in arguments.tools],
+        "kwargs": {**arguments.kwargs},
+    }
+    return json.dumps(document, ensure_ascii=False, allow_nan=False)  # templates show keys in the order of the file
+
+
+def decode_template_input(encoded: str) -> tuple[tuple[Message, ...], TemplateArguments]:
+    """Return the messages and template arguments that `encode_template_input` encoded. Nothing for an empty text."""
+    if not encoded:
+        return (), NO_ARGUMENTS
+    document = json.loads(encoded)
+    arguments = TemplateArguments(tools=tuple(document["tools"]), kwargs=document["kwargs"])
+    return tuple(map(_decode_message, document["messages"])), arguments
+
+
+def _decode_message(turn: dict[str, Any]) -> Message:
+    """Return the message that `Message.encode` encoded."""
+    content = turn.pop("content")
+    if isinstance(content, list):
+        content = tuple(part["text"] if part["type"] == "text" else ImagePlace() for part in content)
+    return Message(turn.pop("role"), content, turn.pop("name", ""), turn)
 
 
 class ProblemSource(Protocol):
@@ -131,40 +196,52 @@ def is_heldout(text: str, share: float) -> bool:
 
 
 def identity(
-    prompt: Prompt, images: Sequence[str] = (), columns: Mapping[str, JsonValue] = {}, *, version: int = 1
+    prompt: Prompt,
+    images: Sequence[str] = (),
+    columns: Mapping[str, JsonValue] = {},
+    *,
+    tools: Sequence[Mapping[str, JsonValue]] = (),
+    version: int = 1,
 ) -> str:
     """Return a text that identifies a prompt with its images (by digest) and columns in hashes and comparisons.
 
-    `columns` are the additional values that an environment receives. In version 2 the text does not depend on the
-    format of the file, on Unicode normalization or on outer white space.
+    `columns` are the additional values that an environment receives, and `tools` the schemas that a chat shows. In
+    version 2 the text does not depend on the format of the file, on Unicode normalization or on outer white space.
     """
-    return _identify(prompt, images, columns, convert=None if version == 1 else canonicalize_text)
+    return _identify(prompt, images, columns, tools, convert=None if version == 1 else canonicalize_text)
 
 
 def split_key(
-    prompt: Prompt, images: Sequence[str] = (), columns: Mapping[str, JsonValue] = {}, *, version: int = 1
+    prompt: Prompt,
+    images: Sequence[str] = (),
+    columns: Mapping[str, JsonValue] = {},
+    *,
+    tools: Sequence[Mapping[str, JsonValue]] = (),
+    version: int = 1,
 ) -> str:
     """Return the text whose hash assigns a prompt to a split.
 
     In version 1 this is the identity. In version 2, prompts that differ only in letter case, white space or Unicode
     normalization have the same key, so such near twins are never in different splits.
     """
-    return _identify(prompt, images, columns, convert=None if version == 1 else fold_text)
+    return _identify(prompt, images, columns, tools, convert=None if version == 1 else fold_text)
 
 
 def _identify(
     prompt: Prompt,
     images: Sequence[str],
     columns: Mapping[str, JsonValue],
+    tools: Sequence[Mapping[str, JsonValue]],
     *,
     convert: Callable[[str], str] | None,
 ) -> str:
-    """Join prompt, images and columns to one text. Without `convert`, all texts and values are used unchanged."""
+    """Join prompt, images, columns and tools to one text. Without `convert`, values are used unchanged."""
     if isinstance(prompt, str):
         text = convert(prompt) if convert else prompt
     else:
-        turns: JsonValue = [[*turn.encode().values()] for turn in prompt]
+        turns: JsonValue = [turn.values() for turn in prompt]
         text = json.dumps(map_texts(turns, convert) if convert else turns, ensure_ascii=False)
+        text = json.dumps([text, *map(encode_columns, tools)], ensure_ascii=False) if tools else text
     if convert:
         columns = {name: map_texts(value, convert) for name, value in canonicalize_columns(columns).items()}
     if columns:
@@ -199,23 +276,21 @@ def count_image_places(prompt: Prompt) -> int:
     """Return the number of image placeholders in a prompt. 0 if the prompt does not place its images."""
     if isinstance(prompt, str):
         return 0
-    return sum(
-        isinstance(part, ImagePlace) for turn in prompt if not isinstance(turn.content, str) for part in turn.content
-    )
+    return sum(isinstance(part, ImagePlace) for turn in prompt for part in turn.parts)
 
 
 def add_image_places(prompt: tuple[Message, ...], images: int) -> tuple[Message, ...]:
     """Add the missing image placeholders before the text of the first user message.
 
-    The content of every returned message is a tuple of parts.
+    The content of every returned message is a tuple of parts, or None.
     """
     missing = images - count_image_places(prompt)
     turns: list[Message] = []
     for turn in prompt:
-        parts = (turn.content,) if isinstance(turn.content, str) else turn.content
+        parts = turn.parts
         if missing and (turn.role == "user" or turn is prompt[-1]):
             parts, missing = (*[ImagePlace()] * missing, *parts), 0
-        turns.append(Message(turn.role, parts))
+        turns.append(replace(turn, content=None if turn.content is None and not parts else parts))
     return tuple(turns)
 
 

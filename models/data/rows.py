@@ -38,8 +38,15 @@ READ_BYTES: Final = 2**20
 SUFFIXES: Final = (*TEXTS, ".parquet", ".arrow")
 
 
-def read_rows(path: Path, columns: Sequence[str], input_errors: InputErrors, *, version: int = 1) -> Iterator[FileRow]:
-    """Yield the rows of one file in order. Each row must have the given columns.
+def read_rows(
+    path: Path,
+    columns: Sequence[str],
+    input_errors: InputErrors,
+    *,
+    optional: Sequence[str] = (),
+    version: int = 1,
+) -> Iterator[FileRow]:
+    """Yield the rows of one file in order. Each row must have the given columns, and may have the optional ones.
 
     `version` is the version of the rules for reading (`ProblemFile.version`). Version 2 refuses repeated keys and
     columns, and reads 32-bit floats and maps of tables as JSON has them. Invalid rows are added to `input_errors`.
@@ -63,7 +70,7 @@ def read_rows(path: Path, columns: Sequence[str], input_errors: InputErrors, *, 
         raise BadInput(f"{name}: expected a file, but the path is {kind}")
     try:
         if find_format(path) not in TEXTS:
-            yield from read_table_rows(here, columns, input_errors, name=name, version=version)
+            yield from read_table_rows(here, columns, input_errors, optional=optional, name=name, version=version)
             return
         for place, row in text_rows(here, input_errors, name=name, version=version):
             with input_errors.collect(place):
@@ -81,6 +88,11 @@ def _check_is_no_hub_name(path: Path) -> None:
             f"{path}: no such file. If {name} is a dataset on the Hugging Face Hub, write it to a file first: "
             f"datasets.load_dataset({name!r}, split='train').to_parquet('train.parquet')"
         )
+
+
+def is_table(path: Path) -> bool:
+    """Return whether a file is a Parquet or Arrow file, whose structs have the same fields in all rows."""
+    return find_format(path) not in TEXTS
 
 
 def find_format(path: Path) -> str:

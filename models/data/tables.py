@@ -16,7 +16,13 @@ ROWS: Final = 4096
 
 
 def read_table_rows(
-    path: Path, columns: Sequence[str], input_errors: InputErrors, *, name: str, version: int
+    path: Path,
+    columns: Sequence[str],
+    input_errors: InputErrors,
+    *,
+    optional: Sequence[str] = (),
+    name: str,
+    version: int,
 ) -> Iterator[FileRow]:
     """Yield the rows of a Parquet or Arrow file with the given columns.
 
@@ -28,6 +34,7 @@ def read_table_rows(
     except pa.ArrowException as error:
         raise BadInput(f"{name}: the file is not a valid {path.suffix} file: {str(error).splitlines()[0]}") from error
     require_columns(name, columns, table.column_names)
+    columns = [*columns, *(each for each in optional if each in table.column_names and each not in columns)]
     names = table.column_names if version > 1 else [column for column in table.column_names if column in columns]
     check_unique_columns(name, names)
     selected = table.select(columns)

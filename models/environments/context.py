@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from models.config.environments import EpisodeSettings
-from models.data.problems import Message
 from models.engines.protocol import Request
 from models.records.seeds import derive_seed
-from models.rollouts.groups import ChatMessage, Group, PartialCompletion
+from models.rollouts.groups import Group, PartialCompletion
 from models.text.calls import ParsedTurn
 from models.text.per_turn import Exchange, encode_turn, render_prompt, renders_calls
 from models.text.turns import TurnFormat
@@ -25,11 +24,11 @@ class ContextBuilder(Protocol):
         ...
 
     def append_context(
-        self, draft: PartialCompletion, chat: Sequence[ChatMessage], exchanges: Sequence[Exchange]
+        self, draft: PartialCompletion, group: Group, exchanges: Sequence[Exchange]
     ) -> PartialCompletion | None:
         """Return the draft with the context for the next turn appended.
 
-        `chat` is the prompt, and `exchanges` are the turns and answers of this iteration. Returns None if no room is
+        `group` has the prompt, and `exchanges` are the turns and answers of this iteration. Returns None if no room is
         left for a turn. Raises ValueError if the chat template rejects the messages.
         """
         ...
@@ -56,10 +55,10 @@ class StreamContext:
         return {}
 
     def append_context(
-        self, draft: PartialCompletion, chat: Sequence[ChatMessage], exchanges: Sequence[Exchange]
+        self, draft: PartialCompletion, group: Group, exchanges: Sequence[Exchange]
     ) -> PartialCompletion | None:
         """Append the last observation. Returns None if no room is left for a turn."""
-        tokens = self.form.encode_observation(
+        tokens = self.form.with_arguments(group.template).encode_observation(
             exchanges[-1].observations, ended=int(draft.input.tokens[-1]) in self.form.ends
         )
         return (
@@ -102,11 +101,11 @@ class PerTurnContext:
         return encode_turn(self.form, turn, text, in_calls=self.in_calls)
 
     def append_context(
-        self, draft: PartialCompletion, chat: Sequence[ChatMessage], exchanges: Sequence[Exchange]
+        self, draft: PartialCompletion, group: Group, exchanges: Sequence[Exchange]
     ) -> PartialCompletion | None:
         """Append the prompt of the next turn. Returns None if the prompt leaves no room for a turn."""
-        messages = [Message(each["role"], each["content"], each["name"] or "") for each in chat]
-        tokens = render_prompt(self.form, messages, exchanges, prompt=draft.input.prompt.tolist())
+        form, prompt = self.form.with_arguments(group.template), draft.input.prompt.tolist()
+        tokens = render_prompt(form, group.messages, exchanges, prompt=prompt)
         if len(tokens) - draft.input.num_prompt_tokens >= self.max_new_tokens:
             return None
         return draft.append_turn_prompt(

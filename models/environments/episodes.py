@@ -272,7 +272,7 @@ class Episodes:
             return
         messages = self._shorten_messages(step)
         episode.exchanges.append(Exchange(episode.spelt[-1], tuple(messages)))
-        followed = self.history.append_context(draft, episode.group.chat, episode.exchanges)
+        followed = self.history.append_context(draft, episode.group, episode.exchanges)
         if followed is None:
             episode.draft = replace(draft, turns=(*before, last))
             episode.end(FinishReason.LENGTH)

@@ -8,6 +8,7 @@ from typing import cast
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from infra.errors import BadInput, RheostatError
+from infra.plugins import nearest_name
 from infra.processes.child import RestartingProcess
 from infra.processes.episodes import DescribedTools, EpisodeRequest
 from models.config.environments import EpisodeSettings
@@ -131,7 +132,21 @@ def tools_of(settings: EpisodeSettings | None, problems: Sequence[Problem]) -> t
                 f"{problem.source}: expected {kinds[0]} as the prompt, found {kinds[1]}. Change the problems, or set "
                 f"rollout.environment.prompts={'text' if is_chat else 'chat'!r}."
             )
-    return tool_schemas(settings) if is_chat else ()
+    schemas = tool_schemas(settings) if is_chat else ()
+    names = [_tool_name(schema) for schema in schemas]
+    for problem in problems if names else ():
+        for tool in problem.template.tools:
+            if (name := _tool_name(tool)) not in names:
+                raise BadInput(
+                    f"{problem.source}: the row's tool {name!r} is not a tool of rollout.environment, which has "
+                    f"{', '.join(names)}{nearest_name(name, names) or '.'} A row may only select some of them."
+                )
+    return schemas
+
+
+def _tool_name(tool: ToolSchema) -> str:
+    """Return the name of a tool. Some data files contain the schema of the function alone."""
+    return str(cast(Mapping[str, object], tool.get("function", tool))["name"])
 
 
 def check_turns(
@@ -141,7 +156,7 @@ def check_turns(
 
     Raises BadInput if not.
     """
-    form = turn_format(tokenizer, tools=tools, is_chat=settings.prompts == "chat")
+    form = turn_format(tokenizer, tools=tools, is_chat=settings.prompts == "chat").with_arguments(problem.template)
     build_parser(settings.parser, tokenizer, tools=tools)
     _check_shown(form)
     if settings.has_turn_prompts:
@@ -159,7 +174,7 @@ def check_turns(
 
 def _check_shown(form: TurnFormat) -> None:
     """Raise BadInput if the chat template does not render the tools, because the policy could not use them."""
-    names = [str(cast(Mapping[str, object], tool["function"])["name"]) for tool in form.tools]
+    names = [_tool_name(tool) for tool in form.tools]
     if not names:
         return
     [prompt] = form.render([[form.encode_message(Message("user", "-"))]], generation_prompt=True)

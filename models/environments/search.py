@@ -15,7 +15,7 @@ from infra.errors import BadInput, InputErrors
 from infra.processes.episodes import DescribedTools, EnvironmentMessage, EnvironmentStep, EpisodeRequest
 from infra.store.inputs import format_path
 from models.config.environments import SearchEnvironment
-from models.data.files import read_text
+from models.data.messages import read_text
 from models.data.rows import read_rows
 from models.retrieval.encoders import Retriever
 

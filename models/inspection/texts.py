@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from transformers import PreTrainedTokenizerFast
 
 from models.config.texts import NOTE, TextRules
-from models.data.problems import Problem
+from models.data.examples import Preference
+from models.data.problems import Problem, Prompt, TemplateArguments
 from models.text.control_tokens import ControlTokens
+from models.text.template_fields import count_unread_fields
 from models.text.turn_end import find_turn_end
 from models.vision.processor import VisionProcessor
 
@@ -21,8 +23,27 @@ def text_facts(
 ) -> dict[str, float]:
     """Return notes on the texts of problems as facts: each key is a note after the prefix `NOTE`."""
     contained = _describe_contained_tokens(problems, tokenizer, rules, processor)
-    notes = (*contained, *_describe_end(problems, tokenizer, rules))
+    unread = _describe_unread([(each.prompt, each.template) for each in problems], tokenizer, "prompts")
+    notes = (*contained, *_describe_end(problems, tokenizer, rules), *unread)
     return {f"{NOTE}{note}": 1.0 for note in notes}
+
+
+def preference_facts(
+    train: Sequence[Preference], heldout: Sequence[Preference], tokenizer: PreTrainedTokenizerFast
+) -> dict[str, float]:
+    """Return the numbers of preference pairs, and notes on their prompts like those of `text_facts`."""
+    prompts = [(each.prompt, each.template) for each in (*train, *heldout)]
+    notes = {f"{NOTE}{note}": 1.0 for note in _describe_unread(prompts, tokenizer, "pairs of preferences")}
+    return {"train_pairs": len(train), "heldout_pairs": len(heldout), **notes}
+
+
+def _describe_unread(
+    prompts: Sequence[tuple[Prompt, TemplateArguments]], tokenizer: PreTrainedTokenizerFast, what: str
+) -> Iterator[str]:
+    """Yield a note if the chat template does not read some fields of messages, tools or variables."""
+    if unread := count_unread_fields(prompts, tokenizer):
+        fields = ", ".join(f"{name} ({rows:,} {what})" for name, rows in unread.items())
+        yield f"The policy's chat template does not read {fields}, so the policy does not see these values."
 
 
 def _describe_contained_tokens(

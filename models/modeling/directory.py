@@ -16,6 +16,7 @@ from infra.errors import BadInput
 from infra.store.bundles import CONTENTS
 from models.modeling.merging import check_fits, find_base, is_adapter, load_merged, read_adapter
 from models.modeling.policy import load_policy
+from models.text.template_files import copy_named_templates
 from models.text.tokenizer import load_tokenizer
 from models.untrusted_files.directory import check_untrusted_files, missing_directory_error
 from models.vision.processor import is_vision_model, load_processor
@@ -87,6 +88,7 @@ def copy_config_files(source: Path, target: Path) -> None:
         is_skipped = path.name in (CONTENTS, INDEX) or (target / path.name).exists()
         if path.is_file() and not path.name.startswith(".") and not is_skipped:
             copyfile(path, target / path.name)
+    copy_named_templates(source, target)
 
 
 def weight_files(directory: Path) -> list[Path]:

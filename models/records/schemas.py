@@ -48,6 +48,10 @@ PROMPT_SCHEMA = pa.schema(
 )
 """Prompts of a data set, one per row. The row number of a prompt identifies it inside a run."""
 
+TEMPLATE: Final = "template"
+"""Additional text column of prompts if a chat has tools, template variables, or messages with more fields than MESSAGE:
+the input of the chat template as JSON (`models.data.problems.encode_template_input`), empty for other prompts."""
+
 MEDIA_SCHEMA = pa.schema(
     [
         ("digest", pa.string()),  # BLAKE3 of the bytes, 64 hex digits

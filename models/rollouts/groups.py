@@ -11,6 +11,7 @@ import pyarrow as pa
 from pydantic import JsonValue
 
 from models.config.rollout import PartialRollout
+from models.data.problems import NO_ARGUMENTS, Message, TemplateArguments, decode_template_input
 from models.engines.protocol import Completion, Request
 from models.records.model_input import (
     ENVIRONMENT,
@@ -21,7 +22,7 @@ from models.records.model_input import (
     rollout_inputs,
 )
 from models.records.pictures import Picture
-from models.records.schemas import EXPERTS, ROLLOUT_SCHEMA, FinishReason
+from models.records.schemas import EXPERTS, ROLLOUT_SCHEMA, TEMPLATE, FinishReason
 from models.records.seeds import sample_seed
 
 
@@ -153,6 +154,10 @@ class Group:
     """Columns that an environment receives in addition to the prompt and the answer."""
     chat: tuple[ChatMessage, ...] = ()
     """Messages of the prompt at the start of an episode. A plain-text prompt is one message."""
+    messages: tuple[Message, ...] = ()
+    """Messages of the prompt with all fields that chat templates read."""
+    template: TemplateArguments = NO_ARGUMENTS
+    """Arguments of the chat template, if the prompt is a chat."""
 
     @property
     def is_finished(self) -> bool:
@@ -221,19 +226,25 @@ def read_groups(rollouts: pa.Table, prompts: pa.Table) -> list[Group]:
 
 def _without_drafts(prompts: pa.Table, rows: Sequence[int]) -> list[Group]:
     """Build groups without completions from rows of the prompts table."""
-    texts = prompts.select(["prompt_id", "text", "answer", "columns", "messages"]).to_pylist()
-    return [
-        Group(
-            prompt_row=row,
-            prompt_id=prompt["prompt_id"],
-            prompt=prompt["text"],
-            answer=prompt["answer"],
-            columns=json.loads(prompt["columns"]),
-            chat=tuple(prompt["messages"] or [ChatMessage(role="user", content=prompt["text"], name=None)]),
-            drafts=(),
+    columns = ["prompt_id", "text", "answer", "columns", "messages", *({TEMPLATE} & {*prompts.column_names})]
+    groups = []
+    for row, prompt in zip(rows, prompts.select(columns).to_pylist(), strict=True):
+        chat = tuple(prompt["messages"] or [ChatMessage(role="user", content=prompt["text"], name=None)])
+        messages, template = decode_template_input(prompt.get(TEMPLATE) or "")
+        groups.append(
+            Group(
+                prompt_row=row,
+                prompt_id=prompt["prompt_id"],
+                prompt=prompt["text"],
+                answer=prompt["answer"],
+                columns=json.loads(prompt["columns"]),
+                chat=chat,
+                messages=messages or tuple(Message(each["role"], each["content"], each["name"] or "") for each in chat),
+                template=template,
+                drafts=(),
+            )
         )
-        for row, prompt in zip(rows, texts, strict=True)
-    ]
+    return groups
 
 
 def build_table(groups: Sequence[Group]) -> pa.Table:

@@ -283,8 +283,9 @@ def _detect_parser(tokenizer: PreTrainedTokenizerFast, tools: Sequence[ToolSchem
             return partial(_parse_by_template, tokenizer, prefix=prefix, tools=tools)
         call = Call("find", {"a": "b"})
         turn = {"role": "assistant", "content": "", "tool_calls": [encode_call(call.name, call.arguments)]}
-        [chat] = render_chats([[prompt, turn]], tokenizer, generation_prompt=False)
-        [before] = render_chats([[prompt]], tokenizer, generation_prompt=True)
+        named = tools if isinstance(tokenizer.chat_template, dict) else ()  # one of its templates is for tools
+        [chat] = render_chats([[prompt, turn]], tokenizer, generation_prompt=False, tools=named)
+        [before] = render_chats([[prompt]], tokenizer, generation_prompt=True, tools=named)
     except TemplateFailed as error:
         raise BadInput(
             f"rollout.environment.parser 'auto' needs the policy's chat template, which {error}. Set the parser to "

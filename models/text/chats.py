@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -48,24 +49,48 @@ def render_chats(
     *,
     generation_prompt: bool,
     tools: "Sequence[Mapping[str, JsonValue]]" = (),
+    kwargs: "Mapping[str, JsonValue]" = MappingProxyType({}),
 ) -> list[str]:
-    """Render chats like `apply_chat_template`. `tools` are JSON schemas of functions.
+    """Render chats like `apply_chat_template`. `tools` are JSON schemas of functions, `kwargs` variables by name.
 
-    Raises TemplateFailed if a chat cannot be rendered.
+    If the tokenizer has several templates, the same one is used as by `apply_chat_template`: `tool_use` if there are
+    tools, else `default`. Raises TemplateFailed if a chat cannot be rendered.
     """
     if not chats:
         return []
-    try:
-        template = tokenizer.get_chat_template()
-    except ValueError as error:
-        raise TemplateFailed(f"rejects the chat: {error}", chat=0) from error
     settings = {
-        "chat_template": template,
+        "chat_template": select_template(tokenizer, tools=tools),
         "add_generation_prompt": generation_prompt,
         "tools": list(map(dict, tools)) or None,
         **tokenizer.special_tokens_map,
+        **kwargs,
     }
     return _RENDERER.render("chat", [list(map(dict, chat)) for chat in chats], settings)
+
+
+def select_template(tokenizer: "PreTrainedTokenizerFast", *, tools: "Sequence[Mapping[str, JsonValue]]" = ()) -> str:
+    """Return the chat template for prompts with these tools. Raises TemplateFailed if none applies."""
+    try:
+        template: str = tokenizer.get_chat_template(tools=list(map(dict, tools)) or None)
+    except ValueError as error:
+        raise TemplateFailed(f"rejects the chat: {error}", chat=0) from error
+    return template
+
+
+def join_templates(tokenizer: "PreTrainedTokenizerFast") -> str:
+    """Return the text of all chat templates of a tokenizer, which may have several with names."""
+    templates = tokenizer.chat_template
+    return "\n".join(map(str, templates.values())) if isinstance(templates, dict) else str(templates or "")
+
+
+def find_names(template: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names of variables that a chat template reads, and the names of fields that it may read.
+
+    Raises TemplateFailed if the template is not valid.
+    """
+    [encoded] = _RENDERER.render("names", [template], {})
+    variables, fields = json.loads(encoded)
+    return frozenset(variables), frozenset(fields)
 
 
 def parse_response(
@@ -164,12 +189,14 @@ class _TooLong(Exception):
 
 def _serve() -> None:
     """Serve requests from stdin until it is closed. This is the main function of the template process."""
+    from jinja2 import meta, nodes
     from transformers.utils import chat_parsing, chat_template_utils
 
     def rendered(chat: list[dict[str, Any]], **settings: object) -> str:
         """Render one chat. Raises _TooLong if the text exceeds the length limit."""
         [text], _ = chat_template_utils.render_jinja_template(conversations=[chat], **settings)
         num_characters = sum(len(part.get("text", "")) for message in chat for part in _parts(message["content"]))
+        num_characters += sum(len(json.dumps(message)) for message in chat if not message.keys() <= {"role", "content"})
         num_characters += len(json.dumps(settings["tools"])) if settings["tools"] else 0
         if len(text) > SPARE_CHARACTERS + CHARACTERS_PER_CHARACTER * num_characters:
             raise _TooLong(
@@ -181,8 +208,16 @@ def _serve() -> None:
         """Parse one turn and return the message as JSON."""
         return json.dumps(chat_parsing.parse_response(text, **settings))
 
+    def named(template: str) -> str:
+        """Return the names of variables and of possible fields in a template as JSON."""
+        parsed = chat_template_utils._compile_jinja_template(template).environment.parse(template)
+        attributes = {node.attr for node in parsed.find_all(nodes.Getattr)}
+        constants = {node.value for node in parsed.find_all(nodes.Const) if isinstance(node.value, str)}
+        return json.dumps([sorted(meta.find_undeclared_variables(parsed)), sorted(attributes | constants)])
+
     makers: dict[str, tuple[Callable[..., str], str]] = {
         "chat": (rendered, "rejects the chat"),
+        "names": (named, "is not valid"),
         "turn": (parsed, "refuses it"),  # policies read these errors
     }
     for limit, value in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_AS, MEMORY_BYTES)):
@@ -216,9 +251,9 @@ def _run_template(
         return {"error": f"{rejection}: {str(error).strip() or type(error).__name__}"}
 
 
-def _parts(content: str | list[dict[str, str]]) -> list[dict[str, str]]:
+def _parts(content: str | list[dict[str, str]] | None) -> list[dict[str, str]]:
     """Return the content of a message as a list of parts."""
-    return [{"text": content}] if isinstance(content, str) else content
+    return [{"text": content}] if isinstance(content, str) else content or []
 
 
 if __name__ == "__main__":

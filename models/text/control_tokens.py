@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from models.data.problems import Message, Prompt
+from models.text.chats import join_templates
 
 PRIVATE_USE: Final = range(0xE000, 0xF900)
 """Characters without a meaning, from which separators are chosen."""
@@ -65,7 +66,7 @@ class ControlTokens:
         """Return the control tokens of a tokenizer. `images` are the texts of its image tokens."""
         return ControlTokens(
             tokenizer,
-            control_token_pattern(tokenizer, template=str(tokenizer.chat_template or ""), others=images),
+            control_token_pattern(tokenizer, template=join_templates(tokenizer), others=images),
             control_token_pattern(tokenizer, others=images),
         )
 

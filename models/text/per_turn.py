@@ -12,6 +12,7 @@ from models.data.problems import Message
 from models.text.calls import Call, ParsedTurn, encode_call
 from models.text.chats import TemplateFailed
 from models.text.control_tokens import ControlTokens, separator_for
+from models.text.template_fields import fit_chats
 from models.text.turns import (
     QUESTION,
     REPLY,
@@ -49,10 +50,12 @@ def render_prompt(
     is_text = control.find(tuple(asked)) is not None and _render_plainly(form, asked) != tuple(prompt)
     observations = [text_of(message.content) for exchange in exchanges for message in exchange.observations]
     mark = separator_for(
-        "".join([*observations, *(message.text for message in asked), *(str(each.turn) for each in exchanges)])
+        "".join(
+            [*observations, *(f"{each.text}{each.fields}" for each in asked), *(str(each.turn) for each in exchanges)]
+        )
     )
     problem = control.break_prompt(tuple(asked), mark) if is_text else asked
-    chat: Chat = [form.encode_message(message) for message in problem if isinstance(message, Message)]
+    chat = _encode_messages(form, [message for message in problem if isinstance(message, Message)])
     for exchange in exchanges:
         broken = [
             Message(each.role, form.break_control_tokens(text_of(each.content), mark), each.name)
@@ -72,10 +75,16 @@ def render_prompt(
 def _render_plainly(form: TurnFormat, asked: Sequence[Message]) -> tuple[int, ...]:
     """Return the tokens of a problem's messages if every control token that they contain becomes a control token."""
     try:
-        [text] = form.render([[form.encode_message(message) for message in asked]], generation_prompt=True)
+        [text] = form.render([_encode_messages(form, asked)], generation_prompt=True)
     except TemplateFailed as error:
         raise ValueError(f"the policy's chat template {first_error_line(error)}") from error
     return tuple(form.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _encode_messages(form: TurnFormat, asked: Sequence[Message]) -> Chat:
+    """Return the messages of a problem in the format of the chat template."""
+    [chat] = fit_chats([[form.encode_message(message) for message in asked]], form.tokenizer)
+    return [*chat]
 
 
 def encode_turn(form: TurnFormat, turn: ParsedTurn, text: str, *, in_calls: bool) -> dict[str, object]:

@@ -14,6 +14,7 @@ from models.data.problems import Message
 from models.records.model_input import ModelInput
 from models.text.chats import TemplateFailed, render_chats
 from models.text.control_tokens import ControlTokens
+from models.text.template_fields import fit_chats
 from models.text.tokenizer import render, tokenize_prompts
 from models.text.turn_end import TurnEnd, find_turn_end
 from models.vision.processor import VisionProcessor
@@ -49,13 +50,15 @@ def example_inputs(
     assistant, if `rules` say so. `ends` are the tokens that end a completion according to the generation config, and
     `source` is the origin of the examples for messages. Raises BadInput if a prompt cannot be tokenized.
     """
-    distinct_prompts = list(dict.fromkeys((each.prompt, each.images) for each in examples))
-    prompts, images = (
-        [prompt for prompt, _ in distinct_prompts],
-        [prompt_images for _, prompt_images in distinct_prompts],
-    )
+    distinct_prompts = list(dict.fromkeys((each.prompt, each.images, each.template) for each in examples))
     tokenized = tokenize_prompts(
-        prompts, tokenizer, sources=[source] * len(prompts), images=images, processor=processor, rules=rules
+        [prompt for prompt, _, _ in distinct_prompts],
+        tokenizer,
+        sources=[source] * len(distinct_prompts),
+        images=[images for _, images, _ in distinct_prompts],
+        processor=processor,
+        arguments=[arguments for _, _, arguments in distinct_prompts],
+        rules=rules,
     )
     inputs = {each: each_input.input for each, each_input in zip(distinct_prompts, tokenized, strict=True)}
     in_chat = rules.ends_as_template and any(not isinstance(each.prompt, str) for each in examples)
@@ -71,7 +74,7 @@ def example_inputs(
     tokens = dict(zip(texts, encoded, strict=True))
     return [
         _build_input(
-            inputs[each.prompt, each.images],
+            inputs[each.prompt, each.images, each.template],
             each,
             tokens,
             end=plain_end if turn_end is None or isinstance(each.prompt, str) else turn_end,
@@ -143,7 +146,7 @@ def encode(
     if separator is not None:
         broken = control.break_prompt(asked, separator)
         asked = broken if isinstance(broken, tuple) else asked
-    turns = [each.encode() for each in asked or (Message("user", prompt),)]
+    [turns] = fit_chats([[each.encode() for each in asked or (Message("user", prompt),)]], tokenizer)
     try:
         [chat] = render_chats(
             [[*turns, {"role": "assistant", "content": completion}]], tokenizer, generation_prompt=False
@@ -166,7 +169,11 @@ def policy_pairs(
     Raises BadInput if a sequence exceeds `context`.
     """
     source = f"preferences from {preferences[0].source}" if preferences else "preferences"
-    examples = [Example(pair.prompt, text) for pair in preferences for text in (pair.chosen, pair.rejected)]
+    examples = [
+        Example(pair.prompt, text, template=pair.template)
+        for pair in preferences
+        for text in (pair.chosen, pair.rejected)
+    ]
     inputs = example_inputs(examples, tokenizer, source=source, rules=rules, ends=ends)
     return _build_pairs(preferences, inputs, context=context)
 
@@ -187,7 +194,12 @@ def reward_pairs(
     """
     require_completion(template, source="reward model")
     inputs: list[ModelInput] = []
-    prompts = render([pair.prompt for pair in preferences], tokenizer, sources=[pair.source for pair in preferences])
+    prompts = render(
+        [pair.prompt for pair in preferences],
+        tokenizer,
+        sources=[pair.source for pair in preferences],
+        arguments=[pair.template for pair in preferences],
+    )
     for pair, prompt in zip(preferences, prompts, strict=True):
         messages = (Message("user", pair.prompt),) if isinstance(pair.prompt, str) else pair.prompt
         messages = () if chat_prompt == "text" else messages

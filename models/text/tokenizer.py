@@ -15,10 +15,20 @@ from infra.errors import BadInput, InputErrors
 from models.config.policy import ScratchPolicy
 from models.config.texts import RULES_BEFORE, TextRules
 from models.data.images import ImageHeader, read_header
-from models.data.problems import Message, Problem, Prompt, add_image_places, check_places, identity
+from models.data.problems import (
+    NO_ARGUMENTS,
+    Message,
+    Problem,
+    Prompt,
+    TemplateArguments,
+    add_image_places,
+    check_places,
+    identity,
+)
 from models.records.model_input import ModelInput
 from models.text.chats import TemplateFailed, render_chats
 from models.text.control_tokens import ControlTokens, count_appended_tokens
+from models.text.template_fields import fit_chats
 from models.vision.processor import VisionProcessor
 
 EOS = "<|eos|>"
@@ -116,8 +126,15 @@ def tokenize_problems(
     """Render and tokenize the prompts of problems. Raises BadInput if a prompt cannot be rendered."""
     prompts, images = [problem.prompt for problem in problems], [problem.images for problem in problems]
     sources = [problem.source for problem in problems]
+    arguments = [problem.template.with_default_tools(tools) for problem in problems]
     return tokenize_prompts(
-        prompts, tokenizer, sources=sources, images=images, processor=processor, tools=tools, rules=rules
+        prompts,
+        tokenizer,
+        sources=sources,
+        images=images,
+        processor=processor,
+        arguments=arguments,
+        rules=rules,
     )
 
 
@@ -128,14 +145,14 @@ def tokenize_prompts(
     sources: Sequence[str],
     images: Sequence[Sequence[bytes]] | None = None,
     processor: VisionProcessor | None = None,
-    tools: Sequence[ToolSchema] = (),
+    arguments: Sequence[TemplateArguments] | None = None,
     rules: TextRules = TextRules(),  # noqa: B008 -- immutable
 ) -> list[TokenizedPrompt]:
     """Render and tokenize prompts.
 
     Chat templates add their own special tokens, and plain text gets those of the tokenizer. `sources` are the origins
-    of the prompts for messages, `images` the encoded images of each prompt, `tools` the schemas shown by chat
-    templates, and `rules` the encoding of control tokens in prompts. Raises BadInput if a prompt cannot be rendered or
+    of the prompts for messages, `images` the encoded images of each prompt, and `rules` the encoding of control tokens
+    in prompts. Chat templates receive the `arguments` of each prompt. Raises BadInput if a prompt cannot be rendered or
     has invalid images.
     """
     headers = [
@@ -144,9 +161,13 @@ def tokenize_prompts(
     ]
     counts = list(map(len, headers))
     control = ControlTokens.of(tokenizer, images=[] if processor is None else [processor.placeholder])
-    separator = None if rules.parses_control_tokens else control.choose_separator(prompts)
+    given = [*(arguments or [NO_ARGUMENTS] * len(prompts))]
+    shown = [(_as_message(each),) for each in given if each != NO_ARGUMENTS]
+    separator = None if rules.parses_control_tokens else control.choose_separator([*prompts, *shown])
     broken = prompts if separator is None else [control.break_prompt(prompt, separator) for prompt in prompts]
-    texts = render(broken, tokenizer, sources=sources, images=counts, processor=processor, tools=tools)
+    if separator is not None:
+        given = [_break_arguments(control, each, separator) for each in given]
+    texts = render(broken, tokenizer, sources=sources, images=counts, processor=processor, arguments=given)
     token_ids: dict[int, list[int]] = {}
     for special in (True, False):
         rows = [row for row, prompt in enumerate(prompts) if isinstance(prompt, str) == special]
@@ -169,6 +190,24 @@ def tokenize_prompts(
             TokenizedPrompt(text, model_input, tuple(processor.count_tokens(each.size) for each in headers[row]))
         )
     return expanded
+
+
+def _as_message(arguments: TemplateArguments) -> Message:
+    """Return a message with the texts of template arguments, in which control tokens are found as in other messages."""
+    return Message(
+        "user", "", fields={"tools": [dict(tool) for tool in arguments.tools], "kwargs": {**arguments.kwargs}}
+    )
+
+
+def _break_arguments(control: ControlTokens, arguments: TemplateArguments, separator: str) -> TemplateArguments:
+    """Insert a separator into each control token that the texts of template arguments contain."""
+    if arguments == NO_ARGUMENTS:
+        return arguments
+    broken = control.break_prompt((_as_message(arguments),), separator)
+    message = broken[0]
+    assert isinstance(message, Message), "a chat stays a chat"
+    tools, kwargs = message.fields["tools"], message.fields["kwargs"]
+    return TemplateArguments(tuple(cast(list[ToolSchema], tools)), cast(dict[str, JsonValue], kwargs))
 
 
 def tokenize_questions(
@@ -202,13 +241,13 @@ def render(
     sources: Sequence[str],
     images: Sequence[int] | None = None,
     processor: VisionProcessor | None = None,
-    tools: Sequence[ToolSchema] = (),
+    arguments: Sequence[TemplateArguments] | None = None,
 ) -> list[str]:
     """Render prompts: plain text unchanged, chats by the tokenizer's template up to the start of the assistant's turn.
 
-    `images` is the number of images of each prompt. Image placeholders of plain text precede the text. `tools` are
-    passed to the template. Raises BadInput if the policy cannot read images, the tokenizer has no chat template, or the
-    template rejects a chat.
+    `images` is the number of images of each prompt. Image placeholders of plain text precede the text. The template
+    receives the `arguments` of each prompt. Raises BadInput if the policy cannot read images, the tokenizer has no chat
+    template, or the template rejects a chat.
     """
     counts = images or [0] * len(prompts)
     for prompt, count, source in zip(prompts, counts, sources, strict=True):
@@ -222,16 +261,31 @@ def render(
             f"{sources[rows[0]]}: the prompt is a chat, but the tokenizer has no chat template. Use plain text."
         )
     in_parts = processor is not None and bool(rows) and not renders_plain_text(tokenizer)
-    turns = [_turns(chat, counts[row], in_parts=in_parts) for row, chat in chats.items()]
-    try:
-        rendered = dict(zip(rows, render_chats(turns, tokenizer, generation_prompt=True, tools=tools), strict=True))
-    except TemplateFailed as error:
-        raise BadInput(f"{sources[rows[error.chat]]}: the policy's chat template {_first_line(error)}") from error
+    fitted = fit_chats([_turns(chat, counts[row], in_parts=in_parts) for row, chat in chats.items()], tokenizer)
+    turns = dict(zip(rows, fitted, strict=True))
+    given = arguments or [NO_ARGUMENTS] * len(prompts)
+    rendered: dict[int, str] = {}
+    for alike in _group_by_arguments([(row, given[row]) for row in rows]):
+        own, members = given[alike[0]], [turns[row] for row in alike]
+        try:
+            texts = render_chats(members, tokenizer, generation_prompt=True, tools=own.tools, kwargs=own.kwargs)
+        except TemplateFailed as error:
+            raise BadInput(f"{sources[alike[error.chat]]}: the policy's chat template {_first_line(error)}") from error
+        rendered |= zip(alike, texts, strict=True)
     before = "" if processor is None else processor.shown
     return [
         before * counts[row] + prompt if isinstance(prompt, str) else rendered[row]
         for row, prompt in enumerate(prompts)
     ]
+
+
+def _group_by_arguments(rows: Iterable[tuple[int, TemplateArguments]]) -> list[list[int]]:
+    """Return the rows in groups with equal template arguments, which are rendered together."""
+    groups: dict[str, list[int]] = {}
+    for row, arguments in rows:
+        key = json.dumps([arguments.tools, arguments.kwargs], default=dict)
+        groups.setdefault(key, []).append(row)
+    return [*groups.values()]
 
 
 def _turns(chat: Sequence[Message], images: int, *, in_parts: bool) -> list[dict[str, object]]:

@@ -7,18 +7,19 @@ before the chat is rendered, and the pieces between separators are encoded separ
 """
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, pairwise
 from os.path import commonprefix
 from typing import Final
 
+from pydantic import JsonValue
 from transformers import PreTrainedTokenizerFast
 
 from infra.errors import BadInput
-from models.data.problems import Content, Message
+from models.data.problems import Content, Message, TemplateArguments
 from models.text.calls import call_id, encode_call
-from models.text.chats import TemplateFailed, render_chats
+from models.text.chats import TemplateFailed, join_templates, render_chats
 from models.text.control_tokens import break_tokens, control_token_pattern, separator_for
 from models.text.tokenizer import ToolSchema, renders_plain_text
 
@@ -52,6 +53,14 @@ class TurnFormat:
     """Whether the chat template requires contents as lists of parts."""
     control: re.Pattern[str] = field(repr=False)
     """Pattern of control tokens: special tokens, and added tokens that the template writes."""
+    kwargs: Mapping[str, JsonValue] = field(default_factory=dict)
+    """Variables of the chat template by name."""
+
+    def with_arguments(self, arguments: TemplateArguments) -> "TurnFormat":
+        """Return the format for a prompt with these template arguments. Tools of the prompt replace the tools."""
+        if not arguments.tools and not arguments.kwargs:
+            return self
+        return replace(self, tools=arguments.tools or self.tools, kwargs=arguments.kwargs)
 
     def encode_observation(self, messages: Sequence[Message], *, ended: bool = True) -> tuple[int, ...]:
         """Return the tokens after a turn: the messages, up to the start of the next turn.
@@ -97,10 +106,14 @@ class TurnFormat:
 
     def render(self, chats: Sequence[Chat], *, generation_prompt: bool) -> list[str]:
         """Render chats with the tools. Raises TemplateFailed if a chat cannot be rendered."""
-        return render_chats(chats, self.tokenizer, generation_prompt=generation_prompt, tools=self.tools)
+        return render_chats(
+            chats, self.tokenizer, generation_prompt=generation_prompt, tools=self.tools, kwargs=self.kwargs
+        )
 
     def encode_message(self, message: Message) -> dict[str, object]:
         """Return a message in the format of the chat template."""
+        if message.content is None:
+            return message.encode()
         text = text_of(message.content)
         return replace(message, content=(text,) if self.in_parts else text).encode()
 
@@ -141,7 +154,7 @@ def turn_format(
     """
     if is_chat and not tokenizer.chat_template:
         raise BadInput("the policy's tokenizer has no chat template, but the messages of an environment need one")
-    template = str(tokenizer.chat_template) if is_chat else ""
+    template = join_templates(tokenizer) if is_chat else ""
     form = TurnFormat(
         tokenizer,
         ends=tuple(sorted({*stated, tokenizer.eos_token_id})),
@@ -340,7 +353,7 @@ def _find_first_end(form: TurnFormat, text: str) -> re.Match[str] | None:
 # ---- texts
 def text_of(content: Content) -> str:
     """Return the text of a content. Raises ValueError if the content has an image."""
-    parts = (content,) if isinstance(content, str) else content
+    parts = (content,) if isinstance(content, str) else content or ()
     if not all(isinstance(part, str) for part in parts):
         raise ValueError("an observation of an environment must be text, found an image")
     return "".join(map(str, parts))

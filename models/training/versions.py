@@ -28,6 +28,7 @@ from models.modeling.logprobs import TokenLogprobs, TokenModule
 from models.modeling.policy import freeze, load_policy, load_vision, trains_vision
 from models.records.media import Gallery, ImageSource
 from models.records.versions import ModelVersion
+from models.text.template_files import copy_named_templates
 from models.training.ranks import Ranks, any_rank, broadcast_bytes
 from models.training.states import StateWriter, load_state
 from models.training.trainer import Forward, Moments, Trainer, frozen_forward
@@ -82,6 +83,7 @@ def _copy_beside_weights(parent: Path, directory: Path) -> None:
         target = directory / source.name
         if source.name != "bundle.json" and not source.name.endswith(_WEIGHTS) and not target.exists():
             shutil.copyfile(source, target)
+    copy_named_templates(parent, directory)
 
 
 logger = logging.getLogger(__name__)

@@ -88,6 +88,9 @@ def check_untrusted_files(directory: Path) -> None:
         path = directory / name
         if path.is_file() and (size := path.stat().st_size) > limit:
             raise BadInput(f"{path}: the file may have at most {limit} bytes, found {size}")
+    for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
+        if path.is_file() and (size := path.stat().st_size) > (limit := MAX_BYTES["chat_template.jinja"]):
+            raise BadInput(f"{path}: the file may have at most {limit} bytes, found {size}")
     path = directory / "config.json"
     if not path.is_file():
         return

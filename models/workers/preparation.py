@@ -17,7 +17,14 @@ from infra.store.shards import write_shard
 from infra.store.storage import open_store
 from models.data.canonical import drop_absent
 from models.data.images import media_tables
-from models.data.problems import Problem, encode_columns, find_exclusions, identity, load_problems
+from models.data.problems import (
+    Problem,
+    encode_columns,
+    encode_template_input,
+    find_exclusions,
+    identity,
+    load_problems,
+)
 from models.denoising.policy import policy_context
 from models.environments.runtime import tools_of
 from models.inspection.other_models import check_teacher
@@ -27,7 +34,7 @@ from models.modeling.generation_config import complete_generation_config
 from models.modeling.initial import iterate_texts, write_policy, write_served_model, write_user
 from models.records.media import MEDIA
 from models.records.model_input import prompt_columns
-from models.records.schemas import PROMPT_SCHEMA
+from models.records.schemas import PROMPT_SCHEMA, TEMPLATE
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import (
     CriticWork,
@@ -231,7 +238,10 @@ def _build_table(problems: list[Problem], prompts: list[TokenizedPrompt]) -> pa.
         "columns": [encode_columns(problem.columns) for problem in problems],
         "messages": [_messages(problem) for problem in problems],
     }
-    return pa.table(columns, schema=PROMPT_SCHEMA)
+    inputs = [encode_template_input(problem.prompt, problem.template) for problem in problems]
+    if not any(inputs):
+        return pa.table(columns, schema=PROMPT_SCHEMA)
+    return pa.table(columns | {TEMPLATE: inputs}, schema=PROMPT_SCHEMA.append(pa.field(TEMPLATE, pa.string())))
 
 
 def _messages(problem: Problem) -> list[dict[str, str | None]] | None:

@@ -11,11 +11,11 @@ from infra.store.bundles import fetch_bundle
 from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import Store, open_store
 from models.config.judges import ModelReward
-from models.data.problems import Message
+from models.data.problems import Message, decode_template_input
 from models.engines.protocol import StepSums
 from models.modeling.reward_model import RewardModel, ScoredTexts, load_reward_model, score
 from models.records.model_input import ModelInput
-from models.records.schemas import VERDICT_SCHEMA
+from models.records.schemas import TEMPLATE, VERDICT_SCHEMA
 from models.records.versions import ModelVersion, Outcome, order_statistics
 from models.records.work import JudgeWork
 from models.text.sequences import encode
@@ -124,10 +124,13 @@ class RewardModelWorker:
 
 def _read_chats(store: Store, prompts: ShardRef) -> dict[int, tuple[Message, ...]]:
     """Return the messages of the prompts that are chats, by row of the prompts shard."""
-    chats = read_shard(store, prompts, ("messages",))["messages"].to_pylist()
+    table = read_shard(store, prompts)
+    chats = table["messages"].to_pylist()
+    inputs = table[TEMPLATE].to_pylist() if TEMPLATE in table.column_names else [""] * len(chats)
     return {
-        row: tuple(Message(each["role"], each["content"], each["name"] or "") for each in chat)
-        for row, chat in enumerate(chats)
+        row: decode_template_input(encoded)[0]
+        or tuple(Message(each["role"], each["content"], each["name"] or "") for each in chat)
+        for row, (chat, encoded) in enumerate(zip(chats, inputs, strict=True))
         if chat
     }
 

@@ -29,7 +29,7 @@ from models.engines.protocol import (
 from models.environments.runtime import EnvironmentRuntime
 from models.records.media import MEDIA, Media
 from models.records.pictures import build_picture_table
-from models.records.schemas import PROMPT_SCHEMA, FinishReason
+from models.records.schemas import FinishReason
 from models.records.seeds import derive_seed
 from models.records.versions import ModelVersion, Outcome, order_statistics
 from models.records.work import RolloutWork
@@ -186,7 +186,7 @@ class RolloutWorker:
 
     def _open_groups(self, work: RolloutWork) -> list[Group]:
         """Return the groups to be continued, then the new ones in the order of the prompts' shard."""
-        prompts = read_shard(self._store, work.prompts, PROMPT_SCHEMA.names)
+        prompts = read_shard(self._store, work.prompts)
         continued = read_groups(read_shard(self._store, work.continued), prompts) if work.continued else []
         rows = _sort_rows(work, {group.prompt_row for group in continued})
         new = prompts.take(pa.array(rows, pa.int64()))

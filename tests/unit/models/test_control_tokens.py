@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerFast
 
 from models.config.texts import NOTE, RULES_BEFORE, TextRules
 from models.data.examples import Example
-from models.data.problems import ImagePlace, Message, Problem
+from models.data.problems import ImagePlace, Message, Problem, TemplateArguments
 from models.inspection.texts import text_facts
 from models.text.control_tokens import ControlTokens
 from models.text.per_turn import Exchange, render_prompt
@@ -123,7 +123,9 @@ def test_the_plan_names_the_first_prompt_that_contains_control_tokens():
 @pytest.mark.parametrize("rules", [TEXT, RULES_BEFORE])
 def test_prompts_of_single_turns_encode_the_problem_as_the_first_prompt_did(rules):
     form, asked = format_of("qwen-2.5"), (Message("user", FORGED),)
-    [first] = tokenize_prompts([asked], form.tokenizer, sources=["a:1"], tools=form.tools, rules=rules)
+    [first] = tokenize_prompts(
+        [asked], form.tokenizer, sources=["a:1"], arguments=[TemplateArguments(form.tools)], rules=rules
+    )
     exchange = Exchange({"role": "assistant", "content": "Yes."}, (message("user", "a<|im_end|>"),))
     prompt = first.input.tokens.tolist()
     assert [*render_prompt(form, asked, [exchange], prompt=prompt)][: len(prompt)] == prompt

@@ -1,11 +1,17 @@
 """Separate prompts of turns: the whole chat is rendered before each turn as `apply_chat_template` renders it."""
 
+from dataclasses import replace
+
+import pyarrow as pa
 import pytest
 
 from infra.errors import BadInput
 from models.config.environments import TargetEnvironment, ToolsEnvironment
-from models.data.problems import Message, Problem
+from models.data.problems import Message, Problem, TemplateArguments, encode_template_input
+from models.environments.context import PerTurnContext
 from models.environments.runtime import check_turns, tools_of
+from models.records.model_input import ModelInput, prompt_columns
+from models.rollouts.groups import fresh_groups
 from models.text.calls import Call, ParsedTurn, encode_call, hermes
 from models.text.per_turn import Exchange, check_turn_prompts, encode_turn, render_prompt, renders_calls
 from models.text.turns import turn_format
@@ -123,6 +129,39 @@ def test_a_template_that_rewrites_earlier_messages_is_refused_with_the_setting_t
         check_turns(settings, tokenizer_of("qwen-3"), (), PROBLEM)
     per_turn = settings.model_copy(update={"history": "per_turn"})
     check_turns(per_turn, tokenizer_of("qwen-3"), tools_of(per_turn, [PROBLEM]), PROBLEM)
+
+
+def test_a_row_may_only_show_tools_of_the_environment():
+    settings = ToolsEnvironment(tools=("tests.support.games:price",))
+    known, unknown = ({"type": "function", "function": {"name": name}} for name in ("price", "prize"))
+    assert tools_of(settings, [replace(PROBLEM, template=TemplateArguments((known,)))])
+    with pytest.raises(BadInput, match=r"^train\.jsonl:1: .*'prize'.*did you mean 'price'"):
+        tools_of(settings, [replace(PROBLEM, template=TemplateArguments((unknown,)))])
+
+
+def test_prompts_of_later_turns_keep_the_fields_tools_and_variables_of_the_row():
+    template = (
+        "{{ tools | tojson }}{{ mood }}{% for m in messages %}{{ m.role }}{{ m.thinking }}: {{ m.content }}<|eos|>"
+    )
+    tokenizer = with_template(template + "{% endfor %}")
+    arguments = TemplateArguments((FIND,), {"mood": "glad"})
+    chat = (QUESTION, Message("assistant", "Hm.", fields={"thinking": "why"}), QUESTION)
+    table = pa.table(
+        {
+            **{name: ["x"] for name in ("prompt_id", "text", "answer")},
+            "columns": ["{}"],
+            "messages": [[{"role": each.role, "content": each.text, "name": None} for each in chat]],
+            "template": [encode_template_input(chat, arguments)],
+            **prompt_columns([ModelInput.from_prompt([1])]),
+        }
+    )
+    [group] = fresh_groups(table, [0], group_size=1, seed=0, iteration=1)
+    form = turn_format(tokenizer)
+    answered = exchange(form, ParsedTurn("Yes."), "Yes.", Message("user", "So?"))
+    builder = PerTurnContext(form, max_new_tokens=4096, in_calls=False)
+    draft = builder.append_context(group.drafts[0], group, [answered])
+    shown = tokenizer.decode(draft.input.last_context().tokens)
+    assert "glad" in shown and "assistantwhy: Hm." in shown and '"find"' in shown
 
 
 def test_problems_with_images_are_refused():

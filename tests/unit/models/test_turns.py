@@ -14,7 +14,7 @@ from tokenizers import models as kinds
 from transformers import PreTrainedTokenizerFast
 
 from infra.errors import BadInput
-from models.data.problems import ImagePlace, Message
+from models.data.problems import ImagePlace, Message, TemplateArguments
 from models.text.tokenizer import render
 from models.text.turns import check_template_appends, turn_format
 from tests.support.chat_templates import (
@@ -329,7 +329,7 @@ def test_tools_are_rendered_as_in_transformers(name):
         [turn.encode() for turn in chat], tools=[FIND], tokenize=False, add_generation_prompt=True
     )
     assert "Find a thing." in expected
-    assert render([chat], tokenizer, sources=["a"], tools=[FIND]) == [expected]
+    assert render([chat], tokenizer, sources=["a"], arguments=[TemplateArguments((FIND,))]) == [expected]
 
 
 ORIGINALS = {

@@ -1,0 +1,275 @@
+"""Chats in the rows of data files: the messages with the fields that chat templates read, tools, template variables."""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from math import isnan
+from typing import Final, cast
+
+from pydantic import JsonValue
+
+from infra.errors import BadInput
+from infra.plugins import nearest_name
+from models.config.chat_files import RESERVED_KWARGS, ChatFile, MessageFields
+from models.data.json_rows import decode_text
+from models.data.problems import NO_ARGUMENTS, Content, ImagePlace, Message, Prompt, TemplateArguments, check_columns
+
+_TEXT_FIELDS: Final = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking", "tool_plan")
+FIELDS: Final = ("role", "content", "tool_calls", *_TEXT_FIELDS)
+"""Fields of messages that published chat templates read."""
+_THOUGHTS: Final = ("tool_calls", "reasoning_content", "reasoning", "thinking", "tool_plan")
+"""Fields that make a message of the assistant without content meaningful."""
+_OPTIONAL_CONTENT: Final = ("system", "developer", "tool")
+"""Roles whose messages may be empty. An empty system message keeps the template from writing its own."""
+_CALL, _FUNCTION = ("id", "type", "index", "function"), ("name", "arguments")
+_WAY_OUT: Final = "Rename or remove the field, or set message_fields = 'drop' to read only role and content."
+
+
+def omit_nulls(value: object) -> object:
+    """Return a value of a table without the fields that are null, at every depth.
+
+    Parquet and Arrow give every struct of a column the same fields, and fill absent fields with null.
+    """
+    match value:
+        case dict():
+            return {name: omit_nulls(part) for name, part in value.items() if part is not None}
+        case list():
+            return [omit_nulls(part) for part in value]
+        case _:
+            return value
+
+
+def read_prompt(
+    place: str, row: Mapping[str, object], file: ChatFile, *, is_table: bool, is_chat: bool = False
+) -> tuple[Prompt, TemplateArguments]:
+    """Return the prompt of a row, with the arguments that its chat template receives.
+
+    A prompt is plain text, or a chat whose last message is not the assistant's. `is_table` says that the row comes from
+    a Parquet or Arrow file, `is_chat` that plain text becomes a chat later. Raises BadInput if a value is invalid.
+    """
+    values = {name: omit_nulls(row.get(name)) for name in file.chat_columns} if is_table else row
+    prompt = _read_prompt_value(place, values[file.prompt_column], file)
+    if isinstance(prompt, str) and not is_chat:
+        return prompt, NO_ARGUMENTS
+    tools, kwargs = file.tools_column, file.chat_template_kwargs_column
+    own = read_kwargs(place, values.get(kwargs), kwargs) if kwargs else {}
+    return prompt, TemplateArguments(
+        tools=read_tools(place, values.get(tools), tools) if tools else (),
+        kwargs={**file.chat_template_kwargs, **own},
+    )
+
+
+def _read_prompt_value(place: str, prompt: object, file: ChatFile) -> Prompt:
+    """Return the value of a prompt column as plain text or as a chat. Raises BadInput if it has another form."""
+    column = file.prompt_column
+    if not isinstance(prompt, list):
+        return read_text(place, prompt, column)
+    messages = read_messages(place, prompt, column, fields=file.message_fields)
+    if not messages or messages[-1].role == "assistant":
+        fault = "no messages" if not messages else "a message of the assistant at its end"
+        raise BadInput(f"{place}: {column}: expected a chat whose last message is not by the assistant, found {fault}")
+    return messages
+
+
+def read_messages(
+    place: str, turns: Sequence[object], column: str, *, fields: MessageFields = "keep"
+) -> tuple[Message, ...]:
+    """Read the messages of a chat. With `fields="drop"`, only role and content are read.
+
+    Raises BadInput if a turn lacks `role` or `content`, has an unknown field, or an invalid value.
+    """
+    read = _read_message if fields == "keep" else _read_plain_message
+    return tuple(read(place, turn, f"{column}[{index}]") for index, turn in enumerate(turns))
+
+
+def _read_plain_message(place: str, turn: object, column: str) -> Message:
+    """Read role and content of a message, and ignore other fields."""
+    if not isinstance(turn, dict) or "role" not in turn or "content" not in turn:
+        raise _describe_missing(place, turn, column)
+    role = read_text(place, turn["role"], f"{column}.role")
+    return Message(role, _read_content(place, turn["content"], f"{column}.content", fields="drop"))
+
+
+def _read_message(place: str, turn: object, column: str) -> Message:
+    """Read a message with all fields. Fields that are null are absent, except content."""
+    if not isinstance(turn, dict) or "role" not in turn:
+        raise _describe_missing(place, turn, column)
+    present = {name: value for name, value in turn.items() if value is not None and value != []}
+    _require_known(place, present, column, FIELDS, what="a chat message")
+    role = read_text(place, turn["role"], f"{column}.role")
+    texts = {name: _read_any_text(place, present[name], f"{column}.{name}") for name in _TEXT_FIELDS if name in present}
+    name = texts.pop("name", "")
+    calls = _read_calls(place, present["tool_calls"], f"{column}.tool_calls") if "tool_calls" in present else []
+    others = ({"tool_calls": calls} if calls else {}) | texts
+    check_columns(others, source=f"{place}: {column}")
+    if has_thoughts := role == "assistant" and any(map(others.get, _THOUGHTS)):
+        if turn.get("content") is None:
+            return Message(role, None, name, others)
+    elif "content" not in turn:
+        raise _describe_missing(place, turn, column)
+    content = turn["content"]
+    if has_thoughts or role in _OPTIONAL_CONTENT:
+        if content == []:
+            return Message(role, "", name, others)
+        if isinstance(content, str) and not content.strip():
+            return Message(role, _read_any_text(place, content, f"{column}.content"), name, others)
+    return Message(role, _read_content(place, content, f"{column}.content", fields="keep"), name, others)
+
+
+def _describe_missing(place: str, turn: object, column: str) -> BadInput:
+    """Return the error for a message without role or content."""
+    return BadInput(f"{place}: {column} is not a chat message. Expected {{role, content}}, found {turn!r:.80}")
+
+
+def _require_known(place: str, value: Mapping[str, object], column: str, known: Collection[str], *, what: str) -> None:
+    """Raise BadInput if a value has a field that is not known. The message suggests the nearest name."""
+    for name in value:
+        if name not in known:
+            raise BadInput(
+                f"{place}: {column}.{name}: {what} has no field {name!r}{nearest_name(name, known) or '.'} "
+                f"The fields are {', '.join(known)}. {_WAY_OUT}"
+            )
+
+
+def _read_calls(place: str, value: object, column: str) -> list[JsonValue]:
+    """Read the tool calls of a message, in the format of OpenAI. Arguments that are JSON text become objects.
+
+    Raises BadInput if a call has no name, an unknown field, or arguments that are not a JSON object.
+    """
+    calls = _parse_json(place, value, column)
+    if not isinstance(calls, list):
+        raise BadInput(f"{place}: {column}: expected a list of tool calls, found {value!r:.60}")
+    return [_read_call(place, call, f"{column}[{index}]") for index, call in enumerate(calls)]
+
+
+def _read_call(place: str, value: object, column: str) -> JsonValue:
+    """Read one tool call: `{type, function: {name, arguments}}`, or only the function."""
+    call = _parse_json(place, value, column)
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or not function.get("name"):
+        raise BadInput(
+            f'{place}: {column}: expected a tool call {{"type": "function", "function": {{"name", "arguments"}}}}, '
+            f"found {value!r:.80}"
+        )
+    read_text(place, function["name"], f"{column}.name")
+    call, function = ({key: each for key, each in part.items() if each is not None} for part in (call, function))
+    is_wrapped = "function" in call
+    _require_known(place, function, column, _FUNCTION if is_wrapped else (*_CALL[:2], *_FUNCTION), what="a tool call")
+    arguments = function.get("arguments", {})
+    parsed = _parse_json(place, arguments, f"{column}.arguments") if arguments != "" else {}
+    if not isinstance(parsed, dict):
+        raise BadInput(f"{place}: {column}.arguments: expected a JSON object, found {arguments!r:.60}")
+    function["arguments"] = parsed
+    if not is_wrapped:
+        return cast(JsonValue, function)
+    _require_known(place, call, column, _CALL, what="a tool call")
+    return cast(JsonValue, call | {"function": function})
+
+
+def _parse_json(place: str, value: object, column: str) -> object:
+    """Return the value that a JSON text encodes, or a value that is no text unchanged. Raises BadInput if not JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"{place}: {column}: the text is not valid JSON: {error}") from error
+
+
+def read_tools(place: str, value: object, column: str) -> tuple[Mapping[str, JsonValue], ...]:
+    """Read the tools that a prompt shows: JSON schemas of functions, or JSON text of them. Null or empty means none.
+
+    Raises BadInput if a value is not the schema of a function with a name.
+    """
+    tools = None if isinstance(value, str) and not value.strip() else _parse_json(place, value, column)
+    if tools is None:
+        return ()
+    if not isinstance(tools, list):
+        raise BadInput(f"{place}: {column}: expected a list of JSON schemas of tools, found {value!r:.60}")
+    parsed = [_parse_json(place, tool, f"{column}[{index}]") for index, tool in enumerate(tools)]
+    for index, tool in enumerate(parsed):
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or not name.strip():
+            raise BadInput(
+                f'{place}: {column}[{index}]: expected a JSON schema {{"type": "function", "function": {{"name", '
+                f'"description", "parameters"}}}}, found {tool!r:.80}'
+            )
+        check_columns({f"{column}[{index}]": cast(JsonValue, tool)}, source=place)
+    return tuple(cast("list[Mapping[str, JsonValue]]", parsed))
+
+
+def read_kwargs(place: str, value: object, column: str) -> dict[str, JsonValue]:
+    """Read variables of the chat template: a JSON object, or JSON text of one. Null or empty means none.
+
+    Raises BadInput if the value is not a JSON object, or names an argument that the template always receives.
+    """
+    kwargs = None if isinstance(value, str) and not value.strip() else _parse_json(place, value, column)
+    if kwargs is None:
+        return {}
+    if not isinstance(kwargs, dict):
+        raise BadInput(f"{place}: {column}: expected an object with variables of the template, found {value!r:.60}")
+    for name in RESERVED_KWARGS:
+        if name in kwargs:
+            raise BadInput(f"{place}: {column}.{name}: this variable of the template is always set. Remove it.")
+    check_columns(kwargs, source=f"{place}: {column}")
+    return kwargs
+
+
+def _read_content(place: str, value: object, column: str, *, fields: MessageFields) -> Content:
+    """Read the content of a message, which is text or a list of text and image parts.
+
+    Raises BadInput if the content is empty, has other parts, or (with `fields="keep"`) a part has unknown fields.
+    """
+    if not isinstance(value, list):
+        return read_text(place, value, column)
+    parts: list[str | ImagePlace] = []
+    for index, part in enumerate(value):
+        if fields == "keep" and isinstance(part, dict) and part.get("type") in ("image", "text"):
+            present = {name: each for name, each in part.items() if each not in (None, "")}
+            known = ("type",) if part["type"] == "image" else ("type", "text")
+            _require_known(place, present, f"{column}[{index}]", known, what=f"a part of type {part['type']!r}")
+        match part:
+            case {"type": "image"}:
+                parts.append(ImagePlace())
+            case {"type": "text", "text": text}:
+                parts.append(read_text(place, text, f"{column}[{index}].text"))
+            case _:
+                raise BadInput(
+                    f'{place}: {column}[{index}]: expected {{type: "image"}} or {{type: "text", text}}, '
+                    f"found {part!r:.80}"
+                )
+    if not parts:
+        raise BadInput(f"{place}: {column}: expected text or images, found an empty list")
+    return tuple(parts)
+
+
+def read_text(place: str, value: object, column: str) -> str:
+    """Return the value if it is non-blank text, or bytes that are such a text in UTF-8.
+
+    Raises BadInput if the value is something else, or if the text cannot be encoded as UTF-8.
+    """
+    text = _read_any_text(place, value, column)
+    if not text.strip():
+        raise BadInput(f"{place}: {column}: expected text, found only blank characters or none")
+    return text
+
+
+def _read_any_text(place: str, value: object, column: str) -> str:
+    """Return the value if it is text, or bytes in UTF-8. Raises BadInput if not, or if the text is invalid."""
+    if isinstance(value, bytes):
+        value = decode_text(f"{place}: {column}", value)
+    if not isinstance(value, str):
+        raise BadInput(f"{place}: {column}: expected text, found {type(value).__name__} {value!r:.60}{_hint_at(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # JSON can encode half a surrogate pair, which tokenizers reject
+        raise BadInput(
+            f"{place}: {column}: the text is not valid Unicode: {error.reason} at character {error.start}"
+        ) from error
+    return value
+
+
+def _hint_at(value: object) -> str:
+    """Return the end of a message about a value that means a missing value, or an empty text."""
+    is_missing = value is None or (isinstance(value, float) and isnan(value))
+    return ", which stands for a missing value. Fill it in, or remove the row." if is_missing else ""
