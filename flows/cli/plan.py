@@ -152,6 +152,16 @@ def _list_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
     if repeated := int(facts["repeated_problems"]):
         others = "is a duplicate of another" if repeated == 1 else "are duplicates of others"
         yield f"{repeated} of {facts['train_problems']:,.0f} training problems {others}."
+    if "chosen_pad_token" in facts:
+        yield (
+            f"The policy's tokenizer names no pad token. Token {facts['chosen_pad_token']:.0f} pads, and the copies of "
+            "the policy name it."
+        )
+    if chunk := int(facts.get("slow_chunk_tokens", 0)):
+        yield (
+            f"transformers computes state-space layers without kernels here, in chunks of {chunk} tokens. Rows are "
+            "padded to whole chunks, so an iteration may take minutes. Install mamba_ssm and causal_conv1d (GPUs only)."
+        )
     if (sandboxed := _list_sandboxed(config)) and switches_user():
         yield (
             f"This job runs as root. Sandboxed code ({', '.join(sandboxed)}) runs as user {NOBODY} and can only read "
