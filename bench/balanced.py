@@ -49,7 +49,7 @@ def measure() -> Iterator[Table]:
             sums = ", ".join(f'{{path="{parents[name]}", weight={share}}}' for name, share in SHARES.items())
             starts = {
                 DISTILLED: f'policy={{kind="directory", path="{parents["distilled"]}"}}',
-                BALANCED: f'policy={{kind="merge", unrelated=true, parents=[{sums}]}}',
+                BALANCED: f'policy={{kind="merge", allow_unrelated=true, parents=[{sums}]}}',
             }
             for name, policy in starts.items():
                 runs[name].append(_reinforced(policy, seed))
@@ -66,8 +66,8 @@ def _parents(stack: ExitStack, seed: int) -> dict[str, Path]:
     """
     pretrained = stack.enter_context(prepare_policy(seed))
     start = (f"seed={seed}", f'policy={{kind="directory", path="{pretrained}"}}')
-    bare = ("iterations=0", "warmup.steps=200", "warmup.learning_rate=1e-3", "warmup.worked_fraction=0")
-    teacher = stack.enter_context(prepare_policy(seed, "warmup.worked_fraction=1"))
+    bare = ("iterations=0", "warmup.steps=200", "warmup.learning_rate=1e-3", "warmup.worked_answer_fraction=0")
+    teacher = stack.enter_context(prepare_policy(seed, "warmup.worked_answer_fraction=1"))
     distillation = ("warmup=", f"algorithm.distillation.teacher.path={teacher}", "iterations=12")
     instruct = stack.enter_context(run_job_to_end(DEMO, (*start, *bare)))
     distilled = stack.enter_context(run_job_to_end(CONFIGS / "distill.toml", (*start, *distillation)))

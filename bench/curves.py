@@ -87,7 +87,7 @@ def measure() -> Iterator[Table]:
     """Train every recipe on every seed and write the plot in docs/, then compare two recipes on more seeds."""
     curves: dict[str, list[Curve]] = {name: [] for name in RECIPES}
     for seed in (*SEEDS, *MORE_SEEDS):
-        with prepare_policy(seed) as start, prepare_policy(seed, "warmup.worked_fraction=1") as teacher:
+        with prepare_policy(seed) as start, prepare_policy(seed, "warmup.worked_answer_fraction=1") as teacher:
             for name in RECIPES if seed in SEEDS else (GRPO, CAPO):
                 curves[name].append(train_curve(start, seed, RECIPES[name], teacher=teacher))
                 sys.stderr.write(f"seed {seed}  {name}: {curves[name][-1].after:.3f}\n")

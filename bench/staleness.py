@@ -31,7 +31,7 @@ JOB = (
     "controllers.count=1",
     "placement.kind=colocated",
     "pools.workers=2",
-    "pools.update_apart=true",
+    "pools.dedicated_update_resources=true",
 )
 SETTLED = 2
 """Number of ignored iterations.

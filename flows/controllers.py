@@ -54,7 +54,7 @@ class Controllers:
         `number` is the number of the controller among several of one role, or None.
         """
         slot, iteration = (role.name, number), StageKey.of(request.batch, "plan").number
-        serving, span = self._serving.get(slot), self._open_run.settings.controllers.span
+        serving, span = self._serving.get(slot), self._open_run.settings.controllers.iterations_per_flow_run
         if serving is None or serving.last < iteration:
             if serving is not None:
                 serving.requests.put_nowait(None)

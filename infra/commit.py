@@ -1,8 +1,8 @@
-"""Commit from which Rheostat was built, or in which it runs.
+"""Git commit from which Rheostat was built, or of the checkout in which it runs.
 
 A wheel contains the commit in commit.txt, which hatch_build.py writes with `describe_checkout`. A checkout has no such
-file, so git is called instead. This module needs the standard library only, because it also runs where wheels are
-built.
+file, so the commit is read with git. This module imports only the standard library, because it is also used while a
+wheel is built.
 """
 
 import subprocess
@@ -12,13 +12,14 @@ _WRITTEN = Path(__file__).with_name("commit.txt")
 
 
 def find_commit() -> str:
-    """Return the first 12 digits of the commit, with `-dirty` if files differ from it, or "" if the commit is not
-    known."""
+    """Return the first 12 digits of the commit, followed by `-dirty` if there are uncommitted changes. Return "" if the
+    commit is unknown."""
     return _WRITTEN.read_text().strip() if _WRITTEN.exists() else describe_checkout(Path(__file__).parents[1])
 
 
 def describe_checkout(home: Path) -> str:
-    """Return the commit of a checkout as `find_commit` does, or "" if the directory is no checkout or git fails."""
+    """Return the commit of a checkout in the same form as `find_commit`. Return "" if the directory is not a checkout
+    or git fails."""
     if not (home / ".git").exists():
         return ""
     command = ["git", "-C", str(home), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]

@@ -25,14 +25,26 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema, to_jsonable_python
 
 from infra.errors import BadInput
+from infra.renamed import (
+    RenamedFrom,
+    Renames,
+    accept_old_names,
+    find_renames,
+    read_names,
+    renames_of,
+    stored_names,
+    warn,
+    with_present_names,
+)
 
 RECORDED: Final = "recorded"
-"""Validation context for stored documents. In it, a missing key takes the value of `Since.before`."""
+"""Pydantic validation context for documents of stored runs. With this context, a key that is missing gets the value
+`Since.before`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Since:
-    """Mark of a key that stored runs may lack, added to the key's type.
+    """Annotation of a configuration key that was added after the first release, so that stored runs may lack the key.
 
     Example: `attention: Annotated[Attention | None, Since("0.1.0", before=None)] = None`.
     """
@@ -40,11 +52,11 @@ class Since:
     version: str
     """Version of Rheostat that added the key."""
     before: object
-    """Value of the key under which a run computes the same results as before the key existed."""
+    """Value of the key with which a run computes the same results as before the key was added."""
 
 
 def since_of(field: FieldInfo) -> Since | None:
-    """Return the mark of a key, or None if the key is as old as the oldest stored runs."""
+    """Return the `Since` annotation of a key, or None if the key has none because all stored runs have it."""
     return next((mark for mark in field.metadata if isinstance(mark, Since)), None)
 
 
@@ -52,43 +64,50 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def read_recorded(model: type[M], document: object) -> M:
-    """Validate settings that a stored run recorded. A missing key marked with `Since` gets its value `before`."""
+    """Validate settings from the record of a stored run. If a key with a `Since` annotation is missing, its value is
+    `Since.before`."""
     return model.model_validate(document, context=RECORDED)
 
 
-def omit_unchanged_keys(document: Mapping[str, JsonValue], settings: BaseModel) -> dict[str, JsonValue]:
-    """Return a JSON document without the keys marked `Since` whose value is `before`, at every depth.
+def encode_recorded(document: Mapping[str, JsonValue], settings: BaseModel) -> dict[str, JsonValue]:
+    """Return a JSON document in the format in which runs record it.
 
-    `settings` determines which keys are marked. The document is a dump of these settings, or of settings to which they
-    are compared. A part with another structure is returned unchanged.
+    At every depth, keys with a `Since` annotation are omitted if their value is `before`, and renamed keys and values
+    get their old names.
+
+    `settings` determines which keys have an annotation. The document is a dump of these settings, or of settings to
+    which they are compared. A part of the document whose structure differs from the settings is returned unchanged.
     """
-    fields = _fields_of(document, settings)
+    part = _fields_of(document, settings)
+    fields = read_names(part, renames_of(type(settings)))
     kept = dict(fields)
     for name, field in type(settings).model_fields.items():
         if name not in fields:
             continue
-        kept[name] = _omit_within(fields[name], getattr(settings, name))
+        kept[name] = _encode_within(fields[name], getattr(settings, name))
         if (since := since_of(field)) is not None and kept[name] == _plain_json(since.before):
             del kept[name]
-    return kept if fields is document else {**document, "options": kept}
+    stored = stored_names(kept, type(settings))
+    return stored if part is document else {**document, "options": stored}
 
 
-def _omit_within(value: JsonValue, part: object) -> JsonValue:
+def _encode_within(value: JsonValue, part: object) -> JsonValue:
     if isinstance(part, BaseModel) and isinstance(value, dict):
-        return omit_unchanged_keys(value, part)
+        return encode_recorded(value, part)
     if isinstance(part, tuple) and isinstance(value, list) and len(part) == len(value):
-        return [_omit_within(each, other) for each, other in zip(value, part, strict=True)]
+        return [_encode_within(each, other) for each, other in zip(value, part, strict=True)]
     return value
 
 
 def _plain_json(value: object) -> JsonValue:
-    """Return the JSON of a key's value without the keys that `omit_unchanged_keys` omits."""
-    return _omit_within(to_jsonable_python(value), value)
+    """Return the value of a key as JSON, in the format in which runs record it."""
+    return _encode_within(to_jsonable_python(value), value)
 
 
 def adopt_recorded(settings: M, recorded: Mapping[str, JsonValue]) -> M:
-    """Return the settings with `Since.before` for each unset key that the recorded settings do not have."""
-    fields = _fields_of(recorded, settings)
+    """Return a copy of the settings. Each key with a `Since` annotation that is neither set nor recorded gets its value
+    `before`."""
+    fields = read_names(_fields_of(recorded, settings), renames_of(type(settings)))
     changes = dict[str, object]()
     for name, field in type(settings).model_fields.items():
         value, since = getattr(settings, name), since_of(field)
@@ -109,15 +128,16 @@ def _adopt_within(part: object, value: JsonValue) -> object:
 
 
 def _fields_of(document: Mapping[str, JsonValue], settings: BaseModel) -> Mapping[str, JsonValue]:
-    """Return the part of a document with the fields. A user's own class is recorded with its fields in `options`."""
+    """Return the part of a document that contains the fields of the settings. For a user's own class this is the table
+    `options`."""
     options = document.get("options")
     is_target = "target" in document and "target" not in type(settings).model_fields
     return options if is_target and isinstance(options, dict) else document
 
 
 def _title(model: type[BaseModel]) -> str:
-    """Return the title of a model in forms. The title of a variant is its kind and the first clause of its
-    docstring."""
+    """Return the title of a model in forms. If the model is a variant, the title consists of its kind and the first
+    clause of its docstring."""
     kind = model.model_fields.get("kind")
     if kind is None:
         return model.__name__
@@ -142,22 +162,33 @@ _WITHIN: Final = ("schema", "items_schema", "keys_schema", "values_schema", "cho
 """Keys of a core schema that contain other core schemas."""
 
 
-def _fill_recorded(marks: Mapping[str, Since], schema: Any) -> Any:  # noqa: ANN401 -- pydantic's, of many types
-    """Add a validation step before a model's fields that fills in `Since.before` in documents of stored runs."""
+@dataclass(frozen=True, slots=True)
+class _ReadOlder:
+    """Validation step that runs before the fields of a model. It replaces old names of keys and values by the present
+    names, and adds missing keys with the value `Since.before` to documents of stored runs."""
 
-    def fill(value: object, info: ValidationInfo) -> object:
-        if info.context != RECORDED or not isinstance(value, dict):
+    marks: Mapping[str, Since]
+    renames: Renames
+
+    def __call__(self, value: object, info: ValidationInfo) -> object:
+        if not isinstance(value, dict):
             return value
-        return {**{name: mark.before for name, mark in marks.items()}, **value}
+        if info.context != RECORDED:
+            return read_names(value, self.renames, report=warn)
+        return {**{name: mark.before for name, mark in self.marks.items()}, **read_names(value, self.renames)}
 
-    if schema["type"] == "model":
-        filled = core_schema.with_info_before_validator_function(fill, schema["schema"])
-        return schema | {"schema": filled}
-    return schema | {"schema": _fill_recorded(marks, schema["schema"])}
+    def add_to(self, schema: Any) -> Any:  # noqa: ANN401 -- pydantic's, of many types
+        """Return the core schema of a model with this step, which a schema that pydantic reuses already contains."""
+        inner = schema["schema"]
+        if schema["type"] != "model":
+            return schema | {"schema": self.add_to(inner)}
+        if inner["type"] == "function-before" and isinstance(inner["function"]["function"], _ReadOlder):
+            return schema
+        return schema | {"schema": core_schema.with_info_before_validator_function(self, inner)}
 
 
 def _without_booleans(schema: Any, model: type[BaseModel]) -> Any:  # noqa: ANN401 -- pydantic's, of many types
-    """Add a check that refuses booleans before each number in a model's core schema. Nested models have their own
+    """Make each number in a model's core schema refuse booleans, except in nested models, which have their own
     checks."""
     if isinstance(schema, list | tuple):
         return type(schema)(_without_booleans(each, model) for each in schema)
@@ -176,9 +207,10 @@ def _without_booleans(schema: Any, model: type[BaseModel]) -> Any:  # noqa: ANN4
 
 
 class Settings(BaseModel):
-    """Base of immutable settings. Unknown keys are errors, and booleans are not accepted as numbers.
+    """Base class of all settings. Settings are immutable, unknown keys are errors, and booleans are not accepted as
+    numbers.
 
-    Docstrings of fields become the descriptions in forms and in the documentation.
+    The docstring of a field is also its description in forms and in the documentation.
     """
 
     model_config = ConfigDict(
@@ -191,42 +223,61 @@ class Settings(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the core schema with checks that refuse booleans as numbers, which pydantic only does in
-        strict mode."""
+        """Return the core schema with checks that refuse booleans as numbers, as pydantic does in strict mode."""
         schema = handler(source)
         whole: dict[str, Any] = handler.resolve_ref_schema(schema)  # type: ignore[assignment]
         whole.update(_without_booleans(whole, cls))
         marks = {name: mark for name, field in cls.model_fields.items() if (mark := since_of(field)) is not None}
-        if marks and source is cls:
-            whole.update(_fill_recorded(marks, whole))
+        renames = find_renames(cls)
+        if (marks or renames) and source is cls:
+            whole.update(_ReadOlder(marks, renames).add_to(whole))
+        return schema
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Return a JSON schema that also accepts the old names of renamed keys and values."""
+        schema = handler(core)
+        whole = handler.resolve_ref_schema(schema)
+        whole.update(accept_old_names(whole, cls))
         return schema
 
     def as_recorded(self) -> dict[str, JsonValue]:
-        """Return the settings as JSON for a stored record, without marked keys whose value is `Since.before`."""
-        return omit_unchanged_keys(self.model_dump(mode="json"), self)
+        """Return the settings as JSON for a stored record. Keys with a `Since` annotation are omitted if their value is
+        `before`, and renamed keys have their old names."""
+        return encode_recorded(self.model_dump(mode="json"), self)
+
+    def present_names(self, recorded: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+        """Return recorded settings in which renamed keys and values have their present names, for use in messages."""
+        return with_present_names(recorded, type(self))
 
 
 class Identified(Protocol):
-    """Settings that determine results. A run is only continued by settings with the same identity."""
+    """Settings with an identity: the keys and values that determine the results of a run. A run can only continue with
+    settings that have the same identity."""
 
     def identity(self, recorded: Mapping[str, JsonValue] | None = None) -> dict[str, JsonValue]:
-        """Return the keys and values that determine results. Paths are named as in the recorded configuration."""
+        """Return the keys and values that determine the results. Paths have the same names as in the recorded
+        configuration."""
         ...
 
     def normalize(self, recorded: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-        """Return a recorded identity in the present format of `identity`, regardless of the version that
-        recorded it."""
+        """Convert an identity that any version of Rheostat recorded to the present format of `identity`."""
+        ...
+
+    def present_names(self, recorded: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+        """Return a recorded identity in which renamed keys and values have their present names, for use in messages."""
         ...
 
 
 class WorkerRange(Settings):
-    """Number of worker slots: a number, or a table if machines join and leave. Results do not depend on it."""
+    """Number of worker slots (places for one worker each): a number, or a table with a minimum and a maximum if
+    machines join and leave. The number does not affect results."""
 
     min: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """Minimum number of slots to begin and to continue. By default a run begins with `max` slots, and continues with as
-    few as the roles need."""
+    """Minimum number of slots with which a run begins and continues. By default a run waits for `max` slots before it
+    begins, and continues while every role has a worker."""
     max: Annotated[int, Field(ge=1, le=4096)]
-    """Maximum number of slots, used if the cluster has room for them."""
+    """Maximum number of slots. Fewer slots are used if the cluster has no room for all of them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -241,7 +292,7 @@ class WorkerRange(Settings):
 
     @property
     def min_slots(self) -> int:
-        """Minimum number of slots with which the run begins."""
+        """Minimum number of slots with which a run begins."""
         return self.max if self.min is None else self.min
 
     @model_serializer
@@ -255,37 +306,40 @@ class WorkerRange(Settings):
 
 
 class PoolsConfig(Settings):
-    """Worker pools and the cluster in which they run."""
+    """Worker pools, and the cluster in which the workers run."""
 
     cluster: Literal["ray", "threads"] = "ray"
-    """Kind of cluster: `ray` for processes of a Ray cluster, `threads` for threads of this process. Threads are for
-    notebooks and tests, on one CPU."""
+    """Kind of cluster. `ray` runs the workers as processes of a Ray cluster. `threads` runs them as threads of this
+    process, on one CPU, for notebooks and tests."""
     ray_address: str | None = None
     """Address of a Ray cluster (`ray://…`, `host:port` or `auto`). By default an embedded cluster is started."""
     workers: WorkerRange = WorkerRange(max=2)
-    """Number or range of worker slots. Each slot holds one model, and rollout workers and served rewards share the
-    slots."""
+    """Number or range of worker slots. A slot is a reserved place for one model at a time. Rollout workers and served
+    reward models share the slots."""
     wait_seconds: Annotated[float, Field(gt=0)] = 180
-    """Maximum time in seconds with too few worker slots, at the start or later. After that the run ends."""
+    """Maximum time in seconds for which a run waits if there are too few worker slots, at the start or later. After
+    this time the run ends."""
     scoring_workers: Annotated[int, Field(ge=1, le=4096)] = 1
-    """Number of processes outside the slots. They compute rule rewards and credit, and send requests to endpoints."""
+    """Number of additional worker processes that need no slot. They compute rule-based rewards and credit, and send
+    requests to endpoints."""
     update_ranks: Annotated[int, Field(ge=1, le=4096)] = 1
-    """Number of data-parallel DeepSpeed ranks. A run continues with another number only if the change is accepted."""
+    """Number of data-parallel DeepSpeed ranks for the update. To change this number for an existing run, pass
+    `--accept-change`."""
     threads: Annotated[int, Field(ge=1, le=256)] = 1
-    """CPU threads per worker. Sums depend on it, so a run continues with another number only if the change is
-    accepted."""
+    """Number of CPU threads per worker. The number affects the rounding of sums, so it can be changed for an existing
+    run only with `--accept-change`."""
     gpus_per_worker: Annotated[float, Field(ge=0, le=16)] = 0
-    """Number of GPUs per worker slot. A fraction below 1 lets slots share a GPU."""
+    """Number of GPUs per worker slot. With a fraction below 1, several slots share a GPU."""
     gpus_per_update_rank: Annotated[float, Field(ge=0, le=16)] = 0
     """Number of GPUs reserved for each update rank."""
-    update_apart: bool = False
-    """Whether worker slots stay awake during the update. The update then needs its own CPUs or GPUs, and memory."""
+    dedicated_update_resources: Annotated[bool, RenamedFrom("update_apart")] = False
+    """Whether workers stay awake during the update. The update then needs additional CPUs or GPUs and memory."""
     start_seconds: Annotated[float, Field(gt=0)] = 180
-    """Maximum time in seconds for the start of a worker."""
+    """Maximum time in seconds that a worker may take to start."""
     stall_seconds: Annotated[float, Field(gt=0)] = 300
-    """Maximum time in seconds without progress before a worker counts as stalled."""
+    """Maximum time in seconds without progress. After this time a worker is considered stalled."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
-    """Number of times that a work unit is run again after its worker died."""
+    """Maximum number of times that a work unit is run again after its worker died."""
 
     @model_validator(mode="after")
     def _check_threads(self) -> "PoolsConfig":
@@ -311,8 +365,8 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 def read_number_variable(variable: str, default: float) -> float:
-    """Return the whole number in an environment variable, or the default if it is not set. Raises BadInput for other
-    text."""
+    """Return the value of an environment variable as a whole number, or the default if the variable is not set. Raises
+    BadInput if the value is not a whole number."""
     text = os.environ.get(variable) or f"{default:g}"
     if not text.isdecimal():
         raise BadInput(f"the environment variable {variable} is {text!r}, but it must be a whole number")
@@ -327,7 +381,8 @@ def fingerprint_of(config: Mapping[str, JsonValue]) -> str:
 def describe_difference(
     old: Mapping[str, JsonValue], new: Mapping[str, JsonValue], *, ignored: Collection[str] = (), shown: int = 5
 ) -> str:
-    """Return a text that lists the differing settings with both values, except those in `ignored` (dotted keys).
+    """Return a text that lists the settings that differ, each with its old and new value. Settings in `ignored` (dotted
+    keys) are omitted.
 
     At most `shown` settings are listed, followed by the number of the others.
     """

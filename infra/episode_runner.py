@@ -1,8 +1,10 @@
-"""Environments in the process that runs users' code (infra/runner.py), with one object per episode.
+"""Execution of environments in the process that runs users' code (infra/runner.py). Each episode has its own
+environment object.
 
-It only imports files in the same folder. A call names an episode with all of its turns so far. If the episode's object
-has processed all turns except the last, it processes the last one. Otherwise a new object processes all of them again.
-So a lost process costs only time, provided that environments depend only on problem, seed and turns.
+This file only imports files in the same folder. A request contains all turns of an episode so far. If the episode's
+object has already processed all turns except the last, it processes only the last turn. Otherwise a new object
+processes all turns again. If a process is lost, only time is lost, provided that the environment depends only on the
+problem, the seed and the turns.
 """
 
 from __future__ import annotations
@@ -21,42 +23,43 @@ ROLES = ("tool", "user", "system")
 
 
 class ToolError(Exception):
-    """Raised when a tool refuses a call. The policy receives the message and continues."""
+    """Raised when a tool rejects a call. The policy receives the error message, and the episode continues."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """Tool call in the output of the policy."""
+    """Tool call that was parsed from the output of the policy."""
 
     name: str
     arguments: Mapping[str, Any]
     error: str = ""
-    """Problem of a call that could not be parsed, or an empty string."""
+    """Reason why the call could not be parsed, or an empty string if it was parsed."""
 
 
 @dataclass(frozen=True)
 class EpisodeTurn:
-    """Output of the policy for one turn."""
+    """Turn of an episode: the output of the policy, to which the environment responds."""
 
     text: str
     calls: tuple[ToolCall, ...]
     number: int
-    """Index of the turn, counted from 0."""
+    """Index of the turn, starting at 0."""
 
 
 class NoStep(Exception):
-    """Raised when the return value of an environment is not a valid step."""
+    """Raised when an environment returns a value that is not a valid step."""
 
 
 # ---- return values of environments
 
 
 def parse_step(value: object, *, role: str) -> dict[str, Any]:
-    """Convert the return value of `reset` or `step` to a dictionary with `messages`, `done` and `reward`.
+    """Convert the return value of an environment's `reset` or `step` to a dictionary with `messages`, `done` and
+    `reward`.
 
-    None means no message, and after a step the end of the episode. A text is an observation. Otherwise the value is a
-    mapping or an object with `messages` (a text, or a list of texts and `{role, content, name}`), `done` or `reward`.
-    Raises NoStep for any other value.
+    None means that there is no message and, after `step`, that the episode has ended. A text is an observation.
+    Otherwise the value must be a mapping or an object with `messages` (a text, or a list of texts and `{role, content,
+    name}`), `done` or `reward`. Raises NoStep for any other value.
     """
     if value is None:
         return {"messages": [], "done": True, "reward": None}
@@ -98,13 +101,15 @@ def _reward(value: object) -> float | None:
 
 
 class ToolBox:
-    """Environment that consists of functions. It answers every tool call, and a turn without calls ends the episode."""
+    """Environment that consists only of tools. It responds to every tool call. A turn without tool calls ends the
+    episode."""
 
     def __init__(self, tools: Sequence[Callable[..., object]]) -> None:
         self.tools = tools
 
     def step(self, turn: EpisodeTurn) -> dict[str, Any] | None:
-        """Return the responses to the tool calls of a turn, in order, or None if there are none."""
+        """Call the tools that a turn requests, in order, and return their responses. Return None if the turn contains
+        no tool calls."""
         named = {tool.__name__: tool for tool in self.tools}
         if not turn.calls:
             return None
@@ -114,7 +119,7 @@ class ToolBox:
 
 
 def call_tool(call: ToolCall, tools: Mapping[str, Callable[..., object]]) -> str:
-    """Call a tool and return its response, or an error message for the policy if the call is wrong.
+    """Call a tool and return its result. If the call is invalid, return an error message for the policy.
 
     Errors that the tool raises, except ToolError, are raised here.
     """
@@ -137,9 +142,9 @@ def call_tool(call: ToolCall, tools: Mapping[str, Callable[..., object]]) -> str
 
 
 def build_schemas(tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return the schemas of tools for chat templates, derived from type hints and docstrings.
+    """Return the JSON schemas of tools for chat templates. The schemas are derived from type hints and docstrings.
 
-    Tools that are schemas already are returned unchanged. Raises ValueError if a schema cannot be derived.
+    Tools that are already schemas are returned unchanged. Raises ValueError if a schema cannot be derived.
     """
     if all(isinstance(tool, Mapping) for tool in tools):
         return list(tools)
@@ -158,14 +163,15 @@ def build_schemas(tools: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 class LiveEpisodes:
-    """Objects of the unfinished episodes in this process."""
+    """Environment objects of the unfinished episodes in this process."""
 
     def __init__(self, make: Callable[[], Any], role: str) -> None:
         self._make, self._role = make, role
-        self._live: dict[str, tuple[Any, int]] = {}  # each with the number of turns that it has processed
+        self._live: dict[str, tuple[Any, int]] = {}  # object and number of processed turns, by episode
 
     def step(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        """Process the last turn of an episode and return the step. An episode without turns is begun."""
+        """Process the last turn of an episode and return the resulting step. If the episode has no turns yet, start the
+        episode."""
         turns = [parse_turn(turn, number) for number, turn in enumerate(call["turns"])]
         environment, processed = self._live.pop(call["episode"], (None, -1))
         if environment is None or processed != len(turns) - 1:
@@ -180,7 +186,7 @@ class LiveEpisodes:
         return step
 
     def close(self, names: Iterable[str]) -> None:
-        """Close finished episodes. An error while closing one does not affect the others."""
+        """Close finished episodes. If closing one episode fails, the others are still closed."""
         for name in names:
             with contextlib.suppress(Exception):
                 self._close(self._live.pop(name, (None, 0))[0])
@@ -193,5 +199,5 @@ class LiveEpisodes:
 
 
 def parse_turn(document: Mapping[str, Any], number: int) -> EpisodeTurn:
-    """Return the turn from its JSON form, with its index from 0."""
+    """Return a turn from its JSON form. `number` is the index of the turn, starting at 0."""
     return EpisodeTurn(document["text"], tuple(ToolCall(**call) for call in document["calls"]), number)

@@ -1,27 +1,27 @@
 """Errors that Rheostat raises on purpose.
 
 RheostatError
-├── BadInput            wrong input of a user; one line, exit code 2, nothing written
+├── BadInput            a user's input is wrong; one line, exit code 2, nothing was written
 │   ├── RunLocked       another process has locked the run
 │   └── RunChanged      the run was created from another configuration
-├── Damaged             an artifact is missing, torn or does not match its digest
-├── StoreFailed         the store's medium fails: disk full, read-only, I/O error; resume when it works again
-├── Fenced              a newer controller has taken over the run
-├── HolderLost          a controller in another process has lost contact with the process that locked the run
-├── Conflict            two different results were committed under one name
+├── Damaged             a stored file is missing, incomplete or does not match its digest
+├── StoreFailed         the store fails: disk full, read-only, I/O error; the run can be resumed
+├── Fenced              a newer process has taken over the run
+├── HolderLost          a process that runs one role has lost contact with the process that locked the run
+├── Conflict            two different results were committed under the same key
 ├── ClusterFailed       the cluster of the workers did not start, cannot be reached, or failed
 ├── ApiFailed           the Prefect API did not start or cannot be reached
-├── InstallFailed       the environment of an engine could not be created; the same command tries again
-├── EndpointDown        a service that a worker calls does not respond; the same work can be done later
-├── WorkerFailed        a worker raised an error; the work itself is at fault
-├── WorkerLost          a worker died; the work can be done again elsewhere
-│   ├── WorkerStalled   a worker is alive but made no progress within its deadline
-│   └── NodeLost        the machine of a worker's slot has left the cluster; its work goes to other slots
-├── WorkerAsleep        a worker of a fleet fell asleep before the work arrived; another worker does it
-├── Quarantined         a stage refused its result (too many failures, no informative groups)
-├── RunsFailed          some runs of a sweep failed; the others are done
-├── BudgetSpent         a run has used its budget; with a larger budget it continues; exit code 3
-└── AlarmStopped        an alarm ended a run; with another bound it continues; exit code 4
+├── InstallFailed       the environment of an engine could not be created; the same command can be run again
+├── EndpointDown        a service that a worker calls does not respond; the work can be done later
+├── WorkerFailed        a worker raised an error; the work would fail on every worker
+├── WorkerLost          a worker died; another worker can do the work
+│   ├── WorkerStalled   a worker is alive but has made no progress for too long
+│   └── NodeLost        the machine of a worker has left the cluster; other workers do its work
+├── WorkerAsleep        a worker was put to sleep before the work arrived; another worker does it
+├── Quarantined         a stage does not pass on its result (too many failures, no informative groups)
+├── RunsFailed          some runs of a sweep failed; the other runs have finished
+├── BudgetSpent         a run has used its budget; it continues with a larger budget; exit code 3
+└── AlarmStopped        an alarm ended a run; it continues after the alarm was changed; exit code 4
 """
 
 from collections.abc import Iterator
@@ -32,30 +32,32 @@ from infra.untrusted_text import make_visible
 
 
 class RheostatError(Exception):
-    """Base of every error that Rheostat raises on purpose."""
+    """Base class of all errors that Rheostat raises intentionally."""
 
     exit_code: ClassVar[int] = 1
     """Exit code of a command that ends with this error."""
 
     def __str__(self) -> str:
-        """Return the message with control characters made visible, because it may quote untrusted text."""
+        """Return the message with control characters escaped, because the message may quote untrusted text."""
         return make_visible(super().__str__())
 
 
 class BadInput(RheostatError, ValueError):
-    """Raised when a user's input is wrong. The message names the place, the expected value and the actual value."""
+    """Raised when a user's input is wrong. The message contains the location of the input, the expected value and the
+    actual value."""
 
     exit_code = 2
 
 
 MAX_PROBLEMS: Final = 6
-"""Maximum number of different problems in one message."""
+"""Maximum number of different problems that one message lists."""
 MAX_OTHER_PLACES: Final = 3
-"""Maximum number of further places that are listed for one problem."""
+"""Maximum number of locations that one message lists for the same problem, in addition to the first location."""
 
 
 class InputErrors:
-    """Collector of problems at several places, such as lines of a file. They are reported together in one line."""
+    """Collector of input errors at several locations, such as the lines of a file. All errors are reported together in
+    one line."""
 
     def __init__(self) -> None:
         self._places: dict[str, list[str]] = {}
@@ -63,7 +65,7 @@ class InputErrors:
 
     @contextmanager
     def collect(self, place: str) -> Iterator[None]:
-        """Run the block and store a BadInput that it raises as the problem of this place."""
+        """Run the block. If it raises BadInput, store the error as the problem of this location."""
         try:
             yield
         except BadInput as error:
@@ -74,7 +76,7 @@ class InputErrors:
                 places += [place] if len(places) <= MAX_OTHER_PLACES else []
 
     def check(self) -> None:
-        """Raise BadInput with the stored problems and their places, or do nothing if there are none."""
+        """Raise BadInput with all stored problems and their locations. Do nothing if there are no problems."""
         if not self._count:
             return
         lines = [
@@ -90,32 +92,34 @@ class RunLocked(BadInput):
 
 
 class RunChanged(BadInput):
-    """Raised when the stored run was created from another configuration."""
+    """Raised when the settings differ from the configuration with which the stored run was created."""
 
 
 class Damaged(RheostatError):
-    """Raised when an artifact is missing, torn, or does not match its digest."""
+    """Raised when a stored file is missing, incomplete, or does not match its digest."""
 
 
 class StoreFailed(RheostatError):
-    """Raised when the store's medium cannot be read or written. Nothing torn was published, and the run can resume."""
+    """Raised when the store cannot be read or written. No incomplete object was published, and the run can be
+    resumed."""
 
 
 class Fenced(RheostatError):
-    """Raised when a newer controller epoch has taken over the run, so that this one may not commit."""
+    """Raised when a newer process has taken over the run by beginning a new epoch, so that this process may no longer
+    commit."""
 
 
 class HolderLost(RheostatError):
-    """Raised when a controller in another process has lost contact for too long with the process that locked
-    the run."""
+    """Raised when a controller (a process that runs one role) has had no contact for too long with the process that
+    locked the run."""
 
 
 class Conflict(RheostatError):
-    """Raised when two different results are committed under one manifest key."""
+    """Raised when two different results are committed under the same manifest key."""
 
 
 class ClusterFailed(RheostatError):
-    """Raised when the cluster of the workers did not start, cannot be reached, or failed."""
+    """Raised when the Ray cluster in which the workers run did not start, cannot be reached, or failed."""
 
 
 class ApiFailed(RheostatError):
@@ -123,60 +127,66 @@ class ApiFailed(RheostatError):
 
 
 class InstallFailed(RheostatError):
-    """Raised when the environment of an engine could not be created. The same command creates it again."""
+    """Raised when the environment of an engine could not be created. The same command can be run again."""
 
 
 class EndpointDown(RheostatError, ConnectionError):
-    """Raised when a service that a worker calls did not respond, even after retries. The work can be done again later.
+    """Raised when a service that a worker calls did not respond, even after retries. The work can be done later.
 
-    It is an OSError, like all failures of external services: neither the work nor the worker is at fault.
+    This error is an OSError, like all failures of external services, because neither the work nor the worker caused it.
     """
 
 
 class WorkerFailed(RheostatError):
-    """Raised when a worker raised an error in its work. Running the work elsewhere would raise the error again."""
+    """Raised when a worker raised an error while it was working. The work would fail in the same way on another
+    worker."""
 
 
 class WorkerLost(RheostatError):
-    """Raised when a worker process died. Another worker can do the work again."""
+    """Raised when a worker process died. The work can be done again by another worker."""
 
 
 class WorkerStalled(WorkerLost):
-    """Raised when a worker is alive but made no progress within its deadline."""
+    """Raised when a worker is alive but has made no progress for too long."""
 
 
 class NodeLost(WorkerLost):
-    """Raised when the machine on which a worker was to start has left the cluster."""
+    """Raised when the machine on which a worker was to start is no longer part of the cluster."""
 
 
 class WorkerAsleep(RheostatError):
-    """Raised when a worker of a fleet fell asleep before the work arrived."""
+    """Raised when a worker was put to sleep before its work arrived."""
 
 
 class Quarantined(RheostatError):
-    """Raised when a stage refuses to pass on its result."""
+    """Raised when a stage does not pass on its result, for example because too many completions failed."""
 
 
 class RunsFailed(RheostatError):
-    """Raised when some runs of a sweep failed, possibly for different reasons. The same command continues with them."""
+    """Raised when some runs of a sweep failed. The same command can be run again to continue these runs."""
 
 
 class BudgetSpent(RheostatError):
-    """Raised when a run has reached a limit of its budget, after an iteration. With a larger budget the run
-    continues."""
+    """Raised after an iteration when a run has reached a limit of its budget. The run can continue with a larger
+    budget."""
 
     exit_code = 3
 
 
 class AlarmStopped(RheostatError):
-    """Raised when an alarm has ended a run after an iteration. The run continues when the alarm is changed."""
+    """Raised after an iteration when an alarm ends the run. The run can continue after the alarm's setting was
+    changed."""
 
     exit_code = 4
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """Return the error itself, or the first error in an exception group, preferring errors of Rheostat."""
+    """Return the error itself. For an exception group, return its first error, preferably an error of Rheostat."""
     while isinstance(error, BaseExceptionGroup):
         ours, _ = error.split(RheostatError)
         error = (ours or error).exceptions[0]
     return error
+
+
+class DeprecatedSpelling(FutureWarning):
+    """Category of the warning that a configuration uses the old name of a renamed key or value."""

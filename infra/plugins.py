@@ -1,6 +1,7 @@
-"""Users' code, named by import strings `pkg.mod:attribute`, in our processes: settings and their implementations.
+"""Import of users' code into Rheostat's own processes. The code is named by import strings of the form
+`pkg.mod:attribute`.
 
-Users' functions that need nothing of Rheostat run in separate processes (infra/processes/child.py).
+Users' functions that need nothing from Rheostat run in separate processes instead (infra/processes/child.py).
 """
 
 import importlib
@@ -29,13 +30,14 @@ __all__ = [
 PACKAGES: Final = ("flows", "tasks", "models", "placement", "infra")
 """Top-level packages of Rheostat."""
 TARGETS: Final = "RHEOSTAT_TARGETS"
-"""Environment variable with additional folders of users' modules, separated like PATH. They are searched last."""
+"""Environment variable with additional folders that contain users' modules, separated as in PATH. These folders are
+searched last."""
 
 
 def find_target(target: str, *, where: str) -> object:
-    """Import the object that a target names. `where` is the start of error messages.
+    """Import the object that the import string `target` names. Error messages start with `where`.
 
-    Raises BadInput, with the nearest name, if the object cannot be imported.
+    Raises BadInput if the object cannot be imported. The message suggests the most similar name.
     """
     add_target_folders()
     try:
@@ -45,14 +47,16 @@ def find_target(target: str, *, where: str) -> object:
 
 
 def register_target_folder(folder: Path) -> None:
-    """Add a folder in which this process, and processes that it starts later, find targets."""
+    """Add a folder with users' modules. It is searched by this process and by all processes that it starts later."""
     os.environ[TARGETS] = os.pathsep.join(dict.fromkeys([*_named_folders(), str(folder.resolve())]))
 
 
 def add_target_folders() -> None:
-    """Append the folders of users' modules to `sys.path`, so that a user's `models.py` does not hide ours.
+    """Append the folders with users' modules to `sys.path`. A user's `models.py` then does not hide Rheostat's package
+    of that name.
 
-    An editable installation is found after all of `sys.path`, so the packages of Rheostat are imported before.
+    The packages of Rheostat are imported first, because an editable installation is searched after all folders in
+    `sys.path`.
     """
     for package in PACKAGES:
         importlib.import_module(package)
@@ -60,12 +64,14 @@ def add_target_folders() -> None:
 
 
 def target_folders() -> list[str]:
-    """Return the working directory and the folders in RHEOSTAT_TARGETS, in which users' modules are found."""
+    """Return the folders that are searched for users' modules: the working directory, and the folders in
+    RHEOSTAT_TARGETS."""
     return [str(Path.cwd()), *_named_folders()]
 
 
 def check_function(target: str, *parameters: str, where: str, named: Iterable[str] = ()) -> None:
-    """Raise BadInput unless a target can be imported and called with these parameters, the `named` ones by keyword."""
+    """Raise BadInput unless the function that `target` names can be imported and accepts these parameters. Parameters
+    in `named` are passed by keyword."""
     function = find_target(target, where=where)
     if not callable(function) or inspect.iscoroutinefunction(function):
         raise BadInput(

@@ -1,10 +1,11 @@
-"""Main program of the process that runs users' functions. It imports nothing of Rheostat.
+"""Main program of the process that runs users' functions. It imports nothing from Rheostat.
 
-It is run as a file by the interpreter that the user chose (CPython 3.9 or newer), with the user's folders first on its
-path. It receives an order, reports whether the functions can be used (and which of them take images, or the problem),
-and then answers calls with `[token, value, reason, end]`. `reason` explains a missing value, and `end` how the process
-of a call ended without a value. A frame consists of four bytes with the length of the JSON that follows. Only frames
-are sent through the original stdin and stdout, which functions cannot access.
+The file is run by the interpreter that the user chose (CPython 3.9 or newer), and the user's folders come first on its
+module path. It receives an order with the code to load. It reports whether the functions can be used, with the problem
+or with the functions that accept images. Then it responds to each call with `[token, value, reason, end]`. `reason`
+explains a missing value. `end` describes how the process of a call ended without returning a value. A frame consists of
+four bytes with the length of the JSON that follows. Only frames are sent through the original stdin and stdout, which
+functions cannot access.
 """
 
 from __future__ import annotations
@@ -31,29 +32,29 @@ from types import ModuleType
 from typing import Any, BinaryIO
 
 MIN_PYTHON = (3, 9)
-"""Minimum Python version that can run this file."""
+"""Oldest Python version that can run this file."""
 LENGTH_BYTES = 4
 MAX_RESPONSE_BYTES = 1 << 24
 STOP = "stop"
-"""Frame that stops the running program. The response is the output of the program so far."""
+"""Message that stops the program that is running. The response contains the output of the program so far."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class InvalidTarget(ValueError):
-    """Raised when an object that the user named cannot be imported, or cannot be called as required."""
+    """Raised when an object that the user named cannot be imported, or does not accept the required arguments."""
 
 
 class InvalidValue(Exception):
-    """Raised when the return value of a function is not valid."""
+    """Raised when a function returns a value that is not valid."""
 
 
 # ---- finding the objects that users name
 
 
 def import_target(target: str, where: str) -> object:
-    """Import `pkg.mod:attribute`. `where` is the start of error messages.
+    """Import the object that the import string `pkg.mod:attribute` names. Error messages start with `where`.
 
-    Raises InvalidTarget, with the nearest name, if the object cannot be imported.
+    Raises InvalidTarget if the object cannot be imported. The message suggests the most similar name.
     """
     module_name, _, path = target.partition(":")
     found: object = _module(module_name, where)
@@ -67,7 +68,7 @@ def import_target(target: str, where: str) -> object:
 def check_call(
     function: Callable[..., object], *parameters: str, where: str, named: Mapping[str, object] | None = None
 ) -> None:
-    """Raise InvalidTarget unless a function accepts these parameters, the `named` ones by keyword."""
+    """Raise InvalidTarget unless a function accepts these parameters. Parameters in `named` are passed by keyword."""
     options = named or {}
     try:
         signature = inspect.signature(function)
@@ -83,7 +84,8 @@ def check_call(
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
-    """Return `, did you mean 'x'?`, or an empty string if no known name is similar."""
+    """Return the text `, did you mean 'x'?` with the most similar known name, or an empty string if no known name is
+    similar."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f", did you mean {near[0]!r}?" if near else ""
 
@@ -115,10 +117,10 @@ def _siblings(name: str) -> Iterable[str]:
 def compute_value(
     call: Callable[[], object], expected: int | None, part: str
 ) -> tuple[float | list[float] | None, str | None]:
-    """Call a function and return its value and None, or None and the reason of a failure.
+    """Call a function. Return its value and None, or None and the reason if the call failed.
 
-    The value is a number if `expected` is None, otherwise a list of that number of floats (-1: any number). Any
-    exception of the function becomes a reason.
+    The value is a number if `expected` is None, otherwise a list of `expected` floats (-1: any number of floats). Every
+    exception of the function counts as a failed call.
     """
     try:
         result = call()
@@ -130,9 +132,9 @@ def compute_value(
 
 
 def one_line(message: str) -> str:
-    """Return a message in one line of at most 200 characters, with memory addresses masked.
+    """Return a message as one line of at most 200 characters, in which memory addresses are masked.
 
-    The message becomes part of a shard, and the same inputs must give the same digest.
+    The message is stored in a shard. Therefore the same inputs must give the same message.
     """
     masked = re.sub(r"\b0x[0-9a-f]+", "0x…", " ".join(message.split()))
     return masked[:200].encode("utf-8", "replace").decode()
@@ -168,13 +170,13 @@ def _number(result: object) -> float:
 
 
 def frame(content: object) -> bytes:
-    """Encode content as a frame for the pipe."""
+    """Encode content as a frame (length and JSON) for the pipe."""
     body = json.dumps(content).encode()
     return len(body).to_bytes(LENGTH_BYTES, "big") + body
 
 
 def _receive(stream: BinaryIO) -> Any:  # noqa: ANN401 - JSON that ours has written
-    """Read a frame, or return None at the end of the pipe."""
+    """Read one frame and return its content, or None at the end of the pipe."""
     head = stream.read(LENGTH_BYTES)
     return json.loads(stream.read(int.from_bytes(head, "big"))) if len(head) == LENGTH_BYTES else None
 
@@ -190,10 +192,11 @@ def _write(pipe: int, content: bytes) -> None:
 
 
 def _load(function: Mapping[str, Any]) -> tuple[Callable[..., object], list[str]]:
-    """Import a function and check its parameters (prompt, completion, answer, **options) and the parameter of parts.
+    """Import a function, and check that it accepts the parameters (prompt, completion, answer, **options) and the
+    parameter for parts.
 
-    Also returns which of the parameters `images` and `messages` the function has. Raises InvalidTarget for a wrong
-    signature.
+    Also return which of the parameters `images` and `messages` the function has. Raises InvalidTarget if the parameters
+    are wrong.
     """
     where, target, options, part = (function[name] for name in ("where", "target", "options", "part"))
     _forget(target.partition(":")[0].partition(".")[0])
@@ -219,7 +222,8 @@ def _extra_parameters(function: Callable[..., object]) -> list[str]:
 
 
 def _forget(name: str) -> None:
-    """Remove a module of this process if a user's module with the same name exists, so that the user's is found."""
+    """Remove a module from this process if the user has a module with the same name, so that the user's module is
+    imported."""
     loaded = getattr(sys.modules.get(name), "__spec__", None)
     if loaded is not None and loaded.has_location:
         before = sys.modules.pop(name)
@@ -229,7 +233,7 @@ def _forget(name: str) -> None:
 
 
 def _import_sibling(name: str) -> ModuleType:
-    """Import a file in the same folder as this one."""
+    """Import a file from the folder of this file."""
     spec = importlib.util.spec_from_file_location(f"rheostat_{name}", Path(__file__).with_name(f"{name}.py"))
     assert spec is not None and spec.loader is not None, "the file exists"
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -238,7 +242,8 @@ def _import_sibling(name: str) -> ModuleType:
 
 
 def die_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when its parent dies, even if it hangs or is suspended (Linux only)."""
+    """Let the kernel kill this process when its parent process ends, even if this process hangs or is suspended (Linux
+    only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before the call
@@ -246,7 +251,8 @@ def die_with_parent(parent: int) -> None:
 
 
 def serve_episodes(order: Mapping[str, Any], calls: BinaryIO, answers: int) -> None:
-    """Load an environment or tools, and answer turns. Raises ValueError if they cannot be used."""
+    """Load an environment or tools, and respond to turns of episodes. Raises ValueError if the environment or tools
+    cannot be used."""
     episodes_module = _import_sibling("episode_runner")
     make, tools = _environment(order, episodes_module.ToolBox)
     _send(answers, episodes_module.build_schemas(tools) if order["describes"] else [])
@@ -261,9 +267,9 @@ def serve_episodes(order: Mapping[str, Any], calls: BinaryIO, answers: int) -> N
 
 
 def _environment(order: Mapping[str, Any], tool_box: Callable[..., object]) -> tuple[Callable[[], object], list[Any]]:
-    """Return a function that creates an environment per episode, and the tools that the environment offers.
+    """Return a function that creates the environment of an episode, and the tools that the policy can call.
 
-    Raises InvalidTarget if they cannot be imported or called.
+    Raises InvalidTarget if the environment or tools cannot be imported or called.
     """
     where, options = order["where"], order["options"]
     for target in (order["target"], *order["tools"]):
@@ -290,7 +296,7 @@ def _environment(order: Mapping[str, Any], tool_box: Callable[..., object]) -> t
 
 
 def serve_programs(box: Any, limits: Mapping[str, int], calls: BinaryIO, answers: int) -> None:  # noqa: ANN401
-    """Answer requests to run programs, one after another."""
+    """Run the programs that the parent process requests, one after another."""
     _send(answers, [])
     while (call := _receive(calls)) is not None:
         if call == STOP:  # the program to be stopped has already ended
@@ -307,8 +313,8 @@ def _write_result(compute: Callable[[], object], pipe: int) -> None:
 
 
 def serve_functions(order: Mapping[str, Any], box: ModuleType | None, calls: BinaryIO, answers: int) -> None:
-    """Load functions and answer calls, in a sandbox with one fork per call. Raises ValueError if they cannot
-    be used."""
+    """Load functions and respond to calls. In a sandbox, each call runs in a forked process. Raises ValueError if a
+    function cannot be used."""
     functions = [_load(function) for function in order["functions"]]
     _send(answers, [takes for _, takes in functions])
     while (call := _receive(calls)) is not None:
@@ -329,7 +335,7 @@ def serve_functions(order: Mapping[str, Any], box: ModuleType | None, calls: Bin
 
 
 def main() -> None:
-    """Load the code that the order names, then answer calls until the pipe ends."""
+    """Load the code that the order names, then respond to calls until the pipe is closed."""
     calls, answers = os.fdopen(os.dup(0), "rb"), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # output of functions

@@ -1,6 +1,7 @@
-"""Part of infra/runner.py that only runs in a sandbox: calls in forks, programs, and removal of all that they leave.
+"""Part of infra/runner.py that only runs in a sandbox. It runs calls and programs in forked processes, and removes all
+processes and files that they leave.
 
-It imports nothing of Rheostat, and runs on CPython 3.9 or newer.
+It imports nothing from Rheostat, and runs on CPython 3.9 or newer.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from pathlib import Path
 from typing import Any
 
 KILLED = "its process was killed by "
-"""Text before the name of the signal that ended the process of a call."""
+"""Start of the message about a call whose process was killed. The name of the signal follows."""
 STOPPED = "it was stopped"
-"""Description of the end of a program that is stopped because its time is over."""
+"""Message about a program that was stopped because its time was over."""
 WATCH_SECONDS = 0.02
 FOLDER = "/tmp"
-"""Folder in which programs run. All its files are deleted after a call."""
+"""Working directory of programs. All files in it are deleted after a call."""
 _PR_SET_DUMPABLE = 4  # linux/prctl.h
 
 
 def isolate(outside: str, user: int | None, folders: Iterable[str]) -> str:
-    """Switch to a user, if one is given, and prevent sandboxed code from reading or changing this process.
+    """Switch to `user` (if not None), and prevent sandboxed code from reading or changing this process.
 
-    Return the end of an error message that lists the folders of code that the user cannot read, or an empty text.
+    Return the end of an error message that lists the folders of code that this user cannot read, or an empty string.
     Raises ValueError if this process is not in a sandbox.
     """
     if str(Path("/proc/self/ns/pid").readlink()) == outside or os.getppid() != 1:
@@ -51,7 +52,7 @@ def isolate(outside: str, user: int | None, folders: Iterable[str]) -> str:
 
 
 def limit(limits: Mapping[str, int], *, lasts: bool = False) -> None:
-    """Limit this process and its descendants. With `lasts`, the CPU time is not limited."""
+    """Limit the resources of this process and its descendants. With `lasts`, the CPU time is not limited."""
     import resource
 
     for name, kind in {"memory": resource.RLIMIT_AS, "file": resource.RLIMIT_FSIZE}.items():
@@ -63,7 +64,8 @@ def limit(limits: Mapping[str, int], *, lasts: bool = False) -> None:
 
 
 def run_program(order: Mapping[str, Any], limits: Mapping[str, int], hidden: Iterable[int]) -> dict[str, str]:
-    """Run this Python with arguments, files and an input. Return the output, and the description of an abnormal end."""
+    """Run this Python with the arguments, files and input of a program. Return its output, and a description of the end
+    if the program failed."""
     for name, text in order["files"].items():
         Path(FOLDER, name).write_text(text, encoding="utf-8", errors="replace")
     input_file = os.memfd_create("input")
@@ -94,11 +96,12 @@ def run_program(order: Mapping[str, Any], limits: Mapping[str, int], hidden: Ite
 def run_in_fork(
     body: Callable[[int], None], limits: Mapping[str, int], *, max_bytes: int, hidden: Iterable[int]
 ) -> tuple[bytes, int | None, str | None]:
-    """Call a function that writes to a pipe in a fork, and remove all its processes and files afterwards.
+    """Call a function in a forked process, where it writes to a pipe. Afterwards, remove all of its processes and
+    files.
 
-    Return the written bytes, the exit status or None, and the reason for an early end or None. The fork is ended early
-    if it writes more than `max_bytes` bytes, exceeds the limits, or if the job sends a frame to the first of the
-    `hidden` pipes.
+    Return the written bytes, the exit status or None, and the reason for an early end or None. The process is ended
+    early if it writes more than `max_bytes` bytes, if it exceeds the limits, or if a message arrives at the first of
+    the `hidden` pipes, which the function cannot access.
     """
     read, write = os.pipe()
     child = os.fork()
@@ -131,7 +134,8 @@ def run_in_fork(
 
 
 def _describe_excess(limits: Mapping[str, int]) -> str | None:
-    """Return a description of the limit that the processes of a call exceed together, or None."""
+    """Return a description of the limit that all processes of a call together exceed, or None if they exceed no
+    limit."""
     others = _others()
     if len(others) > limits["processes"]:
         return f"its process started more than {limits['processes']}"
@@ -141,7 +145,8 @@ def _describe_excess(limits: Mapping[str, int]) -> str | None:
 
 
 def _memory_of(pid: int) -> int:
-    """Return the bytes of memory of a process that are not backed by a file, or 0 if the process has ended."""
+    """Return the memory of a process in bytes, without memory that is backed by files. Return 0 if the process has
+    ended."""
     try:
         _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
     except (OSError, ValueError):
@@ -157,7 +162,8 @@ def _read(pipe: int) -> bytes:
 
 
 def decode_result(written: bytes, status: int | None, reason: str | None) -> list[Any]:
-    """Decode `[value, reason]` from the output of a fork, and append the description of an abnormal end or None."""
+    """Decode `[value, reason]` from the output of a forked process. Append a description of its end, or None if it
+    ended normally."""
     try:
         answer = json.loads(written)
         return [*answer, None] if reason is None and len(answer) == 2 else [None, None, reason]
@@ -166,14 +172,14 @@ def decode_result(written: bytes, status: int | None, reason: str | None) -> lis
 
 
 def describe_end(status: int) -> str:
-    """Return a description of how a process ended."""
+    """Return a description of how a process ended, computed from its exit status."""
     if os.WIFSIGNALED(status):
         return f"{KILLED}{signal_name(os.WTERMSIG(status))}"
     return f"its process ended with exit code {os.WEXITSTATUS(status)}"
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal, or `signal N` for real-time signals."""
+    """Return the name of a signal, or `signal N` if it has no name, such as a real-time signal."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -184,12 +190,12 @@ def signal_name(number: int) -> str:
 
 
 def _others() -> list[int]:
-    """Return the ids of the sandbox's processes, except its first process and this one."""
+    """Return the ids of all processes in the sandbox, except its first process and this process."""
     return [pid for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()) if pid not in (1, os.getpid())]  # noqa: PTH208
 
 
 def clean() -> None:
-    """Kill every other process of the sandbox, and delete all writable files."""
+    """Kill all other processes in the sandbox, and delete all files that calls can write."""
     while _others():
         try:
             os.kill(-1, signal.SIGKILL)
@@ -202,7 +208,7 @@ def clean() -> None:
 
 
 def _remove(path: Path) -> None:
-    """Delete a file or a folder that calls can have created. Mounts and their parent folders are kept.
+    """Delete a file or a folder that a call may have created. Mount points and their parent folders are kept.
 
     Raises SystemExit, which ends the sandbox, if the file cannot be deleted.
     """

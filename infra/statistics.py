@@ -1,4 +1,4 @@
-"""Interval estimates and quantiles. SciPy is only imported in functions, because its import takes 0.3 s."""
+"""Confidence intervals and quantiles. SciPy is only imported inside functions, because its import takes 0.3 s."""
 
 from math import comb, isclose, sqrt
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ Z95 = 1.959963984540054  # normal_quantile(0.975)
 
 
 def mean_interval(total: float, squares: float, count: int) -> tuple[float, float]:
-    """Return the 95% interval of a mean, computed from the sum, the sum of squares and the number of values.
+    """Return the 95% confidence interval of a mean, computed from the sum, the sum of squares and the number of values.
 
     It is Wilson's interval if every value is 0 or 1, otherwise the normal interval.
 
@@ -31,7 +31,8 @@ def mean_interval(total: float, squares: float, count: int) -> tuple[float, floa
 
 
 def wilson_interval(successes: float, trials: int) -> tuple[float, float]:
-    """Return the 95% score interval of a proportion (Wilson 1927), or (0, 1) if there are no trials.
+    """Return the 95% confidence interval of a proportion by Wilson's score method (1927), or (0, 1) if there are no
+    trials.
 
     The number of successes may be a rounded sum. `scipy.stats` requires whole numbers and takes a second to import.
 
@@ -61,7 +62,7 @@ def pass_at(k: int, *, samples: int, right: int) -> float:
 
 
 def normal_cdf(z: "ArrayLike") -> "NDArray[np.float64]":
-    """Return the share of the standard normal distribution below z, elementwise with the shape of `z`.
+    """Return the probability below z in the standard normal distribution, elementwise with the shape of `z`.
 
     >>> float(normal_cdf(0))
     0.5
@@ -73,7 +74,7 @@ def normal_cdf(z: "ArrayLike") -> "NDArray[np.float64]":
 
 
 def normal_quantile(share: "ArrayLike") -> "NDArray[np.float64]":
-    """Return the quantile of the standard normal distribution for a share, elementwise. It is infinite for 0 and 1.
+    """Return the standard normal quantile for each probability in `share`. It is infinite for 0 and 1.
 
     >>> round(float(normal_quantile(0.975)), 6)
     1.959964
@@ -85,7 +86,7 @@ def normal_quantile(share: "ArrayLike") -> "NDArray[np.float64]":
 
 
 def student_quantile(share: float, freedom: int) -> float:
-    """Return the quantile of Student's t-distribution for a share, with `freedom` degrees of freedom.
+    """Return the quantile of Student's t-distribution with `freedom` degrees of freedom for the probability `share`.
 
     >>> round(student_quantile(0.975, 2), 3)
     4.303

@@ -1,4 +1,4 @@
-"""Commands at a terminal: an app that reports errors in one line, and functions that print output."""
+"""Commands in a terminal: an app that reports errors in one line, and functions that print text and tables."""
 
 import os
 import re
@@ -8,8 +8,10 @@ import signal
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Final, Literal, TextIO, get_args, get_origin
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TextIO, get_args, get_origin
 
 from cyclopts import (
     App,
@@ -22,17 +24,17 @@ from cyclopts import (
     UnusedCliTokensError,
 )
 
-from infra.errors import BadInput, RheostatError
+from infra.errors import BadInput, DeprecatedSpelling, RheostatError
 from infra.untrusted_text import make_visible
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 WIDTH: Final = 100
-"""Maximum number of columns of the output, even in a wider terminal."""
+"""Maximum width of the output in characters, even if the terminal is wider."""
 
 GAP: Final = "  "
-"""Space between the columns of a table."""
+"""Space between two columns of a table."""
 
 Json = Annotated[bool, Parameter(name="--json", help="print JSON")]
 """Option `--json`, which most commands have."""
@@ -41,14 +43,15 @@ MAX_PORT: Final = 65535
 
 
 def parse_whole_number(kind: object, tokens: Sequence[Token]) -> int:
-    """Convert the value of an option to an integer. Raises CoercionError, whereas cyclopts would round 1.5 to 2."""
+    """Convert the value of an option to an integer. Raises CoercionError if it is not a whole number. By default,
+    cyclopts would round 1.5 to 2."""
     if re.fullmatch(r"[+-]?[0-9]{1,18}", tokens[0].value) is None:
         raise CoercionError(token=tokens[0], target_type=int)
     return int(tokens[0].value)
 
 
 def parse_port(kind: object, tokens: Sequence[Token]) -> int:
-    """Convert the value of an option to a port. Raises CoercionError if the value is no port."""
+    """Convert the value of an option to a port number. Raises CoercionError if it is not a valid port."""
     port = parse_whole_number(kind, tokens)
     if port == 0:
         raise CoercionError(
@@ -62,7 +65,8 @@ def parse_port(kind: object, tokens: Sequence[Token]) -> int:
 
 
 def parse_port_or_free(kind: object, tokens: Sequence[Token]) -> int:
-    """Convert the value of an option to a port, or to 0 for any free port. Raises CoercionError like `parse_port`."""
+    """Convert the value of an option to a port number, or to 0 for any unused port. Raises CoercionError if it is not a
+    valid port."""
     return 0 if tokens[0].value == "0" else parse_port(kind, tokens)
 
 
@@ -70,7 +74,7 @@ KINDS = {int: "a whole number", float: "a number"}
 
 
 def command_app(name: str, summary: str, *, version: Callable[[], str] | None = None, example: str = "") -> App:
-    """Return an app to which commands or a default function can be added."""
+    """Return a command-line app, to which commands or a default function can be added."""
     return App(
         name=name,
         help=summary,
@@ -88,7 +92,7 @@ def command_app(name: str, summary: str, *, version: Callable[[], str] | None = 
 
 
 def run_command(app: App, arguments: Sequence[str] | None, *, again: str) -> int:
-    """Run one command and return its exit code.
+    """Run one command of an app and return its exit code.
 
     The code is 2 for wrong input, 3 for a spent budget, 4 for an alarm that ends a run, 1 for other errors, and 130 or
     143 for a signal. `again` is printed after an interrupt.
@@ -97,7 +101,8 @@ def run_command(app: App, arguments: Sequence[str] | None, *, again: str) -> int
     words = sys.argv[1:] if arguments is None else list(arguments)
     try:
         _check_command(app, words)
-        return int(app(words) or 0)
+        with _print_deprecations():
+            return int(app(words) or 0)
     except CycloptsError as error:
         command = " ".join([program, *(error.command_chain or ())])
         write_error(f"{program}: {_describe_error(error)} (see `{command} --help`)")
@@ -116,8 +121,29 @@ def run_command(app: App, arguments: Sequence[str] | None, *, again: str) -> int
         return 1
 
 
+@contextmanager
+def _print_deprecations() -> Iterator[None]:
+    """Run the block, and print a line to stderr for each old name in a configuration. Each line is printed only
+    once."""
+    printed = set[str]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", DeprecatedSpelling)
+        show_other = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *place: Any, **options: Any) -> None:  # noqa: ANN401
+            if not issubclass(category, DeprecatedSpelling):
+                show_other(message, category, *place, **options)
+            elif str(message) not in printed:
+                printed.add(str(message))
+                write_error(f"warning: {message}")
+
+        warnings.showwarning = show
+        yield
+
+
 def _check_command(app: App, words: Sequence[str]) -> None:
-    """Raise BadInput if the words name no command. With --help, cyclopts would print the help of the parent instead."""
+    """Raise BadInput if the words are not a command. For an unknown command with --help, cyclopts would print the help
+    of the parent command."""
     parents = [app.name[0]]
     for word in words:
         known = command_names(app)
@@ -133,27 +159,28 @@ def _check_command(app: App, words: Sequence[str]) -> None:
 
 
 def command_names(app: App) -> list[str]:
-    """Return the names of an app's commands."""
+    """Return the names of all commands of an app."""
     return [name for name in app if not name.startswith("-")]
 
 
 def write(text: str, *, is_styled: bool = False) -> None:
-    """Print a text and flush it, so that a reader of the pipe gets it immediately.
+    """Print a text and flush it, so that a program that reads the pipe gets it immediately.
 
-    Control characters are made visible, since policies, servers and files may contain any text. A caller with styled
-    text must do this itself.
+    Control characters are escaped, because policies, servers and files may contain any text. If the text is styled, the
+    caller must escape them.
     """
     sys.stdout.write(f"{text if is_styled else make_visible(text)}\n")
     sys.stdout.flush()
 
 
 def write_error(text: str) -> None:
-    """Print a line to stderr with control characters made visible."""
+    """Print a line to stderr, with control characters escaped."""
     sys.stderr.write(f"{make_visible(text)}\n")
 
 
 def console(stream: TextIO | None = None) -> "Console":
-    """Return a console for a stream (default: stdout). It has no colors without a terminal or if NO_COLOR is set."""
+    """Return a Rich console for a stream (default: stdout). It uses no colors if the stream is not a terminal or
+    NO_COLOR is set."""
     from rich.console import Console
 
     result = Console(file=stream or sys.stdout, highlight=False, markup=False, emoji=False)
@@ -162,12 +189,12 @@ def console(stream: TextIO | None = None) -> "Console":
 
 
 def terminal_width() -> int | None:
-    """Return the number of columns of the terminal, or None if the output goes to a file or a pipe."""
+    """Return the width of the terminal in characters, or None if the output goes to a file or a pipe."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def wrap_text(text: str, *, indent: int = 9) -> str:
-    """Break the long lines of a text between words. Continuation lines are indented."""
+    """Break long lines of a text between words, and indent the continuation lines."""
     width = min(WIDTH, terminal_width() or WIDTH)
     broken = (
         textwrap.wrap(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
@@ -177,16 +204,17 @@ def wrap_text(text: str, *, indent: int = 9) -> str:
 
 
 def fit_text(text: str) -> str:
-    """Break lines that are too long for the terminal. Text for a file or a pipe is returned unchanged."""
+    """Break lines that are too long for the terminal. If the output goes to a file or a pipe, return the text
+    unchanged."""
     return text if terminal_width() is None else wrap_text(text)
 
 
 def table(rows: Sequence[dict[str, str]], *, drop_first: Sequence[str] = (), width: int | None = None) -> str:
-    """Return a table with column names. The first column is aligned to the left, the others to the right.
+    """Return a table with a header. The first column is aligned to the left, and the other columns to the right.
 
-    The table has at most `width` columns of text (default: those of the terminal, unlimited in a file or a pipe). Table
-    columns that do not fit are omitted, and a last line names them. Those in `drop_first` are omitted first, in that
-    order, then the others from the right. The first column is always shown.
+    The table is at most `width` characters wide (default: the width of the terminal, unlimited in a file or a pipe).
+    Columns that do not fit are omitted, and a last line lists them. The columns in `drop_first` are omitted first, in
+    this order, and then the others from the right. The first column is never omitted.
     """
     if not rows:
         return ""
@@ -219,7 +247,8 @@ def _row(cells: Mapping[str, str], widths: Mapping[str, int]) -> str:
 
 
 def _describe_error(error: CycloptsError) -> str:
-    """Return the message for a wrong command line: the expected value, the actual value and the nearest name."""
+    """Return the message about an invalid command line, with the expected value, the actual value and the most similar
+    valid name."""
     from infra.validation_errors import nearest
 
     match error:
@@ -245,5 +274,6 @@ def _describe_error(error: CycloptsError) -> str:
 
 
 def _format_default(value: object) -> str | None:
-    """Return the default value for the help text, or None for a flag that is off, an empty list or no value."""
+    """Return the default value of an option for the help text. Return None for a flag that is off, an empty list or no
+    value."""
     return None if value is None or value is False or value == () else str(value)

@@ -1,4 +1,5 @@
-"""Untrusted text from policies, rewards, servers and files: showing it safely, and removing secrets from it."""
+"""Handling of untrusted text from policies, rewards, servers and files: escaping control characters, and removing
+secrets."""
 
 import base64
 import html
@@ -10,30 +11,31 @@ from typing import Final
 
 _HIDDEN: Final = "***"
 _SHORTEST: Final = 6
-"""Minimum number of base64 or hexadecimal characters of a secret. Shorter texts would match by chance."""
+"""Minimum number of base64 or hexadecimal characters that are recognized as a secret. Shorter texts would match by
+chance."""
 _NESTED: Final = 5
-"""Maximum depth of nested escapes that are decoded."""
+"""Maximum depth to which nested escapes are decoded."""
 _BASE64: Final = {"-": "+", "_": "/"}
-"""Characters of the base64 alphabet for URLs, and the corresponding usual characters."""
+"""Characters of the URL-safe base64 alphabet, and the corresponding characters of the standard alphabet."""
 _ESCAPE: Final = re.compile(
     r"""\\+u\{(?P<braces>[0-9a-fA-F]{1,6})\}|\\+U(?P<long>[0-9a-fA-F]{8})|\\+u(?P<short>[0-9a-fA-F]{4})
     |\\+x(?P<byte>[0-9a-fA-F]{2})|%(?P<url>[0-9a-fA-F]{2})|&\#[xX](?P<entity>[0-9a-fA-F]{1,8});?
     |&\#(?P<decimal>[0-9]{1,8});?|(?P<named>&[A-Za-z]{2,24};)|\\+(?P<plain>[^\\\w\s])""",
     re.VERBOSE,
 )
-"""Pattern of the escapes of JSON, Python, URLs and HTML."""
+"""Pattern of escape sequences in JSON, Python, URLs and HTML."""
 _Span = tuple[int, int]
 _Character = tuple[str, _Span]
-"""Decoded character with its span in the original text."""
+"""Decoded character, and its position (span) in the original text."""
 
 
 def make_visible(text: str) -> str:
-    r"""Return a text in which all characters are visible, so that a terminal executes none of them.
+    r"""Return a text in which control characters are escaped, so that a terminal does not execute them.
 
-    Control characters, marks of writing direction and other invisible characters are escaped, except line breaks, tabs
-    and spaces. The escapes are those of JSON, so a JSON document stays valid.
+    Marks of writing direction and other invisible characters are also escaped, but line breaks, tabs and spaces are
+    not. The escapes are those of JSON, so that a JSON document stays valid.
 
-    >>> visible("\x1b[2J\u202e\n")
+    >>> make_visible("\x1b[2J\u202e\n")
     '\\u001b[2J\\u202e\n'
     """
     return text if text.isprintable() else "".join(map(_visible_character, text))
@@ -47,7 +49,8 @@ def _visible_character(character: str) -> str:
 
 
 def log_visibly(*packages: str) -> None:
-    """Make control characters visible in all log records of these packages, with their tracebacks. Can be repeated."""
+    """Escape control characters in all log records of these packages, including tracebacks. Can be called several
+    times."""
     before = logging.getLogRecordFactory()
     if isinstance(before, _VisibleRecords) and {*packages} <= before.packages:
         return
@@ -55,7 +58,7 @@ def log_visibly(*packages: str) -> None:
 
 
 class _VisibleRecords:
-    """Log record factory that makes control characters of the records of some packages visible."""
+    """Log record factory that escapes control characters in the records of some packages."""
 
     def __init__(self, make: Callable[..., logging.LogRecord], packages: frozenset[str]) -> None:
         self._make, self.packages = make, packages
@@ -72,10 +75,10 @@ class _VisibleRecords:
 
 
 def redact(text: str, *secrets: str) -> str:
-    """Return the text with `***` instead of each occurrence of a secret.
+    """Replace each occurrence of a secret in a text by `***`, and return the text.
 
-    Secrets are found as plain text, in escapes of JSON, Python, URLs and HTML (also nested), in hexadecimal, and in
-    base64 with both alphabets, also as a part of a longer base64 text.
+    A secret is found as plain text, in escapes of JSON, Python, URLs and HTML (also nested), in hexadecimal, and in
+    base64 with both alphabets, even inside a longer base64 text.
     """
     spans = sorted({span for secret in filter(None, secrets) for span in _spans(text, secret)})
     parts, end = [], 0
@@ -87,7 +90,7 @@ def redact(text: str, *secrets: str) -> str:
 
 
 def _spans(text: str, secret: str) -> Iterator[_Span]:
-    """Yield the spans of a text that encode a secret. Nested escapes are decoded level by level."""
+    """Yield the spans of a text that contain a secret in any encoding. Nested escapes are decoded level by level."""
     data = secret.encode("utf-8", "replace")
     needles = [secret]
     dense = [_base64_core(data, before) for before in range(3)]
@@ -118,7 +121,7 @@ def _find_spans(characters: Sequence[_Character], needles: Sequence[str]) -> Ite
 
 
 def _decode_escapes(characters: Sequence[_Character]) -> list[_Character]:
-    """Return the characters with the outermost escapes decoded, each with the span of its escape."""
+    """Decode the outermost escapes. Each decoded character gets the span of its escape."""
     decoded: list[_Character] = []
     end = 0
     for match in _ESCAPE.finditer("".join(character for character, _ in characters)):
@@ -143,6 +146,6 @@ def _character_of(match: re.Match[str]) -> str:
 
 
 def _base64_core(data: bytes, before: int) -> str:
-    """Return the base64 characters that depend on the data alone if `before` other bytes precede the data."""
+    """Return the base64 characters that only depend on the data, if `before` other bytes precede the data."""
     encoded = base64.b64encode(bytes(before) + data).decode()
     return encoded[-(-8 * before // 6) : 8 * (before + len(data)) // 6]

@@ -1,4 +1,4 @@
-"""Text files that a user names on the command line: configurations, lists of points, lists of prompts."""
+"""Text files that users name on the command line, such as configurations, or lists of points or prompts."""
 
 import stat
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Final
 from infra.errors import BadInput
 
 MAX_MEBIBYTES: Final = 256
-"""Maximum size in MiB of a text file that is read."""
+"""Maximum size in MiB of a text file. A larger file is not read."""
 
 _KINDS: Final = (
     (stat.S_ISDIR, "a directory"),
@@ -19,19 +19,20 @@ _KINDS: Final = (
 
 
 def describe_irregular(path: Path) -> str:
-    """Return the kind of a file, such as "a pipe", or "" if the path is a regular file or a link to one.
+    """Return the kind of a file that is not a regular file, such as "a pipe". Return "" for a regular file or a link to
+    one.
 
-    Reading a pipe or a device can block or never end. Raises OSError if the path does not exist or is not accessible.
+    Reading a pipe or a device may block or never end. Raises OSError if the path does not exist or is not accessible.
     """
     mode = path.stat().st_mode
     return next((name for is_kind, name in _KINDS if is_kind(mode)), "")
 
 
 def read_text_file(path: Path, *, label: str) -> str:
-    """Return the text of a UTF-8 file. `label` names the file in messages.
+    """Read a UTF-8 file and return its text. `label` is the name of the file in messages.
 
-    Raises FileNotFoundError if the file does not exist. Raises BadInput if the path is no regular file, or if the file
-    is larger than `MAX_MEBIBYTES`, cannot be read, or is not UTF-8.
+    Raises FileNotFoundError if the file does not exist. Raises BadInput if the path is not a regular file, or if the
+    file is larger than `MAX_MEBIBYTES`, cannot be read, or is not UTF-8.
     """
     try:
         if kind := describe_irregular(path):

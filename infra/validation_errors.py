@@ -1,4 +1,4 @@
-"""Messages about an invalid configuration, in one line: the key, the expected value and the actual value."""
+"""Messages about invalid configurations, in one line: the key, the expected value and the actual value."""
 
 import difflib
 import re
@@ -17,7 +17,8 @@ NAMES = 20  # names that are listed if none is similar
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> str:
-    """Return all problems in one line. Unknown keys come first, because they often cause the other problems."""
+    """Return all problems of a configuration in one line. Unknown keys are listed first, because they often cause the
+    other problems."""
     errors = error.errors()
     # A list with wrong items is also reported as too short. Only the innermost problem helps.
     inner = {problem["loc"][:depth] for problem in errors for depth in range(1, len(problem["loc"]))}
@@ -29,7 +30,8 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """Return `; did you mean 'x'?`, or an empty string if no known name is similar."""
+    """Return the text `; did you mean 'x'?` with the most similar known name, or an empty string if no known name is
+    similar."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -61,7 +63,8 @@ _TARGET_PATTERN: Final = r"^[\w.]+:[\w.]+$"
 
 
 def _describe_pattern(pattern: str, value: str) -> str:
-    """Return a description of the texts that a pattern accepts, with a similar valid name for patterns of names."""
+    """Describe the texts that a pattern accepts. For a pattern of names, suggest a valid name that is similar to the
+    value."""
     if pattern == _TARGET_PATTERN:
         return "must have the form module:function"
     if (name := _NAME_PATTERN.fullmatch(pattern)) is None:
@@ -76,7 +79,7 @@ def _describe_pattern(pattern: str, value: str) -> str:
 
 
 def _translate(message: str) -> str:
-    """Translate a message of pydantic into the terms of TOML."""
+    """Replace the Python terms in a message of pydantic by TOML terms."""
     for words, plain in [
         (r"^Input should be a valid dictionary.*", "must be a table"),
         (r"^Input should be a valid tuple", "must be a list"),
@@ -91,8 +94,8 @@ def _translate(message: str) -> str:
 
 
 def _locate(location: Sequence[int | str], root: type[BaseModel]) -> tuple[str, Models, Models]:
-    """Return the dotted key of an error's location (without union tags), the models that can have its last part, and
-    all variants of the innermost union."""
+    """Return the dotted key of an error without union tags, the models that can contain its last part, and all variants
+    of the innermost union."""
     models: Models = [root]
     variants: Models = [root]
     key: list[str] = []
@@ -108,7 +111,7 @@ def _locate(location: Sequence[int | str], root: type[BaseModel]) -> tuple[str, 
 
 
 def _variants_at(location: Sequence[int | str], root: type[BaseModel]) -> Models:
-    """Return the models of the union at a location."""
+    """Return the models of the union at a location in the configuration."""
     _, models, _ = _locate([*location, ""], root)
     return models
 
@@ -141,12 +144,12 @@ def _field_models(model: type[BaseModel], name: str) -> Models:
 
 
 def field_models(field: FieldInfo) -> Models:
-    """Return every model that a field's value may be: its marked variants, or the models in its annotation."""
+    """Return all models that the value of a field can have: its annotated variants, or the models in its type."""
     return _marked_variants(field.metadata) or models_in(field.annotation)
 
 
 def models_in(annotation: object) -> Models:
-    """Return every model in an annotation, including those in unions, tuples and variants."""
+    """Return all models that a type annotation contains, including those in unions, tuples and variants."""
     if variants := _marked_variants(getattr(annotation, "__metadata__", ())):
         return variants
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -155,7 +158,7 @@ def models_in(annotation: object) -> Models:
 
 
 def _marked_variants(metadata: Sequence[object]) -> Models:
-    """Return the variants that an annotation is marked with."""
+    """Return the variants that are listed in the metadata of an annotation."""
     return [model for mark in metadata for model in getattr(mark, "variants", ())]
 
 

@@ -1,8 +1,9 @@
-"""Variants: one of several configuration classes, selected by `kind`, or a user's own class, named by `target`.
+"""Variants: alternative configuration classes for a setting. A built-in class is selected by `kind`, a user's class by
+`target`.
 
-Each variant is a class. Its fields are its settings. Its class variables and methods define its requirements and
-conflicts, and `implementation` names the code that implements it. Other code only uses these members and never checks
-for a particular variant, so built-in and users' own variants work in the same way.
+The fields of a variant are its settings. Its class variables and methods define its requirements and conflicts, and
+`implementation` names the code that implements it. Other code only uses these members and never checks for a particular
+variant. Therefore built-in and users' variants work in the same way.
 """
 
 import warnings
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union
 
-from pydantic import Field, GetCoreSchemaHandler, JsonValue, SerializationInfo, ValidationError
+from pydantic import Field, GetCoreSchemaHandler, JsonValue, SerializationInfo, ValidationError, ValidationInfo
 from pydantic_core import CoreSchema, core_schema
 
 from infra.config import Settings
@@ -22,24 +23,27 @@ V = TypeVar("V", bound="Variant")
 
 
 class Variant(Settings):
-    """Base of all variants."""
+    """Base class of all variants. Variants are alternative configuration classes for a setting, selected by `kind` or
+    `target`."""
 
     implementation: ClassVar[str]
-    """Import string `pkg.mod:name` of the code that implements the variant. Only imported when it is used."""
+    """Import string `pkg.mod:name` of the code that implements the variant. The code is imported only when it is
+    needed."""
 
     @property
     def label(self) -> str:
-        """Name of the variant in messages: its kind, or the import string of a user's own class."""
+        """Name of the variant in messages: its kind, or the import string if it is a user's class."""
         return getattr(self, "kind", None) or _import_string(type(self))
 
     @property
     def known_as(self) -> str:
-        """Former name of `label`, for users' variants. Using it prints a deprecation warning."""
+        """Old name of `label`, kept for users' variants. Using it prints a deprecation warning."""
         warnings.warn("known_as is deprecated and will be removed. Use label.", FutureWarning, stacklevel=2)
         return self.label
 
     def ships_with(self, package: str) -> bool:
-        """Whether class and implementation both belong to a top-level package, whose tests check that they fit."""
+        """Whether the class and its implementation both belong to a top-level package, whose tests check that they
+        match."""
         return all(name.startswith(f"{package}.") for name in (type(self).__module__, self.implementation))
 
 
@@ -50,13 +54,13 @@ class Target(Settings):
     target: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
     """Import string of the class, `pkg.mod:Class`."""
     options: dict[str, JsonValue] = {}
-    """Values for the fields of the class."""
+    """Values of the fields of the class."""
 
-    def build(self, base: type[V], options: object) -> V:
-        """Import the class and create an object of it from its options.
+    def build(self, base: type[V], options: object, *, context: object = None) -> V:
+        """Import the class and create an object from the options, which are validated in the given context.
 
-        Raises BadInput if the class cannot be imported (with the nearest name), is no subclass of `base`, lacks a class
-        variable, or does not accept the options.
+        Raises BadInput if the class cannot be imported (the message suggests the most similar name), is not a subclass
+        of `base`, lacks a class variable, or does not accept the options.
         """
         where = f"target {self.target!r}"
         target_class = find_target(self.target, where=where)
@@ -66,33 +70,33 @@ class Target(Settings):
             if not hasattr(target_class, name):
                 raise BadInput(f"{where} must define the class variable {name!r}")
         try:
-            return target_class.model_validate(options)
+            return target_class.model_validate(options, context=context)
         except ValidationError as error:
             raise BadInput(f"options of {where}: {explain(error, target_class)}") from error
 
 
 @dataclass(frozen=True)
 class OneOf:
-    """Annotation of a base class with the variants that its values can have.
+    """Annotation of a field that lists the variants (alternative configuration classes) that its value can have.
 
-    The last variant is a `Target`, which represents any other subclass.
+    The last variant is a `Target`, which represents any user's class.
     """
 
     variants: tuple[type[Settings], ...]
 
     def __get_pydantic_core_schema__(self, base: type[Variant], handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return a core schema that validates a union selected by `kind` and replaces a target by an object of its
-        class."""
+        """Return a core schema that selects a variant by `kind`, and that replaces a `Target` by an object of the
+        user's class."""
         union = handler.generate_schema(Annotated[Union[self.variants], Field(discriminator="kind")])  # noqa: UP007
 
-        def validated(value: object, read: Callable[[object], Settings]) -> Settings:
+        def validated(value: object, read: Callable[[object], Settings], info: ValidationInfo) -> Settings:
             if isinstance(value, base):
                 return value
             settings = read(value)
             if not isinstance(settings, Target):
                 return settings
             options = value.get("options", {}) if isinstance(value, Mapping) else settings.options
-            return settings.build(base, options)
+            return settings.build(base, options, context=info.context)
 
         def written(value: Variant, write: Callable[[Settings], Any], info: SerializationInfo) -> Any:  # noqa: ANN401
             if type(value) in self.variants:
@@ -100,7 +104,7 @@ class OneOf:
             options = value.model_dump(mode="json", exclude_defaults=info.exclude_defaults, context=info.context)
             return write(self.variants[-1](target=_import_string(type(value)), options=options))  # type: ignore[call-arg]
 
-        return core_schema.no_info_wrap_validator_function(
+        return core_schema.with_info_wrap_validator_function(
             validated,
             union,
             serialization=core_schema.wrap_serializer_function_ser_schema(written, schema=union, info_arg=True),
@@ -108,12 +112,12 @@ class OneOf:
 
 
 def implementation_of(variant: Variant) -> object:
-    """Import the implementation of a variant. Raises BadInput if it cannot be imported."""
+    """Import the implementation of a variant and return it. Raises BadInput if it cannot be imported."""
     return find_target(variant.implementation, where=f"{variant.label!r}")
 
 
 def check_implementation(variant: Variant, *parameters: str, where: str, named: Iterable[str] = ()) -> None:
-    """Raise BadInput unless a variant's implementation can be imported and called with these parameters."""
+    """Raise BadInput unless the implementation of a variant can be imported and accepts these parameters."""
     place = f"{where} {variant.label!r}: implementation {variant.implementation!r}"
     check_function(variant.implementation, *parameters, where=place, named=named)
 

@@ -16,12 +16,13 @@ from infra.statistics import normal_quantile
 from placement.records import Demand, Floats, Pace, ResizeCost
 
 MIN_VARIATION = 0.01
-"""Minimum squared coefficient of variation of x. Below this value, base and slope of a line cannot be fitted
-separately."""
+"""Minimum squared coefficient of variation of x for which both the base and the slope of a line are fitted. Below this
+value, they cannot be distinguished."""
 
 
 class LineSums(Settings):
-    """Weighted sums from which a line y = base + slope · x is fitted. Older data have exponentially smaller weights."""
+    """Weighted sums from which a line y = base + slope · x is fitted. The weight of data decreases exponentially with
+    age."""
 
     count: float = 0.0
     """Sum of the weights of all data points."""
@@ -35,7 +36,7 @@ class LineSums(Settings):
     """Weighted sum of x · y."""
 
     def add(self, other: "LineSums", *, decay: float = 1.0) -> "LineSums":
-        """Return the sum of both records, after multiplying this record by `decay`."""
+        """Return the sum of this record and another one. This record is multiplied by `decay` before."""
         return LineSums(
             count=decay * self.count + other.count,
             x=decay * self.x + other.x,
@@ -75,47 +76,48 @@ def _scale_prior(sums: LineSums, prior: tuple[float, float]) -> tuple[float, flo
 Role = Literal["rollout", "scoring"]
 
 MAX_LENGTHS = 512
-"""Maximum number of recent sequence lengths that are stored for each role."""
+"""Maximum number of recent sequence lengths that are kept for each role."""
 
 STEP_DECAY = 0.5
-"""Factor by which the weight of earlier step times is multiplied after each stage."""
+"""Factor by which the weight of earlier step times is reduced after each stage."""
 
 BUSY_DECAY = 0.7
-"""Weight of the old value in the moving average of worker-seconds per stage. The new value has weight 0.3."""
+"""Weight of the old value in the moving average of the worker-seconds per stage. The new value has weight 0.3."""
 
 RESIZE_DECAY = 0.7
-"""Weight of the old value in the moving average of the seconds needed to move a worker to the other role."""
+"""Weight of the old value in the moving average of the time that it takes to move a worker to the other role."""
 
 LIKENESS_DECAY = 0.7
-"""Weight of the old value in the moving average of the correlation between lengths in the same unit."""
+"""Weight of the old value in the moving average of the correlation between sequence lengths in the same unit."""
 
 MAX_LIKENESS = 0.95
-"""Maximum correlation between the log lengths of one unit."""
+"""Maximum value of the estimated correlation between the log lengths of sequences in the same unit."""
 
 PRIOR_DRIFT = 0.2
-"""Assumed change of the logarithm of the mean length from one stage to the next. Used until two stages are measured."""
+"""Assumed change in the logarithm of the mean length between two stages, which is used until two stages have been
+measured."""
 
 DRIFT_DECAY = 0.7
-"""Weight of the old value in the moving average of the squared change of the logarithm of the mean length."""
+"""Weight of the old value in the moving average of the squared change in the logarithm of the mean length."""
 
 MAX_DRIFT = 1.0
-"""Upper limit of the standard deviation that predictions assume for the logarithm of the mean length."""
+"""Maximum standard deviation of the logarithm of the mean length in predictions."""
 
 MAX_MOVES = 64
-"""Number of recent worker moves from which the 95th percentile of the move time is computed."""
+"""Number of most recent worker moves from which the 95th percentile of the move time is computed."""
 
 
 class UnitObservation(Settings):
-    """Measurements of one finished work unit, read from its manifest. Sums over decoding steps are 0 if the engine does
-    not count steps."""
+    """Measurements of one finished work unit, read from its manifest. The sums over decoding steps are 0 if the engine
+    does not count its steps."""
 
     role: Role
     """Role of the worker that processed the unit: rollout or scoring."""
     sequences: int
-    """Number of decoded sequences. For a judge model, each vote and each repeated attempt counts as a sequence."""
+    """Number of decoded sequences. Each vote and each repeated attempt of a judge model is a separate sequence."""
     seconds: float
-    """Seconds from the start of the unit on a worker to its commit. Loading weights is not included, because it is
-    counted as part of the time of a move."""
+    """Seconds from the start of the unit on a worker to its commit. The time to load weights is not included, because
+    it is part of the time of a move."""
     steps: float = 0.0
     """Number of decoding steps."""
     step_sequences: float = 0.0
@@ -131,7 +133,7 @@ class UnitObservation(Settings):
 
 
 class Prior(Settings):
-    """Assumptions about a role before its first measurement."""
+    """Assumed lengths and speed of a role, which are used until the role is measured for the first time."""
 
     median_tokens: float = 128.0
     """Median sequence length in tokens."""
@@ -153,42 +155,42 @@ class RoleMeasurements(Settings):
     """Measurements of one role, accumulated over the finished stages."""
 
     stages: int = 0
-    """Number of stages measured."""
+    """Number of stages that were measured."""
     steps: LineSums = LineSums()
-    """Sums from which step time is fitted as a line over the batch size."""
+    """Sums for fitting the time of a decoding step as a line over the batch size."""
     rest: LineSums = LineSums()
-    """Sums from which the time of a unit outside its decoding steps is fitted as a line over its number of
-    sequences."""
+    """Sums for fitting the time of a unit without its decoding steps as a line over its number of sequences."""
     lengths: tuple[float, ...] = ()
-    """Sorted sample of recent sequence lengths in tokens. At least half of the sample is from the last stage."""
+    """Sorted sample of recent sequence lengths in tokens. At least half of them are from the last stage."""
     likeness: float = 0.0
     """Moving average of the correlation between the log lengths of two sequences in the same unit."""
     mean_length: float = 0.0
     """Mean sequence length in the last stage, in tokens."""
     drift: float = PRIOR_DRIFT
-    """Root mean square change of the logarithm of the mean length from one stage to the next, as a moving average.
-    Before the second stage this is the assumed value `PRIOR_DRIFT`."""
+    """Typical change (root mean square) of the logarithm of the mean length from one stage to the next, as a moving
+    average. Before the second stage this is the assumed value `PRIOR_DRIFT`."""
     busy_seconds: float = 0.0
-    """Moving average of the time that all workers of the role together were busy in a stage, in worker-seconds."""
+    """Moving average of the worker-seconds that the role was busy per stage."""
 
 
 class Measurements(Settings):
-    """Measurements of rollout, scoring and moves of workers between the two roles, accumulated over finished stages."""
+    """Measurements of rollout, of scoring, and of moves of workers between these roles, accumulated over finished
+    stages."""
 
     rollout: RoleMeasurements = RoleMeasurements()
-    """Measurements of rollout."""
+    """Measurements of rollout units."""
     scoring: RoleMeasurements = RoleMeasurements()
-    """Measurements of scoring."""
+    """Measurements of scoring units."""
     moves: tuple[float, ...] = ()
     """Seconds that each recent move of a worker took, oldest first."""
     move_seconds: float | None = None
     """Moving average of the seconds that a move takes. None before the first move."""
 
     def observe(self, units: Iterable[UnitObservation], *, moves: Iterable[float] = ()) -> "Measurements":
-        """Return new measurements that include another finished stage.
+        """Return new measurements that also include another finished stage.
 
-        `units` must contain all units of the stage. The units that finish first tend to be short, so a part of them
-        would bias the measurements. `moves` contains the seconds of each move of a worker in the stage, from the
+        `units` must contain all units of the stage. Units that finish first tend to be short, so measuring only some
+        units would bias the result. `moves` contains the seconds of each move of a worker in the stage, from the
         decision until the worker starts work in its new role.
         """
         observed, moves = tuple(units), tuple(moves)
@@ -203,7 +205,7 @@ class Measurements(Settings):
         )
 
     def resize(self) -> ResizeCost:
-        """Return the measured time needed to move a worker, or an assumed time if no worker has moved yet."""
+        """Return the measured time of moving a worker, or an assumed time if no worker has been moved yet."""
         if self.move_seconds is None:
             return ResizeCost()
         return ResizeCost(mean_seconds=self.move_seconds, p95_seconds=float(np.quantile(self.moves, 0.95)))
@@ -304,9 +306,9 @@ def _merge_lengths(old: tuple[float, ...], lengths: list[Floats], *, seed: int) 
 
 
 def _thin(lengths: Floats, count: int, rng: np.random.Generator) -> Floats:
-    """Divide the sorted lengths into `count` equal slices and return a random length from each slice.
+    """Divide the sorted lengths into `count` equal slices, and return a random length from each slice.
 
-    Unlike plain random sampling, this keeps the shortest and longest lengths represented.
+    In contrast to plain random sampling, short and long lengths are always represented.
     """
     at = (np.arange(count) + rng.random(count)) * lengths.size / max(count, 1)
     return np.asarray(np.sort(lengths)[np.minimum(at.astype(np.int64), max(lengths.size - 1, 0))])
@@ -319,8 +321,8 @@ def _drift(mean: float, known: RoleMeasurements) -> float:
 
 
 def _likeness(lengths: list[Floats], known: RoleMeasurements) -> float:
-    """Return the intraclass correlation of log lengths, computed from the variances between and within units
-    (ANOVA)."""
+    """Return the correlation between the log lengths of two sequences of the same unit. It is the intraclass
+    correlation, computed from the variances within and between units (ANOVA)."""
     logs = [np.log(np.maximum(unit, 1.0)) for unit in lengths if unit.size > 1]
     if len(logs) < 3:
         return known.likeness

@@ -40,73 +40,74 @@ class Demand(Settings):
     lengths: tuple[float, ...]
     """Sorted random sample of recent sequence lengths in tokens, with at most 512 values."""
     likeness: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Correlation between the log lengths of two sequences in the same unit, such as completions of one prompt."""
+    """Correlation between the log lengths of two sequences of the same unit, such as two completions of one prompt."""
     drift: Annotated[float, Field(ge=0)] = 0.0
-    """Standard deviation of the change in the logarithm of the mean length from one stage to the next."""
+    """Typical change (standard deviation) of the logarithm of the mean length from one stage to the next."""
     pace: Pace
     """Measured speed of a worker, or an assumed speed before the first measurement."""
     slots: int = 1
-    """Number of slots that one worker of the role occupies. If there are several reward models, the mean over them."""
+    """Number of slots that one worker of the role needs. With several reward models, the mean over the models."""
     least_slots: int = 1
-    """Minimum number of slots that the role needs. Every reward model needs slots for one replica, or for its
-    configured number of replicas."""
+    """Minimum number of slots for the role. Every reward model needs the slots of one replica, or of its configured
+    number of replicas."""
     units_at_once: int = 1
-    """Number of units that one worker decodes at the same time by continuous batching. 1 without continuous
-    batching."""
+    """Number of units that one worker decodes at the same time (continuous batching), or 1 if units are decoded one
+    after another."""
     busy_seconds: float = 0.0
-    """Moving average of the worker-seconds spent in a stage (weight 0.7 for the old value). 0 before the first
-    stage."""
+    """Moving average of the worker-seconds per stage (weight 0.7 for the old value), or 0 before the first stage."""
     measured: bool = False
-    """Whether lengths and speed were measured. If not, they are assumptions."""
+    """Whether lengths and speed were measured. If not, they are assumed values."""
 
 
 class ResizeCost(Settings):
-    """Time needed to move a worker from one role to the other."""
+    """Time that it takes to move a worker from one role to the other."""
 
     mean_seconds: float = 2.0
-    """Moving average of the seconds needed to move a worker."""
+    """Moving average of the seconds that it takes to move a worker."""
     p95_seconds: float = 4.0
-    """95th percentile of the seconds needed to move a worker."""
+    """95th percentile of the seconds that it takes to move a worker."""
 
 
 class Plan(Settings):
-    """Assignment of worker slots to roles during a stage."""
+    """Assignment of worker slots (places for one worker each) to roles during a stage."""
 
     mode: Literal["colocated", "split"]
-    """Whether the roles take turns on all slots ("colocated") or run at the same time on separate slots ("split")."""
+    """Mode of the plan: "colocated" if the roles take turns on all slots, "split" if they run at the same time on
+    separate slots."""
     rollout: Annotated[int, Field(ge=0)]
-    """Number of slots for rollout. If roles take turns, this is the number of all slots."""
+    """Number of slots for rollout. If roles take turns, all slots."""
     scoring: Annotated[int, Field(ge=0)]
-    """Number of slots for scoring. If roles take turns, this is the number of all slots."""
+    """Number of slots for scoring. If roles take turns, all slots."""
 
 
 class Memory(Settings):
-    """State that a placement policy keeps from one decision to the next. The caller stores the state between
-    decisions."""
+    """State of a placement policy, which the caller stores from one decision to the next."""
 
     wanted: Plan | None = None
-    """Plan that is predicted to be faster than the current plan, but whose total gain does not exceed the cost of
-    changing yet."""
+    """Plan that is predicted to be faster than the current plan, but whose total gain so far does not exceed the cost
+    of the change."""
     held: int = 0
-    """Number of consecutive decisions that predicted `wanted` to be faster than the current plan. -1 right after the
-    plan was changed."""
+    """Number of consecutive decisions for which `wanted` was predicted to be faster than the current plan. -1 right
+    after a change of the plan."""
     gained_seconds: float = 0.0
-    """Total predicted seconds that `wanted` would have saved in the stages counted by `held`."""
+    """Total predicted gain in seconds of `wanted` over the current plan, summed over the decisions that `held`
+    counts."""
     misses: int = 0
-    """Number of consecutive predictions in this stage with an error of at least 30%. After two such predictions no more
-    workers are moved in this stage."""
+    """Number of consecutive predictions in this stage with an error of at least 30%. After two of them, no more workers
+    are moved in this stage."""
     moved_at: float = float("-1e9")
-    """Time of the last move of workers in this stage, in seconds after the start of the stage."""
+    """Time at which workers were last moved in this stage, in seconds after the start of the stage."""
     moved: int = 0
     """Number of workers moved in this stage."""
     predicted_seconds: float | None = None
-    """Predicted end of the stage according to the last decision, in seconds after the start of the stage."""
+    """End of the stage that the last decision predicted, in seconds after the start of the stage."""
     look_at: float = 0.0
-    """Time at which the plan is evaluated again, in seconds after the start of the stage."""
+    """Time of the next evaluation of the plan, in seconds after the start of the stage."""
     emptied: bool = False
-    """Whether the rollout queue was empty when the plan was last evaluated."""
+    """Whether there were no waiting rollout units when the plan was last evaluated."""
     behind_seconds: float = 0.0
-    """Total predicted seconds that taking turns would have saved in the stages since the plan was last changed."""
+    """Total predicted seconds by which taking turns would have been faster than the chosen plans since the last change
+    of the plan."""
 
 
 class PlanInputs(Settings):
@@ -119,9 +120,9 @@ class PlanInputs(Settings):
     scoring: Demand
     """Expected scoring work in the stage, and the speed of a scoring worker."""
     resize: ResizeCost = ResizeCost()
-    """Time needed to move a worker from one role to the other."""
+    """Time that it takes to move a worker from one role to the other."""
     current: Plan | None = None
-    """Plan of the last stage. None before the first stage."""
+    """Plan of the last stage, or None before the first stage."""
     memory: Memory = Memory()
     """State that the last decision returned."""
     seed: int = 0
@@ -147,7 +148,7 @@ class RoleProgress(Settings):
     waiting: int
     """Number of units that are ready to be processed but have not been started."""
     coming: int = 0
-    """Number of units that will become ready later. Scoring waits for the units that rollout has not finished."""
+    """Number of units that are not ready yet. A scoring unit becomes ready when rollout has finished the unit."""
     in_flight: tuple[InFlight, ...] = ()
     """Units that workers are currently decoding."""
     done: int = 0
@@ -168,11 +169,11 @@ class DrainInputs(Settings):
     scoring: RoleProgress
     """Progress of scoring in this stage."""
     movable_rollout: int
-    """Number of rollout slots that may still be moved in this stage. Each slot is moved at most once."""
+    """Number of rollout slots that can still be moved in this stage. Each slot is moved at most once."""
     movable_scoring: int
-    """Number of scoring slots that may still be moved in this stage."""
+    """Number of scoring slots that can still be moved in this stage. Each slot is moved at most once."""
     resize: ResizeCost = ResizeCost()
-    """Time needed to move a worker from one role to the other."""
+    """Time that it takes to move a worker from one role to the other."""
     memory: Memory = Memory()
     """State that the last decision returned."""
     seed: int = 0
@@ -180,18 +181,18 @@ class DrainInputs(Settings):
 
 
 class Decision(Settings):
-    """Plan that a placement policy chose, with the reason and the predicted times with and without the change."""
+    """Plan that a placement policy has chosen, with the reason and the predicted times with and without the change."""
 
     plan: Plan
     """Chosen plan. Equal to the current plan if nothing changes."""
     predicted_seconds: float
-    """Predicted seconds to the end of the stage with the chosen plan, including the time to move workers."""
+    """Predicted seconds to the end of the stage with the chosen plan, including the time for moving workers."""
     unchanged_seconds: float
     """Predicted seconds to the end of the stage if the current plan is kept."""
     reason: str
-    """Human-readable reason, such as "moved 2 of 8 workers from scoring to rollout: predicted 61 s instead of 84 s"."""
+    """Reason for people, such as "moved 2 of 8 workers from scoring to rollout: predicted 61 s instead of 84 s"."""
     memory: Memory
-    """State that the caller must pass with the inputs of the next decision."""
+    """State that the caller must pass to the next decision."""
 
 
 class Policy(Protocol):
@@ -205,11 +206,12 @@ class Policy(Protocol):
         """Return a decision with the plan for the next stage."""
 
     def drain(self, inputs: DrainInputs) -> Decision:
-        """Return a decision for a running stage. A policy that never moves workers then returns the current plan."""
+        """Return a decision while a stage runs. A policy that moves no workers during a stage returns the current
+        plan."""
 
 
 class MeasuredStage(Settings):
-    """Work of a finished stage, with the lengths and speeds that were measured in the stage."""
+    """Work of a finished stage, with measured lengths and speeds."""
 
     rollout: Demand
     """Rollout work, and the speed of rollout workers."""
@@ -248,5 +250,5 @@ def describe_change(current: Plan, plan: Plan) -> str:
 
 
 def short_label(plan: Plan) -> str:
-    """Return a short label of a plan: rollout and scoring slots as in "6/2", or "taking turns"."""
+    """Return a short label of a plan, such as "6/2" for 6 rollout and 2 scoring slots, or "taking turns"."""
     return "taking turns" if plan.mode == "colocated" else f"{plan.rollout}/{plan.scoring}"

@@ -13,8 +13,8 @@ from typing import Final, Protocol
 import numpy as np
 
 ADAM_BYTES = 28
-"""Bytes that Adam reads and writes for each parameter in one step, in float32. The gradient, the master weight and both
-moments are read; the master weight and both moments are written."""
+"""Bytes that Adam reads and writes for each parameter in one step, in float32. It reads the gradient, the master weight
+and both moments, and writes the master weight and both moments."""
 
 
 class DecoderWork(Protocol):
@@ -52,7 +52,7 @@ class Accelerator:
     """GPU model with the specifications from its data sheet."""
 
     name: str
-    """Text that the device name reported by the driver contains."""
+    """Text that is part of the device name reported by the driver."""
     bfloat16: float
     """Dense bfloat16 FLOP/s with float32 accumulation."""
     float32: float
@@ -64,7 +64,7 @@ class Accelerator:
 
     @property
     def key(self) -> str:
-        """Name of the GPU model on the command line."""
+        """Name of the GPU model in command-line options."""
         return self.name.lower().replace(" ", "-")
 
 
@@ -97,7 +97,7 @@ is part of the device name."""
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Performance of one accelerator, and the number of such accelerators that share the work evenly."""
+    """Performance of one accelerator, and the number of accelerators among which the work is divided evenly."""
 
     flops: float
     """Dense FLOP/s of one accelerator at the precision of the run. A multiply-add counts as two FLOPs."""
@@ -118,7 +118,7 @@ class Generated:
 
     @property
     def contexts(self) -> list[tuple[int, int]]:
-        """Pair (prompt length, completion length) in tokens, for each completion."""
+        """Prompt length and completion length of each completion, in tokens."""
         return [(prompt, length) for prompt, group in zip(self.prompts, self.lengths, strict=True) for length in group]
 
     @property
@@ -146,11 +146,11 @@ class Limit:
     train: float
     """Seconds of the forward and backward passes of the update."""
     optimizer: float
-    """Seconds of the optimizer steps."""
+    """Seconds of all optimizer steps of the update."""
 
     @property
     def seconds(self) -> float:
-        """Minimum seconds of the whole iteration if its stages run one after the other (T_sync)."""
+        """Minimum seconds of the whole iteration if its stages run one after another (T_sync)."""
         return self.prefill + self.decode + self.logprobs + self.train + self.optimizer
 
 
@@ -207,7 +207,7 @@ def forward_flops(decoder: DecoderWork, sequences: Sequence[int]) -> float:
 
 
 def shared_flops(decoder: DecoderWork, generated: Generated) -> float:
-    """Return the FLOPs of a forward pass that computes each prompt only once for all of its completions."""
+    """Return the FLOPs of a forward pass that computes each prompt only once for all completions of its group."""
     prompts = sum(prompt**2 for prompt in generated.prompts) / 2
     completions = sum(length * prompt + length**2 / 2 for prompt, length in generated.contexts)
     attention = 4 * decoder.layers * decoder.query_width * (prompts + completions)
@@ -215,8 +215,8 @@ def shared_flops(decoder: DecoderWork, generated: Generated) -> float:
 
 
 def train_flops(decoder: DecoderWork, sequences: Sequence[int]) -> float:
-    """Return the FLOPs of a forward and a backward pass without activation recomputation: three times the FLOPs of the
-    forward pass."""
+    """Return the FLOPs of a forward and a backward pass without activation recomputation, which are three times those
+    of the forward pass."""
     return 3 * forward_flops(decoder, sequences)
 
 

@@ -1,8 +1,8 @@
-"""Candidate splits of the worker slots between rollout and scoring, and allotment of scoring slots to reward models.
+"""Possible splits of the worker slots between rollout and scoring, and distribution of scoring slots to reward models.
 
 A slot is a reserved place for one worker. A split assigns some slots to rollout and the others to scoring. Reward
-models with a configured number of replicas get their slots first. The remaining slots go to whole replicas of the other
-reward models. In each round, the models with the largest replicas come first.
+models with a configured number of replicas get their slots first. The remaining slots are used for whole replicas of
+the other reward models, which get slots in rounds. In each round, the models with the largest replicas come first.
 """
 
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ from infra.plugins import nearest_name
 from placement.records import Plan, PlanInputs
 
 MAX_SPLITS = 512
-"""Maximum number of splits that are compared. Predictions are too inexact to distinguish splits that differ by less
-than 1/500 of the workers."""
+"""Maximum number of splits that are compared. Predictions are not accurate enough to distinguish splits that differ by
+less than 1/500 of the workers."""
 
 
 def list_splits(inputs: PlanInputs) -> tuple[Plan, ...]:
-    """Return every split into whole workers that uses all slots.
+    """Return all splits into whole workers that use all slots.
 
-    If no split uses all slots, return the splits that leave some slots unused. Return an empty tuple if there are too
+    If there is no such split, return the splits that leave some slots unused. Return an empty tuple if there are too
     few slots for both roles.
     """
     rollout, scoring, workers = inputs.rollout, inputs.scoring, inputs.workers
@@ -36,10 +36,10 @@ def build_turns_plan(inputs: PlanInputs) -> Plan:
 
 
 def find_current_plan(inputs: PlanInputs) -> Plan | None:
-    """Return the current plan, or None if there is no plan that can be kept.
+    """Return the current plan, or None if there is no plan or it cannot be kept.
 
-    A plan cannot be kept after the number of slots has changed, or after all slots of a role were moved to the other
-    role. Before the first stage there is no plan.
+    A plan cannot be kept if the number of slots has changed, or if all slots of a role were moved to the other role.
+    Before the first stage there is no plan.
     """
     current = inputs.current
     if current is None or current == build_turns_plan(inputs):
@@ -65,9 +65,9 @@ def list_candidates(inputs: PlanInputs) -> tuple[Plan, ...]:
 
 
 def nearest_split(inputs: PlanInputs, rollout: float) -> Plan:
-    """Return the split with the number of rollout slots nearest to `rollout`.
+    """Return the split whose number of rollout slots is closest to `rollout`.
 
-    If two splits are equally near, the split with more rollout slots is returned. Raises `BadInput` if there are too
+    If two splits are equally close, the split with more rollout slots is returned. Raises `BadInput` if there are too
     few slots for both roles.
     """
     plans = list_splits(inputs)
@@ -110,7 +110,8 @@ def assign_replicas(scoring_slots: int, slots: Mapping[str, int], *, fixed: Mapp
 
 
 def count_min_slots(slots: Mapping[str, int], *, fixed: Mapping[str, int]) -> int:
-    """Return the minimum number of slots for which every term gets its fixed number of replicas, or at least one."""
+    """Return the minimum number of slots with which every reward term gets its fixed number of replicas, or at least
+    one replica."""
     return sum(size * fixed.get(term, 1) for term, size in slots.items())
 
 

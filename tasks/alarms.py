@@ -74,5 +74,5 @@ def _stop_reasons(open_run: OpenRun, iteration: Iteration) -> Iterator[str]:
     ]
     for alarm in open_run.settings.revert_alarms:
         name, times = alarm.label, revert_alarms.count(alarm.label)
-        if name == revert_alarms[-1] and times > alarm.returns:
-            yield f"alarm {name!r} reverted the run {times} times. To continue, set its `returns` to {times}."
+        if name == revert_alarms[-1] and times > alarm.max_reverts:
+            yield f"alarm {name!r} reverted the run {times} times. To continue, set its `max_reverts` to {times}."

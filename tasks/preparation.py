@@ -59,7 +59,7 @@ async def make_prompts(open_run: OpenRun, base: Manifest, split: str) -> Manifes
     if left_out := manifest.metrics.get("too_long"):
         num_problems = manifest.metrics["prompts"] + left_out
         what = f"{left_out:,.0f} of {num_problems:,.0f} problems left out because they are too long"
-        logger.info("prompts %s: %s (data.too_long)%s", split, what, "" if existing is None else FROM_STORE_SUFFIX)
+        logger.info("prompts %s: %s (data.on_too_long)%s", split, what, "" if existing is None else FROM_STORE_SUFFIX)
     if isinstance(left_out_problems := manifest.detail.get("left_out"), dict):
         examples = "; ".join(f"{place} {why}" for place, why in [*left_out_problems.items()][:MAX_SHOWN_PROBLEMS])
         more = "; …" if len(left_out_problems) > MAX_SHOWN_PROBLEMS else ""

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from infra.store.bundles import BundleRef
 from infra.store.manifests import Manifest
+from models.config.judges import ServedReward
 from models.records.versions import policy_of
 from models.records.work import JudgeWork, ScoringWork, VerdictShard
 from tasks.run.batch import Batch, picture_shards_of
@@ -38,11 +39,17 @@ async def _judge_shard(open_run: OpenRun, batch: Batch, shard: int, term: str) -
         model=policy_of(served[0]) if served else None,
         seed=settings.seed,
         media=(*batch.media, *picture_shards_of(rollouts)),
+        prompts=batch.prompts.shards[0] if _takes_messages(settings.scoring.model_rewards[term]) else None,
     )
     key = plan.shard_key(reward_model_role(term), shard)
     return await run_once(
         open_run, key, role=reward_model_role(term), method="judge", work=work, parents=[rollouts, *served]
     )
+
+
+def _takes_messages(reward: ServedReward) -> bool:
+    """Return whether the model behind a reward receives the messages of prompts."""
+    return reward.kind == "model" and reward.template is None and reward.chat_prompt == "messages"
 
 
 async def _score_shard(open_run: OpenRun, batch: Batch, shard: int) -> Manifest:

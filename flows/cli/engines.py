@@ -127,7 +127,7 @@ def engine_config(overrides: Sequence[str]) -> "VllmEngine":
     from tasks.config.documents import apply_overrides
 
     try:
-        return VllmEngine.model_validate(apply_overrides({}, overrides))
+        return VllmEngine.model_validate(apply_overrides({}, overrides, VllmEngine))
     except ValidationError as error:
         raise BadInput(explain(error, VllmEngine)) from None
 

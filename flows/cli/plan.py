@@ -12,6 +12,7 @@ from infra.errors import BadInput
 from infra.processes.sandbox import NOBODY, switches_user
 from infra.store.storage import open_store
 from models.config.teachers import Distillation
+from models.config.texts import NOTE
 from tasks.config.run import RunConfig
 from tasks.run.dependencies import find_matching_run
 from tasks.run.preflight import preflight, with_data_sized_defaults, with_recorded_defaults
@@ -82,7 +83,8 @@ def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
         "threads": f"{pools.threads} per worker",
         "fingerprint": config.fingerprint(),
     }
-    return RunPlan(lines=lines, facts=facts, notes=[*adaptations, *_list_notes(config, facts)])
+    numbers = {name: number for name, number in facts.items() if not name.startswith(NOTE)}
+    return RunPlan(lines=lines, facts=numbers, notes=[*adaptations, *_list_notes(config, facts)])
 
 
 def plan_memory(config: RunConfig) -> dict[str, str]:
@@ -132,7 +134,7 @@ def _list_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
     """Yield notes on settings that will not work as configured, or probably not as intended."""
     pools, minibatches, prompts = config.pools, config.update.minibatches, config.rollout.prompts
     slots, ranks = pools.workers.min_slots * pools.gpus_per_worker, pools.update_ranks * pools.gpus_per_update_rank
-    needed_gpus = slots + ranks if pools.update_apart else max(slots, ranks)
+    needed_gpus = slots + ranks if pools.dedicated_update_resources else max(slots, ranks)
     if needed_gpus and pools.ray_address is None and needed_gpus > (available_gpus := num_gpus()):
         yield (
             f"The pools need {_format_count(ceil(needed_gpus), 'GPU')} (pools.gpus_per_worker, "

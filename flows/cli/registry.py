@@ -26,7 +26,7 @@ Times = Annotated[
     Parameter(
         converter=parse_whole_number,
         metavar="N",
-        help="number of retrains, one for each week; each one after the first applies its [[rehearsal]] overrides",
+        help="number of retrains, one for each week; each one after the first applies its list of repeat_overrides",
     ),
 ]
 Day = Annotated[
@@ -80,7 +80,7 @@ def retrain(
     first_job = JobArguments(config, overrides, None, store).load()
     if day is None and not is_new:
         require_finished(first_job, today=first)
-    repeat_overrides = [*first_job.rehearsal, *((),) * times][: times - 1]
+    repeat_overrides = [*first_job.repeat_overrides, *((),) * times][: times - 1]
     placed_overrides = (place_overrides(changed, config.parent, job=config.parent) for changed in repeat_overrides)
     jobs = [
         first_job,

@@ -1,4 +1,5 @@
-"""Separate Python environments of engines that cannot be installed next to Rheostat: their location and versions."""
+"""Python environments for engines that cannot be installed in the same environment as Rheostat. This module finds an
+environment and its versions."""
 
 import json
 import os
@@ -19,11 +20,13 @@ from infra.errors import BadInput
 Platform = Literal["cpu", "cuda"]
 
 STAMP: Final = "rheostat.json"
-"""File in each environment that `install` has created. A stamp without versions marks an incomplete environment."""
+"""Name of the stamp file, which `install` writes into each environment. A stamp without versions marks an incomplete
+environment."""
 IMPORT_SECONDS: Final = 300.0
 
 ANSWER_SECONDS: Final = 60.0
-"""Maximum time in seconds for an import, which usually takes 5 to 15 s and much longer on a cold disk."""
+"""Maximum time in seconds for importing an engine. An import usually takes 5 to 15 s, but much longer on a cold
+disk."""
 DRIVER: Final = Path("/proc/driver/nvidia/version")
 
 IMPORT: Final = """
@@ -38,13 +41,13 @@ print(json.dumps({"platform": told, "versions": versions | {"python": platform.p
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Engine that is installed in its own environment."""
+    """Engine that is installed in a separate Python environment."""
 
     version: str
     modules: tuple[str, ...]
-    """Modules that must be importable: first the engine, then the libraries that affect results, and the server."""
+    """Modules that must be importable: the engine first, then the libraries that affect results, and the server."""
     pins: Path = Path(__file__).parent
-    """Folder of the files `<engine>-<platform>.txt`, which pin every package."""
+    """Folder with the files `<engine>-<platform>.txt`, which pin the version of every package."""
 
 
 DISTRIBUTIONS: Final[Mapping[str, Distribution]] = {
@@ -55,12 +58,12 @@ DISTRIBUTIONS: Final[Mapping[str, Distribution]] = {
 
 
 class Environment(Settings):
-    """Python environment in which the engine can be imported."""
+    """Python environment from which an engine can be imported."""
 
     engine: str
     """Name of the engine."""
     python: Path
-    """Path of the environment's Python, as in the setting `engine.python`."""
+    """Path of the environment's Python executable. The setting `engine.python` has the same form."""
     platform: Platform
     """Platform for which the engine was built."""
     versions: dict[str, str]
@@ -73,29 +76,31 @@ class Environment(Settings):
 
 
 class Stamp(Settings):
-    """Record of the packages from which an environment was created, and of the finished environment."""
+    """Content of the stamp file: the pinned packages from which an environment was created, and the result of the
+    installation."""
 
     pins: str
-    """Digest of the file with the pinned packages."""
+    """BLAKE3 digest of the file with the pinned packages."""
     made: Environment | None = None
-    """Finished environment as found by an import, or None until then."""
+    """Finished environment, or None while the installation is not complete."""
 
 
 def platform_here() -> Platform:
-    """Return "cuda" if this machine has an NVIDIA driver, otherwise "cpu", like infra/environments/install.sh."""
+    """Return "cuda" if this machine has an NVIDIA driver, otherwise "cpu". infra/environments/install.sh uses the same
+    rule."""
     # If the driver has no file, as under WSL, its command shows whether a driver exists.
     return "cuda" if DRIVER.exists() or _list_gpus() is not None else "cpu"
 
 
 def num_gpus() -> int:
-    """Return the number of GPUs that the driver lists, limited by `CUDA_VISIBLE_DEVICES`."""
+    """Return the number of GPUs that the NVIDIA driver lists, without those that `CUDA_VISIBLE_DEVICES` hides."""
     count = sum(line.startswith("GPU ") for line in (_list_gpus() or "").splitlines())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return count if visible is None else min(count, len([*filter(None, visible.split(","))]))
 
 
 def _list_gpus() -> str | None:
-    """Return the output of `nvidia-smi -L`, or None if the command is missing, fails or does not respond."""
+    """Return the output of `nvidia-smi -L`, or None if the command is not installed, fails or does not respond."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return None
@@ -107,39 +112,42 @@ def _list_gpus() -> str | None:
 
 
 def pins_path(engine: str, platform: Platform) -> Path:
-    """Return the path of the file that pins every package of the environment."""
+    """Return the path of the file that pins every package of an engine's environment."""
     return DISTRIBUTIONS[engine].pins / f"{engine}-{platform}.txt"
 
 
 def pins_digest(engine: str, platform: Platform) -> str:
-    """Return the BLAKE3 of the file with the pinned packages."""
+    """Return the BLAKE3 digest of the file that pins every package of an engine's environment."""
     return blake3(pins_path(engine, platform).read_bytes()).hexdigest()
 
 
 def default_directory(engine: str, platform: Platform) -> Path:
-    """Return the default directory of an environment. RHEOSTAT_ENGINES changes the folder that contains it."""
+    """Return the default directory of an engine's environment. Its parent folder can be set with the environment
+    variable RHEOSTAT_ENGINES."""
     chosen = os.environ.get("RHEOSTAT_ENGINES")
     home = Path(chosen).absolute() if chosen else Path.home() / ".cache" / "rheostat" / "engines"
     return home / f"{engine}-{DISTRIBUTIONS[engine].version}-{platform}"
 
 
 def python_in(directory: Path) -> Path:
-    """Return the path of an environment's Python."""
+    """Return the path of the Python executable of an environment."""
     return directory / "bin" / "python"
 
 
 def read_stamp(directory: Path) -> Stamp | None:
-    """Return the stamp of an environment that `install` has created or begun, otherwise None."""
+    """Return the stamp of an environment, or None if `install` did not create the environment or the stamp is not
+    readable."""
     try:
         return Stamp.model_validate_json((directory / STAMP).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except ValidationError:  # torn or written by another version: ours, and to be created again
+    except ValidationError:  # incomplete, or written by another version: the environment is created again
         return Stamp(pins="")
 
 
 def complete(directory: Path, engine: str, *, platform: Platform) -> Environment | None:
-    """Return the environment in a directory, or None if it is incomplete, has other pins or lacks its Python."""
+    """Return the environment in a directory. Return None if it is incomplete, was created from other pins, or has no
+    Python executable."""
     stamp = read_stamp(directory)
     if stamp is None or stamp.made is None or stamp.pins != pins_digest(engine, platform):
         return None
@@ -148,15 +156,16 @@ def complete(directory: Path, engine: str, *, platform: Platform) -> Environment
 
 
 def find_python(engine: str, given: Path | None) -> Path:
-    """Return the given Python, or the Python of the installed environment. Raises BadInput if there is neither."""
+    """Return the given Python executable, or by default that of the installed environment. Raises BadInput if there is
+    neither."""
     return _check_python(engine, given) if given is not None else _find_installed(engine).python
 
 
 def find_environment(engine: str, given: Path | None) -> Environment:
-    """Return the environment that an engine would use, from its stamp if `install` has created it, otherwise by an
-    import.
+    """Return the environment that an engine would use.
 
-    Raises BadInput if there is no such environment.
+    The versions are read from the stamp if `install` created the environment. Otherwise the engine is imported. Raises
+    BadInput if there is no such environment.
     """
     if given is None:
         return _find_installed(engine)
@@ -168,7 +177,7 @@ def find_environment(engine: str, given: Path | None) -> Environment:
 
 
 def installed_versions(engine: str, given: Path | None) -> dict[str, str]:
-    """Return the versions of an engine and of the libraries that affect its results, without importing them.
+    """Return the versions of an engine and of the libraries that affect its results. Nothing is imported.
 
     The result is empty if the engine is not installed on this machine.
     """
@@ -186,7 +195,8 @@ def installed_versions(engine: str, given: Path | None) -> dict[str, str]:
 
 
 def check_environment(engine: str, python: Path) -> Environment:
-    """Import the engine with a Python, and return the environment. Raises BadInput with the last line of the error."""
+    """Import an engine with a Python executable, and return the environment. If the import fails, raises BadInput with
+    the last line of the error."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     refusal = f"{python} cannot import {engine}"
     try:
@@ -219,9 +229,10 @@ def _check_python(engine: str, python: Path) -> Path:
 
 
 def _find_installed(engine: str) -> Environment:
-    """Return the installed environment for this machine. With GPUs, the CPU environment is used if there is no other.
+    """Return the environment that is installed for this machine. A machine with GPUs uses the CPU environment if there
+    is no CUDA environment.
 
-    Raises BadInput if there is none.
+    Raises BadInput if no environment is installed.
     """
     platforms: list[Platform] = ["cuda", "cpu"] if platform_here() == "cuda" else ["cpu"]
     for platform in platforms:

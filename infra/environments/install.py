@@ -1,6 +1,7 @@
-"""Installation of an engine's environment. A complete environment is reused, and an incomplete one is created again.
+"""Installation of an engine's Python environment. A complete environment is reused, and an incomplete environment is
+created again.
 
-A lock keeps two installations into the same directory apart.
+A lock prevents two installations into the same directory at the same time.
 """
 
 import fcntl
@@ -45,8 +46,8 @@ class _Site:
     engine: str
     platform: Platform
     lock: int
-    """Descriptor of the lock file. Every command inherits it, so a command that outlives this process keeps
-    the lock."""
+    """Descriptor of the lock file. Every command inherits the descriptor, so the lock remains while a command runs,
+    even if this process has ended."""
 
     @property
     def python(self) -> Path:
@@ -56,9 +57,10 @@ class _Site:
 def install(
     engine: str, *, interpreter: Path | None = None, into: Path | None = None, platform: Platform | None = None
 ) -> Environment:
-    """Return an environment with the engine, and create it unless a complete one exists.
+    """Return an environment with the engine. The environment is created unless a complete environment exists.
 
-    Raises BadInput if the interpreter, directory or platform cannot be used, and InstallFailed with the error of uv.
+    Raises BadInput if the interpreter, directory or platform cannot be used. Raises InstallFailed with the output of uv
+    if the installation fails.
     """
     chosen = platform or platform_here()
     if chosen == "cuda" and platform_here() != "cuda":
@@ -87,7 +89,8 @@ def _check_interpreter(python: Path) -> None:
 
 
 def _check_place(directory: Path) -> None:
-    """Raise BadInput if a directory has content that `install` did not create, because the content would be deleted."""
+    """Raise BadInput if a directory has content that `install` did not create. The installation would delete this
+    content."""
     if not directory.exists() or read_stamp(directory) is not None:
         return
     if not directory.is_dir() or any(path.name != f"{STAMP}.new" for path in directory.iterdir()):
@@ -98,7 +101,8 @@ def _check_place(directory: Path) -> None:
 
 @contextmanager
 def _lock(directory: Path) -> Iterator[int]:
-    """Keep a lock on a directory, after waiting for another installation into it."""
+    """Lock a directory for the duration of the block. Wait first if another process is installing into the
+    directory."""
     descriptor = os.open(directory.with_name(f".{directory.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         try:
@@ -115,7 +119,7 @@ def _create(site: _Site, interpreter: Path) -> Environment:
     logger.info("creating an environment for %s (%s) in %s", site.engine, site.platform, site.directory)
     site.directory.mkdir(exist_ok=True)
     stamp = Stamp(pins=pins_digest(site.engine, site.platform))
-    _write(site, stamp)  # first, so that the content is known to be ours from now on
+    _write(site, stamp)  # first, so that a later call recognizes the directory as created by `install`
     _clear(site.directory)
     _run(site, "venv", "--quiet", "--no-project", "--allow-existing", "--python", str(interpreter), str(site.directory))
     _install_packages(site)
@@ -143,7 +147,7 @@ def _write(site: _Site, stamp: Stamp) -> None:
 
 
 def _install_packages(site: _Site) -> None:
-    """Install exactly the pinned packages. Dependencies that are not pinned are omitted on purpose."""
+    """Install exactly the pinned packages. Dependencies that are not pinned are intentionally not installed."""
     pins = pins_path(site.engine, site.platform)
     torch = re.search(r"^torch==[\d.]+\+cpu$", pins.read_text(), re.MULTILINE)
     backend = ["--torch-backend=cpu"] if torch and not _has_cpu_torch(site, torch[0]) else []
@@ -151,9 +155,10 @@ def _install_packages(site: _Site) -> None:
 
 
 def _has_cpu_torch(site: _Site, pin: str) -> bool:
-    """Install the CPU build of torch with pip as configured here, since an index of this machine may have it.
+    """Install the CPU build of torch with the pip configuration of this machine, whose package index may provide this
+    build.
 
-    Return False if that fails. uv then downloads it from PyTorch's index.
+    Return False if that fails. In this case, uv downloads torch from PyTorch's package index.
     """
     logger.info("installing %s with pip", pin)
     pip = [sys.executable, "-m", "pip", "--python", str(site.python), "install", "--no-deps", "--only-binary=:all:"]
@@ -161,7 +166,7 @@ def _has_cpu_torch(site: _Site, pin: str) -> bool:
 
 
 def _run(site: _Site, *words: str) -> None:
-    """Run a uv command and log its output. Raises InstallFailed with its error in one line."""
+    """Run a uv command and log its output. Raises InstallFailed with the error of uv in one line."""
     with subprocess.Popen(
         [find_uv_bin(), *words],
         env=_variables(),

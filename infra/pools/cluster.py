@@ -1,7 +1,6 @@
-"""Start or join the Ray cluster in which the pools run.
+"""Start of, or connection to, the Ray cluster in which the worker pools run. A process has at most one cluster.
 
-Ray is imported only in functions, because an embedded cluster on the loopback interface needs its environment variables
-set before that import. One process has at most one cluster.
+Ray is imported only inside functions, because an embedded cluster needs its environment variables to be set before.
 """
 
 import asyncio
@@ -47,10 +46,10 @@ OBJECT_STORE_BYTES = 100 * 2**20  # just above Ray's minimum of 75 MB, because c
 EMBEDDED_SLOTS = 2**20
 RAY_TIMEOUT_SECONDS = 3600
 UNUSED_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
-"""Ports of the agent for metrics and dashboard, which an embedded cluster does not need."""
+"""Ports of Ray's metrics and dashboard agents, which an embedded cluster does not need."""
 SHUTDOWN_SECONDS = 15.0
 FAILED_SECONDS = 2.0
-"""Maximum seconds to wait while Ray shuts down a cluster whose servers have died."""
+"""Maximum seconds to wait for Ray to shut down a cluster whose servers have died."""
 QUIET = logging.ERROR
 
 EMBEDDED_ENVIRONMENT = {
@@ -82,7 +81,7 @@ EMBEDDED_ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True)
 class Preload:
-    """Modules that most workers import, found on the driver's `sys.path`, and the number of threads per worker."""
+    """Modules that workers import, found on the `sys.path` of this process, and the number of threads per worker."""
 
     modules: tuple[str, ...]
     threads: int = 1
@@ -93,7 +92,7 @@ class RayCluster:
     """Connection to a Ray cluster, with the pools that this process uses."""
 
     address: str
-    """Address at which other processes find the same pools: `RayCluster.open(namespace, address=address)`."""
+    """Address for other processes that use the same pools: `RayCluster.open(namespace, address=address)`."""
     namespace: str
     _machines: Machines
     _members: list[Pool | Fleet | RankGroup] = field(default_factory=list)
@@ -108,11 +107,10 @@ class RayCluster:
         start_seconds: float = 180,
         log_to_driver: bool = False,
     ) -> "AsyncIterator[RayCluster]":
-        """Start an embedded cluster, or connect to the cluster at `address`. Afterwards this process's workers are
-        ended.
+        """Start an embedded cluster, or connect to the one at `address`. At the end, this process's workers are ended.
 
-        Workers of an embedded cluster are forked from a process that has preloaded their modules, if the system allows
-        it. Raises ClusterFailed if the cluster does not start within `start_seconds` or one of its servers fails.
+        Workers of an embedded cluster are forked from a process that has imported their modules, if the system allows
+        it. Raises ClusterFailed if the cluster does not start within `start_seconds` or if one of its servers fails.
         """
         if address is None:
             what = "an embedded Ray cluster"
@@ -136,7 +134,7 @@ class RayCluster:
                 await cluster._close(watch, directory)
 
     async def _close(self, watch: Watch, directory: Path | None) -> None:
-        """Close this process's pools. Do not wait for workers if a server of an embedded cluster has failed."""
+        """Close the pools of this process. Do not wait for workers if a server of an embedded cluster has failed."""
         closing = asyncio.gather(*(member.close() for member in self._members))
         try:
             while not (await asyncio.wait({closing}, timeout=CHECK_SECONDS))[0]:
@@ -152,22 +150,22 @@ class RayCluster:
             await closing
 
     async def pool(self, spec: PoolSpec) -> Pool:
-        """Return a pool of workers. Workers that other processes started under this namespace and role are reused."""
+        """Return a pool of workers. Workers that another process started in the same namespace and role are reused."""
         pool = Pool(spec, RayLauncher(self._machines))
         await pool.open()
         self._members.append(pool)
         return pool
 
     async def fleet(self, specs: Sequence[PoolSpec], *, slots: SlotCount, gpus_per_slot: float) -> Fleet:
-        """Return the worker slots that these roles share. No worker starts before `Fleet.arrange` assigns the slots. A
-        process that never calls `arrange` uses the awake workers of the process that does."""
+        """Return the fleet of worker slots that these roles share. Its workers start when `Fleet.arrange` assigns the
+        slots. A process that never calls `arrange` uses the awake workers of the process that does."""
         widest = max(spec.slots for spec in specs)
         fleet = Fleet(specs, ReservedSlots(slots, widest=widest, gpus=gpus_per_slot, machines=self._machines), slots)
         self._members.append(fleet)
         return fleet
 
     async def ranks(self, spec: PoolSpec) -> RankGroup:
-        """Return the group of ranks that another process has started. If there is none, start a new group."""
+        """Return the group of ranks that another process has started, or start a new group if there is none."""
         group = RankGroup(spec, RayLauncher(self._machines))
         await group.open()
         self._members.append(group)
@@ -246,7 +244,7 @@ def _patient() -> Iterator[None]:
 
 
 def _unused_port() -> int:
-    """Return an unused port below the range that systems use for random ports."""
+    """Return an unused port below the range from which systems choose random ports."""
     while True:
         port = secrets.choice(range(10_000, 32_768))
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -256,7 +254,7 @@ def _unused_port() -> int:
 
 @contextlib.contextmanager
 def _connected(address: str, namespace: str, *, log_to_driver: bool) -> Iterator[str]:
-    """Connect to a cluster that another process runs."""
+    """Connect to a Ray cluster that another process has started."""
     with environment(EMBEDDED_ENVIRONMENT if address.startswith("127.") else {}):
         import ray
 
@@ -282,7 +280,7 @@ def _job_config() -> "JobConfig":
 
 @contextlib.asynccontextmanager
 async def _ended_with(servers: "Callable[[], Sequence[WatchedServer | WatchedPort]]") -> AsyncIterator[Watch]:
-    """Run the block, but cancel it and raise ClusterFailed if a server of an embedded cluster fails."""
+    """Run the block. If a server of an embedded cluster fails, cancel the block and raise ClusterFailed."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None, "the caller runs in an asyncio task"
     cancelled = inside = False
@@ -312,7 +310,7 @@ async def _ended_with(servers: "Callable[[], Sequence[WatchedServer | WatchedPor
 
 
 def _elsewhere(address: str) -> Callable[[], Sequence[WatchedPort]]:
-    """Return a function that lists the control server of an embedded cluster of another process on this machine."""
+    """Return a function that lists the control server of another process's embedded cluster on this machine."""
     host, _, port = address.rpartition(":")
     servers = [WatchedPort(f"the Ray cluster at {address!r}", (host, int(port)))] if host.startswith("127.") else []
     return lambda: servers
@@ -344,7 +342,7 @@ def _raylet_answers() -> bool:
 
 
 def _node_seen() -> bool | None:
-    """Return whether the GCS receives heartbeats of this node, or None if it does not respond."""
+    """Return whether the control server (GCS) receives this node's heartbeats, or None if it does not respond."""
     import ray
 
     worker = ray._private.worker.global_worker
@@ -358,17 +356,17 @@ def _node_seen() -> bool | None:
 
 
 SERVERS = {"gcs_server": ("the control server (GCS)", _gcs_answers), "raylet": ("the raylet", _raylet_answers)}
-"""Label in messages and liveness check of each Ray server, by process name."""
+"""Name in messages and health check of each Ray server, by process name."""
 
 
 @contextlib.asynccontextmanager
 async def _in_thread(
     connection: contextlib.AbstractContextManager[str], *, what: str, start_seconds: float, watch: Watch
 ) -> AsyncIterator[str]:
-    """Open a connection to Ray in a separate thread, and keep the thread alive for the duration of the block.
+    """Open a connection to Ray in a separate thread, and keep this thread alive during the block.
 
     The kernel kills Ray's processes when the thread that started them ends. Threads of an executor may end earlier, so
-    they cannot be used. If a start times out, the thread itself ends the processes that it started.
+    they cannot be used. If a start takes too long, the thread itself ends the processes that it started.
     """
     started: Future[str] = Future()
     leave = threading.Event()

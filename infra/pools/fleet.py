@@ -1,4 +1,5 @@
-"""Fleet of worker slots that several roles share. A slot is a reserved place that serves at most one role at a time."""
+"""Fleet of worker slots that several roles share. A slot is a reserved place for a worker, and serves at most one role
+at a time."""
 
 import asyncio
 import contextlib
@@ -19,21 +20,23 @@ logger = logging.getLogger(__name__)
 
 _Arrangement = tuple[dict[str, int], dict[str, object]]
 CHECK_SECONDS = 0.5
-"""Interval in seconds at which a process that does not assign the slots itself looks for awake workers for its work."""
+"""Interval in seconds at which a process without its own workers looks for awake workers of the process that assigns
+the slots."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ChangeResult:
-    """Result of changing the workers in some slots."""
+    """Result of replacing the workers in some slots."""
 
     moves: list[Move]
     failed: dict[Assignment, RheostatError]
-    """Errors of the workers that could not start or wake. The change is then undone."""
+    """Errors of the workers that could not be started or woken, by assignment. The change is undone if there are
+    any."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoleLoad:
-    """Current load of a role, counting the work of this process only."""
+    """Current load of a role. Only the work of this process is counted."""
 
     role: str
     slots: int
@@ -43,7 +46,7 @@ class RoleLoad:
     waiting: int
     """Number of work units that wait for a worker."""
     in_flight: tuple[tuple[float, object], ...]
-    """For each busy worker: seconds since the work unit began, and the work unit."""
+    """Seconds since the work unit began, and the work unit itself, for each busy worker."""
     done: int
     """Number of work units finished since the fleet was opened."""
     busy_seconds: float
@@ -51,14 +54,14 @@ class RoleLoad:
 
 
 class Fleet:
-    """Worker slots that several roles share, with one pool per role. Use a fleet in one event loop only.
+    """Worker slots that several roles share, with one pool of workers per role. Use a fleet in one event loop only.
 
-    The process that calls `arrange` owns the workers. Other processes only use the workers that are awake. A sleeping
-    worker keeps its process, and is woken when its slots are assigned to its role again.
+    The process that calls `arrange` owns the workers. Other processes can only use workers that are awake. A sleeping
+    worker has freed its memory but keeps its process, and is woken when its slots are assigned to its role again.
     """
 
     def __init__(self, specs: Sequence[PoolSpec], launcher: SlotLauncher, slots: SlotCount) -> None:
-        """Create a fleet without workers. Workers are started by `arrange`."""
+        """Create a fleet without workers. `arrange` starts the workers."""
         self._launcher, self._wanted = launcher, slots
         self._pools = {
             spec.role: Pool(spec, launcher, find_workers=self._start_finding_workers, on_lost_slot=self._arrange_again)
@@ -72,18 +75,18 @@ class Fleet:
         self._closed = False
         self._arrangement: _Arrangement = ({}, {})
         self._lost: frozenset[int] = frozenset()
-        """Slots whose machine has left the cluster or has not joined yet."""
+        """Slots whose machine has left the cluster or has not joined it yet."""
         self._few_since: float | None = None
-        """Monotonic time at which the slots became too few, or None if there are enough."""
+        """Monotonic time since which there have been too few slots, or None if there are enough."""
 
     @property
     def slots(self) -> int:
-        """Number of usable slots at the last check."""
+        """Number of usable slots when they were last counted."""
         return len(self._launcher.nodes) - len(self._lost)
 
     async def check_slots(self) -> int:
-        """Count the usable slots, and wait if there are too few. Raises ClusterFailed after `wait_seconds` of
-        `SlotCount`."""
+        """Count the usable slots, and wait if there are too few. Raises ClusterFailed if there are still too few after
+        `SlotCount.wait_seconds`."""
         async with self._turn:
             if self._closed:
                 raise ClusterFailed("the worker slots are closed")
@@ -92,15 +95,16 @@ class Fleet:
             return self.slots
 
     def role(self, role: str) -> Pool:
-        """Return the pool of a role. Work in this pool waits while no worker of the role is awake."""
+        """Return the pool of a role. While no worker of the role is awake, work in this pool waits."""
         return self._pools[role]
 
     def load(self) -> dict[str, RoleLoad]:
-        """Return the load of every role, without calling any worker."""
+        """Return the current load of every role. No worker is called for this."""
         return {role: self._load(role) for role in self._pools}
 
     def allocation(self) -> dict[str, tuple[int, ...]]:
-        """Return the slots with an awake worker, by role. Slots whose lost worker is being replaced are included."""
+        """Return the slots that each role occupies with awake workers, by role. A slot whose lost worker is being
+        replaced is included."""
         return {
             role: tuple(
                 sorted(slot for assignment in self._awake() if assignment.role == role for slot in assignment.slots)
@@ -109,13 +113,14 @@ class Fleet:
         }
 
     async def arrange(self, workers: Mapping[str, int], *, take: Mapping[str, object] = {}) -> tuple[Move, ...]:
-        """Wake the given number of workers of each role, and put all others to sleep. Return the changed slots.
+        """Wake the requested number of workers of each role, and put all others to sleep. Return the changed slots.
 
-        The least loaded workers leave first, after they finish their work. A new worker calls its `take` method with
-        the record of its role in `take` before it counts as awake. A failed change is undone and reported in the
-        result. If no worker of the role remains, the error is raised, because the work would wait forever. After a
-        cancellation, the change finishes in the background. Slots whose machine has left the cluster are not used.
-        Raises ClusterFailed if there are too few slots for `wait_seconds`, and BadInput if a role is unknown.
+        The least loaded workers are put to sleep first, after they finish their current work. `take` contains a record
+        for each role, such as the model to load. A new worker must process this record with its method `take` before it
+        receives work. A failed change is undone and reported in the result. If this leaves no worker of the role, the
+        error is raised, because the work would wait forever. After a cancellation, the change continues in the
+        background. Slots whose machine has left the cluster are not used. Raises ClusterFailed if there are too few
+        slots for `wait_seconds`, and BadInput if a role is unknown.
         """
         unknown = sorted((set(workers) | set(take)) - set(self._pools))
         if unknown:
@@ -129,7 +134,7 @@ class Fleet:
         return task.result()
 
     def _arrange_again(self) -> None:
-        """Assign the remaining slots again, with the numbers of workers of the last `arrange`."""
+        """Assign the remaining slots again, with the numbers of workers that were passed to the last `arrange`."""
         if not self._closed:
             self._start_arranging(None)
 
@@ -151,7 +156,7 @@ class Fleet:
         self._launcher.release()
 
     def _start_finding_workers(self) -> None:
-        """Start looking for awake workers of another process, unless this process assigns the slots itself."""
+        """Start to look for awake workers of another process, unless this process assigns the slots."""
         if not self._arranges and self._finding is None and not self._closed:
             self._finding = asyncio.create_task(self._find_awake_workers())
 
@@ -171,8 +176,8 @@ class Fleet:
         )
 
     def _awake(self, growing: Set[str] = frozenset()) -> list[Assignment]:
-        """Return the assignments of awake workers, busiest first. Assignments on slots with a sleeping worker of a role
-        in `growing` come last."""
+        """Return the assignments of awake workers, with the busiest workers first. Assignments come last if their slots
+        also have a sleeping worker of a role in `growing`."""
         order = {SlotState.BUSY: 0, SlotState.FALLING_ASLEEP: 0, SlotState.STARTING: 1, SlotState.IDLE: 2}
         assignments = [(assignment, slot) for assignment, slot in self._worker_slots() if slot.is_awake]
         asleep = {
@@ -206,7 +211,8 @@ class Fleet:
         return tuple(sorted(moves, key=lambda move: move.slot))
 
     async def _move_workers(self, workers: Mapping[str, int], moves: list[Move]) -> bool:
-        """Move the workers to their target slots and add the changes to `moves`. Return False if a machine was lost."""
+        """Start, wake and put to sleep workers until the requested numbers are reached, and append the changes to
+        `moves`. Return False if a machine was lost meanwhile."""
         for _, slot in self._worker_slots():
             if slot.state is SlotState.EMPTY:
                 slot.wanted = False  # tried again below if this slot is chosen again
@@ -224,8 +230,8 @@ class Fleet:
         return is_settled
 
     async def _target(self, workers: Mapping[str, int]) -> tuple[list[Assignment], set[Assignment]]:
-        """Return the awake and the target assignments, on available machines. Raises ClusterFailed, also in callers
-        that wait for a worker, if there are too few slots for longer than `wait_seconds`."""
+        """Return the present and the requested assignments of workers to available slots. Raises ClusterFailed if there
+        have been too few slots for longer than `wait_seconds`, also in callers that wait for a worker."""
         while True:
             self._lost = await self._launcher.list_lost_slots()
             for assignment, slot in self._worker_slots():
@@ -253,7 +259,7 @@ class Fleet:
             await asyncio.sleep(CHECK_SECONDS)
 
     def _too_few(self, workers: Mapping[str, int]) -> ClusterFailed | None:
-        """Return an error if there have been too few slots for too long, otherwise None."""
+        """Return an error if there have been too few slots for too long, otherwise return None."""
         first, left = self._few_since is None, self._remaining_wait()
         have = f"only {self.slots} of {len(self._launcher.nodes)} worker slots are available"
         wanted = (
@@ -269,13 +275,13 @@ class Fleet:
         return ClusterFailed(f"{have}, but {wanted}. {waited} Run the same command again to continue.")
 
     def _remaining_wait(self) -> float:
-        """Return the seconds for which the fleet may still wait for more slots."""
+        """Return the number of seconds for which the fleet may continue to wait for more slots."""
         now = time.monotonic()
         self._few_since = now if self._few_since is None else self._few_since
         return self._few_since + self._wanted.wait_seconds - now
 
     def _require_serving(self, workers: Mapping[str, int], changed: "_ChangeResult") -> None:
-        """Raise the error of a worker that did not start if its role should have workers and has none."""
+        """If a role should have workers but has none, raise the error of its worker that did not start."""
         for assignment, error in changed.failed.items():
             if workers.get(assignment.role) and not any(
                 slot.wanted for slot in self._pools[assignment.role].slots.values()
@@ -283,7 +289,8 @@ class Fleet:
                 raise type(error)(f"{error}. No other {assignment.role} worker is available.") from error
 
     async def _begin(self) -> None:
-        """Reserve the slots at the first call. New workers get names that no worker of an earlier process has."""
+        """Reserve the slots when this is first called. New workers get names that no worker of an earlier process
+        had."""
         if self._arranges:
             return
         await self._launcher.reserve(max(CHECK_SECONDS, self._remaining_wait()))
@@ -293,7 +300,8 @@ class Fleet:
                 pool.get_slot(index, generation=generation)
 
     async def _change(self, change: Change) -> "_ChangeResult":
-        """Put the leaving workers to sleep and start or wake the entering ones. A failed change is undone."""
+        """Put the workers that leave the slots to sleep, and start or wake the workers that enter. A failed change is
+        undone."""
         began = time.monotonic()
         await asyncio.gather(*(self._pools[assignment.role].drain(assignment.first) for assignment in change.out))
         slept_seconds = max(await asyncio.gather(*(self._sleep(assignment) for assignment in change.out)), default=0.0)
@@ -320,7 +328,8 @@ class Fleet:
         return _ChangeResult(list_moves(change, woken, (seconds, asleep - began - slept_seconds), error), failed)
 
     async def _undo(self, change: Change) -> None:
-        """Restore the workers of a failed change. A worker that cannot be restored is started again when work waits."""
+        """Restore the workers that were active before a failed change. A worker that cannot be restored is started
+        again when work waits for it."""
         for assignment in change.into:
             if self._pools[assignment.role].get_slot(assignment.first).is_awake:
                 await self._pools[assignment.role].drain(assignment.first)
@@ -335,7 +344,7 @@ class Fleet:
                 pool.start_missing()
 
     async def _activate(self, assignment: Assignment) -> None:
-        """Start or wake a worker. If the worker dies, try again within `max_restarts` and `start_seconds`."""
+        """Start or wake a worker. If the worker dies, try again up to `max_restarts` times within `start_seconds`."""
         pool = self._pools[assignment.role]
         deadline = time.monotonic() + pool.spec.start_seconds
         for attempt in range(1, pool.spec.max_restarts + 2):
@@ -368,8 +377,8 @@ class Fleet:
             self._finding = None
 
     async def _find(self, pool: Pool, index: int, generation: int) -> None:
-        """Use another process's worker if it is awake. If the worker does not respond in time, the next check tries
-        again."""
+        """Use a worker of another process if it is awake. If it does not respond in time, it is tried again at the next
+        check."""
         slot = pool.get_slot(index)
         if slot.wanted:
             return

@@ -31,24 +31,25 @@ from pathlib import Path
 from typing import TypedDict
 
 READ_AT_IMPORT = ("_NUM_THREADS", "_PARALLELISM", "_OFFLINE", "DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES")
-"""Suffixes of the environment variables that a pool sets for its workers and that libraries read only at import."""
+"""Suffixes of environment variables that a pool sets for its workers, and that libraries read only when they are
+imported."""
 UNTHREADED_VARIABLES = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""Setting that keeps Arrow's second allocator from starting a thread at import."""
+"""Environment variable that prevents Arrow's second memory allocator from starting a thread when Arrow is imported."""
 THREADED_MODULES = ("mlflow",)
-"""Modules that workers do not use and that start threads. DeepSpeed's autotuner imports MLflow if MLflow is installed,
-and MLflow imports polars."""
+"""Modules that start threads when they are imported and that workers do not need. DeepSpeed's autotuner imports MLflow
+if it is installed, and MLflow imports polars."""
 WORKER_PROGRAM = "ray._private.workers.default_worker"
 IMPORT_SECONDS = 30.0
-"""Seconds that a worker waits for the fork server's imports. Ray gives up a worker that has not registered after 60
-s."""
+"""Maximum seconds for which a worker waits until the fork server has imported its modules. Ray gives up on a worker
+after 60 s."""
 LENGTH_BYTES, READY = 8, b"1"
 OOM_SCORE = Path("/proc/self/oom_score_adj")
-"""File with the priority at which the kernel kills this process if memory runs out. Ray sets the priority so that its
-workers are killed first."""
+"""File with the priority at which the kernel kills this process if memory runs out. Ray sets the priority so that
+workers are killed before other processes."""
 
 
 class ForkRequest(TypedDict):
-    """Process state that a forked worker takes over from the command that Ray has started."""
+    """State of the command that Ray started, which the forked worker takes over."""
 
     arguments: list[str]
     variables: dict[str, str]
@@ -62,10 +63,10 @@ class ForkRequest(TypedDict):
 def start_forkserver(
     directory: Path, modules: Sequence[str], *, packages: Sequence[str] = (), variables: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
-    """Start a fork server with the given environment variables, and let it import the modules.
+    """Start a fork server with the given environment variables. The fork server imports the modules.
 
-    Modules are found on the caller's `sys.path`. Installed `packages` are imported before this path is set, because the
-    path may contain users' folders.
+    Modules are searched on the caller's `sys.path`. Installed `packages` are imported before this path is set, because
+    the path may contain users' folders.
     """
     environment = {**os.environ, **variables}
     command = [sys.executable, __file__, "forkserver", str(_socket_path(directory, environment))]
@@ -86,8 +87,8 @@ def worker_command(directory: Path) -> str:
 
 
 def _socket_path(directory: Path, environment: Mapping[str, str]) -> Path:
-    """Return the path of the fork server's socket. The name depends on the environment variables that must be equal in
-    the workers and the fork server."""
+    """Return the path of the fork server's socket. The path depends on the environment variables that must have the
+    same values in the worker and in the fork server."""
     read = sorted((name, value) for name, value in environment.items() if name.endswith(READ_AT_IMPORT))
     return directory / f"forkserver-{hashlib.sha256(json.dumps(read).encode()).hexdigest()[:16]}"
 
@@ -96,7 +97,7 @@ def _socket_path(directory: Path, environment: Mapping[str, str]) -> Path:
 
 
 def _start(directory: Path, arguments: list[str]) -> None:
-    """Let the fork server start the worker. If this fails, run the worker program in this process."""
+    """Request the fork server to start the worker. If this fails, run the worker program in this process instead."""
     try:
         _have_forked(directory, arguments)
     except OSError as error:
@@ -132,8 +133,8 @@ def _have_forked(directory: Path, arguments: list[str]) -> None:
 
 
 def _serve_forks(place: Path, path: list[str], packages: Sequence[str], modules: Sequence[str]) -> None:
-    """Import the modules, then fork a worker for every request. Returns only in a forked worker, when the worker
-    ends."""
+    """Import the modules, then fork a worker for every request. Only a forked worker returns from this function, when
+    its work has ended."""
     for package in packages:
         with contextlib.suppress(ImportError):  # then the caller's path finds the package
             importlib.import_module(package)
@@ -171,7 +172,7 @@ def _serve_forks(place: Path, path: list[str], packages: Sequence[str], modules:
 
 @contextlib.contextmanager
 def hide_modules(*names: str) -> Iterator[None]:
-    """Run the block while imports of these modules fail, unless they are imported already."""
+    """Run the block. While it runs, imports of these modules fail, unless the modules are imported already."""
     hidden = [name for name in names if sys.modules.setdefault(name, None) is None]  # type: ignore[arg-type]
     try:
         yield
@@ -181,8 +182,8 @@ def hide_modules(*names: str) -> Iterator[None]:
 
 
 def _import(module: str) -> None:
-    """Import a module and print the traceback of a failure. The worker that needs the module will raise the error
-    itself."""
+    """Import a module. If the import fails, print the traceback, because a worker that needs the module will raise the
+    error again."""
     try:
         importlib.import_module(module)
     except Exception:
@@ -196,8 +197,8 @@ def _receive(connection: socket.socket) -> tuple[ForkRequest, list[int]]:
 
 
 def _fork() -> int:
-    """Fork if this process has only one thread, because locks of other threads would stay locked in the child. Return
-    the result of `os.fork`, or -1."""
+    """Fork this process if it has only one thread, and return the result of `os.fork`. Otherwise return -1, because
+    locks that other threads hold would stay locked in the child."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects the ended children
     if os.fork() == 0:
         os._exit(0)  # this fork makes OpenBLAS end its threads, which start again when needed
@@ -212,7 +213,7 @@ def _fork() -> int:
 
 
 def _take_over(order: ForkRequest, files: Sequence[int]) -> None:
-    """Set this process up like a new Python process that runs the worker program."""
+    """Give this forked process the state of a new Python process that runs the worker program."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, order["blocked"])
     os.setpgid(0, order["group"])

@@ -1,4 +1,5 @@
-"""Host process of one worker, which runs one work unit at a time. Its progress counter can be read while it works."""
+"""Host of a worker: the code in a worker's process that runs one work unit at a time and reports the worker's
+progress."""
 
 import importlib
 import os
@@ -21,29 +22,32 @@ from infra.pools.inputs import WorkInputs, open_inputs
 from infra.processes.heap import return_freed_memory
 
 WORK = "work"
-"""Ray concurrency group with one thread, which constructs the worker and runs its methods one after another."""
+"""Ray concurrency group with one thread, which creates the worker and runs its methods one after another."""
 WATCH = "watch"
-"""Ray concurrency group with one thread, which responds to calls while the work thread is busy."""
+"""Ray concurrency group with one thread, which responds to status calls while the work thread is busy."""
 LIFE = "life"
-"""Ray concurrency group for one call that never returns. The caller notices the end of the process when the call
-fails."""
+"""Ray concurrency group for one call that never returns. If this call fails, the caller knows that the process has
+ended."""
 
 _AWS = "AWS_"
 _STORE_VARIABLES = re.compile(r"AWS_(?!CONTAINER_|WEB_IDENTITY_)|RHEOSTAT_(CACHE|S3_|LEASE_)")
-"""Pattern of the environment variables that configure access to stores, except variables of one machine or
-container."""
+"""Pattern of the environment variables that configure access to stores. Variables that only apply to one machine or
+container do not match."""
 
 
 class Hosted(Protocol):
-    """Interface of a worker class that a pool can host. Each method that does work takes one record."""
+    """Interface of a worker class that a pool can run. Each method that does work has one parameter, an immutable
+    record that describes the work."""
 
     def progress(self) -> int:
-        """Return a counter that changes while the worker makes progress, so that a stalled worker is noticed."""
+        """Return a counter that changes while the worker makes progress. If it stops changing, the worker is considered
+        stalled."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlace:
-    """Location of a worker's process. The start time `born` distinguishes processes that have the same id in turn."""
+    """Location of a worker's process. The start time `born` distinguishes processes that used the same process id one
+    after another."""
 
     pid: int
     born: float
@@ -51,12 +55,12 @@ class ProcessPlace:
     host: str
     address: str
     job: str
-    """Ray's id of the job (driver process) that started the worker. The worker ends with that job."""
+    """Ray's id of the job (the driver process) that started the worker. The worker ends when the job ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """Result of a method and its duration in the worker, in seconds."""
+    """Return value of a worker's method, and the duration of the call in seconds."""
 
     result: object
     seconds: float
@@ -64,8 +68,8 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """Exception in the form of data, because not every exception can be unpickled in another process. `error` is set if
-    the exception is an error class of Rheostat."""
+    """Exception of a worker's method as plain data, because not every exception can be unpickled in another process.
+    `error` is set if the exception is one of Rheostat's own error classes."""
 
     kind: str
     message: str
@@ -74,10 +78,10 @@ class Raised:
 
 
 class Host:
-    """Host for one worker in this process. The worker's class is named by import string (`pkg.mod:Class`)."""
+    """Host of one worker in this process. The class of the worker is given by an import string (`pkg.mod:Class`)."""
 
     def __init__(self, *, asleep: bool = False) -> None:
-        """Create a host without a worker. With `asleep`, the worker accepts no work until `wake`."""
+        """Create a host without a worker. With `asleep`, the host accepts no work until `wake` is called."""
         self._worker: Hosted | None = None
         self._inputs: WorkInputs | None = None
         self._asleep = asleep
@@ -100,9 +104,9 @@ class Host:
     def construct(
         self, target: str, options: Mapping[str, object], variables: Mapping[str, str] = MappingProxyType({})
     ) -> Returned | Raised:
-        """Construct the worker in its work thread, unless another controller has done so.
+        """Create the worker in the work thread, unless another process has already done so.
 
-        `variables` are the environment variables with which the controller reaches its stores.
+        `variables` contains the environment variables with which the calling process accesses its stores.
         """
 
         def load() -> None:
@@ -115,7 +119,7 @@ class Host:
         return _capture_result(load)
 
     def run(self, method: str, arguments: tuple[object, ...]) -> Returned | Raised:
-        """Run one method of the worker. An exception is returned as `Raised`."""
+        """Run one method of the worker. If the method raises an exception, it is returned as `Raised`."""
 
         def work() -> object:
             if self._asleep:
@@ -127,7 +131,8 @@ class Host:
         return _capture_result(work)
 
     def wake(self, record: object) -> Returned | Raised:
-        """Accept work from now on. Before, the worker's method `take` is called with the record unless it is None."""
+        """Start to accept work. If the record is not None, it is first passed to the worker's method `take`, which
+        prepares the worker, for example by loading a model."""
 
         def rouse() -> object:
             served = None if record is None else self._call("take", record)
@@ -137,7 +142,7 @@ class Host:
         return _capture_result(rouse)
 
     def sleep(self) -> Returned | Raised:
-        """Accept no more work, and let the worker free its memory with `sleep()` if it has that method."""
+        """Stop accepting work. If the worker has a method `sleep`, call it so that the worker frees its memory."""
 
         def doze() -> object:
             self._asleep = True
@@ -152,7 +157,7 @@ class Host:
         return self._asleep
 
     def prefetch(self, record: object) -> None:
-        """Begin to download the objects that the record names, while other work is running."""
+        """Start to download the objects that the record names, while the worker runs other work."""
         if self._inputs is not None:
             self._inputs.prefetch(record)
 
@@ -165,7 +170,7 @@ class Host:
         return cast(Callable[..., object], getattr(self._worker, method))(*arguments)
 
     def progress(self) -> int:
-        """Return the worker's progress counter, or 0 before the worker is constructed."""
+        """Return the worker's progress counter, or 0 before the worker is created."""
         return 0 if self._worker is None else self._worker.progress()
 
     def free_port(self) -> int:
@@ -194,11 +199,11 @@ def _capture_result(body: Callable[[], object]) -> Returned | Raised:
 
 
 def thread_variables(threads: int, *, gpus: float, devices: Sequence[str]) -> dict[str, str]:
-    """Return the environment variables of a worker.
+    """Return the environment variables that set the number of threads and the visible GPUs of a worker.
 
     The number of threads is fixed, because it affects the rounding of sums. Hugging Face libraries are set to offline
-    mode. If `gpus` is not 0, Ray assigns the visible GPUs. Otherwise the worker sees only `devices`, and Ray must not
-    hide them.
+    mode. If `gpus` is not 0, Ray assigns the GPUs. Otherwise the worker sees only `devices`, and Ray must not hide
+    them.
     """
     limits = {f"{library}_NUM_THREADS": str(threads) for library in ("OMP", "MKL", "OPENBLAS", "NUMEXPR")}
     accelerator = {} if gpus else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
@@ -210,14 +215,14 @@ def thread_variables(threads: int, *, gpus: float, devices: Sequence[str]) -> di
 
 
 def store_variables() -> dict[str, str]:
-    """Return the environment variables that configure this process's access to stores. Workers get them as arguments of
-    a call, so that no log contains them."""
+    """Return the environment variables that configure this process's access to stores. They are passed to workers as
+    arguments of a call, so that they appear in no log."""
     return {name: value for name, value in os.environ.items() if _STORE_VARIABLES.match(name)}
 
 
 def _take_over(variables: Mapping[str, str]) -> None:
-    """Set the environment variables that configure a controller's access to stores. AWS credentials are replaced as a
-    whole. Other variables that are already set are kept."""
+    """Set the environment variables that configure another process's access to stores. AWS credentials are replaced as
+    a whole. Other variables that are already set keep their values."""
     if any(name.startswith(_AWS) for name in variables):
         for name in [name for name in os.environ if name.startswith(_AWS) and _STORE_VARIABLES.match(name)]:
             del os.environ[name]
@@ -227,7 +232,7 @@ def _take_over(variables: Mapping[str, str]) -> None:
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Run the block with these environment variables set, for the processes that it starts."""
+    """Run the block with these environment variables set, so that processes started in the block inherit them."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -1,5 +1,5 @@
-"""Download of the inputs of work units from a remote store, before a work unit begins or while the previous one
-runs."""
+"""Download of the inputs of work units from a remote store. Inputs are downloaded before a work unit begins, or while
+the previous work unit runs."""
 
 import logging
 import re
@@ -19,28 +19,29 @@ from infra.store.storage import Store, open_store
 logger = logging.getLogger(__name__)
 
 _SINGLE_TOMBSTONE = re.compile(r"[0-9a-f]{16}\.json")
-"""Pattern of the name of a tombstone (the record of a deletion) for one shard or bundle. Other tombstones record the
-deletion of whole parts of a run."""
+"""Pattern of the names of tombstones (records of a deletion) of a single shard or bundle. Other tombstones record that
+whole parts of a run were deleted."""
 
 
 class WorkInputs:
-    """Shards and bundles that the work units of one worker need. The run stays locked while the worker lives."""
+    """Downloader of the shards and bundles that the work units of one worker need. The run stays locked while the
+    worker is alive."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="ahead")
 
     def download(self, work: object) -> None:
-        """Download the shards that a work unit names. They are verified when they are read."""
+        """Download the shards that a work unit needs. Their digests are verified later, when the shards are read."""
         with suppress(Damaged):
             self._store.fetch({shard.key for shard in self._undeleted_shards(work)})
 
     def prefetch(self, record: object) -> None:
-        """Begin to download what the next work unit needs (its shards, or some bundles) while the cache has room."""
+        """Start to download what the next work unit needs (its shards, or some bundles), if the cache has room."""
         self._ahead.submit(self._prefetch, record)
 
     def close(self) -> None:
-        """Cancel all further downloads."""
+        """Cancel all downloads that have not started."""
         self._ahead.shutdown(wait=False, cancel_futures=True)
 
     def _prefetch(self, record: object) -> None:
@@ -54,15 +55,16 @@ class WorkInputs:
             logger.info("an input could not be downloaded in advance: %s", error)
 
     def _undeleted_shards(self, record: object) -> Iterable[ShardRef]:
-        """Return the shards in a record that no tombstone marks as deleted. Empty if whole parts of the run were
-        deleted."""
+        """Return the shards in a record for which there is no tombstone. Return no shards if whole parts of the run
+        were deleted."""
         if not all(_SINGLE_TOMBSTONE.fullmatch(name) for name in self._tombstones):
             return ()
         return (shard for shard in _find_shards(record) if _tombstone_name(shard) not in self._tombstones)
 
     @cached_property
     def _tombstones(self) -> frozenset[str]:
-        """Names of the run's tombstones. While the run is locked, no process adds tombstones of shards."""
+        """Names of the run's tombstones. They can be cached, because no process adds tombstones of shards while the run
+        is locked."""
         return frozenset(self._store.children("manifests/retention"))
 
 
@@ -71,7 +73,7 @@ def _tombstone_name(shard: ShardRef) -> str:
 
 
 def _find_shards(record: object) -> Iterator[ShardRef]:
-    """Yield all shards that a record contains, with repetitions."""
+    """Yield all shard references inside a record. A shard that occurs several times is yielded several times."""
     if isinstance(record, ShardRef):
         yield record
         return
@@ -89,7 +91,7 @@ def _find_shards(record: object) -> Iterator[ShardRef]:
 
 
 def open_inputs(options: Mapping[str, object]) -> WorkInputs | None:
-    """Return the inputs for a worker with these options, or None if the worker has no store or a local store."""
+    """Return the downloader for a worker with these options, or None if the worker has no store or a local store."""
     if not {"store_uri", "run"} <= options.keys():
         return None
     store = open_store(f"{options['store_uri']}/{options['run']}")

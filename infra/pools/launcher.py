@@ -1,8 +1,8 @@
-"""Interfaces of workers and of the launchers that start them, independent of where workers run.
+"""Interfaces of workers and of launchers, which start workers. They do not depend on where the workers run.
 
-Queueing, retries and changes of roles are the same everywhere: `Pool`, `Fleet` and `RankGroup` let a `Launcher` start
-each `Worker`, and then call the worker. The implementations for Ray are in worker.py and placement_group.py. The
-implementations for threads of this process are in threads.py.
+Queueing, retries and changes of roles are the same everywhere. `Pool`, `Fleet` and `RankGroup` start each `Worker`
+through a `Launcher`, and then call the worker. worker.py and placement_group.py implement the interfaces for Ray, and
+threads.py implements them for threads of this process.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,28 +15,30 @@ from infra.pools.worker import PoolSpec
 
 @dataclass(frozen=True, slots=True)
 class SlotCount:
-    """Number of slots of a fleet whose machines may join and leave."""
+    """Number of slots of a fleet, and how long to wait for them. Machines with slots may join and leave the cluster."""
 
     max_slots: int
     initial_slots: int = 1
-    """Number of slots that the fleet reserves before it starts."""
+    """Number of slots that must be reserved before the fleet starts."""
     min_slots: int = 1
-    """Minimum number of slots that the fleet needs to continue after machines have left."""
+    """Minimum number of slots with which the fleet continues after machines have left."""
     wait_seconds: float = 180
-    """Seconds for which the fleet waits for more slots if it has fewer than this minimum."""
+    """Maximum seconds for which the fleet waits if it has fewer than `min_slots` slots."""
 
 
 class Worker(Protocol):
-    """Live worker that runs one work unit at a time, as seen by a pool."""
+    """Live worker that runs one work unit at a time. Implemented by `WorkerProcess` and `WorkerThread`, and called by
+    pools."""
 
     @property
     def name(self) -> str:
-        """Unique name of the worker, which contains its role, its slot and its generation (number of replacements)."""
+        """Unique name of the worker: its role, its slot and its generation (number of times the worker was
+        replaced)."""
         ...
 
     @property
     def place(self) -> ProcessPlace:
-        """Location of the worker's process."""
+        """Location of the process in which the worker runs."""
         ...
 
     @property
@@ -45,72 +47,76 @@ class Worker(Protocol):
         ...
 
     async def perform(self, method: str, *arguments: object, stall_seconds: float) -> Returned:
-        """Run a method of the worker. Raises the method's error, or WorkerLost if the worker died or stalled."""
+        """Run a method of the worker and return its result. Raises the error that the method raised, or WorkerLost if
+        the worker died or stalled."""
         ...
 
     async def wake(self, record: object, *, stall_seconds: float) -> None:
-        """Let the worker accept work again. Before, its method `take` is called with the record unless it is None."""
+        """Let the worker accept work again. If the record is not None, it is first passed to the worker's method
+        `take`."""
 
     async def sleep(self, *, stall_seconds: float) -> float:
-        """Let the worker free its memory after its current work. Return the seconds that freeing the memory took."""
+        """Wait until the worker has finished its current work, and let it free its memory. Return the seconds for
+        freeing the memory."""
         ...
 
     async def asleep(self) -> bool:
-        """Return whether the worker refuses work until its fleet wakes it."""
+        """Return whether the worker is asleep. A sleeping worker refuses work until its fleet wakes it."""
         ...
 
     def prefetch(self, record: object) -> None:
-        """Announce a record that the worker may need next, so that it can download inputs. The call does not wait for a
+        """Send the worker a record that it may need next, so that it can download the inputs. Does not wait for a
         response."""
 
     async def free_port(self) -> int:
-        """Return a free port on the worker's machine."""
+        """Return an unused port on the worker's machine."""
         ...
 
     async def stop(self) -> None:
-        """Let an idle worker close its resources, then end it."""
+        """Let an idle worker close its resources, then end the worker."""
 
     def kill(self) -> None:
-        """End the worker immediately if the worker can be killed. Its current work is lost."""
+        """End the worker immediately, if it can be killed. The result of its current work is lost."""
 
     async def await_exit(self) -> None:
-        """Wait until a killed worker has released its memory, if this process can observe that."""
+        """Wait until a killed worker has released its memory, if this process can determine that."""
 
     async def wait_ended(self) -> None:
         """Return when the worker has ended."""
 
 
 class Launcher(Protocol):
-    """Launcher of new workers, which also finds workers that other processes have started."""
+    """Starts new workers, and finds workers that other processes have started. Implemented for Ray and for threads."""
 
     async def start(self, spec: PoolSpec, name: str, *, slot: int | None) -> Worker:
-        """Start a worker. In a slot of a fleet, the worker is asleep until it is woken."""
+        """Start a worker. If the worker is in a slot of a fleet, it stays asleep until it is woken."""
         ...
 
     async def find(self, spec: PoolSpec, name: str) -> Worker:
-        """Return a worker that another process has started. Raises WorkerLost if it is gone."""
+        """Return a worker that another process has started. Raises WorkerLost if the worker no longer exists."""
         ...
 
     async def list_generations(self, role: str) -> Mapping[int, int]:
-        """Return the newest generation (number of replacements) of each worker of a role, by index of the worker."""
+        """Return the latest generation (number of replacements) of each worker of a role, by index of the worker."""
         ...
 
 
 class SlotLauncher(Launcher, Protocol):
-    """Launcher of workers in the slots of a fleet."""
+    """Launcher that also reserves the slots of a fleet and starts workers in them."""
 
     @property
     def nodes(self) -> Sequence[str]:
-        """Node of each slot, known after the reservation. Slots on the same node are adjacent."""
+        """Node of each slot, once the slots are reserved. Slots on the same node have consecutive indices."""
         ...
 
     async def list_lost_slots(self) -> frozenset[int]:
-        """Return the slots whose machine is not available. Slots that were moved to another machine are not
-        included."""
+        """Return the slots whose machine is not available. Slots that were moved to another machine are available and
+        not included."""
         ...
 
     async def reserve(self, wait_seconds: float) -> None:
-        """Wait until the initial slots of the fleet are reserved. Raises ClusterFailed after `wait_seconds`."""
+        """Reserve the initial slots of the fleet. Raises ClusterFailed if they are not available within
+        `wait_seconds`."""
 
     def release(self) -> None:
         """Release the reserved slots."""

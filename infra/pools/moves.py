@@ -1,4 +1,4 @@
-"""Records of the changes that a fleet makes to the workers in its slots."""
+"""Records of how the worker in a slot was changed."""
 
 from collections.abc import Set
 from dataclasses import dataclass
@@ -8,18 +8,19 @@ from infra.pools.slot import Assignment, Change
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Change of the worker in one slot: started, woken or put to sleep."""
+    """Record of a change in one slot: a worker was started, woken or put to sleep."""
 
     slot: int
     before: str | None
-    """Role before the change, or None if the slot was asleep."""
+    """Role of the slot before the change, or None if no worker was awake in the slot."""
     after: str | None
     how: str
-    """`start` if the worker process is new, `wake` if it has worked in this role before, or `sleep`."""
+    """Kind of change: `start` for a new worker process, `wake` for a sleeping worker that was woken, or `sleep`."""
     seconds: float
-    """Seconds for putting the old worker to sleep, and for starting or waking the new worker including its `take`."""
+    """Seconds for the whole change: putting the old worker to sleep, and starting or waking the new worker, including
+    its method `take`."""
     drain_seconds: float
-    """Seconds until the old worker had finished its current work unit."""
+    """Seconds until the old worker finished the work unit that it was running."""
     error: str | None
     """Error that caused the change to be undone, or None if the change succeeded."""
 
@@ -27,7 +28,8 @@ class Move:
 def list_moves(
     change: Change, woken: Set[Assignment], took_seconds: tuple[float, float], error: str | None
 ) -> list[Move]:
-    """Return one `Move` per slot. `took_seconds` contains the seconds for the change, and for finishing old work."""
+    """Return one `Move` per slot. `took_seconds` contains the seconds for the change itself and for finishing the
+    current work before it."""
     before = {slot: assignment.role for assignment in change.out for slot in assignment.slots}
     after = {slot: assignment for assignment in change.into for slot in assignment.slots}
     seconds, drain_seconds = took_seconds

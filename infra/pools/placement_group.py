@@ -1,4 +1,4 @@
-"""Slots of a fleet on a Ray cluster, reserved as bundles of placement groups."""
+"""Slots of a fleet on a Ray cluster. Each slot is a bundle (a set of reserved resources) of a Ray placement group."""
 
 import asyncio
 import time
@@ -15,52 +15,53 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 SLOT = "rheostat_slot"
-"""Custom Ray resource that each slot requests. An embedded cluster has more than enough of this resource, so that only
-memory limits the number of its slots."""
+"""Custom Ray resource that each slot requests. An embedded cluster provides more of this resource than needed, so that
+only memory limits the number of slots."""
 
 
 CHECK_SECONDS = 1.0
 MORE_SECONDS = 2.0
-"""Seconds to wait for slots beyond the initial slots of a fleet. Slots that become ready later are found at the next
-check."""
+"""Maximum seconds to wait for slots beyond the initial slots of a fleet. Slots that become ready later are detected at
+the next check."""
 QUERY_SECONDS = 180.0
 
 
 @dataclass(frozen=True, slots=True)
 class RayLauncher:
-    """Launcher of workers as actors of the Ray cluster to which this process is connected."""
+    """Launcher that starts workers as actors of the Ray cluster to which this process is connected."""
 
     machines: Machines
 
     async def start(self, spec: PoolSpec, name: str, *, slot: int | None) -> WorkerProcess:
-        """Start a worker that is always awake."""
+        """Start a worker. Without a slot, a worker is always awake."""
         assert slot is None, "workers in slots are started by ReservedSlots"
         return await start_worker(spec, name, machines=self.machines)
 
     async def find(self, spec: PoolSpec, name: str) -> WorkerProcess:
-        """Return a worker that another process has started. Raises WorkerLost if it is gone."""
+        """Return a worker that another process has started. Raises WorkerLost if the worker no longer exists."""
         return await find_worker(spec, name, machines=self.machines)
 
     async def list_generations(self, role: str) -> dict[int, int]:
-        """Return the newest generation (number of replacements) of each worker of a role, by index of the worker."""
+        """Return the latest generation (number of replacements) of each worker of a role, by index of the worker."""
         return await list_workers(role)
 
 
 class ReservedSlots:
-    """Launcher of workers in reserved slots, with one bundle per slot.
+    """Launcher that starts workers in reserved slots. Each slot is one bundle of a Ray placement group.
 
-    The initial slots of the fleet are one placement group, ordered by node. Slots that later machines may add are
-    separate placement groups, each large enough for the worker that needs the most slots. These groups are reserved
-    independently, as soon as Ray finds room.
+    The initial slots of the fleet are one placement group, ordered by node. Slots that machines may add later are
+    separate placement groups. Each of them is large enough for the worker that needs the most slots, and is reserved as
+    soon as Ray finds room for it.
 
-    The processes of all roles in a slot use the same GPUs in turn. Ray would assign each process only a fraction of a
-    GPU. Therefore the processes request no GPU from Ray, and this class passes the ids of the slot's GPUs to them.
+    The processes of all roles in a slot use the same GPUs one after another. Ray would give each process only a
+    fraction of a GPU. Therefore the processes request no GPU from Ray, and this class passes the ids of the slot's GPUs
+    to them.
     """
 
     def __init__(self, slots: SlotCount, *, widest: int, gpus: float, machines: Machines) -> None:
-        """Create the launcher without reserving slots. `widest` is the maximum number of slots that a worker needs.
+        """Create the launcher. No slots are reserved yet. `widest` is the largest number of slots that a worker needs.
 
-        Raises BadInput unless `gpus` per slot is a whole number or at most 1.
+        Raises BadInput unless the number of GPUs per slot (`gpus`) is a whole number or at most 1.
         """
         if gpus > 1 and gpus != int(gpus):
             raise BadInput(
@@ -68,7 +69,7 @@ class ReservedSlots:
                 "number of GPUs. Set it to a number up to 1, or to a whole number."
             )
         self.nodes: tuple[str, ...] = ()
-        """Node of each slot, known after the reservation. A lost slot keeps its last node, or an empty name if it never
+        """Node of each slot, once the slots are reserved. A lost slot keeps its last node, or an empty name if it never
         had a node."""
         self._first = slots.max_slots if machines.is_single else slots.initial_slots
         self._most, self._widest, self._gpus = slots.max_slots, widest, gpus
@@ -78,9 +79,9 @@ class ReservedSlots:
         self._machines = machines
 
     async def start(self, spec: PoolSpec, name: str, *, slot: int | None) -> WorkerProcess:
-        """Start a worker whose first slot is `slot`. The worker is asleep until it is woken.
+        """Start a worker whose first slot is `slot`. The worker stays asleep until it is woken.
 
-        Raises NodeLost if the machine of the slot leaves the cluster.
+        Raises NodeLost if the slot's machine leaves the cluster.
         """
         assert slot is not None and self._places, "reserve() was called"
         devices = [device for slot_devices in self._devices[slot : slot + spec.slots] for device in slot_devices]
@@ -96,17 +97,18 @@ class ReservedSlots:
             await asyncio.gather(starting, return_exceptions=True)
 
     async def find(self, spec: PoolSpec, name: str) -> WorkerProcess:
-        """Return a worker that another process has started. Raises WorkerLost if it is gone."""
+        """Return a worker that another process has started. Raises WorkerLost if the worker no longer exists."""
         return await find_worker(spec, name, machines=self._machines)
 
     async def list_generations(self, role: str) -> dict[int, int]:
-        """Return the newest generation (number of replacements) of each worker of a role, by index of the worker."""
+        """Return the latest generation (number of replacements) of each worker of a role, by index of the worker."""
         return await list_workers(role)
 
     async def reserve(self, wait_seconds: float) -> None:
-        """Wait until the initial slots of the fleet are reserved, and request the other slots.
+        """Reserve the initial slots of the fleet and wait until they are available. Request the other slots without
+        waiting.
 
-        Raises ClusterFailed after `wait_seconds`.
+        Raises ClusterFailed if the initial slots are not available within `wait_seconds`.
         """
         from ray.util.placement_group import PlacementGroup, placement_group
 
@@ -170,7 +172,8 @@ class ReservedSlots:
         return [str(tables[group]["bundles_to_node_id"].get(bundle) or "") for group, bundle in self._places]
 
     async def _device_ids(self, slots: Sequence[int]) -> list[tuple[str, ...]]:
-        """Return the GPU ids of each slot. The ids do not change while the slot's placement group bundle exists."""
+        """Return the ids of the GPUs of each slot. The ids stay the same as long as the slot's bundle exists in its
+        placement group."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

@@ -1,4 +1,5 @@
-"""Pool of the workers of one role, with a queue, retries and replacement of lost workers."""
+"""Pool of the workers of one role. The pool has a queue of work units, retries work units, and replaces lost
+workers."""
 
 import asyncio
 import logging
@@ -19,15 +20,16 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 Turn = asyncio.Future[tuple[WorkerSlot, Worker]]
-"""Future of a waiting work unit. Its result is the slot and the worker that will run the work unit."""
+"""Future of a work unit that waits for a worker. Its result is the worker that will run the work unit, and the worker's
+slot."""
 
 
 class Pool:
-    """Pool that runs work units on interchangeable workers. Use a pool in one event loop only.
+    """Pool of interchangeable workers that run work units. Use a pool in one event loop only.
 
-    The pool replaces a lost worker and runs its work unit again on another worker. Errors that a worker raises are not
-    retried. If the pool belongs to a fleet, the fleet starts and stops the workers, and work units wait for an awake
-    worker. Otherwise the pool always has `spec.size` workers.
+    If a worker is lost, the pool replaces it and runs its work unit again on another worker. If a worker raises an
+    error, the work unit is not run again. If the pool belongs to a fleet, the fleet starts and stops the workers, and
+    work units wait until a worker is awake. Otherwise the pool always has `spec.size` workers.
     """
 
     def __init__(
@@ -38,13 +40,14 @@ class Pool:
         find_workers: Callable[[], None] | None = None,
         on_lost_slot: Callable[[], None] = lambda: None,
     ) -> None:
-        """Create a pool without workers. `find_workers` is called when work waits for a worker, and `on_lost_slot` when
-        a slot is lost."""
+        """Create a pool without workers. `find_workers` is called whenever work waits for a worker. `on_lost_slot` is
+        called whenever the machine of a slot is lost."""
         self.spec = spec
         self.restarts = 0
         self.done = 0
         self.record: object = None
-        """Record that is passed to the `take` method of a replacement worker before its first work unit."""
+        """Record, such as the model to load, that a replacement worker must process with its method `take` before its
+        first work unit."""
         self._ended_seconds = 0.0
         self._launcher = launcher
         self._find_workers = find_workers
@@ -52,39 +55,40 @@ class Pool:
         self._slots: dict[int, WorkerSlot] = {}
         self._tasks: set[asyncio.Task[object]] = set()
         self._queue: OrderedDict[Turn, object] = OrderedDict()
-        """Work units that wait for a worker, in the order of their arrival."""
+        """Work units that wait for a worker, in order of arrival."""
         self._changed = asyncio.Event()
         self._fault: RheostatError | None = None
         self.start_error: RheostatError | None = None
-        """Error that prevents every start of a worker for the waiting work, or None."""
+        """Error that prevents all workers from starting, so that waiting work cannot be done. None if there is no such
+        error."""
         self._closed = False
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids of the workers that accept work."""
+        """Process ids of the workers that currently accept work."""
         slots = (slot for _, slot in sorted(self._slots.items()) if slot.wanted)
         return tuple(slot.worker.place.pid for slot in slots if slot.worker is not None)
 
     @property
     def slots(self) -> Mapping[int, WorkerSlot]:
-        """Worker slots by index. In a fleet, the index is the first slot of a worker."""
+        """Worker slots of the pool by index. In a fleet, the index of a worker is that of its first slot."""
         return self._slots
 
     @property
     def waiting(self) -> int:
-        """Number of work units that wait for a worker."""
+        """Number of work units that are waiting for a worker."""
         return len(self._queue)
 
     @property
     def busy_seconds(self) -> float:
-        """Worker-seconds spent on work units, including units in progress."""
+        """Total seconds that workers have spent on work units, including units in progress."""
         now = time.monotonic()
         under_way = sum(now - slot.began for slot in self._slots.values() if slot.state is SlotState.BUSY)
         return self._ended_seconds + under_way
 
     async def open(self) -> None:
-        """Take over the workers that other processes have started, and start the missing ones. If one fails, close the
-        pool."""
+        """Use the workers that other processes have started, and start the missing workers. If a worker cannot be
+        started, close the pool."""
         generations = await self._launcher.list_generations(self.spec.role)
         for index, generation in generations.items():
             self.get_slot(index, generation=generation)
@@ -104,8 +108,8 @@ class Pool:
             self._watch(slot)
 
     def get_slot(self, index: int, *, generation: int = -1) -> WorkerSlot:
-        """Return the slot with this index. A new slot has no process. Its first process gets number `generation +
-        1`."""
+        """Return the slot with this index, or create an empty slot. `generation` is the number of the last process that
+        a new slot had, or -1 if it had none."""
         if index not in self._slots:
             self._slots[index] = WorkerSlot(
                 self.spec, index, launcher=self._launcher, shared=self._find_workers is not None, generation=generation
@@ -113,11 +117,12 @@ class Pool:
         return self._slots[index]
 
     async def run(self, method: str, work: object, *, returns: type[R]) -> Done[R]:
-        """Run one method on an idle worker and return the result, which must be of the type `returns`.
+        """Run one method on an idle worker and return the result, which must have the type `returns`.
 
-        Work units are served in the order of arrival. If the awaiting task is cancelled, the worker finishes the work
-        unit, its result is dropped, and the worker is idle again. Raises WorkerLost after `max_restarts` repetitions,
-        WorkerFailed for a wrong type, ClusterFailed if the pool is closed, and the worker's own errors.
+        Work units are started in order of arrival. If the awaiting task is cancelled, the worker still finishes the
+        work unit, but the result is discarded. Raises WorkerLost if the worker was lost more than `max_restarts` times,
+        WorkerFailed if the result has the wrong type, ClusterFailed if the pool is closed, and the errors that the
+        worker raises.
         """
         began, attempt = time.monotonic(), 1
         while True:
@@ -145,14 +150,15 @@ class Pool:
             return Done(result, outcome.seconds, max(0.0, waited), attempt, worker.name, place.pid, place.host)
 
     async def drain(self, index: int) -> None:
-        """Give a worker no more work, and wait until its current work has ended."""
+        """Send no more work to a worker, and wait until it has finished its current work."""
         slot = self._slots[index]
         slot.wanted = False
         while slot.state in (SlotState.BUSY, SlotState.STARTING):
             await self._changed.wait()
 
     async def activate(self, index: int, record: object) -> None:
-        """Start or wake the worker of a slot. The worker takes the record before it accepts work."""
+        """Start or wake the worker of a slot. The worker processes the record with its method `take` before it accepts
+        work."""
         slot = self.get_slot(index)
         before = slot.worker
         await slot.activate(record)
@@ -162,8 +168,8 @@ class Pool:
         self.dispatch()
 
     async def close(self) -> None:
-        """End the workers that this process started. Idle and sleeping workers may close their resources first. Busy
-        workers are killed."""
+        """End the workers that this process started. Idle and sleeping workers can close their resources first, but
+        busy workers are killed."""
         self._closed = True
         self.dispatch()
         slots, self._slots = list(self._slots.values()), {}
@@ -178,10 +184,10 @@ class Pool:
         await asyncio.gather(*(worker.stop() for worker in resting if worker.is_owned))
 
     def dispatch(self) -> None:
-        """Assign idle workers to waiting work in the order of arrival, and wake the tasks that wait for a worker to
-        finish.
+        """Assign idle workers to waiting work units in order of arrival, and wake up tasks that wait for a worker to
+        become idle.
 
-        A task that waits for a worker is woken only if it gets a worker, or an error because no worker can be started.
+        A task that waits for a worker continues once it has a worker. It fails if no worker can be started.
         """
         self._changed.set()
         self._changed.clear()
@@ -199,13 +205,14 @@ class Pool:
             self._find_workers()
 
     def prefetch(self, record: object) -> None:
-        """Announce a record that workers may need next to all workers, including sleeping workers."""
+        """Send all workers, including sleeping workers, a record that they may need next, so that they can download the
+        inputs."""
         for slot in self._slots.values():
             if slot.worker is not None:
                 slot.worker.prefetch(record)
 
     def start_missing(self) -> None:
-        """Try again to start wanted workers that could not be started."""
+        """Try again to start the workers that are required but could not be started."""
         for slot in self._slots.values():
             if slot.wanted and slot.state is SlotState.EMPTY:
                 self._replace(slot)
@@ -219,7 +226,7 @@ class Pool:
             slot, worker = await turn
         except asyncio.CancelledError:
             self._queue.pop(turn, None)
-            if not turn.cancelled() and turn.exception() is None:  # the work got a worker just then
+            if not turn.cancelled() and turn.exception() is None:  # it got a worker just before the cancellation
                 self._rest(turn.result()[0])
             raise
         if self._closed:
@@ -227,7 +234,7 @@ class Pool:
         return slot, worker
 
     def _hand_over(self, slot: WorkerSlot) -> None:
-        """Assign an idle worker to the work unit that has waited longest, and skip work units that were cancelled."""
+        """Assign an idle worker to the work unit that has waited longest. Cancelled work units are skipped."""
         turn, work = self._next_for(slot)
         while turn.done() and self._queue:
             turn, work = self._next_for(slot)
@@ -236,10 +243,11 @@ class Pool:
             turn.set_result((slot, slot.worker))
 
     def _next_for(self, slot: WorkerSlot) -> tuple[Turn, object]:
-        """Remove and return the next work unit for a worker, with its future.
+        """Remove the next work unit for a worker from the queue, and return it with its future.
 
-        A work unit that was announced to this worker comes first, then the oldest work unit that was announced to no
-        worker, then the oldest work unit.
+        The first choice is a work unit that was announced to this worker, so that it has downloaded the inputs. The
+        second choice is the oldest work unit that was announced to no worker, and the last choice is the oldest work
+        unit.
         """
         announced = self._announced_turns()
         turn = next((turn for turn in self._queue if turn not in announced), next(iter(self._queue)))
@@ -248,12 +256,14 @@ class Pool:
         return turn, self._queue.pop(turn)
 
     def _announced_turns(self) -> set[Turn]:
-        """Return the waiting work units that were announced to busy workers."""
+        """Return the waiting work units that were announced to busy workers, so that the workers download the
+        inputs."""
         turns = (slot.announced_turn for slot in self._slots.values() if slot.state is SlotState.BUSY)
         return {turn for turn in turns if turn is not None and turn in self._queue}
 
     def _look_ahead(self) -> None:
-        """Announce one waiting work unit to each busy worker, so that its inputs are downloaded before it begins."""
+        """Announce one waiting work unit to each busy worker, so that the worker downloads the inputs before the work
+        unit begins."""
         announced = self._announced_turns()
         others = (turn for turn in self._queue if turn not in announced)
         for slot in self._slots.values():
@@ -263,7 +273,7 @@ class Pool:
                     slot.worker.prefetch(self._queue[slot.announced_turn])
 
     def _rest(self, slot: WorkerSlot) -> None:
-        """Mark a slot's busy worker as idle and assign waiting work."""
+        """Mark the worker of a slot as idle, and assign the next waiting work unit."""
         if slot.state is SlotState.BUSY:
             slot.state = SlotState.IDLE
         slot.work = None
@@ -273,7 +283,7 @@ class Pool:
         return ClusterFailed(f"the pool of {self.spec.role} workers is closed")
 
     def _find_fatal_error(self) -> RheostatError | None:
-        """Return the error that prevents every start of a worker, or None if workers can be started."""
+        """Return the error that prevents all workers from starting, or None if workers can be started."""
         if self._closed:
             return self._closed_error()
         wanted = [slot for slot in self._slots.values() if slot.wanted]
@@ -299,7 +309,7 @@ class Pool:
             self._rest(slot)
 
     def _lose(self, slot: WorkerSlot) -> None:
-        """Drop a lost worker, and replace it if it is still wanted."""
+        """Remove a lost worker from its slot, and start another worker if one is still required."""
         ours = self._find_workers is None or (slot.worker is not None and slot.worker.is_owned)
         slot.lose()
         self.restarts += 1
@@ -308,8 +318,8 @@ class Pool:
             self._replace(slot)
 
     def _replace(self, slot: WorkerSlot) -> None:
-        """Start a slot's worker. A failure is stored, and is raised in calls that find no other worker. The next call
-        tries to start the worker again."""
+        """Start a new worker in a slot. If this fails, calls that find no other worker raise the error, and the next
+        call tries again to start the worker."""
 
         async def start() -> None:
             try:
@@ -327,7 +337,8 @@ class Pool:
         self._spawn(start())
 
     def _watch(self, slot: WorkerSlot) -> None:
-        """Notice immediately if a worker dies while it is idle or asleep."""
+        """Wait in the background for the end of a worker, so that a worker that dies while idle or asleep is noticed
+        immediately."""
         worker = slot.worker
         if worker is None or not worker.is_owned:
             return

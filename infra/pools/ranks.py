@@ -1,4 +1,4 @@
-"""Group of workers that run all work together, as the ranks of a distributed process group."""
+"""Group of workers that run every work unit together, as the ranks of a distributed process group."""
 
 import asyncio
 import itertools
@@ -17,18 +17,18 @@ R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
 JOIN = "join"
-"""Name of the method with which ranks join their process group."""
+"""Name of the method that a rank runs to join the process group."""
 
 PEER_SECONDS = 3.0
-"""Seconds to wait for the other ranks after one rank failed. A broken connection is often caused by a rank that
+"""Maximum seconds to wait for the other ranks after one rank failed. If a connection broke, another rank has often
 died."""
 
 
 async def _all_or_first_failure(calls: Sequence[Coroutine[object, object, Returned]]) -> list[Returned]:
     """Await all calls and return their results.
 
-    If a call fails, wait up to `PEER_SECONDS` for the others. Then raise a WorkerLost if there is one, otherwise the
-    first error.
+    If a call fails, wait for the others for up to `PEER_SECONDS`. Then raise the first WorkerLost, or the first error
+    of another kind if there is no WorkerLost.
     """
     tasks = [asyncio.create_task(call) for call in calls]
     failures: list[BaseException] = []
@@ -51,14 +51,15 @@ async def _all_or_first_failure(calls: Sequence[Coroutine[object, object, Return
 
 
 class RankGroup:
-    """Group that runs each work unit on all ranks at the same time. Use a group in one event loop only.
+    """Group of ranks that run each work unit at the same time. Use a group in one event loop only.
 
-    Each rank gets a call `join(rank, world_size, master_address, master_port)` when it starts. If a rank is lost, the
-    other ranks hang in a collective operation. Then all ranks are killed and started again, and the work is repeated.
+    When a rank starts, its method `join(rank, world_size, master_address, master_port)` is called. If a rank is lost,
+    the other ranks wait forever in a collective operation. Then all ranks are killed and started again, and the work
+    unit is repeated.
     """
 
     def __init__(self, spec: PoolSpec, launcher: Launcher) -> None:
-        """Create a group without processes."""
+        """Create a group without starting any processes."""
         self.spec = spec
         self._launcher = launcher
         self.restarts = 0
@@ -70,11 +71,11 @@ class RankGroup:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids in the order of ranks. Empty after a failure until the next work."""
+        """Process ids in the order of the ranks. Empty after a failure, until the next work unit starts new ranks."""
         return tuple(worker.place.pid for _, worker in sorted(self._ranks.items()))
 
     async def open(self) -> None:
-        """Take over the ranks that another process has started if they are complete. Otherwise start all ranks."""
+        """Use the ranks that another process has started if none is missing. Otherwise start all ranks."""
         generations = await self._launcher.list_generations(self.spec.role)
         self._generation = max(generations.values(), default=-1)
         ranks = [rank for rank, generation in sorted(generations.items()) if generation == self._generation]
@@ -84,10 +85,11 @@ class RankGroup:
             await self._start()
 
     async def run(self, method: str, work: object, *, returns: type[R]) -> Done[R]:
-        """Run one method on every rank and return rank 0's result, with the duration of the slowest rank.
+        """Run one method on every rank. Return the result of rank 0, with the duration of the slowest rank.
 
-        If this is cancelled, the ranks are killed, and the next work starts new ones. Raises WorkerLost after
-        `max_restarts` lost groups, WorkerFailed if the result is not of the type `returns`, and errors of the ranks.
+        If the call is cancelled, the ranks are killed, and the next work unit starts new ranks. Raises WorkerLost if
+        ranks were lost more than `max_restarts` times, WorkerFailed if the result does not have the type `returns`, and
+        the errors that ranks raise.
         """
         began = time.monotonic()
         async with self._turn:
@@ -117,7 +119,8 @@ class RankGroup:
         return Done(result, seconds, max(0.0, waited), attempt, first.name, place.pid, place.host)
 
     async def close(self) -> None:
-        """End the ranks that this process started. Idle ranks may close their resources. Busy ranks are killed."""
+        """End the ranks that this process started. Idle ranks can close their resources first, but busy ranks are
+        killed."""
         self._closed = True
         if self._turn.locked():
             self._kill()
@@ -128,7 +131,7 @@ class RankGroup:
         return f"{self.spec.role}-{rank}-{self._generation}"
 
     async def _start(self) -> None:
-        """Start all ranks and let them join. If one fails, all are killed."""
+        """Start all ranks and let them join the process group. If one of them fails, kill all ranks."""
         self._generation += 1
         try:
             failures = await gather_errors([self._start_rank(rank) for rank in range(self.spec.size)])
@@ -148,7 +151,8 @@ class RankGroup:
         self._ranks[rank] = await self._launcher.start(self.spec, self._name(rank), slot=None)
 
     async def _join(self) -> None:
-        """Let the ranks join at a free port of rank 0's node. Raises WorkerLost if the port was taken meanwhile."""
+        """Let the ranks join the process group at an unused port on rank 0's node. Raises WorkerLost if another process
+        has taken the port meanwhile."""
         address, port = self._ranks[0].place.address, await self._ranks[0].free_port()
         size, patience = self.spec.size, self.spec.start_seconds
         joins = [

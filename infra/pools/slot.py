@@ -1,7 +1,7 @@
-"""Worker slots with their worker processes, and assignment of slots to roles.
+"""State of worker slots, and assignment of slots to roles. A slot is a reserved place for one worker process.
 
-A worker in a slot can be started, woken, put to sleep or dropped. If a worker is lost, a process with the next
-generation number replaces it. The assignment is a pure function that moves as few workers as possible.
+The worker in a slot can be started, woken, put to sleep or dropped. If a worker is lost, a process with the next
+generation number replaces it. Slots are assigned by a pure function that moves as few workers as possible.
 """
 
 import asyncio
@@ -44,44 +44,47 @@ class SlotState(enum.Enum):
     EMPTY = enum.auto()
     """Slot without a worker."""
     STARTING = enum.auto()
-    """Slot whose worker is starting, waking up or loading weights."""
+    """Slot whose worker is starting, waking up, or loading model weights."""
     IDLE = enum.auto()
     BUSY = enum.auto()
     FALLING_ASLEEP = enum.auto()
-    """Slot whose worker is falling asleep."""
+    """Slot whose worker is freeing its memory in order to sleep."""
     ASLEEP = enum.auto()
 
 
 class WorkerSlot:
-    """Slot of a pool, which has one worker at a time. The name of a worker contains its generation number.
+    """Slot of a pool, with at most one worker process at a time. The worker's name contains its generation number.
 
-    Each replacement gets the next generation number, so no name is used twice. If several processes replace the same
-    worker, they use the same name.
+    Each replacement gets the next generation number, so that no name is used twice. If several processes replace the
+    same worker, they use the same name and therefore get the same worker.
     """
 
     def __init__(self, spec: PoolSpec, index: int, *, launcher: Launcher, shared: bool, generation: int = -1) -> None:
-        """Create a slot without a worker. In slots that a fleet shares, workers start asleep."""
+        """Create a slot without a worker. If the slot is shared by the roles of a fleet, new workers are asleep at
+        first."""
         self.index = index
         self.generation = generation
         self.wanted = False
-        """Whether the worker should accept work. A wanted worker is replaced if it is lost."""
+        """Whether the slot should have a worker that accepts work. In this case, a lost worker is replaced."""
         self.has_taken_record = False
-        """Whether this worker has taken a record before. The first `take` is slower, because the worker imports
+        """Whether this worker has already run its method `take`. The first run is slower, because the worker imports
         modules."""
         self.state = SlotState.EMPTY
         self.worker: Worker | None = None
         self.work: object = None
-        """Work unit of a busy worker, since `began` (monotonic seconds)."""
+        """Work unit that the worker is running since `began` (seconds of the monotonic clock)."""
         self.began = 0.0
         self.announced_turn: asyncio.Future[tuple[WorkerSlot, Worker]] | None = None
-        """Waiting work unit that was announced to the busy worker. The worker runs it next if it is still waiting."""
+        """Waiting work unit that was announced to the busy worker, so that it downloads the inputs. If the unit is
+        still waiting then, the worker runs it next."""
         self._spec = spec
         self._launcher = launcher
         self._shared = shared
 
     @property
     def is_awake(self) -> bool:
-        """Whether the worker uses the memory of its slots. A lost worker counts as awake while it is being replaced."""
+        """Whether the worker occupies the memory of its slots. A lost worker counts as awake while it is being
+        replaced."""
         return self.state in (SlotState.IDLE, SlotState.BUSY, SlotState.FALLING_ASLEEP) or (
             self.wanted and self.state is SlotState.STARTING
         )
@@ -92,11 +95,11 @@ class WorkerSlot:
         return self.wanted and self.state is SlotState.IDLE
 
     def use(self, worker: Worker) -> None:
-        """Use a worker that another process has started."""
+        """Put a worker that another process has started into this slot."""
         self.worker, self.state, self.wanted = worker, SlotState.IDLE, True
 
     async def find(self) -> None:
-        """Take over the worker that another process has started, or start one if it is gone."""
+        """Use the worker that another process has started, or start a new worker if it no longer exists."""
         self.state = SlotState.STARTING
         try:
             self.use(await self._launcher.find(self._spec, self._name()))
@@ -104,7 +107,8 @@ class WorkerSlot:
             await self.activate(None)
 
     async def activate(self, record: object) -> None:
-        """Start the worker, or wake it if it sleeps, and let it take a record. After an error the slot is empty."""
+        """Start the worker, or wake it if it is asleep, and let it prepare for work by processing a record, such as the
+        model to load. If this fails, the slot is empty."""
         self.state = SlotState.STARTING
         try:
             if self.worker is None:
@@ -123,7 +127,7 @@ class WorkerSlot:
         self.state = SlotState.IDLE
 
     async def sleep(self) -> float:
-        """Free the worker's memory, if necessary by ending its process. Return the seconds that this took."""
+        """Free the memory of the worker, by ending its process if necessary. Return the seconds that this took."""
         if self.worker is None:
             self.state = SlotState.EMPTY
             return 0.0
@@ -141,14 +145,14 @@ class WorkerSlot:
         return seconds
 
     async def end(self) -> None:
-        """Kill the worker's process and wait until its memory is free."""
+        """Kill the worker process and wait until its memory is free."""
         if self.worker is not None:
             self.worker.kill()
             await self.worker.await_exit()
         self.lose()
 
     def lose(self) -> None:
-        """Kill the worker's process and mark the slot as empty."""
+        """Kill the worker process and mark the slot as empty."""
         if self.worker is not None:
             self.worker.kill()
         self.worker, self.state, self.has_taken_record = None, SlotState.EMPTY, False
@@ -159,7 +163,7 @@ class WorkerSlot:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Slots of one worker: `width` consecutive slots, starting at `first`."""
+    """Assignment of a worker to `width` consecutive slots, which start at the slot `first`."""
 
     role: str
     first: int
@@ -167,13 +171,13 @@ class Assignment:
 
     @property
     def slots(self) -> range:
-        """Slots of the worker."""
+        """Indices of the slots."""
         return range(self.first, self.first + self.width)
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Workers that leave some slots, and workers that enter the same slots after all leaving workers are asleep."""
+    """Change in a set of slots: the workers that leave the slots, and the workers that enter them afterwards."""
 
     out: tuple[Assignment, ...]
     into: tuple[Assignment, ...]
@@ -188,12 +192,12 @@ def assign_slots(
     asleep: Set[Assignment],
     lost: frozenset[int] = frozenset(),
 ) -> set[Assignment]:
-    """Assign slots to all wanted workers and return the assignments.
+    """Assign slots to the requested number of workers of each role, and return the assignments.
 
-    `nodes` names the node of each slot. An assignment never spans two nodes and uses no `lost` slot. `current` lists
-    the awake assignments in the order in which to keep them. New workers go to free slots, widest first, and if
-    possible to slots where a worker of the role sleeps. If the free slots do not fit, all workers are assigned again.
-    Raises BadInput if the workers do not fit.
+    `nodes` names the node of each slot. A worker never gets slots on two nodes or a `lost` slot. `current` lists the
+    assignments of awake workers, those to keep first. New workers get free slots, starting with the workers that need
+    the most slots, and if possible slots in which a worker of their role sleeps. If the new workers do not fit into the
+    free slots, all workers are assigned again. Raises BadInput if the workers do not fit at all.
     """
     needed = sum(count * widths[role] for role, count in wanted.items())
     if min(wanted.values(), default=0) < 0:
@@ -231,10 +235,10 @@ def assign_fewer(
     asleep: Set[Assignment],
     lost: frozenset[int],
 ) -> set[Assignment] | None:
-    """Assign slots like `assign_slots`, but with fewer workers if slots are lost.
+    """Assign slots in the same way as `assign_slots`, but with fewer workers if slots were lost.
 
-    The role that uses the most slots gives up a worker until the rest fits. Returns None if not even one worker of
-    every wanted role fits.
+    The role that uses the most slots loses one worker at a time until the workers fit. Returns None if the slots are
+    too few for one worker of every requested role.
     """
     fewer = dict(wanted)
     while True:
@@ -250,7 +254,8 @@ def assign_fewer(
 
 
 def changes(current: Set[Assignment], target: Set[Assignment]) -> list[Change]:
-    """Split the difference between two sets of assignments into changes that have no slot in common."""
+    """Split the difference between two sets of assignments into changes that use different slots and can therefore run
+    in parallel."""
     groups: list[tuple[set[int], list[Assignment]]] = []
     for assignment in sorted(current ^ target, key=lambda assignment: assignment.first):
         slots, assignments = set(assignment.slots), [assignment]
@@ -275,8 +280,11 @@ def _add_assignments(
     nodes: Sequence[str | None],
     asleep: Set[Assignment],
 ) -> set[Assignment] | None:
-    """Add the missing assignments to the kept assignments, widest first. Return None if the assignments do not fit. If
-    no assignment is kept, no gaps remain between the assignments."""
+    """Add assignments for the missing workers to the kept assignments, starting with the workers that need the most
+    slots.
+
+    Return None if the workers do not fit. If no assignment is kept, the workers are placed without gaps.
+    """
     assignments = set(kept)
     for role in sorted(missing.elements(), key=lambda role: (-widths[role], role)):
         taken = {slot for assignment in assignments for slot in assignment.slots}

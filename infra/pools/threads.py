@@ -1,10 +1,11 @@
-"""Cluster of threads in this process: the same workers as on Ray, without processes to start.
+"""Cluster that consists of threads in this process. It runs the same workers as a Ray cluster, without starting
+processes.
 
-This cluster is meant for notebooks and tests. Each worker has a thread, which constructs the worker and runs its work
-units one after another. The progress counter of a worker can be read while it works. A thread cannot be killed.
+This cluster is meant for notebooks and tests. Each worker has a thread, which creates the worker and runs its work
+units one after another. A worker's progress counter can be read while the worker is busy. A thread cannot be killed.
 Therefore a stalled worker is reported but not replaced, and a busy worker finishes its work when the cluster closes.
-Workers start faster than on Ray but compute no faster, because Python runs one thread at a time. If a worker changes
-global state of the process, all workers are affected.
+Workers start faster than on Ray but do not compute faster, because Python runs one thread at a time. If a worker
+changes global state of the process, all workers are affected.
 """
 
 import asyncio
@@ -36,17 +37,17 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
 STARTING = threading.Lock()
-"""Lock held while a worker is constructed or joins, because parallel imports of modules that import each other can
+"""Lock held while a worker is created or joins a process group. Parallel imports of modules that import each other can
 fail."""
 
 
 class WorkerThread:
-    """Worker in a thread of this process."""
+    """Worker that runs in a thread of this process."""
 
     is_owned = True
 
     def __init__(self, spec: PoolSpec, name: str, *, asleep: bool) -> None:
-        """Start the thread without a worker. With `asleep`, the worker accepts no work until `wake`."""
+        """Start the thread without creating the worker. With `asleep`, no work is accepted until `wake` is called."""
         self.role = spec.role
         self.name = name
         self.place = _here()
@@ -59,7 +60,7 @@ class WorkerThread:
         self._thread.start()
 
     async def construct(self) -> None:
-        """Construct the worker in its thread. Raises WorkerLost if it is not ready in time."""
+        """Create the worker in its thread. Raises WorkerLost if this takes too long."""
         spec = self._spec
         constructing = self._begin(lambda: self._host.construct(spec.target, spec.options), alone=True)
         try:
@@ -76,49 +77,54 @@ class WorkerThread:
             raise
 
     async def perform(self, method: str, *arguments: object, stall_seconds: float) -> Returned:
-        """Run a method of the worker. Raises the method's error, or WorkerFailed if the worker stalled."""
+        """Run a method of the worker and return its result. Raises the error that the method raised, or WorkerFailed if
+        the worker stalled."""
         return await self._answer(lambda: self._host.run(method, arguments), method, stall_seconds)
 
     async def wake(self, record: object, *, stall_seconds: float) -> None:
-        """Let the worker accept work again. Before, its method `take` is called with the record unless it is None."""
+        """Let the worker accept work again. If the record is not None, it is first passed to the worker's method
+        `take`."""
         outcome = await self._answer(lambda: self._host.wake(record), "take", stall_seconds)
         if record is not None:
             check_result(outcome, str, what=f"{self.role}.take")
 
     async def sleep(self, *, stall_seconds: float) -> float:
-        """Let the worker free its memory after its current work. Return the seconds that freeing the memory took."""
+        """Wait until the worker has finished its current work, and let it free its memory. Return the seconds for
+        freeing the memory."""
         return (await self._answer(self._host.sleep, "sleep", stall_seconds)).seconds
 
     async def asleep(self) -> bool:
-        """Return whether the worker refuses work until its fleet wakes it."""
+        """Return whether the worker is asleep. A sleeping worker refuses work until its fleet wakes it."""
         return self._host.asleep()
 
     def prefetch(self, record: object) -> None:
-        """Announce a record that the worker may need next, so that it can download inputs."""
+        """Send the worker a record that it may need next, so that it can download the inputs."""
         self._host.prefetch(record)
 
     async def free_port(self) -> int:
-        """Return a free port of this machine."""
+        """Return an unused port on this machine."""
         return self._host.free_port()
 
     async def stop(self) -> None:
-        """Let the worker finish its work and close its resources, and wait for its thread."""
+        """Let the worker finish its work and close its resources, then wait until its thread has ended."""
         self.kill()
         await self.leave()
 
     async def leave(self) -> None:
-        """Wait for the worker's thread to end while its current work makes progress."""
+        """Wait until the worker's thread has ended. Stop waiting if the worker's current work makes no more
+        progress."""
         with contextlib.suppress(WorkerFailed):
             if not self._stalled:
                 await self._watch(asyncio.wrap_future(self._ended), f"worker {self.name}", self._spec.stall_seconds)
                 self._thread.join(POLL_SECONDS)  # only the thread's return is left
 
     def kill(self) -> None:
-        """Accept no more work. The current work continues, and its result is dropped."""
+        """Stop accepting work. The current work continues, because a thread cannot be killed, but its result is
+        discarded."""
         self._works.put(None)
 
     async def await_exit(self) -> None:
-        """Return immediately, because waiting for a busy thread might never end."""
+        """Return immediately. A thread cannot be killed, so waiting for a busy worker might never end."""
 
     async def wait_ended(self) -> None:
         """Return when the worker's thread has ended."""
@@ -135,8 +141,8 @@ class WorkerThread:
         self._ended.set_result(None)
 
     def _begin(self, body: Callable[[], T], *, alone: bool) -> "asyncio.Future[T]":
-        """Queue a call for the worker's thread. With `alone`, no other worker is constructed or joins during the
-        call."""
+        """Queue a call for the worker's thread. With `alone`, no other worker is created or joins a process group
+        during the call."""
         answer: Future[T] = Future()
 
         def work() -> None:
@@ -159,8 +165,8 @@ class WorkerThread:
             answer.cancel()
 
     async def _watch(self, answer: "asyncio.Future[T]", what: str, stall_seconds: float) -> None:
-        """Wait for the result while the progress counter changes. Raises WorkerFailed if the counter does not change
-        for `stall_seconds`."""
+        """Wait for the result of a call. Raises WorkerFailed if the progress counter does not change for
+        `stall_seconds`."""
         count, moved = self._host.progress(), time.monotonic()
         while not (await asyncio.wait({answer}, timeout=min(POLL_SECONDS, stall_seconds / 4)))[0]:
             seen = self._host.progress()
@@ -176,55 +182,56 @@ class WorkerThread:
 
 @dataclass(frozen=True, slots=True)
 class ThreadLauncher:
-    """Launcher of workers as threads of this process. All slots are on one node."""
+    """Launcher that starts workers as threads of this process. All slots are on one node."""
 
     slots: int = 0
     started: list[WorkerThread] = field(default_factory=list)
 
     @property
     def nodes(self) -> Sequence[str]:
-        """Node of each slot, which is this process."""
+        """Node of each slot. All slots have the same node, because they are in this process."""
         return ["here"] * self.slots
 
     async def start(self, spec: PoolSpec, name: str, *, slot: int | None) -> WorkerThread:
-        """Start a thread with a worker. In a slot of a fleet, the worker is asleep until it is woken."""
+        """Start a thread with a worker. If the worker is in a slot of a fleet, it stays asleep until it is woken."""
         worker = WorkerThread(spec, name, asleep=slot is not None)
         self.started.append(worker)
         await worker.construct()
         return worker
 
     async def find(self, spec: PoolSpec, name: str) -> WorkerThread:
-        """Raise WorkerLost, because no other process has workers here."""
+        """Raise WorkerLost, because no other process can start workers in this process."""
         raise WorkerLost(f"{spec.role} worker {name} is not a thread of this process")
 
     async def list_generations(self, role: str) -> dict[int, int]:
-        """Return an empty mapping, because no other process has workers here."""
+        """Return an empty mapping, because no other process can start workers in this process."""
         return {}
 
     async def list_lost_slots(self) -> frozenset[int]:
-        """Return an empty set, because the slots exist as long as this process."""
+        """Return an empty set, because slots in this process cannot be lost."""
         return frozenset()
 
     async def reserve(self, wait_seconds: float) -> None:
         """Do nothing, because threads need no reservation."""
 
     def release(self) -> None:
-        """Do nothing, because no slots are reserved."""
+        """Do nothing, because no slots were reserved."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadCluster:
-    """Pools of one run, in threads of this process."""
+    """Worker pools of one run whose workers are threads of this process."""
 
     address: None = None
-    """Address of the cluster. Always None, because no other process can use the pools."""
+    """Address of the cluster. Always None, because other processes cannot use the pools."""
     _members: list[Pool | Fleet | RankGroup] = field(default_factory=list)
     _started: list[WorkerThread] = field(default_factory=list)
 
     @staticmethod
     @contextlib.asynccontextmanager
     async def open(*, threads: int) -> "AsyncIterator[ThreadCluster]":
-        """Open a cluster in which each worker computes with `threads` threads. All workers end with the context."""
+        """Open a cluster in which each worker uses `threads` CPU threads for computations. All workers end when the
+        block ends."""
         cluster = ThreadCluster()
         with environment(thread_variables(threads, gpus=0, devices=())):
             try:
@@ -234,16 +241,17 @@ class ThreadCluster:
                 await asyncio.gather(*(worker.leave() for worker in cluster._started))
 
     async def pool(self, spec: PoolSpec) -> Pool:
-        """Return a pool with started workers."""
+        """Return a pool whose workers have been started."""
         pool = Pool(spec, self._launcher())
         await pool.open()
         self._members.append(pool)
         return pool
 
     async def fleet(self, specs: Sequence[PoolSpec], *, slots: SlotCount, gpus_per_slot: float) -> Fleet:
-        """Return the worker slots that these roles share. No worker starts before `Fleet.arrange`.
+        """Return the fleet of worker slots that these roles share. Its workers start when `Fleet.arrange` assigns the
+        slots.
 
-        Raises BadInput if slots need GPUs.
+        Raises BadInput if the slots require GPUs.
         """
         if gpus_per_slot:
             raise BadInput(
@@ -255,8 +263,8 @@ class ThreadCluster:
         return fleet
 
     async def ranks(self, spec: PoolSpec) -> RankGroup:
-        """Return a group of one rank. Raises BadInput if `spec` requires more ranks, because each rank needs its own
-        process."""
+        """Return a group with one rank. Raises BadInput if `spec` requires more ranks, because every rank needs a
+        separate process."""
         if spec.size > 1:
             raise BadInput(
                 f"{spec.size} {spec.role} ranks need {spec.size} processes, but pools.cluster = 'threads' has only "

@@ -1,7 +1,7 @@
-"""Functions of the driver that start, call, watch and kill one Ray worker process. The pools handle retries.
+"""Functions with which the driver starts, calls, watches and kills a Ray worker process. The pools handle retries.
 
-Ray takes 15 s to notice that a machine died, and a minute if the machine became unreachable. So `Machines` checks the
-machines directly.
+Ray takes 15 s to notice that a machine died, and a minute if the machine became unreachable. Therefore `Machines`
+checks the machines directly.
 """
 
 import asyncio
@@ -29,22 +29,23 @@ logger = logging.getLogger(__name__)
 
 PROBES, PROBE_SECONDS, PAUSE_SECONDS = 3, 1.0, 0.2
 REASON_END = 150
-"""Number of characters at the start and at the end of Ray's error message that are kept if the message is long."""
+"""Number of characters that are kept at each end of a long error message of Ray."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """Machines of the cluster to which this process is connected. A machine is available if the port of its raylet (the
-    Ray server on each machine) responds."""
+    """Machines of the Ray cluster to which this process is connected. A machine is available if the port of its raylet
+    (the Ray server on each machine) responds."""
 
     is_single: bool = False
-    """Whether the cluster has only this machine. A `Watch` then checks its raylet (the Ray server of the machine)."""
+    """Whether the cluster has only this machine. In this case, a `Watch` checks its raylet."""
     is_reachable: bool = True
-    """Whether this process can connect to the machines. A `ray://` client cannot, and relies on Ray's information."""
+    """Whether this process can connect to the machines. A `ray://` client cannot, and uses Ray's information
+    instead."""
 
     async def check_nodes(self, *only: str) -> dict[str, bool]:
-        """Return whether each node is available, by node id. Covers all nodes that Ray considers alive, or only the
-        nodes in `only`."""
+        """Return whether each node is available, by node id. Checks the nodes in `only`, or by default all nodes that
+        Ray considers alive."""
         import ray
 
         if self.is_single:
@@ -59,7 +60,7 @@ class Machines:
 
 
 async def accepts_connections(address: str, port: int) -> bool:
-    """Whether a port accepts connections. A failed attempt is repeated."""
+    """Whether a port accepts connections. If an attempt fails, it is repeated."""
     for _ in range(PROBES):
         try:
             async with asyncio.timeout(PROBE_SECONDS):
@@ -73,55 +74,55 @@ async def accepts_connections(address: str, port: int) -> bool:
 
 MAX_POLL_SECONDS = 5.0
 ANSWER_SECONDS = 1.0
-"""Time in seconds without a response from a worker after which its machine is checked."""
+"""Seconds without a response from a worker after which its machine is checked."""
 GONE_POLL_SECONDS = 0.01
 STOP_SECONDS = 5.0
-"""Time in seconds that an idle worker may take to close its resources before it is killed."""
+"""Maximum seconds for an idle worker to close its resources before it is killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """Description of the workers of one role: class, number, resources and time limits."""
+    """Description of the workers of one role: their class, their number, and their resources and time limits."""
 
     role: str
     target: str
-    """Import string of the class, `pkg.mod:Class`, importable from the driver's `sys.path`."""
+    """Import string of the worker class, `pkg.mod:Class`, found on the `sys.path` of this process."""
     options: dict[str, object] = field(default_factory=dict)
-    """Keyword arguments of the class."""
+    """Keyword arguments with which the worker class is instantiated."""
     size: int = 1
     threads: int = 1
     gpus: float = 0
-    """Number of GPUs reserved per worker. With 0, the worker sees no GPU."""
+    """Number of GPUs reserved per worker. If 0, no GPU is visible to the worker."""
     start_seconds: float = 180
     stall_seconds: float = 300
-    """Maximum seconds without a change of the worker's `progress()`. Shorter methods need not change the counter."""
+    """Seconds without a change of `progress()` after which the worker counts as stalled."""
     max_restarts: int = 3
-    """Number of times that a work unit is run again after its worker died."""
+    """Maximum number of times that a work unit is run again after its worker died."""
     prefetches: bool = False
-    """Whether busy workers are notified of waiting work, so that they download its inputs from a remote store."""
+    """Whether waiting work is announced to busy workers, so that they download its inputs in advance."""
     slots: int = 1
-    """Number of slots that one worker of a fleet uses. Its process runs in the first of these slots."""
+    """Number of slots that one worker of a fleet occupies. Its process runs in the first of these slots."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReservedSlot:
-    """Bundle of a Ray placement group."""
+    """Bundle (reserved resources) of a Ray placement group, in which a worker can run."""
 
     group: "PlacementGroup"
     index: int
     devices: tuple[str, ...]
-    """Ids of the GPUs that a worker in this bundle sees."""
+    """Ids of the GPUs that are visible to a worker in this bundle."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done(Generic[R]):
-    """Result of a work unit with its duration and the worker that computed it."""
+    """Result of a work unit, with its duration and the worker that ran it."""
 
     result: R
     seconds: float
-    """Seconds that the work unit took in the worker."""
+    """Duration of the work unit in the worker, in seconds."""
     waited_seconds: float
-    """Seconds spent waiting for an idle worker, and on attempts whose worker was lost."""
+    """Seconds until the work unit started, including attempts whose worker was lost."""
     attempts: int
     worker: str
     pid: int
@@ -130,7 +131,7 @@ class Done(Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class WorkerProcess:
-    """Live worker process on Ray."""
+    """Live worker in a Ray process (an actor)."""
 
     role: str
     name: str
@@ -144,7 +145,7 @@ class WorkerProcess:
         return await self._answer(call, method, stall_seconds)
 
     async def wake(self, record: object, *, stall_seconds: float) -> None:
-        """Let the worker accept work again. Before, its method `take` is called with the record unless it is None."""
+        """Let the worker accept work again. If the record is not None, the worker first runs `take(record)`."""
         outcome = await self._answer(
             self.actor.wake.options(concurrency_group=WORK).remote(record), "take", stall_seconds
         )
@@ -152,7 +153,7 @@ class WorkerProcess:
             check_result(outcome, str, what=f"{self.role}.take")
 
     async def sleep(self, *, stall_seconds: float) -> float:
-        """Let the worker free its memory after its current work. Return the seconds that freeing the memory took."""
+        """Let the worker finish its work and free its memory. Return the seconds for freeing the memory."""
         call = self.actor.sleep.options(concurrency_group=WORK).remote()
         return (await self._answer(call, "sleep", stall_seconds)).seconds
 
@@ -163,7 +164,7 @@ class WorkerProcess:
         )
 
     def prefetch(self, record: object) -> None:
-        """Announce a record that the worker may need next. Has no effect if the worker has died."""
+        """Send the worker a record that it may need next. Has no effect if the worker has died."""
         self.actor.prefetch.options(concurrency_group=WATCH).remote(record)
 
     async def wait_ended(self) -> None:
@@ -187,7 +188,7 @@ class WorkerProcess:
         return unwrap_result(outcome, f"{self.role}.{method}", self.place.pid)
 
     async def _watch(self, what: str, stall_seconds: float) -> None:
-        """Raise WorkerStalled if the progress counter stays the same for `stall_seconds`. A late answer is no stall."""
+        """Raise WorkerStalled if the progress counter does not change for `stall_seconds`."""
         count, moved = None, time.monotonic()
         pause = min(MAX_POLL_SECONDS, stall_seconds / 4)
         while True:
@@ -203,7 +204,7 @@ class WorkerProcess:
                 raise WorkerStalled(f"{what} made no progress for {stall_seconds:g} s (progress counter: {count})")
 
     async def _progress(self, what: str) -> object:
-        """Return the progress counter. Raises WorkerLost if no response comes because the machine is unreachable."""
+        """Return the progress counter. Raises WorkerLost if the machine is unreachable, so that no response arrives."""
         query = asyncio.ensure_future(
             _await_reference(self.actor.progress.options(concurrency_group=WATCH).remote(), what)
         )
@@ -224,7 +225,7 @@ class WorkerProcess:
         return bool(self.place.job == ray.get_runtime_context().get_job_id())
 
     async def free_port(self) -> int:
-        """Return a free port on the worker's node."""
+        """Return an unused port on the worker's node."""
         query = self.actor.free_port.options(concurrency_group=WATCH).remote()
         return int(await _await_reference(query, f"worker {self.name}"))
 
@@ -237,7 +238,7 @@ class WorkerProcess:
         _kill(self.actor)
 
     async def await_exit(self) -> None:
-        """Wait until a killed process on this node has ended, for `STOP_SECONDS` at most."""
+        """Wait until a killed process on this node has ended, but at most `STOP_SECONDS`."""
         deadline = time.monotonic() + STOP_SECONDS
         while self._process() is not None and time.monotonic() < deadline:
             await asyncio.sleep(GONE_POLL_SECONDS)
@@ -270,8 +271,7 @@ class WorkerProcess:
 async def start_worker(
     spec: PoolSpec, name: str, *, machines: Machines, reservation: ReservedSlot | None = None
 ) -> WorkerProcess:
-    """Start a worker, or return the existing worker with this name. In a reserved slot, the worker is asleep until
-    woken.
+    """Start a worker, or return the one with this name. A worker in a reserved slot is asleep at first.
 
     Raises WorkerLost and kills the process if the worker is not ready within `start_seconds`.
     """
@@ -317,7 +317,7 @@ async def start_worker(
 
 
 async def find_worker(spec: PoolSpec, name: str, *, machines: Machines) -> WorkerProcess:
-    """Return a worker that another process has started. Raises WorkerLost if it is gone or does not respond."""
+    """Return another process's worker. Raises WorkerLost if it no longer exists or does not respond."""
     import ray
 
     what = f"{spec.role} worker {name}"
@@ -331,7 +331,7 @@ async def find_worker(spec: PoolSpec, name: str, *, machines: Machines) -> Worke
 
 
 async def list_workers(role: str) -> dict[int, int]:
-    """Return the newest generation (number of replacements) of each worker of a role, by index of the worker."""
+    """Return the latest generation (number of replacements) of each worker of a role, by index of the worker."""
     import ray
 
     generations: dict[int, int] = {}
@@ -344,13 +344,13 @@ async def list_workers(role: str) -> dict[int, int]:
 
 
 async def gather_errors(starts: Sequence[Awaitable[None]]) -> list[BaseException]:
-    """Await all starts to the end and return their exceptions, in order."""
+    """Wait until all starts have ended, and return the exceptions of those that failed."""
     results = await asyncio.gather(*starts, return_exceptions=True)
     return [result for result in results if isinstance(result, BaseException)]
 
 
 def check_result(outcome: Returned, returns: type[R], *, what: str) -> R:
-    """Return the result if it has the expected type. Otherwise raise WorkerFailed."""
+    """Return the result of a work unit. Raises WorkerFailed if the result does not have the expected type."""
     if not isinstance(outcome.result, returns):
         found = type(outcome.result).__name__
         raise WorkerFailed(f"{what} must return {returns.__name__}, but it returned {found}")
@@ -358,7 +358,7 @@ def check_result(outcome: Returned, returns: type[R], *, what: str) -> R:
 
 
 async def _await_reference(answer: "Awaitable[T]", what: str) -> T:
-    """Await a Ray reference and convert Ray's errors to WorkerFailed and WorkerLost."""
+    """Await the result of a Ray call. Errors of Ray become WorkerFailed or WorkerLost."""
     from ray.exceptions import RayError, RayTaskError
 
     try:
@@ -370,7 +370,7 @@ async def _await_reference(answer: "Awaitable[T]", what: str) -> T:
 
 
 def unwrap_result(outcome: Returned | Raised, what: str, pid: int) -> Returned:
-    """Return the result of a worker, or raise its error with the worker's traceback as a note."""
+    """Return a worker's result, or raise the worker's error with its traceback as a note."""
     if isinstance(outcome, Returned):
         return outcome
     error: RheostatError = outcome.error or WorkerFailed(f"{what} raised {outcome.kind}: {outcome.message}")
@@ -379,7 +379,7 @@ def unwrap_result(outcome: Returned | Raised, what: str, pid: int) -> Returned:
 
 
 def _first_cause(error: Exception) -> str:
-    """Return the cause of a worker's death from Ray's message: its `Worker exit detail`, or the whole message.
+    """Return the cause of a worker's death from Ray's error: its `Worker exit detail`, or the whole message.
 
     The middle of a long text is cut, because Ray writes the cause first and its advice last.
     """
@@ -394,7 +394,7 @@ def _kill_when_started(starting: "asyncio.Future[ActorHandle]") -> None:
 
 
 def _kill(actor: "ActorHandle") -> None:
-    """Kill an actor through Ray without waiting for the result."""
+    """Kill a worker process through Ray, without waiting until it has ended."""
     import ray
 
     start_apart(lambda: ray.kill(actor, no_restart=True))

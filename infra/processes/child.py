@@ -1,7 +1,8 @@
-"""Child process in which users' code runs (infra/runner.py), so that a crash does not affect the process that calls it.
+"""Child process that runs users' code (infra/runner.py), so that a crash of this code does not affect the parent
+process.
 
-If a child ends unexpectedly, the module determines whether the user's code is the cause, if possible. The time limit of
-a call only counts time in which the child could run. Time in which other processes use the CPUs, or in which the parent
+If a child ends unexpectedly, this module tries to determine whether the user's code is the cause. The time limit of a
+call only covers time in which the child could run. Time in which other processes use the CPUs, or in which the parent
 process is suspended, does not count.
 """
 
@@ -31,23 +32,23 @@ from infra.processes.sandbox import NOBODY, call_limits, check_sandbox, query_py
 from infra.untrusted_text import make_visible
 
 START_SECONDS: Final = 120.0
-"""Maximum seconds for the process to import its functions. For example, sympy takes about 10 s on a busy machine."""
+"""Maximum seconds for the process to import users' functions. For example, sympy can take 10 s on a busy machine."""
 MAX_STARTS: Final = 3
-"""Number of attempts to start a process that dies during its imports."""
+"""Maximum number of attempts to start a process that dies while it imports its functions."""
 MAX_ENDS: Final = 4
-"""Maximum number of times that one call is tried if its process ends during the call."""
+"""Maximum number of attempts to run one call if the process ends during each attempt."""
 MAX_SLOWDOWN: Final = 10.0
-"""Factor for calls on a busy machine: a call may last this many times its time limit, plus one minute."""
+"""Maximum duration of a call on a busy machine, as a multiple of its time limit. One minute is added."""
 MAX_FRAME: Final = 1 << 24
-_EXIT_SECONDS = 1.0  # between the end of a dying process's pipe and its exit code
+_EXIT_SECONDS = 1.0  # a process that dies closes its pipe before its exit code is known
 _HOME = str(Path(__file__).parents[2])
 _CRASHES = {"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP", "SIGXCPU", "SIGXFSZ"}
-"""Signals that the kernel sends to a process because of an error in the process itself."""
+"""Signals that the kernel sends to a process because of an error in this process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """Python executable that runs the functions, and module folders to search before and after its default ones."""
+    """Python executable for users' functions, and module folders that are searched before and after its own folders."""
 
     python: str
     first: tuple[str, ...]
@@ -56,29 +57,28 @@ class Interpreter:
 
 
 class ProcessEnded(Exception):
-    """Raised when the process has ended, or must be ended, during a call."""
+    """Raised when the process ended during a call, or has to be ended."""
 
     def __init__(self, reason: str, *, cause: str, num_repeats: int | None = 2) -> None:
         super().__init__(reason)
         self.cause = cause
-        """Kind of cause, to recognize repeated ends with the same cause."""
+        """Short name of the cause, with which repeated ends for the same cause are recognized."""
         self.num_repeats = num_repeats
-        """Number of ends with the same cause after which the call itself is considered to be at fault. None if the call
-        is never at fault for this cause."""
+        """Number of ends with the same cause after which the call counts as the cause, or None if it never does."""
 
 
 def rheostat_interpreter() -> Interpreter:
-    """Return the interpreter for Rheostat's own functions. Users' folders are not on its module path."""
+    """Return the interpreter for Rheostat's own functions, which does not search users' folders for modules."""
     here = {"", str(Path.cwd())}
     return Interpreter(sys.executable, (), (_HOME, *(folder for folder in sys.path if folder not in here)))
 
 
 def user_interpreter(python: Path | None = None, *, sandbox: str = "") -> Interpreter:
-    """Return the interpreter for users' functions. Users' folders come first on its module path.
+    """Return the interpreter for users' functions. It searches users' folders first.
 
-    If this process runs the same Python, the module path of this process comes last.
+    If the interpreter is the Python of this process, it also searches the module path of this process, after its own.
 
-    `sandbox` is the setting that requires a sandbox. Raises BadInput if the Python or the sandbox is not available.
+    `sandbox` names the setting that requires a sandbox. Raises BadInput if the Python or the sandbox is not available.
     """
     program = sys.executable if python is None else query_python(python, where="scoring.python")[0]
     if sandbox:
@@ -88,7 +88,7 @@ def user_interpreter(python: Path | None = None, *, sandbox: str = "") -> Interp
 
 
 def user_folders() -> tuple[str, ...]:
-    """Return the folders that processes with users' functions search first for modules."""
+    """Return the folders that are searched first for modules in processes that run users' functions."""
     installed = {"site-packages", "dist-packages"}
     prefixes = tuple(Path(prefix) for prefix in (sys.prefix, sys.base_prefix))
     added = [
@@ -103,10 +103,10 @@ def user_folders() -> tuple[str, ...]:
 
 
 class Child:
-    """Running child process with its pipes. The first message specifies the code that the process loads."""
+    """Running child process and its pipes. The first message to the process tells it which code to load."""
 
     def __init__(self, order: Mapping[str, JsonValue], interpreter: Interpreter, *, what: str, seconds: float) -> None:
-        """Start the process. `seconds` is the maximum time of a call. Call `ready` to wait for the process."""
+        """Start the process without waiting for its imports. `seconds` is the time limit of a call."""
         self._what = what
         self._unread, self._killed = b"", False
         self._sandboxed = interpreter.sandboxed
@@ -144,7 +144,7 @@ class Child:
         return self._process.pid
 
     def ready(self) -> list[object]:
-        """Wait until the process has imported everything, and return its description of the imports.
+        """Wait until the process has imported the code, and return its description of the imported objects.
 
         Raises BadInput if the code cannot be used, WorkerFailed after `START_SECONDS`, and ProcessEnded if the process
         ends.
@@ -162,7 +162,7 @@ class Child:
         return description
 
     def kill(self) -> None:
-        """Kill the process, its process group and its descendants. Further calls do nothing."""
+        """Kill the process, its process group and its descendants. Calling this again has no effect."""
         if self._killed:
             return
         self._killed = True
@@ -175,10 +175,10 @@ class Child:
         self._process.communicate()
 
     def exchange(self, content: object, seconds: float, *, stop_seconds: float = 0.0) -> tuple[object, float]:
-        """Send a message and return the response with the counted time of the call in seconds.
+        """Send a message. Return the response, and the seconds in which the process could run during the call.
 
-        After `seconds` the process is requested to stop its current work, and has `stop_seconds` to return a partial
-        response. Raises ProcessEnded if the process has ended or is too slow, WorkerLost if the machine is too busy.
+        After `seconds` the process is requested to stop its work, and has `stop_seconds` to return a partial response.
+        Raises ProcessEnded if the process ended or is too slow, and WorkerLost if the machine is too busy.
         """
         if self._unread or _readable(self._out):
             raise self._end_error()
@@ -200,7 +200,7 @@ class Child:
                 )
 
     def _poll(self, unsent: memoryview, seconds: float) -> tuple[memoryview, tuple[object] | None]:
-        """Send and receive for at most `seconds`. Return the unsent bytes, and the received message if it is
+        """Send and receive data for at most `seconds`. Return the bytes that were not sent, and the message if it is
         complete."""
         polled = select.poll()
         polled.register(self._out, select.POLLIN)
@@ -224,8 +224,8 @@ class Child:
         return unsent, frame
 
     def _frame(self) -> tuple[object] | None:
-        """Remove a complete message from the received bytes and return it. Raises ProcessEnded if the bytes are not a
-        message of the runner."""
+        """Remove one complete message from the received bytes and return it. Raises ProcessEnded for an invalid
+        message."""
         size = int.from_bytes(self._unread[: runner.LENGTH_BYTES], "big")
         whole = runner.LENGTH_BYTES + size
         if len(self._unread) < runner.LENGTH_BYTES or (size <= MAX_FRAME and len(self._unread) < whole):
@@ -240,8 +240,7 @@ class Child:
             raise invalid_answer() from None
 
     def _timeout_error(self, seconds: float, *, used: float) -> ProcessEnded:
-        """Return the error for a call that exceeded its time limit. A process that was suspended does not count as
-        slow."""
+        """Return the error for a call that exceeded its time limit. A suspended process is not considered slow."""
         with suppress(psutil.Error):
             if not self._sandboxed and psutil.Process(self.pid).status() == psutil.STATUS_STOPPED:
                 return ProcessEnded("its process was stopped", cause="SIGSTOP", num_repeats=None)
@@ -263,9 +262,9 @@ class Child:
         return _signal_error(sandbox_runner.signal_name(-code))
 
     def _exit(self) -> int | None:
-        """Return the exit code, a negative signal number, or None while the process runs.
+        """Return the exit code, or the negative number of the signal that ended the process. Return None while it runs.
 
-        On Linux the process keeps its id until this class kills it.
+        On Linux, no other process gets the same id before this class kills the process.
         """
         if sys.platform != "linux":
             return self._process.poll()
@@ -279,7 +278,7 @@ class Child:
 
 
 def _print_visibly() -> int:
-    """Return a pipe for the output of functions. A thread copies it to stderr with control characters made visible."""
+    """Return a pipe for output of functions. A thread copies the output to stderr with control characters escaped."""
     read, write = os.pipe()
 
     def copy() -> None:
@@ -293,7 +292,7 @@ def _print_visibly() -> int:
 
 
 def _readable(pipe: int) -> bool:
-    """Whether the pipe has data to read. The end of the pipe does not count."""
+    """Whether the pipe has data to read. If the other end was closed, there is no data."""
     polled = select.poll()
     polled.register(pipe, select.POLLIN)
     return any(event & select.POLLIN for _, event in polled.poll(0))
@@ -302,9 +301,8 @@ def _readable(pipe: int) -> bool:
 def _signal_error(name: str, *, inside: bool = False) -> ProcessEnded:
     """Return the error for a process that was ended by a signal.
 
-    The call is considered to be at fault only if the kernel sends this signal because of an error in the process
-    itself. Code `inside` a sandbox can also send signals to its own process, so there the call may be at fault for any
-    signal.
+    The call counts as the cause only if the kernel sends this signal because of an error in the process itself. Code
+    `inside` a sandbox can also send signals to its own process, so there any signal may have been caused by the call.
     """
     num_repeats = 2 if name in _CRASHES else MAX_ENDS if inside else None
     return ProcessEnded(f"{sandbox_runner.KILLED}{name}", cause=name, num_repeats=num_repeats)
@@ -316,7 +314,7 @@ def invalid_answer() -> ProcessEnded:
 
 
 def check_answer(answer: object, token: str) -> tuple[object, str | None]:
-    """Validate a response, because users' code could write anything to the pipe.
+    """Validate a response from the pipe, to which the user's code could write anything.
 
     Returns (value, None) if the call succeeded, or (None, reason) if it failed.
 
@@ -337,10 +335,11 @@ def check_answer(answer: object, token: str) -> tuple[object, str | None]:
 
 
 class ChildProgram(Protocol):
-    """Code that runs in a child process, as used by `RestartingProcess`."""
+    """Code that runs in a child process, as used by `RestartingProcess`. Implemented in this package."""
 
     def ready(self) -> None:
-        """Wait until the process can be used. Raises BadInput if it never can, and ProcessEnded if it ends."""
+        """Wait until the process can be used. Raises BadInput if its code cannot be used, and ProcessEnded if it
+        ends."""
 
     def kill(self) -> None:
         """Kill the process."""
@@ -350,7 +349,7 @@ Process = TypeVar("Process", bound=ChildProgram)
 
 
 class RestartingProcess(Generic[Process]):
-    """Holder of a process, which is started when it is needed, and started again after it has ended."""
+    """Wrapper that starts a process when it is needed, and starts it again after it has ended."""
 
     def __init__(self, start: Callable[[], Process], *, what: str) -> None:
         self._start, self._what = start, what
@@ -359,17 +358,18 @@ class RestartingProcess(Generic[Process]):
 
     @property
     def is_up(self) -> bool:
-        """Whether the process is ready, according to the last known state."""
+        """Whether the process was ready when it was last used."""
         return self._process is not None and self._is_ready
 
     def start(self) -> None:
-        """Start the process if there is none."""
+        """Start the process if it is not running."""
         if self._process is None:
             self._process = self._start()
             self._is_ready = False
 
     def ready(self) -> Process:
-        """Return the process after its imports. A process that dies during its imports is started again.
+        """Return the process once it has imported its code. If the process dies during its imports, it is started
+        again.
 
         Raises WorkerFailed after `MAX_STARTS` attempts.
         """
@@ -394,7 +394,7 @@ class RestartingProcess(Generic[Process]):
         return self._process
 
     def close(self) -> None:
-        """Kill the process and its descendants if it exists."""
+        """Kill the process and its descendants, if the process is running."""
         if self._process is not None:
             self._process.kill()
             self._process = None

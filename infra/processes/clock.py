@@ -1,4 +1,4 @@
-"""Clock for time limits of calls on shared machines. It counts only the time in which the process could run."""
+"""Clock for the time limits of calls on shared machines. It only counts time in which the process could run."""
 
 import time
 from collections.abc import Iterator
@@ -10,20 +10,22 @@ import psutil
 
 SHORTEST_SLICE: Final = 0.05
 LONGEST_SLICE: Final = 1.0
-"""Shortest and longest interval between two measurements of a process, in seconds."""
+"""Longest interval between two measurements of a process, in seconds. `SHORTEST_SLICE` is the shortest."""
 SLICES: Final = 100
-"""Number of measurements during a call, unless the interval would be outside of these bounds."""
+"""Number of measurements of the process within the time limit of a call. Very short or long limits have more or fewer
+measurements."""
 
 
 class CallClock:
-    """Clock that measures the counted time of a call in intervals. CPU time is known from the second interval on."""
+    """Clock that counts the time in which a process could run during a call. It measures the process at regular
+    intervals, and takes CPU use into account from the second interval on."""
 
     def __init__(self, pid: int, seconds: float) -> None:
         """Start the clock for a process. `seconds` is the time limit of the call."""
         self.slice = min(max(SHORTEST_SLICE, seconds / SLICES), LONGEST_SLICE)
         """Interval between two measurements of the process, in seconds."""
         self.used = 0.0
-        """CPU seconds used by the process and its descendants."""
+        """CPU seconds that the process and its descendants have used during the call."""
         self._pid = pid
         self._counted = 0.0
         self._began = self._last = time.monotonic()
@@ -35,7 +37,7 @@ class CallClock:
         return time.monotonic() - self._began
 
     def counted_seconds(self) -> float:
-        """Return the counted seconds so far."""
+        """Return the seconds since the start of the call in which the process could run."""
         now = time.monotonic()
         elapsed = now - self._last
         if elapsed < self.slice:
@@ -52,7 +54,8 @@ class CallClock:
 
 
 def _usage(pid: int) -> tuple[float, bool]:
-    """Return the CPU seconds of a process and its descendants, and whether one of them is ready to run."""
+    """Return the CPU seconds of a process and its descendants, and whether any of them is running or waiting for a
+    CPU."""
     cpu, runs = 0.0, False
     for each in process_tree(pid):
         with suppress(psutil.Error):
@@ -63,7 +66,8 @@ def _usage(pid: int) -> tuple[float, bool]:
 
 
 def process_tree(pid: int) -> Iterator[int]:
-    """Yield the ids of a process and its descendants. On Linux no other processes are examined, which is faster."""
+    """Yield the ids of a process and its descendants. On Linux this does not examine other processes and is therefore
+    faster."""
     waiting = [pid]
     while waiting:
         parent = waiting.pop()

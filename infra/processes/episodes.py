@@ -1,4 +1,5 @@
-"""Environments in child processes. A process responds to the turns of episodes. If it crashes, the caller continues."""
+"""Environments in child processes, which respond to the turns of episodes. If an environment crashes, the caller
+continues."""
 
 import secrets
 from collections.abc import Mapping, Sequence
@@ -12,45 +13,45 @@ from infra.processes.child import Child, Interpreter, check_answer, invalid_answ
 
 @dataclass(frozen=True, slots=True)
 class RunEnvironment:
-    """Environment class and tools that a child process imports."""
+    """Description of an environment: the class and the tools that a child process imports."""
 
     where: str
-    """Text with which error messages about the environment start."""
+    """Start of error messages about the environment, such as the name of a setting."""
     target: str = ""
-    """Import string `pkg.mod:Class` of the environment. One object is created per episode. Empty if there are only
-    tools."""
+    """Import string `pkg.mod:Class` of the environment class. One object of this class is created per episode. Empty if
+    the environment consists only of tools."""
     tools: tuple[str, ...] = ()
     """Import strings `pkg.mod:function` of the tools."""
     options: Mapping[str, JsonValue] = field(default_factory=dict)
-    """Keyword arguments of the class."""
+    """Keyword arguments with which the environment class is instantiated."""
     role: str = "tool"
-    """Chat role of messages for which the environment returns no role."""
+    """Chat role of messages for which the environment specifies no role."""
     describes: bool = False
-    """Whether the process must describe the tools with schemas, which takes seconds."""
+    """Whether the process must return JSON schemas of the tools, which takes seconds."""
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Import strings of the class and all tools."""
+        """Import strings of the environment class and of all tools."""
         return (self.target, *self.tools) if self.target else self.tools
 
     def with_schemas(self) -> "RunEnvironment":
-        """Return a copy that also requests the schemas of the tools."""
+        """Return a copy of this description that also requests the schemas of the tools."""
         return replace(self, describes=True)
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentMessage:
-    """Message that an environment returns to the policy."""
+    """Message from an environment to the policy."""
 
     role: str
     content: str
     name: str = ""
-    """Name of the tool."""
+    """Name of the tool that returned the message."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentStep:
-    """Response of an environment to one turn."""
+    """Response of an environment to one turn of an episode."""
 
     messages: tuple[EnvironmentMessage, ...]
     done: bool
@@ -59,44 +60,45 @@ class EnvironmentStep:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRequest:
-    """Request to answer the last turn of an episode. Without turns, the episode begins."""
+    """Request to process the last turn of an episode. Without turns, the request starts the episode."""
 
     episode: str
-    """Name of the episode, unique among the episodes that share a process."""
+    """Name of the episode. It must be unique among the episodes in the same process."""
     problem: Mapping[str, JsonValue]
     seed: int
     turns: tuple[Mapping[str, JsonValue], ...] = ()
-    """Turns of the episode so far. Each turn has a `text` and tool `calls` (name, arguments, error)."""
+    """All turns of the episode so far. Each turn has a `text` and the tool `calls` (name, arguments, error)."""
 
 
 _STEP = TypeAdapter(EnvironmentStep)
 
 
 class EpisodeProcess:
-    """Running child process with its environments."""
+    """Running child process with the environments of its episodes."""
 
     def __init__(self, environment: RunEnvironment, interpreter: Interpreter, *, seconds: float) -> None:
-        """Start the process. `seconds` is the maximum time of a step. Call `ready` to wait for the process."""
+        """Start the process without waiting for its imports. `seconds` is the time limit of a step."""
         order: dict[str, Any] = {"environment": asdict(environment)}
         self._child = Child(order, interpreter, what=environment.where, seconds=seconds)
         self._seconds = seconds
         self._seen: dict[str, int] = {}  # number of turns of each episode in the process
         self.schemas: list[object] = []
-        """Schemas of the tools in the format of chat templates. Only set once the process is ready."""
+        """JSON schemas of the tools in the format of chat templates. Set when the process is ready."""
 
     def ready(self) -> None:
-        """Wait until the environment is imported. Raises BadInput if it cannot be used, and ProcessEnded if the process
-        ends."""
+        """Wait until the process has imported the environment. Raises BadInput if the environment cannot be used, and
+        ProcessEnded if the process ends."""
         self.schemas = self._child.ready()
 
     def kill(self) -> None:
-        """Kill the process with its process group and descendants."""
+        """Kill the process, its process group and its descendants."""
         self._child.kill()
 
     def step(self, asked: EpisodeRequest) -> tuple[EnvironmentStep | None, str | None]:
-        """Return the environment's response to an episode's last turn and None, or None and the reason of a failure.
+        """Return the environment's response to the last turn of an episode and None. If the environment fails, return
+        None and the reason.
 
-        Raises ProcessEnded if the process ended or was too slow. The process cannot be used afterwards.
+        Raises ProcessEnded if the process ended or was too slow. After that, the process cannot be used.
         """
         turns = len(asked.turns) - self._seen.get(asked.episode, 0)  # includes turns that must be replayed
         self._seen[asked.episode] = len(asked.turns)
@@ -109,7 +111,7 @@ class EpisodeProcess:
             raise invalid_answer() from None
 
     def end(self, closed: Sequence[str]) -> None:
-        """Close finished episodes."""
+        """Close the environment objects of finished episodes."""
         for name in closed:
             self._seen.pop(name, None)
         self._request({"episode": ""}, closed=closed, seconds=self._seconds)

@@ -13,23 +13,26 @@ from infra.processes.child import Child, Interpreter, check_answer, invalid_answ
 
 @dataclass(frozen=True, slots=True)
 class RunFunction:
-    """Function that the child process imports."""
+    """Description of a user's function that the child process imports."""
 
     target: str
     """Import string of the function, `pkg.mod:function`."""
     where: str
-    """Text with which error messages about the function start."""
+    """Start of error messages about the function, such as the name of a setting."""
     options: Mapping[str, JsonValue] = field(default_factory=dict)
-    """Keyword arguments of every call."""
+    """Keyword arguments that are passed in every call."""
     part: str = ""
-    """Name of the parameter with the list of parts to score, or an empty string if the function scores the whole."""
+    """Name of the parameter for the list of parts (such as steps) that are scored separately. Empty if the function
+    scores the whole completion."""
     made: bool = False
-    """Whether the target is a factory, which is called with the options alone and returns the function."""
+    """Whether the target is a factory: a function that is called once with the options and returns the function to
+    use."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallResult:
-    """Result of a call: one number or a list of numbers, or None with the reason of the failure."""
+    """Result of a call: a number or a list of numbers. If the call failed, the value is None and `reason` explains the
+    failure."""
 
     value: float | tuple[float, ...] | None
     reason: str | None
@@ -37,20 +40,20 @@ class CallResult:
 
 
 class FunctionProcess:
-    """Running child process with its functions."""
+    """Running child process with the users' functions that it has imported."""
 
     def __init__(
         self, functions: Sequence[RunFunction], interpreter: Interpreter, *, what: str, seconds: float
     ) -> None:
-        """Start the process. `seconds` is the maximum time of a call. Call `ready` to wait for the process."""
+        """Start the process without waiting for its imports. `seconds` is the time limit of a call."""
         order: dict[str, JsonValue] = {"functions": [asdict(function) for function in functions]}
         self._child = Child(order, interpreter, what=what, seconds=seconds)
         self._functions = len(functions)
         self._takes: tuple[frozenset[str], ...] = ()
 
     def ready(self) -> None:
-        """Wait until the functions are imported. Raises BadInput if they cannot be used, and ProcessEnded if the
-        process ends."""
+        """Wait until the process has imported the functions. Raises BadInput if they cannot be used, and ProcessEnded
+        if the process ends."""
         description = self._child.ready()
         takes = tuple(frozenset(map(str, each)) for each in description if isinstance(each, list))
         if len(takes) != len(description) or len(takes) != self._functions:
@@ -58,12 +61,12 @@ class FunctionProcess:
         self._takes = takes
 
     def kill(self) -> None:
-        """Kill the process with its process group and descendants."""
+        """Kill the process, its process group and its descendants."""
         self._child.kill()
 
     def takes(self, function: int, name: str) -> bool:
-        """Whether a function has a parameter with this name, `images` or `messages`. Only known once the process is
-        ready."""
+        """Whether a function has a parameter with this name, which is `images` or `messages`. Only available once the
+        process is ready."""
         return name in self._takes[function]
 
     def call(
@@ -76,8 +79,8 @@ class FunctionProcess:
         images: Sequence[bytes] = (),
         messages: Sequence[Mapping[str, object]] = (),
     ) -> CallResult:
-        """Call a function that returns one number (`expected` is None), or a list of `expected` numbers (-1: any
-        length).
+        """Call a function. It must return one number if `expected` is None, and otherwise a list of `expected` numbers
+        (-1: any length).
 
         Raises ProcessEnded if the process ended or was too slow. The process cannot be used afterwards.
         """

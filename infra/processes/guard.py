@@ -1,4 +1,5 @@
-"""Guard: a process that outlives its owner and ends all processes that the owner has started.
+"""Guard process, which outlives the process that started it (its owner) and then ends all processes that the owner has
+started.
 
 After a driver is killed, Ray's agents continue for more than a minute, and children of workers or servers even longer.
 The owner keeps the guard's stdin open. When stdin closes, on purpose or because the owner was killed, the guard kills
@@ -30,17 +31,18 @@ from pathlib import Path
 import psutil
 
 CLUSTER, SERVER = "RHEOSTAT_CLUSTER", "RHEOSTAT_SERVER"
-"""Environment variables with the directory of an embedded cluster or of a server, which all of its processes
-inherit."""
+"""Names of the environment variables that contain the directory of an embedded cluster or of a server. All processes of
+the cluster or server inherit the variable."""
 LOG, ENDED = "log", "ended"
-"""Files in a server's directory: its output, and its exit code once it has ended."""
+"""Names of the files in a server's directory that contain its output, and its exit code once it has ended."""
 
 POLL_SECONDS = 0.1
 GIVE_UP_SECONDS = 30.0
 TERMINATE_SECONDS = 3.0
-"""Time in seconds that a server may take to close its resources before it is killed."""
+"""Maximum seconds for a server to close its resources. After this time the server is killed."""
 TRACKER, TRACKER_SECONDS = "multiprocessing.resource_tracker", 2.0
-"""Python's process that removes the shared memory of killed processes, and the seconds in which it ends by itself."""
+"""Name of Python's helper process that removes the shared memory of killed processes, and the maximum seconds in which
+it ends by itself."""
 
 
 def start_guard(
@@ -48,10 +50,10 @@ def start_guard(
 ) -> "subprocess.Popen[bytes]":
     """Start a guard process.
 
-    The guard prints one line with the pid of the command, and closes its stdout when all processes have ended. The
-    environment is sent through a pipe, because it may contain secret keys. The guard does not inherit the environment
-    variable that marks processes of a cluster or server, and it is not a child of the owner. Therefore the guard of a
-    server keeps running when the surrounding cluster, or the worker that owns the server, is ended.
+    The guard prints one line with the process id of the command, and closes its stdout when all processes have ended.
+    The environment is sent through a pipe, because it may contain secret keys. The guard does not inherit the
+    environment variable that marks processes of a cluster or server, and it is not a child of the owner. Therefore the
+    guard of a server keeps running when the surrounding cluster, or the worker that owns the server, is ended.
     """
     own = {name: value for name, value in os.environ.items() if name not in (CLUSTER, SERVER)}
     guard = subprocess.Popen(
@@ -71,7 +73,7 @@ def start_guard(
 
 @contextlib.contextmanager
 def guarded_directory(prefix: str, *, parent: Path | None = None) -> Iterator[Path]:
-    """Keep a temporary directory that is deleted afterwards, even if this process is killed."""
+    """Run the block with a temporary directory, which is deleted afterwards even if this process is killed."""
     directory = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     guard = start_guard(directory)
     try:
@@ -81,10 +83,10 @@ def guarded_directory(prefix: str, *, parent: Path | None = None) -> Iterator[Pa
 
 
 def processes_of(directory: Path) -> list[psutil.Process]:
-    """Return the processes of a cluster or server, which are found by the environment variable that they inherited.
+    """Return the processes of a cluster or server. They are identified by the environment variable that they inherited.
 
-    Processes that overwrite their environment when they rename themselves are found by their open log files. Drivers
-    also have log files in the directory, but do not belong to the cluster.
+    Processes that overwrite their environment when they rename themselves are identified by their open log files. The
+    drivers of a cluster also have log files in the directory, but are not returned.
     """
     return [process for process in psutil.process_iter() if _belongs(process, directory)]
 
@@ -104,10 +106,10 @@ def _writes_under(directory: Path, process: psutil.Process) -> bool:
 
 
 def reap(directory: Path, *, spared: int, adopted: bool = False, terminate_seconds: float = 0.0) -> None:
-    """End all processes of a cluster or server, except the process with the pid `spared`.
+    """End all processes of a cluster or server, except the process with the id `spared`.
 
     Sends SIGTERM and waits for `terminate_seconds`, then sends SIGKILL until no process is left. With `adopted`, the
-    processes that this process has adopted are also ended. Gives up after `GIVE_UP_SECONDS`.
+    processes that became children of this process are also ended. Gives up after `GIVE_UP_SECONDS`.
     """
     began, terminated = time.monotonic(), set[psutil.Process]()
     while (spent := time.monotonic() - began) < GIVE_UP_SECONDS:
@@ -142,7 +144,7 @@ def _apply_to_each(processes: Iterable[psutil.Process], act: Callable[[psutil.Pr
 
 
 def _collect() -> dict[int, int]:
-    """Collect ended children, including adopted ones, and return their exit codes by pid."""
+    """Wait for all children that have ended, including adopted children, and return their exit codes by process id."""
     codes = {}
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -151,16 +153,16 @@ def _collect() -> dict[int, int]:
 
 
 def _adopt_orphans() -> None:
-    """Become the parent of all descendants whose own parents die (Linux only)."""
+    """Become the parent of all descendants whose own parents end (Linux only)."""
     if sys.platform == "linux":
         pr_set_child_subreaper = 36
         ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
 
 
 def _is_released(owner: psutil.Process) -> bool:
-    """Wait `POLL_SECONDS` and return whether the owner has ended or closed the pipe.
+    """Wait `POLL_SECONDS` and return whether the owner has ended or has closed the pipe.
 
-    The owner itself is also checked, because a forked child of the owner may keep the pipe open.
+    Checking the pipe is not enough, because a forked child of the owner may keep it open.
     """
     if select.select([0], [], [], POLL_SECONDS)[0]:
         return True
@@ -170,7 +172,7 @@ def _is_released(owner: psutil.Process) -> bool:
 
 
 def _serve(directory: Path, owner: psutil.Process, command: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Run a command until it ends or its owner releases it, and then end all processes that the command started."""
+    """Run a command until it ends or its owner closes the pipe, then end all processes that the command has started."""
     _adopt_orphans()
     with (directory / LOG).open("ab") as log:
         child = subprocess.Popen(

@@ -1,8 +1,8 @@
-"""Memory allocator of workers: jemalloc, which is part of Ray, instead of glibc's malloc.
+"""Memory allocator of workers: jemalloc, which is distributed with Ray, instead of malloc of the C library glibc.
 
-torch requests memory blocks that are aligned to 64 bytes. glibc cuts such a block from a longer block, so the gap that
-a freed tensor leaves is too short for another tensor of the same size. As a result, a process uses a third more memory
-than its tensors need.
+torch requests memory blocks that are aligned to 64 bytes. glibc cuts such a block from a longer block. When the tensor
+is freed, the gap is too short for another tensor of the same size. As a result, a process uses a third more memory than
+its tensors need.
 """
 
 import ctypes
@@ -16,7 +16,8 @@ _PURGE_ALL: Final = b"arena.4096.purge"
 
 
 def heap_variables() -> dict[str, str]:
-    """Return the environment variables that make a process use jemalloc. Empty without Ray or if LD_PRELOAD is set."""
+    """Return the environment variables with which a process uses jemalloc. Empty if Ray is not installed or LD_PRELOAD
+    is already set."""
     ray = find_spec("ray")
     if ray is None or ray.origin is None or os.environ.get("LD_PRELOAD"):
         return {}
@@ -25,6 +26,6 @@ def heap_variables() -> dict[str, str]:
 
 
 def return_freed_memory() -> None:
-    """Return freed memory to the system immediately if this process uses jemalloc."""
+    """If this process uses jemalloc, return freed memory to the operating system immediately."""
     if mallctl := getattr(ctypes.CDLL(None), "mallctl", None):
         mallctl(_PURGE_ALL, None, None, None, ctypes.c_size_t(0))

@@ -1,12 +1,12 @@
-"""Sandbox for untrusted functions, built with bubblewrap. infra/runner.py sets resource limits inside the sandbox.
+"""Sandbox for untrusted functions, based on bubblewrap. infra/runner.py also sets resource limits inside the sandbox.
 
-Sandboxed code can read the system's programs, its Python and its own folders, and has an empty /tmp. It has no network,
-no Unix sockets, no other processes and no environment variables. Each call runs in a forked process. After the call,
-all of its processes and files are removed.
+Code in the sandbox can read the programs of the system, its Python and its own folders, and has an empty /tmp. It has
+no network, no Unix sockets and no environment variables, and cannot see other processes. Each call runs in a forked
+process. After the call, all of its processes and files are removed.
 
-If this process is root, sandboxed code must not be root too, because it would then own the files of root, such as
-kernel settings and device nodes. bubblewrap then starts as root, because it must reach all folders, and
-infra/sandbox_runner.py switches to the user NOBODY before it loads any code.
+If this process is root, sandboxed code must run as another user. Otherwise it could change files of root, such as
+kernel settings and device nodes. In this case bubblewrap starts as root, because it must be able to read all folders,
+and infra/sandbox_runner.py switches to the user NOBODY before it loads any code.
 """
 
 import functools
@@ -26,13 +26,14 @@ from infra.processes.syscalls import build_filter, has_filter
 MEMORY_BYTES: Final = 8 * 2**30
 """Maximum address space of each process, in bytes."""
 PROCESSES: Final = 64
-"""Maximum number of processes that a call may have at a time. They are counted every few hundredths of a second."""
+"""Maximum number of processes that one call may have at the same time. They are counted every few hundredths of a
+second."""
 FILE_BYTES: Final = 64 * 2**20
-"""Maximum size in bytes of a file, and of all files in /tmp or in shared memory."""
+"""Maximum size in bytes of a single file, and of all files together in /tmp or in shared memory."""
 OUTPUT_BYTES: Final = 2**20
-"""Maximum number of bytes that a program may write before it is ended."""
+"""Maximum number of bytes that a program may write to its output. If it writes more, it is stopped."""
 NOBODY: Final = 65534
-"""User id and group id of sandboxed code if this process is root."""
+"""User id and group id with which sandboxed code runs if this process is root."""
 ENVIRONMENT: Final = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "HOME": "/tmp",
@@ -50,7 +51,7 @@ _ISOLATION = (
     "--clearenv",
 )
 _PROC = ("--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys")
-"""Options for the processes of the sandbox, and for kernel settings that are read-only in the sandbox."""
+"""bubblewrap options that mount /proc for the processes of the sandbox, with read-only kernel settings."""
 _CONFIGURATION = (
     "ld.so.cache",
     "ld.so.conf",
@@ -71,10 +72,10 @@ _SECONDS = 60.0
 
 
 def switches_user() -> bool:
-    """Return whether sandboxed code runs as NOBODY because this process is root.
+    """Return whether sandboxed code runs as the user NOBODY because this process is root.
 
-    In a user namespace that does not contain the user NOBODY, root is an unprivileged user of the machine. Sandboxed
-    code then keeps running as this user.
+    In a user namespace that does not contain NOBODY, root is actually an unprivileged user of the machine. In this case
+    sandboxed code runs as the same user.
     """
     if os.geteuid() != 0:
         return False
@@ -83,10 +84,10 @@ def switches_user() -> bool:
 
 
 def start_sandboxed(command: Sequence[str], folders: Sequence[str], *, stderr: int | None) -> subprocess.Popen[bytes]:
-    """Start a Python command in the sandbox, with pipes to its stdin and stdout.
+    """Start a Python command in the sandbox, with pipes as its stdin and stdout.
 
-    The command can read `folders` and the folders of the Python itself. Raises OSError if the system refuses to start
-    the command or to map the user NOBODY.
+    The command can read `folders` and the folders of its Python. Raises OSError if the operating system refuses to
+    start the command or to map the user NOBODY.
     """
     own = [folder for folder in query_python(command[0], where="python")[1:] if Path(folder).exists()]
     seen = sorted({*own, *(folder for folder in folders if Path(folder).exists()), *_RUNNERS})
@@ -111,8 +112,8 @@ def start_sandboxed(command: Sequence[str], folders: Sequence[str], *, stderr: i
 
 
 def _start(bubblewrap: str, arguments: Sequence[str], *, stderr: int | None) -> subprocess.Popen[bytes]:
-    """Start bubblewrap with the system call filter. If this process is root, root and NOBODY are mapped in the
-    sandbox."""
+    """Start bubblewrap with the system call filter. If this process is root, the sandbox contains the users root and
+    NOBODY."""
     filter_file = os.memfd_create("filter")
     os.write(filter_file, build_filter())
     os.lseek(filter_file, 0, os.SEEK_SET)
@@ -149,7 +150,8 @@ def _start(bubblewrap: str, arguments: Sequence[str], *, stderr: int | None) -> 
 
 
 def _map_users(info: int, go: int) -> None:
-    """Map root and NOBODY into the user namespace of a waiting bubblewrap, and let bubblewrap continue."""
+    """Add the users root and NOBODY to the user namespace of bubblewrap, which waits for this, and let bubblewrap
+    continue."""
     with open(os.dup(info), "rb") as pipe:  # noqa: PTH123 -- of a descriptor
         text = pipe.read()
     if not text:  # bubblewrap has ended; its output explains why
@@ -162,7 +164,8 @@ def _map_users(info: int, go: int) -> None:
 
 
 def check_sandbox(where: str) -> None:
-    """Raise BadInput if the sandbox does not work on this machine; `where` is the setting that requires it."""
+    """Raise BadInput if the sandbox does not work on this machine. `where` names the setting that requires the
+    sandbox."""
     bubblewrap = _bubblewrap()
     if bubblewrap is None:
         raise BadInput(
@@ -191,9 +194,9 @@ def check_sandbox(where: str) -> None:
 
 @functools.cache
 def query_python(python: str | Path, *, where: str) -> tuple[str, ...]:
-    """Run a Python once and return the path of its executable, its prefixes and its module folders.
+    """Run a Python once, and return the paths of its executable, its installation prefixes and its module folders.
 
-    `python` may be a script that starts another executable, and is the value of the setting `where`. Raises BadInput if
+    `python` is the value of the setting `where`, and may be a script that starts another executable. Raises BadInput if
     the Python does not run or is too old.
     """
     try:
@@ -211,12 +214,13 @@ def query_python(python: str | Path, *, where: str) -> tuple[str, ...]:
 
 
 def call_limits(seconds: float) -> Mapping[str, int]:
-    """Return the limits of a call with this time limit, by the names that infra/runner.py uses."""
+    """Return the resource limits of a call that may take `seconds`, by the names that infra/runner.py uses."""
     return {"memory": MEMORY_BYTES, "processes": PROCESSES, "file": FILE_BYTES, "cpu": int(seconds) + 2}
 
 
 def program_limits(seconds: float, *, memory_bytes: int) -> Mapping[str, int]:
-    """Return the limits of a generated program. Its processes together may use as much memory as one process."""
+    """Return the resource limits of a generated program. The memory limit applies to each process and to all processes
+    together."""
     return {**call_limits(seconds), "memory": memory_bytes, "held": memory_bytes, "output": OUTPUT_BYTES}
 
 

@@ -1,4 +1,4 @@
-"""Servers that run in another Python environment and are owned by this process.
+"""Servers that run in another Python environment and end with the process that started them (their owner).
 
 The owner starts and watches a server. The guard (infra/processes/guard.py) ends the server when the owner ends.
 """
@@ -26,26 +26,26 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.2
 BUSY_SHARE = 0.1
-"""CPU use, as a fraction of one core, above which a server counts as active. Servers that wait for requests use
+"""CPU use above which a server counts as active, as a fraction of one core. A server that waits for requests uses
 less."""
 TAIL_BYTES = 64 * 2**10
 ERROR_LINES = 12
-"""Number of last lines of the log that an error contains."""
+"""Number of lines from the end of the log that are included in an error message."""
 PORT_ATTEMPTS = 3
 ADDRESS_IN_USE = os.strerror(errno.EADDRINUSE).lower()
 CODE_SECONDS = 1.0
-"""Time in seconds that the guard may take to report how a command ended."""
+"""Maximum seconds for the guard to report the exit code of a command."""
 
 
 class OwnedProcess:
-    """Command with all its descendants. None of them outlives this process, even if this process is killed.
+    """Command with all its descendants. They end with this process, even if this process is killed.
 
-    The command runs in a directory with its temporary files and its log. The directory is deleted with the command.
+    The command runs in a temporary directory with its log. The directory is deleted when the command ends.
     """
 
     def __init__(self, command: Sequence[str], *, environment: Mapping[str, str]) -> None:
-        """Start the command with these environment variables, plus TMPDIR and the variable by which the guard finds its
-        processes."""
+        """Start the command with these environment variables. TMPDIR and the variable with which the guard finds the
+        processes are added."""
         cluster = os.environ.get(guard.CLUSTER)
         home = cluster if cluster is not None and Path(cluster).is_dir() else "/tmp"
         self.directory = Path(tempfile.mkdtemp(prefix="rheostat-", dir=home))  # short: it contains sockets
@@ -66,28 +66,30 @@ class OwnedProcess:
         self._process = _process(self.pid)
 
     def alive(self) -> bool:
-        """Return whether the command itself runs. The guard kills processes that the command leaves behind."""
+        """Return whether the command is running. Processes that the command leaves behind are not considered, because
+        the guard kills them."""
         with contextlib.suppress(psutil.Error):
             process = self._process
             return process is not None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE
         return False
 
     def exit_code(self) -> int | None:
-        """Return the exit code of a command that ended by itself (negative for a signal), or None if not known yet."""
+        """Return the exit code of a command that ended by itself (negative for a signal), or None if there is none
+        yet."""
         with contextlib.suppress(OSError):
             content = (self.directory / guard.ENDED).read_text()
             return int(content) if content.endswith("\n") else None
         return None
 
     def tail(self, lines: int) -> tuple[str, ...]:
-        """Return the last lines of the log without empty lines. This also works after the command has ended."""
+        """Return the last lines of the log that are not empty. Also works after the command has ended."""
         size = os.fstat(self._log.fileno()).st_size
         begin = max(0, size - TAIL_BYTES)
         text = os.pread(self._log.fileno(), size - begin, begin).decode(errors="replace")
         return tuple(line.rstrip() for line in text.splitlines() if line.strip())[-lines:]
 
     def was_active(self) -> bool:
-        """Return whether the command wrote to its log or used CPU time since the last call."""
+        """Return whether the command wrote to its log or used CPU time since this method was last called."""
         now, size, cpu_seconds = time.monotonic(), os.fstat(self._log.fileno()).st_size, self._cpu()
         busy = cpu_seconds - self._cpu_seconds > BUSY_SHARE * (now - self._seen)
         is_active = size != self._size or busy
@@ -95,7 +97,7 @@ class OwnedProcess:
         return is_active
 
     def stop(self) -> None:
-        """End all processes and delete the directory. Return when this is done."""
+        """End all processes and delete the directory. Return when both are done."""
         stdin, stdout = self._guard.stdin, self._guard.stdout
         assert stdin is not None and stdout is not None, "stdin and stdout of a guard are pipes"
         if not stdin.closed:
@@ -110,7 +112,7 @@ class OwnedProcess:
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def _cpu(self) -> float:
-        """Return the CPU seconds of all processes so far."""
+        """Return the total CPU seconds that the processes of the command have used."""
         total = 0.0
         with contextlib.suppress(psutil.Error):
             processes = [self._process, *self._process.children(recursive=True)] if self._process else []
@@ -128,28 +130,28 @@ def _process(pid: int) -> psutil.Process | None:
 
 
 def last_lines(process: OwnedProcess) -> str:
-    """Return the last lines of the log, joined to one line."""
+    """Return the last lines of the log as one line."""
     return " | ".join(process.tail(ERROR_LINES))
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Description of a server: how it is started and how its readiness is checked."""
+    """Description of a server: the command that starts it, and the check whether it is ready."""
 
     what: str
-    """Name of the server in messages."""
+    """Name of the server in error messages."""
     command: Callable[[int], Sequence[str]]
-    """Function that returns the command line for a port on the loopback interface."""
+    """Function that returns the command line for a server at the given port of the loopback interface."""
     environment: Mapping[str, str]
     ready: Callable[[int], bool]
-    """Function that returns whether the started server responds at a port. It takes two seconds at most."""
+    """Function that returns whether a server responds at the given port. It must return within two seconds."""
     start_seconds: float
     explain: Callable[[OwnedProcess], str] = last_lines
-    """Function that extracts an explanation from the log of a server that ended."""
+    """Function that returns an explanation, taken from the log, of why a server ended."""
 
 
 def free_ports() -> Iterator[int]:
-    """Yield `PORT_ATTEMPTS` ports on the loopback interface that are not in use now."""
+    """Yield `PORT_ATTEMPTS` ports on the loopback interface that are currently unused."""
     for _ in range(PORT_ATTEMPTS):
         with socket.socket() as probe:
             probe.bind((LOOPBACK, 0))
@@ -158,10 +160,10 @@ def free_ports() -> Iterator[int]:
 
 
 def start(launch: Launch, *, on_progress: Callable[[], None], ports: Iterable[int]) -> tuple[OwnedProcess, int]:
-    """Start a server, wait until it is ready, and return the process with its port.
+    """Start a server, wait until it is ready, and return its process and its port.
 
-    The next port is tried if another process has taken the port meanwhile. `on_progress` is called whenever the server
-    is active. Raises WorkerLost if a signal ended the server, because then the work did not cause the end. Raises
+    If another process has taken the port in the meantime, the next port is tried. `on_progress` is called whenever the
+    server is active. Raises WorkerLost if a signal ended the server, because the work is then not the cause. Raises
     WorkerFailed if the server ended in another way or is not ready within `start_seconds`.
     """
     failure = WorkerFailed(f"{launch.what} could not start: there was no port to try")

@@ -1,7 +1,6 @@
-"""Detection of failed servers, and a forced exit of this process if it does not end in time after a signal.
+"""Detection of failed servers, and forced exit of a process that does not end after a signal.
 
-Both run in separate threads, because the main thread may be blocked in a library call that waits for a dead server and
-never returns.
+Both run in separate threads. The main thread may be blocked forever in a library call that waits for a dead server.
 """
 
 import asyncio
@@ -25,42 +24,45 @@ T = TypeVar("T")
 
 CHECK_SECONDS = 0.25
 STOPPED_SECONDS = 2.0
-"""Seconds after which a suspended server counts as failed. Shorter stops are ignored, because Ctrl-Z in a terminal
-suspends the server together with this process."""
+"""Seconds after which a suspended server is considered failed. Shorter suspensions are ignored, because Ctrl-Z in a
+terminal suspends the server together with this process."""
 QUERY_SECONDS = 2.0
 SILENT_SECONDS = 20.0
-"""Seconds without a response and without CPU use after which a server counts as failed."""
+"""Seconds without a response and without CPU use after which a server is considered failed."""
 IDLE_SECONDS = 600.0
-"""Seconds without CPU use after which a command counts as failed. Commands may wait for slow disks or the network."""
+"""Seconds without CPU use after which a command is considered failed. Commands may wait for slow disks or the
+network."""
 END_SECONDS = 8.0
-"""Maximum seconds for this process to end regularly after a signal."""
+"""Maximum seconds for this process to end normally after a signal."""
 EXIT_SECONDS = 2.0
-"""Maximum seconds for this process to end after its main thread has ended."""
+"""Maximum seconds for this process to end after its main thread has ended. Other threads may still be running."""
 
 
 @dataclass(slots=True)
 class WatchedServer:
-    """Watched server process, which must stay alive."""
+    """Server process whose failure is to be detected."""
 
     what: str
-    """Name of the server in messages."""
+    """Name of the server in error messages."""
     process: psutil.Process
     answers: Callable[[], bool]
-    """Function that returns whether the server responds to a cheap request. It takes two seconds at most."""
+    """Function that returns whether the server responds to a small request. It must return within two seconds."""
     silent_seconds: float = SILENT_SECONDS
     problem: str | None = None
-    """Problem of the server, or None if there has been none."""
+    """Reason why the server failed, or None if it has not failed."""
     cpu_seconds: float = 0.0
-    """CPU seconds of the server so far."""
+    """CPU seconds that the server has used so far."""
     _stopped_seconds: float = 0.0
     _switches: int = 0
-    """Number of context switches of the server when it was last found stopped, to detect whether it has run since."""
+    """Number of context switches when the server was last found suspended. A higher number shows that the server has
+    run since."""
     _looked: float = field(default_factory=time.monotonic)
     _asked: float = field(default_factory=time.monotonic)
     _heard: float = field(default_factory=time.monotonic)
 
     def failure(self) -> str | None:
-        """Check the server, and return its problem or None. A server that uses CPU time counts as alive."""
+        """Check the server. Return the reason if it has failed, otherwise None. A server that uses CPU time is
+        considered alive."""
         if self.problem is None:
             self.problem = self._failure()
         return self.problem
@@ -88,7 +90,7 @@ class WatchedServer:
         return None
 
     def _is_still_stopped(self, status: str) -> bool:
-        """Return whether the process is stopped and has not run since it was last found stopped."""
+        """Return whether the process is suspended and has not run since it was last found suspended."""
         if status != psutil.STATUS_STOPPED:
             return False
         with contextlib.suppress(psutil.Error):
@@ -99,16 +101,17 @@ class WatchedServer:
 
 @dataclass(slots=True)
 class WatchedPort:
-    """Watched server that another process owns. The server counts as alive while its port accepts connections."""
+    """Server of another process. It is considered alive while its port accepts connections."""
 
     what: str
-    """Name of the server in messages."""
+    """Name of the server in error messages."""
     address: tuple[str, int]
     _asked: float = field(default_factory=time.monotonic)
     _heard: float = field(default_factory=time.monotonic)
 
     def failure(self) -> str | None:
-        """Check the port, at most once every `QUERY_SECONDS`, and return the problem or None."""
+        """Check the port, but at most once every `QUERY_SECONDS`. Return the reason if the server has failed, otherwise
+        None."""
         if time.monotonic() - self._asked >= QUERY_SECONDS:
             with contextlib.suppress(OSError), socket.create_connection(self.address, timeout=QUERY_SECONDS):
                 self._heard = time.monotonic()
@@ -117,21 +120,21 @@ class WatchedPort:
 
 
 class Watch:
-    """Thread that watches servers, and calls `failed` once when a server has failed."""
+    """Thread that watches servers. When a server fails, it calls `failed` with the reason, and stops."""
 
     def __init__(
         self, servers: Callable[[], Sequence[WatchedServer | WatchedPort]], failed: Callable[[str], None]
     ) -> None:
-        """Start to watch. `servers` is called before each check and returns the servers to check."""
+        """Start the thread. It calls `servers` before each check to get the servers that exist at this time."""
         self.problem: str | None = None
-        """Problem of the failed server, or None."""
+        """Reason why a server failed, or None if no server has failed."""
         self._servers, self._failed = servers, failed
         self._leave = threading.Event()
         threading.Thread(target=self._look, name="watch", daemon=True).start()
 
     def check(self) -> str | None:
-        """Check the servers now and return the first problem, or None. Once a problem was found, it is always
-        returned."""
+        """Check the servers now, and return the reason if one of them has failed, otherwise None. After a failure, the
+        same reason is always returned."""
         if self.problem is None:
             problem = next(filter(None, (server.failure() for server in self._servers())), None)
             if not self._leave.is_set():  # later ends are on purpose
@@ -139,7 +142,7 @@ class Watch:
         return self.problem
 
     def stop(self) -> None:
-        """Stop watching."""
+        """Stop watching the servers."""
         self._leave.set()
 
     def _look(self) -> None:
@@ -153,12 +156,13 @@ class ForcedExit:
     """Forced exit of this process if it does not end in time. No results are lost, because they are in the store."""
 
     def __init__(self) -> None:
-        """Create a forced exit that starts when `begin` is called."""
+        """Create a forced exit, which has no effect until `begin` is called."""
         self._lock = threading.Lock()
         self._code: int | None = None
 
     def begin(self, code: int, line: str) -> None:
-        """Exit with the code after `END_SECONDS`, and print the line before. Only the first call has an effect."""
+        """Print the line and exit with the code if this process is still running after `END_SECONDS`. Only the first
+        call has an effect."""
         with self._lock:
             if self._code is not None:
                 return
@@ -166,7 +170,8 @@ class ForcedExit:
         threading.Thread(target=self._wait, args=(code, line), name="ending", daemon=True).start()
 
     def finish(self) -> None:
-        """Report that the work has ended. After `begin`, the process exits soon after its main thread ends."""
+        """Signal that the work has ended. If `begin` was called, this process then exits soon after its main thread has
+        ended."""
         if self._code is not None:
             exit_soon(self._code)
 
@@ -178,7 +183,8 @@ class ForcedExit:
 
 
 def exit_soon(code: int) -> None:
-    """Exit with the code soon after the main thread ends, even if a library still waits for its lost servers."""
+    """Exit with the code soon after the main thread has ended, even if a library still waits for a server that was
+    lost."""
 
     def wait() -> None:
         threading.main_thread().join()
@@ -190,10 +196,10 @@ def exit_soon(code: int) -> None:
 
 @contextlib.contextmanager
 def on_signals(notify: Callable[[int], None]) -> Iterator[None]:
-    """Run the block, and call `notify` in a separate thread with the number of each SIGINT or SIGTERM.
+    """Run the block. Call `notify` in a separate thread with the number of each SIGINT or SIGTERM that arrives.
 
-    `notify` is called even if the main thread is blocked in a library. If the block runs outside the main thread,
-    signals are not handled.
+    `notify` is called even while the main thread is blocked in a library call. If the block does not run in the main
+    thread, signals are not handled.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -218,10 +224,11 @@ def on_signals(notify: Callable[[int], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ended_by_signals(line: str) -> Iterator[None]:
-    """Run the block, and end this process within seconds after SIGINT or SIGTERM, even if it waits in a library.
+    """Run the block, and end this process within seconds after SIGINT or SIGTERM, even if it is blocked in a library
+    call.
 
-    Both signals raise KeyboardInterrupt, with the signal number as argument for SIGTERM. SIGINT is handled even if it
-    was ignored before, as in commands that a script starts with `&`.
+    Both signals raise KeyboardInterrupt. For SIGTERM, the signal number is passed as its argument. SIGINT is also
+    handled if it was ignored before, as in commands that a script starts with `&`.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -253,7 +260,7 @@ async def run_apart(body: Callable[[], T]) -> T:
 
 
 def start_apart(body: Callable[[], T]) -> "Future[T]":
-    """Call a function in a daemon thread and return its future."""
+    """Call a function in a daemon thread, and return a future with its result."""
     answer: Future[T] = Future()
 
     def call() -> None:
@@ -268,7 +275,7 @@ def start_apart(body: Callable[[], T]) -> "Future[T]":
 
 
 def run_watched(what: str, command: Sequence[str], content: bytes) -> tuple[int, bytes, bytes]:
-    """Run a command with these bytes as its stdin. Return the exit code, the stdout and the stderr.
+    """Run a command with `content` as its stdin. Return its exit code, its stdout and its stderr.
 
     Raises WorkerFailed if the command is suspended or uses no CPU time for `IDLE_SECONDS`.
     """
@@ -290,8 +297,8 @@ def run_watched(what: str, command: Sequence[str], content: bytes) -> tuple[int,
 
 
 def _read_last_output(process: "subprocess.Popen[bytes]", problem: str) -> tuple[int, bytes, bytes]:
-    """Wait a moment for the output of a failed command, because a process counts as dead before its last
-    thread ends."""
+    """Read the output of a failed command, after a short wait. A process is reported as dead before its last thread has
+    ended."""
     try:
         answer, errors = process.communicate(timeout=EXIT_SECONDS)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Requests to a bucket of S3, or of any server with the same API, with retries up to a total time.
+"""Requests to a bucket of S3, or of any server with the same API. Requests are retried within a total time.
 
 The response to a write can be lost although the server has written the object. If the write is then repeated, its
 condition fails. Therefore every conditional write stores a random token. If a condition fails, the writer compares the
@@ -30,36 +30,37 @@ if TYPE_CHECKING:  # obstore defines these types for type checkers only
     from obstore import GetResult
 
 TEMPORARY: Final = ".tmp"
-"""Folder of probe objects, with which this module tests the server. They are not objects of a store."""
+"""Folder of probes, temporary objects with which this module tests the server. They do not belong to a store."""
 _WRITER: Final = "rheostat-writer"
 RANGED_BYTES: Final = 64 << 20
-"""Size in bytes of the first range of a download. The rest of a larger object is downloaded in parallel parts."""
+"""Size in bytes of the first range of a download. If the object is larger, the rest is downloaded in parallel
+ranges."""
 _PART_BYTES: Final = 16 << 20
 _STREAMS: Final = 8
 _PAGE: Final = 1000
-"""Maximum number of names in one response to a listing."""
+"""Maximum number of object names in one response (page) of a listing."""
 _ROUND: Final = 100
-"""Common divisor of the page sizes of all known servers. Only if the number of names is a multiple of this number, the
-last page of a listing may have been empty."""
+"""Number that divides the page sizes of all known servers. If the number of listed names is not a multiple of it, the
+last page of the listing was not empty."""
 _RACERS: Final = 4
 _EMPTY = "416"
-"""HTTP status of a range request for an object without any bytes."""
+"""HTTP status of a range request for an empty object."""
 _MACHINE_CREDENTIALS = "169.254."
-"""Prefix of the addresses of the cloud metadata services, which are queried if no other credentials are configured."""
+"""Start of the addresses of cloud metadata services, used if no other credentials are configured."""
 T = TypeVar("T")
 
 _quotes: dict[tuple[str, str], bool] = {}
-"""Whether ETags in conditions need quotes, by endpoint and bucket, for the buckets that this process has probed."""
+"""Whether ETags in conditions need quotes, by endpoint and bucket, for buckets that were tested before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Timeouts for a server."""
+    """Time limits for requests to a server."""
 
     answer_seconds: float = 60
-    """Timeout in seconds for one response, or for the next bytes of a response."""
+    """Time limit in seconds for a response, or for the next bytes of a response."""
     total_seconds: float = 120
-    """Timeout in seconds for one operation with all its retries."""
+    """Time limit in seconds for one operation, including all retries."""
 
 
 TIMEOUTS: Final = Timeouts()
@@ -67,37 +68,37 @@ TIMEOUTS: Final = Timeouts()
 
 @dataclass(frozen=True, slots=True)
 class ObjectHead:
-    """Metadata of an object in the bucket."""
+    """Metadata of an object in a bucket."""
 
     bytes: int
     tag: str
-    """ETag, which changes with the content."""
+    """ETag of the object, which changes with its content."""
     modified: datetime
-    """Time of the write by the server's clock, which has a resolution of one second."""
+    """Time of the last write by the server's clock, with a resolution of one second."""
     writer: str = ""
-    """Token of the conditional write that created the object."""
+    """Random token of the conditional write that created the object."""
 
 
 class Requests:
-    """Thread-safe counter of requests by verb."""
+    """Thread-safe counter of requests by HTTP verb."""
 
     def __init__(self) -> None:
         self._turn, self._counts = Lock(), Counter[str]()
 
     def add(self, verb: str, count: int = 1) -> None:
-        """Count requests that are about to be sent."""
+        """Count requests that will be sent next."""
         with self._turn:
             self._counts[verb] += count
 
     def counts(self) -> dict[str, int]:
-        """Return the number of requests so far, by verb."""
+        """Return the number of requests so far, by HTTP verb."""
         with self._turn:
             return dict(self._counts)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Objects below a prefix of a bucket.
+    """Objects in a bucket whose names start with a prefix.
 
     Methods raise StoreFailed if the server does not respond or refuses a request, and BadInput if the bucket or the
     credentials are missing.
@@ -106,25 +107,24 @@ class Bucket:
     uri: str
     client: Client = field(repr=False, compare=False)
     parts: Client = field(repr=False, compare=False)
-    """Client for uploads in parts. It repeats a failed part, so that the whole upload need not be repeated."""
+    """Client for multipart uploads. It retries single parts, so that the whole upload need not be repeated."""
     timeouts: Timeouts = TIMEOUTS
     requests: Requests = field(default_factory=Requests, repr=False, compare=False)
-    """Counter of the sent requests. Retries of the parts of an upload are not counted."""
+    """Counter of the requests that were sent. Retries of single parts of an upload are not counted."""
     known: set[str] = field(default_factory=set, repr=False, compare=False)
-    """At most one name of an object that this process has found in the bucket, with which listings are checked."""
+    """Set with the name of one existing object, or empty. A listing without this object is not trusted."""
 
     def create(self, name: str, body: bytes | Path) -> str | None:
-        """Write an object in one request if its name is free, and return its ETag. Return None if the name is taken."""
+        """Write an object in one request if no object has its name. Return its ETag, or None if the name is taken."""
         return self._write(name, body, version="")
 
     def replace(self, name: str, body: bytes, *, version: str) -> str | None:
-        """Replace the object that has this ETag, and return the new ETag. Return None if the object has
-        another ETag."""
+        """Replace an object if its ETag is `version`. Return the new ETag, or None if the object has another ETag."""
         return self._write(name, body, version=version if self.quotes_etags() else version.strip('"'))
 
     def upload(self, name: str, path: Path) -> str:
-        """Upload a large file in parts, and return its ETag. The object becomes visible when it is complete, and
-        replaces an existing object."""
+        """Upload a large file in parts and return its ETag. An existing object is replaced when the upload is
+        complete."""
         token = secrets.token_hex(16)
 
         def attempt() -> str:
@@ -156,7 +156,7 @@ class Bucket:
         return self._retry(f"cannot look up {name!r}", lambda: self._find(name))
 
     def read(self, name: str) -> tuple[bytes, ObjectHead] | None:
-        """Return the bytes and the metadata of an object, or None if it does not exist."""
+        """Return the content and the metadata of an object, or None if it does not exist."""
 
         def attempt() -> tuple[bytes, ObjectHead] | None:
             self.requests.add("GET")
@@ -169,7 +169,7 @@ class Bucket:
         return self._retry(f"cannot read {name!r}", attempt)
 
     def download(self, name: str, path: Path) -> ObjectHead | None:
-        """Download an object to a file and return its metadata, or None if it does not exist.
+        """Download an object to a file. Return its metadata, or None if it does not exist.
 
         Parts of a large object are downloaded in parallel. Raises StoreFailed if the object changes during the
         download.
@@ -197,7 +197,7 @@ class Bucket:
             return first
 
     def _range(self, name: str, start: int, end: int) -> "GetResult":
-        """Request a byte range of an object, up to the object's end."""
+        """Request a range of bytes of an object. The range ends at the end of the object if it is shorter."""
         self.requests.add("GET")
         try:
             return obstore.get(self.client, name, options={"range": (start, end)})
@@ -209,12 +209,12 @@ class Bucket:
         return obstore.get(self.client, name)
 
     def names(self, folder: str) -> list[tuple[str, int, datetime]]:
-        """List (name, size in bytes, time of change) of all objects below a folder."""
+        """Return (name, size in bytes, time of last write) of all objects below a folder."""
         objects = self._list(folder, lambda: obstore.list(self.client, folder or None).collect())
         return [(each["path"], each["size"], each["last_modified"]) for each in objects]
 
     def children(self, folder: str) -> list[str]:
-        """List the names directly below a folder."""
+        """Return the names directly below a folder."""
 
         def paths() -> list[str]:
             listing = obstore.list_with_delimiter(self.client, folder or None)
@@ -223,10 +223,11 @@ class Bucket:
         return [path.rpartition("/")[2] for path in self._list(folder, paths)]
 
     def _list(self, folder: str, pages: Callable[[], Sequence[T]]) -> Sequence[T]:
-        """List a folder. If the last page may have been empty, check that the server lists objects, and list again.
+        """List a folder. If the result may be incomplete, check that the server's listings are correct, and list the
+        folder again.
 
-        The client library treats any XML response with status 200, such as an error page of a proxy, as an empty page
-        that ends the listing. Raises StoreFailed if the server keeps responding like this.
+        The client library accepts every XML response with status 200, such as an error page of a proxy, as an empty
+        page that ends the listing. Raises StoreFailed if the server repeatedly sends such responses.
         """
         what = f"cannot list {folder!r}"
         objects = self._retry(what, lambda: self._count_pages(pages()))
@@ -240,9 +241,10 @@ class Bucket:
         return objects
 
     def _check_listing(self) -> None:
-        """Raise Unsettled if a listing lacks an existing object: a known object, or else a new probe.
+        """Raise Unsettled if a listing lacks an object that exists: a known object, or a new probe object if none is
+        known.
 
-        Nothing is checked if no object is known and this process may not write any.
+        Nothing is checked if no object is known and this process is not allowed to write.
         """
         known, probe = next(iter(self.known), ""), f"{TEMPORARY}/{secrets.token_hex(8)}"
         if not known:
@@ -266,13 +268,13 @@ class Bucket:
             )
 
     def delete(self, name: str) -> None:
-        """Delete an object. An object that does not exist is no error."""
+        """Delete an object. If it does not exist, nothing happens."""
         self.requests.add("POST")  # the library deletes with POST requests
         self.known.discard(name)
         self._retry(f"cannot delete {name!r}", lambda: obstore.delete(self.client, name))
 
     def now(self) -> datetime:
-        """Return the server's time: the modification time of a probe object written now."""
+        """Return the server's time, which is the modification time of a new probe object."""
         name = f"{TEMPORARY}/{secrets.token_hex(8)}"
         self.create(name, b"")
         probe = self.find(name)
@@ -282,9 +284,10 @@ class Bucket:
         return probe.modified
 
     def quotes_etags(self) -> bool:
-        """Whether ETags in conditions need quotes, as the standard requires and some servers do not accept.
+        """Return whether ETags in conditions need quotes. The HTTP standard requires quotes, but some servers reject
+        them.
 
-        Raises BadInput if the server ignores conditions of writes. The first call in a process probes this.
+        The first call in a process tests this. Raises BadInput if the server ignores the conditions of writes.
         """
         where = (str(self.client.config.get("endpoint")), str(self.client.config.get("bucket")))
         if where not in _quotes:
@@ -313,7 +316,8 @@ class Bucket:
         return BadInput(f"store {self.uri}: the server must support conditional writes, but {fault}")
 
     def _write(self, name: str, body: bytes | Path, *, version: str) -> str | None:
-        """Write an object if its name is free, or if its ETag is `version`. Return the new ETag, or None if refused."""
+        """Write an object if its name is free, or its ETag is `version`. Return the new ETag, or None if the condition
+        failed."""
         token = secrets.token_hex(16)
 
         def attempt() -> str | None:
@@ -384,7 +388,7 @@ def _read_head(answer: "GetResult") -> ObjectHead:
 
 
 def _write_body(answer: "GetResult", descriptor: int) -> ObjectHead:
-    """Write the bytes of a response to their offsets in a file. Raises BaseError if bytes are missing."""
+    """Write the bytes of a response to the same offsets in a file. Raises BaseError if bytes are missing."""
     start, end = answer.range
     for piece in answer.stream():
         remaining = memoryview(piece)

@@ -1,4 +1,5 @@
-"""Bundles: immutable directories (policies, optimizer states), named by the digest of their table of contents."""
+"""Bundles: immutable directories, such as policies and optimizer states. A bundle is named by the digest of its table
+of contents."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,53 +18,54 @@ from infra.store.shards import RETIRED, is_retired
 from infra.store.storage import Store, check_key
 
 CONTENTS = "bundle.json"
-"""Name of the table of contents, which lists a bundle's files. The published directory must not contain such a file."""
+"""Name of the table of contents, which lists all files of a bundle. A directory that is to be published must not
+contain a file with this name."""
 
 Stamp = tuple[tuple[str, int, int, int], ...]
-"""Path, inode, time of the last write (ns) and size of every file below a directory."""
+"""State of a directory: the path, inode, time of the last write (ns) and size of every file in it."""
 
 _known: dict[tuple[str, str], Stamp] = {}
-"""Stamps of the bundles that this process has published or verified, by store and key. A bundle with an unchanged stamp
-is not verified again."""
+"""State of each bundle when this process last published or verified it, by store and key. A bundle in the same state is
+not verified again."""
 
 
 class BundleRef(Settings):
-    """Reference to a bundle: its key in the store and its digest."""
+    """Reference to a bundle: its key in the store, its digest and its size."""
 
     key: str
-    """Key of the form `<prefix>/<first 16 digits of the digest>`."""
+    """Key of the bundle, `<prefix>/<first 16 digits of the digest>`."""
     digest: str
-    """BLAKE3 of bundle.json, which contains the digest of every file."""
+    """BLAKE3 digest of bundle.json, which in turn contains the digest of every file."""
     bytes: Annotated[int, Field(ge=0)]
     """Total size of all files in bytes."""
 
 
 class BundledFile(Settings):
-    """One file of a bundle."""
+    """Digest and size of one file of a bundle."""
 
     digest: str
-    """BLAKE3 of the file's bytes, in hexadecimal."""
+    """BLAKE3 digest of the file's bytes, in hexadecimal."""
     bytes: Annotated[int, Field(ge=0)]
     """Size of the file in bytes."""
 
 
 class Contents(Settings):
-    """Content of bundle.json: every file of a bundle by its path inside the directory."""
+    """Content of bundle.json: the digest and size of every file in a bundle."""
 
     files: dict[str, BundledFile]
-    """Files by relative path, with '/' between folders."""
+    """Digest and size of each file, by its path relative to the bundle, with '/' between folders."""
 
     def encode(self) -> bytes:
         return canonical_json(self.model_dump())
 
     def ref(self, prefix: str) -> BundleRef:
-        """Return the reference of a bundle that has these contents."""
+        """Return the reference of the bundle with this table of contents."""
         digest, size = blake3(self.encode()).hexdigest(), sum(file.bytes for file in self.files.values())
         return BundleRef(key=f"{prefix}/{digest[:16]}", digest=digest, bytes=size)
 
 
 def describe_pieces(pieces: Iterable[bytes | memoryview]) -> BundledFile:
-    """Return the digest and size of a file that consists of these bytes."""
+    """Return the digest and size of a file that consists of these pieces."""
     hasher, size = blake3(), 0
     for piece in pieces:
         hasher.update(piece)
@@ -72,7 +74,7 @@ def describe_pieces(pieces: Iterable[bytes | memoryview]) -> BundledFile:
 
 
 def write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> BundledFile:
-    """Write a file and return its digest and size, which are computed from the written bytes."""
+    """Write a file, and return its digest and size. Both are computed while the file is written."""
     with path.open("wb", buffering=0) as file:
 
         def written() -> Iterator[bytes | memoryview]:
@@ -86,9 +88,10 @@ def write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> BundledFil
 
 
 def describe_bundle(directory: Path, *, written_files: Mapping[str, BundledFile] = MappingProxyType({})) -> Contents:
-    """Return the contents of the bundle that a directory would become.
+    """Return the table of contents of the bundle that would be made from a directory.
 
-    The digests in `written_files`, from `write_hashed`, are trusted. All other files are read.
+    Digests in `written_files`, which come from `write_hashed`, are used without reading the file. All other files are
+    read.
     """
     return Contents(
         files={name: written_files.get(name) or _describe(path) for name, path in _files(directory).items()}
@@ -103,11 +106,11 @@ def publish_bundle(
     written_files: Mapping[str, BundledFile] = MappingProxyType({}),
     durable: bool = True,
 ) -> BundleRef:
-    """Publish a directory as a bundle and return its reference. The same files give the same reference.
+    """Publish a directory as a bundle and return its reference. The same files always give the same reference.
 
-    Files in the store's scratch directory are moved, other files are copied. bundle.json is written last, because a
+    Files in the store's scratch directory are moved, and other files are copied. bundle.json is written last, because a
     bundle without bundle.json does not exist. A damaged file under the same key is replaced. If `durable` is False, the
-    bundle can be used, but `sync_bundle` must be called before a manifest names the bundle.
+    bundle can be used immediately, but `sync_bundle` must be called before a manifest names the bundle.
     """
     contents = describe_bundle(directory, written_files=written_files)
     ref = contents.ref(prefix)
@@ -121,12 +124,13 @@ def publish_bundle(
 def put_bundle_file(
     store: Store, ref: BundleRef, contents: Contents, name: str, data: bytes | Path, *, durable: bool = True
 ) -> None:
-    """Store one file of a bundle. Several processes can store different files of the same bundle."""
+    """Store one file of a bundle. Several processes can store different files of the same bundle at the same time."""
     _put(store, f"{ref.key}/{name}", data, digest=contents.files[name].digest, durable=durable)
 
 
 def complete_bundle(store: Store, ref: BundleRef, contents: Contents, *, durable: bool = True) -> bool:
-    """Complete a bundle by writing its bundle.json. Return False if a file of the bundle is missing."""
+    """Complete a bundle by writing its bundle.json. Return False and write nothing if a file of the bundle is
+    missing."""
     if not all(store.exist([f"{ref.key}/{name}" for name in contents.files])):
         return False
     _put(store, f"{ref.key}/{CONTENTS}", contents.encode(), digest=ref.digest, durable=durable)
@@ -134,21 +138,23 @@ def complete_bundle(store: Store, ref: BundleRef, contents: Contents, *, durable
 
 
 def sync_bundle(store: Store, ref: BundleRef) -> None:
-    """Make a bundle durable (fsync). The bundle is verified first, unless this process has published or verified it."""
+    """Make a bundle durable (fsync). The bundle is verified before, unless this process has published or verified it
+    already."""
     fetch_bundle(store, ref)
     for entry in store.entries(f"{ref.key}/"):
         store.sync(entry.key)
 
 
 def has_bundle(store: Store, ref: BundleRef) -> bool:
-    """Whether the bundle was published completely and not deleted."""
+    """Whether a bundle is complete in the store and was not deleted."""
     return store.exists(f"{ref.key}/{CONTENTS}")
 
 
 def fetch_bundle(store: Store, ref: BundleRef) -> Path:
-    """Return a local directory with exactly the bundle's files, which are verified at the first use in this process.
+    """Return a local directory that contains exactly the files of a bundle. They are verified when this process first
+    uses the bundle.
 
-    Raises Damaged if the bundle is missing or its files have changed.
+    Raises Damaged if the bundle is missing or one of its files has changed.
     """
     if not _is_known(store, ref):
         _download(store, ref)
@@ -159,10 +165,11 @@ def fetch_bundle(store: Store, ref: BundleRef) -> Path:
 
 
 def fetch_bundle_files(store: Store, ref: BundleRef, names: Sequence[str]) -> Path:
-    """Return a local directory with the verified files `names` of a bundle. The directory may contain other files.
+    """Return a local directory with the files `names` of a bundle, which are verified. The directory may also contain
+    other files.
 
-    A remote store downloads only these files. A local store verifies the whole bundle. Raises BadInput if the bundle
-    has no file with one of the names.
+    From a remote store, only these files are downloaded. In a local store, the whole bundle is verified. Raises
+    BadInput if the bundle has no file with one of the names.
     """
     if not store.is_remote or _is_known(store, ref):
         return fetch_bundle(store, ref)
@@ -176,13 +183,13 @@ def fetch_bundle_files(store: Store, ref: BundleRef, names: Sequence[str]) -> Pa
 
 
 def prefetch_bundle(store: Store, ref: BundleRef) -> None:
-    """Download a bundle into the local cache before it is needed, if the cache has room. Nothing is verified."""
+    """Download a bundle into the local cache in advance, if the cache has room. The bundle is not verified."""
     if not _is_known(store, ref):
         _download(store, ref, room=ref.bytes)
 
 
 def _download(store: Store, ref: BundleRef, *, room: int | None = None) -> None:
-    """Download a bundle's files in parallel if the store is remote and has the bundle."""
+    """Download the files of a bundle in parallel. Do nothing if the store is local or does not contain the bundle."""
     if store.is_remote and has_bundle(store, ref):
         files = _contents(store, ref).files
         store.fetch([f"{ref.key}/{name}" for name in (CONTENTS, *files)], room=room)
@@ -195,10 +202,11 @@ def _directory(store: Store, ref: BundleRef) -> Path:
 
 @contextmanager
 def verify_while_reading(store: Store, ref: BundleRef, *, large_suffix: str) -> Iterator[Path]:
-    """Run the block with a bundle's directory, while a thread verifies the files whose names end in `large_suffix`.
+    """Run the block with the directory of a bundle. In the meantime, a thread verifies the files whose names end in
+    `large_suffix`.
 
-    The block can load these files at the same time, so that they are read from the disk only once. The loaded data is
-    valid only if the context exits without raising Damaged.
+    The block can load these files at the same time, so that each file is read from the disk only once. The loaded data
+    is valid only if the block ends without the error Damaged.
     """
     if _is_known(store, ref):
         yield fetch_bundle(store, ref)
@@ -220,7 +228,7 @@ def verify_while_reading(store: Store, ref: BundleRef, *, large_suffix: str) -> 
 
 
 def fetch_bundle_file(store: Store, ref: BundleRef, name: str) -> Path:
-    """Return one file of a bundle. Only this file is verified, because the others may be large.
+    """Return the path of one file of a bundle. Only this file is verified, because the others may be large.
 
     Raises BadInput if the bundle has no such file, and Damaged if the bundle is missing or the file has changed.
     """
@@ -235,13 +243,15 @@ def fetch_bundle_file(store: Store, ref: BundleRef, name: str) -> Path:
 
 
 def verify_bundle(store: Store, ref: BundleRef) -> None:
-    """Raise Damaged unless the bundle consists of exactly the files in its table of contents, with their digests."""
+    """Raise Damaged unless a bundle consists of exactly the files in its table of contents, and all digests are
+    correct."""
     for name, digest in _verified_names(store, ref).items():
         _verify_file(store, ref, name, digest)
 
 
 def _verified_names(store: Store, ref: BundleRef) -> dict[str, str]:
-    """Return the digests of a bundle's files by name. Raises Damaged if the names or sizes of the files are wrong."""
+    """Return the digests in the table of contents, by file name. Raises Damaged if the names or sizes of the actual
+    files differ."""
     where = f"bundle {ref.key!r} in {store.uri}"
     if not has_bundle(store, ref):
         raise Damaged(f"{where}: {_describe_absence(store, ref)}")
@@ -265,9 +275,10 @@ def _verify_file(store: Store, ref: BundleRef, name: str, digest: str) -> None:
 
 
 def is_bundle_copy(directory: Path, digest: str) -> bool:
-    """Whether a directory has files with the same names and sizes as the bundle whose digest starts with `digest`.
+    """Whether a directory is a copy of the bundle whose digest starts with `digest`: the names and sizes of its files
+    are the same.
 
-    Only bundle.json is read, so changed bytes in other files are not noticed.
+    Only bundle.json is read. Changes in the content of other files are not detected.
     """
     table = directory / CONTENTS
     if directory.is_symlink() or table.is_symlink() or not table.is_file():
@@ -281,8 +292,8 @@ def is_bundle_copy(directory: Path, digest: str) -> bool:
 
 
 def delete_bundle(store: Store, ref: BundleRef) -> None:
-    """Delete a bundle. bundle.json is deleted first, so that a partly deleted bundle does not exist. Can be
-    repeated."""
+    """Delete a bundle. bundle.json is deleted first, so that a partly deleted bundle no longer counts as a bundle. An
+    interrupted deletion can be repeated."""
     _known.pop((store.uri, ref.key), None)
     store.delete(f"{ref.key}/{CONTENTS}")
     for entry in store.entries(f"{ref.key}/"):
@@ -317,9 +328,9 @@ def _put(store: Store, key: str, data: bytes | Path, *, digest: str, durable: bo
 
 
 def _files(directory: Path) -> dict[str, Path]:
-    """Return the files below a directory by relative path.
+    """Return the files in a directory, by relative path.
 
-    Raises BadInput for links and special files, for an empty directory, and for a file named bundle.json.
+    Raises BadInput if the directory is empty, or contains links, special files or a file named bundle.json.
     """
     if not directory.is_dir():
         raise BadInput(f"{str(directory)!r} must be a directory to be stored as a bundle")
@@ -342,7 +353,7 @@ def _files(directory: Path) -> dict[str, Path]:
 
 
 def _stamp(store: Store, ref: BundleRef) -> Stamp:
-    """Return the stamp of a bundle, which changes if a file is written, replaced, added or removed."""
+    """Return the state of a bundle's directory. It changes if a file is written, replaced, added or removed."""
     if not has_bundle(store, ref):
         return ()
     directory = _directory(store, ref)
@@ -356,7 +367,7 @@ def _stamp(store: Store, ref: BundleRef) -> Stamp:
 
 
 def _is_known(store: Store, ref: BundleRef) -> bool:
-    """Whether this process has published or verified the bundle in its present state."""
+    """Whether this process has published or verified the bundle, and its files have not changed since."""
     known = _known.get((store.uri, ref.key))
     return known is not None and known == _stamp(store, ref)
 
@@ -370,7 +381,7 @@ def _describe(path: Path) -> BundledFile:
 
 
 def _stored_digest(store: Store, key: str) -> str:
-    """Return the digest of an object's bytes. Raises Damaged if the object is missing."""
+    """Return the digest of the content of an object. Raises Damaged if the object is missing."""
     while True:
         with suppress(FileNotFoundError):  # deleted after it was located: the next attempt raises Damaged
             return _digest(store.local_path(key))

@@ -1,4 +1,5 @@
-"""Cache on this machine for objects of remote stores. Beyond a limit, the least recently used files are deleted."""
+"""Cache on this machine for objects of remote stores. If the cache exceeds its limit, the least recently used files are
+deleted."""
 
 import os
 import time
@@ -13,31 +14,35 @@ from infra.config import read_number_variable
 from infra.store.disk import TEMPORARY, locked_file, make_directory, walk_files
 
 MIN_KEPT_SECONDS = 600
-"""Seconds after the last use of a file in which the file is never deleted, because it may still be open."""
+"""Minimum seconds between the last use of a file and its deletion. Until then, the file may still be open."""
 
 LOCK_SECONDS = 120.0
-"""Maximum time in seconds to wait for another process that downloads the same file. Then both download it."""
+"""Maximum seconds to wait while another process downloads the same file. After this time, this process also downloads
+it."""
 
 MEASUREMENT_DIVISOR = 16
-"""Divisor of the free space: a process measures the cache again after it has added 1/16 of the free space."""
+"""Divisor of the free space. After a process has added 1/16 of the free space, it measures the size of the cache
+again."""
 
 _allowed: dict[Path, int] = {}
-"""Number of bytes that this process may add to a cache before it measures the cache again, by directory."""
+"""Number of bytes that this process may still add to a cache before it measures the size of the cache again, by
+directory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """Directory with files by (store, key), shared by the processes of a machine.
+    """Directory with copies of objects, which all processes of a machine share. A file is identified by its store and
+    its key.
 
-    The modification time of a file encodes the ETag of its object, so a file is valid for one version of the object.
-    The digests of shards and bundles verify the content, as on any other disk.
+    The modification time of a file encodes the ETag of its object. Therefore it is known whether the file is a copy of
+    the object's present version. The content is verified with the digests of shards and bundles, as on any other disk.
     """
 
     root: Path
     limit_bytes: int
 
     def is_current(self, path: Path, size: int, tag: str) -> bool:
-        """Whether a file is the object with this size and ETag. Marks the file as used now."""
+        """Whether a file is a copy of the object with this size and ETag. If it is, mark the file as used now."""
         try:
             status = path.stat()
         except FileNotFoundError:
@@ -53,8 +58,8 @@ class Cache:
         return True
 
     def add(self, downloaded: Path, path: Path, tag: str) -> None:
-        """Move a downloaded file to its path in the cache, set its time to the object's ETag, and make room if
-        needed."""
+        """Move a downloaded file to its path in the cache, record the ETag of its object, and delete other files if the
+        cache is full."""
         size = downloaded.stat().st_size
         os.utime(downloaded, ns=(time.time_ns(), _microseconds(tag) * 1000))
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,16 +70,16 @@ class Cache:
 
     @contextmanager
     def lock_download(self, path: Path) -> Iterator[None]:
-        """Run the block with a lock on the download of a file. Other processes of this machine wait for the lock for at
-        most `LOCK_SECONDS`."""
+        """Run the block with a lock on the download of a file. Other processes of this machine wait until the lock is
+        free, but at most `LOCK_SECONDS`."""
         make_directory(self.root)
         name = f"{TEMPORARY}{blake3(os.fsencode(path)).hexdigest()[:16]}"
         with locked_file(self.root / name, seconds=LOCK_SECONDS):
             yield
 
     def make_room(self, wanted: int = 0) -> bool:
-        """Delete the least recently used files until `wanted` bytes fit. Return False if files in use leave too little
-        room."""
+        """Delete the least recently used files until there is room for `wanted` bytes. Return False if this is
+        impossible because the other files are in use."""
         files = []
         for directory, name in walk_files(self.root):
             with suppress(FileNotFoundError):  # another process is making room too
@@ -93,15 +98,16 @@ class Cache:
 
 
 def _microseconds(tag: str) -> int:
-    """Encode an ETag as a file time before 2006, in microseconds. Quotes around the ETag are ignored, because not all
-    servers send them."""
+    """Encode an ETag as a modification time before the year 2006, in microseconds. Quotes around the ETag are ignored,
+    because not all servers send them."""
     return int.from_bytes(blake3(tag.strip('"').encode()).digest(length=8)) >> 14
 
 
 def open_cache() -> Cache:
-    """Open the cache. The environment variable RHEOSTAT_CACHE sets its directory and RHEOSTAT_CACHE_GB its limit.
+    """Open the cache. Its directory and its limit can be set with the environment variables RHEOSTAT_CACHE and
+    RHEOSTAT_CACHE_GB.
 
-    Use the directory for nothing else, because all files in it may be deleted to make room.
+    The directory must not be used for anything else, because all files in it may be deleted to make room.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     root = Path(os.environ.get("RHEOSTAT_CACHE") or home / "rheostat" / "objects")

@@ -1,10 +1,10 @@
-"""Chain of a run, which reveals missing or replaced records.
+"""Chain of a run: a hash-linked list of records, with which missing or replaced manifests are detected.
 
 The chain has one record for each finished part of a run, such as the iteration `it-0003`. The record contains the
-digests of the manifests and journal entries of the part, and the digest of the previous chain record. A deleted or
-replaced manifest is therefore detected by the chain record of its part, and a deleted chain record by the next chain
-record. Only the loss of the last chain record cannot be detected. Garbage collection and copies first call
-`complete_manifests`, and change nothing if a record is missing.
+digests of the manifests and journal entries of this part, and the digest of the previous chain record. A deleted or
+replaced manifest is detected through the chain record of its part, and a deleted chain record through the next one.
+Only the loss of the last chain record cannot be detected. Before garbage is deleted or a run is copied,
+`complete_manifests` checks that no record is missing.
 """
 
 import re
@@ -18,52 +18,59 @@ from infra.store.runs import JOURNAL, Run, records
 
 _CHAIN = "chain/"
 _PLACEMENT = "placement/"
-"""Prefix of the journal entries about the placement of workers. They are written after the plan of a part."""
+"""Prefix of the journal entries that record how workers were assigned to roles. They are written after the plan of a
+part."""
 _NAME = re.compile(r"(\d{6,})-(.+)\.json")
 
 
 class Link(SealedRecord):
-    """Chain record of a finished part of a run, with the digests of its manifests and journal entries."""
+    """Record of the chain for one finished part of a run, with the digests of the part's manifests and journal
+    entries."""
 
     label = "record of the chain"
 
     part: str
     """Name of the part, such as `it-0003`."""
     follows: str
-    """Key of the previous record, or an empty string in the first record."""
+    """Key of the previous chain record, or an empty string if this is the first."""
     previous: str
-    """Digest of the previous record."""
+    """Digest of the previous chain record, or an empty string if this is the first."""
     manifests: dict[str, str]
-    """Digests of the part's manifests, by key."""
+    """Digests of the manifests of this part, by key."""
     journal: dict[str, str]
-    """Digests of the part's journal entries, by key."""
+    """Digests of the journal entries of this part, by key."""
 
     @property
     def digest(self) -> str:
-        """Digest that the next record refers to."""
+        """Digest of this record, which the next chain record contains."""
         return record_digest(self.as_recorded())
 
 
 def linked_parts(run: Run) -> list[str]:
-    """Return the names of the parts that have a record, in the order of the chain."""
+    """Return the names of the parts of a run that have a chain record, in the order of the chain."""
     return [name[2] for name in _names(run)]
 
 
 class Chain:
-    """Chain of a locked run, for the one process that appends to it. Existing records are read once."""
+    """Writer of the chain of a locked run. The chain is a hash-linked list with one record per finished part of the
+    run.
+
+    Only one process appends to a chain. It reads the existing records once.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run, self._turn = run, Lock()
         self._parts: set[str] = set()
         self._last = ("", "")
-        """Key and digest of the last record."""
+        """Key and digest of the last chain record."""
         self._is_read = False
 
     def link(self, part: str, *, journal: Sequence[str] = ()) -> None:
-        """Append the record of a part unless the part has one. Several threads may call this.
+        """Append a record for a finished part of the run, unless the part already has one. Several threads may call
+        this.
 
-        The record lists the manifests of the part and the journal entries below the prefixes in `journal`. The first
-        record of a run lists all existing manifests and journal entries.
+        The record lists the manifests of the part, and the journal entries whose keys start with one of the prefixes in
+        `journal`. The first record of a run lists all existing manifests and journal entries.
         """
         with self._turn:
             self._append(part, journal)
@@ -101,16 +108,17 @@ class Chain:
 
 
 def check_chain(run: Run) -> Iterator[str]:
-    """Compare every chain record with its predecessor, and with the manifests and journal entries that it names. Yield
-    one line per problem."""
+    """Check the chain of a run. Each record is compared with the previous record, and with the manifests and journal
+    entries that it lists. Yield one line per problem."""
     return _check_links(run, {manifest.digest for manifest in run.manifests()})
 
 
 def complete_manifests(run: Run) -> list[Manifest]:
-    """Return the committed manifests of a run, after checking that none is missing. No process may write to the run.
+    """Check that no record of a run is missing, and return the committed manifests. No process may write to the run
+    meanwhile.
 
     Raises Damaged with the first problem if a manifest, a chain record or a journal entry is missing although another
-    record names it. If this function returns, objects that the returned manifests do not name are garbage.
+    record refers to it. Otherwise, all objects that the returned manifests do not name are garbage.
     """
     placed = [path.removeprefix(JOURNAL + _PLACEMENT) for path in records(run.store, JOURNAL + _PLACEMENT)]
     committed = run.manifests()
@@ -124,7 +132,7 @@ def complete_manifests(run: Run) -> list[Manifest]:
 
 
 def _find_missing(run: Run, committed: Sequence[Manifest], placed: Iterable[str]) -> Iterator[str]:
-    """Yield a line for each missing record that the chain, a manifest or the journal refers to."""
+    """Yield one line for each missing record to which the chain, a manifest or the journal refers."""
     digests = {manifest.digest for manifest in committed}
     yield from _check_links(run, digests)
     for manifest in committed:
@@ -171,6 +179,7 @@ def _read(run: Run, key: str) -> Link:
 
 
 def _names(run: Run) -> list[re.Match[str]]:
-    """Return a match per record file, in order. Group 1 is the record's number, group 2 the name of the part."""
+    """Return a match object for each file of the chain, in order. Group 1 is the number of the record, group 2 the name
+    of the part."""
     matches = (_NAME.fullmatch(name) for name in run.store.children(_CHAIN.rstrip("/")))
     return sorted((name for name in matches if name is not None), key=lambda name: int(name[1]))

@@ -1,4 +1,4 @@
-"""Checksummed JSON: small records in which any changed bit is detected."""
+"""Checksummed JSON for small records. If any bit of a record changes, this is detected when the record is read."""
 
 import json
 from collections.abc import Mapping
@@ -11,33 +11,34 @@ from infra.config import Settings, read_recorded
 from infra.errors import BadInput, Damaged
 
 FIRST_VERSION: Final = 1
-"""Schema version of records and shards whose layout has never changed."""
+"""Schema version of records and shards whose layout has not changed since the first release."""
 
 MANIFEST_VERSION: Final = FIRST_VERSION
-"""Schema version of new manifests. It is included in the digest of a manifest."""
+"""Schema version of new manifests. The digest of a manifest also covers this version."""
 
 
 def canonical_json(value: JsonValue | Mapping[str, JsonValue]) -> bytes:
-    """Encode a value as JSON with sorted keys and no spaces. Equal values give equal bytes. Raises ValueError
-    for NaN."""
+    """Encode a value as JSON with sorted keys and without spaces, so that equal values give equal bytes. Raises
+    ValueError if the value contains NaN."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def record_digest(value: Mapping[str, JsonValue]) -> str:
-    """Return the BLAKE3 of a record's canonical JSON, in hexadecimal."""
+    """Return the BLAKE3 digest of a record's canonical JSON, in hexadecimal."""
     return blake3(canonical_json(value)).hexdigest()
 
 
 def seal(record: Mapping[str, JsonValue], *, version: int = FIRST_VERSION) -> bytes:
-    """Encode a record as JSON together with its schema version and, under the key `seal`, a digest of both."""
+    """Encode a record as checksummed JSON: the record, its schema version and, under the key `seal`, a digest of
+    both."""
     versioned = {**record, "schema_version": str(version)}
     return canonical_json({**versioned, "seal": record_digest(versioned)})
 
 
 def unseal(data: bytes, *, where: str, version: int = FIRST_VERSION) -> dict[str, JsonValue]:
-    """Decode a record that `seal` encoded, with this schema version or an older one.
+    """Decode a record that was encoded with `seal`, with this schema version or an older version.
 
-    Raises Damaged if a single bit differs, and BadInput if a newer Rheostat wrote the record.
+    Raises Damaged if any bit has changed, and BadInput if a newer version of Rheostat wrote the record.
     """
     try:
         record = json.loads(data, parse_constant=_refuse_constant)
@@ -57,28 +58,28 @@ def unseal(data: bytes, *, where: str, version: int = FIRST_VERSION) -> dict[str
 
 
 class SealedRecord(Settings):
-    """Base class of records that are stored as checksummed JSON. Each kind of record has its own schema version.
+    """Base class of records that are stored as checksummed JSON. Each kind of record has a separate schema version.
 
-    A key that was added later is marked with `Since`, and is not written while it has its default value. Therefore
-    digests of older records do not change. Any other change of the keys requires the next schema version, and code in
-    the record class that reads the previous versions.
+    A key that was added later has a `Since` annotation, and is not written while it has its default value. Therefore
+    the digests of older records do not change. Any other change of the keys requires the next schema version, and code
+    in the record class that reads the previous versions.
     """
 
     schema_version: ClassVar[int] = FIRST_VERSION
     """Schema version of new records."""
     label: ClassVar[str]
-    """Name of the kind of record in messages."""
+    """Name of this kind of record in messages."""
 
     def seal(self) -> bytes:
-        """Encode the record for the store."""
+        """Encode the record as checksummed JSON."""
         return seal(self.as_recorded(), version=self.schema_version)
 
     @classmethod
     def unseal(cls, data: bytes, *, where: str) -> Self:
-        """Decode a record of any version up to the current one.
+        """Decode a record of the current or any older schema version.
 
-        Raises Damaged if the bytes have changed or are another kind of record, and BadInput if a newer Rheostat wrote
-        them.
+        Raises Damaged if the bytes have changed or contain another kind of record, and BadInput if a newer version of
+        Rheostat wrote them.
         """
         fields = unseal(data, where=where, version=cls.schema_version)
         try:
@@ -96,7 +97,7 @@ def _refuse_constant(name: str) -> None:
 def check_version(version: str, *, where: str, newest: int) -> int:
     """Return the major schema version of a record, such as 1 for "1.2".
 
-    Raises BadInput if the major version is not between 1 and `newest`, because the content cannot be interpreted.
+    Raises BadInput unless the major version is between 1 and `newest`, because the content could not be interpreted.
     """
     major = version.partition(".")[0]
     if not major.isdecimal() or not 1 <= int(major) <= newest:

@@ -1,4 +1,4 @@
-"""Copies of runs in other stores. An interrupted copy is continued by the same call."""
+"""Copying of runs to other stores. If a copy is interrupted, calling the same function again continues the copy."""
 
 import logging
 import time
@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 MAX_PARALLEL = 8
 """Number of objects that are copied in parallel."""
 REPORT_SECONDS = 5.0
-"""Interval in seconds of the progress messages of a long copy."""
+"""Interval in seconds between two progress messages while a run is copied."""
 RECORDS = (LEASES, JOURNAL, MANIFESTS, "chain/", RECORD)
-"""Prefixes of the records, which are copied in this order after all other objects. The run record is last, because the
-copied run exists as soon as it has this record."""
+"""Prefixes of the records of a run. Records are copied in this order after all other objects. The run record comes
+last, because a run exists as soon as it has a run record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,21 +32,21 @@ class RunCopy:
     """Result of copying a run."""
 
     run: Run
-    """Copied run in the target store."""
+    """Copy of the run in the target store, opened for reading."""
     objects: int
     bytes: int
     found: int
-    """Number of objects that the target store already had."""
+    """Number of objects that already existed in the target store."""
 
 
 def copy_run(name: str, source_uri: str, target_uri: str) -> RunCopy:
-    """Copy a run to another store under the same name. Objects that the target already has are not copied again.
+    """Copy a run to another store under the same name. Objects that already exist in the target are not copied again.
 
-    Both runs are locked during the copy, and nothing is overwritten. The same call continues an interrupted copy and
-    adds newer results. The target has no run until the first copy is complete. Raises RunLocked if a live process has
-    locked the source, BadInput if the target is the same store, is locked or has another run with the name, Conflict if
-    the target has a different object under a key, and Damaged, with nothing copied, if objects or records of the source
-    are missing.
+    Both runs are locked during the copy, and nothing is overwritten. Calling this again continues an interrupted copy,
+    or adds newer results. The run does not exist in the target until the first copy is complete. Raises RunLocked if
+    another live process has locked the source. Raises BadInput if the target is the same store, is locked, or has a
+    different run with this name. Raises Conflict if the target has a different object under a key. Raises Damaged, with
+    nothing copied, if objects or records of the source are missing.
     """
     run, target = open_run(source_uri, name), run_store(target_uri, name)
     if run.store.uri == target.uri:
@@ -68,7 +68,7 @@ def copy_run(name: str, source_uri: str, target_uri: str) -> RunCopy:
 
 
 def _check_listed(run: Run, entries: Sequence[Entry]) -> None:
-    """Raise Damaged if an object that the manifests name is missing from the listing, or a record of the run is
+    """Raise Damaged if the listing of the run lacks an object that a manifest names, or if a record of the run is
     missing."""
     objects, listed = needed_objects(complete_manifests(run)), {entry.key for entry in entries}
     keys = {shard.key for shard in objects.shards} | {f"{bundle.key}/{CONTENTS}" for bundle in objects.bundles}
@@ -80,7 +80,7 @@ def _check_listed(run: Run, entries: Sequence[Entry]) -> None:
 
 
 def _rank(key: str) -> int:
-    """Return the order in which an object is copied: 0 for data, or the position of the record's prefix in
+    """Return the position of an object in the order of copying: 0 for data, and a higher number for each prefix in
     `RECORDS`."""
     return next((rank for rank, folder in enumerate(RECORDS, start=1) if key.startswith(folder)), 0)
 
@@ -91,7 +91,8 @@ class _Copier:
     target: Store
 
     def compare(self, existing: Sequence[Entry], sizes: Mapping[str, int]) -> None:
-        """Raise Conflict if an existing object has another size than in the source, or if a record has other bytes."""
+        """Raise Conflict if an existing object differs from the source: in its size, or in its bytes if it is a
+        record."""
 
         def differs(entry: Entry) -> bool:
             key = entry.key
@@ -103,7 +104,7 @@ class _Copier:
                     raise self._conflict(entry.key)
 
     def copy(self, entries: Iterable[Entry]) -> None:
-        """Copy objects in parallel. After the first failure no new copy starts, and running copies finish."""
+        """Copy objects in parallel. After a failure, no further copy starts, but copies in progress are finished."""
         pending = sorted(entries, key=lambda entry: _rank(entry.key))
         reported, done, size, total = time.monotonic(), 0, 0, sum(entry.bytes for entry in pending)
         with ThreadPoolExecutor(MAX_PARALLEL) as threads:

@@ -1,8 +1,9 @@
-"""Dependencies of results that the configuration does not contain: users' code, data files and library versions.
+"""Dependencies of results that are not part of the configuration: users' code, data files and library versions.
 
-The journal of a run records the dependencies at its start, and each accepted change. The chain of the run contains the
-digests of these journal entries, so a lost or edited entry is detected once a later part is finished. Results that are
-scored again, or whose credit is computed again, have separate records below their own prefix.
+The journal of a run records its dependencies when the run begins, and each change that the user accepts. The chain (a
+hash-linked list of records) contains the digests of these journal entries. A lost or edited entry is therefore detected
+once a later part of the run is finished. Results that are scored again, or whose credit is computed again, have their
+own records below a separate prefix.
 """
 
 import logging
@@ -26,31 +27,34 @@ logger = logging.getLogger(__name__)
 
 
 class FileContent(Settings):
-    """State of a data file."""
+    """Content of a data file, identified by digest and size."""
 
     digest: str
-    """BLAKE3 of the file's bytes, in hexadecimal."""
+    """BLAKE3 digest of the file's bytes, in hexadecimal."""
     bytes: Annotated[int, Field(ge=0)]
     """Size of the file in bytes."""
     modified_ns: int
-    """Time of the last change in nanoseconds. A large file with the same size and time is not read again. Differences
-    in this time alone do not count as a change."""
+    """Time of the last change in nanoseconds. A large file with the same size and time is not read again. A different
+    time alone does not count as a change."""
 
 
 class Dependencies(Settings):
-    """Everything that results depend on in addition to the configuration."""
+    """Everything on which results depend in addition to the configuration."""
 
     code: dict[str, dict[str, str]]
-    """Digests of the modules of each target: by the target's name in the configuration, then by module."""
+    """Digests of the modules that a target (a user's function or class) uses: by the target's name in the
+    configuration, then by module."""
     data: dict[str, FileContent]
-    """States of the data files, by their path in the configuration."""
+    """Digest, size and time of each data file, by its path in the configuration."""
     libraries: dict[str, str]
-    """Versions of Rheostat, Python and the libraries that results depend on."""
+    """Versions of Rheostat, Python and the libraries on which results depend."""
     layout: dict[str, int] = {}
-    """Sizes that change the order of summation, by dotted configuration key: ranks, threads, ZeRO stage."""
+    """Settings that affect the rounding of sums: numbers of ranks and threads, ZeRO stage. By dotted configuration
+    key."""
 
     def changes(self, now: "Dependencies") -> list[str]:
-        """Return one line for each difference to the present dependencies. Missing data files are ignored."""
+        """Return one line for each difference between these dependencies and the present ones. Data files that are
+        missing now are ignored."""
         layouts = ({name: str(number) for name, number in each.layout.items()} for each in (self, now))
         libraries = _describe_changes(self.libraries, now.libraries)
         return [*self._changed_code(now), *self._changed_data(now), *libraries, *_describe_changes(*layouts)]
@@ -73,22 +77,22 @@ class Dependencies(Settings):
 
 
 class DependencyRecord(Settings):
-    """Journal entry with the dependencies that are valid from an iteration on."""
+    """Journal entry that contains the dependencies from a certain iteration on."""
 
     iteration: Annotated[int, Field(ge=1)]
-    """First iteration that was not finished when the record was written. Some of its results may be older than the
-    record."""
+    """First iteration that was not finished when the entry was written. Some of its results may be older than the
+    entry."""
     created: str
     """UTC time in ISO format, for people. No decision depends on it."""
     dependencies: Dependencies
     """Dependencies that are valid from `iteration` on."""
     folder: Annotated[str, Since("0.1.0", before="")] = ""
-    """Folder of the job on this machine. Relative paths in the configuration start in this folder from `iteration` on.
-    A different folder does not count as a change. Empty if the configuration has no relative path."""
+    """Folder of the job on this machine, where relative paths in the configuration start from `iteration` on. A
+    different folder does not count as a change. Empty if the configuration has no relative paths."""
 
 
 class AcceptedChange(Settings):
-    """Accepted change of a run's dependencies, for people."""
+    """Change of a run's dependencies that the user accepted, in readable form."""
 
     iteration: int
     """First iteration that was not finished when the change was accepted. Some of its results may be older than the
@@ -96,13 +100,13 @@ class AcceptedChange(Settings):
     created: str
     """UTC time at which the change was accepted."""
     changes: list[str]
-    """Differences from the earlier dependencies, one line each."""
+    """Differences between the earlier and the new dependencies, one line each."""
 
 
 def dependency_records(run: Run, prefix: str = "") -> list[DependencyRecord]:
-    """Return the dependencies at the start of a run and after each accepted change, in order.
+    """Return the dependencies recorded at the start of a run and after each accepted change, in order.
 
-    Runs of older versions have no such records. Raises Damaged if an entry is not valid.
+    Runs that older versions of Rheostat created have no such entries. Raises Damaged if an entry is not valid.
     """
     try:
         return [read_recorded(DependencyRecord, entry) for entry in run.journal(prefix + DEPENDENCIES).values()]
@@ -114,14 +118,14 @@ def dependency_records(run: Run, prefix: str = "") -> list[DependencyRecord]:
 
 
 def recorded_config(run: Run) -> dict[str, object]:
-    """Return the configuration of a run, with relative paths that start in the folder of its job."""
+    """Return the recorded configuration of a run, with relative paths resolved from the folder of its job."""
     records = dependency_records(run)
     folder = records[-1].folder if records else ""
     return {key: place_texts(value, folder) for key, value in run.record.config.items()}
 
 
 def accepted_changes(run: Run) -> list[AcceptedChange]:
-    """Return every accepted change, in order."""
+    """Return all accepted changes of a run's dependencies, in order."""
     return [
         AcceptedChange(iteration=after.iteration, created=after.created, changes=changes)
         for before, after in pairwise(dependency_records(run))
@@ -130,7 +134,8 @@ def accepted_changes(run: Run) -> list[AcceptedChange]:
 
 
 def check_dependencies(run: Run, now: Dependencies, *, prefix: str = "") -> None:
-    """Raise RunChanged with the differences if the run, or the results below the prefix, have other dependencies."""
+    """Raise RunChanged with the differences if the recorded dependencies of a run, or of the results below the prefix,
+    differ from `now`."""
     records = dependency_records(run, prefix)
     changes = records[-1].dependencies.changes(now) if records else []
     if changes:
@@ -146,10 +151,10 @@ def check_dependencies(run: Run, now: Dependencies, *, prefix: str = "") -> None
 def record_dependencies(
     run: Run, now: Dependencies, *, iteration: int, folder: str = "", accept_change: bool = False, prefix: str = ""
 ) -> None:
-    """Record the dependencies of a locked run from an iteration on, unless its last record is the same.
+    """Record the dependencies of a locked run from an iteration on. Nothing is written if they have not changed.
 
-    `folder` is the folder of the job: a job that was moved continues its run. Raises RunChanged if the dependencies
-    differ and `accept_change` is not set.
+    `folder` is the folder of the job. A run can continue after its job was moved to another folder. Raises RunChanged
+    if the dependencies differ and `accept_change` is not set.
     """
     if not accept_change:
         check_dependencies(run, now, prefix=prefix)

@@ -1,4 +1,5 @@
-"""Durable file operations of a local store. Their order ensures that no reader ever finds an incomplete file."""
+"""Durable file operations of a local store. They are ordered in such a way that no reader ever finds an incomplete
+file."""
 
 import fcntl
 import json
@@ -17,26 +18,26 @@ from typing import BinaryIO, Literal
 from infra.errors import BadInput
 
 TEMPORARY = ".tmp-"
-"""Prefix of the names of temporary files. Keys of a store cannot start with it."""
+"""Start of the names of temporary files. Keys of a store cannot start with this prefix."""
 
 _TURN_POLL_SECONDS = 0.005
 
 _locked_descriptors: set[int] = set()
-"""Descriptors of the files locked by this process. A forked child closes its copies, so the lock ends with the parent.
-"""
+"""File descriptors of the locks that this process holds. A forked child closes its copies of them, so that the locks
+end with the parent process."""
 
 
 @dataclass(frozen=True, slots=True)
 class LockState:
-    """State of a lock: `held` by a live process, `left` by a process that died, or free."""
+    """State of a lock: `held` by a live process, `left` behind by a process that died, or free."""
 
     state: Literal["held", "left", "free"]
     who: str = ""
-    """Process and host that have the lock, such as `process 12 on host`, or an empty string if unknown."""
+    """Process and host that hold the lock, such as `process 12 on host`, or an empty string if they are not known."""
 
 
 def read_lock_record(content: bytes, state: Literal["held", "left"]) -> LockState:
-    """Return the lock state with the process named in the lock's record."""
+    """Return the state of a lock, with the process that is named in the content of the lock file."""
     try:
         owner = json.loads(content)
         return LockState(state, f"process {owner['pid']} on {owner['host']}")
@@ -45,7 +46,7 @@ def read_lock_record(content: bytes, state: Literal["held", "left"]) -> LockStat
 
 
 def sweep(root: Path) -> None:
-    """Delete temporary files and scratch directories of dead processes.
+    """Delete temporary files and scratch directories of processes that have died.
 
     Live processes are recognized by the locks on their files. All temporary files are directly in the root, so the time
     does not depend on the size of the store.
@@ -67,7 +68,8 @@ def sweep(root: Path) -> None:
 
 @contextmanager
 def scratch_directory(root: Path) -> Iterator[Path]:
-    """Keep a temporary directory below the root for incomplete files, and delete it afterwards.
+    """Run the block with a temporary directory below the root, for files that are not complete. The directory is
+    deleted afterwards.
 
     If this process dies, the next `sweep` deletes the directory.
     """
@@ -99,10 +101,10 @@ def _open_scratch(root: Path) -> tuple[int, Path]:
 
 @contextmanager
 def lock_file(path: Path) -> Iterator[bool]:
-    """Run the block with a lock on a file, which then contains the name of this process. Yields False if another
-    process has the lock.
+    """Run the block with a lock on a file, in which the name of this process is written. Yield False if another process
+    has the lock.
 
-    The lock ends at the latest when the process ends. A normal end of the block removes the name from the file.
+    The lock ends when this process ends, at the latest. If the block ends normally, the name is removed from the file.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     _close_locks_in_forks()
@@ -123,7 +125,7 @@ def lock_file(path: Path) -> Iterator[bool]:
 
 
 def read_lock_state(path: Path) -> LockState:
-    """Return whether a file is locked, without writing to it. The check takes a shared lock for a moment."""
+    """Return whether a file is locked. Nothing is written to the file, but it is locked (shared) for a moment."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -141,7 +143,8 @@ def read_lock_state(path: Path) -> LockState:
 
 @cache
 def _close_locks_in_forks() -> None:
-    """Register a fork handler that closes the copies of the locked descriptors in every forked child. Runs once."""
+    """Register a handler that makes every forked child close its copies of the locked descriptors. Only the first call
+    has an effect."""
     os.register_at_fork(after_in_child=_close_locked)
 
 
@@ -151,10 +154,11 @@ def _close_locked() -> None:
 
 
 def publish_file(path: Path, data: bytes | Path, *, root: Path, durable: bool = True) -> bool:
-    """Write a temporary file in the root and link it to its path. Return False if the path exists.
+    """Write a temporary file in the root, and link it to its final path. Return False if the path already exists.
 
-    A file from a scratch directory of the root is linked without a copy. With `durable=False`, the file is complete for
-    every process even if this process is killed, but may be incomplete after a power failure before the next sync.
+    A file from a scratch directory of the root is linked without being copied. With `durable=False`, the file is
+    complete for all processes even if this process is killed. However, it may be incomplete after a power failure
+    before the next sync.
     """
     if isinstance(data, Path) and _is_scratch(data, root=root):
         return _link_whole(data, path, durable=durable)
@@ -199,7 +203,8 @@ def _write(data: bytes | Path, file: BinaryIO) -> None:
 
 
 def open_temporary(directory: Path) -> tuple[int, Path]:
-    """Create a temporary file that stays locked while this process keeps it open. Return its descriptor and path."""
+    """Create a temporary file, which stays locked while this process keeps it open. Return its descriptor and its
+    path."""
     while True:
         path = directory / f"{TEMPORARY}{secrets.token_hex(8)}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -219,10 +224,10 @@ def _try_lock(descriptor: int) -> bool:
 
 @contextmanager
 def locked_file(path: Path, *, seconds: float) -> Iterator[None]:
-    """Run the block with a lock on a temporary file, which excludes other threads and processes. Delete the file
+    """Run the block with a lock on a temporary file, which excludes other threads and processes. The file is deleted
     afterwards.
 
-    After `seconds` without the lock, the block runs without it.
+    If the lock is not available within `seconds`, the block runs without it.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -241,9 +246,9 @@ def locked_file(path: Path, *, seconds: float) -> Iterator[None]:
 
 
 def walk_files(root: Path) -> Iterator[tuple[str, str]]:
-    """Yield (directory, file name) pairs below a directory. Scratch directories are skipped.
+    """Yield (directory, file name) for each file below a directory. Scratch directories are skipped.
 
-    A directory that was deleted meanwhile is skipped. Raises OSError if a directory cannot be read.
+    A directory that is deleted in the meantime is skipped. Raises OSError if a directory cannot be read.
     """
 
     def refuse(error: OSError) -> None:
@@ -257,9 +262,10 @@ def walk_files(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def remove_empty(path: Path, *, root: Path) -> Path:
-    """Delete an empty directory below the root, and its parents while they are empty. Return the first remaining one.
+    """Delete an empty directory below the root, and its parents if they are empty too. Return the first directory that
+    remains.
 
-    A later write creates the directories again.
+    If a file is written there later, its directories are created again.
     """
     while path != root:
         try:
@@ -273,7 +279,7 @@ def remove_empty(path: Path, *, root: Path) -> Path:
 
 
 def checked_directory(root: Path) -> Path:
-    """Return the directory of a store. Raises BadInput if the path is a file or is below a file."""
+    """Return the directory of a store. Raises BadInput if the path is a file, or if one of its parents is a file."""
     nearest = _nearest(root)
     if not nearest.is_dir():
         below = "" if nearest == root else f" at {nearest}"
@@ -282,20 +288,20 @@ def checked_directory(root: Path) -> Path:
 
 
 def check_writable(root: Path) -> None:
-    """Raise BadInput if a store in this directory could not be written. Nothing is written, and the directory may not
-    exist."""
+    """Raise BadInput if this process could not write a store in this directory. Nothing is written, and the directory
+    need not exist."""
     nearest = _nearest(root)
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise BadInput(f"store {str(root)!r} is not writable: this user has no write permission for {nearest}")
 
 
 def _nearest(path: Path) -> Path:
-    """Return the path itself if it exists, or its nearest existing parent."""
+    """Return the path if it exists, otherwise its nearest parent that exists."""
     return next(each for each in (path, *path.parents) if each.exists() or each == each.parent)
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory and its parents durably."""
+    """Create a directory and its parents, and make them durable (fsync)."""
     if path.is_dir():
         return
     make_directory(path.parent)

@@ -1,4 +1,5 @@
-"""Epochs of a run. Each process that locks a run begins a new epoch, and commits under older epochs are refused."""
+"""Epochs of a run: numbers that increase whenever a process locks the run. Commits from processes of older epochs are
+refused."""
 
 import re
 from collections.abc import Callable
@@ -17,20 +18,22 @@ T = TypeVar("T")
 
 
 class SharedCall(Generic[T]):
-    """Function call that threads share. Threads that call at about the same time get the result of one function call.
+    """Function call whose result several threads share. Threads that call at about the same time get the result of one
+    call.
 
-    The shared function call always begins after the call of each thread, so that no thread gets an outdated result.
+    The function is always called after each of these threads has asked for the result, so that no thread gets an
+    outdated result.
     """
 
     def __init__(self, question: Callable[[], T]) -> None:
         self._question = question
         self._turn, self._asking = Lock(), Lock()
         self._next: Future[T] | None = None
-        """Result for the threads that called while the previous call was running."""
+        """Result for the threads that arrived while the previous call was running."""
 
     def call(self) -> T:
-        """Call the function, or wait for the result of the thread that is about to call it. Raises the function's
-        error."""
+        """Return the result of the function. Either call the function, or wait for another thread that is about to call
+        it. Raises the function's error."""
         with self._turn:
             answer, is_caller = self._next or Future[T](), self._next is None
             self._next = answer
@@ -46,18 +49,18 @@ class SharedCall(Generic[T]):
 
 
 class Epoch:
-    """Epoch of a run, as used by a process that commits under it."""
+    """Epoch of a run, as seen by a process that commits in this epoch. It ends when another process locks the run."""
 
     def __init__(self, store: Objects, number: int, *, renewed: bool) -> None:
-        """Store the number of an epoch. Set `renewed` if a lease is renewed regularly, because the renewals already
-        show whether the run still exists."""
+        """Create the epoch with this number. Set `renewed` if a lease is renewed regularly. The renewals already show
+        whether the run still exists."""
         self.number = number
         self._store, self._renewed = store, renewed
         self._shared_query = SharedCall(self._query_is_over)
 
     def is_over(self) -> bool:
-        """Whether a newer epoch has begun or the run was deleted. Threads that call this at the same time share one
-        query."""
+        """Whether a newer epoch has begun, or the run was deleted. If several threads call this at the same time, they
+        share one query to the store."""
         return self._shared_query.call()
 
     def _query_is_over(self) -> bool:
@@ -68,13 +71,13 @@ class Epoch:
 
 
 def newest_epoch(store: Objects) -> int:
-    """Return the number of the newest epoch, or 0 before the first."""
+    """Return the number of the newest epoch of a run, or 0 if none has begun."""
     names = store.children(LEASES.rstrip("/"))
     return max((int(lease[1]) for name in names if (lease := _LEASE.fullmatch(name))), default=0)
 
 
 def begin_epoch(store: Objects) -> int:
-    """Begin the next epoch and return its number."""
+    """Begin the next epoch of a run and return its number."""
     while True:
         number, here = newest_epoch(store) + 1, provenance_here()
         if store.put(_key(number), seal({"epoch": number, "host": here.host, "created": here.created})):

@@ -1,7 +1,8 @@
-"""Digests of users' files, computed in a child process so that the calling process maps no data into its memory.
+"""Digests of users' files. They are computed in a child process, so that the files are not mapped into the memory of
+this process.
 
-`python -m infra.store.file_digests` reads paths as a JSON list on stdin and prints a JSON list of their digests. On
-failure it prints one line about the problem and exits with code 2.
+`python -m infra.store.file_digests` reads a JSON list of files (path, size, time) on stdin, and prints a JSON list of
+digests. If it fails, it prints the problem in one line and exits with code 2.
 """
 
 import json
@@ -22,9 +23,9 @@ LABEL: Final = "the process that computes digests of data files"
 
 @cache
 def file_digests(files: tuple[tuple[Path, int, int], ...]) -> list[str]:
-    """Return the BLAKE3 digest of each file, given as (path, size in bytes, modification time in ns).
+    """Return the BLAKE3 digest of each file. A file is given as (path, size in bytes, modification time in ns).
 
-    Results are cached for the same list of files, sizes and times.
+    The result is cached for the same files with the same sizes and times.
 
     Raises BadInput if a file cannot be read, and WorkerFailed if the child process fails.
     """

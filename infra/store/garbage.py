@@ -1,9 +1,10 @@
-"""Garbage collection: deletes objects that no manifest of a run names, and whole runs that the user's rules select.
+"""Garbage collection: deletion of objects that no manifest of a run names, and of whole runs that match the user's
+rules.
 
 Killed workers leave garbage: shards without a manifest, bundles that were computed again, and work orders that are no
-longer used. The deleting process locks the run and begins a new epoch, so no process of an older epoch can commit a
-manifest that names a deleted object. If such a manifest is committed just before the new epoch begins, it is deleted by
-the process that committed it, or by this module.
+longer used. The deleting process locks the run and begins a new epoch. After that, no process of an older epoch can
+commit a manifest that names a deleted object. If such a manifest is committed just before the new epoch begins, it is
+deleted by the process that committed it, or by this module.
 """
 
 import re
@@ -29,17 +30,17 @@ from infra.store.tombstones import WHOLE_RUN, Deleted, find_tombstone, needed_ob
 MAX_PARALLEL = 8
 """Number of objects that are deleted in parallel."""
 TAGS = "tags/"
-"""Prefix of the journal entries with a run's tags."""
+"""Prefix of the journal entries that contain the tags of a run."""
 _LOOSE = re.compile(r"(orders|quarantine|shards)/.+")
 _BUNDLED = re.compile(r"(([a-z_]+)/[0-9a-f]{16})/.+")
 
 
 def find_garbage(run: Run, *, whole_run: bool = False) -> dict[str, list[Entry]]:
-    """Return the objects of a run that are garbage, by kind. With `whole_run`, return all objects.
+    """Return the garbage of a run, by kind of object. With `whole_run`, return all objects.
 
-    Objects are kept if a committed manifest names them, or a pending one, which is computed but not committed yet.
-    Raises Damaged if a manifest cannot be read or a named record is missing, because objects that are still needed
-    would then look like garbage.
+    An object is kept if a manifest names it. The manifest may be committed, or pending (computed but not committed
+    yet). Raises Damaged if a manifest cannot be read or a record is missing, because needed objects would then look
+    like garbage.
     """
     entries = run.store.entries("")  # listed before the manifests are read: newer objects are not garbage
     manifests = complete_manifests(run)
@@ -61,7 +62,8 @@ def find_garbage(run: Run, *, whole_run: bool = False) -> dict[str, list[Entry]]
 
 
 def collect_garbage(run: Run) -> dict[str, list[Entry]]:
-    """Delete the garbage of a locked run and return it. After an interruption, a second call deletes the rest.
+    """Delete the garbage of a locked run and return the deleted objects. If this is interrupted, a second call deletes
+    the rest.
 
     Raises Damaged and deletes nothing if a record of the run is missing or unreadable.
     """
@@ -78,7 +80,7 @@ def collect_garbage(run: Run) -> dict[str, list[Entry]]:
 def delete_all(run: Run, keys: Sequence[str]) -> None:
     """Delete objects of a locked run in parallel.
 
-    Raises Fenced as soon as another process may have locked the run.
+    Stops with Fenced as soon as another process may have locked the run.
     """
 
     def delete(key: str) -> None:
@@ -92,7 +94,8 @@ def delete_all(run: Run, keys: Sequence[str]) -> None:
 
 
 def _delete_late_manifests(run: Run, known: Collection[str], *, gone: set[str]) -> None:
-    """Delete manifests that another process committed after the manifests were read and that name deleted objects."""
+    """Delete manifests that name deleted objects and that another process committed after the manifests had been
+    read."""
     for entry in run.store.entries(MANIFESTS):
         if entry.key not in known:
             manifest = run.load(entry.key.removeprefix(MANIFESTS).removesuffix(".json"))
@@ -107,7 +110,8 @@ def _parts(manifest: Manifest) -> Iterator[str]:
 
 
 def delete_run(run: Run, *, why: str) -> dict[str, list[Entry]]:
-    """Delete the shards, policies and optimizer states of a locked run. Its record, manifests and reports stay.
+    """Delete the shards, policies and optimizer states of a locked run. The run's record, manifests and reports are
+    kept.
 
     Raises Damaged and deletes nothing if a record of the run is missing or unreadable.
     """
@@ -118,19 +122,19 @@ def delete_run(run: Run, *, why: str) -> dict[str, list[Entry]]:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Rules that select the runs to delete. A run is deleted only if every rule allows it. Without rules, no run is
-    deleted."""
+    """Rules that select runs for deletion. A run is selected only if it matches every rule. Without rules, no run is
+    selected."""
 
     older_than: timedelta | None = None
-    """Minimum time since the last commit of a run, by the store's clock."""
+    """Minimum age of the last commit of a run, by the store's clock."""
     keep: int | None = None
-    """Number of the newest runs that are kept."""
+    """Number of newest runs that are never selected."""
     tags: frozenset[str] = frozenset()
-    """Tags that protect a run from deletion."""
+    """Tags that protect a run. A run with one of these tags is never selected."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether the rules select no run."""
+        """Whether neither `older_than` nor `keep` is set, so that no run is selected."""
         return self.older_than is None and self.keep is None
 
     def __str__(self) -> str:
@@ -141,9 +145,9 @@ class Rules:
 
 
 def select_runs(store_uri: str, names: Collection[str], rules: Rules) -> dict[str, datetime]:
-    """Return the time of the last commit of each run that the rules select, by name.
+    """Return the runs that match the rules, by name, each with the time of its last commit.
 
-    Runs that another run of the store still needs are left out.
+    A run is not selected if another run of the store still needs it.
     """
     if rules.is_empty:
         return {}
@@ -161,34 +165,35 @@ def select_runs(store_uri: str, names: Collection[str], rules: Rules) -> dict[st
 
 
 def readable_runs(store_uri: str) -> Iterator[Run]:
-    """Open every run of a store that has a readable record."""
+    """Open every run of a store whose run record is readable."""
     for name in list_runs(store_uri):
         with suppress(Damaged):
             yield open_run(store_uri, name)
 
 
 def last_commit(run: Run) -> datetime:
-    """Return the time of a run's last commit by the store's clock. Tombstones do not count as commits."""
+    """Return the time of a run's last commit by the store's clock. Tombstones (records of deletions) do not count as
+    commits."""
     entries = [*run.store.entries(MANIFESTS), *run.store.entries(RECORD)]
     return max(entry.modified for entry in entries if not entry.key.startswith(f"{MANIFESTS}retention/"))
 
 
 def depends_on(other: Run, run: Run) -> bool:
-    """Whether another run refers to an object of this run and may not have copied it yet."""
+    """Whether another run refers to an object of this run that it may not have copied yet."""
     if other.name == run.name or linked_parts(other):  # a run with a finished part has copied all objects that it needs
         return False
     return any(f"{_address(text)}/".startswith(f"{run.store.uri}/") for text in _texts(recorded_config(other)))
 
 
 def _address(text: str) -> str:
-    """Return the store URI for a path."""
+    """Return the URI of the store that a text names by its path or address."""
     if text.startswith("s3://"):
         return text
     return (JobPath.locate(text) if isinstance(text, JobText) else Path(text)).resolve().as_uri()
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Yield all strings in a configuration, because each may be a path."""
+    """Yield all strings in a configuration. Each of them may be a path."""
     if isinstance(value, str) and "/" in value and value.isprintable():
         yield value
     elif isinstance(value, dict | list):
@@ -204,6 +209,6 @@ def tags_of(run: Run) -> frozenset[str]:
 
 
 def tag_run(run: Run, tags: Collection[str]) -> None:
-    """Record the tags of a locked run in its journal, unless they are unchanged."""
+    """Record the tags of a locked run in its journal. Nothing is written if they have not changed."""
     if {*tags} != tags_of(run):
         run.write_entry(f"{TAGS}{len(run.journal(TAGS)) + 1:04d}", {"tags": [*sorted(tags)]})

@@ -1,9 +1,11 @@
-"""Paths in settings: files and directories on this machine, or in a bucket from which they are downloaded to the cache.
+"""Paths in settings. A path names a file or directory on this machine, or in a bucket from which it is downloaded into
+the cache.
 
-A `Path` cannot contain the two slashes of `s3://`. Therefore an address has one slash in a `Path` object and two
-slashes in text. A relative path in a job file starts in the folder of this file, and a relative path on the command
-line in the working directory. Both become an absolute `JobPath`, which also stores the path relative to the folder of
-the job. A run records the relative path, so a run can continue after its job and files were moved to another folder.
+A `Path` object cannot contain the two slashes of `s3://`. Therefore an address has one slash in a `Path` and two
+slashes in text. A relative path in a job file starts in the folder of this file. A relative path on the command line
+starts in the working directory. Both become an absolute `JobPath`, which also stores the path relative to the folder of
+the job. A run records the relative path, so that it can continue after its job and its files were moved to another
+folder.
 """
 
 import os
@@ -26,45 +28,47 @@ def is_remote(path: Path) -> bool:
 
 
 def format_path(path: Path) -> str:
-    """Return the text of a path or address, with two slashes after `s3:`."""
+    """Return a path or an address as text. An address has two slashes after `s3:`."""
     return f"{_SCHEME}//{'/'.join(path.parts[1:])}" if is_remote(path) else str(path)
 
 
 class JobText(str):
-    """Text in a job file or an override that may be a relative path. Such a path starts in `folder`, and is recorded
+    """Text in a job file or an override, which may be a relative path. Such a path starts in `folder`, and is recorded
     relative to `job`."""
 
     folder: Path
-    """Absolute folder of the file with this text, or the working directory for an override."""
+    """Absolute path of the folder that contains the file with this text. For an override, this is the working
+    directory."""
     job: Path
-    """Absolute folder of the job file."""
+    """Absolute path of the folder that contains the job file."""
 
 
 class JobPath(PosixPath):
-    """Absolute path that was relative in a job file or an override. Paths derived from this path lack both fields."""
+    """Absolute path that was written as a relative path in a job file or an override. Paths derived from it are plain
+    paths without both fields."""
 
     relative: str = ""
-    """The same path relative to the folder of the job."""
+    """Path relative to the folder of the job."""
     job: str = ""
     """Folder of the job."""
 
     @classmethod
     def locate(cls, text: JobText) -> Self:
-        """Return the absolute path for the text of a relative path."""
+        """Return the absolute path for a text that contains a relative path."""
         path = cls(text.folder / text)
         path.relative, path.job = os.path.relpath(path, text.job), str(text.job)
         return path
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Keep both fields when the path is copied or pickled."""
+        """Return the state for copying and pickling, so that both fields are kept."""
         return type(self), (str(self),), self.__dict__
 
 
 def place_texts(document: object, folder: Path | str, *, job: Path | str | None = None) -> object:
-    """Return a document in which relative paths start in `folder` and are recorded relative to `job` (default:
-    `folder`).
+    """Return a copy of a document in which each text is a `JobText`. Relative paths start in `folder`, and are recorded
+    relative to `job` (default: `folder`).
 
-    An empty `folder` returns the document unchanged. Text that is already a `JobText` stays as it is.
+    If `folder` is empty, the document is returned unchanged. A text that is already a `JobText` is kept.
     """
     if folder == "":
         return document
@@ -86,8 +90,8 @@ def _place(document: object, folder: Path, job: Path) -> object:
 
 
 def _locate(value: object) -> object:
-    """Return an absolute path for a relative path in a `JobText`. Raises ValueError for unsupported or missing
-    locations."""
+    """Convert a relative path in a `JobText` to an absolute path. Raises ValueError if the location is missing or its
+    kind is not supported."""
     if isinstance(value, str) and (scheme := re.match(r"(?!s3:)\w+://", value)):
         raise ValueError(
             f"{value!s}: {scheme[0]} addresses are not supported. Download the file and set its path, or copy it to a "
@@ -105,29 +109,30 @@ def _locate(value: object) -> object:
 
 
 def _locate_program(value: object) -> object:
-    """Return an absolute path for a relative path of a program. A name without `/` is searched on PATH."""
+    """Convert the relative path of a program to an absolute path. A name without `/` is searched in PATH."""
     if not isinstance(value, str) or "/" not in value:
         return value
     return _locate(value) if isinstance(value, JobText) else str(Path(value).absolute())
 
 
 class PathNames:
-    """Names of paths in the record of a run: relative to the job's folder if they were relative in the job.
+    """Names of paths in the record of a run. If a path was relative in the job, its name is relative to the folder of
+    the job.
 
-    `recorded` is the configuration in the record of an existing run. If the record has another name for a path
-    (absolute, or relative to the working directory, as in older versions), that name is kept.
+    `recorded` is the configuration of an existing run. If it contains another name of a path (absolute, or relative to
+    the working directory, as in older versions), this name is kept.
     """
 
     def __init__(self, settings: BaseModel, recorded: Mapping[str, JsonValue] | None = None) -> None:
         self._recorded = {_full(text): text for text in _texts(recorded or {})}
         found = [path for path in paths_in(settings) if isinstance(path, JobPath) and path.relative]
         self.folder = next((path.job for path in found), "")
-        """Folder of the job, or "" if no path is relative to the folder."""
+        """Folder of the job, or "" if no path is relative to this folder."""
         self._parents = {str(path.parent): str(Path(path.relative).parent) for path in found}
         self._parents |= {str(path): path.relative for path in found}
 
     def name(self, path: Path) -> str:
-        """Return the recorded name of a path of the settings, or of a path below it or next to it."""
+        """Return the recorded name of a path in the settings, or of a path that is below or next to such a path."""
         text = self._relative(path) or format_path(path)
         return text if text in self._recorded.values() else self._recorded.get(_full(path), text)
 
@@ -145,7 +150,7 @@ def _full(path: Path | str) -> str:
 
 
 def paths_in(value: object) -> Iterator[Path]:
-    """Yield all paths in settings."""
+    """Yield all paths that settings contain."""
     match value:
         case Path():
             yield value
@@ -175,20 +180,21 @@ def _serialize(path: Path, info: SerializationInfo) -> str:
 _AS_TEXT: Final = PlainSerializer(_serialize, return_type=str, when_used="json")
 
 Location = Annotated[Path, BeforeValidator(_locate), _AS_TEXT]
-"""Path on this machine, or an address `s3://bucket/name`. All paths in a configuration have this type, `LocalPath` or
-`Program`."""
+"""Path on this machine, or an address `s3://bucket/name`. All paths in a configuration have the type `Location`,
+`LocalPath` or `Program`."""
 
 LocalPath = Annotated[Path, BeforeValidator(_locate), _AS_TEXT]
 """Path on this machine."""
 
 Program = Annotated[Path, BeforeValidator(_locate_program), _AS_TEXT]
-"""Program: a path with `/`, or a name on PATH."""
+"""Program, given as a path with `/` or as a name that is searched in PATH."""
 
 
 def fetch_path(path: Path) -> Path:
-    """Return a local path for a file or directory. A file or directory in a bucket is first downloaded into the cache.
+    """Return a local path of a file or directory. If it is in a bucket, it is downloaded into the cache first.
 
-    Files in the cached directory that no longer exist in the bucket are deleted. Raises BadInput if nothing is found.
+    Files of a cached directory that no longer exist in the bucket are deleted. Raises BadInput if the file or directory
+    does not exist.
     """
     if not is_remote(path):
         return path
@@ -211,7 +217,7 @@ def fetch_path(path: Path) -> Path:
 
 
 def has_run(path: Path) -> bool:
-    """Whether a path is the directory of a run."""
+    """Whether a path is the directory of a run, that is, contains a run record."""
     if not is_remote(path):
         return (path / "run.json").is_file()
     return len(path.parts) > 1 and open_store(format_path(path)).exists("run.json")

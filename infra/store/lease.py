@@ -1,8 +1,9 @@
-"""Lease on a key in a bucket: a lock that expires unless its holder renews it by compare-and-swap.
+"""Lease on a key in a bucket. A lease is a lock that expires unless its holder renews it, which is done by
+compare-and-swap.
 
 The holder renews its lease in a thread. If a lease expires, because the server or this process was suspended, the
 holder must renew the lease before it continues. The renewal succeeds only if no other process has taken the key in the
-meantime. If a process commits without this check, its commits are refused because its epoch is over.
+meantime. If a process commits without this check, its commits are refused because a newer epoch has begun.
 """
 
 import json
@@ -22,37 +23,37 @@ from infra.store.bucket import Bucket
 from infra.store.disk import LockState, read_lock_record
 
 LEASE_SECONDS = 30.0
-"""Seconds after which a lease expires. A run whose driver died on another machine can continue after this time. A
-driver may commit for this time without a response to its renewals."""
+"""Seconds after which a lease expires if it is not renewed. If the driver of a run died, another machine can continue
+the run after this time. A driver may commit for this time without a response to its renewals."""
 _RENEWALS = 6
-"""Number of renewals in the time after which a lease expires."""
+"""Number of renewals within the lifetime of a lease."""
 _SLACK = timedelta(seconds=2)
-"""Tolerance for the server's times, which have a resolution of one second."""
+"""Tolerance for the server's times, which have a resolution of only one second."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class BucketLease:
-    """Lease held by this process."""
+    """Lease that this process holds."""
 
     bucket: Bucket
     key: str
     seconds: float
     version: str
     until: float
-    """Time at which the lease expires, in seconds on the monotonic clock of this process."""
+    """Time at which the lease expires, in seconds on the monotonic clock of this machine."""
     owner: str
-    """Random token that identifies the lease records of this process."""
+    """Random token that marks the lease records of this process."""
     is_lost: bool = False
-    """Whether another process has taken the key."""
+    """Whether another process has acquired the lease in the meantime."""
     _turn: Lock = field(default_factory=Lock)
-    """Lock held while a thread renews the lease."""
+    """Lock that a thread holds while it renews the lease."""
 
     def check(self) -> None:
         """Renew the lease if it has expired.
 
-        Raises Fenced if another process has taken the name, and StoreFailed if the server does not answer.
+        Raises Fenced if another process has acquired the lease, and StoreFailed if the server does not respond.
         """
         if not self.is_lost and time.monotonic() >= self.until:
             self.renew(self.seconds)
@@ -63,7 +64,8 @@ class BucketLease:
             )
 
     def renew(self, seconds: float) -> None:
-        """Extend the lease by `seconds`, unless another process has taken the key. 0 seconds release the key."""
+        """Extend the lease by `seconds`, unless another process has acquired it. With 0 seconds, the lease is
+        released."""
         with self._turn:
             began = time.monotonic()
             if self.is_lost:
@@ -77,15 +79,15 @@ class BucketLease:
                 self.version, self.until = version, began + seconds
 
     def _find_own_record(self) -> str:
-        """Return the ETag of the current lease record if this process wrote the record but did not get the response.
-        Otherwise return ""."""
+        """Return the ETag of the lease record if this process wrote the record but the response was lost. Otherwise
+        return ""."""
         current = self.bucket.read(self.key)
         return current[1].tag if current is not None and json.loads(current[0]).get("owner") == self.owner else ""
 
 
 @contextmanager
 def acquire_lease(bucket: Bucket, key: str, *, seconds: float = LEASE_SECONDS) -> Iterator[BucketLease | None]:
-    """Keep a lease on a key during the block, or yield None if another live process renews its lease.
+    """Hold a lease on a key during the block. Yield None if another live process holds and renews a lease on the key.
 
     If another process has a lease but does not renew it, wait until this lease expires.
     """
@@ -105,7 +107,8 @@ def acquire_lease(bucket: Bucket, key: str, *, seconds: float = LEASE_SECONDS) -
 
 
 def read_lease_state(bucket: Bucket, key: str) -> LockState:
-    """Return whether a key is leased, and by which process. An expired lease that was not released counts as `left`."""
+    """Return whether there is a lease on a key, and which process holds it. A lease that expired without being released
+    has the state `left`."""
     current = bucket.read(key)
     if current is None:
         return LockState("free")
@@ -160,7 +163,7 @@ def _acquire(bucket: Bucket, key: str, seconds: float) -> BucketLease | None:
 
 
 def _content(seconds: float, owner: str) -> bytes:
-    """Return a lease record with the holder and the seconds until the lease expires. No two records are equal."""
+    """Return the content of a lease record: its holder, and the seconds until it expires. All records are different."""
     holder = {"pid": os.getpid(), "host": socket.gethostname(), "seconds": seconds, "owner": owner}
     return json.dumps(holder | {"token": secrets.token_hex(16)}).encode()
 

@@ -1,7 +1,7 @@
-"""Text file next to a run's objects, to which lines are appended.
+"""Text file in the directory of a run, to which lines are appended.
 
-It is the only file in a store that changes. Digests, copies and verification ignore this file, because it can be
-computed again. Writers append complete lines, and lock the file while they do so.
+This is the only file of a run that changes. It is not covered by digests, copies and verification, because its content
+can be computed again. Writers lock the file and append only complete lines.
 """
 
 import fcntl
@@ -16,11 +16,11 @@ from infra.errors import StoreFailed
 from infra.store.storage import Store
 
 TAIL_BYTES: Final = 1 << 16
-"""Number of bytes read from the end of the file. Longer than any line."""
+"""Number of bytes that are read from the end of the file. Every line is shorter than this."""
 
 
 def replace_lines(store: Store, key: str, lines: Iterable[str]) -> None:
-    """Write the whole file again with these lines."""
+    """Replace the content of the file by these lines."""
     content = "".join(f"{line}\n" for line in lines).encode()
     if store.is_remote:
         store.delete(key)
@@ -30,8 +30,11 @@ def replace_lines(store: Store, key: str, lines: Iterable[str]) -> None:
 
 
 def extend_lines(store: Store, key: str, more: Callable[[str], Iterable[str] | None]) -> bool:
-    """Append the lines that `more` returns for the last line of the file, or for "" if the file is empty. Return False
-    and write nothing if `more` returns None or the last line is incomplete. Only for local stores."""
+    """Append lines to the file. Only for local stores.
+
+    The function `more` gets the last line of the file (or "" if the file is empty) and returns the lines to append.
+    Return False and write nothing if `more` returns None or the last line is incomplete.
+    """
     grown = True
 
     def added(tail: bytes) -> tuple[int | None, bytes]:
@@ -47,7 +50,8 @@ def extend_lines(store: Store, key: str, more: Callable[[str], Iterable[str] | N
 
 
 def _write(store: Store, key: str, change: Callable[[bytes], tuple[int | None, bytes]]) -> None:
-    """Lock the file, pass its last bytes to `change`, and apply the returned cut (size or None) and appended bytes.
+    """Lock the file and change its end. The function `change` gets the last bytes of the file. It returns the size to
+    which the file is cut (or None) and the bytes to append.
 
     Raises StoreFailed if the file cannot be written.
     """

@@ -1,6 +1,6 @@
-"""Manifests: immutable JSON records of what each stage committed.
+"""Manifests: immutable JSON records of the results that each stage has committed.
 
-Readers use only the shards and bundles that a manifest names.
+A result exists only if a manifest names it. Readers use no other shards and bundles.
 """
 
 import platform
@@ -13,7 +13,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, JsonValue, ValidationError
 
-from infra.config import Settings, Since, omit_unchanged_keys, read_recorded
+from infra.config import Settings, Since, encode_recorded, read_recorded
 from infra.costs import Cost
 from infra.errors import Damaged
 from infra.store.bundles import BundleRef
@@ -36,25 +36,28 @@ ManifestKey = Annotated[str, AfterValidator(_checked_key)]
 
 
 class Provenance(Settings):
-    """Origin of a manifest: who committed it, when, and how long the work took. No result depends on these values."""
+    """Origin of a manifest: which process committed it, when, and how long the work took. Results do not depend on
+    these values."""
 
     epoch: int = 0
-    """Epoch of the process that committed the manifest. `Run.commit` sets it."""
+    """Epoch in which the manifest was committed. A new epoch begins whenever a process locks the run. Set by
+    `Run.commit`."""
     worker: str = ""
-    """Name of the worker that did the work, or an empty string."""
+    """Name of the worker that computed the result, or an empty string if no worker was involved."""
     host: str = ""
-    """Host name of the machine that committed the manifest."""
+    """Name of the machine on which the manifest was committed."""
     created: str = ""
     """UTC time of the commit in ISO format, for people. No decision depends on it."""
     seconds: dict[str, float] = {}
-    """Durations in seconds, by name of the step."""
+    """Duration of each step in seconds, by name of the step."""
     requests: Annotated[dict[str, int], Since("0.1.0", before={})] = {}
-    """Number of requests sent to the run's store, by HTTP verb. Empty unless the store is in a bucket."""
+    """Number of requests to the run's store, by HTTP verb. Empty for a local store."""
     costs: Annotated[dict[str, Cost], Since("0.1.0", before={})] = {}
-    """Costs of an iteration or evaluation, by role. Only the last manifest of an iteration or evaluation has them."""
+    """Costs of an iteration or evaluation, by role. Empty in all manifests except the last of the iteration or
+    evaluation."""
     alarms: Annotated[dict[str, str], Since("0.1.0", before={})] = {}
-    """Messages of the alarms that an iteration raised, by name of the alarm. Only the iteration's last manifest has
-    them."""
+    """Messages of the alarms of an iteration, by name of the alarm. Empty in all manifests except the last of the
+    iteration."""
 
 
 def provenance_here(
@@ -65,7 +68,7 @@ def provenance_here(
     costs: Mapping[str, Cost] | None = None,
     alarms: Mapping[str, str] | None = None,
 ) -> Provenance:
-    """Return the provenance of a manifest that is created on this machine now."""
+    """Return the provenance of a manifest that is created now on this machine."""
     created = datetime.now(UTC).isoformat(timespec="milliseconds")
     return Provenance(
         worker=worker,
@@ -79,7 +82,7 @@ def provenance_here(
 
 
 def versions_here() -> dict[str, str]:
-    """Return the installed versions of Python, pyarrow and torch, or "none" for a library that is not installed."""
+    """Return the versions of Python, pyarrow and torch. A library that is not installed has the version "none"."""
     versions = {"python": platform.python_version()}
     for package in ("pyarrow", "torch"):
         try:
@@ -90,45 +93,45 @@ def versions_here() -> dict[str, str]:
 
 
 class Manifest(Settings):
-    """Committed result of one step of a stage. A committed manifest never changes."""
+    """Committed result of one step of a stage. A manifest never changes after its commit."""
 
     key: ManifestKey
-    """Key of the manifest inside the run, such as `it-0003/rollout/0001`."""
+    """Key of the manifest in the run, such as `it-0003/rollout/0001`."""
     run: str = ""
-    """Fingerprint of the configuration under which the manifest was created. `Run.commit` sets it."""
+    """Fingerprint (digest) of the run's configuration. Set by `Run.commit`."""
     shards: tuple[ShardRef, ...] = ()
-    """Shards (tables) of the result, in order."""
+    """Shards (immutable tables) of the result, in order."""
     bundles: dict[str, BundleRef] = {}
-    """Bundles (stored directories) of the result, by their role in this stage, such as `weights`."""
+    """Bundles (immutable directories) of the result, by their purpose in this stage, such as `weights`."""
     parents: tuple[str, ...] = ()
-    """Digests of the manifests from which this one was computed."""
+    """Digests of the manifests from which this result was computed."""
     metrics: dict[str, float] = {}
-    """Numbers that depend only on the inputs of the stage."""
+    """Metrics of the result. They depend only on the inputs of the stage."""
     detail: dict[str, JsonValue] = {}
-    """Other facts that depend only on the inputs of the stage."""
+    """Additional information about the result. It depends only on the inputs of the stage."""
     provenance: Provenance = Field(default_factory=provenance_here)
-    """Origin of the manifest: who committed it, when, and how long the work took. Not part of the digest."""
+    """Origin of the manifest. It is not covered by the digest."""
 
     @property
     def digest(self) -> str:
-        """BLAKE3 of the canonical JSON of all fields except `provenance`. Equal results have equal digests."""
+        """BLAKE3 digest of the canonical JSON of all fields except `provenance`. Equal results have equal digests."""
         return record_digest(self._result())
 
     def encode(self) -> bytes:
-        """Encode the manifest as checksummed JSON with its fields, its digest and its provenance."""
+        """Encode the manifest as checksummed JSON, with all fields and the digest."""
         provenance = self.provenance.as_recorded()
         return seal({**self._result(), "digest": self.digest, "provenance": provenance}, version=MANIFEST_VERSION)
 
     def _result(self) -> dict[str, JsonValue]:
         without = {"provenance"} if self.run else {"provenance", "run"}
-        result = omit_unchanged_keys(self.model_dump(mode="json", exclude=without), self)
+        result = encode_recorded(self.model_dump(mode="json", exclude=without), self)
         return {**result, "schema_version": str(MANIFEST_VERSION)}
 
 
 def decode_manifest(data: bytes, *, key: str) -> Manifest:
-    """Decode the file of a manifest.
+    """Decode a manifest from the content of its file.
 
-    Raises Damaged if the checksum or the digest is wrong, or if the manifest is not the one with this key.
+    Raises Damaged if the checksum or the digest is wrong, or if the manifest has another key.
     """
     where = f"manifest {key!r}"
     record = unseal(data, where=where, version=MANIFEST_VERSION)

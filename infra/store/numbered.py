@@ -1,9 +1,10 @@
-"""Numbered records in a folder, and a chain of entries that reveals the loss of a record. Records never change.
+"""Numbered records in a folder, with a chain (hash-linked list) of entries that reveals lost records. Records never
+change.
 
 A record is written under the next number if this number is free. If several processes write at the same time, exactly
-one of them gets the number. After each record, a chain entry is written with the digests of the record and of the
-previous chain entry. If the newest record is deleted, its chain entry still exists. Readers therefore notice the loss
-and do not use the previous record instead.
+one of them gets the number. After each record, a chain entry is written, with the digests of the record and of the
+previous chain entry. If the newest record is deleted, its chain entry still exists. Readers therefore detect the loss,
+instead of using the previous record.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,27 +21,27 @@ _CHAIN = "chain/"
 
 
 class ChainEntry(Settings):
-    """Entry of the chain, which is written after the record of the same number."""
+    """Entry of the chain. It is written after the record with the same number."""
 
     number: int
     """Number of the record."""
     record: str
-    """BLAKE3 of the record's file."""
+    """BLAKE3 digest of the record's file."""
     previous: str
-    """BLAKE3 of the previous entry, or an empty string in the first entry."""
+    """BLAKE3 digest of the previous entry, or an empty string if this is the first."""
 
 
 class NumberedRecords:
-    """Checksummed records with the numbers 1, 2, 3, … in a store, and their chain. `owner` is their name in
-    messages."""
+    """Checksummed records with the numbers 1, 2, 3, … in a store, and the chain that protects them. `owner` describes
+    the records in messages."""
 
     def __init__(self, store: Store, owner: str) -> None:
         self.store, self.where = store, f"{owner} in {store.uri}"
 
     def read(self) -> list[bytes]:
-        """Return the files of all records in order.
+        """Return the content of all record files in order.
 
-        Raises Damaged if a record is missing or is not the one that the chain names.
+        Raises Damaged if a record is missing, or differs from the digest in its chain entry.
         """
         # The chain is listed first: a writer publishes a record before its entry.
         named, numbers = max(self._numbers(_CHAIN), default=0), self._numbers(_RECORDS)
@@ -60,14 +61,14 @@ class NumberedRecords:
         return contents
 
     def put(self, number: int, content: bytes) -> bool:
-        """Write a record and its entry. Return False, with nothing written, if another writer has the number."""
+        """Write a record and its chain entry. Return False and write nothing if another writer has used the number."""
         if not self.store.put(_key(number), content):
             return False
         self._extend_chain()
         return True
 
     def check_chain(self) -> Iterator[str]:
-        """Yield one line for each entry of the chain that is missing or does not fit the records."""
+        """Yield one line for each chain entry that is missing or does not match the records."""
         contents, numbers = self.read(), self._numbers(_CHAIN)
         expected = _entries(contents)
         for number in range(1, max(numbers, default=0) + 1):
@@ -78,16 +79,16 @@ class NumberedRecords:
                 yield f"{self.where}: {key!r} does not match its record or the previous entry"
 
     def unprotected(self) -> int:
-        """Return the number of the newest record if no entry of the chain names it, else 0.
+        """Return the number of the newest record if it has no chain entry, otherwise 0.
 
-        The loss of such a record would not be noticed. Records that an older version of Rheostat wrote have no chain.
+        The loss of such a record would not be detected. Records that an older version of Rheostat wrote have no chain.
         When the next record is written, the missing entries of all earlier records are added.
         """
         named, newest = max(self._numbers(_CHAIN), default=0), max(self._numbers(_RECORDS), default=0)
         return newest if newest > named else 0
 
     def _extend_chain(self) -> None:
-        """Write the entries that are missing. Processes that do so at the same time write the same bytes."""
+        """Write the missing chain entries. If several processes do so at the same time, they write the same bytes."""
         contents, written = self.read(), self._numbers(_CHAIN)
         for number, entry in enumerate(_entries(contents), start=1):
             if number not in written:
@@ -99,7 +100,7 @@ class NumberedRecords:
 
 
 def _entries(contents: Sequence[bytes]) -> list[bytes]:
-    """Return the files of the chain's entries, which follow from the files of all records alone."""
+    """Return the content of all chain entries. They can be computed from the content of the records alone."""
     entries, previous = list[bytes](), ""
     for number, content in enumerate(contents, start=1):
         entry = ChainEntry(number=number, record=blake3(content).hexdigest(), previous=previous)

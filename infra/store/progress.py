@@ -1,7 +1,8 @@
-"""Progress notes of a long training, which its first rank writes to the run's store for users who watch the run.
+"""Progress notes of a long training: small records in the run's store, for users who watch the run. The first rank
+writes them.
 
-No result depends on the notes. Each note replaces the previous note. The last note is deleted when the training ends,
-or by the next training if the process was killed.
+Results do not depend on the notes. Each note replaces the previous note. The last note is deleted when the training
+ends. If the process is killed, the next training deletes the note.
 """
 
 import time
@@ -17,14 +18,14 @@ from infra.store.storage import Objects
 NOTES: Final = "report/steps/"
 GOALS: Final = "report/goal/"
 NOTE_SECONDS: Final = 3.0
-"""Minimum time in seconds between two notes, because each may be a request to a server."""
+"""Minimum seconds between two notes, because writing a note may require a request to a server."""
 
 
 class StepsNote(Settings):
-    """Progress of a training that is running."""
+    """Progress note: the number of optimizer steps that a running training has done, and its recent loss."""
 
     step: int
-    """Number of optimizer steps done."""
+    """Number of optimizer steps done so far."""
     steps: int
     """Total number of optimizer steps."""
     loss: float
@@ -32,7 +33,7 @@ class StepsNote(Settings):
 
 
 class StepNotes:
-    """Writer of the progress notes of one training. Ranks without a store write nothing."""
+    """Writer of the progress notes of one training. A rank without a store writes nothing."""
 
     def __init__(self, store: Objects | None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._store, self._clock = store, clock
@@ -41,7 +42,8 @@ class StepNotes:
             clear_notes(store)
 
     def report(self, step: int, steps: int, loss: float) -> None:
-        """Replace the last note, unless it was written less than `NOTE_SECONDS` ago."""
+        """Write a note that replaces the previous one. Do nothing if the previous note was written less than
+        `NOTE_SECONDS` ago."""
         if self._store is None or self._clock() - self._written < NOTE_SECONDS:
             return
         before, self._key, self._written = self._key, f"{NOTES}{step:07d}.json", self._clock()
@@ -51,19 +53,19 @@ class StepNotes:
             self._store.delete(before)
 
     def end(self) -> None:
-        """Delete the last note."""
+        """Delete the progress note, because the training has ended."""
         if self._store is not None and self._key:
             self._store.delete(self._key)
 
 
 def clear_notes(store: Objects) -> None:
-    """Delete the notes that a killed training left."""
+    """Delete the progress notes that remain if a training was killed."""
     for entry in store.entries(NOTES):
         store.delete(entry.key)
 
 
 def newest_note(store: Objects) -> StepsNote | None:
-    """Return the newest note of a running training, or None if there is none."""
+    """Return the newest progress note of a running training, or None if there is none."""
     try:
         entries = store.entries(NOTES)
         content = store.find(entries[-1].key) if entries else None
@@ -73,19 +75,20 @@ def newest_note(store: Objects) -> StepsNote | None:
 
 
 class Goal(Settings):
-    """Requested number of iterations of a run, as passed to the process that trains it."""
+    """Number of iterations that the user has requested for a run, as passed to the process that trains it."""
 
     iterations: int
     """Total number of iterations."""
 
 
 def write_goal(store: Objects, iterations: int, *, epoch: int) -> None:
-    """Record the requested number of iterations of a run. This number is not in the run record, because no result
-    depends on it."""
+    """Record the number of iterations that was requested for a run. It is not part of the run record, because results
+    do not depend on it."""
     store.put(f"{GOALS}{epoch:06d}.json", Goal(iterations=iterations).model_dump_json().encode(), durable=False)
 
 
 def newest_goal(store: Objects) -> int | None:
-    """Return the number of iterations that was requested from the newest process of a run, or None if not recorded."""
+    """Return the number of iterations that was requested when the run was last started, or None if it was not
+    recorded."""
     entries = store.entries(GOALS)
     return None if not entries else Goal.model_validate_json(store.read(entries[-1].key)).iterations

@@ -1,9 +1,9 @@
-"""Locks on bundles that other processes read while the run continues.
+"""Locks with which a process protects bundles while it reads them, although the run continues.
 
 Retention and garbage collection do not delete the files of these bundles. A reader locks a key below `readers/` while
-it reads. The lock ends at the latest when the reader's process ends. The reader checks for a tombstone (the record of a
-deletion) after it has the lock. A deleting process checks for readers after it has committed the tombstone. Therefore
-at least one of the two notices the other.
+it reads. The lock ends at the latest when the reader's process ends. Once it has the lock, the reader checks for a
+tombstone (the record of a deletion). A deleting process checks for readers after it has committed the tombstone.
+Therefore at least one of the two processes notices the other.
 """
 
 import logging
@@ -17,7 +17,8 @@ from infra.store.bundles import BundleRef
 from infra.store.storage import Store
 
 READERS: Final = "readers/"
-"""Prefix of the keys that readers lock: 16 digits of the bundle's digest, a dash and a random number."""
+"""Prefix of the keys that readers lock. The prefix is followed by 16 digits of the bundle's digest, a dash and a random
+number."""
 _ATTEMPTS: Final = 5
 
 logger = logging.getLogger(__name__)
@@ -25,9 +26,10 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def keep_while_read(store: Store, bundles: Collection[BundleRef]) -> Iterator[None]:
-    """Run the block while no process deletes the files of these bundles, unless they had a tombstone before.
+    """Run the block while no other process deletes the files of these bundles, unless their deletion has already begun.
 
-    If this process may not write to the store, a warning reports that the files may be deleted meanwhile.
+    If this process is not allowed to write to the store, a warning is logged that the files may be deleted in the
+    meantime.
     """
     with ExitStack() as stack:
         for bundle in bundles:
@@ -55,8 +57,8 @@ def _release(store: Store, key: str) -> None:
 
 
 def bundles_in_use(store: Store) -> frozenset[str]:
-    """Return the first 16 digits of the digests of bundles that live processes read. Keys of dead readers are
-    deleted."""
+    """Return the bundles that live processes are reading, as the first 16 digits of their digests. Keys of readers that
+    died are deleted."""
     in_use = set[str]()
     for name in store.children(READERS.rstrip("/")):
         state = store.lock_state(f"{READERS}{name}").state

@@ -1,8 +1,8 @@
-"""Registries: the versions of a retrained policy, as numbered records that never change.
+"""Registries: the versions of a retrained policy, stored as numbered records that never change.
 
-The newest record with a promotion or a rollback defines the champion, the policy that is in use. There is no separate
-pointer to the champion, which could be lost, damaged or changed by two processes. A chain protects the records. Without
-the chain, a loss of the newest record would go unnoticed, and the previous champion would be used again.
+The newest promotion or rollback record defines the champion, the policy that is in use. There is no separate pointer to
+the champion that could be lost, damaged, or changed by two processes at once. A chain (hash-linked list) protects the
+records. Without it, the loss of the newest record would not be noticed, and the previous champion would be used again.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,79 +18,82 @@ from infra.store.numbered import NumberedRecords
 from infra.store.storage import Store, open_store
 
 REGISTRIES: Final = "registry"
-"""Folder of a store with its registries, next to the runs."""
+"""Folder of the registries in a store, next to the runs."""
 POLICIES: Final = "policies"
-"""Prefix of the policy bundles in a registry."""
+"""Prefix of the keys of policy bundles in a registry."""
 RETRAINS: Final = "retrains"
-"""Folder of a registry with one record for each retrain, which is written when the retrain begins."""
+"""Folder of a registry that contains one record for each retrain, written when the retrain begins."""
 
 Kind = Literal["promote", "rollback", "proposal", "refuse", "keep", "reject", "invalid"]
 
 
 class RegistryRecord(Settings):
-    """Record of a decision about a challenger, or of a rollback of the champion."""
+    """Record of a decision: whether a challenger (a new policy) becomes the champion, or a rollback to an earlier
+    champion."""
 
     number: int
-    """Number of the record, counted from 1 without gaps."""
+    """Number of the record. Records are numbered from 1 without gaps."""
     kind: Kind
-    """Decision. `promote` and `rollback` change the champion. `proposal` waits for a signature, and `refuse` ends the
-    wait. The other kinds keep the champion."""
+    """Kind of decision. `promote` and `rollback` change the champion. `proposal` waits for a signature, and `refuse`
+    ends the wait. All other kinds leave the champion unchanged."""
     policy: str
-    """Digest of the bundle with the policy's weights."""
+    """Digest of the bundle that contains the policy's weights."""
     bundle: BundleRef | None = None
-    """Copy of the policy's directory in the registry, or None if the files were not kept."""
+    """Copy of the policy in the registry, or None if its files were not kept."""
     run: str
     """Name of the run that trained the policy."""
     iteration: int
-    """Number of iterations for which the policy was trained in the run."""
+    """Number of iterations for which the run had trained the policy."""
     previous: int = 0
     """Number of the record that defined the previous champion, or 0 if there was no champion."""
     gate: JsonValue = None
-    """Measurements and rules of the gate, or None if no gate was evaluated."""
+    """Measurements and rules of the gate (the comparison of challenger and champion), or None if it was not
+    evaluated."""
     reason: str
-    """Reason of the decision, in words."""
+    """Reason for the decision, in words."""
     who: str
     """Person or flow that requested the decision."""
     when: str
     """UTC time in ISO format, for people. No decision depends on it."""
     version: str
-    """Version of the code that wrote the record."""
+    """Version of the Rheostat code that wrote the record."""
 
     @property
     def is_champion(self) -> bool:
-        """Whether the record defines a new champion."""
+        """Whether the record changes the champion."""
         return self.kind in ("promote", "rollback")
 
 
 MakeRecord = Callable[[int, RegistryRecord | None], RegistryRecord | None]
-"""Function that builds a record from its number and the champion's record, or returns None to write nothing."""
+"""Function that builds a new record from its number and the champion's record. It returns None if no record is to be
+written."""
 
 
 class Registry:
-    """Registry of policy versions, which has a name in a store."""
+    """Registry of the versions of a policy, identified by a name in a store."""
 
     def __init__(self, store: Store, name: str) -> None:
         self.store, self.name = store, name
         self.numbered = NumberedRecords(store, f"registry {name!r}")
 
     def records(self) -> list[RegistryRecord]:
-        """Return all records in order. Raises Damaged if a record is missing, damaged, replaced or under the
-        wrong number."""
+        """Return all records in order. Raises Damaged if a record is missing, damaged, replaced, or has the wrong
+        number."""
         return [self._decode(number, content) for number, content in enumerate(self.numbered.read(), start=1)]
 
     def champion(self) -> RegistryRecord | None:
-        """Return the record that set the champion, or None before the first promotion."""
+        """Return the record that defines the present champion, or None before the first promotion."""
         return champion_of(self.records())
 
     def canary(self) -> RegistryRecord | None:
-        """Return the newest proposal that waits for a decision, or the champion's record if no proposal waits."""
+        """Return the newest proposal that waits for a decision. If there is none, return the champion's record."""
         records = self.records()
         return next(reversed(waiting_proposals(records)), champion_of(records))
 
     def append(self, make: MakeRecord) -> RegistryRecord | None:
-        """Append the record that `make` builds, and return it. If `make` returns None, nothing is written.
+        """Append the record that `make` builds, and return it. If `make` returns None, write nothing and return None.
 
-        If another process writes the next number first, `make` is called again with the new number and champion.
+        If another process uses the next number first, `make` is called again with the new number and the new champion.
         """
         while True:
             records = self.records()
@@ -99,7 +102,7 @@ class Registry:
                 return record
 
     def locate(self, record: RegistryRecord) -> str:
-        """Return the path or address of a record's policy. Raises BadInput if its files were deleted."""
+        """Return the path or address of a record's policy. Raises BadInput if the policy's files were deleted."""
         if record.bundle is None or not has_bundle(self.store, record.bundle):
             where = f"registry {self.name!r} in {self.store.uri}"
             raise BadInput(f"{where}: the policy files of record {record.number} were deleted")
@@ -118,29 +121,29 @@ class Registry:
 
 
 def champion_of(records: Sequence[RegistryRecord]) -> RegistryRecord | None:
-    """Return the last record that sets the champion, or None."""
+    """Return the last record that changed the champion, or None if there is none."""
     return next((record for record in reversed(records) if record.is_champion), None)
 
 
 def waiting_proposals(records: Sequence[RegistryRecord]) -> list[RegistryRecord]:
-    """Return the proposals that were compared with the present champion and were not refused."""
+    """Return the proposals that were compared with the present champion and have not been refused."""
     champion, refused = champion_of(records), {record.run for record in records if record.kind == "refuse"}
     proposed = [record for record in records if record.kind == "proposal" and record.run not in refused]
     return [record for record in proposed if record.previous == (0 if champion is None else champion.number)]
 
 
 def open_registry(store_uri: str, name: str) -> Registry:
-    """Open the registry with this name in a store of runs. Nothing is written before the first record."""
+    """Open the registry with this name. Nothing is written to the store until the first record is appended."""
     return Registry(open_store(f"{store_uri.rstrip('/')}/{REGISTRIES}/{name}"), name)
 
 
 def registries(store_uri: str) -> list[str]:
-    """Return the names of a store's registries."""
+    """Return the names of all registries in a store."""
     return open_store(store_uri).children(REGISTRIES)
 
 
 def open_existing_registry(store_uri: str, name: str) -> Registry:
-    """Open an existing registry. Raises BadInput with the names of the existing registries if there is none."""
+    """Open a registry. If it does not exist, raises BadInput with the names of the existing registries."""
     names = registries(store_uri)
     if name not in names:
         raise BadInput(

@@ -1,4 +1,4 @@
-"""Record of a run (run.json) with its name and configuration, and the check whether a run has results yet."""
+"""Run record (run.json) with the name and the configuration of a run, and the check whether a run has results."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -18,24 +18,26 @@ _LEFT_WITHOUT_RESULTS: Final = {
     "journal": {"dependencies", "tags"},
     "report": {"goal", "steps"},
 }
-"""Names of files and folders that a process may create in a run before it has any results, by folder."""
+"""Names that may exist in a run that has no results yet, because a process creates them before the first result. By
+folder."""
 
 
 class RunRecord(SealedRecord):
-    """Content of run.json, which is written when the run is created."""
+    """Content of run.json. It is written when the run is created."""
 
     label = "run record"
 
     name: str
     """Name of the run."""
     fingerprint: str
-    """Digest of the configuration. All manifests contain it, and a run only resumes under the same fingerprint."""
+    """Digest of the configuration. It is part of every manifest, and a run can only be resumed with the same
+    fingerprint."""
     config: dict[str, JsonValue]
-    """Resolved configuration."""
+    """Configuration of the run, with all default values."""
     created: str
-    """UTC time of creation in ISO format, for people. No decision depends on it."""
+    """UTC time in ISO format at which the run was created, for people. No decision depends on it."""
     versions: dict[str, str]
-    """Versions of Python and of the libraries that results depend on."""
+    """Versions of Python and of the libraries on which results depend."""
 
 
 def new_record(name: str, config: Mapping[str, JsonValue]) -> RunRecord:
@@ -46,7 +48,8 @@ def new_record(name: str, config: Mapping[str, JsonValue]) -> RunRecord:
 
 
 def replace_record(store: Objects, name: str, config: Mapping[str, JsonValue]) -> RunRecord:
-    """Replace the record of a run without results, and delete the journal of its earlier configuration.
+    """Replace the record of a run that has no results, and delete the journal that belongs to its earlier
+    configuration.
 
     The caller must have locked the run.
     """
@@ -59,7 +62,7 @@ def replace_record(store: Objects, name: str, config: Mapping[str, JsonValue]) -
 
 
 def read_record(store: Objects, name: str) -> RunRecord:
-    """Read the record of a run. Raises Damaged if the record is incomplete, or if its fingerprint does not match its
+    """Read the record of a run. Raises Damaged if the record is incomplete, or if its fingerprint is not that of its
     configuration."""
     record = RunRecord.unseal(store.read(RECORD), where=f"run {name!r}")
     if record.fingerprint != fingerprint_of(record.config):
@@ -71,10 +74,11 @@ def read_record(store: Objects, name: str) -> RunRecord:
 
 
 def has_results(store: Objects) -> bool:
-    """Whether a run has results, or any file that a process does not create before its first result.
+    """Return whether a run has results.
 
-    Without results a run may contain the record, lock, epochs, orders, trackers, tags, dependencies and report goals.
-    Any other file or folder counts as a result. A listing without the run record also returns True.
+    Before its first result, a run may contain the record, lock, epochs, orders, trackers, tags, dependencies and report
+    goals. Any other file or folder counts as a result. If the listing does not contain the run record, True is
+    returned.
     """
     children = {folder: store.children(folder) for folder in _LEFT_WITHOUT_RESULTS}
     return RECORD not in children[""] or any(

@@ -1,4 +1,4 @@
-"""Runs: each is one directory of a store, controlled by one process at a time, with manifests that never change."""
+"""Runs. A run is a directory of a store with manifests that never change. One process at a time controls the run."""
 
 import json
 import logging
@@ -26,42 +26,42 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 MANIFESTS, JOURNAL = "manifests/", "journal/"
 LOCK, PENDING, ORDERS, TRACKERS = "lock", "expected/", "orders/", "trackers/"
 TRANSIENT = (LOCK, PENDING, ORDERS, TRACKERS, "readers/")
-"""Names in a run's directory that only live processes use: locks, pending manifests, orders, trackers and readers."""
+"""Names in a run's directory that only live processes use: lock, pending manifests, orders, trackers and readers."""
 METRICS = "metrics.jsonl"
-"""File with the run's metrics, which is extended after each iteration. It is the only file of a run that changes."""
+"""File with the metrics of each iteration. It is the only file of a run that changes."""
 _NUMBERS = count(1)
 
 KNOWN_MANIFESTS = 4096
-"""Maximum number of manifests that a process caches per run, at about 10 kB each. That covers a few iterations."""
+"""Maximum number of manifests that a process caches per run. Each takes about 10 kB, and a few iterations fit."""
 KNOWN_FOLDERS = 64
-"""Maximum number of manifest folders for which a process caches the list of keys."""
+"""Maximum number of manifest folders whose listings a process caches."""
 
 
 class Run:
-    """Run, opened for reading. `lock` locks it for commits, and `join` lets another process commit for the lock's
-    holder."""
+    """Run in a store. `open_run` opens it for reading. To commit manifests, a process locks the run with `lock`, or
+    uses `join` to work for the process that has the lock."""
 
     def __init__(self, store: Store, record: RunRecord, *, epoch: int = 0) -> None:
         self.store = store
         self.record = record
         self.epoch = epoch
-        """Epoch under which this process commits, or 0 if the run is only open for reading."""
+        """Epoch in which this process commits, or 0 if the run is only open for reading."""
         self._lease: Lease | None = None
         self._known: OrderedDict[str, Manifest] = OrderedDict()
-        """Most recently used manifests by key. Manifests never change, so they need not be read and verified each time.
-        """
+        """Most recently used manifests by key. Manifests never change, so a cached manifest need not be verified
+        again."""
         self._is_sole_writer = False
-        """Whether no other process commits under this epoch."""
+        """Whether no other process commits in this epoch."""
         self._folders: OrderedDict[str, set[str]] = OrderedDict()
         """Keys in the most recently listed manifest folders. Only used if no other process commits."""
         self._turn = RLock()
-        """Lock for the cached manifests and folders, which several threads use."""
+        """Lock that protects the cached manifests and folders, because several threads use them."""
         self._epoch = Epoch(store, epoch, renewed=False)
         self._expected: dict[str, Manifest] = {}
         """Pending manifests (computed but not committed yet) by key, in the order in which they will be committed."""
         self._pending_paths: dict[str, str] = {}
-        """Keys of the pending manifests, by the path of their copy in the store. If this process is killed,
-        the next process finds the copies."""
+        """Keys of the pending manifests, by the path of their copy in the store. If this process is killed, the next
+        process reads the copies."""
 
     @property
     def name(self) -> str:
@@ -69,10 +69,11 @@ class Run:
         return self.record.name
 
     def check_identity(self, config: Identified, *, ignored: Collection[str] = ()) -> None:
-        """Raise RunChanged if the run was created from another configuration. The error lists the differing settings.
-        Settings in `ignored` (dotted keys) may differ."""
-        recorded = self.record.config
-        self._refuse(describe_difference(config.normalize(recorded), config.identity(recorded), ignored=ignored))
+        """Raise RunChanged with the settings that differ from the run's, unless all of them are in `ignored` (dotted
+        keys)."""
+        recorded, present = self.record.config, config.present_names
+        old, new = present(config.normalize(recorded)), present(config.identity(recorded))
+        self._refuse(describe_difference(old, new, ignored=ignored))
 
     def _refuse(self, changes: str) -> None:
         if changes:
@@ -82,17 +83,17 @@ class Run:
             )
 
     def check_unlocked(self) -> None:
-        """Raise RunLocked if a live process has locked the run."""
+        """Raise RunLocked if another live process has locked the run."""
         with self.lock_without_epoch():
             pass
 
     def lock_state(self) -> LockState:
-        """Return the state of the run's lock: free, held by a live process, or left by a process that died."""
+        """Return whether the run is free, locked by a live process, or was locked by a process that died."""
         return self.store.lock_state(LOCK)
 
     @contextmanager
     def lock_without_epoch(self) -> Iterator[Lease]:
-        """Lock the run for the block without beginning an epoch. Raises RunLocked if a live process has the lock."""
+        """Lock the run during the block without beginning an epoch. Raises RunLocked if a live process has the lock."""
         with self.store.lock(LOCK) as lease:
             if lease is None:
                 raise RunLocked(f"run {self.name!r} in {self.store.uri} is locked by {_holder(self.store)}")
@@ -100,9 +101,8 @@ class Run:
 
     @contextmanager
     def lock(self, *, sole_writer: bool = False) -> Iterator["Run"]:
-        """Lock the run for this process and begin the next epoch. Raises RunLocked if another live process has the
-        lock. Set `sole_writer` if no other process joins the epoch, so that cached listings show which manifests are
-        missing."""
+        """Lock the run for this process during the block, and begin the next epoch. Raises RunLocked if another live
+        process has the lock. Set `sole_writer` if no other process uses `join`, so that listings can be cached."""
         with self.lock_without_epoch() as lease:
             self._lease, self.epoch, self._is_sole_writer = lease, begin_epoch(self.store), sole_writer
             self._epoch = Epoch(self.store, self.epoch, renewed=self.store.is_remote)
@@ -113,8 +113,8 @@ class Run:
                 self._folders.clear()
 
     def join(self, epoch: int) -> "Run":
-        """Return the run for a process that works for the process with the lock, and commits under the same epoch.
-        Raises BadInput if the epoch never began. Commits raise Fenced once a newer epoch has begun."""
+        """Return the run for a process that commits for the process with the lock, in the same epoch. Raises BadInput
+        if the epoch has not begun. Commits raise Fenced after a newer epoch has begun."""
         newest = newest_epoch(self.store)
         if not 1 <= epoch <= newest:
             raise BadInput(f"run {self.name!r} has no epoch {epoch} to join; it has epochs from 1 to {newest}")
@@ -140,9 +140,9 @@ class Run:
         return not self._is_absent(key) and self.store.exists(f"{MANIFESTS}{key}.json")
 
     def _is_absent(self, key: str) -> bool:
-        """Whether a manifest is certainly not committed, according to the cached listing of its folder. Only folders
-        inside an iteration are listed, because a batch has one manifest per shard. Returns False if another process
-        could have committed the manifest."""
+        """Whether it is certain that a manifest is not committed, according to the cached listing of its folder. Only
+        folders inside an iteration are cached, because they have one manifest per shard. If another process could have
+        committed the manifest, the result is False."""
         folder = key.rpartition("/")[0]
         if not self._is_sole_writer or "/" not in folder:
             return False
@@ -162,20 +162,20 @@ class Run:
         return manifest
 
     def manifests(self, prefix: str = "") -> list[Manifest]:
-        """Return the committed manifests with this prefix of their keys, sorted by key."""
+        """Return the committed manifests whose keys start with a prefix, sorted by key."""
         paths = records(self.store, MANIFESTS + prefix)
         keys = sorted(path.removeprefix(MANIFESTS).removesuffix(".json") for path in paths)
         return [self.require(key) for key in keys]
 
     def folders(self, under: str = "") -> list[str]:
-        """Return the sorted names directly under a prefix of the manifest keys, such as `it-0003`, without reading
-        manifests. The last part of a key ends with `.json`."""
+        """Return the sorted names below a prefix of the manifest keys, such as `it-0003`. No manifest is read. Names of
+        manifests end with `.json`."""
         return self.store.children(f"{MANIFESTS}{under}".rstrip("/"))
 
     def add_pending(self, manifest: Manifest) -> Manifest:
-        """Register a pending manifest: `find` returns it in this process from now on, and it is to be committed later.
-        It must be committed before the manifests that are computed from it. If this process is killed before that, the
-        next process finds the manifest with `leftover_manifests`, except after a power failure."""
+        """Register a manifest that is computed but not committed yet. From now on `find` returns it in this process. It
+        must be committed before the manifests that are computed from it. If this process is killed before, the next
+        process gets the manifest from `leftover_manifests`, except after a power failure."""
         expected = manifest.model_copy(update={"run": self.record.fingerprint})
         self._expected[manifest.key] = expected
         kept = f"{PENDING}{next(_NUMBERS):06d}/{manifest.key}.json"
@@ -184,7 +184,7 @@ class Run:
         return expected
 
     def leftover_manifests(self) -> Iterator[Manifest]:
-        """Yield the pending manifests that an earlier process did not commit, in order. Raises Damaged if one
+        """Yield the pending manifests that an earlier process did not commit, in order. Raises Damaged if one of them
         is incomplete."""
         for path in records(self.store, PENDING):
             if path not in self._pending_paths:
@@ -193,25 +193,26 @@ class Run:
                     yield decode_manifest(self.store.read(path), key=key)
 
     def delete_pending_copies(self, *, every_copy: bool = False) -> None:
-        """Delete the stored copies of committed manifests, or all stored copies if `every_copy` is set."""
+        """Delete the stored copies of pending manifests that are committed now, or all copies if `every_copy` is
+        set."""
         for path in records(self.store, PENDING) if every_copy else list(self._pending_paths):
             if self._pending_paths.get(path) not in self._expected:
                 self.store.delete(path)
                 self._pending_paths.pop(path, None)
 
     def pending_manifests(self) -> list[Manifest]:
-        """Return the pending manifests of this process in the order of their commits."""
+        """Return the pending manifests of this process, in the order in which they will be committed."""
         return list(self._expected.values())
 
     def has_pending(self, digests: Collection[str]) -> bool:
-        """Whether one of these digests belongs to a pending manifest."""
+        """Whether a pending manifest has one of these digests."""
         return any(manifest.digest in digests for manifest in self.pending_manifests())
 
     def commit(self, manifest: Manifest, *, deferred: Collection[str] = ()) -> Manifest:
-        """Commit a manifest and return it, or return the equal manifest that another process committed first.
-        Bundles named in `deferred` may be stored later, because they can be computed again. Raises Conflict if a
-        different result is committed under the key, Fenced if a newer epoch began, and Damaged if a shard or bundle is
-        not stored."""
+        """Commit a manifest and return it. If another process has committed an equal manifest, return that manifest.
+        Bundles whose keys are in `deferred` may be stored later, because they can be computed again. Raises Conflict if
+        a different result is committed under the key, Fenced if a newer epoch has begun, and Damaged if any other shard
+        or bundle is not stored."""
         assert not self.has_pending(manifest.parents), f"{manifest.key} must be committed after its parents"
         manifest = manifest.model_copy(update={"run": self.record.fingerprint})
         absent = self._absent_part(manifest, deferred) if self.epoch else None
@@ -237,7 +238,7 @@ class Run:
         return winner
 
     def check_lease(self) -> None:
-        """Raise Fenced if another process may have locked the run, so that this process must not write any more. Raises
+        """Raise Fenced if another process may have locked the run, so that this process may no longer write. Raises
         BadInput if the run is only open for reading."""
         if not self.epoch:
             raise BadInput(f"run {self.name!r} is only open for reading. Call lock() or join() before commits.")
@@ -255,8 +256,7 @@ class Run:
             self._lease.check()
 
     def _check_overtaken(self, manifest: Manifest, deferred: Collection[str]) -> None:
-        """Delete a new manifest and raise Fenced if another process has locked the run and deleted a part of the
-        manifest."""
+        """Delete a new manifest and raise Fenced if another process has locked the run and deleted an object of it."""
         try:
             self.check_lock()
             overtaken = self._lease is None and self._epoch.is_over()
@@ -267,9 +267,9 @@ class Run:
             raise Fenced(f"manifest {manifest.key!r} of run {self.name!r}: {absent!r} was deleted before the commit")
 
     def write_entry(self, key: str, entry: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-        """Write a journal entry and return the entry stored under the key: this one, or an earlier one. The journal
-        records measurements and decisions of a run. Results do not depend on it, so entries may differ between runs
-        with the same digests."""
+        """Write a journal entry, unless the key already has one. Return the stored entry. The journal contains
+        measurements and decisions of a run. Results do not depend on it, so that runs with equal digests may have
+        different entries."""
         self.check_lease()
         path = f"{JOURNAL}{key}.json"
         if self.store.put(path, seal(dict(entry))):
@@ -277,8 +277,8 @@ class Run:
         return self._read_entry(path)
 
     def put_record(self, key: str, record: SealedRecord) -> None:
-        """Write a checksummed record outside manifests and journal. Raises Conflict if a different record has
-        the key."""
+        """Write a checksummed record that is no manifest or journal entry. Raises Conflict if the key has another
+        record."""
         self.check_lease()
         if not self.store.put(key, record.seal()) and self.store.read(key) != record.seal():
             raise Conflict(f"{key!r} of run {self.name!r}: another process wrote a different record first")
@@ -290,7 +290,7 @@ class Run:
         return None if content is None else unseal(content, where=f"run {self.name!r}: {path}")
 
     def journal(self, prefix: str = "") -> dict[str, dict[str, JsonValue]]:
-        """Return the journal entries with this prefix of their keys, sorted by key."""
+        """Return the journal entries whose keys start with a prefix, sorted by key."""
         paths = records(self.store, JOURNAL + prefix)
         return {path.removeprefix(JOURNAL).removesuffix(".json"): self._read_entry(path) for path in paths}
 
@@ -311,7 +311,7 @@ class Run:
         return self._remember(manifest)
 
     def _remember(self, manifest: Manifest) -> Manifest:
-        """Cache a manifest and drop the least recently used ones beyond `KNOWN_MANIFESTS`."""
+        """Cache a manifest. If there are more than `KNOWN_MANIFESTS`, remove the least recently used ones."""
         with self._turn:
             self._known[manifest.key] = manifest
             self._known.move_to_end(manifest.key)
@@ -329,14 +329,14 @@ class Run:
 
 
 def records(store: Objects, prefix: str) -> list[str]:
-    """Return the keys of the JSON records with this prefix. Other files are ignored."""
+    """Return the keys of the JSON records that start with a prefix. Other files are ignored."""
     return [entry.key for entry in store.entries(prefix) if entry.key.endswith(".json")]
 
 
 def create_run(store_uri: str, name: str, config: Mapping[str, JsonValue]) -> Run:
-    """Create a run, or open the existing run with this name. The configuration of a run without results is replaced.
+    """Create a run, or open the existing run with this name. If the run has no results, its configuration is replaced.
     Raises RunChanged if a run with results has another configuration, RunLocked if a live process has locked a run
-    without results, and Damaged if there are manifests but no run record, because their run is then unknown."""
+    without results, and Damaged if there are manifests but no run record."""
     store = run_store(store_uri, name)
     if not store.exists(RECORD):
         if store.children(MANIFESTS.rstrip("/")):
@@ -356,7 +356,7 @@ def create_run(store_uri: str, name: str, config: Mapping[str, JsonValue]) -> Ru
 
 
 def _replace_run(run: Run, config: Mapping[str, JsonValue]) -> Run:
-    """Replace the record of a run without results, and delete the journal of its earlier configuration."""
+    """Replace the record of a run that has no results, and delete the journal of its earlier configuration."""
     with run.lock():
         if has_results(run.store):  # another process has committed results meanwhile
             run._refuse(describe_difference(run.record.config, config))
@@ -366,7 +366,7 @@ def _replace_run(run: Run, config: Mapping[str, JsonValue]) -> Run:
 
 
 def open_run(store_uri: str, name: str) -> Run:
-    """Open an existing run for reading. Raises BadInput if there is no run with this name."""
+    """Open an existing run for reading. Raises BadInput if the run does not exist."""
     store = run_store(store_uri, name)
     if not store.exists(RECORD):
         raise BadInput(f"there is no run {name!r} in {store_uri!r}; existing runs: {_join_names(list_runs(store_uri))}")
@@ -374,14 +374,14 @@ def open_run(store_uri: str, name: str) -> Run:
 
 
 def list_runs(store_uri: str) -> list[str]:
-    """Return the names of the runs in a store."""
+    """Return the names of all runs in a store."""
     store = open_store(store_uri)
     names = [name for name in store.children("") if _NAME.fullmatch(name)]
     return [name for name in names if store.exists(f"{name}/{RECORD}")]
 
 
 def run_store(store_uri: str, name: str) -> Store:
-    """Open the part of a store that belongs to the run with this name. Raises BadInput if the name is not valid."""
+    """Open the directory of a run as a separate store. Raises BadInput if the name is not valid."""
     if not _NAME.fullmatch(name) or ".." in name:
         allowed = "Use up to 64 of a-z 0-9 . _ - with a letter or digit first, and without '..'."
         raise BadInput(f"run name {name!r} is not valid. {allowed}")

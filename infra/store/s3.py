@@ -1,4 +1,4 @@
-"""Run store in a bucket of S3, or of any server with the same API that supports conditional puts."""
+"""Run store in a bucket of S3, or of any server with the same API that supports conditional writes."""
 
 import os
 import shutil
@@ -26,32 +26,33 @@ if TYPE_CHECKING:  # obstore defines these types for type checkers only
     from obstore.store import ClientConfig, RetryConfig, S3Config
 
 WHOLE_BYTES = 128 << 20
-"""Maximum size in bytes of a file that is put in one conditional request. Larger files are uploaded in parts.
+"""Maximum size in bytes of a file that is written in one conditional request. Larger files are uploaded in parts.
 
-Uploads in parts are not reliably conditional on any server. Only files of bundles are that large. Their names contain a
-digest of their content, so writing a file twice stores the same bytes.
+No server guarantees that uploads in parts are conditional. Only files of bundles are that large. Their names contain a
+digest of their content, so writing such a file twice stores the same bytes.
 """
 
 MAX_PARALLEL = 16
-"""Maximum number of parallel requests about several objects."""
+"""Maximum number of requests that are sent in parallel for several objects."""
 
 PART_RETRIES = 10
-"""Number of times that the client retries one part of a large upload."""
+"""Maximum number of times that one part of a large upload is retried."""
 
 MAX_KNOWN_COPIES = 2**16
-"""Maximum number of entries in `_known_copies`. When this number is reached, all entries are removed, and the files are
-checked again at the next use."""
+"""Maximum number of entries in `_known_copies`. When this number is reached, all entries are removed, and copies are
+checked again at their next use."""
 
 T = TypeVar("T")
 
 _known_copies: set[Path] = set()
-"""Local copies of objects that this process has put, opened with `local_path` or passed to `fetch`, so that they
-must exist."""
+"""Local copies of objects that are known to exist, because this process has put the objects, opened them with
+`local_path` or passed them to `fetch`."""
 
 
 @dataclass(frozen=True, slots=True)
 class S3Store:
-    """Store in a bucket. Each object is written by one conditional put. Local files are in a cache on this machine."""
+    """Store in a bucket. Each object is written by one conditional request. Local copies of objects are in a cache on
+    this machine."""
 
     bucket: Bucket
     cache: Cache
@@ -166,7 +167,8 @@ class S3Store:
         _call_in_parallel(self.local_path, missing)
 
     def _download(self, key: str, path: Path) -> None:
-        """Download an object into the cache, unless another process does so while this one waits for the lock."""
+        """Download an object into the cache. Do nothing if another process has downloaded it while this process waited
+        for the lock."""
         with self.scratch() as scratch, self.cache.lock_download(path):
             if not path.exists():
                 fetched = self.bucket.download(key, scratch / "object")
@@ -193,7 +195,7 @@ class S3Store:
             yield directory
 
     def _keep(self, key: str, data: bytes | Path, tag: str) -> None:
-        """Add an object that was just put to the cache, so that this machine need not download it."""
+        """Add an object that was just written to the cache, so that this machine need not download it."""
         with self.scratch() as scratch, self._disk_failures():
             kept = scratch / "object"
             if isinstance(data, bytes):
@@ -227,7 +229,7 @@ def _remember_copy(path: Path) -> None:
 
 
 def _call_in_parallel(ask: Callable[[str], T], keys: Sequence[str]) -> list[T]:
-    """Call a function for each key, with at most `MAX_PARALLEL` parallel calls, and return the results in order."""
+    """Call a function for each key, with at most `MAX_PARALLEL` calls at a time, and return the results in order."""
     if len(keys) < 2:
         return [ask(key) for key in keys]
     with ThreadPoolExecutor(min(MAX_PARALLEL, len(keys)), thread_name_prefix="s3") as threads:
@@ -235,7 +237,7 @@ def _call_in_parallel(ask: Callable[[str], T], keys: Sequence[str]) -> list[T]:
 
 
 def open_s3(uri: str, *, timeouts: Timeouts | None = None, lease_seconds: float | None = None) -> Store:
-    """Open the store at an address `s3://bucket/prefix`. The first request is sent at the first use.
+    """Open the store at an address `s3://bucket/prefix`. No request is sent until the store is used.
 
     RHEOSTAT_S3_SECONDS and RHEOSTAT_LEASE_SECONDS override the default timeouts of requests and leases. Raises BadInput
     if the address is not valid.
@@ -252,8 +254,8 @@ def open_s3(uri: str, *, timeouts: Timeouts | None = None, lease_seconds: float 
 
 
 def _open_bucket(bucket: str, prefix: str, *, timeouts: Timeouts) -> Bucket:
-    """Return a bucket with endpoint, region and credentials from the environment or from the AWS profile that
-    it names."""
+    """Return a bucket. Endpoint, region and credentials are read from the environment, or from the AWS profile that the
+    environment names."""
     config = _profile(os.environ)
     if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
         config["endpoint"] = endpoint
@@ -272,9 +274,10 @@ def _open_bucket(bucket: str, prefix: str, *, timeouts: Timeouts) -> Bucket:
 
 
 def _profile(environment: Mapping[str, str]) -> "S3Config":
-    """Read the profile named by AWS_PROFILE from the AWS config files. Credentials in the environment take precedence.
+    """Read the AWS profile that AWS_PROFILE names from the AWS configuration files. Credentials in the environment take
+    precedence.
 
-    Raises BadInput if the profile has no access key.
+    Raises BadInput if the profile contains no access key.
     """
     name = environment.get("AWS_PROFILE")
     if not name or "AWS_ACCESS_KEY_ID" in environment:

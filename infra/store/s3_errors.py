@@ -1,4 +1,4 @@
-"""Classification of failed S3 requests: which errors may disappear if the same request is sent again."""
+"""Classification of failed S3 requests: whether sending the same request again may succeed."""
 
 import re
 from typing import Final
@@ -12,15 +12,15 @@ CODE: Final = re.compile(r"<Code>(\w+)</Code>")
 """Pattern of the S3 error code in the message of an error."""
 _PASSING_STATUSES: Final = {408, 409, 429, 500, 502, 503, 504}
 _PASSING_CODES: Final = {"RequestTimeout", "RequestTimeTooSkewed", "PriorRequestNotComplete", "SlowDown", "Throttling"}
-"""S3 error codes with status 400 or 403 after which the same request may succeed. The AWS SDKs retry them too."""
+"""S3 error codes with HTTP status 400 or 403 for which a retry may succeed. The AWS SDKs also retry them."""
 
 
 class Unsettled(BaseError):
-    """Raised when the outcome of a request is not certain, so that the request must be sent again."""
+    """Raised when it is not known whether a request succeeded, so that the request must be sent again."""
 
 
 def may_pass(error: BaseException) -> bool:
-    """Return whether the same request may succeed if it is sent again."""
+    """Return whether a failed request may succeed if it is sent again."""
     if not isinstance(error, BaseError):
         return False
     status, code = STATUS.search(str(error)), CODE.search(str(error))

@@ -1,4 +1,4 @@
-"""Shards: immutable tables in Arrow IPC files, named by the BLAKE3 of their bytes."""
+"""Shards: immutable tables, stored as Arrow IPC files and named by the BLAKE3 digest of their bytes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -28,27 +28,28 @@ MAX_VERIFIED = 2**16
 RETIRED = "the files were deleted by retention to save space; the manifests still exist"
 
 _verified: set[tuple[str, str]] = set()
-"""Pairs (store, key) of the shards whose digest this process has verified. Shards never change, so one check is enough.
+"""Shards that this process has verified, as pairs (store, key). Shards never change, so each shard is verified only
+once.
 
-The set is cleared when it has `MAX_VERIFIED` entries, because a long run has millions of shards.
+A long run has millions of shards. Therefore the set is cleared when it has `MAX_VERIFIED` entries.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ShardKind:
-    """Layout of the shards of one kind."""
+    """Kind of shard, with the columns that its shards have."""
 
     name: str
-    """Name of the kind in the metadata of each shard, such as `rollouts`."""
+    """Name of the kind, such as `rollouts`, which is stored in the metadata of each shard."""
     schema: "pa.Schema"
-    """Columns that every new shard has. Shards may have more, such as one per reward."""
+    """Columns that every new shard of this kind has. A shard may have additional columns, such as one per reward."""
     version: int = FIRST_VERSION
-    """Schema version of new shards. Every change of `schema` needs the next version."""
+    """Schema version of new shards. It must be increased whenever `schema` changes."""
     missing: Mapping[str, str | list[str] | None] = field(default_factory=dict)
-    """Default values for columns that an older shard may lack, by column. The value is used for all rows."""
+    """Default values for columns that older shards may lack, by column. The same value is used for all rows."""
 
     def complete(self, table: "pa.Table") -> "pa.Table":
-        """Return a shard's table with the columns that were introduced after the shard was written."""
+        """Return the table of a shard, and add the columns that were introduced after the shard was written."""
         import pyarrow as pa
 
         for index, column in enumerate(self.schema):
@@ -63,29 +64,30 @@ _KINDS: dict[str, ShardKind] = {}
 
 
 def declare_kinds(*kinds: ShardKind) -> tuple[ShardKind, ...]:
-    """Register the layouts of kinds of shards for `read_shard` and `write_shard` in this process."""
+    """Register kinds of shards, so that `read_shard` and `write_shard` can use them in this process."""
     _KINDS.update({kind.name: kind for kind in kinds})
     return kinds
 
 
 class ShardRef(Settings):
-    """Reference to a shard: its key in the store, its size and its digest."""
+    """Reference to a shard: its key in the store, its size, its number of rows and its digest."""
 
     key: str
-    """Key of the form `shards/4b/<digest>.arrow`, with the first two digits of the digest. `shards/<digest>.arrow` in
-    older runs."""
+    """Key of the shard, `shards/4b/<digest>.arrow`, where 4b are the first two digits of the digest. In older runs,
+    `shards/<digest>.arrow`."""
     bytes: Annotated[int, Field(ge=0)]
     """Size of the file in bytes."""
     rows: Annotated[int, Field(ge=0)]
-    """Number of rows of the table."""
+    """Number of rows in the table."""
     digest: str
-    """BLAKE3 of the file's bytes, in hexadecimal."""
+    """BLAKE3 digest of the file's bytes, in hexadecimal."""
 
 
 def write_shard(store: Store, table: "pa.Table", *, kind: str, metadata: Mapping[str, str]) -> ShardRef:
-    """Publish a table as a shard. The same rows and metadata give the same bytes, regardless of chunks and slices.
+    """Publish a table as a shard. The same rows and metadata always give the same bytes, even if the table is divided
+    into chunks differently.
 
-    A damaged shard with the same key is moved to `quarantine/` and replaced.
+    If a damaged shard has the same key, it is moved to `quarantine/` and replaced.
     """
     data = _encode(table, kind=kind, metadata=metadata)
     digest = blake3(data).hexdigest()
@@ -96,22 +98,23 @@ def write_shard(store: Store, table: "pa.Table", *, kind: str, metadata: Mapping
 
 
 def rewrite_shard(store: Store, table: "pa.Table") -> ShardRef:
-    """Publish the changed table of a shard as a new shard with the same kind and metadata."""
+    """Publish a changed version of a shard's table as a new shard, with the same kind and metadata."""
     metadata = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
     others = {key: value for key, value in metadata.items() if not key.startswith(_OWN)}
     return write_shard(store, table, kind=metadata[f"{_OWN}kind"], metadata=others)
 
 
 def current_shard(store: Store, ref: ShardRef) -> ShardRef:
-    """Return the shard itself, or its replacement if it was deleted and replaced."""
+    """Return a reference to the shard. If the shard was deleted and replaced, return a reference to its replacement."""
     return _find_current(store, ref)[0]
 
 
 def read_shard(store: Store, ref: ShardRef, columns: Sequence[str] | None = None) -> "pa.Table":
-    """Open a shard, or its replacement. The file is memory-mapped, and its digest is verified at the first read.
+    """Return the table of a shard, or of its replacement. The file is memory-mapped. Its digest is verified when this
+    process first reads the shard.
 
-    Columns that were introduced after the shard was written have the default values of the shard's kind. Raises Damaged
-    if the file is missing or has changed, or if one of `columns` is neither in the shard nor has a default value.
+    Columns that were introduced after the shard was written have their default values. Raises Damaged if the file is
+    missing or has changed, or if one of `columns` is neither in the shard nor has a default value.
     """
     table = _find_again(lambda: _read_table(store, ref))
     kind = _KINDS.get(_kind_of(table))
@@ -125,7 +128,7 @@ def read_shard(store: Store, ref: ShardRef, columns: Sequence[str] | None = None
 
 
 def _read_table(store: Store, ref: ShardRef) -> "pa.Table":
-    """Return the table of a shard, and remember that its digest was verified."""
+    """Return the table of a shard. The digest is verified when this process first reads the shard."""
     is_known = (store.uri, ref.key) in _verified
     copy = _find_cached(store, ref, is_known=is_known)
     if is_known:
@@ -138,7 +141,8 @@ def _read_table(store: Store, ref: ShardRef) -> "pa.Table":
 
 
 def _find_again(read: Callable[[], T]) -> T:
-    """Return the result of `read`. If a file is deleted after it was found and before it was opened, call `read` again.
+    """Return the result of `read`. If a file was deleted after it was found but before it was opened, call `read` a
+    second time.
 
     The second call finds the replacement of the deleted shard, or raises Damaged.
     """
@@ -148,8 +152,7 @@ def _find_again(read: Callable[[], T]) -> T:
 
 
 def _find_cached(store: Store, ref: ShardRef, *, is_known: bool) -> Path | None:
-    """Return the cached local copy of a remote shard if its size and digest are right, without a request to
-    the store."""
+    """Return the cached copy of a remote shard if its size and digest are correct. No request is sent to the store."""
     path = store.cached_copy(ref.key)
     if path is None or path.stat().st_size != ref.bytes:
         return None
@@ -157,14 +160,13 @@ def _find_cached(store: Store, ref: ShardRef, *, is_known: bool) -> Path | None:
 
 
 def read_metadata(store: Store, ref: ShardRef) -> dict[str, str]:
-    """Return the metadata of a shard, without reading its rows or verifying its digest."""
+    """Return the metadata of a shard. Its rows are not read, and its digest is not verified."""
     table = _find_again(lambda: _decode(store, *_find_current(store, ref)))
     return {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
 
 
 def verify_shard(store: Store, ref: ShardRef) -> "pa.Table":
-    """Return the table of a shard or its replacement after verifying its digest. Raises Damaged if the bytes
-    are wrong."""
+    """Verify the digest of a shard or its replacement, and return its table. Raises Damaged if the digest is wrong."""
     return _find_again(lambda: _verify(store, *_find_current(store, ref)))
 
 
@@ -176,7 +178,7 @@ def _verify(store: Store, ref: ShardRef, path: Path) -> "pa.Table":
 
 
 def _check_table(store: Store, ref: ShardRef, path: Path) -> "pa.Table":
-    """Return the table of a file with a verified digest. Raises Damaged if the number of rows is wrong."""
+    """Return the table in a file whose digest was verified. Raises Damaged if the number of rows is wrong."""
     table, where = _decode(store, ref, path), f"shard {ref.key!r} in {store.uri}"
     own = table.schema.metadata or {}
     kind = _KINDS.get(_kind_of(table))
@@ -188,14 +190,14 @@ def _check_table(store: Store, ref: ShardRef, path: Path) -> "pa.Table":
 
 
 def _kind_of(table: "pa.Table") -> str:
-    """Return the kind that a shard names, or an empty string if it names none."""
+    """Return the kind of a shard from the metadata of its table, or an empty string if there is none."""
     kind: bytes = (table.schema.metadata or {}).get(b"rheostat.kind", b"")
     return kind.decode()
 
 
 def quarantine(store: Store, ref: ShardRef) -> bool:
-    """Move a damaged shard to `quarantine/` so that its key can be written again. Return False if the shard
-    is intact."""
+    """Move a damaged shard to `quarantine/`, so that its key can be written again. Return False if the shard is not
+    damaged."""
     _verified.discard((store.uri, ref.key))
     try:
         verify_shard(store, ref)
@@ -209,9 +211,9 @@ def quarantine(store: Store, ref: ShardRef) -> bool:
 
 
 def open_tables(store: Store, refs: Sequence[ShardRef]) -> list[Path]:
-    """Verify shards and return the paths of their files, for DuckDB, Polars or datasets.
+    """Verify shards and return the paths of their files, which DuckDB, Polars or datasets can read.
 
-    Pass these paths to the reader instead of a glob pattern, which would also match unrelated shards.
+    Do not use a glob pattern instead of these paths, because it would also match unrelated shards.
     """
     for ref in refs:
         read_shard(store, ref)
@@ -219,7 +221,8 @@ def open_tables(store: Store, refs: Sequence[ShardRef]) -> list[Path]:
 
 
 def _digest(path: Path) -> str:
-    """Hash a file in pieces. A memory-mapped file would count toward this process's memory."""
+    """Return the digest of a file, which is read in pieces. If it were memory-mapped, it would count toward the memory
+    of this process."""
     hasher = blake3()
     with path.open("rb", buffering=0) as file:
         while piece := file.read(HASHED_BYTES):
@@ -228,17 +231,17 @@ def _digest(path: Path) -> str:
 
 
 def tombstone_key(digest: str) -> str:
-    """Return the key of the tombstone for a deleted object with this digest."""
+    """Return the key of the tombstone (the record of the deletion) of an object with this digest."""
     return f"retention/{digest[:16]}"
 
 
 def is_retired(store: Store, digest: str) -> bool:
-    """Whether a tombstone records the deletion of the object with this digest, or of its whole run."""
+    """Whether a tombstone records that the object with this digest was deleted, alone or with its whole run."""
     return any(store.exists(f"manifests/{key}.json") for key in (tombstone_key(digest), tombstone_key("run")))
 
 
 def find_replacement(store: Store, ref: ShardRef) -> ShardRef | None:
-    """Return the replacement of a deleted shard, or None if its tombstone names none."""
+    """Return the shard that replaces a deleted shard, or None if there is no replacement."""
     path = f"manifests/{tombstone_key(ref.digest)}.json"
     content = store.find(path)
     if content is None:
@@ -248,7 +251,8 @@ def find_replacement(store: Store, ref: ShardRef) -> ShardRef | None:
 
 
 def _find_current(store: Store, ref: ShardRef) -> tuple[ShardRef, Path]:
-    """Return the shard and its file, or its replacement if it was deleted. Raises Damaged if there is neither."""
+    """Return a shard and the path of its file. If the shard was deleted, return its replacement. Raises Damaged if
+    there is neither."""
     while True:
         try:
             return ref, _find_sized(store, ref)

@@ -1,6 +1,6 @@
-"""Stores of immutable objects, in which runs, shards and manifests are stored. A store is opened by its URI. An object
-becomes visible when it is complete, and never changes afterwards. If several processes write the same key at the same
-time, exactly one of them succeeds."""
+"""Stores of immutable objects, in which runs keep shards, bundles and manifests. A store is opened by its URI. An
+object becomes visible when it is complete, and never changes afterwards. If several processes write the same key at the
+same time, exactly one of them succeeds."""
 
 import os
 import re
@@ -36,30 +36,30 @@ _KEY = re.compile(rf"{_SEGMENT}(/{_SEGMENT})*")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Object in a listing: its key, its size in bytes, and its time of modification."""
+    """Entry of a listing: the key of an object, its size in bytes, and the time of its last write."""
 
     key: str
     bytes: int
     modified: datetime
-    """Time of the write, by the store's own clock."""
+    """Time of the write by the store's own clock."""
 
 
 class Objects(Protocol):
-    """Immutable objects by key, implemented by `LocalStore` and `S3Store`. Every method raises StoreFailed if the disk
-    or the server fails, and BadInput if a key is not valid."""
+    """Immutable objects, each with a key. Implemented by `LocalStore` and `S3Store`. Every method raises StoreFailed if
+    the disk or the server fails, and BadInput if a key is not valid."""
 
     @property
     def uri(self) -> str:
-        """Address that opens the same store in another process."""
+        """Address with which other processes can open the same store."""
         ...
 
     @property
     def is_remote(self) -> bool:
-        """Whether every operation is a network request. Callers that must not block then run it in a thread."""
+        """Whether every operation sends a network request. Callers that must not block then use a thread."""
         ...
 
     def requests(self) -> Mapping[str, int]:
-        """Return the number of requests sent so far, by verb. Empty for a store on a disk."""
+        """Return the number of requests sent so far, by HTTP verb. Empty for a local store."""
         ...
 
     def put(self, key: str, data: bytes | Path, *, durable: bool = True, cache: bool = False) -> bool:
@@ -78,7 +78,7 @@ class Objects(Protocol):
         ...
 
     def read(self, key: str) -> bytes:
-        """Return the bytes of an object. Raises Damaged if it does not exist."""
+        """Return the bytes of an object. Raises Damaged if the object does not exist."""
         ...
 
     def entries(self, prefix: str) -> list[Entry]:
@@ -86,23 +86,23 @@ class Objects(Protocol):
         ...
 
     def children(self, folder: str) -> list[str]:
-        """Return the sorted names directly under a folder. The root is ""."""
+        """Return the sorted names directly below a folder. The root folder is ""."""
         ...
 
     def strays(self) -> list[str]:
-        """Return the sorted names of files that are not objects, such as files of file managers and editors."""
+        """Return the sorted names of files that are not objects, such as files of file managers or editors."""
         ...
 
     def locate(self, key: str) -> str:
-        """Return the path or address of an object for people. Raises Damaged if the object does not exist."""
+        """Return the path or address of an object, for messages. Raises Damaged if the object does not exist."""
         ...
 
     def now(self) -> datetime:
-        """Return the time of the store's own clock. Use it only to compute ages of objects."""
+        """Return the time of the store's own clock, from which the ages of objects can be computed."""
         ...
 
     def check(self) -> None:
-        """Raise BadInput if the store allows no writes or no atomic conditional writes. Nothing is stored."""
+        """Raise BadInput if the store is not writable or has no atomic conditional writes. Nothing is stored."""
         ...
 
     def exists(self, key: str) -> bool:
@@ -110,31 +110,30 @@ class Objects(Protocol):
         ...
 
     def exist(self, keys: Sequence[str]) -> list[bool]:
-        """Return for each key whether the object exists. A remote store is queried in parallel."""
+        """Return whether each of the objects exists. A remote store is queried in parallel."""
         ...
 
     def delete(self, key: str) -> None:
-        """Delete an object and the folders that become empty. An object that does not exist is no error."""
+        """Delete an object, and its folders if they are empty. If it does not exist, nothing happens."""
         ...
 
 
 class LocalFiles(Protocol):
-    """Objects as local files, for libraries that read files or map them into memory."""
+    """Access to objects as local files, for libraries that read files or map them into memory."""
 
     def local_path(self, key: str) -> Path:
-        """Return a local file with the object's bytes. Objects of one folder have local files in one folder."""
+        """Return a local file with the bytes of an object. Objects of one folder have local files in one folder."""
         ...
 
     def cached_copy(self, key: str) -> Path | None:
-        """Return the cached local copy of an object without a request to the store, or None if there is none. Only
-        objects that this process has put, opened with `local_path` or passed to `fetch` are found. `LocalStore` always
-        returns None."""
+        """Return the cached local copy of an object, or None. No request is sent to the store. Only objects that this
+        process has put, opened with `local_path` or passed to `fetch` are found. `LocalStore` always returns None."""
         ...
 
     def fetch(self, keys: Iterable[str], *, room: int | None = None) -> None:
-        """Download objects into the local cache in parallel. The caller knows that they exist. `LocalStore` does
-        nothing. If `room` is given (total size in bytes), nothing is downloaded unless the cache can hold that many
-        bytes."""
+        """Download objects that are known to exist into the local cache, in parallel. If `room` (the total size in
+        bytes) is given, nothing is downloaded unless the cache has room for that many bytes. `LocalStore` does
+        nothing."""
         ...
 
     def scratch(self) -> AbstractContextManager[Path]:
@@ -144,37 +143,37 @@ class LocalFiles(Protocol):
 
 
 class Lease(Protocol):
-    """Exclusive lock on a key, held by this process."""
+    """Lock on a key, which this process holds exclusively."""
 
     def check(self) -> None:
-        """Raise Fenced if another process may have taken the lock."""
+        """Raise Fenced if another process may have taken over the lock."""
         ...
 
 
 class Leases(Protocol):
-    """Locks on keys, each held by one process at a time."""
+    """Locks on keys. Only one process at a time can hold the lock on a key."""
 
     def lock(self, key: str) -> AbstractContextManager[Lease | None]:
-        """Run the block with a lock on a key, or yield None if another process has the lock. The lock ends at the
-        latest when this process ends. A record in the store names the process. Temporary files of dead processes are
+        """Run the block with a lock on a key, or yield None if another process has the lock. The lock ends when this
+        process ends, at the latest. A record in the store names the process. Temporary files of dead processes are
         deleted."""
         ...
 
     def lock_state(self, key: str) -> LockState:
-        """Return whether a key is locked, and by which process. Nothing is written."""
+        """Return whether a key is locked, and by which process. Nothing is written to the store."""
         ...
 
 
 class Store(Objects, LocalFiles, Leases, Protocol):
-    """Complete interface of a store, as a run needs it. Functions that need less take one of the smaller protocols."""
+    """Complete interface of a store. Functions that need only a part of it use one of the smaller protocols."""
 
 
 URI_FORMS = "expected a path, file:// or s3://bucket/prefix"
 
 
 def open_store(uri: str) -> Store:
-    """Open a store by its path, file:// or s3:// address. Nothing is written before the first put. Raises BadInput if
-    the address is not valid or names a file."""
+    """Open a store by its path, file:// or s3:// address. Nothing is written until the first object is put. Raises
+    BadInput if the address is not valid or names a file."""
     if not uri or "::" in uri:
         raise BadInput(f"store {uri!r}: {URI_FORMS}, without '::' chains")
     scheme, separator, _ = uri.partition("://")
@@ -197,21 +196,21 @@ def _moment(status: os.stat_result) -> datetime:
 
 
 def is_key(key: str) -> bool:
-    """Whether a name is a valid object key. Names of hidden files and of editor backups are not valid."""
+    """Whether a name is a valid key of an object. Names of hidden files and editor backups are not valid."""
     return _KEY.fullmatch(key) is not None and ".." not in key
 
 
 def check_key(key: str) -> None:
-    """Raise BadInput if a key is not valid: it could leave the store or be confused with a temporary file."""
+    """Raise BadInput if a key is not valid because it is outside the store or looks like a temporary file."""
     if not is_key(key):
         raise BadInput(f"key {key!r} is not valid: expected parts like {_SEGMENT} joined by '/', without '..'")
 
 
 class _LifelongLease:
-    """Kernel lock on a local file. It is only lost when the process ends."""
+    """Kernel lock on a local file. The lock can only be lost when the process ends."""
 
     def check(self) -> None:
-        """Do nothing, because a live process cannot lose a kernel lock."""
+        """Do nothing, because a running process cannot lose a kernel lock."""
 
 
 _LIFELONG = _LifelongLease()
@@ -219,8 +218,8 @@ _LIFELONG = _LifelongLease()
 
 @dataclass(frozen=True, slots=True)
 class LocalStore:
-    """Store in a local directory. A put writes a temporary file, calls fsync, creates a hard link (which fails if the
-    key exists) and syncs the directory."""
+    """Store in a local directory. To write an object, it writes a temporary file, calls fsync, creates a hard link
+    (which fails if the key exists) and syncs the directory."""
 
     root: Path
 
@@ -280,7 +279,7 @@ class LocalStore:
         return None
 
     def fetch(self, keys: Iterable[str], *, room: int | None = None) -> None:
-        """Do nothing, because the files are the objects themselves."""
+        """Do nothing, because the objects are local files already."""
 
     def entries(self, prefix: str) -> list[Entry]:
         with self._failures(f"cannot list {prefix!r}"):
@@ -307,7 +306,7 @@ class LocalStore:
             return _moment(directory.stat())
 
     def check(self) -> None:
-        """Raise BadInput if the directory cannot be written. Hard links are only checked at the first put."""
+        """Raise BadInput if the directory is not writable. Hard links are not tested before the first write."""
         check_writable(self.root)
 
     def exists(self, key: str) -> bool:
@@ -358,7 +357,7 @@ class LocalStore:
         return self.root / key
 
     def _own_path(self, key: str) -> Path:
-        """Return the path of an object to write or delete. Raises BadInput if a symbolic link leads there."""
+        """Return the path of an object to write or delete. Raises BadInput if the path contains a symbolic link."""
         path = self._path(key)
         if link := self._link_to(path):
             raise BadInput(
@@ -368,7 +367,8 @@ class LocalStore:
         return path
 
     def _link_to(self, path: Path) -> Path | None:
-        """Return the first symbolic link between the store's root and an object, or None. The root may be a link."""
+        """Return the first symbolic link between the store's root and an object, or None. The root may be a link
+        itself."""
         ways = [path, *path.parents][: len(path.relative_to(self.root).parts)]
         return next((way for way in ways if way.is_symlink()), None)
 
@@ -387,7 +387,7 @@ class LocalStore:
             yield Entry(key, status.st_size, _moment(status))
 
     def _files(self, folder: str) -> Iterator[tuple[str, str]]:
-        """Yield (directory, file name) pairs below a folder. Temporary files are skipped."""
+        """Yield (directory, file name) for each file below a folder. Temporary files are skipped."""
         files = walk_files(self.root / folder)
         return ((directory, name) for directory, name in files if not name.startswith(TEMPORARY))
 

@@ -1,11 +1,11 @@
-"""Tombstones: manifests that record which objects were deleted on purpose.
+"""Tombstones: manifests that record which objects were deleted intentionally.
 
 Older manifests that name the deleted objects remain valid. A tombstone has one of these keys:
 
-retention/4b1f…      records the deletion of one bundle or shard, by its digest, and may name a replacement shard
-retention/it-0003    records the deletion of the shards that only manifests below certain key prefixes name
-retention/run        records the deletion of all shards and bundles of a run
-retention/forgotten  records that users' prompts were removed from shards of the run
+retention/4b1f… records the deletion of one bundle or shard, by its digest, and may name a replacement shard
+retention/it-0003 records the deletion of the shards that only manifests below certain key prefixes name retention/run
+records the deletion of all shards and bundles of a run retention/forgotten records that users' prompts were removed
+from shards of the run
 """
 
 import getpass
@@ -23,54 +23,58 @@ from infra.store.shards import ShardRef, tombstone_key
 
 WHOLE_RUN: Final = "run"
 FORGOTTEN: Final = "forgotten"
-"""Name of the tombstone that records that users' prompts were removed from a run."""
+"""Name of the tombstone that records that users' prompts were removed from the shards of a run."""
 _FOLDER: Final = "retention/"
 
 
 class Deleted(Settings):
-    """Detail of a tombstone's manifest: what was deleted."""
+    """Details of a deletion, stored in the manifest of the tombstone."""
 
     why: str = ""
-    """Command or rule that deleted the objects."""
+    """Command or rule that caused the deletion."""
     shards_below: tuple[str, ...] = ()
-    """Key prefixes of the manifests whose shards were deleted. Shards that other manifests also name were kept."""
+    """Key prefixes of the manifests whose shards were deleted. Shards that are also named by other manifests were
+    kept."""
     bundles_below: tuple[str, ...] = ()
-    """Key prefixes of the manifests whose bundles were deleted. Bundles that other manifests also name were kept."""
+    """Key prefixes of the manifests whose bundles were deleted. Bundles that are also named by other manifests were
+    kept."""
     bundle: str = ""
-    """Key of the deleted bundle, if the tombstone is for one bundle."""
+    """Key of the deleted bundle if the tombstone records the deletion of one bundle, otherwise an empty string."""
     shard: str = ""
-    """Key of the deleted shard, if the tombstone is for one shard."""
+    """Key of the deleted shard if the tombstone records the deletion of one shard, otherwise an empty string."""
     rows: int = 0
-    """Number of rows of the replacement shard from which the texts were removed."""
+    """Number of rows in the replacement shard whose texts were removed."""
 
 
 class Tombstone(Settings):
-    """Content of a tombstone in readable form."""
+    """Tombstone (record of a deletion) in a form that can be shown to users."""
 
     what: str
-    """Deleted object: `run`, a part such as `it-0003`, or the key of a bundle or shard."""
+    """Deleted object: `run` for the whole run, the name of a part such as `it-0003`, or the key of a bundle or
+    shard."""
     why: str
-    """Command or rule that deleted the object."""
+    """Command or rule that caused the deletion."""
     who: str
-    """User, machine and time of the deletion."""
+    """User and machine that deleted the object, with the time."""
     when: str
-    """UTC time of the deletion, by the clock of the deleting machine."""
+    """UTC time of the deletion, by the clock of the machine that deleted the object."""
     is_bundle: bool
-    """Whether a single bundle (a policy or an optimizer state) was deleted."""
+    """Whether the deleted object is a single bundle (a policy or an optimizer state)."""
     is_replaced: bool
-    """Whether another shard replaces the deleted shard."""
+    """Whether the deleted object is a shard that was replaced by another shard."""
 
 
 @dataclass(frozen=True, slots=True)
 class NeededObjects:
-    """Shards and bundles that must exist in the store."""
+    """Shards and bundles that must exist in the store, because a manifest names them."""
 
     shards: frozenset[ShardRef]
     bundles: frozenset[BundleRef]
 
 
 def needed_objects(manifests: Iterable[Manifest]) -> NeededObjects:
-    """Return the shards and bundles that manifests name, except those that tombstones among them record as deleted."""
+    """Return the shards and bundles that these manifests name, without those that tombstones among the manifests record
+    as deleted."""
     manifests = list(manifests)
     deletions = [(each.key, _read(each)) for each in manifests if each.key.startswith(_FOLDER)]
     tombstone_keys = {key for key, _ in deletions}
@@ -87,18 +91,18 @@ def needed_objects(manifests: Iterable[Manifest]) -> NeededObjects:
 
 
 def is_replacement(manifest: Manifest) -> bool:
-    """Whether a manifest is a tombstone that names a replacement for a shard."""
+    """Whether a manifest is a tombstone (record of a deletion) that names another shard as replacement."""
     return manifest.key.startswith(_FOLDER) and bool(manifest.shards)
 
 
 def replaced_shards(manifests: Iterable[Manifest]) -> list[str]:
-    """Return the keys of the shards that were replaced."""
+    """Return the keys of the deleted shards for which there is a replacement."""
     return [_read(each).shard for each in manifests if is_replacement(each)]
 
 
 def write_tombstone(run: Run, name: str, deleted: Deleted, *, replacement: tuple[ShardRef, ...] = ()) -> Manifest:
-    """Commit a tombstone to a locked run before the objects are deleted. Return the existing tombstone if
-    there is one."""
+    """Commit a tombstone, which records a deletion, to a locked run. This must happen before the objects are deleted.
+    If the tombstone already exists, it is returned."""
     existing = run.find(f"{_FOLDER}{name}")
     if existing is not None:
         return existing
@@ -110,24 +114,25 @@ def write_tombstone(run: Run, name: str, deleted: Deleted, *, replacement: tuple
 
 
 def find_tombstone(run: Run, part: str = WHOLE_RUN) -> Tombstone | None:
-    """Return the tombstone for the shards of a part or for the whole run, or None if they were not deleted."""
+    """Return the tombstone (record of the deletion) of a part of a run, or by default of the whole run. Return None if
+    it was not deleted."""
     manifest = run.find(f"{_FOLDER}{WHOLE_RUN}") or run.find(f"{_FOLDER}{part}")
     return None if manifest is None else _describe(manifest)
 
 
 def deleted_parts(run: Run) -> frozenset[str]:
-    """Return the names of a run's tombstones: parts such as `it-0003`, `run`, or digests. Sends one request to the
-    store."""
+    """Return the names of the tombstones of a run: names of parts such as `it-0003`, `run`, or digests. This takes one
+    request to the store."""
     return frozenset(name.removesuffix(".json") for name in run.folders(_FOLDER))
 
 
 def tombstones(run: Run) -> Iterator[Tombstone]:
-    """Yield every tombstone of a run."""
+    """Yield all tombstones (records of deletions) of a run."""
     return map(_describe, run.manifests(_FOLDER))
 
 
 def check_not_deleted(run: Run) -> None:
-    """Raise RunChanged if the run cannot continue because its rollouts, samples and policies were deleted."""
+    """Raise RunChanged if a run cannot continue because its rollouts, samples and policies were deleted."""
     stone = find_tombstone(run)
     if stone is not None:
         raise RunChanged(
@@ -137,7 +142,7 @@ def check_not_deleted(run: Run) -> None:
 
 
 def check_remembers(run: Run, last: str) -> None:
-    """Raise RunChanged if `rheostat forget` removed prompts from a run that has not finished the part `last`."""
+    """Raise RunChanged if `rheostat forget` removed prompts from a run before the run finished its part `last`."""
     if FORGOTTEN in deleted_parts(run) and last not in linked_parts(run):
         raise RunChanged(
             f"run {run.name!r} in {run.store.uri}: `rheostat forget` removed prompts from the run, so it is not "

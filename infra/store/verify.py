@@ -1,4 +1,4 @@
-"""Verification that every committed object of a run or registry still exists and is unchanged."""
+"""Verification that all committed objects of a run or registry exist and have not changed."""
 
 from collections.abc import Callable, Collection, Iterator
 
@@ -18,10 +18,10 @@ from infra.store.tombstones import needed_objects, replaced_shards
 
 
 def verify_store(run: Run, *, deferred: Callable[[list[Manifest]], Collection[BundleRef]] = lambda _: ()) -> list[str]:
-    """Read every record, journal entry, manifest, shard and bundle of a run. Return one line per problem.
+    """Verify every record, journal entry, manifest, shard and bundle of a run. Return one line per problem.
 
-    Every byte is read again, even if this process has verified it before. Objects that a tombstone records as deleted
-    are no problem. `deferred` returns bundles that may not have been written yet.
+    Every byte is read again, even if this process has verified it before. Objects whose deletion is recorded by a
+    tombstone are not a problem. `deferred` returns the bundles that may not have been written yet.
     """
     manifests: list[Manifest] = []
     problems = [*_check_records(run.store), *_check_manifests(run, manifests)]
@@ -38,9 +38,9 @@ def verify_store(run: Run, *, deferred: Callable[[list[Manifest]], Collection[Bu
 
 
 def verify_registry(registry: Registry) -> list[str]:
-    """Read every record, chain entry, retrain record and policy of a registry. Return one line per problem.
+    """Verify every record, chain entry, retrain record and policy of a registry. Return one line per problem.
 
-    Policies deleted by `promotion.keep` are no problem, but the champion's policy must exist.
+    Policies that were deleted because of `promotion.keep` are not a problem, but the champion's policy must exist.
     """
     store, problems, drafts = registry.store, list[str](), dict[str, JsonValue]()
     for key in records(store, f"{RETRAINS}/"):
@@ -75,7 +75,7 @@ def verify_registry(registry: Registry) -> list[str]:
 
 
 def stray_files(run: Run) -> list[str]:
-    """Return the names of files in a run that are not part of it, such as `.DS_Store`, `.nfs…` or an editor's backup.
+    """Return the names of files in a run that do not belong to it, such as `.DS_Store`, `.nfs…` or editor backups.
 
     Nothing reads these files. An extra file in a bundle is not included, because it could be loaded and counts as
     damage.
@@ -95,7 +95,8 @@ def _check_records(store: Objects) -> Iterator[str]:
 
 
 def _check_leases(store: Objects, manifests: list[Manifest]) -> Iterator[str]:
-    """Yield a line for each missing lease record. If a record were missing, its epoch number could be used twice."""
+    """Yield one line for each missing lease record. Without the record, the number of its epoch could be used a second
+    time."""
     leases = set(records(store, "lease/"))
     for epoch in range(1, max((manifest.provenance.epoch for manifest in manifests), default=0) + 1):
         if (key := f"lease/{epoch:06d}.json") not in leases:

@@ -1,4 +1,4 @@
-"""Configuration of trackers: services and files to which the curves of a run are mirrored."""
+"""Configuration of trackers: services such as MLflow, and files, to which the metrics of a run are copied."""
 
 import warnings
 from importlib.util import find_spec
@@ -13,45 +13,47 @@ from infra.variants import OneOf, Target, Variant, check_implementation
 
 
 class Tracker(Variant):
-    """Base of all trackers. `implementation` names a function of the type `infra.trackers.records.OpenMirror`."""
+    """Base class of all trackers. `implementation` names a function of the type `infra.trackers.records.OpenMirror`,
+    which opens the tracker."""
 
     package: ClassVar[tuple[str, str] | None] = None
-    """Required module and its pip requirement, or None if no extra package is required."""
+    """Module that the tracker requires and its pip requirement, or None if no additional package is required."""
 
     samples: bool = True
-    """Whether 16 completions of each iteration are sent to the tracker with their prompts. Trackers are outside of the
-    store."""
+    """Whether 16 completions per iteration are sent to the tracker, with their prompts. Commands that delete data from
+    the store do not delete them there."""
 
 
 class TensorBoardTracker(Tracker):
-    """Event files of TensorBoard (`pip install 'tensorboardX>=2.6.5,<3'`), in one folder per run."""
+    """Event files for TensorBoard in one folder per run (`pip install 'tensorboardX>=2.6.5,<3'`)."""
 
     implementation = "infra.trackers.tensorboard:open_mirror"
     package = ("tensorboardX", "tensorboardX>=2.6.5,<3")
 
     kind: Literal["tensorboard"] = "tensorboard"
     directory: str = "tensorboard"
-    """Log directory, to be passed to `tensorboard --logdir`."""
+    """Log directory that is passed to `tensorboard --logdir`."""
 
 
 with warnings.catch_warnings():  # `register` is also a method of every model's metaclass
     warnings.simplefilter("ignore", UserWarning)
 
     class MlflowTracker(Tracker):
-        """Run of MLflow (`pip install 'mlflow-skinny>=3.17,<4'`)."""
+        """MLflow run with the metrics of the run (`pip install 'mlflow-skinny>=3.17,<4'`)."""
 
         implementation = "infra.trackers.mlflow:open_mirror"
         package = ("mlflow", "mlflow-skinny>=3.17,<4")
 
         kind: Literal["mlflow"] = "mlflow"
         uri: str | None = None
-        """Tracking server, such as `https://mlflow.example.com`. The default is the variable MLFLOW_TRACKING_URI, or
-        `sqlite:///mlflow.db`. User and password are read from MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, a
-        token from MLFLOW_TRACKING_TOKEN."""
+        """Address of the tracking server, such as `https://mlflow.example.com`. The default is the variable
+        MLFLOW_TRACKING_URI, or `sqlite:///mlflow.db`. User and password are read from MLFLOW_TRACKING_USERNAME and
+        MLFLOW_TRACKING_PASSWORD, and a token from MLFLOW_TRACKING_TOKEN."""
         experiment: Annotated[str, Field(min_length=1)] = "rheostat"
-        """Name of the experiment that contains the run."""
+        """Name of the MLflow experiment that contains the run."""
         register: Annotated[str, Field(min_length=1)] | None = None
-        """Registered model that gets a version with the policy of the last iteration, under the alias `newest`."""
+        """Name of a registered model. The policy of the last iteration is added to this model as a version with the
+        alias `newest`."""
 
         @field_validator("uri")
         @classmethod
@@ -65,34 +67,35 @@ with warnings.catch_warnings():  # `register` is also a method of every model's 
 
 
 class WandbTracker(Tracker):
-    """Run of Weights & Biases (`pip install 'wandb>=0.31,<1'`), with the API key in the variable WANDB_API_KEY."""
+    """Weights & Biases run with the metrics of the run (`pip install 'wandb>=0.31,<1'`). The API key is read from the
+    variable WANDB_API_KEY."""
 
     implementation = "infra.trackers.wandb:open_mirror"
     package = ("wandb", "wandb>=0.31,<1")
 
     kind: Literal["wandb"] = "wandb"
     project: Annotated[str, Field(min_length=1)] = "rheostat"
-    """Name of the project that contains the run."""
+    """Name of the W&B project that contains the run."""
     entity: str | None = None
     """Team or user that owns the project. The default is the owner of the API key."""
     mode: Literal["online", "offline"] = "online"
-    """Mode of the run. With `offline`, no data is sent until `wandb sync` is run."""
+    """Mode of the run. With `offline`, data is stored locally until it is sent with `wandb sync`."""
     directory: str = "."
-    """Directory in which the folder `wandb` is created."""
+    """Directory in which wandb creates its folder `wandb`."""
 
 
 class TargetTracker(Target):
-    """Tracker of your own: a subclass of `infra.trackers.config.Tracker` (docs/tracking.md)."""
+    """Tracker defined by the user: a subclass of `infra.trackers.config.Tracker` (docs/tracking.md)."""
 
 
 TrackerConfig = Annotated[Tracker, OneOf((TensorBoardTracker, MlflowTracker, WandbTracker, TargetTracker))]
 
 
 class TrackingPart(Settings):
-    """Trackers alone, as a command receives them."""
+    """Settings of the trackers alone, as a command receives them."""
 
     tracking: Annotated[tuple[TrackerConfig, ...], Field(min_length=1)]
-    """Trackers to which curves are mirrored: a table, or a list of tables."""
+    """Trackers to which metrics are copied: one table, or a list of tables."""
 
     @field_validator("tracking", mode="before")
     @classmethod
@@ -101,7 +104,8 @@ class TrackingPart(Settings):
 
 
 def check_tracker(tracker: Tracker) -> None:
-    """Raise BadInput if the package that a tracker requires is not installed. Packages are not imported for this."""
+    """Raise BadInput if the package that a tracker requires is not installed. The package is not imported for this
+    check."""
     if tracker.package is not None and find_spec(tracker.package[0]) is None:
         name, requirement = tracker.package
         raise BadInput(

@@ -1,4 +1,5 @@
-"""MLflow tracker: one run of an experiment. The last policy is registered as a model version if that is configured."""
+"""Tracker for MLflow. A run of Rheostat becomes a run of an experiment, and its final policy a model version if
+configured."""
 
 import json
 import os
@@ -13,9 +14,9 @@ from infra.trackers.records import Point, Product, Subject, TextTable, flatten_c
 
 LOCAL_URI = "sqlite:///mlflow.db"
 TAG = "rheostat.run"
-"""Tag with the identity of the mirrored run."""
+"""Tag of an MLflow run that contains the identity of the run of Rheostat."""
 DIGEST = "rheostat.policy"
-"""Tag with the digest of a registered model version."""
+"""Tag of a registered model version that contains the digest of the policy."""
 ALIAS = "newest"
 SAMPLES = "samples"
 MAX_PARAMETERS = 100  # parameters per request; for metrics the limit is 1,000
@@ -23,10 +24,10 @@ MAX_CHARACTERS = 6000  # characters of a parameter's value
 
 
 class TrackedRun:
-    """Run of MLflow. Implements `infra.trackers.records.Mirror`."""
+    """MLflow run to which metrics are copied. Implements `infra.trackers.records.Mirror`."""
 
     def __init__(self, subject: Subject, settings: MlflowTracker) -> None:
-        """Find the run of the subject, or create it."""
+        """Find the MLflow run of the subject (the run of Rheostat), or create it."""
         uri = settings.uri or os.environ.get("MLFLOW_TRACKING_URI") or LOCAL_URI
         self._client, self._settings, self._name = MlflowClient(uri, registry_uri=uri), settings, subject.name
         self._id = self._find_or_create_run(subject)
@@ -46,11 +47,11 @@ class TrackedRun:
         return str(run.info.run_id)
 
     def lacks(self, point: Point) -> bool:
-        """Whether a metric has no value at this step, or the table of samples is missing."""
+        """Whether MLflow lacks the value of a metric at this step, or the table of samples."""
         return bool(self._missing(point)) or self._lacks_table(point)
 
     def write(self, point: Point, table: TextTable | None) -> None:
-        """Log the missing values and the missing table."""
+        """Log the values and the table of samples that MLflow lacks."""
         now = int(time.time() * 1000)
         missing = self._missing(point)
         values = [Metric(name, point.scalars[name], now, point.step) for name in missing]
@@ -64,8 +65,8 @@ class TrackedRun:
             self._tables.add(_file(point))
 
     def close(self, product: Product | None) -> None:
-        """Mark the run as ended, and register the policy if that is configured. Do nothing while the run is not
-        finished."""
+        """Mark the MLflow run as finished, and register the policy if that is configured. Do nothing if the run of
+        Rheostat is not finished (`product` is None)."""
         if product is None:
             return
         self._client.set_terminated(self._id)
@@ -100,5 +101,5 @@ def _file(point: Point) -> str:
 
 
 def open_mirror(subject: Subject, settings: MlflowTracker) -> TrackedRun:
-    """Open the MLflow run of a subject."""
+    """Open the MLflow run for a run of Rheostat."""
     return TrackedRun(subject, settings)

@@ -1,4 +1,4 @@
-"""Child processes that mirror a run, one for each tracker, so that a hanging or failing tracker cannot affect the run.
+"""Child processes that copy the metrics of a run to its trackers. A tracker that hangs or fails cannot affect the run.
 
 The library of a tracker starts threads, hooks and servers, takes seconds to import, and may wait for its service
 forever. None of this happens in the process that trains.
@@ -21,51 +21,54 @@ from infra.config import Settings
 from infra.trackers.config import TrackerConfig
 
 STUCK: Final = 5
-"""Limit for a silent process that is busy or whose run still trains, as a multiple of `patience_seconds`."""
+"""Factor by which `patience_seconds` is multiplied while the run is still training, or while the process is using the
+CPU."""
 _MORE_SECONDS = 5.0  # additional time for a process that gives up by itself
 
 
 class MirrorOrder(Settings):
-    """Order that tells a process which run to mirror, and to which tracker."""
+    """Order for a tracker process: which run to copy, and to which tracker."""
 
     store: str
-    """Address of the store with the run."""
+    """Address of the store that contains the run."""
     run: str
     """Name of the run."""
     tracker: TrackerConfig
-    """Tracker to which the run is mirrored."""
+    """Tracker to which the metrics of the run are copied."""
     patience_seconds: float
-    """Maximum time in seconds without a report and without CPU use, while the process waits for nothing else."""
+    """Maximum seconds for a call to the tracker without a response and without CPU use, after the run has ended."""
 
 
 class MirrorReport(Settings):
-    """Report of a tracker process, written as one line of JSON."""
+    """Report of a tracker process about its progress. It is sent as one line of JSON."""
 
     tracker: str
     """Name of the tracker in messages."""
     points: int = 0
-    """Number of iterations and evaluations that this process has mirrored."""
+    """Number of iterations and evaluations that this process has copied to the tracker."""
     step: int | None = None
-    """Last mirrored step, or None."""
+    """Last step that was copied to the tracker, or None."""
     problem: str = ""
-    """Problem that keeps the process from continuing, or an empty string."""
+    """Problem that prevents the process from continuing, or an empty string."""
     is_over: bool = False
-    """Whether everything is mirrored and the process ends."""
+    """Whether all data was copied, so that the process ends."""
 
 
 @dataclass(slots=True)
 class MirrorProcess:
-    """Process of one tracker. It is started again if it is needed and has ended."""
+    """Child process that copies metrics to one tracker. If the process has ended, it is started again when it is
+    needed."""
 
     command: Sequence[str]
-    """Command line. Its stdin gets the order, and then one line per request to look for new data."""
+    """Command line of the process. Its stdin receives the order, and then one line for each request to look for new
+    data."""
     order: MirrorOrder
     reports: SimpleQueue[MirrorReport] = field(default_factory=SimpleQueue)
     last: MirrorReport | None = None
     process: "subprocess.Popen[bytes] | None" = None
     _listener: threading.Thread | None = None
     _problem: str = ""
-    """Last reported problem."""
+    """Problem in the last report."""
     _news: list[str] = field(default_factory=list)
 
     @property
@@ -74,20 +77,20 @@ class MirrorProcess:
         return self.order.tracker.label
 
     def request_sync(self) -> None:
-        """Request the process to look for new data, without waiting for it."""
+        """Request the process to copy new data, without waiting until this is done."""
         if self.process is None or self.process.poll() is not None:
             self._start()
         with suppress(OSError):  # the process has ended, which its last report or the next call shows
             os.write(self._stdin, b"\n")
 
     def end(self) -> None:
-        """Request the process to mirror the remaining data and end."""
+        """Request the process to copy the remaining data and then end."""
         if self.process is not None and self.process.stdin is not None:
             with suppress(OSError):
                 self.process.stdin.close()
 
     def wait(self) -> None:
-        """Wait until the process ends. A process that is silent for too long ends by itself or is killed."""
+        """Wait until the process has ended. A process that sends no report for too long ends itself or is killed."""
         process = self.process
         if process is None:
             return
@@ -106,7 +109,8 @@ class MirrorProcess:
         self._read_reports()
 
     def new_problems(self) -> list[str]:
-        """Return the problems that were not returned before. A problem is returned once, until it changes."""
+        """Return the problems that have not been returned before. The same problem is not returned again until another
+        problem occurs."""
         self._read_reports()
         problems, self._news = self._news, []
         return problems
@@ -152,14 +156,14 @@ class MirrorProcess:
 
 
 class TrackerProcesses:
-    """Trackers of one run, as used by the process that trains or reads the run."""
+    """Tracker processes of one run, as used by the process that trains or reads the run."""
 
     def __init__(self, command: Sequence[str], orders: Sequence[MirrorOrder]) -> None:
-        """Prepare the trackers. Their processes start at the first call of `request_sync`."""
+        """Prepare the processes. They start when `request_sync` is first called."""
         self.mirrors = [MirrorProcess(command, order) for order in orders]
 
     def request_sync(self) -> None:
-        """Request all trackers to look for new data, without waiting for them."""
+        """Request all processes to copy new data, without waiting until this is done."""
         for mirror in self.mirrors:
             mirror.request_sync()
 
@@ -172,8 +176,8 @@ class TrackerProcesses:
         ]
 
     def finish(self) -> list[MirrorReport]:
-        """Request all trackers to mirror the remaining data, wait until they end, and return the last report
-        of each."""
+        """Request all processes to copy the remaining data, wait until they have ended, and return the last report of
+        each."""
         for mirror in self.mirrors:
             mirror.request_sync()
             mirror.end()
@@ -189,7 +193,7 @@ def _last(mirror: MirrorProcess) -> MirrorReport:
 
 
 def send(report: MirrorReport, to: int) -> None:
-    """Write a report to a file descriptor. Nothing happens if the reader was killed."""
+    """Write a report to a file descriptor. If the reader was killed, nothing happens."""
     line: JsonValue = report.model_dump(mode="json", exclude_defaults=True)
     with suppress(BrokenPipeError):
         os.write(to, json.dumps(line).encode() + b"\n")

@@ -1,4 +1,4 @@
-"""Records that are sent to trackers, and the interface that every tracker implements."""
+"""Records that are sent to trackers, and the interface that all trackers implement."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,37 +9,38 @@ from pydantic import JsonValue
 from infra.trackers.config import Tracker
 
 Series = Literal["iteration", "evaluation"]
-"""Kind of step: an iteration or an evaluation."""
+"""Kind of step at which data is recorded: an iteration or an evaluation."""
 Cell = str | int | float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """Run that is mirrored."""
+    """Run of Rheostat whose metrics are copied to a tracker."""
 
     name: str
-    """Name of the run for people."""
+    """Name of the run, which is shown to users."""
     identity: str
-    """Unique identifier of letters, digits and dashes. It distinguishes runs with the same name."""
+    """Unique identifier of the run, consisting of letters, digits and dashes. Runs with the same name have different
+    identifiers."""
     config: Mapping[str, JsonValue]
     """Configuration of the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextTable:
-    """Table of texts for people."""
+    """Table of texts that a tracker shows to users."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
 
     def markdown(self) -> str:
-        """Encode the table as Markdown, one line per row. Texts are shown literally."""
+        """Return the table as Markdown, one line per row. Markup inside the texts is escaped."""
         lines = [self.columns, ("---",) * len(self.columns), *self.rows]
         return "\n".join(f"| {' | '.join(map(_quoted, line))} |" for line in lines)
 
 
 def _quoted(cell: Cell) -> str:
-    """Encode a cell so that its text cannot start a tag, link, code or cell."""
+    """Escape the text of a cell, so that it cannot start a tag, a link, code or another cell."""
     text = "" if cell is None else f"{cell:g}" if isinstance(cell, float) else str(cell)
     for mark, entity in {"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "&#124;", "[": "&#91;", "`": "&#96;"}.items():
         text = text.replace(mark, entity)
@@ -48,53 +49,54 @@ def _quoted(cell: Cell) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Data of one step."""
+    """Data of one step (iteration or evaluation) of a run."""
 
     series: Series
     step: int
     scalars: Mapping[str, float]
-    """Values by name. A name belongs to only one series."""
+    """Metrics of the step by name. The same name is not used in both series."""
     samples: Callable[[], TextTable | None] | None = None
-    """Function that reads the table of samples of this step, or returns None if the table was deleted. None without
-    samples."""
+    """Function that reads the table of samples of this step, or returns None if the samples were deleted. None if the
+    step has no samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Final model of a run."""
+    """Final model that a run has produced."""
 
     step: int
     digest: str
     place: str
-    """Path or address of the model's files."""
+    """Path or address of the files of the model."""
 
 
 class Mirror(Protocol):
-    """Tracker that is open for one subject. Any method may raise an error, after which the tracker is opened again."""
+    """Connection of one run to one tracker. If a method raises an error, the connection is opened again."""
 
     def lacks(self, point: Point) -> bool:
-        """Return whether the tracker lacks some data of a point. After each opening, all points come in order from the
-        first."""
+        """Return whether the tracker lacks some data of a point. After the connection was opened, this is called for
+        all points in order, starting with the first."""
         ...
 
     def write(self, point: Point, table: TextTable | None) -> None:
-        """Add the missing data of a point."""
+        """Send the data of a point that the tracker lacks."""
         ...
 
     def close(self, product: Product | None) -> None:
-        """Wait until all data has arrived. `product` is the final model, or None if the run is not finished."""
+        """Wait until all data has arrived, and close the connection. `product` is the final model, or None if the run
+        is not finished."""
         ...
 
 
 OpenMirror = Callable[[Subject, Tracker], Mirror]
-"""Type of the function that a tracker's `implementation` names."""
+"""Function that connects a run to a tracker. The field `implementation` of a tracker names a function of this type."""
 
 Follow = Callable[[], Iterator[Point]]
-"""Function that yields the points since its last call."""
+"""Function that yields the points that are new since it was last called."""
 
 
 def flatten_config(config: Mapping[str, JsonValue], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the values of a configuration as texts, with their dotted keys."""
+    """Yield (dotted key, value as text) for each value of a configuration."""
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
             yield from flatten_config(value, f"{prefix}{key}.")

@@ -1,4 +1,4 @@
-"""TensorBoard tracker: each opening writes an event file with the data that earlier files lack."""
+"""Tracker for TensorBoard. Each time it is opened, it writes a new event file with the data that earlier files lack."""
 
 import struct
 import time
@@ -16,10 +16,11 @@ _FRAME = struct.Struct("<QI")  # length of the event and its checksum; another c
 
 
 class EventFiles:
-    """Event files of one run. Implements `infra.trackers.records.Mirror`."""
+    """TensorBoard event files to which the metrics of one run are copied. Implements
+    `infra.trackers.records.Mirror`."""
 
     def __init__(self, subject: Subject, settings: TensorBoardTracker) -> None:
-        """Read the existing event files and begin a new one."""
+        """Read the existing event files of the run and begin a new file."""
         folder = Path(settings.directory) / subject.identity
         self._known = {(tag, step) for event, tags in _events(folder) for tag in tags for step in [event.step]}
         # The default name only contains the second, so a file that begins in the same second would replace this one.
@@ -29,11 +30,11 @@ class EventFiles:
             self._writer.add_text("config", table.markdown(), 0)
 
     def lacks(self, point: Point) -> bool:
-        """Whether a tag has no value at this step, or the table of samples is missing."""
+        """Whether the files lack the value of a metric at this step, or the table of samples."""
         return bool(self._missing(point)) or self._lacks_table(point)
 
     def write(self, point: Point, table: TextTable | None) -> None:
-        """Write the missing values and flush them to the disk."""
+        """Write the values that the files lack, and flush them to the disk."""
         for tag in self._missing(point):
             self._writer.add_scalar(tag, point.scalars[tag], point.step)
             self._known.add((tag, point.step))
@@ -44,7 +45,7 @@ class EventFiles:
         self._writer.flush()
 
     def close(self, product: Product | None) -> None:
-        """Close the event file."""
+        """Close the event file that this process writes."""
         self._writer.close()
 
     def _missing(self, point: Point) -> list[str]:
@@ -55,12 +56,12 @@ class EventFiles:
 
 
 def open_mirror(subject: Subject, settings: TensorBoardTracker) -> EventFiles:
-    """Open the event files of a run."""
+    """Open the TensorBoard event files for a run of Rheostat."""
     return EventFiles(subject, settings)
 
 
 def _events(folder: Path) -> Iterator[tuple[Event, list[str]]]:
-    """Yield the complete events in a folder. Events torn by a killed writer are skipped."""
+    """Yield the complete events in a folder. Incomplete events, which a killed process left, are skipped."""
     for path in sorted(folder.glob("events.out.tfevents.*")):
         content, at = path.read_bytes(), 0
         while at + _FRAME.size <= len(content):

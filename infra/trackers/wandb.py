@@ -1,4 +1,5 @@
-"""Weights & Biases tracker: one run. The last logged rows, on the server or in offline files, show how far it is."""
+"""Tracker for Weights & Biases. A run of Rheostat becomes one W&B run. The rows that exist on the server or in offline
+files show which steps were already copied."""
 
 import json
 import struct
@@ -13,17 +14,17 @@ from infra.trackers.records import Point, Product, Series, Subject, TextTable
 
 SAMPLES = "samples"
 FIRST: dict[Series, int] = {"iteration": 0, "evaluation": -1}
-"""Step before the first one, by series."""
+"""Step that counts as the last logged step of each series before anything was logged."""
 _BLOCK, _HEADER = 1 << 15, struct.Struct("<IHB")
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 _FILE_HEADER = 7
 
 
 class LoggedRun:
-    """Run of Weights & Biases. Implements `infra.trackers.records.Mirror`."""
+    """W&B run to which metrics are copied. Implements `infra.trackers.records.Mirror`."""
 
     def __init__(self, subject: Subject, settings: WandbTracker) -> None:
-        """Create the run or resume it."""
+        """Create the W&B run, or resume it if it exists."""
         directory = Path(settings.directory)
         last = (
             {**FIRST, **_read_offline_steps(directory, subject.identity)} if settings.mode == "offline" else {**FIRST}
@@ -56,11 +57,12 @@ class LoggedRun:
         self._last = {series: int(summary.get(series, step)) for series, step in last.items()}
 
     def lacks(self, point: Point) -> bool:
-        """Whether the step is after the last row of its series."""
+        """Whether the step is later than the last row of its series."""
         return point.step > self._last[point.series]
 
     def write(self, point: Point, table: TextTable | None) -> None:
-        """Log the row of a point. The row of an evaluation stays open and is shared with the next iteration."""
+        """Log a point as a row. The row of an evaluation is not finished until the next iteration, whose values are
+        added to it."""
         if not self.lacks(point):
             return
         row: dict[str, object] = {point.series: point.step, **point.scalars}
@@ -72,7 +74,7 @@ class LoggedRun:
         self._last[point.series] = point.step
 
     def close(self, product: Product | None) -> None:
-        """Finish the run: write all rows, and send them in online mode."""
+        """Finish the W&B run: write all rows, and send them if the mode is online."""
         if product is not None:
             self._run.summary["policy"] = product.digest
         self._run.finish()
@@ -80,12 +82,12 @@ class LoggedRun:
 
 
 def open_mirror(subject: Subject, settings: WandbTracker) -> LoggedRun:
-    """Open the run of a subject."""
+    """Open the W&B run for a run of Rheostat."""
     return LoggedRun(subject, settings)
 
 
 def _read_offline_steps(directory: Path, identity: str) -> dict[Series, int]:
-    """Return the last step of each series in offline files that were not sent yet."""
+    """Return the last step of each series in offline files that have not been sent to the server."""
     last: dict[Series, int] = {}
     for path in sorted(directory.glob(f"wandb/offline-run-*-{identity}/run-{identity}.wandb")):
         for row in rows_of(path):
@@ -96,7 +98,7 @@ def _read_offline_steps(directory: Path, identity: str) -> dict[Series, int]:
 
 
 def rows_of(path: Path) -> Iterator[dict[str, object]]:
-    """Yield the rows of an offline file, up to the last complete one."""
+    """Yield the rows of an offline file, without an incomplete row at the end."""
     for content in _records(path.read_bytes()):
         record = Record.FromString(content)
         if record.WhichOneof("record_type") == "history":
@@ -104,7 +106,7 @@ def rows_of(path: Path) -> Iterator[dict[str, object]]:
 
 
 def _records(content: bytes) -> Iterator[bytes]:
-    """Yield the records of a file in LevelDB's log format
+    """Yield the records of a file in the log format of LevelDB
     (https://github.com/google/leveldb/blob/main/doc/log_format.md)."""
     at, parts = _FILE_HEADER, b""
     while at + _HEADER.size <= len(content):

@@ -2,8 +2,7 @@
 
 `plan` does the same without writing to the cache, and `scoring` checks the rewards alone. Reads the configuration as
 JSON on stdin. Prints `{"ok": true, "error": "", "is_down": false, "facts": {…}}`, or `ok` false with the error in one
-line and exit code 2; `is_down` means that an endpoint did not answer, which may be temporary. It runs in a separate
-process because flows may not import code that loads models and tokenizers.
+line and exit code 2; `is_down` means that an endpoint did not answer. Flows may not import code that loads models.
 """
 
 import contextlib
@@ -211,6 +210,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
     # Imported here, so errors in rewards and data appear before the second that importing transformers takes.
     from models.environments.runtime import check_turns, tools_of
     from models.inspection.directory import inspect_policy
+    from models.inspection.texts import text_facts
     from models.text.tokenizer import enforce_prompt_length, problem_texts, tokenize_problems
 
     for name, engine, _ in slot_engines(inputs.rollout, inputs.scoring):
@@ -222,20 +222,20 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
     inputs.update.check_model(shape)
     shape.check_slices(inputs.update.sequence_parallel, what="the policy")
     check_attention(inputs.update.attention, policy.outline, shape)
-    problems, processor = [*train, *heldout], policy.load_processor(inputs.data.pixels)
+    problems, processor, rules = [*train, *heldout], policy.load_processor(inputs.data.pixels), inputs.data.text_rules
     texts, denoising = [(each.source, identity(each.prompt)) for each in problems], inputs.rollout.denoising
     image_tokens = 0 if denoising is None else policy.check_drawing(denoising, texts)
     images.check_images(problems, processor)
     environment = inputs.rollout.environment
     tools = tools_of(environment, problems)
-    prompts = tokenize_problems(problems, tokenizer, processor, tools=tools)
+    prompts = tokenize_problems(problems, tokenizer, processor, tools=tools, rules=rules)
     if environment is not None:
         check_turns(environment, tokenizer, tools, problems[0])
     new_tokens = inputs.rollout.sampling.max_new_tokens
     if new_tokens >= shape.context:
         key = f"rollout.sampling.max_new_tokens {new_tokens}"
         raise BadInput(f"{key} leaves no room for a prompt, because the policy's context is {shape.context_text}")
-    pairs, room, too_long = [*zip(problems, prompts, strict=True)], shape.context - new_tokens, inputs.data.too_long
+    pairs, room, too_long = [*zip(problems, prompts, strict=True)], shape.context - new_tokens, inputs.data.on_too_long
     train_asked = enforce_prompt_length(pairs[: len(train)], max_tokens=room, too_long=too_long, split="train")
     heldout_asked = enforce_prompt_length(pairs[len(train) :], max_tokens=room, too_long=too_long, split="heldout")
     longest = max(len(prompt.input) for _, prompt in (*train_asked, *heldout_asked))
@@ -243,6 +243,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
         **count_problems(inputs.data, [each for each, _ in train_asked], [each for each, _ in heldout_asked]),
         "too_long": len(problems) - len(train_asked) - len(heldout_asked),
         **policy.sizes(),
+        **text_facts(problems, tokenizer, rules=rules, processor=processor),
         "mean_prompt_tokens": fmean(len(prompt.input) for _, prompt in train_asked),
         "longest_prompt_tokens": longest,
         **inputs.rollout.engine.estimate_memory(
@@ -281,13 +282,11 @@ def _check_critic(inputs: Inputs, policy: "Inspected", *, longest_tokens: int) -
     value_model = inputs.algorithm.value_model
     if value_model is None:
         return {}
-    slices = inputs.update.sequence_parallel
+    ranks, slices = inputs.pools.update_ranks, inputs.update.sequence_parallel
     critic = inspect_critic(value_model.path, policy, longest_tokens=longest_tokens, slices=slices)
-    sizes = resident_bytes(inputs.update, critic, ranks=inputs.pools.update_ranks)
-    return {
-        "critic_parameters": critic.parameters,
-        "update_critic_bytes": sum(value for name, value in sizes.items() if name.endswith("_bytes")),
-    }
+    sizes = resident_bytes(inputs.update, critic, ranks=ranks)
+    update_bytes = sum(value for name, value in sizes.items() if name.endswith("_bytes"))
+    return {"critic_parameters": critic.parameters, "update_critic_bytes": update_bytes}
 
 
 def _check_teacher(
@@ -304,9 +303,9 @@ def _check_teacher(
     distillation = inputs.algorithm.distillation
     if distillation is None:
         return {}
-    slices = inputs.update.sequence_parallel
-    parameters = check_teacher(distillation.teacher, tokenizer, longest_tokens=longest_tokens, slices=slices)
-    images.check_teacher_images(distillation.teacher, problems, processor, limits=inputs.data.pixels)
+    teacher, slices = distillation.teacher, inputs.update.sequence_parallel
+    parameters = check_teacher(teacher, tokenizer, longest_tokens=longest_tokens, slices=slices)
+    images.check_teacher_images(teacher, problems, processor, limits=inputs.data.pixels)
     if not parameters:
         return {}
     return {"teacher_parameters": parameters, "update_teacher_bytes": parameters * BYTES[inputs.update.dtype]}
@@ -331,10 +330,11 @@ def _check_preferences(
                 raise BadInput(f"{pair.source}: this training pair uses a held-out problem. Remove one of the two.")
     input_errors.check()
     if inputs.dpo is not None:
-        policy_pairs([*train, *heldout_pairs], tokenizer, context=shape.context)
+        policy_pairs([*train, *heldout_pairs], tokenizer, context=shape.context, rules=inputs.data.text_rules)
     trained = inputs.scoring.trained_reward_models
     for reward in trained.values():
-        reward_pairs([*train, *heldout_pairs], tokenizer, template=reward.template, context=shape.context)
+        template, form = reward.template, reward.chat_prompt
+        reward_pairs([*train, *heldout_pairs], tokenizer, template=template, context=shape.context, chat_prompt=form)
     sizes = {f"{term}_parameters": shape.parameters for term in trained}
     return {"train_pairs": len(train), "heldout_pairs": len(heldout_pairs), **sizes}
 
@@ -366,12 +366,12 @@ def _check_policy_judges(inputs: Inputs, policy: "Inspected", train: list[Proble
 
 
 def _check_user(inputs: Inputs, problems: list[Problem]) -> dict[str, float]:
-    dialogue = None if inputs.rollout.environment is None else inputs.rollout.environment.dialogue
-    if dialogue is None:
+    environment = inputs.rollout.environment
+    if environment is None or environment.dialogue is None:
         return {}
     from models.inspection.users import check_user
 
-    return {"user_parameters": check_user(dialogue, problems=problems, gpus=inputs.pools.gpus_per_worker)}
+    return {"user_parameters": check_user(environment.dialogue, problems=problems, gpus=inputs.pools.gpus_per_worker)}
 
 
 def main() -> int:

@@ -8,6 +8,7 @@ from typing import Annotated, Final, Literal
 from pydantic import Field
 
 from infra.config import Positive, Settings
+from infra.renamed import RenamedFrom, RenamedValue
 from infra.validation_errors import nearest
 from models.config.job import Job
 
@@ -48,10 +49,10 @@ class Alarm(Settings):
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")] | None = None
     """Name of the alarm, which must be unique. The default is its kind."""
-    action: Literal["warn", "stop", "return"] = "warn"
-    """Action in addition to a log line and an event: `stop` ends the run after the iteration. `return` reverts the run:
+    action: Annotated[Literal["warn", "stop", "revert"], RenamedValue("return", "revert")] = "warn"
+    """Action in addition to a log line and an event: `stop` ends the run after the iteration. `revert` reverts the run:
     the next iteration starts from the policy that generated the last iteration that was not reverted."""
-    returns: Annotated[int, Field(ge=0)] = 3
+    max_reverts: Annotated[int, Field(ge=0), RenamedFrom("returns")] = 3
     """Maximum number of times that this alarm may revert a run. The next time it ends the run."""
 
     @property
@@ -220,9 +221,9 @@ def find_alarm_conflicts(alarms: Iterable[Alarm], job: Job) -> Iterator[str]:
             yield f"{where} is listed twice, but names must be unique. Set `name`"
         names.add(alarm.label)
         yield from (f"{where}: {reason}" for reason in alarm.find_conflicts(job))
-        if alarm.action == "return" and job.rollout.staleness:
+        if alarm.action == "revert" and job.rollout.staleness:
             yield (
-                f"{where}: action = 'return' cannot be combined with rollout.staleness = {job.rollout.staleness}, "
+                f"{where}: action = 'revert' cannot be combined with rollout.staleness = {job.rollout.staleness}, "
                 "because the run would train on rollouts that the discarded policies generated ahead. Set "
                 "rollout.staleness = 0, or action = 'stop'"
             )

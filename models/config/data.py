@@ -6,33 +6,33 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 from pydantic import Field, field_validator, model_validator
 
 from infra.config import Fraction, Positive, Settings, Since
+from infra.renamed import RenamedFrom
 from infra.store.inputs import Location
 from infra.variants import OneOf, Target, Variant
+from models.config.texts import TextSettings
+
+OnTooLong = Literal["refuse", "drop"]
 
 
-# ---- data
 class PixelLimits(NamedTuple):
-    """Minimum and maximum size of an image in pixels (width × height). None keeps the value that comes with the
-    policy."""
+    """Minimum and maximum image size in pixels (width × height). None keeps the value that comes with the policy."""
 
     min_pixels: int | None = None
     max_pixels: int | None = None
 
 
-class DataSource(Variant):
+class DataSource(TextSettings, Variant):
     """Fields common to all sources of problems. `implementation` names a `models.data.problems.ProblemSource`."""
 
     makes_pairs: ClassVar[bool] = False
     """Whether preferences of kind `arithmetic` can be built from the problems of this source."""
     guess_template: ClassVar[str] = "#### {}"
-    """Template of a warm-up answer without reasoning, for problems that have worked answers; `{}` is a random
-    number."""
+    """Template of a warm-up answer without reasoning, for problems with worked answers; `{}` is a random number."""
     max_guess: ClassVar[int] = 20
     """Largest number that can be inserted into `guess`."""
     referenced_files: ClassVar[str] = ""
     """`pkg.mod:function` that yields the files to which the source's own files refer, such as images. Empty if its
     files refer to no others."""
-
     exclusion_filter: ClassVar[str] = ""
     """`pkg.mod:function` that returns the training problems that this source excludes by itself, a
     `models.data.problems.ExclusionFilter`. Empty if the source excludes none."""
@@ -41,13 +41,12 @@ class DataSource(Variant):
     """`pkg.mod:function` that generates pictures for the warm-up of text-to-image policies, a
     `models.data.examples.PictureSource`. Empty if the source has no pictures."""
 
-    without: Annotated[Location | None, Since("0.1.0", before=None)] = None
+    exclude_ids_path: Annotated[Location | None, Since("0.1.0", before=None), RenamedFrom("without")] = None
     """File with one prompt_id per line, on this machine or at s3://bucket/name. These problems are excluded from
     iterations."""
-    too_long: Annotated[Literal["refuse", "drop"], Since("0.1.0", before="refuse")] = "refuse"
+    on_too_long: Annotated[OnTooLong, Since("0.1.0", before="refuse"), RenamedFrom("too_long")] = "refuse"
     """Action for problems whose prompt leaves no room for a completion in the policy's context: "refuse" ends the run
-    before it begins, "drop" excludes them from iterations, evaluations and warm-up. The record of the prompts contains
-    the number of dropped problems."""
+    before it begins, "drop" excludes them from iterations, evaluations and warm-up, and records their number."""
 
     @property
     def has_answers(self) -> bool:
@@ -124,7 +123,7 @@ class PaintingsData(DataSource):
     pictures = "models.data.paintings:pretraining_pictures"
 
     kind: Literal["paintings"] = "paintings"
-    lies: Fraction = 0.5
+    caption_noise: Annotated[Fraction, RenamedFrom("lies")] = 0.5
     """Share of the pictures with a random color and place in their caption, among the pictures on which a policy
     without pretrained weights is trained first."""
 
@@ -305,13 +304,13 @@ class DeduplicatedData(DataSource):
     """The source of the problems."""
     retriever: Location
     """Directory of a sentence-transformers model, on this machine or at s3://bucket/name (docs/retrieval.md)."""
-    bound: Annotated[float, Field(gt=0, le=1)] = 0.95
+    similarity: Annotated[float, Field(gt=0, le=1), RenamedFrom("bound")] = 0.95
     """Cosine similarity to a held-out prompt at or above which a training problem is excluded."""
 
     @model_validator(mode="after")
     def _require_unset_in_source(self) -> Self:
-        for key in ("without", "too_long"):
-            if getattr(self.source, key) != DataSource.model_fields[key].default:
+        for key in ("exclude_ids_path", "on_too_long", *TextSettings.model_fields):
+            if getattr(self.source, key) not in (DataSource.model_fields[key].default, getattr(self, key)):
                 raise ValueError(f"source.{key} must not be set. Set {key} next to source instead")
         return self
 

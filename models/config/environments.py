@@ -10,6 +10,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 
 from infra.config import Positive
 from infra.processes.episodes import RunEnvironment
+from infra.renamed import RenamedFrom
 from infra.store.inputs import Location, Program
 from infra.variants import Variant
 from models.config.engines import SamplingConfig
@@ -312,20 +313,20 @@ class DialogueEnvironment(EpisodeSettings):
     endings: dict[Annotated[str, Field(min_length=1)], float] = {}
     """Texts by which the user ends the dialogue, each with the reward that the environment then returns. The policy
     does not see this last reply."""
-    final: str | None = None
+    final_turn_pattern: Annotated[str | None, RenamedFrom("final")] = None
     """Regular expression. A turn of the policy that matches it is the last turn, and the simulated user is not
     called."""
     parser: str = "none"
     """Parser of tool calls in the policy's turns. This environment answers no calls."""
 
-    @field_validator("final")
+    @field_validator("final_turn_pattern")
     @classmethod
-    def _require_pattern(cls, final: str | None) -> str | None:
+    def _require_pattern(cls, pattern: str | None) -> str | None:
         try:
-            re.compile(final or "")
+            re.compile(pattern or "")
         except re.error as error:
-            raise ValueError(f"{final!r} is not a regular expression: {error}") from error
-        return final
+            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+        return pattern
 
     @property
     def run(self) -> RunEnvironment:

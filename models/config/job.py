@@ -100,7 +100,7 @@ def find_image_generation_conflicts(
         "rollout.environment": (rollout.environment is not None, "a picture is a single turn. Remove it"),
         "rollout.dynamic.surplus = 'keep'": (
             rollout.dynamic is not None and rollout.dynamic.surplus == "keep",
-            "all denoising states of surplus pictures would be stored too. Use 'return'",
+            "all denoising states of surplus pictures would be stored too. Use 'requeue'",
         ),
         "algorithm.distillation": (job.algorithm.distillation is not None, "teachers read only text. Remove it"),
         "algorithm.critic": (job.algorithm.value_model is not None, "critics read only text. Use grpo"),

@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from infra.config import Fraction, Positive, Settings, Since
+from infra.renamed import RenamedFrom
 from infra.store.inputs import LocalPath
 from infra.variants import Variant
 from models.config.endpoints import Endpoint
@@ -160,7 +161,7 @@ class TrainedJudge(JudgeModel):
 
     kind: Literal["trained"] = "trained"
     shape: Annotated[ScratchPolicy | VisionScratchPolicy | PolicyShape, Field(discriminator="kind")] = ScratchPolicy()
-    """Initial model for the training: a decoder with random weights, `seeing_scratch` with a vision tower for a judge
+    """Initial model for the training: a decoder with random weights, `scratch_vision` with a vision tower for a judge
     that is shown images, or `policy` for the policy after its warm-up and preference training."""
     warmup: WarmupConfig = WarmupConfig()
     """Supervised training of the judge."""
@@ -191,7 +192,7 @@ class Canaries(Settings):
     """Bad answers. For verdicts of kind `steps`, each answer needs a step that is plainly wrong."""
     per_shard: Positive = 2
     """Number of canaries judged with each shard. Each costs as much as a completion."""
-    passing: float = 0.5
+    pass_reward: Annotated[float, RenamedFrom("passing")] = 0.5
     """Reward from which a canary passes, that is, is wrongly accepted. For verdicts of kind `steps`, it passes if no
     step is flagged."""
     max_passing: Fraction = 0.2
@@ -214,8 +215,10 @@ class JudgeReward(RewardTerm):
     images: Annotated[Literal["none", "prompt"], Since("0.1.0", before="none")] = "none"
     """Images shown to the judge: none, or with `prompt` the images of the prompt, in order, before the text. For a
     text-to-image policy, `prompt` shows the generated picture."""
-    sight_question: Annotated[
-        str, Since("0.1.0", before="What colour is the square in the image? Answer with one word.")
+    image_test_question: Annotated[
+        str,
+        Since("0.1.0", before="What colour is the square in the image? Answer with one word."),
+        RenamedFrom("sight_question"),
     ] = "What colour is the square in the image? Answer with one word."
     """Test question for a judge behind an endpoint that is shown images. It is sent twice before the run, with a red
     and with a blue square. Equal answers mean that the judge does not receive its images, so the run is refused."""
@@ -340,6 +343,10 @@ class ModelReward(RewardTerm):
     template: str | None = None
     """Input of the model, with `{prompt}` and `{completion}`. The default is the chat template, or without one the
     prompt followed by the completion."""
+    chat_prompt: Annotated[Literal["messages", "text"], Since("0.2.0", before="text")] = "messages"
+    """Form in which the model's chat template receives the prompt of a chat: "messages" passes the messages of the
+    prompt, followed by the completion as the assistant's message. "text" passes the prompt as rendered by the policy's
+    template, as one user message. Without effect if `template` is set, or for plain-text prompts."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of weights and activations."""
     batch_tokens: Positive = 16384

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from infra.config import Positive, Settings, Since
 from infra.errors import BadInput
+from infra.renamed import RenamedFrom, RenamedValue
 from infra.store.inputs import Location
 from infra.variants import Variant
 
@@ -119,7 +120,7 @@ class VisionScratchPolicy(PolicySource):
     implementation = "models.modeling.initial:write_vision_scratch"
     inspection = "models.inspection.directory:inspect_vision_scratch"
 
-    kind: Literal["seeing_scratch"] = "seeing_scratch"
+    kind: Annotated[Literal["scratch_vision"], RenamedValue("seeing_scratch", "scratch_vision")] = "scratch_vision"
     tower: ScratchTower = ScratchTower()
     """Vision tower, which encodes images."""
     decoder: ScratchPolicy = VISION_DECODER
@@ -188,7 +189,7 @@ class MergePolicy(PolicySource):
     """Policies to merge. Their weights must sum to 1."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Precision to which the sum is rounded once at the end. The default is the precision of the parents' files."""
-    unrelated: bool = False
+    allow_unrelated: Annotated[bool, RenamedFrom("unrelated")] = False
     """Whether policies of runs that started from different policies may be merged."""
 
     @model_validator(mode="after")

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from infra.config import Fraction, Positive, Settings
+from infra.renamed import RenamedFrom
 from infra.validation_errors import nearest
 from models.config.data import ArithmeticData, DataConfig
 from models.config.policy import PolicyConfig
@@ -101,7 +102,7 @@ class Guard(ComparisonRule):
 class Floor(SuiteRule):
     """A suite on which the challenger must reach a fixed mean score, independent of the champion."""
 
-    least: Annotated[float, Field(ge=-1, le=1)]
+    min_score: Annotated[float, Field(ge=-1, le=1), RenamedFrom("least")]
     """Minimum mean score of its answers, such as 0.98 for a reward that checks their format."""
 
 
@@ -123,7 +124,7 @@ class LimitsConfig(Settings):
 
     length: Annotated[float, Field(gt=0)] | None = None
     """Maximum mean tokens of its answers to the held-out problems."""
-    cut_off: Fraction | None = None
+    max_truncated: Annotated[Fraction | None, RenamedFrom("cut_off")] = None
     """Maximum share of these answers that reach the length limit."""
     kl: Annotated[float, Field(gt=0)] | None = None
     """Maximum divergence, in nats per token, between the policy after the last update and the policy that generated its

@@ -5,7 +5,7 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from infra.config import PoolsConfig, Positive, Settings, omit_unchanged_keys
+from infra.config import PoolsConfig, Positive, Settings, encode_recorded
 from infra.store.inputs import Location, PathNames
 from infra.variants import Variant
 
@@ -124,4 +124,4 @@ class RetrieverConfig(Settings):
 
     def normalize(self, recorded: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
         """Return a recorded identity without the keys whose value means "as before the key existed"."""
-        return omit_unchanged_keys(recorded, self)
+        return encode_recorded(recorded, self)

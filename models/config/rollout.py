@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from infra.config import Positive, Settings, Since
+from infra.renamed import RenamedValue
 from models.config.denoising import DenoisingConfig
 from models.config.engines import EngineConfig, SamplingConfig, TransformersEngine
 from models.config.environments import EnvironmentConfig
@@ -25,8 +26,8 @@ class DynamicSampling(Settings):
     on_shortfall: Literal["shrink", "fill", "fail"] = "shrink"
     """Action if the target is not reached after the last wave: train on fewer groups, fill up with uninformative groups
     of weight 0, or end the run with an error."""
-    surplus: Literal["return", "keep"] = "return"
-    """Use of surplus groups (informative groups beyond the target): "return" puts their prompts first in the next
+    surplus: Annotated[Literal["requeue", "keep"], RenamedValue("return", "requeue")] = "requeue"
+    """Use of surplus groups (informative groups beyond the target): "requeue" puts their prompts first in the next
     iteration, "keep" trains on the groups themselves in the next iteration, where they are one version stale."""
 
 

@@ -6,6 +6,7 @@ from typing import Annotated
 from pydantic import Field
 
 from infra.config import Fraction, Positive, Settings, Since
+from infra.renamed import RenamedFrom
 from models.config.denoising import DenoisingConfig
 
 
@@ -19,7 +20,7 @@ class WarmupConfig(Settings):
     learning_rate: Annotated[float, Field(gt=0)] = 1e-2
     """Peak learning rate: linear warm-up over 5% of the steps, then cosine decay to a tenth. Use 1e-5 for pretrained
     policies."""
-    worked_fraction: Fraction = 0.3
+    worked_answer_fraction: Annotated[Fraction, RenamedFrom("worked_fraction")] = 0.3
     """Share of examples that show the worked answer, among problems that have one. The other examples show a bare
     guess."""
 

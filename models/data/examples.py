@@ -55,7 +55,7 @@ def warmup_examples(
         examples.extend(
             Example(problem.prompt, completion, problem.images, continuation=tuple(more))
             for problem in passing
-            for completion, *more in [_imitated(problem, data, warmup.worked_fraction, rng)]
+            for completion, *more in [_imitated(problem, data, warmup.worked_answer_fraction, rng)]
         )
     return examples
 

@@ -71,13 +71,13 @@ def painting_problems(data: PaintingsData, split: str, seed: int) -> list[Proble
 def pretraining_examples(data: PaintingsData, count: int, seed: int) -> list[Captioned]:
     """Paint `count` pictures, captioned in a random wording. The same seed gives the same pictures.
 
-    In a share of the captions (`data.lies`), color and place are replaced by random ones, which may happen to be right.
+    In a share of the captions (`data.caption_noise`), color and place are replaced by random ones, which may be right.
     """
     rng = Random(f"{seed}/pretraining/paintings")
     examples = []
     for _ in range(count):
         described = motif = rng.choice(MOTIFS)
-        if rng.random() < data.lies:
+        if rng.random() < data.caption_noise:
             described = Motif(rng.choice([*COLOURS]), motif.shape, rng.choice([*PLACES]))
         caption = described.prompt(rng.choice([*WORDINGS]))
         examples.append(Captioned(caption, paint(*motif, rng)))

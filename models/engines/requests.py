@@ -130,9 +130,20 @@ def require_context(
 
 def end_tokens(tokenizer: PreTrainedTokenizerFast, settings: GenerationConfig) -> tuple[int, ...]:
     """Return the tokens that end a completion, sorted: the tokenizer's EOS token and those of the model's settings."""
+    return tuple(sorted({tokenizer.eos_token_id, *stated_ends(settings)} - {None}))
+
+
+def stated_ends(settings: GenerationConfig) -> tuple[int, ...]:
+    """Return the tokens that end a completion according to a model's settings."""
     stated = settings.eos_token_id
-    ends = {tokenizer.eos_token_id, *(stated if isinstance(stated, list) else [stated])} - {None}
-    return tuple(sorted(ends))
+    if stated is None:
+        return ()
+    return tuple(stated) if isinstance(stated, list) else (stated,)
+
+
+def suppressed_tokens(settings: GenerationConfig) -> tuple[int, ...]:
+    """Return the ids that a model never generates according to its settings, ascending."""
+    return tuple(sorted(settings.suppress_tokens or ()))
 
 
 def stop_window(stop: Collection[str]) -> int:

@@ -106,7 +106,7 @@ class PerTurnContext:
     ) -> PartialCompletion | None:
         """Append the prompt of the next turn. Returns None if the prompt leaves no room for a turn."""
         messages = [Message(each["role"], each["content"], each["name"] or "") for each in chat]
-        tokens = render_prompt(self.form, messages, exchanges)
+        tokens = render_prompt(self.form, messages, exchanges, prompt=draft.input.prompt.tolist())
         if len(tokens) - draft.input.num_prompt_tokens >= self.max_new_tokens:
             return None
         return draft.append_turn_prompt(

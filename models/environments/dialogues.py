@@ -30,7 +30,7 @@ class Dialogues:
     def __init__(self, settings: DialogueEnvironment) -> None:
         """Prepare the model without loading it. Raises BadInput if the settings of an endpoint are invalid."""
         self._settings = settings
-        self._final = None if settings.final is None else re.compile(settings.final)
+        self._final = None if settings.final_turn_pattern is None else re.compile(settings.final_turn_pattern)
         self._user, self._held = _build_user(settings)
         self._turn = Lock()  # several batches share the model
         self._replies: dict[str, tuple[str, ...]] = {}
@@ -93,8 +93,8 @@ class Dialogues:
     def _answer_without_user(self, asked: EpisodeRequest) -> EnvironmentStep | None:
         """Return the step if no reply of the user is needed, else None.
 
-        No reply is needed at the start, after a turn that matches `final`, and after the last allowed turn if no reply
-        can end the episode with a reward.
+        No reply is needed at the start, after a turn that matches `final_turn_pattern`, and after the last allowed turn
+        if no reply can end the episode with a reward.
         """
         if not asked.turns:
             self._replies[asked.episode] = ()

@@ -114,7 +114,7 @@ def inspect_merge(policy: MergePolicy, texts: Iterable[str]) -> Inspected:
     from models.modeling.weighted_sum import compare_parents, find_parents
 
     parents = find_parents(policy)
-    compare_parents(parents, unrelated=policy.unrelated, casts=policy.dtype is not None)
+    compare_parents(parents, unrelated=policy.allow_unrelated, casts=policy.dtype is not None)
     return inspect_directory(parents[0].path, is_trained=True)
 
 

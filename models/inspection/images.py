@@ -139,15 +139,15 @@ def _check_judge_sees(term: str, reward: JudgeReward, endpoint: EndpointJudge) -
     squares = {digest_of(encoded): encoded for encoded in map(_draw_square, SQUARES)}
     judge.show(InMemoryImages(squares))
     try:
-        answers = judge.answer([Question(reward.sight_question, seed=0, images=(digest,)) for digest in squares])
+        answers = judge.answer([Question(reward.image_test_question, seed=0, images=(digest,)) for digest in squares])
     except WorkerFailed as error:
         raise BadInput(f"reward {term}: the judge rejects images: {error}") from error
     texts = [_require_answer(term, colour, answer) for colour, answer in zip(SQUARES, answers, strict=True)]
     if len({text.casefold().strip(" \t\n.,;:!\"'`*") for text in texts}) == 1:
         raise BadInput(
             f"reward {term}: the judge at {endpoint.base_url!r} seems to ignore images: it answered {texts[0]!r:.80} "
-            f"to {reward.sight_question!r} about a red square and about a blue one. Use a vision-language model, or "
-            "set a sight_question that the model can answer."
+            f"to {reward.image_test_question!r} about a red square and about a blue one. Use a vision-language model, "
+            "or set an image_test_question that the model can answer."
         )
 
 

@@ -196,7 +196,7 @@ def _passes(judged: JudgedCompletion, cast: Sequence[Judgement], reward: JudgeRe
     if isinstance(reward.verdict, StepsVerdict):
         return not any(step_values(judged.completion, [vote.steps for vote in cast], reward.verdict).values)
     value = count_votes([vote.value for vote in cast], reward.vote)
-    return value is not None and value >= reward.canaries.passing
+    return value is not None and value >= reward.canaries.pass_reward
 
 
 def _count_steps(votes: Votes, verdict: StepsVerdict) -> dict[str, float]:

@@ -78,7 +78,7 @@ def write_import(policy: DirectoryPolicy, directory: Path, *, texts: Iterable[st
 
 def write_merged_policy(policy: MergePolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
     """Write the weighted sum of the policy's parents."""
-    write_merge(MergeWork(find_parents(policy), directory, dtype=policy.dtype, unrelated=policy.unrelated))
+    write_merge(MergeWork(find_parents(policy), directory, dtype=policy.dtype, unrelated=policy.allow_unrelated))
     _, _, parameters = check_directory(directory)
     return parameters
 

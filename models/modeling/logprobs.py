@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from infra.errors import BadInput
 from infra.store.bundles import BundledFile
 from models.config.attention import Attention
+from models.engines.requests import suppressed_tokens
 from models.modeling.checkpointing import checkpoint_layers
 from models.modeling.experts import ExpertRouting, record_router_outputs
 from models.modeling.head import LogprobHead, LossGradient
@@ -228,7 +229,7 @@ class TokenLogprobs(TokenModule):
         super().__init__()
         self.model = model
         self.vision = vision
-        banned = () if vision is None else vision.banned
+        banned = (*(() if vision is None else vision.banned), *_suppressed_tokens(model))
         self.head = LogprobHead(model, temperature=temperature, banned=banned, chunk_elements=chunk_elements)
         self.shares_prompts = set_attention(model, attention)
         self.routing = record_router_outputs(model)
@@ -241,3 +242,9 @@ class TokenLogprobs(TokenModule):
         if self.replay is not None:
             self.replay.set_choices(inputs.chosen_LF)
         return inputs.gather_outputs(self.head(self.states(inputs), inputs.targets_N, inputs.own_loss_gradient()))
+
+
+def _suppressed_tokens(model: PreTrainedModel) -> tuple[int, ...]:
+    """Return the ids that the model never generates, which have probability 0 in engines too."""
+    settings = model.generation_config
+    return () if settings is None else suppressed_tokens(settings)

@@ -107,7 +107,7 @@ def compare_parents(parents: Sequence[Parent], *, unrelated: bool, casts: bool) 
             raise BadInput(
                 f"merge: {with_start[0].name} was trained from {with_start[0].start[:16]}, but {other.name} "
                 f"from {other.start[:16]}. The sum of policies with different origins is hardly meaningful. To merge "
-                "them anyway, use --unrelated (`unrelated = true`)"
+                "them anyway, use --unrelated (`allow_unrelated = true`)"
             )
 
 

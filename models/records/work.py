@@ -95,6 +95,8 @@ class JudgeWork:
     seed: int
     media: tuple[ShardRef, ...] = ()
     """Shards with the images of the prompts."""
+    prompts: ShardRef | None = None
+    """Shard of the prompts, if the model receives their messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +229,7 @@ class WarmupWork:
     warmup: WarmupConfig
     seed: int
     max_new_tokens: int = 0
-    """Maximum tokens of a completion, for which prompts must leave room if `data.too_long` is `drop`."""
+    """Maximum tokens of a completion, for which prompts must leave room if `data.on_too_long` is `drop`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +321,7 @@ class RewardModelWork:
     template: str | None
     """Template of the model's input, the same as for scoring, or None for the default."""
     seed: int
+    chat_prompt: Literal["messages", "text"] = "text"
 
     @property
     def course(self) -> str:
@@ -380,9 +383,7 @@ def order_reward_model_training(
 ) -> RewardModelWork:
     """Return the request to train a reward model on the run's preferences."""
     assert preferences is not None, "a configuration with a trained reward model has preferences"
-    return RewardModelWork(
-        policy=base, data=data, preferences=preferences, training=model, template=reward.template, seed=seed
-    )
+    return RewardModelWork(base, data, preferences, model, reward.template, seed, reward.chat_prompt)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,8 @@ def deduplicated_problems(data: DeduplicatedData, split: str, seed: int) -> list
     remaining = [problem for problem in problems if problem.source not in dropped]
     if not remaining:
         raise BadInput(
-            f"data.bound {data.bound:g} removes all {len(problems)} training problems as near-duplicates of held-out "
-            "problems. Raise data.bound."
+            f"data.similarity {data.similarity:g} removes all {len(problems)} training problems as near-duplicates of "
+            "held-out problems. Raise data.similarity."
         )
     return remaining
 
@@ -39,7 +39,7 @@ def deduplicated_problems(data: DeduplicatedData, split: str, seed: int) -> list
 def near_duplicates(data: DeduplicatedData, seed: int) -> dict[str, str]:
     """Return the removed training problems: the origin of each, with the nearest held-out problem and the cosine.
 
-    A training problem is removed if its cosine similarity to a held-out problem is at least `data.bound`.
+    A training problem is removed if its cosine similarity to a held-out problem is at least `data.similarity`.
     """
     train, heldout = (load_problems(data.source, split, seed) for split in ("train", "heldout"))
     retriever = Retriever(data.retriever, WHERE)
@@ -48,7 +48,7 @@ def near_duplicates(data: DeduplicatedData, seed: int) -> dict[str, str]:
     for problem, vector_D in zip(train, train_ND, strict=True):
         cosine_H = heldout_HD @ vector_D
         nearest = int(np.argmax(cosine_H))
-        if cosine_H[nearest] >= data.bound:
+        if cosine_H[nearest] >= data.similarity:
             duplicates[problem.source] = f"is near {heldout[nearest].source}, cosine {cosine_H[nearest]:.3f}"
     return duplicates
 

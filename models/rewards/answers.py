@@ -18,7 +18,8 @@ _TAG: Final = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL | re.IGNORE
 _HASHES: Final = re.compile(r"####(?!#)([^\n]*)")
 _BRACE: Final = re.compile(r"\\f?box(?:ed)?\s*\{|(?<!\\)[{}]")
 _STATEMENT: Final = re.compile(r"\banswer(?:\s+to\b[^.\n:]{0,80}?)?\s*(?:\bis\b\s*:?|:)", re.IGNORECASE)
-_PREFIX: Final = re.compile(r"^(?:the\s+)?(?:final\s+)?answer\s*(?:\bis\b\s*:?|:)\s*(?=\S)", re.IGNORECASE)
+_TAGS: Final = re.compile(r"</?[A-Za-z][\w-]*>|<\|\w+\|>")
+_PREFIX: Final = re.compile(r"^(?:####|(?:the\s+)?(?:final\s+)?answer\s*(?:\bis\b\s*:?|:))\s*(?=\S)", re.IGNORECASE)
 _FINAL: Final = re.compile(r"\bfinal answer is\b\s*:?", re.IGNORECASE)
 _SENTENCE: Final = re.compile(r"(\S.*?)\s*(?:[.!?](?=\s)|(?<!\d),(?=\s+[a-z])|$)")
 _JOINED: Final = re.compile(r"(?:\s|[$,.;&]|\\quad|\\qquad|\\text\{[^{}]*\}|\\[()\[\]]|\band\b|\bor\b)*", re.IGNORECASE)
@@ -137,6 +138,7 @@ def _boxes(text: str) -> list[tuple[int, int, str]]:
 def unwrap(text: str) -> str:
     """Return an answer without delimiters of mathematics, emphasis, quotes, text commands and a final full stop."""
     before = None
+    text = _TAGS.sub("", text)
     while text != before:
         before, text = text, text.strip()
         text = re.sub(r"(?:(?<!\.)\.{1,2}|[;,])\s*$", "", text) if not text.endswith(r"\!") else text

@@ -16,7 +16,7 @@ from math import ceil, lgamma, log
 from typing import Final
 
 import sympy
-from math_verify import parse, verify
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 from models.config.reward_terms import MathReward
 from models.rewards.answers import FinalAnswer, find_answer, has_several_boxes, to_formula, to_latex, to_plain
@@ -107,7 +107,8 @@ class Reference:
             return claim is None and is_same_text(self.plain, to_plain(completion.strip().rpartition("\n")[2]))
         decimal = None if claim is None else read_numeral(to_plain(claim.text))
         text = _text_to_parse(completion, claim) if decimal is None else f"${decimal.latex}$"
-        given, expected = _parse_completion(text), _parse_reference(self.formula)
+        is_formula = claim is not None and (claim.source == "boxed" or text != completion)
+        given, expected = _parse_completion(text, is_formula=is_formula), _parse_reference(self.formula)
         if verify_formulas(expected, given):
             return True
         return _is_rounded(decimal, expected) or _is_rounded(self.numeral, given)
@@ -165,7 +166,8 @@ def _text_to_parse(completion: str, claim: FinalAnswer | None) -> str:
 def _contradict(expected: str, given: str) -> bool:
     """Return whether two answers differ in a part that math-verify ignores or reads as a product of letters.
 
-    Such parts are two single letters, words, a relation without a left side (≤ 5), and the base of a number.
+    Such parts are two single letters, words, a relation without a left side (≤ 5), the base of a number, and the left
+    side of an equation such as x + y = 5.
     """
     if choice_of(expected) is not None and choice_of(given) is not None:
         return True
@@ -173,12 +175,18 @@ def _contradict(expected: str, given: str) -> bool:
     if [bound and bound[0][:3] for bound in bounds] != [bounds[0] and bounds[0][0][:3]] * 2:
         return True
     bases = [_BASE.findall(text) for text in (expected, given)]
-    if bases[1] and bases[0] != bases[1]:
+    if (bases[1] and bases[0] != bases[1]) or ("=" not in given and _has_sum_on_left(expected)):
         return True
     words = Counter(words_in(expected)), Counter(words_in(given))
     if not words[0] or not words[1]:
         return False
     return bool(words[0] - words[1]) or (words[0] == words[1] and _tokens_of(expected) != _tokens_of(given))
+
+
+def _has_sum_on_left(text: str) -> bool:
+    """Return whether a text is an equation with a sum on its left side, apart from arguments and indices."""
+    left, equals, _ = text.partition("=")
+    return bool(equals) and re.search(r"[\w)}]\s*[-+]", re.sub(r"\([^()]*\)|\{[^{}]*\}", "", left)) is not None
 
 
 def _tokens_of(text: str) -> list[str]:
@@ -268,12 +276,16 @@ def _parse_text(reference: str) -> list[Expression]:
     return expressions
 
 
-def _parse_completion(completion: str) -> list[Expression]:
-    """Parse a completion. Returns an empty list if it cannot be parsed, or not in reasonable time."""
+def _parse_completion(completion: str, *, is_formula: bool = False) -> list[Expression]:
+    """Parse a completion. Returns an empty list if it cannot be parsed, or not in reasonable time.
+
+    In a formula, numbers outside of LaTeX's delimiters are not searched for.
+    """
     if not _can_parse(completion):
         return []
     try:
-        expressions: list[Expression] = parse(completion, parsing_timeout=None, raise_on_error=True)
+        kinds = [LatexExtractionConfig()] if is_formula else [LatexExtractionConfig(), ExprExtractionConfig()]
+        expressions: list[Expression] = parse(completion, kinds, parsing_timeout=None, raise_on_error=True)
     except (ValueError, RecursionError):  # sympy rejects numbers of more than 4300 digits
         return []
     return expressions

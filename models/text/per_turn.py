@@ -11,6 +11,7 @@ from infra.errors import BadInput
 from models.data.problems import Message
 from models.text.calls import Call, ParsedTurn, encode_call
 from models.text.chats import TemplateFailed
+from models.text.control_tokens import ControlTokens, separator_for
 from models.text.turns import (
     QUESTION,
     REPLY,
@@ -19,7 +20,6 @@ from models.text.turns import (
     TurnFormat,
     encode_answers,
     first_error_line,
-    separator_for,
     text_of,
 )
 
@@ -37,13 +37,22 @@ class Exchange:
     """Messages of the environment."""
 
 
-def render_prompt(form: TurnFormat, asked: Sequence[Message], exchanges: Sequence[Exchange]) -> tuple[int, ...]:
-    """Return the tokens of a chat up to its next turn. Raises ValueError if the chat template rejects the chat."""
+def render_prompt(
+    form: TurnFormat, asked: Sequence[Message], exchanges: Sequence[Exchange], *, prompt: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """Return the tokens of a chat up to its next turn.
+
+    Control tokens in the messages of the problem are encoded in the same way as in `prompt`, the tokens before the
+    first turn. Raises ValueError if the chat template rejects the chat.
+    """
+    control = ControlTokens.of(form.tokenizer)
+    is_text = control.find(tuple(asked)) is not None and _render_plainly(form, asked) != tuple(prompt)
     observations = [text_of(message.content) for exchange in exchanges for message in exchange.observations]
     mark = separator_for(
         "".join([*observations, *(message.text for message in asked), *(str(each.turn) for each in exchanges)])
     )
-    chat: Chat = [form.encode_message(message) for message in asked]
+    problem = control.break_prompt(tuple(asked), mark) if is_text else asked
+    chat: Chat = [form.encode_message(message) for message in problem if isinstance(message, Message)]
     for exchange in exchanges:
         broken = [
             Message(each.role, form.break_control_tokens(text_of(each.content), mark), each.name)
@@ -54,8 +63,19 @@ def render_prompt(form: TurnFormat, asked: Sequence[Message], exchanges: Sequenc
         [text] = form.render([chat], generation_prompt=True)
     except TemplateFailed as error:
         raise ValueError(f"the policy's chat template {first_error_line(error)}") from error
+    if is_text:
+        return tuple(control.encode([text], mark, add_special_tokens=False)[0])
     first, *pieces = text.split(mark)
     return (*form.tokenizer(first, add_special_tokens=False)["input_ids"], *form.encode_pieces(pieces))
+
+
+def _render_plainly(form: TurnFormat, asked: Sequence[Message]) -> tuple[int, ...]:
+    """Return the tokens of a problem's messages if every control token that they contain becomes a control token."""
+    try:
+        [text] = form.render([[form.encode_message(message) for message in asked]], generation_prompt=True)
+    except TemplateFailed as error:
+        raise ValueError(f"the policy's chat template {first_error_line(error)}") from error
+    return tuple(form.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def encode_turn(form: TurnFormat, turn: ParsedTurn, text: str, *, in_calls: bool) -> dict[str, object]:

@@ -1,17 +1,21 @@
 """Token sequences for models: examples to train on, texts to score, and pairs of texts. Torch-free."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from transformers import PreTrainedTokenizerFast
 
 from infra.errors import BadInput
+from models.config.texts import TextRules
 from models.data.examples import Example, Preference
+from models.data.problems import Message
 from models.records.model_input import ModelInput
 from models.text.chats import TemplateFailed, render_chats
+from models.text.control_tokens import ControlTokens
 from models.text.tokenizer import render, tokenize_prompts
+from models.text.turn_end import TurnEnd, find_turn_end
 from models.vision.processor import VisionProcessor
 
 _FIELD: Final = re.compile(r"\{(prompt|completion)\}")
@@ -36,9 +40,13 @@ def example_inputs(
     *,
     source: str,
     processor: VisionProcessor | None = None,
+    rules: TextRules = TextRules(),  # noqa: B008 -- immutable
+    ends: Collection[int] = (),
 ) -> list[ModelInput]:
-    """Tokenize examples: prompts as for generation, completions with EOS at the end. Equal texts are tokenized once.
+    """Tokenize examples: prompts as for generation, completions with their end. Equal texts are tokenized once.
 
+    Completions of plain-text prompts end with EOS. Those of chats end as the chat template ends a turn of the
+    assistant, if `rules` say so. `ends` are the tokens that end a completion according to the generation config, and
     `source` is the origin of the examples for messages. Raises BadInput if a prompt cannot be tokenized.
     """
     distinct_prompts = list(dict.fromkeys((each.prompt, each.images) for each in examples))
@@ -47,26 +55,53 @@ def example_inputs(
         [prompt_images for _, prompt_images in distinct_prompts],
     )
     tokenized = tokenize_prompts(
-        prompts, tokenizer, sources=[source] * len(prompts), images=images, processor=processor
+        prompts, tokenizer, sources=[source] * len(prompts), images=images, processor=processor, rules=rules
     )
     inputs = {each: each_input.input for each, each_input in zip(distinct_prompts, tokenized, strict=True)}
-    texts = sorted({text for each in examples for text in (each.completion, each.verdict, *each.continuation)})
-    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    in_chat = rules.ends_as_template and any(not isinstance(each.prompt, str) for each in examples)
+    turn_end = find_turn_end(tokenizer, stated=ends) if in_chat else None
+    plain_end = TurnEnd("", int(tokenizer.eos_token_id))
+    texts = sorted({text for each in examples for text in _texts_of(each, turn_end)})
+    if rules.parses_control_tokens:
+        joined = [text + closing for text, closing in texts]
+        encoded = tokenizer(joined, add_special_tokens=False)["input_ids"]
+    else:
+        images_of = [] if processor is None else [processor.placeholder]
+        encoded = ControlTokens.of(tokenizer, images=images_of).encode_completions(texts)
     tokens = dict(zip(texts, encoded, strict=True))
     return [
-        _build_input(inputs[each.prompt, each.images], each, tokens, end=tokenizer.eos_token_id) for each in examples
+        _build_input(
+            inputs[each.prompt, each.images],
+            each,
+            tokens,
+            end=plain_end if turn_end is None or isinstance(each.prompt, str) else turn_end,
+        )
+        for each in examples
     ]
 
 
-def _build_input(model_input: ModelInput, example: Example, tokens: Mapping[str, list[int]], *, end: int) -> ModelInput:
-    """Build the model input of one example from its tokenized texts. `end` is the EOS token."""
+def _texts_of(example: Example, end: TurnEnd | None) -> Iterator[tuple[str, str]]:
+    """Yield the texts of an example, each with the text that the chat template writes after it."""
+    closing = "" if end is None or isinstance(example.prompt, str) else end.text
+    yield example.completion, "" if example.verdict else closing
+    yield example.verdict, closing if example.verdict else ""
+    for number, text in enumerate(example.continuation):
+        yield text, closing if number % 2 else ""
+
+
+def _build_input(
+    model_input: ModelInput, example: Example, tokens: Mapping[tuple[str, str], list[int]], *, end: TurnEnd
+) -> ModelInput:
+    """Append the parts of an example to its prompt: completion and verdict, or turns and observations."""
     if example.verdict:
-        return model_input.append_completion(tokens[example.completion]).append_completion(
-            [*tokens[example.verdict], end]
+        return model_input.append_completion(tokens[example.completion, ""]).append_completion(
+            [*tokens[example.verdict, end.text], end.token]
         )
-    model_input = model_input.append_completion([*tokens[example.completion], end])
+    model_input = model_input.append_completion([*tokens[example.completion, end.text], end.token])
     for observation, turn in zip(example.continuation[::2], example.continuation[1::2], strict=True):
-        model_input = model_input.append_observation(tokens[observation]).append_completion([*tokens[turn], end])
+        model_input = model_input.append_observation(tokens[observation, ""]).append_completion(
+            [*tokens[turn, end.text], end.token]
+        )
     return model_input
 
 
@@ -79,40 +114,61 @@ def require_completion(template: str | None, *, source: str) -> None:
         )
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, template: str | None, *, prompt: str, completion: str) -> ModelInput:
+def encode(
+    tokenizer: PreTrainedTokenizerFast,
+    template: str | None,
+    *,
+    prompt: str,
+    completion: str,
+    messages: Sequence[Message] = (),
+) -> ModelInput:
     """Encode a prompt with its completion as the input of a scoring model.
 
-    Uses the template if there is one, else the tokenizer's chat template, else the plain concatenation. Braces within
-    the prompt or the completion are never filled in. Raises ValueError if the completion contains a special token as
-    text or the chat template rejects the chat.
+    Uses the template if there is one, else the tokenizer's chat template, else the plain concatenation. The chat
+    template receives `messages`, in which control tokens are text, or the prompt as a user message if there are no
+    messages. Braces within the prompt or the completion are never filled in. Raises ValueError if the completion
+    contains a special token as text or the chat template rejects the chat.
     """
     forged = [token for token in tokenizer.all_special_tokens if token in completion]
     if forged:  # the text would become the token, so a policy could end its turn and start another
-        raise ValueError(f"the completion spells the special token {forged[0]!r}")
+        raise ValueError(f"the completion contains the special token {forged[0]!r}")
     texts = {"prompt": prompt, "completion": completion}
     if template is not None:
         filled = _FIELD.sub(lambda field: texts[field[1]], template)
         return ModelInput.from_prompt(tokenizer(filled)["input_ids"])
     if not tokenizer.chat_template:
         return ModelInput.from_prompt(tokenizer(prompt + completion)["input_ids"])
-    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+    control, asked = ControlTokens.of(tokenizer), tuple(messages)
+    separator = control.choose_separator([asked])
+    if separator is not None:
+        broken = control.break_prompt(asked, separator)
+        asked = broken if isinstance(broken, tuple) else asked
+    turns = [each.encode() for each in asked or (Message("user", prompt),)]
     try:
-        [chat] = render_chats([turns], tokenizer, generation_prompt=False)
+        [chat] = render_chats(
+            [[*turns, {"role": "assistant", "content": completion}]], tokenizer, generation_prompt=False
+        )
     except TemplateFailed as error:
         raise ValueError(f"the chat template {error}") from error
-    return ModelInput.from_prompt(tokenizer(chat, add_special_tokens=False)["input_ids"])
+    return ModelInput.from_prompt(control.encode([chat], separator, add_special_tokens=False)[0])
 
 
 def policy_pairs(
-    preferences: Sequence[Preference], tokenizer: PreTrainedTokenizerFast, *, context: int
+    preferences: Sequence[Preference],
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    context: int,
+    rules: TextRules = TextRules(),  # noqa: B008 -- immutable
+    ends: Collection[int] = (),
 ) -> list[SequencePair]:
-    """Tokenize preference pairs for training a policy: prompts as for generation, completions with EOS at the end.
+    """Tokenize preference pairs for training a policy, like the examples of `example_inputs`.
 
     Raises BadInput if a sequence exceeds `context`.
     """
     source = f"preferences from {preferences[0].source}" if preferences else "preferences"
     examples = [Example(pair.prompt, text) for pair in preferences for text in (pair.chosen, pair.rejected)]
-    return _build_pairs(preferences, example_inputs(examples, tokenizer, source=source), context=context)
+    inputs = example_inputs(examples, tokenizer, source=source, rules=rules, ends=ends)
+    return _build_pairs(preferences, inputs, context=context)
 
 
 def reward_pairs(
@@ -121,8 +177,11 @@ def reward_pairs(
     *,
     template: str | None,
     context: int,
+    chat_prompt: Literal["messages", "text"] = "text",
 ) -> list[SequencePair]:
     """Tokenize preference pairs for training a reward model. The score is read at the last token that is not padding.
+
+    `chat_prompt` is the form in which the chat template receives the prompts of chats.
 
     Raises BadInput if the template has no field for the completion, or a text cannot be encoded or exceeds `context`.
     """
@@ -130,9 +189,10 @@ def reward_pairs(
     inputs: list[ModelInput] = []
     prompts = render([pair.prompt for pair in preferences], tokenizer, sources=[pair.source for pair in preferences])
     for pair, prompt in zip(preferences, prompts, strict=True):
+        messages = () if isinstance(pair.prompt, str) or chat_prompt == "text" else pair.prompt
         for completion in (pair.chosen, pair.rejected):
             try:
-                model_input = encode(tokenizer, template, prompt=prompt, completion=completion)
+                model_input = encode(tokenizer, template, prompt=prompt, completion=completion, messages=messages)
             except ValueError as error:
                 raise BadInput(f"{pair.source}: {error}") from error
             inputs.append(_mark_last_token(model_input, tokenizer.pad_token_id))

@@ -13,10 +13,12 @@ from transformers import PreTrainedTokenizerFast
 
 from infra.errors import BadInput, InputErrors
 from models.config.policy import ScratchPolicy
+from models.config.texts import RULES_BEFORE, TextRules
 from models.data.images import ImageHeader, read_header
 from models.data.problems import Message, Problem, Prompt, add_image_places, check_places, identity
 from models.records.model_input import ModelInput
 from models.text.chats import TemplateFailed, render_chats
+from models.text.control_tokens import ControlTokens, count_appended_tokens
 from models.vision.processor import VisionProcessor
 
 EOS = "<|eos|>"
@@ -129,11 +131,14 @@ def tokenize_problems(
     processor: VisionProcessor | None = None,
     *,
     tools: Sequence[ToolSchema] = (),
+    rules: TextRules = TextRules(),  # noqa: B008 -- immutable
 ) -> list[TokenizedPrompt]:
     """Render and tokenize the prompts of problems. Raises BadInput if a prompt cannot be rendered."""
     prompts, images = [problem.prompt for problem in problems], [problem.images for problem in problems]
     sources = [problem.source for problem in problems]
-    return tokenize_prompts(prompts, tokenizer, sources=sources, images=images, processor=processor, tools=tools)
+    return tokenize_prompts(
+        prompts, tokenizer, sources=sources, images=images, processor=processor, tools=tools, rules=rules
+    )
 
 
 def tokenize_prompts(
@@ -144,24 +149,32 @@ def tokenize_prompts(
     images: Sequence[Sequence[bytes]] | None = None,
     processor: VisionProcessor | None = None,
     tools: Sequence[ToolSchema] = (),
+    rules: TextRules = TextRules(),  # noqa: B008 -- immutable
 ) -> list[TokenizedPrompt]:
     """Render and tokenize prompts.
 
     Chat templates add their own special tokens, and plain text gets those of the tokenizer. `sources` are the origins
-    of the prompts for messages, `images` the encoded images of each prompt, and `tools` the schemas shown by chat
-    templates. Raises BadInput if a prompt cannot be rendered or has invalid images.
+    of the prompts for messages, `images` the encoded images of each prompt, `tools` the schemas shown by chat
+    templates, and `rules` the encoding of control tokens in prompts. Raises BadInput if a prompt cannot be rendered or
+    has invalid images.
     """
     headers = [
         _read_headers(prompt_images, source=source)
         for prompt_images, source in zip(images or [()] * len(prompts), sources, strict=True)
     ]
     counts = list(map(len, headers))
-    texts = render(prompts, tokenizer, sources=sources, images=counts, processor=processor, tools=tools)
+    control = ControlTokens.of(tokenizer, images=[] if processor is None else [processor.placeholder])
+    separator = None if rules.parses_control_tokens else control.choose_separator(prompts)
+    broken = prompts if separator is None else [control.break_prompt(prompt, separator) for prompt in prompts]
+    texts = render(broken, tokenizer, sources=sources, images=counts, processor=processor, tools=tools)
     token_ids: dict[int, list[int]] = {}
     for special in (True, False):
         rows = [row for row, prompt in enumerate(prompts) if isinstance(prompt, str) == special]
-        encoded = tokenizer([texts[row] for row in rows], add_special_tokens=special)["input_ids"] if rows else []
-        token_ids |= zip(rows, encoded, strict=True)
+        encoded = control.encode([texts[row] for row in rows], separator, add_special_tokens=special)
+        num_appended = count_appended_tokens(tokenizer) if rows and special and rules.ends_as_template else 0
+        token_ids |= zip(rows, (tokens[: len(tokens) - num_appended] for tokens in encoded), strict=True)
+    if separator is not None:
+        texts = [text.replace(separator, "") for text in texts]
     prompt_texts = [prompt if isinstance(prompt, str) else text for prompt, text in zip(prompts, texts, strict=True)]
     if processor is None:
         return [TokenizedPrompt(text, ModelInput.from_prompt(token_ids[row])) for row, text in enumerate(prompt_texts)]
@@ -193,7 +206,8 @@ def tokenize_questions(
     in_turns = chat and bool(tokenizer.chat_template)
     turns: list[Prompt] = [(Message("user", text),) if in_turns else text for text in texts]
     sources = ["question for the judge"] * len(turns)
-    return tokenize_prompts(turns, tokenizer, sources=sources, images=images, processor=processor)
+    # Texts in questions are escaped, and the judge's own template may contain control tokens.
+    return tokenize_prompts(turns, tokenizer, sources=sources, images=images, processor=processor, rules=RULES_BEFORE)
 
 
 def _read_headers(images: Sequence[bytes], *, source: str) -> list[ImageHeader]:
@@ -277,8 +291,8 @@ def enforce_prompt_length(
     input_errors.check()
     if not fitting:
         raise BadInput(
-            f"data.too_long = 'drop' leaves no {split} problem: all {len(asked)} prompts have more than {max_tokens} "
-            "tokens, the policy's context minus rollout.sampling.max_new_tokens. Lower max_new_tokens."
+            f"data.on_too_long = 'drop' leaves no {split} problem: all {len(asked)} prompts have more than "
+            f"{max_tokens} tokens, the policy's context minus rollout.sampling.max_new_tokens. Lower max_new_tokens."
         )
     return fitting
 
@@ -289,7 +303,7 @@ def _require_room(problem: Problem, prompt: TokenizedPrompt, *, max_tokens: int)
         raise BadInput(
             f"{problem.source}: the prompt has {len(prompt.input)} tokens{_describe_image_tokens(prompt)}, expected 1 "
             f"to {max_tokens}, the policy's context minus rollout.sampling.max_new_tokens. Shorten or remove the "
-            "prompt, lower max_new_tokens, or set data.too_long = 'drop'."
+            "prompt, lower max_new_tokens, or set data.on_too_long = 'drop'."
         )
 
 

@@ -19,6 +19,7 @@ from infra.errors import BadInput
 from models.data.problems import Content, Message
 from models.text.calls import call_id, encode_call
 from models.text.chats import TemplateFailed, render_chats
+from models.text.control_tokens import break_tokens, control_token_pattern, separator_for
 from models.text.tokenizer import ToolSchema, renders_plain_text
 
 Chat = list[dict[str, object]]
@@ -29,7 +30,6 @@ REPLY: Final = "reply9x2v"
 """Words that no template writes by itself. They mark a turn and its answer in rendered probe chats."""
 QUESTION: Final = Message("user", "Hello.")
 _THOUGHTS: Final = "<think>\nthought\n</think>\n\n"
-_PRIVATE_USE: Final = range(0xE000, 0xF900)
 _LEFT_OUT: Final = "\n[...]\n"
 _CHARACTERS_PER_TOKEN: Final = 64
 """Upper bound on the characters of a token. Text beyond the limit can be omitted without encoding it first."""
@@ -111,7 +111,7 @@ class TurnFormat:
 
     def break_control_tokens(self, text: str, separator: str) -> str:
         """Insert a separator after the first character of every control token in a text, including nested ones."""
-        return re.sub(f"(?=(?:{self.control.pattern})).", rf"\g<0>{separator}", text, flags=re.DOTALL)
+        return break_tokens(self.control, text, separator)
 
     def encode_pieces(self, pieces: Sequence[str], *, behind: str = "") -> tuple[int, ...]:
         """Encode each piece separately, as it would be encoded after a token that ends a turn."""
@@ -142,15 +142,13 @@ def turn_format(
     if is_chat and not tokenizer.chat_template:
         raise BadInput("the policy's tokenizer has no chat template, but the messages of an environment need one")
     template = str(tokenizer.chat_template) if is_chat else ""
-    added = (token for token in tokenizer.added_tokens_decoder.values() if token.special or token.content in template)
-    control = sorted({token.content for token in added if len(token.content) > 1}, key=len, reverse=True)
     form = TurnFormat(
         tokenizer,
         ends=tuple(sorted({*stated, tokenizer.eos_token_id})),
         tools=tuple(tools),
         is_chat=is_chat,
         in_parts=is_chat and not renders_plain_text(tokenizer),
-        control=re.compile("|".join(map(re.escape, control)) or "(?!)"),
+        control=control_token_pattern(tokenizer, template=template),
     )
     if not is_chat:
         return form
@@ -159,14 +157,29 @@ def turn_format(
 
 def _find_own_end(form: TurnFormat) -> list[int]:
     """Return the control token with which the template ends a last turn, or nothing if it is a known end token."""
+    closing = _render_closing(form)
+    own = form.control.search(closing)
+    return [] if own is None or _find_first_end(form, closing) else [_token_id(form.tokenizer, own[0])]
+
+
+def find_end_of_last_turn(form: TurnFormat) -> tuple[str, str] | None:
+    """Return the text that the template writes after the content of a last turn, and the token that ends the turn.
+
+    Returns None if the template writes no end token there. Raises BadInput if the template rejects a short chat.
+    """
+    closing = _render_closing(form)
+    end = _find_first_end(form, closing)
+    return None if end is None else (closing[: end.start()], end[0])
+
+
+def _render_closing(form: TurnFormat) -> str:
+    """Return what the template writes after the content of a last turn. Raises BadInput if it rejects the chat."""
     chat = [form.encode_message(QUESTION), form.encode_message(Message("assistant", TURN))]
     try:
         [text] = form.render([chat], generation_prompt=False)
     except TemplateFailed as error:
         raise BadInput(f"the policy's chat template {first_error_line(error)}") from error
-    closing = text[text.rfind(TURN) + len(TURN) :]
-    own = form.control.search(closing)
-    return [] if own is None or _find_first_end(form, closing) else [_token_id(form.tokenizer, own[0])]
+    return text[text.rfind(TURN) + len(TURN) :]
 
 
 def check_template_appends(form: TurnFormat, *, role: str, where: str) -> None:
@@ -336,11 +349,6 @@ def text_of(content: Content) -> str:
 def _tool_name(message: Message) -> str:
     """Return the tool's name, or "unknown" if the name could contain a control token made up by the policy."""
     return message.name if _TOOL_NAME.fullmatch(message.name) else "unknown"
-
-
-def separator_for(text: str) -> str:
-    """Return a private-use character that does not occur in the text."""
-    return next(mark for mark in map(chr, _PRIVATE_USE) if mark not in text)
 
 
 def _drop_middle(text: str, num_kept: int) -> str:

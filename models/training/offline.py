@@ -19,8 +19,10 @@ from torch import Tensor
 
 from infra.errors import BadInput, Quarantined
 from models.config.judges import TrainedRewardModel
+from models.config.texts import TextRules
 from models.config.training import DpoConfig, WarmupConfig
 from models.data.examples import Example
+from models.engines.requests import generation_settings, stated_ends
 from models.modeling.batching import Rows, Sequences, plan_step
 from models.modeling.layout import MicroBatch, lay_out
 from models.objectives.losses import DpoTerms, PairTerms
@@ -62,9 +64,21 @@ class TrainingResult:
         return [sum(part) / len(part) for part in parts]
 
 
+def encode_examples(examples: Sequence[Example], directory: Path, *, rules: TextRules) -> list[ModelInput]:
+    """Encode warm-up examples with the tokenizer, the image settings and the end tokens of a policy in a directory.
+
+    Raises BadInput if an example does not fit the policy.
+    """
+    processor, ends = load_processor(directory), stated_ends(generation_settings(directory))
+    tokenizer = load_tokenizer(directory)
+    inputs = example_inputs(examples, tokenizer, source="warm-up example", processor=processor, rules=rules, ends=ends)
+    _reject_placeholders(inputs, processor)
+    return inputs
+
+
 def fine_tune(
     trainer: Trainer,
-    examples: Sequence[Example],
+    inputs: Sequence[ModelInput],
     *,
     warmup: WarmupConfig,
     directory: Path,
@@ -72,14 +86,12 @@ def fine_tune(
     ranks: Ranks,
     callbacks: TrainingCallbacks,
 ) -> TrainingResult:
-    """Fine-tune on the examples, in order, for all warm-up steps.
+    """Fine-tune on the inputs of `encode_examples`, in order, for all warm-up steps.
 
-    `directory` contains the tokenizer. Raises BadInput if an example does not fit the policy, and Quarantined if a
-    gradient norm is not finite. Collective: every rank must call this.
+    `directory` contains the image settings. Raises Quarantined if a gradient norm is not finite. Collective: every rank
+    must call this.
     """
     processor = load_processor(directory)
-    inputs = example_inputs(examples, load_tokenizer(directory), source="warm-up example", processor=processor)
-    _reject_placeholders(inputs, processor)
     images = None if processor is None else processor.image_tokens
 
     def sequences(selected: Sequence[ModelInput]) -> Sequences:

@@ -13,6 +13,7 @@ from infra.store.storage import Store
 from models.config.data import DataConfig, PreferencesConfig
 from models.config.denoising import DenoisingConfig
 from models.config.objectives import UpdateConfig
+from models.config.texts import RULES_BEFORE, TextRules
 from models.config.training import WarmupConfig
 from models.data.examples import Example, Preference, load_preferences, picture_examples, warmup_examples
 from models.data.images import digest_of
@@ -20,6 +21,7 @@ from models.data.problems import Problem
 from models.denoising.pipeline import FrozenParts, load_denoiser, read_pipeline
 from models.denoising.policy import policy_context
 from models.denoising.steps import FlowMatching, GenerationSetup, encode_image_examples
+from models.engines.requests import generation_settings, stated_ends
 from models.environments.user_view import user_examples
 from models.judges.prompts import judge_examples
 from models.modeling.batching import Sequences
@@ -37,6 +39,7 @@ from models.training.offline import (
     PreferenceTraining,
     TrainingCallbacks,
     TrainingResult,
+    encode_examples,
     fine_tune,
     fine_tune_on_inputs,
     train_on_preferences,
@@ -73,13 +76,15 @@ class OfflineTrainer:
         """Fine-tune the policy on worked examples, or on images for a text-to-image policy."""
         if self._denoising is not None:
             return self._imitate_pictures(work, self._denoising)
-        among = partial(self._drop_long_problems, work) if work.data.too_long == "drop" else None
+        among = partial(self._drop_long_problems, work) if work.data.on_too_long == "drop" else None
         examples = warmup_examples(work.data, work.warmup, work.seed, among=among)
-        return self._fine_tune(work.policy, examples, work.warmup, ranks=self._ranks)
+        return self._fine_tune(work.policy, examples, work.warmup, ranks=self._ranks, rules=work.data.text_rules)
 
     def _drop_long_problems(self, work: WarmupWork, problems: list[Problem]) -> list[Problem]:
         directory = fetch_bundle(self._store, work.policy.weights)
-        prompts = tokenize_problems(problems, load_tokenizer(directory), load_processor(directory))
+        prompts = tokenize_problems(
+            problems, load_tokenizer(directory), load_processor(directory), rules=work.data.text_rules
+        )
         room = policy_context(directory) - work.max_new_tokens
         fitting = enforce_prompt_length(
             [*zip(problems, prompts, strict=True)], max_tokens=room, too_long="drop", split="train"
@@ -100,9 +105,10 @@ class OfflineTrainer:
         """Train the policy on preferences with DPO. The policy before training serves as the reference."""
         directory, dpo_config = fetch_bundle(self._store, work.policy.weights), work.dpo
         tokenizer, context = load_tokenizer(directory), policy_context(directory)
+        rules, ends = work.data.text_rules, stated_ends(generation_settings(directory))
 
         def read(preferences: Sequence[Preference]) -> list[SequencePair]:
-            return policy_pairs(preferences, tokenizer, context=context)
+            return policy_pairs(preferences, tokenizer, context=context, rules=rules, ends=ends)
 
         def loss(numbers: PairScores, start: PairScores) -> DpoTerms:
             return dpo(
@@ -126,7 +132,9 @@ class OfflineTrainer:
         tokenizer, context = load_tokenizer(directory), policy_context(directory)
 
         def read(preferences: Sequence[Preference]) -> list[SequencePair]:
-            return reward_pairs(preferences, tokenizer, template=work.template, context=context)
+            return reward_pairs(
+                preferences, tokenizer, template=work.template, context=context, chat_prompt=work.chat_prompt
+            )
 
         def loss(numbers: PairScores, _: PairScores) -> PairTerms:
             return bradley_terry(*numbers, centering=work.training.centering)
@@ -138,16 +146,24 @@ class OfflineTrainer:
         return self._learn(work.policy, learning, self._rewards)
 
     def _fine_tune(
-        self, model: ModelVersion, examples: Sequence[Example], warmup: WarmupConfig, *, ranks: Ranks
+        self,
+        model: ModelVersion,
+        examples: Sequence[Example],
+        warmup: WarmupConfig,
+        *,
+        ranks: Ranks,
+        rules: TextRules = RULES_BEFORE,
     ) -> Outcome:
         self._images.source = InMemoryImages({digest_of(image): image for each in examples for image in each.images})
+        directory = fetch_bundle(self._store, model.weights)
+        inputs = encode_examples(examples, directory, rules=rules)
 
         def learn(trainer: Trainer, callbacks: TrainingCallbacks) -> TrainingResult:
             return fine_tune(
                 trainer,
-                examples,
+                inputs,
                 warmup=warmup,
-                directory=fetch_bundle(self._store, model.weights),
+                directory=directory,
                 microbatch_tokens=self._update.microbatch_tokens,
                 ranks=ranks,
                 callbacks=callbacks,

@@ -22,6 +22,7 @@ from models.environments.runtime import tools_of
 from models.inspection.other_models import check_teacher
 from models.modeling.critic import write_critic
 from models.modeling.directory import copy_directory
+from models.modeling.generation_config import complete_generation_config
 from models.modeling.initial import iterate_texts, write_policy, write_served_model, write_user
 from models.records.media import MEDIA
 from models.records.model_input import prompt_columns
@@ -62,6 +63,8 @@ class PreparationWorker:
         with self._store.scratch() as folder:
             parameters = write_policy(work.policy, folder, texts=iterate_texts(work.data, work.seed), seed=work.seed)
             limit_pixels(folder, work.data.pixels)
+            if not work.policy.generates_images:
+                complete_generation_config(folder, work.data.text_rules)
             self._progress += 1
             ref = publish_bundle(self._store, folder, prefix="policies")
         self._progress += 1
@@ -92,6 +95,8 @@ class PreparationWorker:
         with self._store.scratch() as folder:
             problems = load_problems(work.data, "train", work.seed)
             parameters = write_served_model(work.reward, folder, problems=problems, seed=work.seed)
+            if work.reward.kind == "judge":
+                complete_generation_config(folder, work.data.text_rules)
             self._progress += 1
             ref = publish_bundle(self._store, folder, prefix="judges")
         self._progress += 1
@@ -107,6 +112,7 @@ class PreparationWorker:
         with self._store.scratch() as folder:
             problems = load_problems(work.data, "train", work.seed)
             parameters = write_user(work.environment, folder, problems=problems, seed=work.seed)
+            complete_generation_config(folder, work.data.text_rules)
             self._progress += 1
             ref = publish_bundle(self._store, folder, prefix="users")
         self._progress += 1
@@ -146,10 +152,12 @@ class PreparationWorker:
         context = policy_context(directory)
         tokenizer = load_tokenizer(directory)
         tools = tools_of(work.environment, problems)
-        prompts = tokenize_problems(problems, tokenizer, load_processor(directory), tools=tools)
-        if work.split == "train" and work.data.without is not None:
-            problems, prompts = _exclude_listed(problems, prompts, fetch_path(work.data.without))
-        room, too_long = context - work.max_new_tokens, work.data.too_long
+        prompts = tokenize_problems(
+            problems, tokenizer, load_processor(directory), tools=tools, rules=work.data.text_rules
+        )
+        if work.split == "train" and work.data.exclude_ids_path is not None:
+            problems, prompts = _exclude_listed(problems, prompts, fetch_path(work.data.exclude_ids_path))
+        room, too_long = context - work.max_new_tokens, work.data.on_too_long
         fitting = enforce_prompt_length(
             [*zip(problems, prompts, strict=True)], max_tokens=room, too_long=too_long, split=work.split
         )
@@ -191,7 +199,7 @@ def _exclude_listed(
     pairs = zip(problems, prompts, strict=True)
     remaining = [pair for pair, name in zip(pairs, _names(problems, prompts), strict=True) if name not in left_out]
     if not remaining:
-        raise BadInput(f"data.without {path} excludes all {len(problems)} problems. Remove some of its lines")
+        raise BadInput(f"data.exclude_ids_path {path} excludes all {len(problems)} problems. Remove some of its lines")
     return [problem for problem, _ in remaining], [prompt for _, prompt in remaining]
 
 

@@ -8,9 +8,10 @@ import torch
 
 from infra.errors import BadInput
 from infra.store.bundles import fetch_bundle
-from infra.store.shards import read_shard, write_shard
-from infra.store.storage import open_store
+from infra.store.shards import ShardRef, read_shard, write_shard
+from infra.store.storage import Store, open_store
 from models.config.judges import ModelReward
+from models.data.problems import Message
 from models.engines.protocol import StepSums
 from models.modeling.reward_model import RewardModel, ScoredTexts, load_reward_model, score
 from models.records.model_input import ModelInput
@@ -73,7 +74,7 @@ class RewardModelWorker:
         self.take(work.model)
         loaded, before = clock(), self._steps
         rollouts = read_shard(self._store, work.rollouts, ROLLOUT_COLUMNS)
-        scores, tokens_read = self._score(rollouts)
+        scores, tokens_read = self._score(rollouts, work)
         finished_scoring = clock()
         metadata = {"iteration": str(work.iteration), "rollouts": work.rollouts.digest, "term": self._term}
         ref = write_shard(self._store, _table(rollouts, scores), kind="verdicts", metadata=metadata)
@@ -91,15 +92,23 @@ class RewardModelWorker:
             | self._steps.since(before),
         )
 
-    def _score(self, rollouts: pa.Table) -> tuple[list[ScoredTexts], list[int]]:
+    def _score(self, rollouts: pa.Table, work: JudgeWork) -> tuple[list[ScoredTexts], list[int]]:
         """Return the scores and the number of tokens read for each, which is 0 for texts that do not fit."""
         assert self._model is not None, "take() comes first"
         texts = zip(rollouts["prompt"].to_pylist(), rollouts["completion"].to_pylist(), strict=True)
+        chats = {} if work.prompts is None else _read_chats(self._store, work.prompts)
+        prompt_rows = rollouts["prompt_row"].to_pylist()
         inputs: list[ModelInput] = []
         faults: dict[int, str] = {}
         for row, (prompt, completion) in enumerate(texts):
             try:
-                encoded = encode(self._model.tokenizer, self._reward.template, prompt=prompt, completion=completion)
+                encoded = encode(
+                    self._model.tokenizer,
+                    self._reward.template,
+                    prompt=prompt,
+                    completion=completion,
+                    messages=chats.get(prompt_rows[row], ()),
+                )
             except ValueError as error:
                 encoded, faults[row] = ModelInput(), str(error)
             inputs.append(encoded)
@@ -111,6 +120,16 @@ class RewardModelWorker:
     def _passed(self, sequences: int, seconds: float) -> None:
         self._progress += 1
         self._steps = self._steps.add(sequences, seconds)
+
+
+def _read_chats(store: Store, prompts: ShardRef) -> dict[int, tuple[Message, ...]]:
+    """Return the messages of the prompts that are chats, by row of the prompts shard."""
+    chats = read_shard(store, prompts, ("messages",))["messages"].to_pylist()
+    return {
+        row: tuple(Message(each["role"], each["content"], each["name"] or "") for each in chat)
+        for row, chat in enumerate(chats)
+        if chat
+    }
 
 
 def _table(rollouts: pa.Table, scores: list[ScoredTexts]) -> pa.Table:

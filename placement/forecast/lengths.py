@@ -38,16 +38,16 @@ def z_of_share(share: Floats) -> Floats:
 
 
 PRIOR_LENGTHS = 8
-"""Weight of the prior distribution of lengths, as an equivalent number of observed lengths."""
+"""Weight of the prior distribution of lengths, given as a number of observed lengths with the same weight."""
 
 PRIOR_SIGMA = 0.5
-"""Minimum standard deviation of the log length in the prior, which is a log-normal distribution around the observed
-median. The minimum is needed because a small sample may not contain any of the rare long sequences."""
+"""Minimum standard deviation of the log length in the prior, a log-normal distribution around the observed median. A
+small sample may contain none of the rare long sequences, so its own standard deviation may be too small."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnitSamples:
-    """Randomly sampled work units, with one row for each bootstrap resample of the lengths."""
+    """Randomly sampled work units. Each row of an array belongs to one bootstrap resample of the lengths."""
 
     longest_BU: Floats
     """Length of the longest sequence of each unit in tokens. This is also the number of decoding steps of the unit."""
@@ -85,9 +85,9 @@ def sample_units(demand: Demand, units: int, *, bootstraps: int, seed: tuple[int
 
 
 def _shifts(drift: float, *, bootstraps: int, rng: np.random.Generator) -> Floats:
-    """Return a factor for each resample by which the lengths of the next stage may differ from recent lengths.
+    """Return a random factor for each resample, by which lengths in the next stage may differ from recent lengths.
 
-    The factors have mean 1. Their logarithms lie at evenly spaced quantiles of a normal distribution with standard
+    The factors have mean 1. Their logarithms are evenly spaced quantiles of a normal distribution with standard
     deviation `drift`.
     """
     z_B = rng.permutation(z_of_share((np.arange(bootstraps) + 0.5) / bootstraps))
@@ -96,7 +96,7 @@ def _shifts(drift: float, *, bootstraps: int, rng: np.random.Generator) -> Float
 
 
 def _highest(uniform_BU: Floats, shared_BU: Floats, *, sequences: int, likeness: float) -> Floats:
-    """Return the quantile (0 to 1) at which the longest sequence of each unit is read from the resample."""
+    """Return the quantile (0 to 1) of the resample that gives the length of the longest sequence of each unit."""
     highest_BU = uniform_BU ** (1 / sequences)
     if likeness == 0:
         return np.asarray(highest_BU)

@@ -1,8 +1,8 @@
 """Prediction of the remaining time of a running stage, for each number of workers that could be moved now.
 
 The prediction assumes that rollout workers start to score as soon as the rollout queue is empty, if they may still be
-moved. Units that have finished tend to be short, so they are not used alone. Each unit in progress is known to take
-longer than its elapsed time.
+moved. Finished units tend to be short, so estimates from them alone would be too low. Therefore units in progress are
+included, because each is known to take longer than its elapsed time.
 
 A lane is one place in a worker's batch, which processes one work unit at a time. Shapes: K candidate numbers of workers
 to move, B bootstrap resamples, F units in progress, W lanes, U units that are not started, P sampled units, S factors.
@@ -18,24 +18,26 @@ from placement.forecast.stage import list_schedule, release_times, unit_seconds
 from placement.records import DrainInputs, Floats, RoleProgress
 
 OVERDUE_SHARE = 0.25
-"""Mean remaining time of a unit that already takes longer than all sampled units, as a fraction of its elapsed time."""
+"""Assumed remaining time of a unit that has already taken longer than all sampled units, as a fraction of its elapsed
+time."""
 
 FACTORS_S = np.geomspace(1 / 8, 8, 49)
-"""Candidate factors by which units of this stage may take longer than units of earlier stages. Values below 1 mean
-shorter units."""
+"""Candidate values of the factor by which units of this stage take longer than units of earlier stages. A value below 1
+means that units are shorter."""
 
 FACTOR_SIGMA = 0.4
-"""Standard deviation of the logarithm of the factor in its log-normal prior."""
+"""Standard deviation of the logarithm of the factor (`FACTORS_S`) in its prior, a log-normal distribution."""
 
 MIN_SPREAD = 0.15
-"""Minimum standard deviation that is assumed for the logarithm of a unit's time, because a small sample may show
-less."""
+"""Minimum standard deviation that is assumed for the logarithm of a unit's time, because a small sample may
+underestimate it."""
 
 
 def sample_residuals(pool_BP: Floats, elapsed_F: Floats, *, seed: tuple[int, ...]) -> Floats:
-    """Sample the remaining seconds of each unit in progress, from sampled units that take longer than its elapsed time.
+    """Sample the remaining seconds of each unit in progress. The samples come from units that take longer than the
+    unit's elapsed time.
 
-    `pool_BP` contains the total seconds of sampled units, `elapsed_F` the elapsed seconds of the units in progress.
+    `pool_BP` contains the total seconds of sampled units, and `elapsed_F` the elapsed seconds of the units in progress.
     """
     rng = np.random.default_rng(seed)
     sorted_BP = np.sort(pool_BP, axis=1)
@@ -70,31 +72,31 @@ def estimate_stage_factor(pool_BP: Floats, elapsed_F: Floats, *, done: int, done
 
 
 LANES = 32
-"""Maximum number of workers that are simulated. A larger stage is scaled down to this number of workers, with the same
-number of units per worker and the same longest units."""
+"""Maximum number of workers that are simulated. A larger stage is replaced by a smaller stage with this number of
+workers, the same number of units per worker and the same longest units."""
 
 NEVER = 1e9
-"""Seconds that represent "never", the end of work that has no worker."""
+"""Number of seconds that represents "never". It is used as the end of work that has no worker."""
 
 POOL = 256
-"""Number of units sampled in each bootstrap resample."""
+"""Number of work units that are sampled from each bootstrap resample."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoleState:
-    """Current state of a role, scaled down to at most `LANES` workers."""
+    """Current state of a role, reduced to at most `LANES` workers."""
 
     free_BW: Floats
-    """Seconds until each lane of the role can take a unit, ascending. 0 for idle workers."""
+    """Seconds until each lane (place in a worker's batch) can take a unit, in ascending order. 0 for idle workers."""
     under_way_BF: Floats
-    """Seconds until each unit in progress ends. Includes units on workers that will move to the other role."""
+    """Seconds until each unit in progress ends, including units on workers that will move to the other role."""
     seconds_BU: Floats
-    """Seconds that each unit that is not started will take. The units that are ready come first, then the units that
+    """Seconds that each unit will take if it has not been started. Units that are ready come first, then units that
     become ready later."""
     waiting: int
-    """Number of units that are ready but not started."""
+    """Number of units that are ready but have not been started."""
     lanes_per_slot: float
-    """Number of lanes that each slot contributes."""
+    """Number of lanes (places for one unit at a time) in each slot."""
 
 
 def predict_remaining(inputs: DrainInputs, moves: Sequence[int], *, bootstraps: int) -> Floats:
@@ -159,7 +161,7 @@ def _finished(role: RoleProgress, inputs: DrainInputs, lanes: int) -> tuple[int,
 
 
 def _quantiles(ascending_BW: Floats, scale: float) -> Floats:
-    """Reduce the number of lanes by the factor `scale`, by keeping evenly spaced quantiles of the values.
+    """Reduce the number of lanes by the factor `scale`. The remaining lanes are evenly spaced quantiles of the values.
 
     The longest value is always kept, because it determines the end of the stage.
     """
@@ -171,9 +173,9 @@ def _quantiles(ascending_BW: Floats, scale: float) -> Floats:
 def _with_planned_workers(
     inputs: DrainInputs, rollout: RoleState, scoring: RoleState, scale: float
 ) -> tuple[RoleState, RoleState]:
-    """Return the states of both roles as if every worker were already in the role that the plan assigns.
+    """Return the states of both roles as if every worker were already in its planned role.
 
-    This moves workers that have not left their old role yet, and adds workers that are still changing roles.
+    Workers that have not left their old role yet are moved, and workers that are still changing roles are added.
     """
     cost = inputs.resize.mean_seconds
     late = inputs.rollout.slots - inputs.plan.rollout, inputs.scoring.slots - inputs.plan.scoring
@@ -192,9 +194,9 @@ def _add_arriving(role: RoleState, slots: float, cost: float) -> RoleState:
 
 
 def _move_lanes(rollout: RoleState, scoring: RoleState, move: float, cost: float) -> tuple[Floats, Floats]:
-    """Return the seconds until each rollout lane and each scoring lane is free, after `move` slots change to scoring.
+    """Return the seconds until each rollout lane and each scoring lane is free, if `move` slots move to scoring.
 
-    A negative `move` changes slots to rollout. The lanes that become free first are moved.
+    A negative `move` means that slots move to rollout. The lanes that become free first are moved.
     """
     source, target = (rollout, scoring) if move > 0 else (scoring, rollout)
     leaving = min(round(abs(move) * source.lanes_per_slot), source.free_BW.shape[1])
@@ -230,7 +232,8 @@ def _ends(
 
 
 def _padded(free_K: list[Floats]) -> Floats:
-    """Stack the lanes of all candidates in one array. Missing lanes are filled with lanes that are never free."""
+    """Combine the lanes of all candidates in one array. Candidates with fewer lanes get additional lanes that are never
+    free."""
     width = max(1, max(free_BW.shape[1] for free_BW in free_K))
     padded = [np.pad(free, ((0, 0), (0, width - free.shape[1])), constant_values=NEVER) for free in free_K]
     return np.concatenate(padded)

@@ -26,11 +26,11 @@ from placement.records import Demand, Floats, Plan, PlanInputs
 
 
 def list_schedule(free_XW: Floats, seconds_XU: Floats, *, ready_XU: Floats | None = None) -> tuple[Floats, Floats]:
-    """Assign units in order to the worker that is free first. All times are in seconds from now.
+    """Assign each unit, in order, to the worker that is free first. All times are in seconds from now.
 
-    `free_XW` is the time at which each worker becomes free (infinite for workers that do not exist). `ready_XU` is the
-    time from which each unit can start, in ascending order. By default all units can start immediately. Returns the end
-    of each unit (X x U), and the time at which each worker has finished all of its units (X x W).
+    `free_XW` contains the time at which each worker becomes free (infinite for workers that do not exist). `ready_XU`
+    contains the time from which each unit can start, in ascending order. By default all units can start immediately.
+    Returns the end of each unit (X x U), and the time at which each worker has finished all of its units (X x W).
     """
     free_XW = free_XW.copy()
     cases = np.arange(free_XW.shape[0])
@@ -47,17 +47,18 @@ def list_schedule(free_XW: Floats, seconds_XU: Floats, *, ready_XU: Floats | Non
 Ints = NDArray[np.int64]
 
 TURNS = 1
-"""Number of role changes that cost time only if roles take turns: the change from rollout to scoring. The change back
-to rollout costs nothing extra, because in every plan all workers load new weights at the start of a stage."""
+"""Number of role changes that take additional time if roles take turns. Only the change from rollout to scoring does.
+The change back takes no additional time, because under every plan all workers load new weights at the start of a
+stage."""
 
 EXACT_WORK = 8_000_000
-"""Maximum size (units × cases × lanes) of a prediction that schedules every unit. This size takes 20 ms on one core.
-Larger predictions use tables."""
+"""Maximum size (units × cases × lanes) of a prediction that schedules every unit, which takes 20 ms on one core. Larger
+predictions use tables."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Predicted times of the next stage for each candidate plan. The cost of changing the plan is not included."""
+    """Predicted times of the next stage under each candidate plan, without the cost of changing to this plan."""
 
     plans: tuple[Plan, ...]
     """Candidate plans."""
@@ -66,7 +67,7 @@ class Forecast:
 
 
 def score_plans(seconds_KB: Floats, *, risk: float) -> Floats:
-    """Return a score in seconds for each plan (K). Lower is better.
+    """Return the score of each plan (K) in seconds. A lower score is better.
 
     The score is the weighted average of the mean over all resamples (weight 1) and the mean over the slowest 25% of the
     resamples (conditional value at risk, weight `risk`).
@@ -76,9 +77,9 @@ def score_plans(seconds_KB: Floats, *, risk: float) -> Floats:
 
 
 def forecast(inputs: PlanInputs, plans: tuple[Plan, ...], *, bootstraps: int, handover: bool = False) -> Forecast:
-    """Predict the time of the stage under each plan. The same sampled units are used for all plans.
+    """Predict the time of the next stage under each plan. The same sampled units are used for all plans.
 
-    With `handover`, rollout workers move to scoring as soon as no rollout units are left. The move takes the usual
+    With `handover`, rollout workers move to scoring as soon as there are no more rollout units. Moving takes the usual
     time.
     """
     exact = _exact_work(inputs, plans, bootstraps) <= EXACT_WORK
@@ -132,7 +133,7 @@ class _Stage:
 
 
 def _scheduled(stage: _Stage) -> Floats:
-    """Compute the seconds of the stage (K x B) by scheduling every unit."""
+    """Return the predicted seconds of the stage (K x B), computed by scheduling every unit."""
     rollout, scoring, K = stage.inputs.rollout, stage.inputs.scoring, len(stage.turns_K)
     B = stage.rollout.longest_BU.shape[0]
     done_XU, free_XW = list_schedule(*_lanes(rollout, stage.rollout, stage.rollout_K))
@@ -150,7 +151,7 @@ def _scheduled(stage: _Stage) -> Floats:
 
 
 def _joining(stage: _Stage, free_XW: Floats) -> Floats:
-    """Return the time at which each rollout lane can start to score, or infinity if roles take turns."""
+    """Return the time at which each rollout lane can start to score. The time is infinite if roles take turns."""
     rollout, scoring = stage.inputs.rollout, stage.inputs.scoring
     # number of rollout lanes whose slots provide one scoring lane
     stride = max(1, round(scoring.slots * rollout.units_at_once / (rollout.slots * scoring.units_at_once)))
@@ -159,9 +160,9 @@ def _joining(stage: _Stage, free_XW: Floats) -> Floats:
 
 
 def _lanes(demand: Demand, draws: UnitSamples, slots_K: Ints) -> tuple[Floats, Floats]:
-    """Return the time at which each lane is free (X x W), and the seconds of each unit (X x U).
+    """Return the time at which each lane (place for one unit) is free (X x W), and the seconds of each unit (X x U).
 
-    A lane is free at time 0, or never if the plan does not provide the lane.
+    A lane is free at time 0. If the plan does not include the lane, it is never free.
     """
     workers_K, together_K = workers_and_batch(demand, slots_K)
     lanes_K = workers_K * together_K
@@ -176,7 +177,8 @@ def _lanes(demand: Demand, draws: UnitSamples, slots_K: Ints) -> tuple[Floats, F
 def release_times(done_XU: Floats, units: int) -> Floats:
     """Return the time from which each of `units` scoring units can start.
 
-    The units become ready evenly as rollout units finish. `done_XU` contains the ends of the rollout units, ascending.
+    Scoring units become ready at the same rate as rollout units finish. `done_XU` contains the ends of the rollout
+    units in ascending order.
     """
     available = done_XU.shape[-1]
     if not available:
@@ -185,7 +187,7 @@ def release_times(done_XU: Floats, units: int) -> Floats:
 
 
 def _tabulated(stage: _Stage) -> Floats:
-    """Compute the seconds of the stage (K x B) from tables over units per worker, without scheduling every unit."""
+    """Return the predicted seconds of the stage (K x B), computed from tables instead of scheduling every unit."""
     rollout = _load(stage.inputs.rollout, stage.rollout, stage.rollout_K)
     end_KB = rollout.done()[:, :, -1]
     if not stage.inputs.scoring.units:
@@ -216,25 +218,25 @@ def _exact_work(inputs: PlanInputs, plans: tuple[Plan, ...], bootstraps: int) ->
 LANES = 64
 """Number of lanes that are simulated for a table."""
 ROUNDS = 8
-"""Maximum number of units per worker for which a table has entries."""
+"""Maximum number of units per worker in a table. For more units, the time is extrapolated."""
 TABLE_UNITS = LANES * (ROUNDS + 1)
 """Number of units that are simulated to compute a table."""
 STEPS = 4
-"""Number of table entries between two consecutive integer numbers of units per worker."""
+"""Number of table entries per unit: entries are 1/4 unit per worker apart."""
 SHARES_Q = np.array([0.0, 0.05, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 0.95, 1.0])
-"""Fractions of the units for which a table contains the completion time."""
+"""Fractions of the units. For each of them, a table contains the time at which this fraction is done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Table of completion times. Entry e is the result for e / STEPS units per worker."""
+    """Table of completion times. Entry e contains the times for e / STEPS units per worker."""
 
     done_EBQ: Floats
-    """Time in seconds at which each fraction of the units in `SHARES_Q` is done."""
+    """Time in seconds at which each fraction of the units (`SHARES_Q`) is done."""
     mean_B: Floats
     """Mean time of a unit in seconds."""
     tail_B: Floats
-    """Seconds by which the longest unit is expected to grow when the number of units is multiplied by e (2.718)."""
+    """Expected growth of the longest unit, in seconds, if the number of units is multiplied by e (2.718)."""
 
     def done(self, units_per_worker_K: Floats, *, lanes_K: Floats) -> Floats:
         """Return the time at which each fraction of the units is done (K x B x Q).
@@ -258,7 +260,8 @@ class Table:
 
 
 def tabulate(seconds_BU: Floats) -> Table:
-    """Compute the table by simulating `LANES` workers with the `TABLE_UNITS` units of `seconds_BU`."""
+    """Return a table of completion times, computed by simulating `LANES` workers with the `TABLE_UNITS` units of
+    `seconds_BU`."""
     bootstraps = seconds_BU.shape[0]
     seconds_BLJ = seconds_BU.reshape(bootstraps, LANES, ROUNDS + 1)
     ends_BLJ = np.cumsum(seconds_BLJ, axis=2)
@@ -277,14 +280,14 @@ def tabulate(seconds_BU: Floats) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class PoolLoad:
-    """Number of units of one role, and the lanes that process the units under each candidate plan."""
+    """Number of units of one role, and number of lanes (places for one unit at a time) under each candidate plan."""
 
     table: Table
-    """Table of completion times over units per worker."""
+    """Table of completion times by number of units per worker."""
     units: int
     """Number of units."""
     lanes_K: Floats
-    """Number of lanes under each candidate plan."""
+    """Number of lanes (places for one unit at a time) under each candidate plan."""
 
     def done(self, *, share: float = 1.0, lanes_K: Floats | None = None) -> Floats:
         """Return the time at which each fraction of the units is done (K x B x Q).
@@ -295,15 +298,16 @@ class PoolLoad:
         return self.table.done(share * self.units / lanes_K, lanes_K=lanes_K)
 
     def work(self) -> Floats:
-        """Return the total seconds of all units (B)."""
+        """Return the total worker-seconds of all units in each resample (B)."""
         return self.units * self.table.mean_B
 
 
 def stream_end(rollout: PoolLoad, scoring: PoolLoad) -> Floats:
-    """Return the time at which scoring ends (K x B) if units are scored as soon as rollout has finished them.
+    """Return the time at which scoring ends (K x B) if each unit is scored as soon as rollout has finished it.
 
-    For each fraction q of the units, the scoring workers need time for the other 1 - q of the units after rollout has
-    finished q. The result is the latest of these bounds. The last unit is scored after the end of rollout.
+    When rollout has finished a fraction q of the units, scoring still needs at least the time for the other 1 - q of
+    the units. The result is the latest end that follows for any q. In addition, the last unit is scored after the end
+    of rollout.
     """
     done_KBQ = rollout.done()
     end_KB = done_KBQ[:, :, -1] + scoring.table.mean_B
@@ -313,7 +317,8 @@ def stream_end(rollout: PoolLoad, scoring: PoolLoad) -> Floats:
 
 
 def handover_end(rollout: PoolLoad, scoring: PoolLoad, *, move_seconds: float) -> Floats:
-    """Return the time at which scoring ends (K x B) if rollout workers move to scoring when no rollout units are left.
+    """Return the time at which scoring ends (K x B) if rollout workers move to scoring when there are no more rollout
+    units.
 
     Each rollout lane is busy until it moves, so on average the lanes move at (total seconds of rollout) / lanes. For
     each fraction of the units that rollout has finished, the remaining units are scored by the lanes that are available

@@ -30,26 +30,28 @@ from placement.records import (
 from placement.slots import find_current_plan, list_candidates
 
 TIE_MARGIN = 0.02
-"""Relative difference below which two predictions are treated as equal."""
+"""Maximum relative difference for which two predictions are treated as equal."""
 IMMEDIATE_GAIN = 0.25
-"""Gain, as a fraction of the stage time, above which the plan is changed without waiting for a second stage."""
+"""Minimum gain, as a fraction of the stage time, for changing the plan immediately instead of waiting for a second
+stage."""
 MIN_GAIN = 0.01
-"""Gain, as a fraction of the stage time, below which a predicted gain is ignored as a prediction error."""
+"""Minimum gain, as a fraction of the stage time. Smaller predicted gains are ignored, because they are within the
+prediction error."""
 MIN_MOVE_GAIN = 0.10
-"""Minimum gain of moving workers during a stage, as a fraction of the remaining time. The gain must also exceed the
-cost of the move."""
+"""Minimum predicted gain for moving workers during a stage, as a fraction of the remaining time. The gain must also
+exceed the cost of the move."""
 MIN_MOVE_INTERVAL = 2.0
-"""Minimum time between two moves, as a multiple of the cost of moving."""
+"""Minimum time between two moves of workers, as a multiple of the time that a move takes."""
 MISS_ERROR = 0.30
-"""Relative error from which a prediction counts as a miss. After `MAX_MISSES` consecutive misses no more workers are
-moved in this stage."""
+"""Minimum relative error for which a prediction counts as a miss. After `MAX_MISSES` consecutive misses, no more
+workers are moved in the stage."""
 MAX_MISSES = 2
-"""Number of consecutive misses after which no more workers are moved in a stage."""
+"""Number of consecutive misses (wrong predictions) after which no more workers are moved in a stage."""
 EVALUATION_INTERVAL = 0.04
-"""Time between two evaluations of the plan during a stage, as a fraction of the stage time. Predictions hardly change
-in less time."""
+"""Time between two evaluations of the plan during a stage, as a fraction of the stage time. Within less time,
+predictions hardly change."""
 MAX_AMOUNTS = 8
-"""Maximum number of different amounts of workers that are tried for a move in each direction."""
+"""Maximum number of candidate moves (numbers of slots) that are evaluated in each direction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +96,10 @@ class Adaptive:
 
 
 def _prefer_few_rollout_slots(plans: tuple[Plan, ...], scores_K: NDArray[np.float64]) -> int:
-    """Return the index of the preferred plan.
+    """Return the index of the preferred plan: among almost equally good splits, the one with the fewest rollout slots.
 
-    If taking turns has the best score, its index is returned. Otherwise, the split with the fewest rollout slots is
-    preferred among the splits with a score within 2% of the best. Splits that are worse than taking turns are excluded.
+    If taking turns has the best score, its index is returned. Otherwise, splits with a score within 2% of the best are
+    considered, except those that are worse than taking turns.
     """
     lowest, tie = float(scores_K.min()), float(scores_K.min()) * (1 + TIE_MARGIN)
     splits = [k for k, plan in enumerate(plans) if plan.mode == "split" and scores_K[k] <= min(tie, scores_K[0])]
@@ -115,7 +117,7 @@ def _weigh(
     kept: int,
     best: int,
 ) -> tuple[Memory, bool]:
-    """Return the state to keep if the plan stays the same, and whether changing the plan is worth its cost."""
+    """Return the state to store if the plan is not changed, and whether a change of the plan is worth its cost."""
     price = config.threshold * inputs.resize.mean_seconds
     gain, past = float(scores_K[kept] - scores_K[best]), inputs.memory
     behind = max(0.0, past.behind_seconds + float(scores_K[kept] - scores_K[0]))
@@ -131,7 +133,7 @@ def _weigh(
 def _same_way(current: Plan, wanted: Plan, before: Plan) -> bool:
     """Return whether two preferred plans change the current plan in the same direction.
 
-    Their exact numbers of slots are not compared, because these vary by chance.
+    Their exact numbers of slots are not compared, because the numbers vary by chance.
     """
     if wanted.mode != before.mode or current.mode == "colocated":
         return wanted.mode == before.mode
@@ -154,10 +156,10 @@ def _decide_first(inputs: PlanInputs, cast: Forecast, best: int, scores_K: NDArr
 
 
 def _decide_unmeasured(cast: Forecast) -> Decision:
-    """Choose taking turns before the first measurement.
+    """Return the decision before the first measurement, which is to take turns.
 
-    A split that is computed from assumed speeds can be many times slower than taking turns. The opposite is not
-    possible, so taking turns is the safe choice.
+    A split that is computed from assumed speeds can be many times slower than taking turns, but taking turns cannot be
+    many times slower than a split. Therefore taking turns is the safe choice.
     """
     plan, seconds = cast.plans[0], float(cast.seconds_KB[0].mean())
     reason = f"nothing is measured yet, so {describe_plan(plan)}: estimated {seconds:.1f} s from default speeds"
@@ -246,9 +248,10 @@ def _moves(inputs: DrainInputs) -> list[int]:
 
 
 def _spare(role: RoleProgress, planned: int) -> int:
-    """Return the number of slots that can be moved away from the role.
+    """Return the number of slots that can be moved from a role to the other role.
 
-    If the role has no units left to start, all slots can be moved. Otherwise the role keeps its minimum.
+    If the role has no more units to start, all of its slots can be moved. Otherwise the role keeps its minimum number
+    of slots.
     """
     minimum = max(role.demand.least_slots, role.demand.slots) if role.waiting + role.coming else 0
     return min(role.slots, planned) - minimum
@@ -257,7 +260,7 @@ def _spare(role: RoleProgress, planned: int) -> int:
 def _amounts(maximum: int, step: int) -> list[int]:
     """Return the multiples of `step` up to `maximum`.
 
-    If there are more than `MAX_AMOUNTS` multiples, return a geometrically spaced selection of `MAX_AMOUNTS`.
+    If there are more than `MAX_AMOUNTS` multiples, return `MAX_AMOUNTS` of them, with geometric spacing.
     """
     count = max(maximum, 0) // step
     if count <= MAX_AMOUNTS:
@@ -266,7 +269,7 @@ def _amounts(maximum: int, step: int) -> list[int]:
 
 
 def _remember(inputs: DrainInputs, seconds: float) -> Memory:
-    """Return the updated state of the policy.
+    """Return the state of the policy, updated with the result of the last prediction.
 
     The last prediction counts as a miss if the predicted end of the stage has changed by 30% since then. Misses are
     counted only after workers were moved. Before a move, a wrong prediction means that the load has changed, and moving
@@ -286,7 +289,7 @@ def _remember(inputs: DrainInputs, seconds: float) -> Memory:
 
 
 def _reason_against_move(inputs: DrainInputs, memory: Memory, gain: float, score: float, *, move: int) -> str:
-    """Return the reason for not making the best move, or "" if the move is made."""
+    """Return the reason why the best move is not made, or "" if it is made."""
     cost = inputs.resize.mean_seconds
     source = inputs.rollout if move > 0 else inputs.scoring
     if move == 0 or gain <= 0:

@@ -1,4 +1,4 @@
-"""Construction of placement policies from their configuration, including user-defined classes (`pkg.mod:Class`)."""
+"""Creation of placement policies from their configuration, including user-defined classes (`pkg.mod:Class`)."""
 
 import inspect
 from typing import cast
@@ -19,7 +19,8 @@ from placement.records import Policy
 
 
 def target_policy(config: TargetPlacement) -> Policy:
-    """Import a user-defined class, construct it with its options, and check that it has the methods `plan` and `drain`.
+    """Import a user-defined class, instantiate it with its options, and check that it has the methods `plan` and
+    `drain`.
 
     Raises `BadInput` if the class cannot be imported or constructed, or if a method is missing.
     """

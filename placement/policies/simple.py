@@ -10,11 +10,12 @@ from placement.records import Decision, DrainInputs, Memory, Plan, PlanInputs, d
 from placement.slots import build_turns_plan, find_current_plan, nearest_split
 
 BOOTSTRAPS = 8
-"""Number of bootstrap resamples for the predicted time that a decision reports."""
+"""Number of bootstrap resamples from which the predicted time in a decision is computed."""
 
 
 def decide_configured(inputs: PlanInputs, plan: Plan, what: str) -> Decision:
-    """Return a decision for the given plan, with its predicted time. `what` describes the plan in the reason."""
+    """Return a decision for the given plan, with its predicted time. The reason of the decision describes the plan with
+    the text `what`."""
     seconds = float(forecast(inputs, (plan,), bootstraps=BOOTSTRAPS).seconds_KB.mean())
     return Decision(
         plan=plan,
@@ -57,7 +58,7 @@ class Colocated:
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Placement policy that always uses the split whose fraction of rollout workers is nearest to `rollout`."""
+    """Placement policy that always uses the split whose fraction of rollout workers is closest to `rollout`."""
 
     rollout: float
     """Fraction of the workers that generate completions."""
@@ -71,15 +72,15 @@ class Fixed:
 
 
 MIN_GAIN = 0.10
-"""Minimum improvement for which the split is changed, as a fraction of the expected time. The cost of moving workers is
-subtracted from the improvement."""
+"""Minimum improvement for changing the split, as a fraction of the expected time. The improvement is reduced by the
+cost of moving workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proportional:
     """Placement policy that splits the workers in proportion to the measured work of each role.
 
-    Before the first measurement each role gets half of the workers.
+    Before the first measurement, each role gets half of the workers.
     """
 
     def plan(self, inputs: PlanInputs) -> Decision:
@@ -123,11 +124,11 @@ def _decide(inputs: PlanInputs, plan: Plan, seconds: float, reason: str, *, kept
 
 
 _FORMER_NAMES: dict[str, Callable[..., Decision]] = {"as_configured": decide_configured, "unchanged": keep_plan}
-"""Functions that users' policies may import under a former name, by that name."""
+"""Functions that users' policies may import under an old name, by old name."""
 
 
 def __getattr__(name: str) -> Callable[..., Decision]:
-    """Return a function by its former name, and print a deprecation warning."""
+    """Return the function with this old name, and print a deprecation warning."""
     if name not in _FORMER_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     function = _FORMER_NAMES[name]

@@ -1,2 +1,2 @@
-"""Simulator of worker pools. The real placement policies decide, but the workers are simulated and only consume
+"""Simulator of worker pools. Decisions are made by the real placement policies, but the simulated workers only consume
 time."""

@@ -34,8 +34,8 @@ from placement.simulator.workload import KNOWN, SCENARIOS
 
 MAX_WORKERS = 4096
 MAX_MISSES_SHOWN = 40
-"""Maximum number of missed aims that are listed. Further missed aims are only counted. An aim is a bound on a result of
-the adaptive policy, such as its time relative to taking turns."""
+"""Maximum number of missed aims that are listed individually. An aim is a bound on a result of the adaptive policy,
+such as its time relative to taking turns."""
 
 Workers = Annotated[str, Parameter(metavar="N,…", help="numbers of worker slots")]
 Scenario = Annotated[str, Parameter(metavar="NAME,…", help=", ".join(SCENARIOS))]
@@ -59,7 +59,7 @@ Stages = Annotated[
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """Command-line options that select the simulated cells. A cell is a combination of pool size, load and cost of
+    """Command-line options that select the cells to simulate. A cell is a combination of pool size, load and cost of
     moving a worker."""
 
     workers: Workers = "8,64"
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _recorded(path: Path, resize_seconds: Sequence[float]) -> Load:
-    """Read the measurements of a run from a file, and return a load with the same work and number of workers.
+    """Read the measurements of a run from a file. Return a load with the same work and the same number of workers.
 
     Raises BadInput if the file cannot be read, has fewer than two stages, or was measured with more than one reward
     model.
@@ -185,7 +185,8 @@ def _workers(text: str) -> tuple[int, ...]:
 
 
 def _print_progress(what: str) -> None:
-    """Print the progress on stderr. On a terminal the same line is overwritten; otherwise each cell gets a line."""
+    """Print the progress on stderr. A terminal shows only the latest line. In a file or a pipe, each cell gets a
+    line."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{what}")
     elif what.partition(": seed ")[2].startswith("1 "):
@@ -219,8 +220,8 @@ def _relative(result: CellResult, name: str) -> str:
 
 
 def _aim_rows(aim_results: Sequence[AimResult]) -> list[dict[str, str]]:
-    """Return one table row for each aim, with the number of cells, the number of cells that reach the aim, and the
-    worst cell."""
+    """Return one table row for each aim: the number of cells, the number of cells that satisfy the aim, and the worst
+    cell."""
     rows = []
     for aim in AIMS:
         cells = [verdict for verdict in aim_results if verdict.aim is aim]

@@ -16,7 +16,7 @@ from placement.simulator.workload import RoleWork, StageWork, Workload
 
 
 def split_seconds(work: StageWork, slowness_N: Floats, rollout: int) -> float:
-    """Return the seconds of a stage in which slots 0 to `rollout - 1` generate and the other slots score.
+    """Return the seconds of a stage in which slots 0 to `rollout - 1` run rollout and the other slots score.
 
     Each worker processes one unit at a time, and no worker fails.
     """
@@ -30,7 +30,7 @@ def split_seconds(work: StageWork, slowness_N: Floats, rollout: int) -> float:
 
 
 def colocated_seconds(work: StageWork, slowness_N: Floats, switch_seconds: float) -> float:
-    """Return the seconds of a stage in which all slots first generate, then switch roles, and then score."""
+    """Return the seconds of a stage in which all slots first run rollout, then change roles, and then score."""
     generated_U = _in_order(work.rollout.seconds_U, slowness_N, first_slot=0, ready_U=None)
     # Units are scored in the order in which they were generated, as in all other simulations.
     order_U = np.argsort(generated_U, kind="stable")
@@ -55,10 +55,10 @@ def _in_order(seconds_U: Floats, slowness_N: Floats, *, first_slot: int, ready_U
 
 
 def lower_bound(work: StageWork, slowness_N: Floats) -> float:
-    """Return a lower bound on the seconds of a stage. No schedule can be faster, even with knowledge of the future.
+    """Return a lower bound on the seconds of a stage. No schedule can be faster, even if it knows the future.
 
     This is the larger of two bounds: the time of all work if all workers always have full batches, and the longest time
-    that one unit needs on the fastest worker for rollout and scoring. Moving workers and failures only increase the
+    that one unit takes for rollout and scoring on the fastest worker. Moves of workers and failures only increase the
     time.
     """
     speed = float((1 / slowness_N).sum())
@@ -68,8 +68,8 @@ def lower_bound(work: StageWork, slowness_N: Floats) -> float:
 
 
 def min_seconds(role: RoleWork, units_at_once: int) -> Floats:
-    """Return the minimum worker-seconds of each unit (U), if the constant time of each step is shared by a full
-    batch."""
+    """Return the minimum worker-seconds of each unit (U). The constant time of each step is divided among the sequences
+    of a full batch."""
     if units_at_once == 1:
         return role.seconds_U
     # At most `units_at_once` units share the constant time of a step. A unit takes part until its longest
@@ -79,39 +79,40 @@ def min_seconds(role: RoleWork, units_at_once: int) -> Floats:
 
 
 ALL_SPLITS = 64
-"""Maximum number of workers for which every split is tried. For more workers, a coarse grid of splits is refined around
-the best one."""
+"""Maximum number of workers for which every split is simulated. With more workers, a coarse grid of splits is simulated
+first, and then refined around the best split."""
 
 GRID = 17
 
 PERIOD = 4
-"""Number of iterations after which the periodic planner computes a new plan."""
+"""Number of iterations between two plans of the periodic planner."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hindsight:
-    """Simulated seconds of each iteration for all splits that were tried."""
+    """Simulated seconds of each iteration under different splits of the workers."""
 
     seconds: dict[int, tuple[float, ...]]
     """Seconds of each iteration, by number of rollout slots."""
 
     def fixed(self, rollout: int) -> tuple[float, ...]:
-        """Return the seconds of each iteration with the simulated split nearest to `rollout` rollout slots."""
+        """Return the seconds of each iteration with the simulated split that is closest to `rollout` rollout slots."""
         return self.seconds[min(self.seconds, key=lambda tried: abs(tried - rollout))]
 
     def best_fixed(self) -> tuple[float, ...]:
-        """Return the seconds of each iteration with the split that has the shortest total time over all iterations."""
+        """Return the seconds of each iteration with the split for which the total time of all iterations is
+        shortest."""
         return min(self.seconds.values(), key=sum)
 
     def best_each(self) -> tuple[float, ...]:
-        """Return the seconds of each iteration if the best split is chosen separately for each iteration."""
+        """Return the seconds of each iteration with the split that is best for this iteration."""
         return tuple(min(each) for each in zip(*self.seconds.values(), strict=True))
 
 
 def hindsight(workload: Workload) -> Hindsight:
-    """Simulate splits and return their times.
+    """Simulate splits of the workers and return the times.
 
-    For more than `ALL_SPLITS` workers not every split is simulated. The best split over all iterations and the best
+    With more than `ALL_SPLITS` workers, not every split is simulated. The best split over all iterations and the best
     split of each iteration are then found with a precision of 1/256 of the workers.
     """
     workers = workload.workers
@@ -139,7 +140,7 @@ def hindsight(workload: Workload) -> Hindsight:
 
 
 def split_run(workload: Workload, rollout: int) -> tuple[float, ...]:
-    """Return the seconds of each iteration with a split that is the same in all iterations."""
+    """Return the seconds of each iteration if all iterations use the same split."""
     workers = workload.workers
     if workload.simple:
         return tuple(split_seconds(stage, workload.slowness_N, rollout) for stage in workload.stages)
@@ -149,9 +150,9 @@ def split_run(workload: Workload, rollout: int) -> tuple[float, ...]:
 
 
 def colocated_run(workload: Workload, resize_seconds: float) -> tuple[float, ...]:
-    """Return the seconds of each iteration if roles take turns and all slots switch to scoring once per iteration.
+    """Return the seconds of each iteration if roles take turns, so that all slots switch to scoring once per iteration.
 
-    The switch back to rollout is not counted, because under every plan an iteration starts with loading new weights.
+    The switch back to rollout is not counted, because every plan begins an iteration by loading new weights.
     """
     if workload.simple:
         return tuple(colocated_seconds(stage, workload.slowness_N, resize_seconds) for stage in workload.stages)
@@ -161,7 +162,7 @@ def colocated_run(workload: Workload, resize_seconds: float) -> tuple[float, ...
 
 
 def co_resident_run(workload: Workload) -> tuple[float, ...]:
-    """Return the seconds of each iteration if every slot has both models in memory, and prefers rollout to scoring."""
+    """Return the seconds of each iteration if every slot has both models in memory and works on rollout units first."""
     return tuple(co_resident_seconds(stage, workload.slowness_N) for stage in workload.stages)
 
 
@@ -171,7 +172,8 @@ def lower_bound_run(workload: Workload) -> tuple[float, ...]:
 
 
 def co_resident_seconds(work: StageWork, slowness_N: Floats) -> float:
-    """Return the seconds of a stage if every slot has both models in memory, so that changing roles takes no time.
+    """Return the seconds of a stage in which every slot has both models in memory, so that changing roles takes no
+    time.
 
     Each worker processes one unit at a time, and no worker fails.
     """
@@ -198,8 +200,8 @@ def co_resident_seconds(work: StageWork, slowness_N: Floats) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Periodic:
-    """Placement policy that changes the split only in every fourth iteration, to the ratio of the worker-seconds that
-    rollout and scoring took in the last iteration."""
+    """Placement policy that changes the split only in every fourth iteration. The new split has the ratio of the
+    worker-seconds that rollout and scoring took in the last iteration."""
 
     def plan(self, inputs: PlanInputs) -> Decision:
         age = inputs.memory.held

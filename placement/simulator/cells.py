@@ -57,10 +57,10 @@ DECIDING_POLICIES: dict[str, Callable[[], Policy]] = {
     "periodic": Periodic,
     "adaptive": lambda: build_policy(AdaptivePlacement()),
 }
-"""Placement policies that are called during the simulation. Real runs use the same classes."""
+"""Placement policies that make decisions during the simulation. Real runs use the same classes."""
 
 FIXED = {"fixed_25": 0.25, "fixed_50": 0.5, "fixed_75": 0.75}
-"""Fixed splits by name, with the fraction of slots that generate."""
+"""Fraction of the slots that run rollout in each fixed split, by name of the split."""
 
 POLICIES = (
     "lower_bound",
@@ -83,11 +83,11 @@ class Cell:
     workers: int
     """Number of worker slots."""
     scenario: str
-    """Name of the scenario, which defines how sequence lengths change over the iterations."""
+    """Name of the scenario, which determines how sequence lengths change from iteration to iteration."""
     lengths: str
     """Name of the distribution of sequence lengths."""
     resize_seconds: float
-    """Seconds needed to move a worker."""
+    """Seconds that it takes to move a worker to the other role."""
 
     def __str__(self) -> str:
         return f"{self.regime}, N={self.workers}, {self.scenario}, {self.lengths}, S={self.resize_seconds:g} s"
@@ -95,7 +95,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class CellResult:
-    """Results of all policies in a cell. Tuples have one entry for each seed."""
+    """Results of all policies in one cell (pool size, load and time of a move). Tuples have one entry for each seed."""
 
     cell: Cell
     """Conditions under which the policies were compared."""
@@ -104,26 +104,26 @@ class CellResult:
     seconds: dict[str, tuple[float, ...]]
     """Total seconds of all iterations, by policy."""
     moves: tuple[float, ...]
-    """Mean number of moves per worker and iteration under the adaptive policy, without handovers."""
+    """Mean number of moves per worker and iteration under the adaptive policy. Handovers are not included."""
     handovers: tuple[float, ...]
-    """Mean number of handovers per worker and iteration under the adaptive policy. In a handover, a rollout worker
-    starts to score because no rollout units are left."""
+    """Mean number of handovers per worker and iteration under the adaptive policy. A handover moves a rollout worker to
+    scoring because there are no more rollout units."""
     turns: tuple[float, ...]
     """Fraction of the iterations in which the adaptive policy chose to take turns."""
     slowest_decision: float
-    """Seconds that the slowest decision of all policies took."""
+    """Seconds that the slowest decision of any policy took."""
     tail: float
-    """Time to generate the longest completion, divided by the time of all rollout work at full throughput."""
+    """Time to generate the longest completion, relative to the time of all rollout work at full throughput."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Workloads of several cells that differ only in the time of a move."""
+    """Random workloads for several cells that differ only in the time of moving a worker."""
 
     cells: tuple[Cell, ...]
     """Conditions of each cell."""
     sample: Callable[[int], Workload]
-    """Function that returns the random workload for a seed."""
+    """Function that returns a random workload for a given seed."""
 
 
 def load_of(
@@ -135,7 +135,7 @@ def load_of(
     lengths: str | None = None,
     iterations: int | None = None,
 ) -> Load:
-    """Return the load with these conditions. By default, lengths and iterations are as in the regime."""
+    """Return a load with these conditions. By default, lengths and iterations are those of the regime."""
     world = replace(REGIMES[regime], workers=workers, scenario=scenario)
     if lengths is not None:
         world = replace(world, lengths=KNOWN[lengths])
@@ -180,7 +180,7 @@ class _Trial:
 
 
 def _run_static_baselines(workload: Workload, policies: Sequence[str]) -> dict[str, float]:
-    """Return the total seconds of each baseline that never moves workers, by name."""
+    """Return the total seconds of each baseline that never moves workers, by name of the baseline."""
     workers = workload.workers
     seconds_by_name = {}
     if "lower_bound" in policies:
@@ -249,14 +249,13 @@ def _result(cell: Cell, trials: list[_Trial]) -> CellResult:
 def recorded_load(
     run: str, stages: Sequence[tuple[Demand, Demand]], *, workers: int, resize_seconds: Sequence[float]
 ) -> Load:
-    """Return a load from a run's measurements, with a pair (rollout, scoring) for each iteration."""
+    """Return a load from the measurements of a run, given as a pair (rollout, scoring) for each iteration."""
     cells = tuple(Cell(f"run {run}", workers, "as recorded", "measured", seconds) for seconds in resize_seconds)
     return Load(cells=cells, sample=partial(recorded_workload, tuple(stages), workers=workers))
 
 
 def recorded_workload(stages: tuple[tuple[Demand, Demand], ...], seed: int, *, workers: int) -> Workload:
-    """Sample a workload in which each iteration has the lengths and speeds measured in the same iteration of the
-    run."""
+    """Sample a workload in which each iteration has the lengths and speeds that were measured in this iteration."""
     rng = np.random.default_rng(seed)
     work = tuple(
         StageWork(
@@ -287,7 +286,7 @@ class Ratio:
 
 
 def paired_ratio(over: Sequence[float], under: Sequence[float]) -> Ratio:
-    """Return the mean of `over / under`, where both contain a value for each seed.
+    """Return the mean of `over / under` over the seeds. Both arguments contain one value for each seed.
 
     Both values of a seed were measured on the same workload, so differences in difficulty between seeds cancel out.
     """
@@ -295,7 +294,8 @@ def paired_ratio(over: Sequence[float], under: Sequence[float]) -> Ratio:
 
 
 def interval(values: Sequence[float]) -> Ratio:
-    """Return the mean with its 95% confidence interval (Student's t). For a single value the interval is infinite."""
+    """Return the mean of the values with its 95% confidence interval (Student's t). For a single value, the interval is
+    infinite."""
     mean = fmean(values)
     half = float("inf")
     if len(values) > 1:
@@ -304,41 +304,41 @@ def interval(values: Sequence[float]) -> Ratio:
 
 
 LARGE = 4096
-"""Minimum number of workers of a cell for which the time of decisions is checked."""
+"""Minimum number of workers in a cell for which the aim on the duration of decisions applies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """Bound on a measured ratio that the adaptive policy should satisfy."""
+    """Bound that a ratio of times of the adaptive policy should satisfy."""
 
     name: str
     """Name of the aim in the printed tables."""
     bound: float
     """Value with which the ratio is compared."""
     side: Literal["at least", "at most"]
-    """Direction of the bound: the ratio must be "at least" or "at most" this value."""
+    """Direction of the bound: the ratio must be "at least" or "at most" the bound."""
     measure: Callable[[CellResult], Ratio]
     """Function that computes the ratio from the results of a cell."""
     needs: tuple[str, ...] = ("adaptive",)
-    """Policies whose results are needed to measure the ratio."""
+    """Names of the policies whose results are needed to compute the ratio."""
     applies_to: Callable[[CellResult], bool] = lambda _: True
     """Function that returns whether the aim applies to a cell."""
 
 
 @dataclass(frozen=True, slots=True)
 class AimResult:
-    """Result of one aim in one cell."""
+    """Result of checking one aim (bound on a ratio of times) in one cell."""
 
     aim: Aim
-    """Aim with which the ratio was compared."""
+    """Aim that was checked."""
     result: CellResult
-    """Results of the cell from which the ratio was computed."""
+    """Results of the cell in which the aim was checked."""
     ratio: Ratio
     """Measured ratio."""
 
     @property
     def holds(self) -> bool:
-        """Whether the mean ratio satisfies the bound."""
+        """Whether the mean ratio satisfies the bound of the aim."""
         mean, bound = self.ratio.mean, self.aim.bound
         return mean >= bound if self.aim.side == "at least" else mean <= bound
 
@@ -384,7 +384,7 @@ AIMS = (
         applies_to=lambda result: result.cell.workers >= LARGE,
     ),
 )
-"""All aims of the adaptive policy."""
+"""All aims: bounds that the results of the adaptive policy should satisfy."""
 
 
 def check_aims(results: Sequence[CellResult]) -> list[AimResult]:

@@ -14,31 +14,31 @@ from placement.simulator.stage import RoleView, SimulatedRole, Stage, StageResul
 from placement.simulator.workload import StageWork, Workload
 
 ORDER_STATISTICS = 64
-"""Number of sequence lengths that are recorded for each unit, at evenly spaced quantiles."""
+"""Number of sequence lengths that are recorded for each unit, as evenly spaced quantiles."""
 MIN_POLL_SECONDS = 0.5
 """Minimum seconds between two evaluations of the plan during a stage."""
 OBSERVED = 2048
-"""Maximum number of units measured for each role and stage. If there are more units, only every k-th unit is measured,
-which makes the simulation much faster."""
+"""Maximum number of units that are measured per role and stage. If there are more units, only every k-th unit is
+measured, which makes the simulation much faster."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """Results of a policy on a workload. Tuples have one entry for each iteration."""
+    """Results of simulating a policy on a workload. Tuples have one entry for each iteration."""
 
     seconds: tuple[float, ...]
-    """Seconds of each stage."""
+    """Duration of the stage in each iteration, in seconds."""
     moves: tuple[int, ...]
-    """Number of slots that the policy moved during the stage, plus the slots that started the stage in a different role
+    """Number of slots that the policy moved during each stage, plus the slots that started the stage in another role
     than the previous stage."""
     handovers: tuple[int, ...]
-    """Number of slots that moved to the other role because their own role had no units left."""
+    """Number of slots that moved to the other role because their own role had no more units."""
     plans: tuple[Plan, ...]
     """Plan at the end of each stage."""
     decisions: int
     """Total number of decisions that the policy made."""
     slowest_decision: float
-    """Seconds that the slowest decision took, according to the given clock."""
+    """Seconds that the slowest decision took, measured with the given clock."""
 
 
 @dataclass(slots=True)
@@ -149,7 +149,7 @@ def _play_stage(player: _Player, inputs: PlanInputs, work: StageWork, number: in
 
 
 def _first_roles(before: tuple[SimulatedRole, ...] | None, plan: Plan, workers: int) -> tuple[SimulatedRole, ...]:
-    """Return the role in which each slot starts, so that as few slots as possible change their role."""
+    """Return the role in which each slot starts, such that as few slots as possible change their roles."""
     roles: list[SimulatedRole] = list(before) if before else ["rollout"] * workers
     wanted = plan.rollout - roles.count("rollout")
     source: SimulatedRole = "scoring" if wanted > 0 else "rollout"
@@ -175,7 +175,7 @@ def _progress(view: RoleView, demand: Demand) -> RoleProgress:
 def _add_measurements(
     measurements: Measurements, work: StageWork, result: StageResult, resize_seconds: float, *, changed: int
 ) -> Measurements:
-    """Return the measurements after a simulated stage, as a real run would read them from the manifests of its
+    """Return the measurements after a simulated stage, in the form that a real run reads from the manifests of its
     units."""
     step = -(-len(work.rollout.seconds_U) // OBSERVED)
     units = [_observation(done, work) for done in result.done if done.unit % step == 0]

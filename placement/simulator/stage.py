@@ -18,10 +18,10 @@ ROLES: tuple[SimulatedRole, SimulatedRole] = ("rollout", "scoring")
 
 @dataclass(frozen=True, slots=True)
 class UnitDone:
-    """Finished work unit, with the slot that processed the unit, its times and its decoding steps."""
+    """Finished work unit: the slot that processed it, its start and end, and its decoding steps."""
 
     role: SimulatedRole
-    """Role in which the unit was processed."""
+    """Role in which the unit was processed: rollout or scoring."""
     unit: int
     """Index of the unit."""
     slot: int
@@ -31,7 +31,7 @@ class UnitDone:
     end: float
     """End of the unit, in seconds after the start of the stage."""
     steps: DecodeSteps
-    """Sums over the decoding steps of the unit."""
+    """Sums over the decoding steps of this unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +43,14 @@ class RoleView:
     waiting: int
     """Number of units that are ready to be processed but have not been started."""
     coming: int
-    """Number of units that will become ready later. For scoring, the units that rollout has not finished. 0 for
-    rollout."""
+    """Number of units that are not ready yet. For scoring, these are the units that rollout has not finished. Always 0
+    for rollout."""
     in_flight: tuple[float, ...]
     """Seconds since the start of each unit in progress."""
     done: int
     """Number of finished units."""
     movable: int
-    """Number of slots that may still be moved in this stage."""
+    """Number of slots that can still be moved in this stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,19 +74,19 @@ class StageResult:
     seconds: float
     """Duration of the stage in seconds."""
     done: tuple[UnitDone, ...]
-    """Finished units of both roles, in the order in which they ended."""
+    """Finished units of both roles, sorted by the time at which they ended."""
     corrections: int
     """Number of workers that were moved while their own role still had units to start."""
     handovers: int
     """Number of workers that were moved because their own role had no units left."""
     roles: tuple[SimulatedRole, ...]
-    """Role of each slot at the end of the stage. A slot that was being moved has its new role."""
+    """Role of each slot at the end of the stage. A slot that is being moved has its new role."""
     plan: Plan
     """Plan at the end of the stage."""
 
 
 Drain = Callable[[View], Plan]
-"""Function that returns a corrected plan for a running stage."""
+"""Function that is called while a stage runs and returns the plan, which it may have changed."""
 
 
 @dataclass(slots=True)
@@ -94,26 +94,27 @@ class _Slot:
     role: SimulatedRole
     decoders: dict[SimulatedRole, Decoder]
     here: bool = True
-    """Whether the worker is available in its role. False while a move is in progress, and after a failure."""
+    """Whether the worker is available in its role. False during a move and after a failure."""
     alive: bool = True
     noticed: bool = False
-    """Whether the worker has received notice of a preemption. After the notice it takes no more units."""
+    """Whether the worker was notified that it will be preempted (taken away). From then on it takes no more units."""
     leaving: bool = False
-    """Whether the worker will move to the other role after its units in progress. Until then it takes no more units."""
+    """Whether the worker moves to the other role when its units in progress are finished. Until then it takes no more
+    units."""
     moved: bool = False
     since: float = 0.0
     """Time at which the worker last became free."""
     units: dict[int, float] = field(default_factory=dict)
-    """Units in progress, with their start times."""
+    """Start times of the units in progress, by index of the unit."""
     stamp: int = 0
-    """Version of the slot's state. Scheduled events that carry an older version are ignored."""
+    """Version number of the slot's state. Scheduled events with an older version number are ignored."""
 
 
 class Stage:
     """Simulation of one stage.
 
-    Units are assigned in order, each to the worker with the fewest units in progress. If several workers have equally
-    few, the worker that has waited longest gets the unit.
+    Each unit, in order, is assigned to the worker with the fewest units in progress. If several workers have equally
+    few, the worker that has been waiting longest gets the unit.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class Stage:
     def run(
         self, *, absences: Sequence[Absence] = (), drain: Drain | None = None, poll_seconds: float = 1.0
     ) -> StageResult:
-        """Simulate until every unit is scored, and return the result.
+        """Simulate the stage until every unit is scored, and return the result.
 
         `absences` contains failures and preemptions of workers. `drain` is called every `poll_seconds`, and can return
         a changed plan.
@@ -185,7 +186,7 @@ class Stage:
     # ---- units
 
     def _offer(self, index: int) -> None:
-        """Register the worker of a slot as ready, if it can take another unit."""
+        """Mark the worker of a slot as ready if it can take another unit."""
         slot = self._slots[index]
         if slot.here and slot.alive and not slot.noticed and not slot.leaving and len(slot.units) < self._at_once:
             heappush(self._offers[slot.role], (len(slot.units), slot.since, index, slot.stamp))
@@ -205,7 +206,7 @@ class Stage:
         self._changed(index)
 
     def _changed(self, index: int) -> None:
-        """Invalidate the scheduled events of a worker, and schedule new events from its current state."""
+        """Cancel the scheduled events of a worker whose state has changed, and schedule new events."""
         slot = self._slots[index]
         slot.stamp += 1
         if slot.units:
@@ -233,7 +234,7 @@ class Stage:
     # ---- moves
 
     def _arrange(self, plan: Plan, now: float) -> None:
-        """Move workers that may still move until the plan is reached.
+        """Move workers to the other role until the plan is reached, or no more workers may move.
 
         Idle workers are moved first, then the workers with the longest-running units.
         """
@@ -286,7 +287,7 @@ class Stage:
             self._turn(now)  # arrived too late to generate
 
     def _turn(self, now: float) -> None:
-        """Switch all workers to scoring after the end of rollout, if no worker is assigned to scoring yet."""
+        """Switch all workers to scoring when rollout has ended, if all of them are still assigned to rollout."""
         for slot in self._slots:
             if slot.role == "scoring":
                 slot.leaving = False  # the other role has no work left

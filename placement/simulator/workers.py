@@ -1,4 +1,5 @@
-"""Decoding times of a simulated worker, which decodes one unit after another or several units in a shared batch."""
+"""Decoding times of simulated workers. A worker decodes either one unit after another or several units in a shared
+batch."""
 
 from bisect import insort
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from placement.simulator.workload import RoleWork
 
 @dataclass(slots=True)
 class DecodeSteps:
-    """Sums over decoding steps, as inference engines report them.
+    """Sums over decoding steps, in the form in which inference engines report them.
 
     From these sums, step time is fitted as a line over the batch size.
     """
@@ -34,7 +35,7 @@ class DecodeSteps:
         self.sequence_seconds += steps * step_seconds * batch
 
     def since(self, earlier: "DecodeSteps") -> "DecodeSteps":
-        """Return the sums over the steps since an earlier copy of this record."""
+        """Return the sums over the steps after an earlier copy of this record was made."""
         return DecodeSteps(
             steps=self.steps - earlier.steps,
             sequences=self.sequences - earlier.sequences,
@@ -49,16 +50,17 @@ class DecodeSteps:
 
 
 class Decoder(Protocol):
-    """Interface of a simulated worker with units in progress. Implemented in this module and called by `Stage`."""
+    """Simulated worker with units in progress. Implemented by `WholeUnits` and `SharedBatch`, and called by `Stage`."""
 
     def begin(self, unit: int, now: float) -> None:
         """Start a unit at the time `now`."""
 
     def next_end(self) -> tuple[float, int]:
-        """Return the time at which the next unit ends and its index, if no other unit is started before."""
+        """Return the time at which the next unit ends, and the index of the unit, assuming that no other unit is
+        started before."""
 
     def end(self, unit: int, now: float) -> DecodeSteps:
-        """Remove a unit that has ended, and return the decoding steps since its start."""
+        """Remove a unit that has ended, and return the sums over its decoding steps."""
 
     def drop(self, unit: int) -> None:
         """Remove a unit without a result, because its worker died."""
@@ -66,10 +68,11 @@ class Decoder(Protocol):
 
 @dataclass(slots=True)
 class WholeUnits:
-    """Decoder that processes one unit at a time. The unit is one batch until its longest sequence ends."""
+    """Simulated worker that processes one unit at a time. The sequences of the unit are decoded as one batch until the
+    longest sequence ends."""
 
     work: RoleWork
-    """Lengths and times of the units of the role."""
+    """Lengths and times of the units that the worker can process."""
     slowness: float
     """Factor by which all times of this worker are multiplied."""
     _unit: int = -1
@@ -90,23 +93,25 @@ class WholeUnits:
 
 @dataclass(slots=True)
 class SharedBatch:
-    """Decoder that processes several units in a shared batch. While a unit is set up (prefill), the other units wait.
+    """Simulated worker that processes several units in a shared batch. While one unit is set up (prefill), the other
+    units wait.
 
     As a simplification, a unit can join the batch in the middle of a step. The resulting error is less than one step
     for each unit that joins.
     """
 
     work: RoleWork
-    """Lengths and times of the units of the role."""
+    """Lengths and times of the units that the worker can process."""
     slowness: float
     """Factor by which all times of this worker are multiplied."""
     _clock: float = 0.0
-    """Time at which the step counter had the value `_step`. During the setup of a unit this is the end of the setup."""
+    """Time at which the step counter had the value `_step`. While a unit is set up, this is the time at which the setup
+    ends."""
     _step: float = 0.0
     _ends: list[float] = field(default_factory=list)
-    """Step numbers at which the sequences of the batch end, ascending."""
+    """Number of the step at which each sequence in the batch ends, in ascending order."""
     _units: dict[int, float] = field(default_factory=dict)
-    """Step number at which each unit ends."""
+    """Number of the step at which each unit ends, by index of the unit."""
     _sums: DecodeSteps = field(default_factory=DecodeSteps)
     _began: dict[int, DecodeSteps] = field(default_factory=dict)
 
@@ -148,7 +153,7 @@ class SharedBatch:
         return self.slowness * (self.work.pace.base_seconds + self.work.pace.per_sequence_seconds * len(self._ends))
 
     def _count(self, step: float) -> None:
-        """Advance decoding to the given step number. No sequence may end before this step."""
+        """Advance the step counter to the given number. No sequence may end before this step."""
         steps, seconds = step - self._step, self._step_seconds()
         self._sums.add(steps, batch=len(self._ends), step_seconds=seconds)
         self._step, self._clock = step, self._clock + steps * seconds

@@ -59,8 +59,8 @@ SCENARIOS: dict[str, Callable[[int, np.random.Generator], tuple[Floats, Floats]]
     "flip": _flip,
     "burst": _burst,
 }
-"""Scenarios by name. Each function returns a factor for each iteration by which completion lengths are multiplied, and
-a second array with the factors for verdict lengths."""
+"""Scenarios by name. Each function returns two arrays with a factor for each iteration: the factors of completion
+lengths and those of verdict lengths."""
 
 BIMODAL_LONG = 0.2  # fraction of completions of the long kind
 
@@ -71,19 +71,20 @@ BIMODAL_SIGMA = 0.25  # standard deviation of the log length within each kind
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Distribution of sequence lengths relative to the median length, which is 1."""
+    """Distribution of sequence lengths, relative to a median length of 1."""
 
     name: str
     """Name of the distribution."""
     shape: Literal["lognormal", "bimodal", "pareto"]
     """Family of the distribution."""
     parameter: float
-    """Parameter of the distribution: sigma if log-normal, alpha if Pareto, and the ratio of long to short lengths if
-    bimodal."""
+    """Parameter of the distribution: sigma if log-normal, alpha if Pareto, and the ratio of long to short sequences'
+    lengths if bimodal."""
     correlation: float = 0.3
-    """Correlation between two completions of one prompt, in the normal variable from which lengths are computed."""
+    """Correlation between two completions of the same prompt. It applies to the normal variables from which the lengths
+    are computed."""
     truncated: float = 0.02
-    """Fraction of the lengths that are cut off at the maximum length."""
+    """Fraction of the sequences that are cut off at the maximum length."""
 
 
 KNOWN = {
@@ -98,11 +99,11 @@ KNOWN = {
         Lengths("pareto-2.5", "pareto", 2.5, truncated=0.01),
     )
 }
-"""Distributions of lengths by name."""
+"""Distributions of sequence lengths by name."""
 
 
 def sample_lengths(lengths: Lengths, rng: np.random.Generator, *, units: int, groups: int, group_size: int) -> Floats:
-    """Return random lengths (U x S) with S = groups * group_size and median 1, before rounding to tokens."""
+    """Return random lengths (U x S) with median 1, where S = groups * group_size. They are not rounded to tokens."""
     shared = rng.standard_normal((units, groups, 1))
     own = rng.standard_normal((units, groups, group_size))
     normal = np.sqrt(lengths.correlation) * shared + np.sqrt(1 - lengths.correlation) * own
@@ -110,8 +111,8 @@ def sample_lengths(lengths: Lengths, rng: np.random.Generator, *, units: int, gr
 
 
 def max_length(lengths: Lengths) -> float:
-    """Return the maximum length as a multiple of the median. The fraction `truncated` of all lengths would exceed this
-    maximum."""
+    """Return the maximum length as a multiple of the median. The fraction `truncated` of all sequences would be
+    longer."""
     z = normal_quantile(1 - lengths.truncated)
     match lengths.shape:
         case "lognormal":
@@ -137,52 +138,53 @@ def _shaped(lengths: Lengths, normal: Floats) -> Floats:
 ROLLOUT = Pace(base_seconds=0.005, per_sequence_seconds=0.0002, setup_seconds=0.002, unit_seconds=0.1)
 
 SCORING = Pace(base_seconds=0.009, per_sequence_seconds=0.0004, setup_seconds=0.002, unit_seconds=0.1)
-"""Speed of scoring workers. With these speeds both roles have about the same work on average, so either role can become
-the bottleneck when the load changes."""
+"""Speed of scoring workers. With this speed and that of rollout workers, both roles have about the same work on
+average. Either role can become the bottleneck when the load changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeLoad:
-    """Work of a generative reward model: the number of tokens of its verdicts, and the time to read a completion."""
+    """Work of a generative reward model (judge): the lengths of its verdicts, and the time to read a completion."""
 
     mean_tokens: float = 256.0
     """Mean number of tokens of a verdict."""
     sigma: float = 0.5
     """Standard deviation of the log length of a verdict."""
     votes: int = 1
-    """Number of verdicts for each completion."""
+    """Number of verdicts that are generated for each completion."""
     unparsable: float = 0.02
     """Fraction of the verdicts that cannot be parsed and are requested again."""
     prefill_seconds: float = 2e-6
-    """Seconds to read one token of the prompt and the completion. A completion is read once for all of its votes."""
+    """Seconds for reading one token of a prompt or completion. Each completion is read once for all of its votes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Rates at which workers fail or are slow. By default there are no failures."""
+    """Rates at which workers fail or are slow. By default all rates are 0."""
 
     slow_share: float = 0.0
-    """Fraction of the slots that are slower by a factor of 3 to 10 during the whole run."""
+    """Fraction of the slots that are 3 to 10 times slower than the others during the whole run."""
     kills_per_hour: float = 0.0
     """Mean number of crashes per worker and hour. The units in progress are repeated, and the worker is available again
     after `restart_seconds`."""
     restart_seconds: float = 10.0
     """Seconds until a worker that died or was preempted is available again."""
     preemptions_per_hour: float = 0.0
-    """Mean number of preemptions per worker and hour. After the notice the worker starts no more units. It stops
-    `notice_seconds` later, and is available again after another `restart_seconds`."""
+    """Mean number of preemptions per worker and hour. When a worker is notified, it starts no more units. It stops
+    after `notice_seconds`, and is available again after another `restart_seconds`."""
     notice_seconds: float = 30.0
-    """Seconds between the notice of a preemption and the stop of the worker."""
+    """Seconds between the notification of a preemption and the stop of the worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Pool of workers and its load, for one cell of the evaluation. Times are in seconds, lengths in tokens."""
+    """Pool of workers and its load, from which random workloads are sampled. Times are in seconds, lengths in
+    tokens."""
 
     workers: int
     """Number of worker slots."""
     scenario: str = "stationary"
-    """Name of the scenario, which defines how sequence lengths change over the iterations."""
+    """Name of the scenario, which determines how sequence lengths change from iteration to iteration."""
     lengths: Lengths = KNOWN["lognormal-0.8"]
     """Distribution of completion lengths."""
     units_per_worker: float = 6.0
@@ -217,7 +219,7 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class RoleWork:
-    """Work of one role in one iteration."""
+    """Work units of one role in one iteration."""
 
     pace: Pace
     """Speed of a worker."""
@@ -243,8 +245,8 @@ class StageWork:
 
 @dataclass(frozen=True, slots=True)
 class Absence:
-    """Period in which a worker is not available. The worker starts no unit after `notice`, stops at `until`, and is
-    available again at `back`."""
+    """Period in which a worker is not available. The worker starts no more units after `notice`, stops at `until`, and
+    is available again at `back`."""
 
     slot: int
     """Index of the worker's slot."""
@@ -258,12 +260,12 @@ class Absence:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Work and worker failures of all iterations, sampled for one seed."""
+    """Work and worker failures in all iterations, sampled with one random seed."""
 
     stages: tuple[StageWork, ...]
     """Work of each iteration."""
     slowness_N: Floats
-    """Factor by which all times of each slot are multiplied. 1 is normal."""
+    """Factor by which all times on each slot are multiplied. 1 means normal speed."""
     absences: tuple[tuple[Absence, ...], ...]
     """Absences of workers in each iteration, ordered by `notice`. Times are in seconds after the start of the
     iteration."""
@@ -281,7 +283,8 @@ class Workload:
 
     @property
     def tail(self) -> float:
-        """Time to generate the longest completion, divided by the time of all rollout at full throughput, as a mean.
+        """Mean ratio of the time to generate the longest completion and the time of all rollout work at full
+        throughput.
 
         The ratio of an iteration is A · max ℓ / (Σ ℓ · (C + A / batch) / N), with lengths ℓ and the constants A and C
         of `Pace`. Above 1, the longest completion determines the time of the stage.
@@ -297,7 +300,7 @@ def _tail(stage: StageWork, workers: int) -> float:
 
 
 def role_work(pace: Pace, lengths_US: Floats, *, setup_U: Floats | None = None) -> RoleWork:
-    """Return the work of a role whose units have the given sequence lengths, rounded up to whole tokens.
+    """Return the work of a role whose units have the given sequence lengths. Lengths are rounded up to whole tokens.
 
     A decoding step takes A + C · (unfinished sequences) seconds, with the constants of `Pace`. Therefore a unit with
     lengths ℓ that is decoded alone takes A · max ℓ + C · Σ ℓ seconds after its setup.
@@ -310,7 +313,7 @@ def role_work(pace: Pace, lengths_US: Floats, *, setup_U: Floats | None = None) 
 
 
 def sample_workload(world: World, seed: int) -> Workload:
-    """Sample the work and failures of all iterations. Different seeds use independent random numbers."""
+    """Sample the work and the failures in all iterations. Workloads with different seeds are independent."""
     kinds = np.random.SeedSequence(seed).spawn(3 + world.iterations)
     rollout_factors, scoring_factors = SCENARIOS[world.scenario](world.iterations, np.random.default_rng(kinds[0]))
     stages = tuple(
@@ -344,8 +347,7 @@ def _draw_stage(world: World, rng: np.random.Generator, rollout_factor: float, s
 
 
 def _absences(world: World, stages: Sequence[StageWork], rng: np.random.Generator) -> tuple[tuple[Absence, ...], ...]:
-    """Sample crashes and preemptions in each iteration, for a period of ten times the expected time of the
-    iteration."""
+    """Sample crashes and preemptions for each iteration, within a period of ten times its expected duration."""
     faults = world.faults
     by_iteration = []
     for stage in stages:

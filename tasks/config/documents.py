@@ -5,11 +5,14 @@ import difflib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, cast
 
+from pydantic import BaseModel
+
 from infra.errors import BadInput
+from infra.renamed import present_names_in, with_present_names
 from infra.store.inputs import JobText, place_texts
 from infra.user_files import read_text_file
 
@@ -18,11 +21,12 @@ EXTENDS: Final = "extends"
 them."""
 
 
-def read_document(path: Path, *, above: Sequence[Path] = ()) -> dict[str, object]:
+def read_document(path: Path, model: type[BaseModel], *, above: Sequence[Path] = ()) -> dict[str, object]:
     """Read a TOML file and merge it into the file that it extends. `above` lists the files that extend this one.
 
-    Relative paths are relative to the folder of the file that contains them. Raises BadInput if a file is missing, is
-    no TOML, or extends itself.
+    `model` is the class of the settings in the file. Old names of its keys and values are replaced, with a warning that
+    names the file. Relative paths are relative to the folder of the file that contains them. Raises BadInput if a file
+    is missing, is no TOML, or extends itself.
     """
     try:
         document = tomllib.loads(read_text_file(path, label=f"configuration file {path}"))
@@ -35,6 +39,7 @@ def read_document(path: Path, *, above: Sequence[Path] = ()) -> dict[str, object
     base = document.pop(EXTENDS, None)
     job = above[0] if above else path
     document = {key: place_texts(value, path.parent, job=job.parent) for key, value in document.items()}
+    document = present_names_in(document, model, source=f"{path}: ")
     if base is None:
         return document
     if not isinstance(base, str):
@@ -44,7 +49,7 @@ def read_document(path: Path, *, above: Sequence[Path] = ()) -> dict[str, object
         raise BadInput(
             f"{path}: {EXTENDS} {base!r} makes the file extend itself, through {above[-1] if above else path}."
         )
-    return extend(read_document(extended, above=(*above, path)), document)
+    return extend(read_document(extended, model, above=(*above, path)), document)
 
 
 def extend(base: Mapping[str, object], document: Mapping[str, object]) -> dict[str, object]:
@@ -63,17 +68,20 @@ def extend(base: Mapping[str, object], document: Mapping[str, object]) -> dict[s
     return merged
 
 
-def apply_overrides(document: Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
-    """Apply overrides to a document.
+def apply_overrides(
+    document: Mapping[str, object], overrides: Sequence[str], model: type[BaseModel]
+) -> dict[str, object]:
+    """Apply overrides to a document of settings of a class.
 
     Relative paths in an override are relative to the folder recorded by `place_overrides`, if it was called.
 
     `dotted.key=value` sets a value, in TOML or as plain text. `dotted.key=` restores the default. An override of a
     `kind` clears its table first, at any position among the overrides, because the keys of one variant do not fit
-    another. Raises BadInput if an override cannot be parsed.
+    another. An old name of a key or value has the effect of the present name, in the document and in overrides, with a
+    warning for overrides. Raises BadInput if an override cannot be parsed.
     """
-    changed = copy.deepcopy(dict(document))
-    parsed = [_parse_override(override) for override in overrides]
+    changed = copy.deepcopy(with_present_names(document, model))
+    parsed = [_with_present_names(_parse_override(override), model) for override in overrides]
     for override in sorted(parsed, key=lambda override: override.keys[-1] != "kind"):
         _apply_override(changed, override)
     return changed
@@ -108,6 +116,19 @@ def _parse_override(text: str) -> _Override:
     if isinstance(text, JobText):
         value = place_texts(value, text.folder, job=text.job)
     return _Override(text, keys, value)
+
+
+def _with_present_names(override: _Override, model: type[BaseModel]) -> _Override:
+    nested = override.value
+    for key in reversed(override.keys):
+        nested = {key: nested}
+    assert isinstance(nested, dict)
+    nested = present_names_in(nested, model, source="override ")
+    keys = list[str]()
+    for _ in override.keys:
+        [(key, nested)] = nested.items()
+        keys.append(key)
+    return replace(override, keys=tuple(keys), value=nested)
 
 
 def _apply_override(document: dict[str, object], override: _Override) -> None:

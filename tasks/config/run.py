@@ -6,8 +6,9 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
-from infra.config import RECORDED, PoolsConfig, Settings, fingerprint_of, omit_unchanged_keys
+from infra.config import RECORDED, PoolsConfig, Settings, encode_recorded, fingerprint_of
 from infra.errors import BadInput
+from infra.renamed import RenamedFrom
 from infra.store.inputs import PathNames, place_texts
 from infra.store.registry import REGISTRIES
 from infra.trackers.config import TrackerConfig
@@ -37,7 +38,7 @@ LAYOUT: Final = ("pools.update_ranks", "pools.threads", "update.zero_stage", _SL
 _HOW: Final = (
     *("name", "store", "tags", "retention", "budget", "alarms"),
     *("controllers", "pools", "placement", "tracking", "report", "report_every"),
-    *("evaluations", "promotion", "soup", "rehearsal"),
+    *("evaluations", "promotion", "soup", "repeat_overrides"),
 )
 """Keys that no result depends on: the run's name, operational settings, and what happens after training."""
 
@@ -50,7 +51,7 @@ class ControllersConfig(Settings):
     where: Literal["nested", "deployment"] = "nested"
     """Location of controllers: sub-flows of this process, or runs of the deployments `rollout/controller`,
     `scoring/controller` and so on."""
-    span: Annotated[int, Field(ge=1)] = 50
+    iterations_per_flow_run: Annotated[int, Field(ge=1), RenamedFrom("span")] = 50
     """Number of iterations after which a new flow run replaces that of a role, so that its page stays readable."""
     silence_seconds: Annotated[float, Field(gt=0)] = 900
     """Maximum wait in seconds of a scoring controller without any commit, and for a deployed one to start."""
@@ -99,7 +100,7 @@ class RunConfig(Settings):
     """Rules for promoting a policy that `rheostat retrain` trained. If not set, the policy stays in its run."""
     soup: SoupConfig | None = None
     """Settings of `rheostat soup`, which merges policies for several preferences. `train` ignores them."""
-    rehearsal: tuple[tuple[str, ...], ...] = ()
+    repeat_overrides: Annotated[tuple[tuple[str, ...], ...], RenamedFrom("rehearsal")] = ()
     """Overrides that apply from the second repetition of `rheostat retrain --times` on, one list for each
     repetition."""
     retention: RetentionConfig = RetentionConfig()
@@ -281,7 +282,7 @@ class RunConfig(Settings):
     def revert_alarms(self) -> tuple[Alarm, ...]:
         """Alarms that revert the run to an earlier policy. Results depend on them, but not on the maximum number of
         reverts."""
-        return tuple(alarm for alarm in self.alarms if alarm.action == "return")
+        return tuple(alarm for alarm in self.alarms if alarm.action == "revert")
 
     def identity(self, recorded: Mapping[str, JsonValue] | None = None) -> dict[str, JsonValue]:
         """Return the settings that results depend on. A run continues only with the same identity.
@@ -297,13 +298,13 @@ class RunConfig(Settings):
         names = PathNames(self, recorded)
         identity: dict[str, JsonValue] = self.model_dump(mode="json", exclude=excluded, context=names)
         if self.revert_alarms:
-            identity["alarms"] = [alarm.model_dump(mode="json", exclude={"returns"}) for alarm in self.revert_alarms]
+            identity["alarms"] = [each.model_dump(mode="json", exclude={"max_reverts"}) for each in self.revert_alarms]
         identity["pools"] = {"update_ranks": self.pools.update_ranks, "threads": self.pools.threads}
         return self.normalize(identity)
 
     def normalize(self, recorded: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
         """Return a recorded identity without keys whose value means "as before this key existed"."""
-        return omit_unchanged_keys(recorded, self.model_copy(update={"alarms": self.revert_alarms}))
+        return encode_recorded(recorded, self.model_copy(update={"alarms": self.revert_alarms}))
 
     def layout(self) -> dict[str, int]:
         """Return the numbers of ranks and threads that sums are spread over, by dotted key."""
@@ -329,14 +330,14 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a TOML file and the files that it extends, apply overrides and validate. Raises BadInput if anything is
     wrong."""
     placed_overrides = place_overrides(overrides, Path.cwd(), job=path.parent)
-    return override_config(read_document(path), placed_overrides, source=str(path))
+    return override_config(read_document(path, RunConfig), placed_overrides, source=str(path))
 
 
 def override_config(
     document: Mapping[str, object], overrides: Sequence[str], *, source: str, recorded: bool = False
 ) -> RunConfig:
     """Apply overrides to a document and validate it. See `parse_config`."""
-    return parse_config(apply_overrides(document, overrides), source=source, recorded=recorded)
+    return parse_config(apply_overrides(document, overrides, RunConfig), source=source, recorded=recorded)
 
 
 def parse_config(document: Mapping[str, object], *, source: str, recorded: bool = False) -> RunConfig:
@@ -359,11 +360,11 @@ def validate_again(config: RunConfig, *, source: str) -> RunConfig:
 
 
 def load_retriever_config(path: Path, overrides: Sequence[str] = ()) -> RetrieverConfig:
-    """Read a TOML file, apply overrides and validate it as settings of a retriever. Raises BadInput if anything is
-    wrong."""
+    """Read the configuration of a retriever from a TOML file and overrides. Raises BadInput if anything is wrong."""
     placed_overrides = place_overrides(overrides, Path.cwd(), job=path.parent)
     try:
-        return RetrieverConfig.model_validate(apply_overrides(read_document(path), placed_overrides))
+        document = apply_overrides(read_document(path, RetrieverConfig), placed_overrides, RetrieverConfig)
+        return RetrieverConfig.model_validate(document)
     except ValidationError as error:
         raise BadInput(f"{path}: {explain(error, RetrieverConfig)}") from None
 

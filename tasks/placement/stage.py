@@ -85,7 +85,7 @@ async def place_single_role(open_run: OpenRun, batch: Batch, role: Role) -> None
 async def reserve_update_machines(open_run: OpenRun, iteration: Iteration) -> AsyncIterator[None]:
     """Run the block with machines for the update: separate ones, or those of the slots, whose workers sleep
     meanwhile."""
-    if open_run.settings.pools.update_apart:
+    if open_run.settings.pools.dedicated_update_resources:
         yield
         return
     async with open_run.slots_lock:

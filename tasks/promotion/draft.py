@@ -45,7 +45,8 @@ class Draft(Settings):
         DPO), which the champion has already had."""
         if not self.policy:
             return config
-        data = config.data.model_copy(update={"without": Path(self.without) if self.without else config.data.without})
+        excluded = Path(self.without) if self.without else config.data.exclude_ids_path
+        data = config.data.model_copy(update={"exclude_ids_path": excluded})
         start = {"policy": config.policy.with_path(Path(self.policy)), "warmup": None, "dpo": None}
         return validate_again(config.model_copy(update={"data": data, **start}), source=f"retrain {self.run}")
 
@@ -108,9 +109,10 @@ def _create_draft(config: RunConfig, promotion: PromotionConfig, registry: Regis
     if champion is None:
         return Draft(run=config.name, champion=0, policy="", without="")
     policy = registry.locate(champion)
-    if promotion.problems == "new" and config.data.without is not None:
+    if promotion.problems == "new" and config.data.exclude_ids_path is not None:
         raise BadInput(
-            "data.without and promotion.problems = 'new' both select problems to leave out. Set only one of them."
+            "data.exclude_ids_path and promotion.problems = 'new' both select problems to leave out. Set only "
+            "one of them."
         )
     without = registry.store.locate(trained_ids_key(champion.run)) if promotion.problems == "new" else ""
     return Draft(run=config.name, champion=champion.number, policy=policy, without=without)

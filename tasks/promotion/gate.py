@@ -134,7 +134,7 @@ def _collect_evidence(
 
 def _measure_floor(rule: Floor, challenger: SuiteAnswers) -> MeasuredFloor:
     mean, missing = mean_score(challenger, rule.term)
-    return MeasuredFloor(name=rule.label, value=mean, least=rule.least, missing_share=missing)
+    return MeasuredFloor(name=rule.label, value=mean, least=rule.min_score, missing_share=missing)
 
 
 def _measure_contamination(run: Run, answers: SuiteAnswers, learnt_before_ids: frozenset[str]) -> Contamination:
@@ -176,7 +176,7 @@ def _measure_limits(limits: LimitsConfig, run: Run, iterations: int, answers: Su
     sealed = run.find(StageKey.of(iteration_key(iterations), "seal"))
     measured = {
         "length": answers.tokens,
-        "cut_off": answers.cut_off,
+        "max_truncated": answers.cut_off,
         "kl": 0.0 if sealed is None else sealed.metrics.get("update/kl_old", 0.0),
         "price": total(run_costs(run).values()).price,
     }

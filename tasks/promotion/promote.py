@@ -5,6 +5,7 @@ from functools import partial
 
 from infra.config import Settings
 from infra.processes.watch import run_apart
+from infra.renamed import with_present_names
 from infra.store.bundles import BundleRef, publish_bundle
 from infra.store.registry import POLICIES, Kind, Registry, RegistryRecord, open_registry
 from infra.store.runs import Run, open_run
@@ -140,7 +141,7 @@ def _store_files(
             promotion.card,
             title=registry.name,
             lineage=lineage,
-            config=run.record.config,
+            config=with_present_names(run.record.config, RunConfig),
             evaluations=gate.reasons,
         )
         (directory / CARD).write_text(card)

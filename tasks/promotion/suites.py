@@ -77,7 +77,7 @@ class Suite:
             update={
                 "name": self.run_name(side),
                 "policy": policy,
-                "data": self.data.model_copy(update={"without": None}),
+                "data": self.data.model_copy(update={"exclude_ids_path": None}),
                 "scoring": self.scoring,
                 "evaluation": self.evaluation,
                 "rollout": rollout,

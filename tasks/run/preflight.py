@@ -21,6 +21,7 @@ from infra.store.run_record import has_results
 from infra.store.runs import list_runs, open_run
 from infra.store.storage import open_store
 from models.config.promotion import SuiteCheck
+from models.config.texts import NOTE
 from tasks.config.run import LAYOUT, RunConfig
 from tasks.run.keys import evaluation_key
 
@@ -78,13 +79,13 @@ def is_run_complete(config: RunConfig) -> bool:
 
 
 def with_data_sized_defaults(config: RunConfig, facts: Mapping[str, float]) -> tuple[RunConfig, list[str]]:
-    """Return the configuration with defaults adapted to the facts that the check measured, and a line about each
-    adapted default.
+    """Return the configuration with defaults adapted to the facts that the check measured, and the notes of the check
+    with a line about each adapted default.
 
     Activation checkpointing is decided here too. No result depends on it, so it is decided again at each start. The run
     records the adapted values, so it continues with them even if its files change later.
     """
-    values, lines = dict[str, int](), list[str]()
+    values, lines = dict[str, int](), [key.removeprefix(NOTE) for key in facts if key.startswith(NOTE)]
     for key in unset_keys(config):
         limit, default = int(facts[_MOST[key]]), _value_of(config, key)
         if limit < default:

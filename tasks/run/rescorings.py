@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from infra.config import Settings, describe_difference, omit_unchanged_keys, read_recorded
+from infra.config import Settings, describe_difference, encode_recorded, read_recorded
 from infra.errors import RunChanged
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
@@ -136,12 +136,13 @@ def check_terms(run: Run, derived: DerivedResult, terms: RescoringTerms | Recred
     manifest = run.find(derived.terms_key)
     if manifest is None:
         return
-    recorded, requested = omit_unchanged_keys(manifest.detail, terms), terms.as_recorded()
+    recorded, requested = encode_recorded(manifest.detail, terms), terms.as_recorded()
     if recorded == requested:
         return
     raise RunChanged(
         f"{derived.label} of run {run.name!r} was started with other settings: "
-        f"{describe_difference(recorded, requested)}. Choose another name with --as."
+        f"{describe_difference(terms.present_names(recorded), terms.present_names(requested))}. "
+        "Choose another name with --as."
     )
 
 

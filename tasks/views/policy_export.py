@@ -18,6 +18,7 @@ from infra.config import Settings
 from infra.errors import BadInput, Damaged, EndpointDown, WorkerFailed
 from infra.processes.guard import guarded_directory
 from infra.processes.watch import run_watched
+from infra.renamed import with_present_names
 from infra.store.bundles import BundleRef, fetch_bundle, has_bundle
 from infra.store.dependencies import dependency_records
 from infra.store.manifests import Manifest
@@ -29,6 +30,7 @@ from models.config.promotion import CardConfig
 from models.records.merges import MergeWork
 from models.records.versions import ModelVersion, policy_of
 from models.records.work import ExportWork
+from tasks.config.run import RunConfig
 from tasks.run.keys import DPO, SFT, StageKey
 from tasks.run.reverts import policy_key
 from tasks.views.card import CARD, model_card
@@ -158,7 +160,7 @@ def card_of(run: Run, policy: ModelVersion, *, number: int) -> str:
         CardConfig.model_validate(promotion.get("card") or {}),
         title=run.name,
         lineage=dict(_lineage_of(run, policy, number)),
-        config=run.record.config,
+        config=with_present_names(run.record.config, RunConfig),
         evaluations=[f"held-out accuracy after iteration {each.number}: {each.line()}" for each in measured],
     )
 

@@ -57,7 +57,7 @@ def test_too_many_reverts_end_the_run_until_more_are_allowed(reverted, tmp_path,
     settings = read_families()["reverts"].settings(together)
     job = InProcessJob(tmp_path, prefect_api)
     with pytest.raises(AlarmStopped, match="alarm 'always' reverted the run 2 times"):
-        job.train(*(each.replace("returns = 9", "returns = 1") for each in settings))
+        job.train(*(each.replace("max_reverts = 9", "max_reverts = 1") for each in settings))
     assert not [key for key in manifests_of(job.run) if key.startswith("it-0005")]
     job.train(*settings)
     check_same_run(job.run, reverted.run)

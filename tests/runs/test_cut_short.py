@@ -35,7 +35,7 @@ def continued(reference, tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flows.iteration, "seal_iteration", late)
-        job.train("name=tiny", "iterations=4", "controllers.span=3")
+        job.train("name=tiny", "iterations=4", "controllers.iterations_per_flow_run=3")
     return job
 
 

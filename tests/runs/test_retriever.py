@@ -130,13 +130,13 @@ def test_training_problems_near_held_out_problems_are_excluded_and_reported(made
     model = SentenceTransformer(made.path)
     heldout = model.encode(["red dog forest", "green bird cave"], normalize_embeddings=True)
     farther = model.encode(["blue cat river", "white horse house"], normalize_embeddings=True) @ heldout.T
-    data = DeduplicatedData(source=source, retriever=made.path, bound=(1 + float(farther.max())) / 2)
+    data = DeduplicatedData(source=source, retriever=made.path, similarity=(1 + float(farther.max())) / 2)
     assert [problem.prompt for problem in load_problems(data, "train", 0)] == ["blue cat river", "white horse house"]
     assert load_problems(data, "heldout", 0) == load_problems(source, "heldout", 0)
     assert find_exclusions(data, 0) == {f"{train}:1": f"is near {tmp_path / 'heldout.jsonl'}:1, cosine 1.000"}
     assert DeduplicatedData.model_validate_json(data.model_dump_json()) == data
-    with pytest.raises(ValueError, match=r"source\.too_long must not be set. Set too_long"):
-        DeduplicatedData(source=source.model_copy(update={"too_long": "drop"}), retriever=made.path)
+    with pytest.raises(ValueError, match=r"source\.on_too_long must not be set. Set on_too_long"):
+        DeduplicatedData(source=source.model_copy(update={"on_too_long": "drop"}), retriever=made.path)
     with pytest.raises(BadInput, match="bound 1e-09 removes all 3 training problems"):
         load_problems(data.model_copy(update={"bound": 1e-9}), "train", 0)
 

@@ -25,7 +25,7 @@ def overlapped(tmp_path_factory, together, prefect_api):
     job = InProcessJob(home, prefect_api)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(UpdateWorker, "update", late)
-        job.train(*read_families()["stale rollouts"].settings(together), "pools.update_apart=true")
+        job.train(*read_families()["stale rollouts"].settings(together), "pools.dedicated_update_resources=true")
     return job
 
 

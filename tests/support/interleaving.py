@@ -25,7 +25,7 @@ class InterleavingLocalEngine(HuggingFaceEngine):
         self._turn = Lock()
         self._doubted = True
 
-    def interleaved(self, work: Callable[[Generate], T]) -> T:
+    def run_interleaved(self, work: Callable[[Generate], T]) -> T:
         def generate(requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
             with self._turn:
                 return self.generate(requests, sampling)

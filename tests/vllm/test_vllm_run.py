@@ -120,7 +120,7 @@ kind = "pictures"
 train_problems = 6
 heldout_problems = 8
 [policy]
-kind = "seeing_scratch"
+kind = "scratch_vision"
 [warmup]
 steps = 10
 [rollout]

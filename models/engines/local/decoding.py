@@ -44,11 +44,13 @@ class LoadedPolicy:
     """Longest sequence in tokens, or None if the architecture sets no limit."""
     vision: VisionInputs | None = None
     """Vision tower and image settings, or None for a text-only policy."""
+    suppressed: tuple[int, ...] = ()
+    """IDs that the policy never generates, such as those of embedding rows without a token."""
 
     @property
     def banned(self) -> tuple[int, ...]:
         """IDs of the tokens that have probability 0."""
-        return () if self.vision is None else self.vision.banned
+        return self.suppressed if self.vision is None else (*self.vision.banned, *self.suppressed)
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from models.config.engines import SamplingConfig, TransformersEngine
 from models.engines.local.decoding import LoadedPolicy, continuation_logprobs, decode
 from models.engines.local.recorded_experts import record_experts
 from models.engines.protocol import Completion, Request, StepSums
-from models.engines.requests import build_rows, end_tokens, require_context, require_engine_room
+from models.engines.requests import build_rows, end_tokens, require_context, require_engine_room, suppressed_tokens
 from models.modeling.merging import load_merged
 from models.modeling.policy import load_policy, load_vision
 from models.records.media import ImageSource
@@ -63,6 +63,7 @@ class HuggingFaceEngine:
             eos_E=torch.tensor(end_tokens(tokenizer, model.generation_config), device=self._device),
             context=context,
             vision=load_vision(directory, source=self._images),
+            suppressed=suppressed_tokens(model.generation_config),
         )
         self.progress += 1
         return policy.weights.bytes + (policy.adapter.bytes if policy.adapter is not None else 0)

@@ -23,6 +23,7 @@ from models.engines.requests import (
     generation_settings,
     require_context,
     require_engine_room,
+    suppressed_tokens,
     text_settings,
 )
 from models.engines.vllm.client import CompletionRequest, RequestDone, ServerClient, ServerInfo, StaleWeights, Stops
@@ -93,16 +94,16 @@ class ServedEngine:
         return "; ".join(sorted(descriptions)) or self._config.kind
 
     def load(self, directory: Path, policy: ModelVersion, *, adapter: Path | None = None) -> int:
-        tokenizer = load_tokenizer(directory)
+        tokenizer, settings = load_tokenizer(directory), generation_settings(directory)
         self._policy = _Policy(
             directory=directory,
             adapter=adapter,
             digest=policy.digest,
             tokenizer=tokenizer,
-            ends=end_tokens(tokenizer, generation_settings(directory)),
+            ends=end_tokens(tokenizer, settings),
             context=context_of(directory),
             longrope_context=longrope_context(text_settings(directory)),
-            vision=VisionInputEncoder(load_processor(directory), self._images),
+            vision=VisionInputEncoder(load_processor(directory), self._images, suppressed=suppressed_tokens(settings)),
         )
         self._ready.clear()
         before = self._moved_bytes

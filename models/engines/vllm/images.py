@@ -1,5 +1,6 @@
 """Encoding of prompts with images for servers: image files and placeholder tokens instead of pixels."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from pydantic import JsonValue
@@ -16,14 +17,18 @@ class VisionInputEncoder:
     For a text-only policy only the tokens are encoded.
     """
 
-    def __init__(self, processor: VisionProcessor | None, files: ImageFiles | None) -> None:
+    def __init__(
+        self, processor: VisionProcessor | None, files: ImageFiles | None, *, suppressed: Sequence[int] = ()
+    ) -> None:
+        """Initialize the encoder. `suppressed` are ids that the policy never generates, with or without images."""
         self.files = files
         self._processor = processor
+        self._suppressed = suppressed
 
     @property
     def banned(self) -> list[JsonValue]:
         """IDs of the tokens that have probability 0."""
-        return [] if self._processor is None else [*self._processor.banned]
+        return [*(() if self._processor is None else self._processor.banned), *self._suppressed]
 
     def encode(self, model_input: ModelInput) -> dict[str, JsonValue]:
         """Encode a model input as JSON: its tokens and, if it has images, the images and tokens with placeholders.

@@ -11,9 +11,11 @@ from pydantic import JsonValue
 
 from infra.config import Settings, read_recorded
 from infra.errors import BadInput, Quarantined
+from infra.renamed import with_present_names
 from infra.store.runs import Run
 from models.config.rewards import ScoringConfig
 from models.gate.comparison import PairedDifference
+from tasks.config.run import RunConfig
 from tasks.views.metrics import Accuracy, sealed_iterations
 from tasks.views.report.curves import COLORS
 from tasks.views.report.numbers import HELDOUT, HIGH, LOW, ChartLine, ChartPlan, Columns, columns_of
@@ -103,7 +105,9 @@ def compare_runs(store: str, names: Sequence[str]) -> Comparison:
         descriptions = [describe_open_run(run) for run in runs]
         return Comparison(
             runs=tuple(map(_summarize_run, descriptions)),
-            settings=_find_differing({run.name: dict(_flatten(run.record.config)) for run in runs}),
+            settings=_find_differing(
+                {run.name: dict(_flatten(with_present_names(run.record.config, RunConfig))) for run in runs}
+            ),
             pairs=tuple(_compare_pairs(list(zip(runs, descriptions, strict=True)))),
         )
 

@@ -9,6 +9,7 @@ from typing import Final
 from infra.config import read_recorded
 from infra.costs import total
 from infra.errors import BadInput, Quarantined
+from infra.renamed import with_present_names
 from infra.store.dependencies import dependency_records
 from infra.store.registry import RegistryRecord, open_registry, registries
 from infra.store.runs import Run
@@ -16,6 +17,7 @@ from infra.store.shards import read_shard
 from infra.store.tombstones import tombstones
 from models.config.rewards import ScoringConfig
 from models.gate.comparison import PairedDifference, PairedScores, compare
+from tasks.config.run import RunConfig
 from tasks.lineage.trace import traced_rewards
 from tasks.promotion.evidence import problem_scores
 from tasks.run.batch import Batch, iterations_without_rollouts
@@ -213,7 +215,7 @@ def lineage(run: Run, description: RunDescription) -> PageSection:
 
 def configuration(run: Run, description: RunDescription) -> PageSection:
     """Return the section with the run's configuration as TOML and the command that repeats the run."""
-    config = {"iterations": len(description.iterations), **run.record.config}
+    config = {"iterations": len(description.iterations), **with_present_names(run.record.config, RunConfig)}
     file = f"{run.name}.toml"
     command = shlex.join(["rheostat", "train", file, "--run", f"{run.name}-again"])
     body = (

@@ -147,7 +147,7 @@ def test_prompts_that_are_dropped_as_too_long_are_not_counted():
     for name in ("t", "h"):
         texts = ["".join(random.choices(ascii_letters, k=99 if n % 4 == 0 else 9)) for n in range(12)]
         Path(f"{name}.jsonl").write_text("\n".join(json.dumps({"prompt": t, "answer": "1"}) for t in texts))
-    data = "data={{kind='file',path='t.jsonl',heldout_path='h.jsonl',too_long='{}'}}"
+    data = "data={{kind='file',path='t.jsonl',heldout_path='h.jsonl',on_too_long='{}'}}"
     small = ("policy.vocab_size=300", "policy.context=128")
     facts = check_job(data.format("drop"), *small, "rollout.prompts=9")
     assert (facts["train_problems"], facts["heldout_problems"], facts["too_long"]) == (9, 9, 6)

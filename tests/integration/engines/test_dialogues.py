@@ -107,7 +107,7 @@ def test_an_ending_in_a_reply_ends_the_dialogue_with_its_reward_and_a_final_turn
     with chat_server(reply) as server:
         rows = dialogues.play_rows(dialogue(endpoint_user(server), endings=endings))
         num_requests = len(server.asked)
-        finals = dialogues.play_rows(dialogue(endpoint_user(server), endings=endings, final=r"\S"))
+        finals = dialogues.play_rows(dialogue(endpoint_user(server), endings=endings, final_turn_pattern=r"\S"))
         assert len(server.asked) < num_requests + len(finals)
     ended = [row for row in rows if "1" in decode_turns(row)[0][0] and row["finish_reason"] == "stop"]
     assert ended

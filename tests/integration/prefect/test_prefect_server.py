@@ -300,7 +300,7 @@ def controller(server: Server, worker: "subprocess.Popen[bytes]", name: str) -> 
 
 @pytest.mark.slow
 def test_deployed_controllers_commit_the_same_manifests_and_start_once_per_span(server, worker, reference, tmp_path):
-    run = server.trigger("train/train", deployed(tmp_path, span=2))
+    run = server.trigger("train/train", deployed(tmp_path, iterations_per_flow_run=2))
     assert finish_as(reference, server, run, tmp_path)
     roles = ("rollout 0", "rollout 1", "scoring 0", "scoring 1", "update")
     names = {f"{role}{later}" for role in roles for later in ("", " from it-0003")}

@@ -125,7 +125,7 @@ def test_an_empty_completion_has_the_lowest_reward_and_is_not_judged(judging):
 
 
 def test_canaries_come_first_and_are_counted_separately(judging):
-    canaries = Canaries(answers=("I pass.", "No idea."), per_shard=3, passing=0.5)
+    canaries = Canaries(answers=("I pass.", "No idea."), per_shard=3, pass_reward=0.5)
     outcome = judging.judge("a", "b", "c", reward=REWARD.model_copy(update={"canaries": canaries}))
     rows = judging.rows(outcome)
     assert [(row["prompt_row"], row["sample"]) for row in rows[:9:3]] == [(-1, 0), (-1, 1), (-1, 2)]

@@ -5,6 +5,7 @@ import math
 import pickle
 import shutil
 
+import pyarrow as pa
 import pytest
 import torch
 from transformers import (
@@ -18,12 +19,12 @@ from transformers import (
 
 from infra.errors import BadInput, Damaged
 from infra.store.bundles import publish_bundle
-from infra.store.shards import read_shard
+from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.judges import DirectoryRewardModel, ModelReward
 from models.modeling.reward_model import check_reward_model, load_reward_model, score
 from models.records.model_input import ModelInput
-from models.records.schemas import VERDICT_SCHEMA
+from models.records.schemas import PROMPT_SCHEMA, VERDICT_SCHEMA
 from models.records.versions import ModelVersion
 from models.records.work import JudgeWork
 from models.workers.reward_model import RewardModelWorker
@@ -101,10 +102,10 @@ class Scorer:
     def publish(self, directory):
         return ModelVersion(0, publish_bundle(self.store, directory, prefix="policies"))
 
-    def judge(self, pairs):
+    def judge(self, pairs, prompts=None):
         rows = [rollout(row // 2, row % 2, text, prompt=prompt) for row, (prompt, text) in enumerate(pairs)]
-        work = JudgeWork(iteration=1, rollouts=write_rollouts(self.store, *rows), model=self.model, seed=0)
-        return self.worker.judge(work)
+        rollouts = write_rollouts(self.store, *rows)
+        return self.worker.judge(JudgeWork(1, rollouts, model=self.model, seed=0, prompts=prompts))
 
     def verdicts(self, pairs):
         [ref] = self.judge(pairs).shards
@@ -185,6 +186,22 @@ def test_a_score_that_is_not_finite_is_invalid(tmp_path):
     outcome = scorer.judge([("", "4")])
     [row] = read_shard(scorer.store, outcome.shards[0]).to_pylist()
     assert (row["value"], row["error"], outcome.metrics["invalid"]) == (None, "the model's score is nan", 1)
+
+
+def test_a_reward_model_with_a_chat_template_receives_the_messages_of_the_prompt(tmp_path):
+    directory = write_classifier(tmp_path / "model", keeps_chat_template=True)
+    reward = ModelReward(model=DirectoryRewardModel(path="unused"), name="liked")
+    scorer = Scorer(tmp_path, directory, reward=reward)
+    asked = {"system": "Be kind.", "user": "Hi"}
+    messages = [{"role": role, "content": content, "name": None} for role, content in asked.items()]
+    row = {"prompt_id": "a", "text": "", "tokens": [1], "images": [], "answer": "", "columns": "{}"}
+    table = pa.Table.from_pylist([{**row, "messages": messages}, {**row, "messages": None}], PROMPT_SCHEMA)
+    prompts = write_shard(scorer.store, table, kind="prompts", metadata={})
+    pairs = [("rendered", "yes"), ("rendered", "no"), ("Hi", "yes")]
+    [ref] = scorer.judge(pairs, prompts).shards
+    texts = ["system: Be kind.\nuser: Hi\nassistant: yes\n", "system: Be kind.\nuser: Hi\nassistant: no\n"]
+    expected = plain_scores(directory, [*texts, "user: Hi\nassistant: yes\n"])
+    assert read_shard(scorer.store, ref)["value"].to_pylist() == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,7 @@ def test_a_judge_that_ignores_or_refuses_images_is_refused_and_a_judge_that_is_d
 
 def test_a_judge_that_answers_only_yes_or_no_can_have_a_separate_question():
     with chat_server(answer_yes_or_no) as server:
-        check_sight(endpoint_reward(server.url, sight_question="Is it red? Answer yes or no."))
+        check_sight(endpoint_reward(server.url, image_test_question="Is it red? Answer yes or no."))
 
 
 def test_judges_without_images_are_not_queried():

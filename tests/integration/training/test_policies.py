@@ -248,7 +248,7 @@ def test_a_prompt_that_leaves_no_room_is_named_with_its_length(tmp_path, uneven)
 
 def test_prompts_that_are_too_long_are_dropped_and_counted_if_the_data_allows_it(tmp_path, uneven):
     policy = make_policy(tmp_path, TINY)
-    outcome = make_prompts(tmp_path, policy, uneven.model_copy(update={"too_long": "drop"}))
+    outcome = make_prompts(tmp_path, policy, uneven.model_copy(update={"on_too_long": "drop"}))
     table = read_shard(open_store(f"{tmp_path}/run"), outcome.shards[0])
     assert table["answer"].to_pylist() == ["5", "32"]
     assert (outcome.metrics["prompts"], outcome.metrics["too_long"], outcome.metrics["longest"]) == (2, 3, 32)
@@ -263,7 +263,7 @@ def test_prompts_of_several_files_record_the_rows_and_weight_of_each_file(tmp_pa
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     sources = tuple(WeightedFile(path=path, heldout_path=path, weight=n + 0.5) for n, path in enumerate(paths))
-    data = MixtureData(sources=sources, too_long="drop")
+    data = MixtureData(sources=sources, on_too_long="drop")
     made = make_prompts(tmp_path, make_policy(tmp_path, TINY), data)
     answers = read_shard(open_store(f"{tmp_path}/run"), made.shards[0])["answer"].to_pylist()
     assert answers == ["a", "a", "b", "b"]

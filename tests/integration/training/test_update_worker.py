@@ -352,7 +352,7 @@ def test_warmup_drops_the_prompts_that_iterations_drop(uri, policy, tmp_path):
     for name, lines in (("few", rows), ("more", [rows[0], long, *rows[1:], long.replace("7", "8")])):
         path = tmp_path / f"{name}.jsonl"
         path.write_text("\n".join(lines))
-        data = FileData(path=path, heldout_path=path, too_long="drop")
+        data = FileData(path=path, heldout_path=path, on_too_long="drop")
         task = WarmupWork(policy, data, WarmupConfig(steps=2, batch_size=8), seed=3, max_new_tokens=216)
         learnt.append(start_worker(uri).warmup(task).model)
     assert learnt[0] == learnt[1] != policy

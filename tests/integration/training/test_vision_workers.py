@@ -19,6 +19,7 @@ from models.config.engines import SamplingConfig, TransformersEngine
 from models.config.lora import LoraConfig
 from models.config.policy import VisionScratchPolicy
 from models.config.teachers import Distillation, TeacherDirectory
+from models.config.texts import TextRules
 from models.config.training import WarmupConfig
 from models.data.examples import Example
 from models.data.problems import Problem
@@ -31,7 +32,7 @@ from models.modeling.initial import iterate_texts
 from models.modeling.policy import load_policy, load_vision
 from models.records.work import EstimateWork, RolloutWork, ScoredShard, UpdateWork
 from models.training import versions
-from models.training.offline import TrainingCallbacks, fine_tune
+from models.training.offline import TrainingCallbacks, encode_examples, fine_tune
 from models.training.samples import open_samples
 from models.training.versions import ResidentTrainer
 from models.vision import tower
@@ -222,7 +223,7 @@ def test_warmup_trains_on_examples_with_images(uri, policy):
     warmup = WarmupConfig(steps=150, batch_size=4, learning_rate=3e-3)
     learnt = fine_tune(
         resident.load_with_fresh_optimizer(policy),
-        examples,
+        encode_examples(examples, directory, rules=TextRules()),
         warmup=warmup,
         directory=directory,
         microbatch_tokens=2000,

@@ -199,7 +199,7 @@ def test_policies_with_different_starting_policies_are_refused_unless_unrelated_
 
     def policy(*indices: int, unrelated: bool = False) -> MergePolicy:
         ways = tuple(MergeParent(path=paths[index], weight=1 / len(indices)) for index in indices)
-        return MergePolicy(parents=ways, unrelated=unrelated)
+        return MergePolicy(parents=ways, allow_unrelated=unrelated)
 
     assert inspect_policy(policy(0, 1), ()).shape.context == 256
     with pytest.raises(BadInput, match=r"was trained from .*unrelated = true"):

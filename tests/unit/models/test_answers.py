@@ -32,6 +32,8 @@ def judge_number(completion: str, answer: str, *, version: int = 2) -> float:
 
 
 RIGHT = [
+    ("42", "<answer>So\n#### 42</answer>"), ("cat", "#### cat<|im_end|>"), ("(1, 2)", "<answer>$(1,2)$</answer></s>"),
+    ("x + y = 5", r"\boxed{y + x = 5}"), ("f(x) = 5", r"\boxed{5}"), ("a_{n+1} = 5", r"\boxed{5}"),
     ("cat", r"\boxed{\text{cat}}"), ("cat", "Cat"), ("cat", "The answer is **cat**."), ("No", "no."), ("E",
     r"\boxed{E}"),
     ("New York", r"\boxed{\text{New York}}"), (r"$\text{odd}$", "$odd$"), ("no solution", "No solution"), ("xy",
@@ -60,6 +62,7 @@ RIGHT = [
 ]  # fmt: skip
 
 WRONG = [
+    ("x + y = 5", r"\boxed{5}"), ("0", r"\boxed{\begin{cases} x & x>0 \\ -x & x \le 0 \end{cases}}"),
     ("cat", r"\boxed{act}"), ("no", r"\boxed{on}"), ("listen", r"\boxed{silent}"), ("nan", r"\boxed{a n^2}"),
     ("E", r"\boxed{e}"), ("e", r"\boxed{E}"), ("left", r"\boxed{felt}"), ("max", r"\boxed{xam}"), ("B", r"\boxed{C}"),
     ("A", r"\boxed{\text{(A) or (B)}}"), ("cat", "cat or dog"), ("3 red, 2 blue", "2 red, 3 blue"),
@@ -144,7 +147,9 @@ def test_worked_solutions_of_gsm8k_are_right(score):
         ("3,5", "#### 3.5", 1), ("3,5", "#### 35", 0), ("35", "#### 3,5", 0), ("3.5", "#### 3,5", 1), ("1,234",
         "#### 1234", 1),
         ("1.234,5", "#### 1234.5", 1), ("1.234", "#### 1,234", 0), ("-5", "#### −5", 1), ("5", "#### −5", 0),
-        ("42", "#### **42**", 1), ("42", "**#### 42**", 1), ("42", r"#### \boxed{42}", 1), ("42", "#### $42$", 1),
+        ("42", "#### **42**", 1), ("42", "**#### 42**", 1),
+        ("42", "<answer>So\n#### 42</answer>", 1), ("42", "#### 42<|im_end|>", 1), ("42", r"#### \boxed{42}", 1),
+        ("42", "#### $42$", 1),
         ("18", "#### $18", 1), ("#### $18", "#### 18", 1), ("-18", "#### -$18", 1), ("18", "#### $18.50", 0),
         ("50%", "#### 50%", 1), ("50%", "#### 0.5", 1), ("50", "#### 50%", 1), ("0.5", "#### 50%", 1), ("50%",
         "#### 5", 0),

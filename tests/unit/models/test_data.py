@@ -71,7 +71,7 @@ def test_the_held_out_share_is_about_the_configured_share():
 
 
 def test_warm_up_has_the_configured_share_of_worked_answers_and_mostly_wrong_guesses():
-    data, warmup = ArithmeticData(), WarmupConfig(steps=100, batch_size=40, worked_fraction=0.25)
+    data, warmup = ArithmeticData(), WarmupConfig(steps=100, batch_size=40, worked_answer_fraction=0.25)
     problems = {problem.prompt: problem for problem in load_problems(data, "train", 5)}
     examples = [(prompt, completion) for prompt, completion, *_ in warmup_examples(data, warmup, 5)]
     assert len(examples) == 4000

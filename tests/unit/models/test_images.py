@@ -12,6 +12,7 @@ from PIL import Image
 
 from infra.errors import BadInput
 from models.config.data import FileData
+from models.config.texts import TextRules
 from models.config.training import WarmupConfig
 from models.data.examples import Example, warmup_examples
 from models.data.images import check_pixels, digest_of, read_header
@@ -132,7 +133,7 @@ def test_the_digest_of_an_image_is_the_hash_of_its_bytes():
 class SquareProcessor:
     """Vision processor that encodes an image of w x h pixels as w * h / 64 tokens."""
 
-    shown = "<image>"
+    placeholder = shown = "<image>"
 
     def __init__(self, tokenizer) -> None:
         self._placeholder = tokenizer.convert_tokens_to_ids(self.shown)
@@ -194,9 +195,16 @@ def test_the_images_of_a_chat_are_put_into_its_messages(tokenizer, processor, me
 
 def test_a_prompt_that_cannot_be_tokenized_with_its_images_is_refused(tokenizer, processor):
     with pytest.raises(BadInput, match=r"a:1: .*1 placeholders.* 2"):
-        tokenize_problems([Problem("a:1", "<image> What?", "", images=(RED,))], tokenizer, processor)
+        prompts = [Problem("a:1", "<image> What?", "", images=(RED,))]
+        tokenize_problems(prompts, tokenizer, processor, rules=TextRules("parse"))
     with pytest.raises(BadInput, match=r"a:1: .*images \(1\).*only text"):
         tokenize_problems([Problem("a:1", QUESTION, "", images=(RED,))], tokenizer)
+
+
+def test_a_placeholder_in_the_text_of_a_prompt_is_text(tokenizer, processor):
+    [prompt] = tokenize_problems([Problem("a:1", "<image> What?", "", images=(RED,))], tokenizer, processor)
+    assert prompt.image_tokens == (9,)
+    assert tokenizer.decode(prompt.input.tokens) == "<image>" * 9 + "<image> What?"
 
 
 def test_the_refusal_of_a_prompt_that_is_too_long_names_the_tokens_of_its_images(tokenizer, processor):

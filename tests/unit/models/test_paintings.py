@@ -85,7 +85,7 @@ def test_half_of_the_captions_have_a_random_colour_and_place():
 
 
 def test_every_caption_is_right_without_caption_noise():
-    for caption, pixels in pretraining_examples(PaintingsData(lies=0), 200, 0):
+    for caption, pixels in pretraining_examples(PaintingsData(caption_noise=0), 200, 0):
         assert {*caption.split()} == {*describe(pixels).values()}
 
 

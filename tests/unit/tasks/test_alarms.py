@@ -34,13 +34,13 @@ def test_a_run_without_configured_alarms_has_two_that_warn():
 
 
 def test_only_alarms_that_revert_are_part_of_the_identity_of_a_run():
-    plain, returning = accepted(), accepted(alarms(f"{DIP}, action = 'return'"))
+    plain, returning = accepted(), accepted(alarms(f"{DIP}, action = 'revert'"))
     for alike in ("alarms=[]", alarms(f"{DIP}, action = 'stop'"), alarms(DIP, "kind = 'length_collapse', bound = 0.9")):
         assert accepted(alike).identity() == plain.identity()
     assert "alarms" not in plain.identity()
     assert returning.identity() != plain.identity()
-    assert accepted(alarms(f"{DIP}, action = 'return', returns = 7")).identity() == returning.identity()
-    assert accepted(alarms(f"{DIP}, action = 'return', bound = 2")).identity() != returning.identity()
+    assert accepted(alarms(f"{DIP}, action = 'revert', max_reverts = 7")).identity() == returning.identity()
+    assert accepted(alarms(f"{DIP}, action = 'revert', bound = 2")).identity() != returning.identity()
 
 
 def test_an_alarm_accepts_the_name_of_every_metric_of_a_run(reference):

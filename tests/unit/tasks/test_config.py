@@ -18,7 +18,7 @@ from tests.support.configurations import accepted, refusal
 
 
 def test_unset_keys_of_a_nested_table_have_the_defaults_of_the_kind_of_policy():
-    decoder = accepted("policy.kind=seeing_scratch", "policy.decoder.context=160").policy.decoder
+    decoder = accepted("policy.kind=scratch_vision", "policy.decoder.context=160").policy.decoder
     assert decoder == VisionScratchPolicy().decoder.model_copy(update={"context": 160})
     assert parse_config({}, source="nothing") == RunConfig()
 
@@ -126,7 +126,7 @@ def test_a_run_continues_with_its_minimum_or_with_the_slots_that_its_roles_need(
     "override",
     [
         "seed=1", "data.kind=arithmetic data.operations=3",
-        "data.kind=arithmetic data.too_long=drop", "policy.kind=scratch policy.layers=3", "warmup.steps=9",
+        "data.kind=arithmetic data.on_too_long=drop", "policy.kind=scratch policy.layers=3", "warmup.steps=9",
         "rollout.prompts=65", "rollout.group_size=9", "rollout.shard_prompts=16", "rollout.sampling.top_p=0.9",
         "rollout.engine.kind=transformers rollout.engine.dtype=bfloat16", "scoring.timeout_seconds=9",
         'scoring.rewards=[{kind="math"}]',

@@ -1,0 +1,237 @@
+"""Renamed keys and values of configurations. Both the old and the present name can be read, and runs record the old
+name.
+
+A renamed key or value is annotated at its declaration with `RenamedFrom` or `RenamedValue`. Python code and users'
+documents use the present name. Records and identities of runs keep the old name. Therefore a renamed key changes no
+fingerprint, and older versions of Rheostat can read the records of newer versions.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final, get_args
+
+from pydantic import BaseModel, JsonValue
+from pydantic.fields import FieldInfo
+
+from infra.errors import DeprecatedSpelling
+from infra.validation_errors import field_models
+
+_KIND: Final = "kind"
+"""Key with which a table selects one of several configuration classes."""
+
+
+@dataclass(frozen=True, slots=True)
+class RenamedFrom:
+    """Annotation of a renamed key, added to the type of the key.
+
+    Example: `exclude_ids_path: Annotated[Location | None, RenamedFrom("without")] = None`.
+    """
+
+    key: str
+    """Old name of the key, which stored runs contain."""
+
+
+@dataclass(frozen=True, slots=True)
+class RenamedValue:
+    """Annotation of a key with a renamed value, added to the type of the key. Each renamed value has a separate
+    annotation."""
+
+    old: str
+    """Old name of the value, which stored runs contain."""
+    new: str
+    """Present name of the value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Renames:
+    """Renamed keys and values of one configuration class."""
+
+    keys: Mapping[str, str]
+    """Present names of the renamed keys, by old name."""
+    values: Mapping[str, Mapping[str, str]]
+    """Present names of the renamed values: first by the present name of the key, then by the old name of the value."""
+    kinds: Mapping[str, Mapping[str, str]]
+    """Present names of the renamed values of `kind` in inner tables: first by the present name of the key that contains
+    the table, then by the old name."""
+
+    def __bool__(self) -> bool:
+        """Return whether there are any renamed keys or values."""
+        return bool(self.keys or self.values or self.kinds)
+
+
+def find_renames(model: type[BaseModel]) -> Renames:
+    """Return the renamed keys and values of a configuration class, which are read from the annotations of its
+    fields."""
+    fields = model.model_fields
+    kinds = {name: _renamed_kinds(field_models(field)) for name, field in fields.items()}
+    values = {name: _renamed_values(field) for name, field in fields.items()}
+    return Renames(
+        keys={mark.key: name for name, field in fields.items() for mark in field.metadata if _is_key(mark)},
+        values={name: renamed for name, renamed in values.items() if renamed},
+        kinds={name: renamed for name, renamed in kinds.items() if renamed},
+    )
+
+
+renames_of: Final = cache(find_renames)
+"""Cached version of `find_renames`. The class must be completely defined."""
+
+
+def _is_key(mark: object) -> bool:
+    return isinstance(mark, RenamedFrom)
+
+
+def _renamed_values(field: FieldInfo) -> dict[str, str]:
+    return {mark.old: mark.new for mark in field.metadata if isinstance(mark, RenamedValue)}
+
+
+def _renamed_kinds(models: Sequence[type[BaseModel]]) -> dict[str, str]:
+    kinds = [model.model_fields[_KIND] for model in models if _KIND in model.model_fields]
+    return {old: new for kind in kinds for old, new in _renamed_values(kind).items()}
+
+
+Report = Callable[[str, str], None]
+"""Function that is called for each renamed key or value in a document, with its old and its present name."""
+
+
+def read_names(
+    table: Mapping[str, object], renames: Renames, *, report: Report = lambda old, new: None
+) -> dict[str, Any]:
+    """Return a table with the present names of its keys and values, and of the values of `kind` in its inner tables.
+
+    Raises ValueError if the table contains both the old and the present name of a key.
+    """
+    present = dict[str, object]()
+    for key, value in table.items():
+        name = renames.keys.get(key, key)
+        if name != key:
+            if name in table:
+                raise ValueError(f"{key} and {name} are the same key. Remove {key}, which is the old name.")
+            report(key, name)
+        values = renames.values.get(name, {})
+        if isinstance(value, str) and value in values:
+            report(f"{name} = {str(value)!r}", repr(values[value]))
+            value = values[value]
+        present[name] = _rename_kind(value, renames.kinds.get(name, {}), name, report)
+    return present
+
+
+def _rename_kind(value: object, kinds: Mapping[str, str], name: str, report: Report) -> object:
+    """Return a table, or a list of tables, with the present name of the value of `kind`."""
+    if isinstance(value, list | tuple) and kinds:
+        return [_rename_kind(each, kinds, name, report) for each in value]
+    if not isinstance(value, Mapping) or not isinstance(kind := value.get(_KIND), str) or kind not in kinds:
+        return value
+    report(f"{name}.{_KIND} = {str(kind)!r}", repr(kinds[kind]))
+    return {**value, _KIND: kinds[kind]}
+
+
+def stored_names(table: Mapping[str, JsonValue], model: type[BaseModel]) -> dict[str, JsonValue]:
+    """Return a table with the old names of renamed keys and values, in the form in which runs record it. Inner tables
+    are not changed."""
+    renames = renames_of(model)
+    keys = {name: key for key, name in renames.keys.items()}
+    values = {name: {new: old for old, new in renamed.items()} for name, renamed in renames.values.items()}
+    return {
+        keys.get(name, name): values.get(name, {}).get(value, value) if isinstance(value, str) else value
+        for name, value in table.items()
+    }
+
+
+def with_present_names(
+    document: Mapping[str, Any], model: type[BaseModel], *, report: Report = lambda old, new: None
+) -> dict[str, Any]:
+    """Return a document of this configuration class with the present names of all keys and values, at every depth.
+
+    The document may be incomplete or invalid. A table that contains both names of a key is not changed, because its
+    validation reports the error. `report` is called with dotted keys.
+    """
+    renamed = _rename_within(document, [model], "", report)
+    assert isinstance(renamed, dict)
+    return renamed
+
+
+def _rename_within(value: object, models: Sequence[type[BaseModel]], path: str, report: Report) -> object:
+    if isinstance(value, list | tuple) and models:
+        return [_rename_within(each, models, path, report) for each in value]
+    if not isinstance(value, Mapping) or not models:
+        return value
+    candidates = _select_variants(value, models)
+    present = dict[str, object]()
+    for key, inner in value.items():
+        known = any(key in model.model_fields for model in candidates)
+        name = key if known else _present_key(key, candidates, value) or _present_key(key, models, value) or key
+        values = {old: new for model in candidates for old, new in renames_of(model).values.get(name, {}).items()}
+        if name != key:
+            report(path + key, path + name)
+        if isinstance(inner, str) and inner in values:
+            report(f"{path}{name} = {str(inner)!r}", repr(values[inner]))
+            present[name] = values[inner]
+            continue
+        parts = [part for model in candidates if name in model.model_fields for part in _models_of(model, name)]
+        present[name] = _rename_within(inner, parts, f"{path}{name}.", report)
+    return present
+
+
+@cache
+def _models_of(model: type[BaseModel], name: str) -> tuple[type[BaseModel], ...]:
+    return tuple(field_models(model.model_fields[name]))
+
+
+def _select_variants(table: Mapping[str, object], models: Sequence[type[BaseModel]]) -> Sequence[type[BaseModel]]:
+    """Return the models that match the `kind` of a table, or all models if `kind` is missing or unknown."""
+    kind = table.get(_KIND)
+    return (isinstance(kind, str) and [model for model in models if kind in _kinds_of(model)]) or models
+
+
+@cache
+def _kinds_of(model: type[BaseModel]) -> frozenset[str]:
+    field = model.model_fields.get(_KIND)
+    return frozenset() if field is None else frozenset({*get_args(field.annotation), *_renamed_values(field)})
+
+
+def _present_key(key: str, models: Sequence[type[BaseModel]], table: Mapping[str, object]) -> str | None:
+    """Return the present name of a key that one of the models has renamed. Return None if there is no such name, if
+    there are several, or if the table also contains the present name."""
+    names = {renames_of(model).keys[key] for model in models if key in renames_of(model).keys}
+    return names.pop() if len(names) == 1 and names.isdisjoint(table) else None
+
+
+def warn(old: str, new: str, *, source: str = "") -> None:
+    """Warn that a user's document, described by `source`, contains the old name of a key or value."""
+    warnings.warn(f"{source}{old} is deprecated. Write {new}.", DeprecatedSpelling, stacklevel=2)
+
+
+def present_names_in(document: Mapping[str, Any], model: type[BaseModel], *, source: str) -> dict[str, Any]:
+    """Return a user's document with the present names of all keys and values. Warn once about each old name."""
+    return with_present_names(document, model, report=_report_once(source))
+
+
+def _report_once(source: str) -> Report:
+    reported = set[str]()
+
+    def report(old: str, new: str) -> None:
+        if old not in reported:
+            warn(old, new, source=source)
+        reported.add(old)
+
+    return report
+
+
+def accept_old_names(schema: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+    """Return the JSON schema of a table, changed to also accept the old names of keys and values. Forms only show
+    present names of keys."""
+    renames = renames_of(model)
+    changed = dict(schema)
+    if renames.keys:
+        changed["patternProperties"] = {f"^({'|'.join(renames.keys)})$": {}}
+        changed["required"] = [name for name in schema.get("required", []) if name not in renames.keys.values()]
+    if renames.values:
+        properties = dict(schema["properties"])
+        for name, values in renames.values.items():
+            part = dict(properties[name])
+            part["enum"] = [*(part.pop("enum", None) or [part.pop("const")]), *values]
+            properties[name] = part
+        changed["properties"] = properties
+    return changed

@@ -1,0 +1,210 @@
+"""Control tokens that texts contain: detection, and encoding as ordinary text. Torch-free.
+
+A tokenizer turns each special token that it finds in a text into its id, no matter who wrote the text. A user could
+therefore end a turn and begin another. Here only a chat template writes control tokens: a separator is inserted into
+each control token in a text before the chat is rendered, so the control tokens without a separator are those of the
+template. The text is then encoded by a copy of the tokenizer in which control tokens have other names, and only the
+control tokens of the template are renamed in the text. The result has the same ids, and the same tokens around them,
+as if the control tokens in texts were unknown to the tokenizer.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Final
+
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from models.data.problems import Message, Prompt
+
+PRIVATE_USE: Final = range(0xE000, 0xF900)
+"""Characters without a meaning, from which separators are chosen."""
+_ALIASES: Final = range(0xF0000, 0xFFFFE)
+"""Characters without a meaning that stand for control tokens while a text is encoded."""
+
+
+def separator_for(text: str) -> str:
+    """Return a private-use character that does not occur in the text."""
+    return next(mark for mark in map(chr, PRIVATE_USE) if mark not in text)
+
+
+def break_tokens(pattern: re.Pattern[str], text: str, separator: str) -> str:
+    """Insert a separator after the first character of every match in a text, including nested ones."""
+    return re.sub(f"(?=(?:{pattern.pattern})).", rf"\g<0>{separator}", text, flags=re.DOTALL)
+
+
+def control_token_pattern(
+    tokenizer: PreTrainedTokenizerFast, *, template: str = "", others: Sequence[str] = ()
+) -> re.Pattern[str]:
+    """Return the pattern of special tokens, of added tokens that `template` contains, and of `others`.
+
+    Tokens of one character are left out.
+    """
+    added = (token for token in tokenizer.added_tokens_decoder.values() if token.special or token.content in template)
+    contents = {token.content for token in added} | set(others)
+    control = sorted((each for each in contents if len(each) > 1), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, control)) or "(?!)")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ControlTokens:
+    """Control tokens of a tokenizer."""
+
+    tokenizer: PreTrainedTokenizerFast = field(repr=False)
+    pattern: re.Pattern[str]
+    """Pattern of all control tokens: special tokens, and added tokens that the chat template writes."""
+    special: re.Pattern[str]
+    """Pattern of special tokens. Turns of the assistant may contain other control tokens, such as `<think>`,
+    because policies generate them."""
+
+    @staticmethod
+    def of(tokenizer: PreTrainedTokenizerFast, *, images: Sequence[str] = ()) -> "ControlTokens":
+        """Return the control tokens of a tokenizer. `images` are the texts of its image tokens."""
+        return ControlTokens(
+            tokenizer,
+            control_token_pattern(tokenizer, template=str(tokenizer.chat_template or ""), others=images),
+            control_token_pattern(tokenizer, others=images),
+        )
+
+    def find(self, prompt: Prompt) -> str | None:
+        """Return the first control token that a prompt contains, or None."""
+        if isinstance(prompt, str):
+            texts = [(self.pattern, prompt)]
+        else:
+            texts = [(self._pattern_for(each), text) for each in prompt for text in (*_texts_of(each), each.text)]
+        return next((match[0] for pattern, text in texts if (match := pattern.search(text))), None)
+
+    def break_prompt(self, prompt: Prompt, separator: str) -> Prompt:
+        """Insert a separator into each control token that a prompt contains."""
+        if isinstance(prompt, str):
+            return break_tokens(self.pattern, prompt, separator)
+        return tuple(self._break_message(each, separator) for each in prompt)
+
+    def choose_separator(self, prompts: Sequence[Prompt]) -> str | None:
+        """Return a separator that does not occur in the prompts, or None if no prompt contains a control token."""
+        if not any(map(self.find, prompts)):
+            return None
+        return separator_for("".join(text for prompt in prompts for text in _texts_of_prompt(prompt)))
+
+    def encode(self, texts: Sequence[str], separator: str | None, *, add_special_tokens: bool) -> list[list[int]]:
+        """Encode texts. Every control token with a separator is ordinary text.
+
+        Texts without a separator are encoded by the tokenizer itself.
+        """
+        if not texts:
+            return []
+        broken = [row for row, text in enumerate(texts) if separator is not None and separator in text]
+        token_ids: list[list[int]] = self.tokenizer([*texts], add_special_tokens=add_special_tokens)["input_ids"]
+        if separator is not None and broken:
+            tokenizer, aliases = self._rename(texts)
+            prepared = [
+                self.pattern.sub(lambda token: aliases[token[0]], texts[row]).replace(separator, "") for row in broken
+            ]
+            encoded = tokenizer.encode_batch(prepared, add_special_tokens=add_special_tokens)
+            for row, encoding in zip(broken, encoded, strict=True):
+                token_ids[row] = encoding.ids
+        return token_ids
+
+    def encode_completions(self, texts: Sequence[tuple[str, str]]) -> list[list[int]]:
+        """Encode completions of training examples, each with the text that a chat template writes after it.
+
+        Special tokens in completions are ordinary text.
+        """
+        joined = [text + closing for text, closing in texts]
+        if not any(self.special.search(text) for text, _ in texts):
+            return self.encode(joined, None, add_special_tokens=False)
+        separator, own = separator_for("".join(joined)), replace(self, pattern=self.special)
+        broken = [break_tokens(self.special, text, separator) + closing for text, closing in texts]
+        return own.encode(broken, separator, add_special_tokens=False)
+
+    def _rename(self, texts: Sequence[str]) -> tuple[Tokenizer, dict[str, str]]:
+        """Return a copy of the tokenizer with other names for control tokens, and these names by token.
+
+        Each name is a character that occurs in no text.
+        """
+        added = {token.content for token in self.tokenizer.added_tokens_decoder.values()}
+        tokens = sorted(filter(self.pattern.fullmatch, added))
+        used = set().union(*texts)
+        free = (character for character in map(chr, _ALIASES) if character not in used)
+        aliases = dict(zip(tokens, free, strict=False))
+        return _rename_tokens(self.tokenizer.backend_tokenizer, aliases), aliases
+
+    def _break_message(self, message: Message, separator: str) -> Message:
+        """Insert a separator into each control token that a message contains, also across parts of its content."""
+        pattern = self._pattern_for(message)
+        in_parts = not isinstance(message.content, str) and pattern.search(message.text) is not None
+        between = separator if in_parts else ""
+        broken = {
+            each.name: _map_texts(
+                getattr(message, each.name), lambda text: break_tokens(pattern, text, separator) + between
+            )
+            for each in fields(message)
+            if each.name != "role"
+        }
+        return replace(message, **broken)
+
+    def _pattern_for(self, message: Message) -> re.Pattern[str]:
+        """Return the pattern of the control tokens that the texts of a message must not become."""
+        return self.special if message.role == "assistant" else self.pattern
+
+
+def _texts_of_prompt(prompt: Prompt) -> list[str]:
+    """Return all texts of a prompt."""
+    return [prompt] if isinstance(prompt, str) else [text for each in prompt for text in _texts_of(each)]
+
+
+def _texts_of(message: Message) -> list[str]:
+    """Return all texts of a message except its role."""
+    texts = list[str]()
+
+    def add(text: str) -> str:
+        """Collect a text and return it unchanged."""
+        texts.append(text)
+        return text
+
+    for each in fields(message):
+        if each.name != "role":
+            _map_texts(getattr(message, each.name), add)
+    return texts
+
+
+def count_appended_tokens(tokenizer: PreTrainedTokenizerFast) -> int:
+    """Return the number of tokens, such as EOS, that the tokenizer appends to a text."""
+    mask = tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
+    return next((number for number, special in enumerate(reversed(mask)) if not special), 0)
+
+
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN401 -- a field of a message
+    """Return the value of a message's field with each text changed. Keys and types of parts stay the same."""
+    match value:
+        case str():
+            return change(value) if value else value
+        case Mapping():
+            return {key: each if key == "type" else _map_texts(each, change) for key, each in value.items()}
+        case tuple():
+            return tuple(_map_texts(each, change) for each in value)
+        case list():
+            return [_map_texts(each, change) for each in value]
+        case _:
+            return value
+
+
+def _rename_tokens(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
+    """Return a copy of a tokenizer in which added tokens have other names and the same ids."""
+    document = json.loads(tokenizer.to_str())
+    document["truncation"] = document["padding"] = None
+    for token in document["added_tokens"]:
+        # A name is a single character without a meaning, which no normalizer may change.
+        if token["content"] in names:
+            token.update(content=names[token["content"]], normalized=False, single_word=False)
+    model = document["model"]
+    vocabulary = model.get("vocab")
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {names.get(token, token): number for token, number in vocabulary.items()}
+    elif isinstance(vocabulary, list):  # unigram: pairs of token and score
+        model["vocab"] = [[names.get(token, token), score] for token, score in vocabulary]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    return Tokenizer.from_str(json.dumps(document))
