@@ -122,7 +122,9 @@ class DeployedController:
             except WorkerLost as lost:
                 lost_runs, progress = 1 if self._parts > progress else lost_runs + 1, self._parts
                 if lost_runs > max_lost:
-                    raise WorkerLost(f"{lost}; no further attempt after attempt {lost_runs}") from lost
+                    raise WorkerLost(
+                        f"{lost}; no further attempt after attempt {lost_runs}. Start the run again to continue"
+                    ) from lost
                 logger.warning("%s; attempt %d of %d was lost", lost, lost_runs, max_lost + 1)
 
     async def _follow(self) -> None:
@@ -222,7 +224,7 @@ class DeployedController:
         if outbox.num_unread and outbox.has_begun and silent_seconds > MAX_SILENT_SECONDS:
             raise WorkerLost(f"{label} has read no message for {silent_seconds:.0f} s")
         if self._is_over and not (outbox.num_unread or self._open_requests) and silent_seconds > END_SECONDS:
-            raise WorkerLost(f"{label} has not ended within {END_SECONDS:g} s")
+            raise WorkerLost(f"{label} has not ended within {END_SECONDS:g} s. Cancel its flow run in Prefect's UI")
 
 
 def _build_message(request: BatchRequest) -> ControllerMessage:

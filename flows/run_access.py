@@ -218,7 +218,8 @@ async def _load_secrets() -> None:
             block = cast(Secret[str], await Secret.aload(name))
         except ValueError:
             raise BadInput(
-                f"{SECRETS_VARIABLE} names {name!r}, but Prefect has no Secret block with this name."
+                f"{SECRETS_VARIABLE} names {name!r}, but Prefect has no Secret block with this name. Create it, "
+                "or change the variable."
             ) from None
         value: JsonValue = block.value.get_secret_value()  # a block created in the UI contains text
         try:

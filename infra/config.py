@@ -287,7 +287,7 @@ class WorkerRange(Settings):
     @model_validator(mode="after")
     def _check_range(self) -> "WorkerRange":
         if self.min is not None and self.min > self.max:
-            raise ValueError(f"min {self.min} exceeds max {self.max}")
+            raise ValueError(f"min is {self.min}, but max is only {self.max}. Raise max, or lower min")
         return self
 
     @property

@@ -95,9 +95,13 @@ def _module(name: str, where: str) -> object:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise InvalidTarget(f"{where}: the module imports {error.name!r}, which is not installed") from error
+            raise InvalidTarget(
+                f"{where}: the module imports {error.name!r}, which is not installed. Install it in the environment of "
+                "the Python that runs this module."
+            ) from error
         raise InvalidTarget(
-            f"{where}: there is no module {error.name!r}{nearest_name(error.name, _siblings(error.name))}"
+            f"{where}: there is no module {error.name!r} in the environment or next to the configuration file"
+            f"{nearest_name(error.name, _siblings(error.name))}"
         ) from error
     except (Exception, SystemExit) as error:  # any error of a user's module means that it cannot be used
         raise InvalidTarget(f"{where}: the import failed with {type(error).__name__}: {error}") from error

@@ -38,11 +38,13 @@ def read_text_file(path: Path, *, label: str) -> str:
         if kind := describe_irregular(path):
             raise BadInput(f"{label} is {kind}, but it must be a regular file")
         if (size := path.stat().st_size) > MAX_MEBIBYTES * 2**20:
-            raise BadInput(f"{label} has {size / 2**20:,.0f} MiB, but at most {MAX_MEBIBYTES} MiB can be read")
+            raise BadInput(
+                f"{label} has {size / 2**20:,.0f} MiB, but at most {MAX_MEBIBYTES} MiB can be read. Use a smaller file"
+            )
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise BadInput(f"{label} cannot be read: {error.strerror}") from None
+        raise BadInput(f"{label} cannot be read: {error.strerror}. Check its path and permissions") from None
     except UnicodeDecodeError as error:
-        raise BadInput(f"{label} is not UTF-8 text: {error}") from None
+        raise BadInput(f"{label} is not UTF-8 text: {error}. Save it as UTF-8") from None

@@ -38,7 +38,7 @@ from tasks.run.keys import StageKey, artifact_key, iteration_key, iteration_numb
 from tasks.run.open_run import OpenRun
 from tasks.run.reverts import has_reverted, policy_after
 from tasks.run.stages import stage
-from tasks.views.diagnosis import summarize_warnings
+from tasks.views.diagnosis import MEMORIZED, summarize_warnings
 from tasks.views.metrics import (
     Accuracy,
     IterationReport,
@@ -75,7 +75,10 @@ def find_remaining_iterations(open_run: OpenRun) -> tuple[range, range]:
     run, total = open_run.run, open_run.settings.iterations
     sealed = [number for number in iteration_numbers(run.folders()) if run.has(_seal_key(number))]
     if sealed != list(range(1, len(sealed) + 1)):
-        raise Damaged(f"run {run.name!r}: a seal is missing, because the sealed iterations are not 1 to {len(sealed)}")
+        raise Damaged(
+            f"run {run.name!r}: a seal is missing, because the sealed iterations are not 1 to {len(sealed)}. Restore "
+            "the manifests of the missing iteration from a copy of the run."
+        )
     num_trained = len(sealed)
     while num_trained < total and run.has(StageKey.policy(num_trained + 1)):
         num_trained += 1
@@ -213,6 +216,8 @@ async def report_run(open_run: OpenRun) -> RunSummary:
         stages=mean_stages(reports),
         report=await publish_report(open_run) if open_run.settings.report else None,
     )
+    if reports and MEMORIZED in reports[-1].warnings:  # measured only now, after the last evaluation
+        logger.warning("iteration %d: %s", len(reports), reports[-1].warnings[MEMORIZED])
     excerpts = await _read_excerpts(open_run, Iteration(run, len(reports))) if reports else Excerpts(())
     key, text = artifact_key(run.name), summary_lines(summary)
     warnings = summarize_warnings([report.warnings for report in reports])

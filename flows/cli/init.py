@@ -11,6 +11,7 @@ from typing import Annotated, Final
 from cyclopts import Parameter
 
 import infra
+from flows.cli.options import format_next_steps
 from infra.errors import BadInput
 from infra.terminal import write
 
@@ -120,11 +121,13 @@ def init(folder: Folder, /, *, deployments: Deployments = False) -> None:
     if deployments:
         _write_files(folder, _read_deployment_files())
         _print_files(folder, DEPLOYMENT_FILES)
-        write(
-            f"next     cd {shlex.quote(str(folder))} && export PREFECT_PROFILE=rheostat RHEOSTAT_HOME=$PWD\n"
-            "         prefect work-pool create rheostat --type process\n"
-            "         prefect --no-prompt deploy --all"
-        )
+        enter = f"cd {shlex.quote(str(folder))} && export PREFECT_PROFILE=rheostat RHEOSTAT_HOME=$PWD"
+        steps = {
+            "use the server that `rheostat server` started": enter,
+            "create the work pool": "prefect work-pool create rheostat --type process",
+            "create the deployments": "prefect --no-prompt deploy --all",
+        }
+        write(format_next_steps(steps))
         return
     job = folder / "job.toml"
     texts = {
@@ -136,10 +139,11 @@ def init(folder: Folder, /, *, deployments: Deployments = False) -> None:
     }
     _write_files(folder, {name: text.encode() for name, text in texts.items()})
     _print_files(folder, JOB_FILES)
-    write(
-        f"next     {shlex.join(['rheostat', 'train', str(job), '--dry-run'])}    check everything, write nothing\n"
-        f"         {shlex.join(['rheostat', 'train', str(job)])}    train"
-    )
+    steps = {
+        "check everything, write nothing": shlex.join(["rheostat", "train", str(job), "--dry-run"]),
+        "train": shlex.join(["rheostat", "train", str(job)]),
+    }
+    write(format_next_steps(steps))
 
 
 def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:

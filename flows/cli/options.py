@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,10 +12,18 @@ from cyclopts.completion import CompletionContext
 
 from infra.errors import BadInput
 from infra.plugins import PACKAGES
-from infra.terminal import parse_port, parse_whole_number, wrap_text
+from infra.terminal import WIDTH, parse_port, parse_whole_number, wrap_text
 from infra.untrusted_text import make_visible
 
 DEFAULT_STORE = "./runs"
+
+
+def format_next_steps(steps: Mapping[str, str]) -> str:
+    """Return suggested commands by their purpose, one per line, or on two lines if command and purpose do not fit."""
+    return "next     " + "\n         ".join(
+        line if len(line := f"{command}    {what}") <= WIDTH - 9 else f"{what}:\n           {command}"
+        for what, command in steps.items()
+    )
 
 
 def _known_runs(context: CompletionContext) -> list[str]:

@@ -54,7 +54,8 @@ def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
         "run": f"{config.name} in {open_store(config.store).uri.removeprefix('file://')}",
         "state": "new" if run is None else f"continues after iteration {sealed}",
         "iterations": f"{config.iterations}, {remaining} remaining",
-        "each": f"{prompts} prompts x {rollout.group_size} = {completions:,} completions in {shards} shards"
+        "each": f"{prompts} prompts x {rollout.group_size} = {completions:,} completions in "
+        f"{_format_count(shards, 'shard')} (data files of up to {rollout.shard_prompts} prompts)"
         f"{_describe_waves(config)}",
         "problems": f"{facts['train_problems']:,.0f} training, {facts['heldout_problems']:,.0f} held out"
         + (f"; {facts['too_long']:,.0f} left out because they are too long" if facts["too_long"] else ""),
@@ -66,7 +67,7 @@ def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
         "optimizer steps": f"{steps} per iteration, {remaining * steps:,} remaining",
         "evaluations": f"{_describe_evaluations(config)}, {config.evaluation.problems:,} problems each"
         f"{_describe_samples(config)}",
-        "controllers": f"{config.controllers.count} per role, {config.controllers.where}",
+        "controllers": _describe_controllers(config),
         "worker slots": f"{_describe_slots(pools)}{_describe_sharing(config)}",
         "rollout": f"at most {_format_count(pools.workers.max, 'worker')} with {_format_memory(facts, 'rollout')} each",
         "engine": rollout.engine.describe(pools),
@@ -81,7 +82,7 @@ def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
         f"ZeRO {update.zero_stage}, {update.dtype}"
         + (f", sequence-parallel groups of {update.sequence_parallel}" if update.sequence_parallel > 1 else ""),
         "threads": f"{pools.threads} per worker",
-        "fingerprint": config.fingerprint(),
+        "fingerprint": f"{config.fingerprint()} (digest of all settings that results depend on)",
     }
     numbers = {name: number for name, number in facts.items() if not name.startswith(NOTE)}
     return RunPlan(lines=lines, facts=numbers, notes=[*adaptations, *_list_notes(config, facts)])
@@ -122,6 +123,13 @@ def plan_device(config: RunConfig, device: str, *, completion_tokens: int | None
     return estimate(config, facts, kind, completion_tokens=tokens)
 
 
+def _describe_controllers(config: RunConfig) -> str:
+    """Return the number of controllers of each role, and where they run."""
+    count, where = config.controllers.count, config.controllers.where
+    place = "sub-flows of this process" if where == "nested" else "runs of Prefect deployments"
+    return f"{count} per role, {where}: {place} that give work to the workers"
+
+
 def _describe_lengths(config: RunConfig, facts: dict[str, float]) -> str:
     prompt, denoising = f"{facts['longest_prompt_tokens']:,.0f}", config.rollout.denoising
     if denoising is None:
@@ -138,26 +146,30 @@ def _list_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
     if needed_gpus and pools.ray_address is None and needed_gpus > (available_gpus := num_gpus()):
         yield (
             f"The pools need {_format_count(ceil(needed_gpus), 'GPU')} (pools.gpus_per_worker, "
-            f"pools.gpus_per_update_rank), but this machine has {available_gpus}. The run could not start here."
+            f"pools.gpus_per_update_rank), but this machine has {available_gpus}. The run could not start here. Lower "
+            "these settings, or set pools.ray_address to a cluster with enough GPUs."
         )
     if minibatches > prompts:
         yield (
             f"update.minibatches is {minibatches}, but an iteration has {_format_count(prompts, 'prompt')}, so it "
-            f"takes {_format_count(prompts, 'optimizer step')}."
+            f"takes {_format_count(prompts, 'optimizer step')}. For more steps, raise rollout.prompts."
         )
     step = prompts * config.rollout.group_size // min(minibatches, prompts)
     if pools.update_ranks > step * config.update.sequence_parallel:
         yield (
             f"pools.update_ranks is {pools.update_ranks}, but an optimizer step has {_format_count(step, 'completion')}"
-            ", so some ranks are idle."
+            ", so some ranks are idle. Lower pools.update_ranks or update.minibatches, or raise rollout.prompts."
         )
     if repeated := int(facts["repeated_problems"]):
         others = "is a duplicate of another" if repeated == 1 else "are duplicates of others"
-        yield f"{repeated} of {facts['train_problems']:,.0f} training problems {others}."
+        yield (
+            f"{repeated} of {facts['train_problems']:,.0f} training problems {others}. Remove the "
+            "duplicates from the data to train equally often on each problem."
+        )
     if "chosen_pad_token" in facts:
         yield (
             f"The policy's tokenizer names no pad token. Token {facts['chosen_pad_token']:.0f} pads, and the copies of "
-            "the policy name it."
+            "the policy name it. Set pad_token in tokenizer_config.json to use another one."
         )
     if chunk := int(facts.get("slow_chunk_tokens", 0)):
         yield (
@@ -167,7 +179,8 @@ def _list_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
     if (sandboxed := _list_sandboxed(config)) and switches_user():
         yield (
             f"This job runs as root. Sandboxed code ({', '.join(sandboxed)}) runs as user {NOBODY} and can only read "
-            "files that every user of this machine can read."
+            "files that every user of this machine can read. If these settings read other files, make the files "
+            "readable for all users (chmod o+r), or run the job as another user."
         )
 
 

@@ -13,7 +13,6 @@ import contextlib
 import importlib
 import logging
 import os
-import secrets
 import socket
 import subprocess
 import sys
@@ -22,11 +21,19 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Annotated, Final, TypeVar
+from typing import Annotated, Final, TypeVar
 
 import psutil
 from cyclopts import Parameter
 
+from flows.cli.passwords import (
+    PROFILE,
+    configured_password,
+    create_password,
+    print_password,
+    read_password,
+    store_password,
+)
 from infra.errors import ApiFailed, BadInput, first_cause
 from infra.plugins import PACKAGES
 from infra.processes.watch import (
@@ -40,15 +47,9 @@ from infra.processes.watch import (
 )
 from infra.terminal import parse_port, write
 
-if TYPE_CHECKING:
-    from prefect.settings.legacy import Setting
-
 logger = logging.getLogger(__name__)
 R = TypeVar("R")
 
-
-PROFILE: Final = "rheostat"
-"""Prefect profile with the address and password of the server that `rheostat server` started last."""
 
 UI_PORT = 4200  # Prefect's default
 
@@ -137,7 +138,7 @@ def prefect_api(*modules: str, port: int | None = None) -> Iterator[str]:
             yield configured
             return
     own = configured_password()
-    password = own or _create_password()
+    password = own or create_password()
     with _open_listener(port) as listener:  # bound here, so that two jobs cannot use the same server
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
         server = subprocess.Popen(
@@ -200,63 +201,6 @@ def find_own_server() -> WatchedServer | None:
     return _SERVING.get()
 
 
-def configured_password() -> str | None:
-    """Return the `NAME:PASSWORD` that the user has set for Prefect's server, else for its clients, or None."""
-    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_SERVER_API_AUTH_STRING
-
-    own = PREFECT_SERVER_API_AUTH_STRING.value() or PREFECT_API_AUTH_STRING.value() or None
-    return None if own == _read_profile().get(PREFECT_API_AUTH_STRING) else own
-
-
-def store_password(port: int) -> str:
-    """Store the server on this port in the Prefect profile `PROFILE`. Return its password, which is created the first
-    time."""
-    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, get_current_settings, load_profiles
-    from prefect.settings.profiles import save_profiles
-
-    stored = _read_profile()
-    password = stored.get(PREFECT_API_AUTH_STRING) or _create_password()
-    settings = {PREFECT_API_URL: f"http://127.0.0.1:{port}/api", PREFECT_API_AUTH_STRING: password}
-    if stored != settings:
-        profiles = load_profiles()
-        profiles.update_profile(PROFILE, settings)
-        path = get_current_settings().profiles_path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(mode=0o600)
-        path.chmod(0o600)  # before the password is written to it
-        save_profiles(profiles)
-    return password
-
-
-def read_password(url: str) -> str | None:
-    """Return the password stored in `PROFILE` if the profile is for the server with this URL, else None."""
-    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
-
-    stored = _read_profile()
-    same = url.rstrip("/").replace("//localhost:", "//127.0.0.1:") == stored.get(PREFECT_API_URL)
-    return stored.get(PREFECT_API_AUTH_STRING) if same else None
-
-
-def print_password(password: str) -> None:
-    """Print the temporary password on an interactive terminal. It is never written to a log."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"password of Prefect's UI: {password}\n")
-    else:
-        logger.info("Prefect's UI has a random password. To choose one, set PREFECT_API_AUTH_STRING=NAME:PASSWORD")
-
-
-def _read_profile() -> "dict[Setting, str]":
-    """Return the settings of the profile `PROFILE`, or an empty dict if it does not exist yet."""
-    from prefect.settings import load_profiles
-
-    profiles = load_profiles()
-    return profiles[PROFILE].settings if PROFILE in profiles.names else {}
-
-
-def _create_password() -> str:
-    return f"rheostat:{secrets.token_urlsafe(24)}"
-
-
 def _drain(serving: WatchedServer) -> None:
     """Send the logs and events that Prefect has buffered, before the server stops."""
     from prefect.events.worker import EventsWorker
@@ -278,7 +222,10 @@ def _wait_healthy(serving: WatchedServer, url: str) -> None:
         if (problem := serving.failure()) is not None:
             raise ApiFailed(f"{problem} during its start. Run `rheostat server` to see why.")
         if serving.cpu_seconds > SERVER_SECONDS:
-            raise ApiFailed(f"The Prefect server used {SERVER_SECONDS} s of CPU time without answering at {url}.")
+            raise ApiFailed(
+                f"The Prefect server used {SERVER_SECONDS} s of CPU time without answering at {url}. Run `rheostat "
+                "server` to see why."
+            )
         time.sleep(0.1)
 
 

@@ -78,7 +78,8 @@ def request_rescoring(
     for term in terms.scoring.trained_reward_models:
         if config.preferences is None:
             raise BadInput(
-                f"Reward {term!r} has model.kind 'trained', which needs [preferences], but the run has no preferences."
+                f"Reward {term!r} has model.kind 'trained', which needs [preferences], but the run has no preferences. "
+                "Use another model.kind."
             )
     derived = DerivedResult("rescore", chosen)
     check_terms(run, derived, terms)
@@ -247,7 +248,7 @@ def parse_iterations(text: str | None, run: Run) -> tuple[int, ...]:
     """
     sealed = len(sealed_iterations(run))
     if not sealed:
-        raise BadInput(f"Run {run.name!r} has no sealed iteration yet.")
+        raise BadInput(f"Run {run.name!r} has no sealed iteration yet. Wait until its first iteration ends.")
     if text is None:
         return tuple(iterations_with_rollouts(run, range(1, sealed + 1)))
     numbers: set[int] = set()

@@ -122,7 +122,9 @@ def soup_front(*names: SoupNames, to: FrontPicture = None, store: Store = DEFAUL
         if to.exists():
             raise BadInput(f"--to {to} already exists. Choose another file, or delete this one.")
         if len({record.terms for record in records}) > 1:
-            raise BadInput("soup-front: soups with different terms cannot be plotted together.")
+            raise BadInput(
+                "soup-front: soups with different terms cannot be plotted together. Plot each of them separately."
+            )
         to.write_bytes(draw_fronts(records, encoding=encoding))
     _show(records, as_json=as_json)
 

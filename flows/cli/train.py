@@ -14,13 +14,23 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import Parameter
 
-from flows.cli.options import DEFAULT_DISPLAY, DEFAULT_STORE, Config, Display, Named, Overrides, StoredIn, log_progress
+from flows.cli.options import (
+    DEFAULT_DISPLAY,
+    DEFAULT_STORE,
+    Config,
+    Display,
+    Named,
+    Overrides,
+    StoredIn,
+    format_next_steps,
+    log_progress,
+)
 from flows.cli.prefect_api import prefect_api, run_flow
 from flows.cli.runs import describe_base_model, export_command
 from infra.errors import BadInput
 from infra.plugins import register_target_folder
 from infra.processes.guard import guarded_directory
-from infra.terminal import WIDTH, Json, parse_whole_number, table, wrap_text, write
+from infra.terminal import Json, parse_whole_number, table, wrap_text, write
 
 if TYPE_CHECKING:
     from tasks.config.run import RunConfig
@@ -53,12 +63,6 @@ MeanTokens = Annotated[
 Problems = Annotated[
     Path | None, Parameter(show_default="the run that contains the policy", help="configuration file with the problems")
 ]
-
-
-def _format_step(command: str, what: str) -> str:
-    """Return a command and its description on one line, or on two lines if they do not fit."""
-    line = f"{command}    {what}"
-    return line if len(line) <= WIDTH - 9 else f"{what}:\n           {command}"
 
 
 PARTS: Final = {"sft": "sft", "dpo": "dpo", "reward-model": "reward_modelling"}
@@ -98,9 +102,7 @@ class JobArguments:
             "serve Prefect's UI at http://127.0.0.1:4200: flows, artifacts, logs": ["server"],
             "train longer": ["train", *again],
         }
-        return "next     " + "\n         ".join(
-            _format_step(shlex.join([here, *words]), what) for what, words in steps.items()
-        )
+        return format_next_steps({what: shlex.join([here, *words]) for what, words in steps.items()})
 
 
 def train(

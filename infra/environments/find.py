@@ -209,12 +209,15 @@ def check_environment(engine: str, python: Path) -> Environment:
             timeout=IMPORT_SECONDS,
         )
     except OSError as error:
-        raise BadInput(f"{refusal}: {error.strerror}") from error
+        raise BadInput(f"{refusal}: {error.strerror}. Name an executable Python interpreter.") from error
     except subprocess.TimeoutExpired as error:
-        raise BadInput(f"{refusal} within {IMPORT_SECONDS:g} s") from error
+        raise BadInput(f"{refusal} within {IMPORT_SECONDS:g} s. Check that the machine is not overloaded.") from error
     if done.returncode != 0:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
-        raise BadInput(f"{refusal}: {lines[-1] if lines else f'exit code {done.returncode}'}")
+        raise BadInput(
+            f"{refusal}: {lines[-1] if lines else f'exit code {done.returncode}'}. Install it in the environment of "
+            f"this Python, or create an environment with `rheostat engine install {engine}`."
+        )
     answer = json.loads(done.stdout.splitlines()[-1])  # libraries may print lines before
     return Environment(engine=engine, python=python, **answer)
 

@@ -75,7 +75,10 @@ def install(
             environment = complete(directory, engine, platform=chosen)
             return environment or _create(_Site(directory, engine, chosen, lock), maker)
     except OSError as error:
-        raise InstallFailed(f"{directory}: {error.strerror or error}") from error
+        raise InstallFailed(
+            f"the environment cannot be written to {directory}: {error.strerror or error}. Check the permissions and "
+            "the free space, then run the same command again."
+        ) from error
 
 
 def _check_interpreter(python: Path) -> None:
@@ -189,7 +192,11 @@ def _run(site: _Site, *words: str) -> None:
     if process.returncode != 0:
         errors = [number for number, line in enumerate(output) if line.startswith("error")]
         reason = " ".join(output[errors[0] if errors else -1 :])
-        raise InstallFailed(f"uv: {reason or f'exit code {process.returncode} without any output'}")
+        raise InstallFailed(
+            "uv, which installs the packages, failed: "
+            f"{reason or f'exit code {process.returncode} without any output'}. "
+            "Check the network and the free space, then run the same command again."
+        )
 
 
 def _variables() -> dict[str, str]:

@@ -27,7 +27,7 @@ from infra.errors import ClusterFailed
 from infra.plugins import PACKAGES
 from infra.pools import forks
 from infra.pools.fleet import Fleet
-from infra.pools.host import environment, thread_variables
+from infra.pools.host import disable_ray_colors, environment, thread_variables
 from infra.pools.launcher import SlotCount
 from infra.pools.placement_group import SLOT, RayLauncher, ReservedSlots
 from infra.pools.pool import Pool
@@ -54,8 +54,7 @@ QUIET = logging.ERROR
 
 EMBEDDED_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # With 1, nodes on Windows and macOS use the loopback address. With 0, Ray replaces 127.0.0.1
-    # (github.com/ray-project/ray/issues/18730).
+    # With 0, a node uses the loopback address (github.com/ray-project/ray/issues/18730).
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     # Ray protects a started cluster with the token in ~/.ray, but does not look for it when it joins by address.
     "RAY_AUTH_MODE": "token",
@@ -112,12 +111,13 @@ class RayCluster:
         Workers of an embedded cluster are forked from a process that has imported their modules, if the system allows
         it. Raises ClusterFailed if the cluster does not start within `start_seconds` or if one of its servers fails.
         """
+        disable_ray_colors()
         if address is None:
             what = "an embedded Ray cluster"
             directory = Path(tempfile.mkdtemp(prefix="rheostat-", dir="/tmp"))  # short: socket paths have 103 bytes
             connection = _embedded(directory, namespace, preload=preload, log_to_driver=log_to_driver)
         else:
-            what, directory = f"the Ray cluster at {address!r}", None
+            what, directory = f"the Ray cluster at {address!r} (pools.ray_address)", None
             connection = _connected(address, namespace, log_to_driver=log_to_driver)
         async with (
             _ended_with(_servers(directory) if address is None else _elsewhere(address)) as watch,
@@ -387,7 +387,7 @@ async def _in_thread(
         try:
             reached = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(started)), start_seconds)
         except TimeoutError:
-            raise ClusterFailed(f"{what} did not start within {start_seconds:g} s (pools.start_seconds)") from None
+            raise ClusterFailed(f"{what} did not start within {start_seconds:g} s. Raise pools.start_seconds") from None
         except Exception as error:
             raise ClusterFailed(f"{what} did not start: {error}") from error
         yield reached

@@ -286,7 +286,9 @@ class Fleet:
             if workers.get(assignment.role) and not any(
                 slot.wanted for slot in self._pools[assignment.role].slots.values()
             ):
-                raise type(error)(f"{error}. No other {assignment.role} worker is available.") from error
+                raise type(error)(
+                    f"{error}. No other {assignment.role} worker is available. Run the same command again to continue."
+                ) from error
 
     async def _begin(self) -> None:
         """Reserve the slots when this is first called. New workers get names that no worker of an earlier process

@@ -5,6 +5,7 @@ import importlib
 import os
 import re
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -228,6 +229,13 @@ def _take_over(variables: Mapping[str, str]) -> None:
             del os.environ[name]
     for name, value in variables.items():
         os.environ.setdefault(name, value)
+
+
+def disable_ray_colors() -> None:
+    """Let Ray print messages of its servers without color codes if stdout is not a terminal. Ray reads this variable at
+    each message. A value that the user has set is kept."""
+    if not sys.stdout.isatty():
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")
 
 
 @contextmanager

@@ -125,7 +125,7 @@ class ReservedSlots:
             if not await run_apart(lambda: first.wait(wait_seconds)):
                 raise ClusterFailed(
                     f"the cluster could not reserve {self._first} worker slots with {self._needs} each within "
-                    f"{wait_seconds:.0f} s (pools.wait_seconds)"
+                    f"{wait_seconds:.0f} s. Add machines, lower pools.workers, or raise pools.wait_seconds."
                 )
             nodes = await self._nodes()
             self._places = [self._places[slot] for slot in sorted(range(self._first), key=lambda slot: nodes[slot])]
@@ -184,7 +184,8 @@ class ReservedSlots:
                 return list(await asyncio.gather(*(query.options(scheduling_strategy=at).remote() for at in places)))
         except TimeoutError:
             raise ClusterFailed(
-                f"the cluster did not report the GPUs of the worker slots within {QUERY_SECONDS:g} s"
+                f"the cluster did not report the GPUs of the worker slots within {QUERY_SECONDS:g} s. Run the same "
+                "command again to continue."
             ) from None
 
 

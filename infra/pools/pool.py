@@ -138,7 +138,7 @@ class Pool:
             except WorkerLost as lost:
                 if attempt > self.spec.max_restarts:
                     what = f"{self.spec.role}.{method} is not run again after attempt {attempt}"
-                    raise type(lost)(f"{lost}. {what} (pools.max_restarts)") from lost
+                    raise type(lost)(f"{lost}. {what}. Raise pools.max_restarts for more.") from lost
                 logger.warning(
                     "%s. Attempt %d of %d failed, so the work is run again.", lost, attempt, self.spec.max_restarts + 1
                 )

@@ -105,7 +105,7 @@ class RankGroup:
                 except WorkerLost as lost:
                     if attempt > self.spec.max_restarts:
                         what = f"{self.spec.role}.{method} is not run again after attempt {attempt}"
-                        raise type(lost)(f"{lost}. {what} (pools.max_restarts)") from lost
+                        raise type(lost)(f"{lost}. {what}. Raise pools.max_restarts for more.") from lost
                     self.restarts += 1
                     logger.warning(
                         "%s. Attempt %d of %d failed, so the work is run again.",
@@ -141,8 +141,10 @@ class RankGroup:
                 await self._join()
         except TimeoutError:
             self._kill()
-            seconds = f"{self.spec.start_seconds:g} s (pools.start_seconds)"
-            raise WorkerLost(f"the {self.spec.role} ranks did not connect to each other within {seconds}") from None
+            raise WorkerLost(
+                f"the {self.spec.role} ranks did not connect to each other within {self.spec.start_seconds:g} s. Raise "
+                "pools.start_seconds if the machine is only slow"
+            ) from None
         except BaseException:
             self._kill()
             raise
@@ -162,7 +164,10 @@ class RankGroup:
         try:
             await _all_or_first_failure(joins)
         except WorkerFailed as error:
-            raise WorkerLost(f"the {self.spec.role} ranks could not connect at {address}:{port}: {error}") from error
+            raise WorkerLost(
+                f"the {self.spec.role} ranks could not connect at {address}:{port}, which must be reachable from the "
+                f"machines of all ranks: {error}"
+            ) from error
 
     async def _together(self, method: str, work: object) -> list[Returned]:
         started = time.monotonic()

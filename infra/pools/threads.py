@@ -70,7 +70,7 @@ class WorkerThread:
             self._stalled = True
             self.kill()
             what = f"{spec.role} worker {self.name}"
-            seconds = f"{spec.start_seconds:g} s (pools.start_seconds)"
+            seconds = f"{spec.start_seconds:g} s. Raise pools.start_seconds if it only needs more time"
             raise WorkerLost(f"{what} ({spec.target}) did not start within {seconds}") from None
         except BaseException:
             self.kill()
@@ -176,7 +176,8 @@ class WorkerThread:
                 self._stalled = True
                 raise WorkerFailed(
                     f"{what} made no progress for {stall_seconds:g} s (progress counter: {count}). A thread cannot be "
-                    "killed. End this process and start it again."
+                    "killed. End this process and start it again. If one step of the work takes longer, raise "
+                    "pools.stall_seconds."
                 )
 
 

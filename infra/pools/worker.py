@@ -189,7 +189,7 @@ class WorkerProcess:
 
     async def _watch(self, what: str, stall_seconds: float) -> None:
         """Raise WorkerStalled if the progress counter does not change for `stall_seconds`."""
-        count, moved = None, time.monotonic()
+        count, moved, limit = None, time.monotonic(), f"{stall_seconds:g} s (pools.stall_seconds)"
         pause = min(MAX_POLL_SECONDS, stall_seconds / 4)
         while True:
             await asyncio.sleep(pause)
@@ -197,11 +197,11 @@ class WorkerProcess:
             try:
                 seen = await asyncio.wait_for(self._progress(what), patience)
             except TimeoutError:
-                raise WorkerStalled(f"{what} reported no progress for {stall_seconds:g} s") from None
+                raise WorkerStalled(f"{what} reported no progress for {limit}") from None
             if seen != count:
                 count, moved = seen, time.monotonic()
             elif time.monotonic() - moved >= stall_seconds:
-                raise WorkerStalled(f"{what} made no progress for {stall_seconds:g} s (progress counter: {count})")
+                raise WorkerStalled(f"{what} made no progress for {limit}, progress counter: {count}")
 
     async def _progress(self, what: str) -> object:
         """Return the progress counter. Raises WorkerLost if the machine is unreachable, so that no response arrives."""
@@ -308,7 +308,7 @@ async def start_worker(
             unwrap_result(outcome, f"{spec.role}: {spec.target}(...)", place.pid)
     except TimeoutError:
         making.add_done_callback(_kill_when_started)
-        seconds = f"{spec.start_seconds:g} s (pools.start_seconds)"
+        seconds = f"{spec.start_seconds:g} s. Raise pools.start_seconds if it only needs more time"
         raise WorkerLost(f"{what} ({spec.target}) did not start within {seconds}") from None
     except BaseException:
         making.add_done_callback(_kill_when_started)

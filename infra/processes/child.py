@@ -153,7 +153,7 @@ class Child:
             description, _ = self.exchange(self._order, START_SECONDS)
         except ProcessEnded as end:
             if end.cause == "time":
-                raise WorkerFailed(f"{self._what}: the code was not imported within {START_SECONDS:g} s") from None
+                raise WorkerFailed(f"{self._what}: the import took over {START_SECONDS:g} s. Make it faster") from None
             raise
         if isinstance(description, str):
             raise BadInput(description)
@@ -196,7 +196,7 @@ class Child:
             if clock.elapsed > MAX_SLOWDOWN * seconds + 60:
                 raise WorkerLost(
                     f"{self._what}: a call with a limit of {seconds:g} s got {clock.used:.0f} s of CPU time in "
-                    f"{clock.elapsed:.0f} s. The machine is overloaded."
+                    f"{clock.elapsed:.0f} s. The machine is overloaded. Use fewer workers."
                 )
 
     def _poll(self, unsent: memoryview, seconds: float) -> tuple[memoryview, tuple[object] | None]:

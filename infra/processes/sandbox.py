@@ -169,11 +169,13 @@ def check_sandbox(where: str) -> None:
     bubblewrap = _bubblewrap()
     if bubblewrap is None:
         raise BadInput(
-            f"{where}: the sandbox needs bubblewrap, but its command bwrap is not on the PATH. Install bubblewrap."
+            f"{where}: the sandbox needs bubblewrap, but its command bwrap is not on the PATH. Install it, for example "
+            "with `apt install bubblewrap`."
         )
     if not has_filter():
         raise BadInput(
-            f"{where}: the sandbox works only on x86_64 and aarch64, but this machine is {os.uname().machine}"
+            f"{where}: the sandbox works only on x86_64 and aarch64, but this machine is {os.uname().machine}. Run the "
+            "job on another machine."
         )
     try:
         arguments = ["--ro-bind", "/", "/", *_PROC, "--dev", "/dev", "true"]
@@ -189,7 +191,10 @@ def check_sandbox(where: str) -> None:
         process.kill()
     if process.returncode:
         why = " ".join(errors.decode(errors="replace").split()) or f"exit code {process.returncode}"
-        raise BadInput(f"{where}: bubblewrap does not work on this machine ({why}). It needs user namespaces.")
+        raise BadInput(
+            f"{where}: bubblewrap does not work on this machine ({why}). It needs user namespaces. Enable them in the "
+            "kernel, and in the container if the job runs in one."
+        )
 
 
 @functools.cache
@@ -206,10 +211,16 @@ def query_python(python: str | Path, *, where: str) -> tuple[str, ...]:
         version, *places = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         what = error.strerror if isinstance(error, OSError) else "it does not run Python code"
-        raise BadInput(f"{where} is {str(python)!r}, which is not a Python interpreter: {what}") from error
+        raise BadInput(
+            f"{where} is {str(python)!r}, which is not a Python interpreter: {what}. Set it to the path of the Python "
+            "of an environment, such as .venv/bin/python."
+        ) from error
     if tuple(version) < runner.MIN_PYTHON:
         expected, actual = (".".join(map(str, numbers)) for numbers in (runner.MIN_PYTHON, version))
-        raise BadInput(f"{where} is {str(python)!r} with Python {actual}, but Python {expected} or newer is needed")
+        raise BadInput(
+            f"{where} is {str(python)!r} with Python {actual}, but Python {expected} or newer is needed. Set it to a "
+            "newer Python."
+        )
     return tuple(place for place in places if place)
 
 

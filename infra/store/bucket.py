@@ -193,7 +193,7 @@ class Bucket:
 
             first = self._retry(what, beginning)
             if any(part.result() != first for part in rest):
-                raise StoreFailed(f"store {self.uri}: {name!r} was replaced while it was downloaded")
+                raise StoreFailed(f"store {self.uri}: {name!r} was replaced during the download. Try again.")
             return first
 
     def _range(self, name: str, start: int, end: int) -> "GetResult":
@@ -280,7 +280,7 @@ class Bucket:
         probe = self.find(name)
         self.delete(name)
         if probe is None:
-            raise StoreFailed(f"store {self.uri}: {name!r} disappeared right after it was written")
+            raise StoreFailed(f"store {self.uri}: another program deleted {name!r} right after it was written")
         return probe.modified
 
     def quotes_etags(self) -> bool:
@@ -313,7 +313,7 @@ class Bucket:
         return quotes
 
     def _refusal(self, fault: str) -> BadInput:
-        return BadInput(f"store {self.uri}: the server must support conditional writes, but {fault}")
+        return BadInput(f"store {self.uri}: the server must support conditional writes, but {fault} (docs/s3.md)")
 
     def _write(self, name: str, body: bytes | Path, *, version: str) -> str | None:
         """Write an object if its name is free, or its ETag is `version`. Return the new ETag, or None if the condition

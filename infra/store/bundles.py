@@ -263,7 +263,7 @@ def _verified_names(store: Store, ref: BundleRef) -> dict[str, str]:
         if expected.get(name) != found.get(name):  # an extra file could be loaded instead of a verified one
             raise Damaged(
                 f"{where}: file {name!r}: expected {_describe_size(expected.get(name))}, found "
-                f"{_describe_size(found.get(name))}"
+                f"{_describe_size(found.get(name))}. Restore the file from a copy of the store."
             )
     return {name: file.digest for name, file in contents.files.items()}
 
@@ -271,7 +271,10 @@ def _verified_names(store: Store, ref: BundleRef) -> dict[str, str]:
 def _verify_file(store: Store, ref: BundleRef, name: str, digest: str) -> None:
     found = _stored_digest(store, f"{ref.key}/{name}")
     if found != digest:
-        raise Damaged(f"bundle {ref.key!r} in {store.uri}: file {name!r}: expected digest {digest}, found {found}")
+        raise Damaged(
+            f"bundle {ref.key!r} in {store.uri}: file {name!r}: expected digest {digest}, found {found}. Restore the "
+            "file from a copy of the store."
+        )
 
 
 def is_bundle_copy(directory: Path, digest: str) -> bool:
@@ -303,7 +306,7 @@ def delete_bundle(store: Store, ref: BundleRef) -> None:
 def _describe_absence(store: Store, ref: BundleRef) -> str:
     if is_retired(store, ref.digest):
         return RETIRED
-    return f"the file {CONTENTS} is missing. The bundle was never completely published, or was removed by hand."
+    return f"{CONTENTS} is missing. The bundle was never completely published, or was deleted. Restore it from a copy."
 
 
 def _contents(store: Store, ref: BundleRef) -> Contents:

@@ -44,15 +44,19 @@ def unseal(data: bytes, *, where: str, version: int = FIRST_VERSION) -> dict[str
         record = json.loads(data, parse_constant=_refuse_constant)
     except ValueError as error:
         raise Damaged(
-            f"{where}: expected JSON with a checksum, found {len(data)} bytes that are not JSON: {error}"
+            f"{where}: expected JSON with a checksum, found {len(data)} bytes that are not JSON: {error}. Restore the "
+            "file from a copy of the store."
         ) from error
     if not isinstance(record, dict) or "seal" not in record:
-        raise Damaged(f"{where}: the checksum (the key 'seal') is missing")
+        raise Damaged(f"{where}: the checksum (the key 'seal') is missing. Restore the file from a copy of the store.")
     expected = record.pop("seal")
     found = record_digest(record)
     # The bytes are compared too, since a changed space or escape decodes to the same record.
     if expected != found or canonical_json({**record, "seal": found}) != data:
-        raise Damaged(f"{where}: expected checksum {expected}, found {found} over {len(data)} bytes")
+        raise Damaged(
+            f"{where}: expected checksum {expected}, found {found} over {len(data)} bytes. Restore the file from a "
+            "copy of the store."
+        )
     check_version(str(record.pop("schema_version", "none")), where=where, newest=version)
     return record
 

@@ -53,10 +53,15 @@ def copy_run(name: str, source_uri: str, target_uri: str) -> RunCopy:
         raise BadInput(f"run {name!r} is already in {target_uri}. Choose another store for the copy than {source_uri}.")
     target.check()
     if target.exists(RECORD) and target.read(RECORD) != run.store.read(RECORD):
-        raise BadInput(f"run {name!r} cannot be copied: {target_uri} has a different run with this name")
+        raise BadInput(
+            f"run {name!r} cannot be copied: {target_uri} has a different run with this name. Use another store."
+        )
     with run.lock_without_epoch(), target.lock(LOCK) as lease:
         if lease is None:
-            raise BadInput(f"run {name!r} cannot be copied: its copy in {target_uri} is locked by another process")
+            raise BadInput(
+                f"run {name!r} cannot be copied: its copy in {target_uri} is locked by another process. Wait until "
+                "that process ends, then run the same command again."
+            )
         entries = [entry for entry in run.store.entries("") if not entry.key.startswith((*TRANSIENT, METRICS))]
         _check_listed(run, entries)
         sizes = {entry.key: entry.bytes for entry in target.entries("")}
@@ -76,7 +81,9 @@ def _check_listed(run: Run, entries: Sequence[Entry]) -> None:
     for key, is_there in zip(absent, run.store.exist(absent), strict=True):
         if is_there or key.startswith("shards/"):
             fault = "exists but is not in the listing of the store" if is_there else "is missing"
-            raise Damaged(f"run {run.name!r}: {key!r} in {run.store.uri} {fault}. Nothing was copied.")
+            raise Damaged(
+                f"run {run.name!r}: {key!r} in {run.store.uri} {fault}. Nothing was copied. Restore the file first."
+            )
 
 
 def _rank(key: str) -> int:

@@ -113,7 +113,8 @@ def dependency_records(run: Run, prefix: str = "") -> list[DependencyRecord]:
     except ValidationError as error:
         where = f"run {run.name!r}: journal/{prefix}{DEPENDENCIES}"
         raise Damaged(
-            f"{where}: the checksum is right, but the content is not a valid record of dependencies: {error}"
+            f"{where}: the checksum is right, but the content is not a valid record of dependencies. A newer version "
+            f"of Rheostat may have written it: {error}"
         ) from error
 
 

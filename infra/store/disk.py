@@ -283,7 +283,7 @@ def checked_directory(root: Path) -> Path:
     nearest = _nearest(root)
     if not nearest.is_dir():
         below = "" if nearest == root else f" at {nearest}"
-        raise BadInput(f"store {str(root)!r}: expected a directory, found a file{below}")
+        raise BadInput(f"store {str(root)!r}: expected a directory, found a file{below}. Choose another directory.")
     return root
 
 
@@ -292,7 +292,10 @@ def check_writable(root: Path) -> None:
     need not exist."""
     nearest = _nearest(root)
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise BadInput(f"store {str(root)!r} is not writable: this user has no write permission for {nearest}")
+        raise BadInput(
+            f"store {str(root)!r} is not writable: this user has no write permission for {nearest}. Change its "
+            "permissions, or choose another store (the key store, or --store)."
+        )
 
 
 def _nearest(path: Path) -> Path:

@@ -199,14 +199,15 @@ def fetch_path(path: Path) -> Path:
     if not is_remote(path):
         return path
     if len(path.parts) < 3:
-        raise BadInput(f"{format_path(path)}: expected s3://bucket/name")
+        raise BadInput(f"{format_path(path)} is not an address of a file in a bucket: expected s3://bucket/name")
     store, name = open_store(format_path(path.parent)), path.name
     if store.exists(name):
         return store.local_path(name)
     keys = [entry.key for entry in store.entries(f"{name}/")]
     if not keys:
         raise BadInput(
-            f"{format_path(path)} does not exist: there is neither a file nor a directory with files at this address"
+            f"{format_path(path)} does not exist: there is neither a file nor a directory with files at this address. "
+            "Check the names of the bucket and the file."
         )
     files = [store.local_path(key) for key in keys]
     directory = files[0].parents[keys[0].count("/") - 1]

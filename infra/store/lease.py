@@ -60,7 +60,7 @@ class BucketLease:
         if self.is_lost:
             raise Fenced(
                 f"this process has lost its lock on {self.key!r} in {self.bucket.uri}, because another process has "
-                "taken it"
+                "taken it. Only one process can train a run, so let that process continue"
             )
 
     def renew(self, seconds: float) -> None:

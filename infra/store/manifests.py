@@ -139,9 +139,14 @@ def decode_manifest(data: bytes, *, key: str) -> Manifest:
     try:
         manifest = read_recorded(Manifest, record)
     except ValidationError as error:
-        raise Damaged(f"{where}: the checksum is right, but the content is not a valid manifest: {error}") from error
+        raise Damaged(
+            f"{where}: the checksum is right, but the content is not a valid manifest. A newer version of Rheostat may "
+            f"have written it: {error}"
+        ) from error
     if manifest.digest != expected:
-        raise Damaged(f"{where}: expected digest {expected}, found {manifest.digest}")
+        raise Damaged(f"{where}: expected digest {expected}, found {manifest.digest}. Restore the file from a copy.")
     if manifest.key != key:
-        raise Damaged(f"{where}: the file contains another manifest, {manifest.key!r}")
+        raise Damaged(
+            f"{where}: the file contains another manifest, {manifest.key!r}. Restore the file from a copy of the store."
+        )
     return manifest

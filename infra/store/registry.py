@@ -105,7 +105,10 @@ class Registry:
         """Return the path or address of a record's policy. Raises BadInput if the policy's files were deleted."""
         if record.bundle is None or not has_bundle(self.store, record.bundle):
             where = f"registry {self.name!r} in {self.store.uri}"
-            raise BadInput(f"{where}: the policy files of record {record.number} were deleted")
+            raise BadInput(
+                f"{where}: the policy files of record {record.number} were deleted, because promotion.keep keeps only "
+                "the files of the newest promoted policies. Choose a newer record."
+            )
         return self.store.locate(f"{record.bundle.key}/{CONTENTS}").rpartition("/")[0]
 
     def _decode(self, number: int, content: bytes) -> RegistryRecord:
@@ -116,7 +119,9 @@ class Registry:
         except ValidationError as error:
             raise Damaged(f"{where}: the checksum is right, but the content is not a valid record: {error}") from error
         if record.number != number:
-            raise Damaged(f"{where}: the file contains record {record.number} instead")
+            raise Damaged(
+                f"{where}: the file contains record {record.number} instead. Restore it from a copy of the store."
+            )
         return record
 
 

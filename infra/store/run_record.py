@@ -68,7 +68,8 @@ def read_record(store: Objects, name: str) -> RunRecord:
     if record.fingerprint != fingerprint_of(record.config):
         raise Damaged(
             f"run {name!r}: the record names the fingerprint {record.fingerprint}, but the configuration in it has "
-            f"the fingerprint {fingerprint_of(record.config)}"
+            f"the fingerprint {fingerprint_of(record.config)}. The file was edited. Restore it from a copy of the "
+            "store."
         )
     return record
 

@@ -158,7 +158,7 @@ class Run:
         """Return the manifest with this key. Raises Damaged if it is neither committed nor pending."""
         manifest = self.find(key)
         if manifest is None:
-            raise Damaged(f"run {self.name!r}: manifest {key!r} is missing")
+            raise Damaged(f"run {self.name!r}: manifest {key!r} is missing. Restore it from a copy of the run.")
         return manifest
 
     def manifests(self, prefix: str = "") -> list[Manifest]:
@@ -306,7 +306,7 @@ class Run:
         if manifest.run not in ("", self.record.fingerprint):
             raise Damaged(
                 f"manifest {key!r} of run {self.name!r} was created under the configuration {manifest.run}, but the "
-                f"record of the run names {self.record.fingerprint}"
+                f"record of the run names {self.record.fingerprint}. Restore run.json from a copy of the run."
             )
         return self._remember(manifest)
 

@@ -212,14 +212,17 @@ class S3Store:
         return self.cache.root / blake3(self.uri.encode()).hexdigest()[:16] / key
 
     def _missing(self, key: str) -> Damaged:
-        return Damaged(f"{key!r} is missing from {self.uri}")
+        return Damaged(f"{key!r} is missing from {self.uri}. Restore the file from a copy of the store.")
 
     @contextmanager
     def _disk_failures(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise StoreFailed(f"store {self.uri}: the local cache in {self.cache.root} failed: {error}") from error
+            raise StoreFailed(
+                f"store {self.uri}: the local cache in {self.cache.root} failed: {error}. Check its permissions and "
+                "the free space, or set RHEOSTAT_CACHE to another directory."
+            ) from error
 
 
 def _remember_copy(path: Path) -> None:
@@ -290,7 +293,7 @@ def _profile(environment: Mapping[str, str]) -> "S3Config":
     settings = {key: value for part in (f"profile {name}", name) if part in files for key, value in files[part].items()}
     if "aws_access_key_id" not in settings:
         files_read = f"{credentials_path} or {config_path}"
-        raise BadInput(f"AWS_PROFILE is {name!r}, but this profile has no aws_access_key_id in {files_read}")
+        raise BadInput(f"AWS_PROFILE is {name!r}, but this profile has no aws_access_key_id in {files_read}. Add it.")
     config: S3Config = {
         "access_key_id": settings["aws_access_key_id"],
         "secret_access_key": settings.get("aws_secret_access_key", ""),

@@ -25,7 +25,12 @@ HASHED_BYTES = 1 << 20
 
 MAX_VERIFIED = 2**16
 
-RETIRED = "the files were deleted by retention to save space; the manifests still exist"
+RETIRED = (
+    "the files were deleted by retention to save space; the manifests still exist. Use a newer iteration, or restore "
+    "the files from a copy of the run. To keep more files in the next run, raise retention.keep_last or "
+    "retention.rollouts_keep_last, or set retention.keep_every."
+)
+"""Reason in errors about files that retention deleted."""
 
 _verified: set[tuple[str, str]] = set()
 """Shards that this process has verified, as pairs (store, key). Shards never change, so each shard is verified only
@@ -173,7 +178,10 @@ def verify_shard(store: Store, ref: ShardRef) -> "pa.Table":
 def _verify(store: Store, ref: ShardRef, path: Path) -> "pa.Table":
     found = _digest(path)
     if found != ref.digest:
-        raise Damaged(f"shard {ref.key!r} in {store.uri}: expected digest {ref.digest}, found {found}")
+        raise Damaged(
+            f"shard {ref.key!r} in {store.uri}: expected digest {ref.digest}, found {found}. Restore the file from a "
+            "copy of the store."
+        )
     return _check_table(store, ref, path)
 
 
@@ -185,7 +193,7 @@ def _check_table(store: Store, ref: ShardRef, path: Path) -> "pa.Table":
     newest = FIRST_VERSION if kind is None else kind.version
     check_version(own.get(b"rheostat.schema_version", b"none").decode(), where=where, newest=newest)
     if table.num_rows != ref.rows:
-        raise Damaged(f"{where}: expected {ref.rows} rows, found {table.num_rows}")
+        raise Damaged(f"{where}: expected {ref.rows} rows, found {table.num_rows}. Restore the file from a copy.")
     return table
 
 
@@ -270,7 +278,10 @@ def _find_current(store: Store, ref: ShardRef) -> tuple[ShardRef, Path]:
 def _find_sized(store: Store, ref: ShardRef) -> Path:
     path = store.local_path(ref.key)  # one request if the store is remote
     if (size := path.stat().st_size) != ref.bytes:
-        raise Damaged(f"shard {ref.key!r} in {store.uri}: expected {ref.bytes} bytes, found {size}")
+        raise Damaged(
+            f"shard {ref.key!r} in {store.uri}: expected {ref.bytes} bytes, found {size}. Restore the file from a copy "
+            "of the store."
+        )
     return path
 
 

@@ -270,7 +270,7 @@ class LocalStore:
     def local_path(self, key: str) -> Path:
         path = self._path(key)
         if not path.is_file():
-            raise Damaged(f"{key!r} is missing from {self.uri}")
+            raise Damaged(f"{key!r} is missing from {self.uri}. Restore the file from a copy of the store.")
         if link := self._link_to(path):
             raise Damaged(f"{key!r} in {self.uri} must be a plain file, but its path contains the symbolic link {link}")
         return path

@@ -217,7 +217,7 @@ class ProblemFile(Settings):
                 f"{sorted(reserved)[0]!r} must not be listed: environments always receive prompt and answer. Remove it"
             )
         if len(set(columns)) < len(columns):
-            raise ValueError(f"each column may be listed only once, found {', '.join(columns)}")
+            raise ValueError(f"each column may be listed only once, found {', '.join(columns)}. Remove the repetition")
         return columns
 
     @model_validator(mode="after")
@@ -273,7 +273,7 @@ class MixtureData(DataSource):
     @model_validator(mode="after")
     def _require_same_pixels(self) -> Self:
         if len({source.pixels for source in self.sources}) > 1:
-            raise ValueError("min_pixels and max_pixels must be the same in all sources")
+            raise ValueError("min_pixels and max_pixels must be the same in all sources. Set equal values")
         return self
 
     @property

@@ -96,7 +96,10 @@ class LearntWindow(Settings):
     @model_validator(mode="after")
     def _require_order(self) -> Self:
         if self.last < self.first:
-            raise ValueError(f"window.last is {self.last}, but it must be at least window.first, which is {self.first}")
+            raise ValueError(
+                f"window.last is {self.last}, but it must be at least window.first, which is {self.first}. Raise "
+                "window.last"
+            )
         return self
 
 

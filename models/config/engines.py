@@ -315,7 +315,9 @@ class VllmEngine(EngineSettings):
                 "together. Raise it"
             )
         if length > shape.context:
-            raise BadInput(f"{name}.max_model_len is {length}, but the model's context is {shape.context_text}")
+            raise BadInput(
+                f"{name}.max_model_len is {length}, but the model's context is only {shape.context_text}. Lower it"
+            )
         self._check_vision_support(shape, name)
         if self.base_urls:
             return {"rollout_weights_bytes": 0, "rollout_cache_bytes": 0}

@@ -277,10 +277,13 @@ class McpEnvironment(EnvironmentSettings):
     def _require_one_server(self) -> Self:
         if bool(self.command) == (self.url is not None):
             state = "both are" if self.command else "neither is"
-            raise ValueError(f"exactly one of command and url must be set, but {state} set")
+            raise ValueError(
+                f"exactly one of command (a local program) and url (a running server) must be set, but {state} set"
+            )
         if (self.header_variables and self.command) or (self.variables and self.url):
             raise ValueError(
-                "variables can only be set together with command, and header_variables only together with url"
+                "variables can only be set together with command, and header_variables only together with url. Remove "
+                "the other one"
             )
         if self.url is not None:
             _check_url(self.url)

@@ -33,7 +33,9 @@ class ScoreVerdict(Settings):
     @model_validator(mode="after")
     def _require_range(self) -> "ScoreVerdict":
         if not self.low < self.high:
-            raise ValueError(f"low must be less than high, but low is {self.low:g} and high is {self.high:g}")
+            raise ValueError(
+                f"low must be less than high, but low is {self.low:g} and high is {self.high:g}. Raise high"
+            )
         return self
 
 

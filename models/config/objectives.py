@@ -341,10 +341,13 @@ class UpdateConfig(Settings):
         min_stage = {"none": 0, "optimizer": 1, "parameters": 3}[self.offload]
         if self.running_stage < min_stage:
             raise ValueError(
-                f"offload = {self.offload!r} needs zero_stage {min_stage} or more, but it is {self.zero_stage}"
+                f"offload = {self.offload!r} needs zero_stage {min_stage} or more, but it is {self.zero_stage}. Raise "
+                "it"
             )
         if len(set(self.freeze)) == 3:
-            raise ValueError("freeze contains vision, projector and language, so nothing is left to train")
+            raise ValueError(
+                "freeze contains vision, projector and language, so nothing is left to train. Remove one of them"
+            )
         return self
 
     def check_model(self, shape: ModelShape) -> None:

@@ -71,7 +71,10 @@ class ScratchPolicy(PolicySource):
                 f"hidden_size is {self.hidden_size}, but it must be a multiple of heads, which is {self.heads}"
             )
         if self.heads % self.kv_heads:
-            raise ValueError(f"heads is {self.heads}, but it must be a multiple of kv_heads, which is {self.kv_heads}")
+            raise ValueError(
+                f"heads is {self.heads}, but it must be a multiple of kv_heads, which is {self.kv_heads}. Change one "
+                "of them"
+            )
         return self
 
 
@@ -100,7 +103,8 @@ class ScratchTower(Settings):
         side = self.patch_size * self.scale_factor
         if self.image_size % side:
             raise ValueError(
-                f"image_size is {self.image_size}, but it must be a multiple of patch_size x scale_factor = {side}"
+                f"image_size is {self.image_size}, but it must be a multiple of patch_size x scale_factor = {side}. "
+                "Change one of them"
             )
         if self.hidden_size % self.heads:
             raise ValueError(
@@ -249,7 +253,8 @@ class ScratchDiffusionPolicy(PolicySource):
     def _require_divisible_side(self) -> "ScratchDiffusionPolicy":
         if self.side % self.patch_size:
             raise ValueError(
-                f"side is {self.side}, but it must be a multiple of patch_size, which is {self.patch_size}"
+                f"side is {self.side}, but it must be a multiple of patch_size, which is {self.patch_size}. Change one "
+                "of them"
             )
         return self
 

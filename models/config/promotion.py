@@ -243,5 +243,8 @@ class PromotionConfig(Settings):
         for key, rules in rules_by_key.items():
             names = [rule.label for rule in rules]
             if len({*names}) < len(names):
-                raise ValueError(f"{key}: each suite and term may be listed only once, found {', '.join(names)}")
+                raise ValueError(
+                    f"{key}: each suite and term may be listed only once, found {', '.join(names)}. Remove the "
+                    "repetition"
+                )
         return self

@@ -75,7 +75,8 @@ class EncoderConfig(Settings):
     def _require_divisible_heads(self) -> Self:
         if self.hidden_size % self.heads:
             raise ValueError(
-                f"hidden_size is {self.hidden_size}, but it must be a multiple of heads, which is {self.heads}"
+                f"hidden_size is {self.hidden_size}, but it must be a multiple of heads, which is {self.heads}. Change "
+                "one of them"
             )
         return self
 

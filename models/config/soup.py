@@ -63,7 +63,7 @@ class SoupConfig(Settings):
             if (reason := find_beta_conflict(beta, len(self.terms))) is not None:
                 raise ValueError(reason)
         if len({*self.terms}) < len(self.terms) or len({*self.candidates}) < len(self.candidates):
-            raise ValueError("each term and each candidate may be listed only once")
+            raise ValueError("each term and each candidate may be listed only once. Remove the repetition")
         return self
 
     @property

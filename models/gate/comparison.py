@@ -213,7 +213,10 @@ def _problem_means(scores: PairedScores) -> tuple[Floats, Floats]:
     """
     if len(scores.prompts) < MIN_PROBLEMS:
         raise BadInput(
-            f"a gate needs at least {MIN_PROBLEMS} problems that both policies answered, found {len(scores.prompts)}"
+            f"the test needs at least {MIN_PROBLEMS} problems that both policies answered, found "
+            f"{len(scores.prompts)}. "
+            "Raise evaluation.problems, or `problems` of the suite. If too few problems are held out, raise "
+            "data.heldout_fraction."
         )
     missing_PS = scores.missing_PS
     some_P = ~missing_PS.all(axis=1)

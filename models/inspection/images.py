@@ -67,7 +67,9 @@ def check_reward_images(scoring: ScoringConfig, problems: Sequence[Problem], *, 
     example = next((problem for problem in problems if problem.images), None)
     for term, reward in scoring.model_rewards.items():
         if reward.kind == "judge" and reward.images == "prompt" and example is None:
-            raise BadInput(f'reward {term}: images = "prompt" needs problems with images, but no problem has any')
+            raise BadInput(
+                f'reward {term}: images = "prompt" needs problems with images, but no problem has any. Remove images'
+            )
     targets = [rule for rule in scoring.rules if rule.brings_code]
     if example is not None and targets:
         _check_functions(scoring.model_copy(update={"rewards": tuple(targets)}), example)
@@ -79,7 +81,7 @@ def check_warmup_images(examples: Sequence[tuple[str, bytes]], *, side: int) -> 
         if (size := read_header(picture, where=f"picture of {caption!r}").size) != (side, side):
             raise BadInput(
                 f"warmup: the pictures must have policy.side {side} x {side} pixels, found {size[0]} x {size[1]} "
-                f"for {caption!r}"
+                f"for {caption!r}. Resize the pictures, or change policy.side."
             )
 
 
@@ -119,7 +121,8 @@ def check_teacher_images(
             raise BadInput(
                 f"algorithm.distillation.teacher: an image of {source}, {size.width} x {size.height}, is "
                 f"{own.count_tokens(size)} tokens for the teacher and {processor.count_tokens(size)} for the policy, "
-                "which must be the same tokens. The settings of the image processors differ."
+                "which must be the same tokens. The settings of the image processors differ. Use a teacher with the "
+                "settings of the policy (preprocessor_config.json)."
             )
 
 

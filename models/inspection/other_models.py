@@ -100,7 +100,8 @@ def check_teacher_directory(
     if longest_tokens > inspected.shape.context:
         raise BadInput(
             f"algorithm.distillation.teacher {teacher.path}: its context is {inspected.shape.context_text}, but the "
-            f"longest prompt plus max_new_tokens need at least {longest_tokens}"
+            f"longest prompt plus max_new_tokens need at least {longest_tokens}. Use a teacher with a longer context, "
+            "or lower rollout.sampling.max_new_tokens."
         )
     inspected.shape.check_slices(slices, what=f"algorithm.distillation.teacher {teacher.path}")
     return inspected.shape.parameters
@@ -112,11 +113,14 @@ def _check_tokens(path: Path, own: PreTrainedTokenizerFast, policy: PreTrainedTo
     Both must also have the same end token.
     """
     if (other := _find_differing_token(own, policy)) is not None:
-        raise BadInput(f"algorithm.distillation.teacher {path}: the tokenizer differs from the policy's: {other}")
+        raise BadInput(
+            f"algorithm.distillation.teacher {path}: the tokenizer differs from the policy's: {other}. Use a teacher "
+            "with the tokenizer of the policy."
+        )
     if own.eos_token_id != policy.eos_token_id:
         raise BadInput(
             f"algorithm.distillation.teacher {path}: the EOS token is {own.eos_token!r}, but the policy's is "
-            f"{policy.eos_token!r}, so the policy would be trained never to end"
+            f"{policy.eos_token!r}, so the policy would be trained never to end. Use a teacher with the same EOS token."
         )
 
 
@@ -222,7 +226,8 @@ def _check_judge(
     processor = found.load_processor(PixelLimits())
     if reward.images == "prompt" and processor is None:
         raise BadInput(
-            f'images = "prompt" needs a judge that reads images ({", ".join(FAMILIES)}), but this judge reads only text'
+            f'images = "prompt" needs a judge that reads images ({", ".join(FAMILIES)}), but this judge reads only '
+            "text. Use another model, or remove images."
         )
     longest = _check_room(reward, problems, found=found, processor=processor)
     engine.estimate_memory(found.shape, longest=longest, gpus=gpus, name="model.engine")
@@ -246,6 +251,6 @@ def _check_room(
     if longest + room > found.shape.context:
         raise BadInput(
             f"questions about right answers have up to {longest} tokens and a verdict up to {room}, but the judge's "
-            f"context is {found.shape.context} tokens"
+            f"context is {found.shape.context} tokens. Use a judge with a longer context, or shorten the questions."
         )
     return longest + room

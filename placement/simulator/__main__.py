@@ -143,16 +143,21 @@ def _recorded(path: Path, resize_seconds: Sequence[float]) -> Load:
     except OSError as error:
         raise BadInput(f"--stages {path}: {error.strerror}") from None
     except ValidationError:
-        raise BadInput(f"--stages {path}: the file is not an output of `rheostat placement RUN --stages`") from None
+        raise BadInput(
+            f"--stages {path}: the file is not an output of `rheostat placement RUN --stages`. Write it with this "
+            "command."
+        ) from None
     for stage in run.stages:
         if stage.scoring.units != stage.rollout.units or stage.scoring.slots > 1:
             raise BadInput(
                 f"run {run.run!r} cannot be simulated: only one reward model with one slot per worker is supported, "
                 f"but the run has {stage.scoring.units} units to score for {stage.rollout.units} to generate and "
-                f"{stage.scoring.slots} slots per worker"
+                f"{stage.scoring.slots} slots per worker. Choose another run."
             )
     if len(run.stages) < 2:
-        raise BadInput(f"run {run.run!r} must have at least 2 finished batches, found {len(run.stages)}")
+        raise BadInput(
+            f"run {run.run!r} must have at least 2 finished batches, found {len(run.stages)}. Wait until it has more."
+        )
     pairs = [(stage.rollout, stage.scoring) for stage in run.stages]
     return recorded_load(run.run, pairs, workers=run.workers, resize_seconds=resize_seconds)
 

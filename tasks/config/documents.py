@@ -47,7 +47,8 @@ def read_document(path: Path, model: type[BaseModel], *, above: Sequence[Path] =
     extended = path.parent / base
     if extended.resolve() in {file.resolve() for file in (*above, path)}:
         raise BadInput(
-            f"{path}: {EXTENDS} {base!r} makes the file extend itself, through {above[-1] if above else path}."
+            f"{path}: {EXTENDS} {base!r} makes the file extend itself, through {above[-1] if above else path}. "
+            "Remove one of these lines."
         )
     return extend(read_document(extended, model, above=(*above, path)), document)
 
@@ -137,7 +138,7 @@ def _apply_override(document: dict[str, object], override: _Override) -> None:
     for name in tables:
         inner = table.setdefault(name, {})
         if not isinstance(inner, dict):
-            raise BadInput(f"Override {override.text!r} cannot be applied, because {name!r} is not a table.")
+            raise BadInput(f"Override {override.text!r} cannot be applied, because {name!r} is a value, not a table.")
         table = inner
     if last == "kind" and table.get("kind") != override.value:
         table.clear()

@@ -124,7 +124,7 @@ class RunConfig(Settings):
     @classmethod
     def _name_stays_in_the_store(cls, name: str) -> str:
         if ".." in name:
-            raise ValueError(f"{name!r} must not contain '..'")
+            raise ValueError(f"{name!r} must not contain '..'. Choose another name.")
         reserved = {REGISTRIES: "registries", SOUPS: "records of soups", RETRIEVERS: "retrievers"}
         if name in reserved:
             raise ValueError(f"{name!r} is the folder of {reserved[name]} in a store. Choose another name.")
@@ -178,7 +178,7 @@ class RunConfig(Settings):
     def _suites_are_known(self) -> "RunConfig":
         names = [suite.name for suite in self.evaluations]
         if len({*names}) < len(names):
-            raise ValueError(f"evaluations must have different names, found {', '.join(names)}")
+            raise ValueError(f"evaluations must have different names, found {', '.join(names)}. Rename one.")
         if self.promotion is not None:
             heldout = self.evaluation.problems
             reasons = self.promotion.find_conflicts(self.evaluations, self.scoring, heldout=heldout, run=self.name)
@@ -198,7 +198,7 @@ class RunConfig(Settings):
         for reason in find_alarm_conflicts(self.alarms, self._job()):
             raise ValueError(reason)
         if self.soup is not None and self.policy.generates_images:
-            raise ValueError(f"[soup] cannot merge image policies (policy.kind {self.policy.label!r}).")
+            raise ValueError(f"[soup] cannot merge image policies (policy.kind {self.policy.label!r}). Remove [soup].")
         for reason in self.soup.find_conflicts(self.scoring, self.update, self.data) if self.soup else ():
             raise ValueError(reason)
         return self

@@ -56,7 +56,9 @@ def sweep_points(sweep: str, grids: Sequence[str], listed: Sequence[Mapping[str,
             raise BadInput(f"sweep: {key!r} is given twice. Give all of its values in one list.")
     num_points = math.prod([len(listed) or 1, *(len(values) for _, values in axes)])
     if num_points > MAX_POINTS:
-        raise BadInput(f"sweep: these values make {num_points:,} points, but at most {MAX_POINTS:,} are allowed.")
+        raise BadInput(
+            f"sweep: these values make {num_points:,} points, but at most {MAX_POINTS:,} are allowed. Use fewer values."
+        )
     combinations = [
         {**point, **dict(zip(keys, values, strict=True))}
         for point in (listed or [{}])
@@ -69,7 +71,9 @@ def sweep_points(sweep: str, grids: Sequence[str], listed: Sequence[Mapping[str,
     counts = Counter(point.name for point in points)
     for point in points:
         if counts[point.name] > 1:
-            raise BadInput(f"sweep: all points must differ, but {', '.join(point.overrides)} is given twice.")
+            raise BadInput(
+                f"sweep: all points must differ, but {', '.join(point.overrides)} is given twice. Remove one."
+            )
     return points
 
 
@@ -90,7 +94,9 @@ def _parse_axis(grid: str) -> tuple[str, tuple[str, ...]]:
 
 def _check_key(key: str, *, where: str) -> None:
     if key.partition(".")[0] in OWN:
-        raise BadInput(f"{where}: {key} cannot be set, because the sweep names the runs and keeps them in one store.")
+        raise BadInput(
+            f"{where}: {key} cannot be set, because the sweep names the runs and keeps them in one store. Remove it."
+        )
 
 
 def _split_values(text: str) -> Iterator[str]:
@@ -140,7 +146,7 @@ def read_points(path: Path) -> list[dict[str, str]]:
         text = read_text_file(path, label=f"--list {path}")
         documents = tomllib.loads(text) if path.suffix == ".toml" else None
     except FileNotFoundError:
-        raise BadInput(f"--list {path}: no such file") from None
+        raise BadInput(f"--list {path}: there is no such file. Check the path.") from None
     except tomllib.TOMLDecodeError as error:
         raise BadInput(f"--list {path} is not valid TOML: {error}") from None
     if documents is None:
@@ -157,7 +163,7 @@ def read_points(path: Path) -> list[dict[str, str]]:
             )
         located_points = [(f"{path}: points[{n}]", point) for n, point in enumerate(points)]
     if not located_points:
-        raise BadInput(f"--list {path} contains no points.")
+        raise BadInput(f"--list {path} contains no points. Write one JSON object per line, or [[points]] in TOML.")
     return [_parse_point(place, point) for place, point in located_points]
 
 

@@ -72,7 +72,9 @@ def send(versions: Sequence[TracedVersion], store: str, target: str) -> int:
         with Path(target).open("x") as file:
             file.writelines(f"{Serde.to_json(event)}\n" for event in events)
     except OSError as error:
-        raise BadInput(f"--openlineage {target} must be a new file: {error.strerror or error}.") from error
+        raise BadInput(
+            f"--openlineage {target} must be a new file in an existing directory: {error.strerror or error}."
+        ) from error
     return len(events)
 
 
@@ -86,7 +88,9 @@ def _post_events(events: "Sequence[RunEvent]", address: str) -> None:
         for event in events:
             transport.emit(event)
     except OSError as error:  # all errors of the client are OSErrors
-        raise EndpointDown(f"--openlineage {address} did not accept the events: {error}") from error
+        raise EndpointDown(
+            f"--openlineage {address} did not accept the events. Check the address and the server: {error}"
+        ) from error
 
 
 def _build_events(versions: Sequence[TracedVersion], namespace: str) -> Iterator["RunEvent"]:

@@ -138,7 +138,9 @@ def _trace_policy(store: str, digest: str) -> Iterator[TracedVersion]:
     produced = {} if recorded else {policy: (run, number) for policy, run, number in _find_policies(store, digest)}
     if len(recorded) + len(produced) != 1:
         matches = ", ".join(policy[:16] for policy in (*recorded, *produced)) or "none"
-        raise BadInput(f"lineage: {digest!r} must match the digest of one policy in {store!r}, found {matches}")
+        raise BadInput(
+            f"lineage: {digest!r} must match the digest of one policy in {store!r}, found {matches}. Give more digits."
+        )
     for registry, record in recorded.values():
         yield from _trace_chain(store, registry, record)
     for name, iteration in produced.values():

@@ -59,12 +59,17 @@ def sync_to_mlflow(registry: Registry, address: str) -> str:
         client = _open_client(address)
         return start_apart(lambda: _sync_versions(client, registry, address)).result(MIRROR_SECONDS)
     except TimeoutError:
-        raise EndpointDown(f"MLflow's registry did not answer within {MIRROR_SECONDS:g} s.") from None
+        raise EndpointDown(
+            f"MLflow's registry did not answer within {MIRROR_SECONDS:g} s. Check its address and server."
+        ) from None
     except RheostatError:
         raise
     except Exception as error:  # errors of MLflow, its database or its network; the address may contain a password
         line = str(error).strip().partition("\n")[0]
-        raise EndpointDown(f"MLflow's registry: {type(error).__name__}: {line}") from error
+        raise EndpointDown(
+            f"MLflow's registry: {type(error).__name__}: {line}. Check its address and server, then sync again with "
+            "`rheostat mirror`."
+        ) from error
 
 
 def _sync_versions(client: "MlflowClient", registry: Registry, address: str) -> str:

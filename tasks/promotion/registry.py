@@ -103,7 +103,7 @@ def rollback(store: str, name: str, *, to: int | None, reason: str) -> tuple[Reg
         if older.bundle is None or not has_bundle(registry.store, older.bundle):
             raise BadInput(
                 f"registry {name!r}: the files of record {target_number} were deleted, because promotion.keep only "
-                "keeps the newest promoted policies."
+                "keeps the newest promoted policies. Set --to to a newer record."
             )
         return older.model_copy(
             update={

@@ -54,7 +54,10 @@ def update_link(record: RegistryRecord, directory: Path, link: Path) -> bool:
     Raises BadInput if something else has the name of the link, of the copy or of `.LINK.checkout`.
     """
     if link.exists() and not link.is_symlink():
-        raise BadInput(f"{link} must be a symbolic link or not exist, found a {'folder' if link.is_dir() else 'file'}")
+        raise BadInput(
+            f"{link} must be a symbolic link or not exist, found a {'folder' if link.is_dir() else 'file'}. Set --to "
+            "to another path."
+        )
     assert record.bundle is not None, "who is used has files"
     link.parent.mkdir(parents=True, exist_ok=True)
     copy = link.with_name(f".{link.name}-{record.bundle.digest[:16]}")
@@ -128,7 +131,7 @@ def policy_files(registry: Registry, alias: Alias) -> tuple[RegistryRecord, Path
     champion."""
     champion = registry.canary() if alias == "canary" else registry.champion()
     if champion is None:
-        raise BadInput(f"registry {registry.name!r} has no champion yet. Promote a policy first.")
+        raise BadInput(f"registry {registry.name!r} has no champion yet. Promote a policy first (`rheostat promote`).")
     registry.locate(champion)
     assert champion.bundle is not None, "it was located"
     return champion, fetch_bundle(registry.store, champion.bundle)

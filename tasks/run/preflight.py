@@ -20,7 +20,7 @@ from infra.store.chain import linked_parts
 from infra.store.run_record import has_results
 from infra.store.runs import list_runs, open_run
 from infra.store.storage import open_store
-from models.config.promotion import SuiteCheck
+from models.config.promotion import MIN_PROBLEMS, SuiteCheck
 from models.config.texts import NOTE
 from tasks.config.run import LAYOUT, RunConfig
 from tasks.run.keys import evaluation_key
@@ -92,19 +92,38 @@ def with_data_sized_defaults(config: RunConfig, facts: Mapping[str, float]) -> t
             values[key] = limit
             count_key, split = _COUNTED[key]
             why = ", and their weights allow no more" if limit < facts[count_key] else ""
+            hint = _suggest_heldout(config, limit) if key == "evaluation.problems" else ""
             lines.append(
-                f"{key} is {limit} instead of its default {default}: there are {facts[count_key]:.0f} {split}{why}."
+                f"{key} is {limit} instead of its default {default}, because there are {facts[count_key]:.0f} {split}"
+                f"{why}.{hint}"
             )
     if config.update.activation_checkpointing is None and "recomputes" in facts:
         values["update.activation_checkpointing"] = bool(facts["recomputes"])
         if facts["recomputes"]:
             kept = facts["kept_activations_bytes"] / 2**30
             lines.append(
-                f"update.activation_checkpointing is true, because a micro-batch would keep {kept:,.1f} GiB otherwise."
+                "update.activation_checkpointing is true, because the activations of a micro-batch would need "
+                f"{kept:,.1f} GiB otherwise. Set the key yourself to choose."
             )
     if (prompts := values.get("rollout.prompts")) is not None:
         values |= {key: prompts for key in unset_keys(config, LIMITED_BY_PROMPTS) if _value_of(config, key) > prompts}
     return _with_values(config, values), lines
+
+
+def _suggest_heldout(config: RunConfig, num_problems: int) -> str:
+    """Return the sentences after the number of held-out problems: how to evaluate on more, and what needs more."""
+    data = config.data
+    if getattr(data, "heldout_path", None) is not None:
+        hint = " To evaluate on more problems, add problems to the file of data.heldout_path."
+    elif hasattr(data, "heldout_fraction"):
+        hint = " To evaluate on more problems, raise data.heldout_fraction, or set data.heldout_path to another file."
+    else:
+        hint = ""
+    if num_problems < MIN_PROBLEMS:
+        hint += (
+            f" The paired test of `rheostat compare` and the gate of a retrain need at least {MIN_PROBLEMS} problems."
+        )
+    return hint
 
 
 def _value_of(config: RunConfig, key: str) -> int:
@@ -158,7 +177,8 @@ async def preflight(
         verdict = json.loads(answer)
     except ValueError:
         raise WorkerFailed(
-            f"The input check failed with code {process.returncode}: {errors.decode()[-2000:]}"
+            f"The process that checks the inputs failed with exit code {process.returncode}. Its last output is: "
+            f"{errors.decode()[-2000:]}"
         ) from None
     if not verdict["ok"]:
         raise (EndpointDown if verdict["is_down"] else BadInput)(verdict["error"])

@@ -154,7 +154,7 @@ async def read_messages(run: Run, folder: str) -> AsyncIterator[ControllerMessag
             if now - last_message > MAX_SILENT_SECONDS:
                 raise HolderLost(
                     f"run {run.name!r}: the process that trains it (epoch {run.epoch}) sent no message for "
-                    f"{now - last_message:.0f} s"
+                    f"{now - last_message:.0f} s. If it has ended, start the run again to continue."
                 )
             await asyncio.sleep(pause_seconds(now - last_order))
             continue

@@ -199,7 +199,10 @@ def standardize(config: RunConfig) -> Statistics:
     for term, values in scores.items():
         if not values or np.std(values) < MIN_SPREAD:
             description = f"{values[0]:g} for all {len(values)}" if values else "none"
-            raise BadInput(f"soup.terms: scores of {term!r} must differ under the start policy, found {description}")
+            raise BadInput(
+                f"soup.terms: scores of {term!r} must differ under the start policy, found {description}. Use another "
+                "reward, or other problems."
+            )
     return Statistics(
         mean=tuple(float(np.mean(values)) for values in scores.values()),
         std=tuple(float(np.std(values)) for values in scores.values()),
@@ -211,7 +214,10 @@ def rewards_of(config: RunConfig, evaluation: RunConfig) -> tuple[float, ...]:
     has no scores."""
     scores = _read_scores(config, evaluation)
     if missing := [term for term, values in scores.items() if not values]:
-        raise BadInput(f"Run {evaluation.name!r} has no scores of reward {missing[0]!r}.")
+        raise BadInput(
+            f"Run {evaluation.name!r} has no scores of reward {missing[0]!r}, because all of them are missing. Look at "
+            "its logs for errors of this reward."
+        )
     return tuple(float(np.mean(values)) for values in scores.values())
 
 

@@ -204,7 +204,7 @@ def soup_policy(
     chosen = [record for record in known if method in (None, record.method)]
     if len(chosen) != 1:
         methods = " or ".join(record.method for record in known)
-        raise BadInput(f"soup {name!r}: set --method to {methods}, found {method or 'none'}")
+        raise BadInput(f"soup {name!r}: set --method to {methods}, found {method or 'none'}.")
     record = chosen[0]
     check_preference(preference, len(record.terms))
     description: JsonValue = {

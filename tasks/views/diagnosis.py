@@ -16,6 +16,8 @@ LONGER: Final = "length_growth"
 risen."""
 RIGHT: Final = 0.9
 """Accuracy above which low entropy and uninformative groups are no problem, because the policy solves most problems."""
+MEMORIZED: Final = "memorized"
+"""Name of the warning about a held-out accuracy far below the sampled accuracy of the same iteration."""
 GAIN: Final = 0.1
 """Minimum rise of the mean reward that counts as a rise, in standard deviations of the first iteration's rewards."""
 
@@ -62,8 +64,8 @@ SYMPTOMS: Final = (
     Symptom(
         "credit/truncated_fraction",
         0.5,
-        "{:.0%} of the completions were cut off at rollout.sampling.max_new_tokens. Raise this limit, or warm the "
-        "policy up on answers that end in time.",
+        "{:.0%} of the completions were cut off at rollout.sampling.max_new_tokens. Raise this limit, or raise "
+        "warmup.steps, so that the policy first learns from the answers in the data when to end.",
     ),
     Symptom(
         INFORMATIVE,
@@ -165,6 +167,20 @@ def _compare_with_first(
         risen = metrics[reward] > first[reward] + GAIN * first.get("credit/reward_std", 0.0)
         changes |= {} if risen else {LONGER: metrics[length] / first[length]}
     return changes
+
+
+def compare_with_heldout(accuracy: float | None, heldout_accuracy: float | None) -> dict[str, str]:
+    """Return a warning if nearly all sampled completions are correct, but few answers to held-out problems are.
+
+    `heldout_accuracy` is the accuracy after the same iteration, or None if the policy was not evaluated then.
+    """
+    if accuracy is None or heldout_accuracy is None or accuracy <= RIGHT or heldout_accuracy >= accuracy / 2:
+        return {}
+    return {
+        MEMORIZED: f"Sampled accuracy is {accuracy:.0%}, but held-out accuracy is only {heldout_accuracy:.0%}: the "
+        "policy may have memorized the training prompts. Use more training problems, or train fewer iterations "
+        "(`rheostat export-policy --iteration` writes an earlier policy)."
+    }
 
 
 def summarize_warnings(warnings: Sequence[Mapping[str, str]], *, first: int = 1) -> list[str]:

@@ -51,7 +51,9 @@ def export_run(store: str, name: str, *, scores: str | None = None) -> list[str]
         if scores is None:
             numbers: Sequence[int] = [StageKey.parse(seal.key).iteration for seal in sealed_iterations(run)]
             if not numbers:
-                raise BadInput(f"Run {name!r} has no sealed iteration to export yet.")
+                raise BadInput(
+                    f"Run {name!r} has no sealed iteration to export yet. Wait until its first iteration ends."
+                )
             return [
                 export_parquet(run, export_tables(run, number), iteration_key(number))
                 for number in iterations_with_rollouts(run, numbers)
@@ -164,7 +166,7 @@ def write_export(tables: Iterable[pa.Table], path: Path, *, key: str) -> None:
     remaining = iter(tables)
     first = next(remaining, None)
     if first is None:
-        raise BadInput(f"There is no table to export as {key!r}.")
+        raise BadInput(f"There is no table to export as {key!r}, because no iteration has this data.")
     schema = first.schema.remove_metadata()  # the metadata of a shard describes that shard only
     with pq.ParquetWriter(path, schema, compression="zstd") as writer:
         writer.write_table(first.cast(schema))

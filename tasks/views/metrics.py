@@ -14,7 +14,7 @@ from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from models.config.training import EvaluationConfig
 from tasks.run.keys import StageKey, iteration_key, iteration_numbers
-from tasks.views.diagnosis import WAITED, find_warnings
+from tasks.views.diagnosis import WAITED, compare_with_heldout, find_warnings
 
 _TERM_MEAN = re.compile(r"credit/term_(.+)_mean")
 STAGES: Final = {
@@ -361,8 +361,12 @@ def run_costs(run: Run) -> dict[str, Cost]:
 
 def reports_of(run: Run, *, term: str) -> list[IterationReport]:
     """Return the statistics of every sealed iteration. `term` names the reward term that is reported as accuracy."""
-    seals = sealed_iterations(run)
-    return [read_report(sealed, term=term, first=seals[0]) for sealed in seals]
+    seals, heldout = sealed_iterations(run), {each.number: each.mean for each in evaluations_of(run)}
+    reports = [read_report(sealed, term=term, first=seals[0]) for sealed in seals]
+    found = [compare_with_heldout(each.accuracy, heldout.get(each.iteration)) for each in reports]
+    return [
+        each.model_copy(update={"warnings": each.warnings | more}) for each, more in zip(reports, found, strict=True)
+    ]
 
 
 def newest_reports(run: Run, number: int, *, limit: int, term: str) -> list[IterationReport]:

@@ -72,7 +72,7 @@ def write_sheet(run: Run, samples: Sequence[RolloutPreview], target: Path) -> No
             rows.setdefault(sample.prompt_id, []).append(sample)
     num_images = sum(map(len, rows.values()))
     if not num_images:
-        raise BadInput(f"--sheet {target}: none of the {len(samples)} rollouts has an image.")
+        raise BadInput(f"--sheet {target}: none of the {len(samples)} rollouts has an image. Remove --sheet.")
     if num_images > MAX_IMAGES:
         raise BadInput(f"--sheet {target}: at most {MAX_IMAGES} images fit, found {num_images}. Lower --limit.")
     images = _read_images(run, samples)

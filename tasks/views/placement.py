@@ -120,7 +120,9 @@ def measured_run(store: str, name: str) -> MeasuredRun:
     plans = {key: PlanInputs.model_validate(entry["inputs"]) for key, entry in entries.items() if key.endswith("/plan")}
     done = {key: plan for key, plan in plans.items() if f"{key.removesuffix('plan')}stage" in entries}
     if not done:
-        raise BadInput(f"Run {name!r} has no finished batch with a placement decision.")
+        raise BadInput(
+            f"Run {name!r} has no finished batch with a placement decision. Wait until the first batch ends."
+        )
     stages = tuple(_measure_stage(run, key.removeprefix("placement/"), plan) for key, plan in done.items())
     return MeasuredRun(run=name, workers=next(reversed(plans.values())).workers, stages=stages)
 

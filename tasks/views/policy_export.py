@@ -104,7 +104,7 @@ def _write_policy(
             adapter = None if policy.adapter is None else fetch_bundle(run.store, policy.adapter)
             write_in_process(ExportWork(base=base, adapter=adapter, target=directory, dtype=dtype))
             if not _is_there(run, policy):
-                raise Damaged("the files of the policy were deleted meanwhile")
+                raise Damaged("the files of the policy were deleted during the export. Choose a newer policy")
             (directory / CARD).write_text(card_of(run, policy, number=number))
     except (BadInput, Damaged, WorkerFailed, OSError):  # deleted files can cause any of these errors
         if _is_retired(run, policy) and not _is_there(run, policy):

@@ -48,7 +48,7 @@ def query_runs(store: str, sql: str, *, names: Sequence[str]) -> pa.Table:
     ]
     where = ", ".join(map(repr, names)) or f"the runs of {open_store(store).uri}"
     if not runs:
-        raise BadInput(f"{where}: no sealed iteration to query.")
+        raise BadInput(f"{where}: no sealed iteration to query. Wait until the first iteration ends.")
     with guarded_directory("rheostat-query-") as scratch, duckdb.connect() as database:
         database.execute("SET temp_directory = ?", [str(scratch / "spilled")])
         try:
@@ -57,7 +57,10 @@ def query_runs(store: str, sql: str, *, names: Sequence[str]) -> pa.Table:
             for view in _named_views(database, sql):
                 files = [str(path) for run in runs for path in _view_files(run, view, scratch)]
                 if not files:
-                    raise BadInput(f"{where}: table {view} cannot be read, because all of its data was deleted.")
+                    raise BadInput(
+                        f"{where}: table {view} cannot be read, because all of its data was deleted. Query a run that "
+                        "still has it."
+                    )
                 database.read_parquet(files, union_by_name=True).create_view(view)
                 readable += files
             _close_files(database, readable)

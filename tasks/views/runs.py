@@ -98,7 +98,10 @@ def write_image(run: Run, digest: str, target: Path) -> ShownImage:
         matches = [known for known in media.digests if known.startswith(digest)]
     if len(matches) != 1:
         matched = f"{len(matches)} images" if matches else f"none of {len(media.digests)} images"
-        raise BadInput(f"Digest {digest!r} must match one image of run {run.name!r}, but it matches {matched}.")
+        raise BadInput(
+            f"Digest {digest!r} must match one image of run {run.name!r}, but it matches {matched}. `rheostat "
+            "rollouts` prints the digests."
+        )
     if target.exists():
         raise BadInput(f"{target} already exists. Choose another file, or delete this one.")
     try:
@@ -229,7 +232,10 @@ def open_known_run(store: str, name: str) -> Run:
         return open_run(store, name)
     known = list_runs(store)
     if not known:
-        raise BadInput(f"There is no run {name!r} in {open_store(store).uri}, which has no runs. Set --store.")
+        raise BadInput(
+            f"There is no run {name!r} in {open_store(store).uri}, which has no runs. Set --store to the store of the "
+            "run."
+        )
     names = f"{', '.join(known[:10])}{', …' if len(known) > 10 else ''}"
     raise BadInput(f"There is no run {name!r} in {open_store(store).uri}. Existing runs: {names}{nearest(name, known)}")
 

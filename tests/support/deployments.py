@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 
-from flows.cli.prefect_api import PROFILE
+from flows.cli.passwords import PROFILE
 from tests.support.jobs import AUTH, PASSWORD, PATIENCE, ROOT, kill, process_tree, wait_for
 
 PREFECT = str(Path(sys.executable).with_name("prefect"))

@@ -22,7 +22,8 @@ from tests.support.sandboxes import MISSING
 
 SANDBOXED_BY_ROOT = (
     "This job runs as root. Sandboxed code (scoring.sandbox) runs as user 65534 and can only read files that every "
-    "user of this machine can read."
+    "user of this machine can read. If these settings read other files, make the files readable for all users (chmod "
+    "o+r), or run the job as another user."
 )
 
 
@@ -69,9 +70,9 @@ def test_a_dry_run_reduces_a_default_that_exceeds_the_number_of_problems(place, 
     Path("job.toml").write_text(document.replace("prompts = 1\n", "").replace("problems = 1\n", ""))
     assert main(["train", "job.toml", "--dry-run"]) == 0
     shown = capsys.readouterr().out
-    assert "8 prompts x 8 = 64 completions in 1 shards" in shown
-    assert "note: rollout.prompts is 8 instead of its default 64: there are 8 training problems.\n" in shown
-    assert "note: evaluation.problems is 2 instead of its default 256: there are 2 held-out problems.\n" in shown
+    assert "8 prompts x 8 = 64 completions in 1 shard (data files of up to " in shown
+    assert "note: rollout.prompts is 8 instead of its default 64, because there are 8 training problems.\n" in shown
+    assert "note: evaluation.problems is 2 instead of its default 256, because there are 2 held-out problems. " in shown
 
 
 def test_a_dry_run_reports_settings_that_cannot_take_full_effect(place, capsys, monkeypatch):
@@ -87,9 +88,12 @@ def test_a_dry_run_reports_settings_that_cannot_take_full_effect(place, capsys, 
     notes = [line.removeprefix("note: ") for line in shown.splitlines() if line.startswith("note: ")]
     assert notes[0].startswith("The pools need 48 GPUs (")
     assert notes[1:] == [
-        "update.minibatches is 9, but an iteration has 4 prompts, so it takes 4 optimizer steps.",
-        "pools.update_ranks is 3, but an optimizer step has 2 completions, so some ranks are idle.",
-        "1 of 8 training problems is a duplicate of another.",
+        "update.minibatches is 9, but an iteration has 4 prompts, so it takes 4 optimizer steps. For more steps, raise "
+        "rollout.prompts.",
+        "pools.update_ranks is 3, but an optimizer step has 2 completions, so some ranks are idle. Lower "
+        "pools.update_ranks or update.minibatches, or raise rollout.prompts.",
+        "1 of 8 training problems is a duplicate of another. Remove the duplicates from the data to train equally "
+        "often on each problem.",
         *([SANDBOXED_BY_ROOT] if switches_user() and not MISSING else []),
     ]
     assert "4 per iteration, 96 remaining" in shown

@@ -30,7 +30,8 @@ from prefect.settings import (
 from websockets.exceptions import ConnectionClosedError, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from flows.cli.prefect_api import PROFILE, configured_password, print_password, read_password, run_flow, store_password
+from flows.cli.passwords import PROFILE, configured_password, print_password, read_password, store_password
+from flows.cli.prefect_api import run_flow
 from infra.errors import ApiFailed
 from tests.support.jobs import PASSWORD, RHEOSTAT, ROOT, copy_prefect_database, kill, wait_for
 from tests.support.terminal import on_terminal

@@ -16,8 +16,10 @@ def test_unset_sizes_are_reduced_to_the_number_of_problems_and_reported():
     config, told = with_data_sized_defaults(accepted("data.kind=file", "data.path=a.jsonl"), FEW)
     assert (config.rollout.prompts, config.evaluation.problems) == (47, 3)
     assert told == [
-        "rollout.prompts is 47 instead of its default 64: there are 47 training problems.",
-        "evaluation.problems is 3 instead of its default 256: there are 3 held-out problems.",
+        "rollout.prompts is 47 instead of its default 64, because there are 47 training problems.",
+        "evaluation.problems is 3 instead of its default 256, because there are 3 held-out problems. To evaluate on "
+        "more problems, raise data.heldout_fraction, or set data.heldout_path to another file. The paired test of "
+        "`rheostat compare` and the gate of a retrain need at least 30 problems.",
     ]
     assert with_data_sized_defaults(config, FEW) == (config, []), "what was chosen once is chosen"
 

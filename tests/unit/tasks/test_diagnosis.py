@@ -2,7 +2,16 @@
 
 import pytest
 
-from tasks.views.diagnosis import ENTROPY_LEFT, INFORMATIVE, LONGER, WAITED, find_warnings, summarize_warnings
+from tasks.views.diagnosis import (
+    ENTROPY_LEFT,
+    INFORMATIVE,
+    LONGER,
+    MEMORIZED,
+    WAITED,
+    compare_with_heldout,
+    find_warnings,
+    summarize_warnings,
+)
 
 GOOD = {
     "credit/ended_failed_fraction": 0.0, "credit/call_error_fraction": 0.02, "credit/ended_turns_fraction": 0.1,
@@ -62,6 +71,14 @@ def test_a_nearly_perfect_policy_may_have_low_entropy_and_uninformative_groups()
 def test_a_constant_reward_gives_one_warning_and_none_about_uninformative_groups():
     flat = GOOD | {"credit/term_right_std": 0.0, "credit/informative_groups": 0.0}
     assert find_warnings(flat, first=FIRST, accuracy=0.4).keys() == {"credit/term_right_std"}
+
+
+def test_a_policy_that_solves_training_prompts_but_few_heldout_problems_gives_a_warning():
+    [(found, warning)] = compare_with_heldout(0.95, 0.4).items()
+    assert found == MEMORIZED and "Sampled accuracy is 95%, but held-out accuracy is only 40%" in warning
+    assert "may have memorized the training prompts" in warning
+    for accuracy, heldout in ((0.95, 0.5), (0.9, 0.1), (None, 0.1), (0.95, None)):
+        assert compare_with_heldout(accuracy, heldout) == {}
 
 
 def test_a_run_reports_each_warning_once_with_its_last_iteration():
