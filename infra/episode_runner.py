@@ -11,15 +11,34 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import inspect
 import json
-import math
-import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 ROLES = ("tool", "user", "system")
+MAX_STEP_BYTES = (1 << 24) - (1 << 16)
+"""Maximum size of the messages of a step as JSON. A step with its other fields must fit into a frame of 16 MiB."""
+KEPT_CHARACTERS = 1 << 20
+"""Number of characters that are kept of the messages of a larger step. Each takes at most 12 bytes of JSON."""
+OMISSION = "\n[...]\n"
+"""Marker for text that was removed."""
+
+
+def _import_sibling(name: str) -> ModuleType:
+    """Import a file in the same folder as this one."""
+    spec = importlib.util.spec_from_file_location(f"rheostat_{name}", Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None, "the file exists"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+plain_values: Any = _import_sibling("plain_values")
 
 
 class ToolError(Exception):
@@ -33,7 +52,7 @@ class ToolCall:
     name: str
     arguments: Mapping[str, Any]
     error: str = ""
-    """Reason why the call could not be parsed, or an empty string if it was parsed."""
+    """Reason why the call could not be parsed or has wrong arguments, or an empty string."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +86,7 @@ def parse_step(value: object, *, role: str) -> dict[str, Any]:
         return {"messages": [_message(value, role)], "done": False, "reward": None}
     parts = value if isinstance(value, Mapping) else getattr(value, "__dict__", None)
     if not isinstance(parts, Mapping) or not {"messages", "done", "reward"} & set(parts):
-        raise NoStep(f"expected a text, None, or messages, done and reward, found {type(value).__name__}")
+        raise NoStep(f"expected a text, None, or messages, done and reward, found {plain_values.describe_type(value)}")
     content = parts.get("messages") or ()
     if not isinstance(content, (str, Mapping, list, tuple)):
         raise NoStep(f"expected a text or a list as messages, found {content!r:.80}")
@@ -83,18 +102,50 @@ def _message(value: object, role: str) -> dict[str, str]:
     message = {"role": role, "content": value} if isinstance(value, str) else value
     if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
         raise NoStep(f"expected a message with a text as content, found {value!r:.80}")
-    observation = {"role": str(message.get("role", role)), "content": message["content"]}
+    repair_text = plain_values.repair_text
+    observation = {"role": str(message.get("role", role)), "content": repair_text(message["content"])}
     if observation["role"] not in ROLES:
         raise NoStep(f"expected a message of role {', '.join(ROLES)}, found {observation['role']!r}")
-    return {**observation, "name": str(message["name"])} if message.get("name") else observation
+    return {**observation, "name": repair_text(str(message["name"]))} if message.get("name") else observation
 
 
 def _reward(value: object) -> float | None:
     if value is None:
         return None
-    if not isinstance(value, numbers.Real) or not math.isfinite(float(value)):
-        raise NoStep(f"expected a finite number as reward, found {value!r:.40}")
-    return float(value)
+    try:
+        number: float = plain_values.to_number(value)
+    except plain_values.InvalidValue:
+        is_plain = isinstance(value, (str, bool, int, float))
+        description = f"{value!r:.40}" if is_plain else plain_values.describe_type(value)
+        raise NoStep(f"expected a finite number as reward, found {description}") from None
+    return number
+
+
+def shorten_step(step: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a step whose messages together are not too large to be sent. The middle of longer texts is removed.
+
+    Raises NoStep if the step has too many messages.
+    """
+    messages = step["messages"]
+    if sum(map(_size_of, messages)) <= MAX_STEP_BYTES:
+        return dict(step)
+    num_kept = KEPT_CHARACTERS // len(messages)
+    shorter = [{**each, "content": _drop_middle(each["content"], num_kept)} for each in messages]
+    if sum(map(_size_of, shorter)) > MAX_STEP_BYTES:
+        raise NoStep(f"expected messages of at most {MAX_STEP_BYTES} bytes together, found {len(messages)} messages")
+    return {**step, "messages": shorter}
+
+
+def _size_of(message: Mapping[str, str]) -> int:
+    """Return the bytes of a message as JSON."""
+    return len(json.dumps(message))
+
+
+def _drop_middle(text: str, num_kept: int) -> str:
+    """Return the text with at most `num_kept` characters, from its start and its end, and a marker between them."""
+    if len(text) <= num_kept:
+        return text
+    return f"{text[: (num_kept + 1) // 2]}{OMISSION}{text[len(text) - num_kept // 2 :]}"
 
 
 # ---- tools
@@ -138,13 +189,22 @@ def call_tool(call: ToolCall, tools: Mapping[str, Callable[..., object]]) -> str
         if isinstance(error, ToolError) or any(kind.__name__ == "ToolError" for kind in type(error).__mro__):
             return f"Error: {error}"
         raise
-    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+    if isinstance(result, str):
+        return result
+    return json.dumps(plain_values.to_json_value(result), ensure_ascii=False, default=_refuse_result)
 
 
-def build_schemas(tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return the JSON schemas of tools for chat templates. The schemas are derived from type hints and docstrings.
+def _refuse_result(value: object) -> object:
+    """Raise NoStep for a part of a tool's result that JSON does not allow."""
+    kind = plain_values.describe_type(value)
+    raise NoStep(f"expected a text or a JSON value as the result of the tool, found {kind}")
 
-    Tools that are already schemas are returned unchanged. Raises ValueError if a schema cannot be derived.
+
+def build_schemas(tools: Sequence[Any], *, skip_unknown: bool = False) -> list[dict[str, Any]]:
+    """Return the schemas of tools for chat templates, derived from type hints and docstrings.
+
+    Tools that are schemas already are returned unchanged. With `skip_unknown`, docstrings are not required, and tools
+    whose type hints are not sufficient are left out. Otherwise raises ValueError if a schema cannot be derived.
     """
     if all(isinstance(tool, Mapping) for tool in tools):
         return list(tools)
@@ -154,9 +214,27 @@ def build_schemas(tools: Sequence[Any]) -> list[dict[str, Any]]:
         try:
             schemas.append(library.get_json_schema(tool))
         except Exception as error:  # the library raises several kinds of errors
+            if skip_unknown:
+                schemas += _schemas_from_type_hints(tool, library)
+                continue
             name = getattr(tool, "__name__", tool)
             raise ValueError(f"no schema can be derived for the tool {name!r}: {error}") from error
     return schemas
+
+
+def _schemas_from_type_hints(tool: Callable[..., object], library: Any) -> list[dict[str, Any]]:  # noqa: ANN401
+    """Return the schema of a function's parameters, in a list that is empty if the type hints are not sufficient."""
+    try:
+        parameters = library.chat_template_utils._convert_type_hints_to_json_schema(tool)
+        parameters["properties"].pop("return", None)
+        kinds = {each.kind for each in inspect.signature(tool).parameters.values()}
+        return (
+            []
+            if inspect.Parameter.VAR_KEYWORD in kinds
+            else [{"type": "function", "function": {"name": tool.__name__, "parameters": parameters}}]
+        )
+    except Exception:  # any failure of the library means that the tool accepts all arguments
+        return []
 
 
 # ---- episodes
@@ -183,7 +261,7 @@ class LiveEpisodes:
         for turn in turns[processed:]:
             step = parse_step(environment.step(turn), role=self._role)
         self._live[call["episode"]] = environment, len(turns)
-        return step
+        return shorten_step(step)
 
     def close(self, names: Iterable[str]) -> None:
         """Close finished episodes. If closing one episode fails, the others are still closed."""
@@ -200,4 +278,5 @@ class LiveEpisodes:
 
 def parse_turn(document: Mapping[str, Any], number: int) -> EpisodeTurn:
     """Return a turn from its JSON form. `number` is the index of the turn, starting at 0."""
-    return EpisodeTurn(document["text"], tuple(ToolCall(**call) for call in document["calls"]), number)
+    calls = (ToolCall(call["name"], call["arguments"], call["error"]) for call in document["calls"])
+    return EpisodeTurn(document["text"], tuple(calls), number)

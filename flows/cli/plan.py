@@ -1,7 +1,7 @@
 """Plan of a run: sizes, workers and memory, computed before anything is written."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import ceil
 
 import psutil
@@ -59,6 +59,7 @@ def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
         f"{_describe_waves(config)}",
         "problems": f"{facts['train_problems']:,.0f} training, {facts['heldout_problems']:,.0f} held out"
         + (f"; {facts['too_long']:,.0f} left out because they are too long" if facts["too_long"] else ""),
+        **_describe_images(config, facts),
         "policy": f"{facts['parameters']:,.0f} parameters, context {facts['context']:,.0f} tokens",
         **_describe_adapter(config, facts),
         "longest": _describe_lengths(config, facts),
@@ -138,6 +139,18 @@ def _describe_lengths(config: RunConfig, facts: dict[str, float]) -> str:
     return f"a prompt of {prompt} bytes; {denoising.steps} denoising steps, of which {trained} are trained on"
 
 
+def _describe_images(config: RunConfig, facts: Mapping[str, float]) -> dict[str, str]:
+    """Return the line about images that were converted to RGB with 8 bits per channel, if there are any."""
+    kinds = {name.partition("/")[2]: number for name, number in facts.items() if name.startswith("images/")}
+    total = kinds.pop("images", 0)
+    if not kinds:
+        return {}
+    listed = ", ".join(f"{number:,.0f} {kind}" for kind, number in kinds.items())
+    color = config.data.image_background
+    ground = f"; transparency on {color}" if "transparent" in kinds else ""
+    return {"images": f"{sum(kinds.values()):,.0f} of {total:,.0f} converted to RGB with 8 bits: {listed}{ground}"}
+
+
 def _list_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
     """Yield notes on settings that will not work as configured, or probably not as intended."""
     pools, minibatches, prompts = config.pools, config.update.minibatches, config.rollout.prompts
@@ -175,6 +188,12 @@ def _list_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
         yield (
             f"transformers computes state-space layers without kernels here, in chunks of {chunk} tokens. Rows are "
             "padded to whole chunks, so an iteration may take minutes. Install mamba_ssm and causal_conv1d (GPUs only)."
+        )
+    if twins := int(facts.get("near_twins", 0)):
+        yield (
+            f"{twins} of {facts['heldout_problems']:,.0f} held-out problems differ from a training problem only in "
+            "letter case, white space or Unicode normalization. Remove one of each two, so that evaluations measure "
+            "unseen problems."
         )
     if (sandboxed := _list_sandboxed(config)) and switches_user():
         yield (

@@ -4,11 +4,15 @@ continues."""
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from infra.processes.child import Child, Interpreter, check_answer, invalid_answer
+
+DescribedTools = Literal["none", "known", "all"]
+"""Tools for which a process returns schemas: no tools, the tools whose type hints are sufficient, or all tools. Schemas
+take seconds. The process is refused if it cannot describe `all` tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +30,17 @@ class RunEnvironment:
     """Keyword arguments with which the environment class is instantiated."""
     role: str = "tool"
     """Chat role of messages for which the environment specifies no role."""
-    describes: bool = False
-    """Whether the process must return JSON schemas of the tools, which takes seconds."""
+    describes: DescribedTools = "none"
+    """Tools that the process describes with schemas."""
 
     @property
     def targets(self) -> tuple[str, ...]:
         """Import strings of the environment class and of all tools."""
         return (self.target, *self.tools) if self.target else self.tools
 
-    def with_schemas(self) -> "RunEnvironment":
-        """Return a copy of this description that also requests the schemas of the tools."""
-        return replace(self, describes=True)
+    def with_schemas(self, describes: DescribedTools = "all") -> "RunEnvironment":
+        """Return a copy that also requests the schemas of these tools."""
+        return replace(self, describes=describes)
 
 
 @dataclass(frozen=True, slots=True)

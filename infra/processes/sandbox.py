@@ -63,7 +63,7 @@ _CONFIGURATION = (
     "ssl/certs",
 )
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", *(f"/etc/{name}" for name in _CONFIGURATION))
-_RUNNERS = [str(path) for path in Path(runner.__file__).parent.glob("*runner.py")]
+_RUNNERS = [str(path) for path in Path(runner.__file__).parent.glob("*.py") if path.name in runner.FILES]
 _QUESTION = """
 import json, sys
 print(json.dumps([sys.version_info[:2], sys.executable, sys.prefix, sys.base_prefix, *sys.path]))

@@ -323,10 +323,10 @@ def _check_preferences(
         load_preferences(inputs.preferences, inputs.data, split=split, seed=inputs.seed)
         for split in ("train", "heldout")
     )
-    heldout_prompts, input_errors = {problem.identity for problem in heldout}, InputErrors()
+    heldout_prompts, input_errors = {(each.identity_version, each.identity) for each in heldout}, InputErrors()
     for pair in train:
         with input_errors.collect(pair.source):
-            if identity(pair.prompt) in heldout_prompts:
+            if any((rule, identity(pair.prompt, version=rule)) in heldout_prompts for rule in (1, 2)):
                 raise BadInput(f"{pair.source}: this training pair uses a held-out problem. Remove one of the two.")
     input_errors.check()
     if inputs.dpo is not None:

@@ -6,6 +6,7 @@ from typing import Final
 
 from infra.errors import BadInput
 from models.config.data import DataConfig
+from models.data.color_conversion import count_conversions
 from models.data.curriculum import max_prompts
 from models.data.problems import Problem
 
@@ -16,10 +17,16 @@ EVALUATED: Final = "evaluation.problems"
 def count_problems(data: DataConfig, train: Sequence[Problem], heldout: Sequence[Problem]) -> dict[str, float]:
     """Count the problems and the maximum number of prompts in an iteration.
 
-    For a mixture, `scarce_part` is the part that limits this maximum.
+    For a mixture, `scarce_part` is the part that limits this maximum. `near_twins` counts the held-out problems that
+    differ from a training problem only in letter case, white space or Unicode normalization. `images/KIND` is the
+    number of images that were converted for this reason.
     """
     counts: dict[str, float] = {"train_problems": len(train), "heldout_problems": len(heldout)}
     counts["repeated_problems"] = len(train) - len({problem.identity for problem in train})
+    training_keys = {problem.split_key for problem in train}
+    counts["near_twins"] = sum(problem.split_key in training_keys for problem in heldout)
+    images = (image for problem in (*train, *heldout) for image in problem.images)
+    counts |= {f"images/{kind}": number for kind, number in count_conversions(images).items()}
     if not data.weights:
         return counts | {"max_prompts": len(train)}
     parts = Counter(problem.part for problem in train)

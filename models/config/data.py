@@ -1,24 +1,19 @@
 """Configuration of the problems to train on, and of preferences between completions. Torch-free."""
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from infra.config import Fraction, Positive, Settings, Since
+from infra.config import Fraction, Positive, Since
 from infra.renamed import RenamedFrom
 from infra.store.inputs import Location
 from infra.variants import OneOf, Target, Variant
+from models.config.file_rules import FileRules
+from models.config.images import ImageFileSettings, PixelLimits
 from models.config.texts import TextSettings
 
 OnTooLong = Literal["refuse", "drop"]
-
-
-class PixelLimits(NamedTuple):
-    """Minimum and maximum image size in pixels (width × height). None keeps the value that comes with the policy."""
-
-    min_pixels: int | None = None
-    max_pixels: int | None = None
 
 
 class DataSource(TextSettings, Variant):
@@ -47,6 +42,14 @@ class DataSource(TextSettings, Variant):
     on_too_long: Annotated[OnTooLong, Since("0.1.0", before="refuse"), RenamedFrom("too_long")] = "refuse"
     """Action for problems whose prompt leaves no room for a completion in the policy's context: "refuse" ends the run
     before it begins, "drop" excludes them from iterations, evaluations and warm-up, and records their number."""
+
+    image_background: Annotated[
+        Annotated[str, Field(pattern=r"^(white|black|#[0-9a-fA-F]{6}|unconverted)$")],
+        Since("0.2.0", before="unconverted"),
+    ] = "white"
+    """Color on which transparent images are composed: `white`, `black` or `#rrggbb`. Images with more than 8 bits per
+    channel are scaled to 8 bits. `unconverted` passes all images to the policy as they are, which drops transparency
+    and makes most shades of 16 bits white."""
 
     @property
     def has_answers(self) -> bool:
@@ -173,7 +176,7 @@ class MeasuresData(DataSource):
         return self.heldout_problems
 
 
-class ProblemFile(Settings):
+class ProblemFile(FileRules, ImageFileSettings):
     """A file of problems and the way to read it."""
 
     path: Location
@@ -197,17 +200,6 @@ class ProblemFile(Settings):
     """System message put before each chat that has none. If set, plain text becomes the user's message of a chat."""
     limit: Positive | None = None
     """Maximum number of problems to read from each file."""
-    images_column: Annotated[str | None, Since("0.1.0", before=None)] = None
-    """Column with the images of the prompt, one or a list: paths below `images_root`, bytes, structs `{bytes, path}` or
-    texts `data:image/...;base64,`. Not set means that prompts have no images."""
-    images_root: Annotated[Location | None, Since("0.1.0", before=None)] = None
-    """Directory to which the paths of images are relative, on this machine or at s3://bucket/name. The default is the
-    directory of the file."""
-    min_pixels: Annotated[Positive | None, Since("0.1.0", before=None)] = None
-    """Minimum size of an image in pixels (width × height). Smaller images are enlarged. Only for policies whose image
-    processor supports it. If not set, the value that comes with the policy is used."""
-    max_pixels: Annotated[Positive | None, Since("0.1.0", before=None)] = None
-    """Maximum size of an image in pixels (width × height). Larger images are shrunk, so they have fewer tokens."""
 
     @field_validator("environment_columns")
     @classmethod
@@ -220,25 +212,10 @@ class ProblemFile(Settings):
             raise ValueError(f"each column may be listed only once, found {', '.join(columns)}. Remove the repetition")
         return columns
 
-    @model_validator(mode="after")
-    def _check_pixels(self) -> Self:
-        if any(self.pixels) and self.images_column is None:
-            raise ValueError("min_pixels and max_pixels have no effect without images_column. Set it, or remove them")
-        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
-            raise ValueError(
-                f"min_pixels is {self.min_pixels}, but max_pixels is only {self.max_pixels}. Raise max_pixels"
-            )
-        return self
-
     @property
     def has_answers(self) -> bool:
         """Whether a column with reference answers is configured."""
         return self.answer_column is not None
-
-    @property
-    def pixels(self) -> PixelLimits:
-        """Minimum and maximum image size as configured."""
-        return PixelLimits(self.min_pixels, self.max_pixels)
 
 
 class FileData(ProblemFile, DataSource):
@@ -374,7 +351,7 @@ class ArithmeticPreferences(Preferences):
             )
 
 
-class FilePreferences(Preferences):
+class FilePreferences(FileRules, Preferences):
     """Pairs from a JSON Lines, Parquet or Arrow file."""
 
     implementation = "models.data.examples:file_preferences"

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from infra.config import Positive
+from infra.config import Positive, Since
 from infra.processes.episodes import RunEnvironment
 from infra.renamed import RenamedFrom
 from infra.store.inputs import Location, Program
@@ -37,6 +37,10 @@ class EpisodeSettings(Variant, ABC):
     parser: str = "auto"
     """Parser of tool calls in the policy's turns: `hermes`, `llama3_json`, `none`, a function `pkg.mod:function`, or
     `auto`, which chooses by the tokenizer."""
+    arguments: Annotated[Literal["checked", "unchecked"], Since("0.2.0", before="unchecked")] = "checked"
+    """Handling of the arguments of tool calls. `checked` compares them with the schema of the tool: the policy reads
+    which argument is missing, unknown or of a wrong type. Arguments that are a JSON text are decoded. `unchecked`
+    passes all arguments to the tool, whose error fails the episode."""
     max_turns: Positive = 4
     """Maximum number of policy turns, after which an episode ends."""
     turn_tokens: Positive = 256

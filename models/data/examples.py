@@ -15,8 +15,18 @@ from infra.variants import implementation_of
 from models.config.data import ArithmeticPreferences, DataConfig, FilePreferences, Preferences
 from models.config.training import WarmupConfig
 from models.data.arithmetic import wrong_completion
-from models.data.files import read_messages, read_prompt, read_rows, read_text
-from models.data.problems import Problem, Prompt, check_places, fill_prompt, identity, is_heldout, load_problems
+from models.data.files import read_messages, read_prompt, read_text
+from models.data.problems import (
+    Problem,
+    Prompt,
+    check_places,
+    fill_prompt,
+    identity,
+    is_heldout,
+    load_problems,
+    split_key,
+)
+from models.data.rows import read_rows
 
 
 class Example(NamedTuple):
@@ -173,7 +183,7 @@ def file_preferences(config: FilePreferences, data: DataConfig, split: str, seed
         pairs = [
             pair
             for pair in _read_pairs(config.path, config)
-            if is_heldout(identity(pair.prompt), config.heldout_fraction) == in_heldout
+            if is_heldout(split_key(pair.prompt, version=config.version), config.heldout_fraction) == in_heldout
         ]
     if not pairs:
         raise BadInput(
@@ -187,7 +197,7 @@ def _read_pairs(path: Path, config: FilePreferences) -> list[Preference]:
     """Read all pairs of a file, before the template and the split are applied. Raises BadInput for invalid rows."""
     columns = [config.prompt_column, config.chosen_column, config.rejected_column]
     pairs, input_errors = list[Preference](), InputErrors()
-    for place, row in read_rows(path, columns, input_errors):
+    for place, row in read_rows(path, columns, input_errors, version=config.version):
         with input_errors.collect(place):
             pairs.append(_build_pair(place, row, config))
     input_errors.check()
@@ -226,9 +236,12 @@ def _read_completion(place: str, row: Mapping[str, object], column: str) -> str:
 
 def _require_new_prompts(heldout: Sequence[Preference], config: FilePreferences) -> None:
     """Raise BadInput if a held-out prompt is also a training prompt."""
-    training_prompts, input_errors = {identity(pair.prompt) for pair in _read_pairs(config.path, config)}, InputErrors()
+    training_prompts, input_errors = (
+        {identity(pair.prompt, version=config.version) for pair in _read_pairs(config.path, config)},
+        InputErrors(),
+    )
     for pair in heldout:
         with input_errors.collect(pair.source):
-            if identity(pair.prompt) in training_prompts:
+            if identity(pair.prompt, version=config.version) in training_prompts:
                 raise BadInput(f"{pair.source}: this held-out prompt is also a training prompt. Remove one of the two.")
     input_errors.check()

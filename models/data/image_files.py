@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from infra.errors import BadInput, InputErrors
 from infra.store.inputs import fetch_path
 from models.config.data import ProblemFile
-from models.data.files import find_format, text_rows
+from models.data.rows import find_format, text_rows
 
 PATH, BYTES = "path", "bytes"
 """Field names of the image structs that `datasets` writes."""

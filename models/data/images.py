@@ -1,6 +1,7 @@
 """Images of problems: read from the rows of a file and checked before training starts. Torch-free.
 
-The encoded bytes are stored unchanged. Only the header is used. Pixels are decoded just to check that this is possible.
+The encoded bytes are stored unchanged, except of images that need a conversion (`color_conversion`). Otherwise only the
+header is used. Pixels are decoded just to check that this is possible.
 """
 
 import base64
@@ -19,6 +20,7 @@ from PIL import ExifTags, Image, ImageFile, ImageOps
 
 from infra.errors import BadInput
 from infra.store.inputs import fetch_path, format_path, is_remote
+from models.data.color_conversion import convert_to_rgb, encode_converted, find_conversion
 from models.records.schemas import MEDIA_SCHEMA
 from models.vision.families import ImageSize
 
@@ -105,10 +107,25 @@ def data_address(encoded: bytes) -> str:
     return f"data:{kind};base64,{base64.b64encode(encoded).decode()}"
 
 
-def decode_picture(encoded: bytes) -> Image.Image:
-    """Decode an image to RGB with its EXIF orientation applied. Raises BadInput if the image cannot be opened."""
+def open_picture(encoded: bytes, *, background: str = "white") -> Image.Image:
+    """Decode an image to RGB with its EXIF orientation applied, all shades scaled and transparency on the background.
+
+    Raises BadInput if the image cannot be opened.
+    """
     with _open_image(encoded, where="image") as opened:
-        return ImageOps.exif_transpose(opened).convert("RGB")
+        return convert_to_rgb(ImageOps.exif_transpose(opened), background)
+
+
+def convert_image(encoded: bytes, background: str, *, where: str) -> bytes:
+    """Return an image as it is, or as an RGB PNG if policies would lose shades or transparency of it.
+
+    Raises BadInput if the image cannot be decoded.
+    """
+    with _open_image(encoded, where=where) as image:
+        try:
+            return encode_converted(image, background) if find_conversion(image) else encoded
+        except Exception as error:  # decoders raise any kind of exception for unexpected bytes
+            raise BadInput(f"{where}: the image cannot be decoded: {_reason(error)}") from error
 
 
 def thumbnail(encoded: bytes) -> bytes:
@@ -116,7 +133,7 @@ def thumbnail(encoded: bytes) -> bytes:
 
     Tiny pictures are enlarged without smoothing.
     """
-    image = decode_picture(encoded)
+    image = open_picture(encoded)
     image.info.clear()  # color profiles may be larger than the copy
     for side in (96, 64, 32):
         small = image.copy()

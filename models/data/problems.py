@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol, cast
 
 from blake3 import blake3
@@ -12,7 +12,8 @@ from infra.errors import BadInput
 from infra.plugins import find_target
 from infra.variants import implementation_of
 from models.config.data import DataConfig
-from models.data.images import digest_of
+from models.data.canonical import canonicalize_columns, canonicalize_text, fold_text, map_texts
+from models.data.images import convert_image, digest_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class Problem:
     worked_turns: tuple[str, ...] = ()
     """Worked solution of an episode: turns of the policy, alternating with the answers of the environment."""
     images: tuple[bytes, ...] = field(default=(), repr=False)
-    """Images of the prompt in their order, with the encoded bytes unchanged."""
+    """Encoded images of the prompt in their order."""
     columns: Mapping[str, JsonValue] = field(default_factory=dict, hash=False)
     """Columns that an environment receives in addition to the prompt and the answer."""
     part: int = 0
@@ -81,10 +82,18 @@ class Problem:
         """Digests of the images."""
         return tuple(map(digest_of, self.images))
 
+    identity_version: int = 1
+    """Version of the rule for the identity of the problem (`ProblemFile.version`)."""
+
     @property
     def identity(self) -> str:
         """Text that identifies the problem in hashes and comparisons, built from its prompt, images and columns."""
-        return identity(self.prompt, self.digests, self.columns)
+        return identity(self.prompt, self.digests, self.columns, version=self.identity_version)
+
+    @property
+    def split_key(self) -> str:
+        """Text whose hash assigns the problem to a split. Problems that are nearly the same have the same key."""
+        return split_key(self.prompt, self.digests, self.columns, version=self.identity_version)
 
 
 class ProblemSource(Protocol):
@@ -121,15 +130,43 @@ def is_heldout(text: str, share: float) -> bool:
     return int.from_bytes(blake3(text.encode()).digest(length=8), "big") < share * 2**64
 
 
-def identity(prompt: Prompt, images: Sequence[str] = (), columns: Mapping[str, JsonValue] = {}) -> str:
+def identity(
+    prompt: Prompt, images: Sequence[str] = (), columns: Mapping[str, JsonValue] = {}, *, version: int = 1
+) -> str:
     """Return a text that identifies a prompt with its images (by digest) and columns in hashes and comparisons.
 
-    `columns` are the additional values that an environment receives.
+    `columns` are the additional values that an environment receives. In version 2 the text does not depend on the
+    format of the file, on Unicode normalization or on outer white space.
     """
+    return _identify(prompt, images, columns, convert=None if version == 1 else canonicalize_text)
+
+
+def split_key(
+    prompt: Prompt, images: Sequence[str] = (), columns: Mapping[str, JsonValue] = {}, *, version: int = 1
+) -> str:
+    """Return the text whose hash assigns a prompt to a split.
+
+    In version 1 this is the identity. In version 2, prompts that differ only in letter case, white space or Unicode
+    normalization have the same key, so such near twins are never in different splits.
+    """
+    return _identify(prompt, images, columns, convert=None if version == 1 else fold_text)
+
+
+def _identify(
+    prompt: Prompt,
+    images: Sequence[str],
+    columns: Mapping[str, JsonValue],
+    *,
+    convert: Callable[[str], str] | None,
+) -> str:
+    """Join prompt, images and columns to one text. Without `convert`, all texts and values are used unchanged."""
     if isinstance(prompt, str):
-        text = prompt
+        text = convert(prompt) if convert else prompt
     else:
-        text = json.dumps([[*turn.encode().values()] for turn in prompt], ensure_ascii=False)
+        turns: JsonValue = [[*turn.encode().values()] for turn in prompt]
+        text = json.dumps(map_texts(turns, convert) if convert else turns, ensure_ascii=False)
+    if convert:
+        columns = {name: map_texts(value, convert) for name, value in canonicalize_columns(columns).items()}
     if columns:
         return json.dumps([text, list(images), encode_columns(columns)], ensure_ascii=False)
     return json.dumps([text, list(images)], ensure_ascii=False) if images else text
@@ -238,4 +275,15 @@ def load_problems(data: DataConfig, split: str, seed: int) -> list[Problem]:
         if not isinstance(problem, Problem):
             raise BadInput(f"{where}: expected objects of models.data.problems.Problem, found {problem!r:.80}")
         check_columns(problem.columns, source=problem.source)
-    return problems
+    return problems if data.image_background == "unconverted" else [_convert_images(each, data) for each in problems]
+
+
+def _convert_images(problem: Problem, data: DataConfig) -> Problem:
+    """Return the problem with its images converted to RGB if policies would lose shades or transparency of them."""
+    if not problem.images:
+        return problem
+    images = [
+        convert_image(image, data.image_background, where=f"{problem.source}: image {number}")
+        for number, image in enumerate(problem.images, start=1)
+    ]
+    return replace(problem, images=tuple(images))

@@ -24,7 +24,7 @@ from infra.processes.child import (
     rheostat_interpreter,
     user_interpreter,
 )
-from infra.processes.episodes import EnvironmentStep, EpisodeProcess, EpisodeRequest
+from infra.processes.episodes import DescribedTools, EnvironmentStep, EpisodeProcess, EpisodeRequest
 from infra.variants import implementation_of
 from models.config.environments import EnvironmentSettings, McpEnvironment
 from models.environments.responders import TurnAnswer
@@ -54,25 +54,25 @@ class EnvironmentProcess(ChildProgram, Protocol):
 class ProcessStarter(Protocol):
     """Function that starts a process for an environment. Registered for each kind of environment."""
 
-    def __call__(self, settings: Any, /, *, describes: bool) -> EnvironmentProcess:  # noqa: ANN401 -- settings differ by kind
-        """Start the process. With `describes`, it also computes the schemas of its tools, which takes seconds.
+    def __call__(self, settings: Any, /, *, describes: DescribedTools) -> EnvironmentProcess:  # noqa: ANN401 -- settings differ by kind
+        """Start the process. `describes` selects the tools for which it returns schemas.
 
         Raises BadInput if the environment cannot be used.
         """
 
 
-def start_process(settings: EnvironmentSettings, *, describes: bool = False) -> EnvironmentProcess:
+def start_process(settings: EnvironmentSettings, *, describes: DescribedTools = "none") -> EnvironmentProcess:
     """Start a process that answers turns. Raises BadInput if the environment cannot be used."""
     return cast(ProcessStarter, implementation_of(settings))(settings, describes=describes)
 
 
-def user_process(settings: EnvironmentSettings, *, describes: bool) -> EpisodeProcess:
+def user_process(settings: EnvironmentSettings, *, describes: DescribedTools) -> EpisodeProcess:
     """Start a process that runs the user's environment code. Raises BadInput if the sandbox is not available."""
-    run = settings.run.with_schemas() if describes else settings.run
+    run = settings.run.with_schemas(describes)
     return EpisodeProcess(run, user_interpreter(sandbox=settings.sandboxed_by), seconds=settings.step_seconds)
 
 
-def server_process(settings: McpEnvironment, *, describes: bool) -> EpisodeProcess:
+def server_process(settings: McpEnvironment, *, describes: DescribedTools) -> EpisodeProcess:
     """Start a process that calls an MCP server.
 
     Raises BadInput if the package `mcp` is not installed or a required environment variable is not set.
@@ -82,7 +82,7 @@ def server_process(settings: McpEnvironment, *, describes: bool) -> EpisodeProce
     for variable in settings.secrets.values():
         if not os.environ.get(variable):
             raise BadInput(f"{settings.run.where}: the environment variable {variable!r} is not set or is empty")
-    run = settings.run.with_schemas() if describes else settings.run
+    run = settings.run.with_schemas(describes)
     return EpisodeProcess(run, rheostat_interpreter(), seconds=settings.step_seconds)
 
 

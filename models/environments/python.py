@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from infra.episode_runner import ToolBox, ToolError, build_schemas, parse_step, parse_turn
-from infra.processes.episodes import EnvironmentMessage, EnvironmentStep, EpisodeRequest
+from infra.processes.episodes import DescribedTools, EnvironmentMessage, EnvironmentStep, EpisodeRequest
 from infra.processes.programs import Program, Programs, SandboxFailed
 from models.config.environments import PythonEnvironment
 
@@ -45,7 +45,7 @@ except BaseException as error:
 class PythonTool:
     """Environment that runs the programs of the policy's `python` calls in a sandbox."""
 
-    def __init__(self, settings: PythonEnvironment, *, describes: bool) -> None:
+    def __init__(self, settings: PythonEnvironment, *, describes: DescribedTools) -> None:
         """Prepare the sandbox without starting it. Raises BadInput if no sandbox is available."""
         self._programs = Programs(
             settings.python,
@@ -55,8 +55,8 @@ class PythonTool:
         )
         self._seconds, self._left = settings.step_seconds, 0.0
         self._box = ToolBox([self._tool()])
-        self.schemas: Sequence[object] = build_schemas(self._box.tools) if describes else []
-        """Schema of the only tool, or an empty list if `describes` is not set."""
+        self.schemas: Sequence[object] = build_schemas(self._box.tools) if describes != "none" else []
+        """Schema of the only tool, or an empty list if `describes` is "none"."""
 
     def ready(self) -> None:
         """Start the sandbox. Raises BadInput if it cannot be started."""

@@ -1,14 +1,15 @@
 """Environment runtime of a rollout worker: the responders and the format of the policy's turns."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from infra.errors import BadInput
+from infra.errors import BadInput, RheostatError
 from infra.processes.child import RestartingProcess
-from infra.processes.episodes import EpisodeRequest
+from infra.processes.episodes import DescribedTools, EpisodeRequest
 from models.config.environments import EpisodeSettings
 from models.data.problems import Message, Problem
 from models.engines.protocol import Engine
@@ -22,10 +23,13 @@ from models.environments.user_view import build_problem_data
 from models.records.versions import ModelVersion
 from models.records.work import RolloutWork
 from models.rollouts.groups import Group
-from models.text.calls import Parser, build_parser
+from models.text.arguments import check_arguments
+from models.text.calls import Parser, build_parser, keep_text
 from models.text.per_turn import check_turn_prompts
 from models.text.tokenizer import ToolSchema, load_tokenizer
 from models.text.turns import TurnFormat, check_template_appends, turn_format
+
+logger = logging.getLogger(__name__)
 
 
 class EnvironmentRuntime:
@@ -91,14 +95,14 @@ class EnvironmentRuntime:
         self._answers.close()
 
 
-def tool_schemas(settings: EpisodeSettings) -> tuple[ToolSchema, ...]:
+def tool_schemas(settings: EpisodeSettings, describes: DescribedTools = "all") -> tuple[ToolSchema, ...]:
     """Start an environment and return the schemas of its tools. A model that plays the user has no tools.
 
     Raises BadInput if the environment cannot be used.
     """
     if settings.process is None:
         return ()
-    process = start_process(settings.process, describes=True)
+    process = start_process(settings.process, describes=describes)
     place = RestartingProcess(lambda: process, what=settings.run.where)
     try:
         return tuple(cast(ToolSchema, schema) for schema in place.ready().schemas)
@@ -176,7 +180,19 @@ def read_turns(directory: Path, settings: EpisodeSettings) -> tuple[TurnFormat, 
     tools = tool_schemas(settings) if settings.prompts == "chat" else ()
     stated = end_tokens(tokenizer, _generation(directory))
     form = turn_format(tokenizer, stated=stated, tools=tools, is_chat=settings.prompts == "chat")
-    return form, build_parser(settings.parser, tokenizer, tools=tools)
+    parse = build_parser(settings.parser, tokenizer, tools=tools)
+    if settings.arguments == "unchecked" or parse is keep_text:
+        return form, parse
+    return form, check_arguments(parse, tools or _known_schemas(settings))
+
+
+def _known_schemas(settings: EpisodeSettings) -> tuple[ToolSchema, ...]:
+    """Return the schemas of the tools that plain-text prompts do not show. Empty if the environment does not start."""
+    try:
+        return tool_schemas(settings, "known")
+    except RheostatError as error:
+        logger.warning("%s: the arguments of tool calls are not checked: %s", settings.run.where, error)
+        return ()
 
 
 def _generation(directory: Path) -> GenerationConfig:

@@ -12,10 +12,11 @@ import numpy as np
 
 from infra.episode_runner import ToolBox, ToolError, build_schemas, parse_step, parse_turn
 from infra.errors import BadInput, InputErrors
-from infra.processes.episodes import EnvironmentMessage, EnvironmentStep, EpisodeRequest
+from infra.processes.episodes import DescribedTools, EnvironmentMessage, EnvironmentStep, EpisodeRequest
 from infra.store.inputs import format_path
 from models.config.environments import SearchEnvironment
-from models.data.files import read_rows, read_text
+from models.data.files import read_text
+from models.data.rows import read_rows
 from models.retrieval.encoders import Retriever
 
 
@@ -52,12 +53,12 @@ load_index = cache(Index)
 class SearchTool:
     """Environment that answers the calls of the tool `search`."""
 
-    def __init__(self, settings: SearchEnvironment, *, describes: bool) -> None:
+    def __init__(self, settings: SearchEnvironment, *, describes: DescribedTools) -> None:
         """Store the settings. Retriever and passages are loaded by `ready` or the first call."""
         self._settings = settings
         self._box = ToolBox([self._tool()])
-        self.schemas: Sequence[object] = build_schemas(self._box.tools) if describes else []
-        """Schema of the only tool, or an empty list if `describes` is not set."""
+        self.schemas: Sequence[object] = build_schemas(self._box.tools) if describes != "none" else []
+        """Schema of the only tool, or an empty list if `describes` is "none"."""
 
     def ready(self) -> None:
         """Load the retriever and the passages. Raises BadInput if they cannot be loaded."""

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from infra.config import Settings
+from models.data.canonical import fold_text
 
 WORDS = 13
 """Number of words of an n-gram, as for GPT-3."""
@@ -57,9 +58,9 @@ def contamination(
     `heldout` maps ids to texts; the text of a problem is its `identity`. Ids in `before` count as trained on by an
     earlier run, whose texts may be deleted.
 
-    Words are separated by white space, and their case is ignored. A text of fewer than `words` words is a single
-    n-gram, which occurs only if a training prompt is the same text. Training prompts are processed one by one, so
-    memory grows only with the number of held-out n-grams.
+    Words are separated by white space. Their case and Unicode normalization are ignored. A text of fewer than `words`
+    words is a single n-gram, which occurs only if a training prompt is the same text. Training prompts are processed
+    one by one, so memory grows only with the number of held-out n-grams.
     """
     grams = {name: _ngrams(text, words) for name, text in heldout.items()}
     counts = Counter(gram for each in grams.values() for gram in each)
@@ -80,5 +81,5 @@ def contamination(
 
 def _ngrams(text: str, words: int) -> set[str]:
     """Return all word n-grams of a text, or the whole text if it has fewer words."""
-    parts = text.casefold().split()
+    parts = fold_text(text).split()
     return {" ".join(parts[at : at + words]) for at in range(max(1, len(parts) - words + 1))}

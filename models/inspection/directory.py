@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from infra.plugins import find_target
 from infra.store.inputs import fetch_path
-from models.config.data import PixelLimits
 from models.config.denoising import DenoisingConfig
+from models.config.images import PixelLimits
 from models.config.policy import (
     DirectoryPolicy,
     MergePolicy,

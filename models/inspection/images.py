@@ -10,7 +10,7 @@ from typing import Final
 from PIL import Image
 
 from infra.errors import BadInput, InputErrors, WorkerFailed
-from models.config.data import PixelLimits
+from models.config.images import PixelLimits
 from models.config.judges import EndpointJudge, JudgeReward, ScoreVerdict
 from models.config.rewards import ScoringConfig
 from models.config.teachers import Teacher

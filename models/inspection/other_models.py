@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from infra.errors import BadInput
 from infra.plugins import find_target
-from models.config.data import PixelLimits
 from models.config.engines import EngineSettings
+from models.config.images import PixelLimits
 from models.config.judges import (
     DirectoryJudge,
     DirectoryRewardModel,

@@ -1,5 +1,6 @@
 """Judge behind an OpenAI-compatible endpoint: building the chat completion requests and validating the responses."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from infra.errors import BadInput
+from infra.plain_values import repair_text
 from models.config.engines import SamplingConfig
 from models.config.judges import ChoiceVerdict, EndpointJudge, LogprobVerdict, VerdictConfig
 from models.data.images import data_address
@@ -128,7 +130,7 @@ def read_answer(data: bytes, verdict: VerdictConfig | None) -> Answer:
     Without a verdict, the answer is plain text.
     """
     try:
-        completion = _Completion.model_validate_json(data)
+        completion = _Completion.model_validate_json(_repair_characters(data))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "body"
@@ -136,6 +138,16 @@ def read_answer(data: bytes, verdict: VerdictConfig | None) -> Answer:
     usage = completion.usage or _Usage()
     answer = _answer(completion.choices[0], verdict, tokens=usage.completion_tokens)
     return replace(answer, tokens_read=usage.prompt_tokens)
+
+
+def _repair_characters(data: bytes) -> bytes:
+    """Return JSON in which each half of a surrogate pair without its other half is U+FFFD. Other data is unchanged."""
+    if rb"\ud" not in data.lower():
+        return data
+    try:
+        return repair_text(json.dumps(json.loads(data), ensure_ascii=False)).encode()
+    except (ValueError, RecursionError):  # the caller reports invalid JSON
+        return data
 
 
 def _answer(choice: _Choice, verdict: VerdictConfig | None, *, tokens: int) -> Answer:

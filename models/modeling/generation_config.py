@@ -29,7 +29,8 @@ def complete_generation_config(directory: Path, rules: TextRules) -> None:
     ends, suppressed = set(end_tokens(tokenizer, settings)), set(suppressed_tokens(settings))
     turn_end = find_turn_end(tokenizer, stated=ends) if rules.ends_as_template else None
     all_ends = ends if turn_end is None else ends | {turn_end.token}
-    unused = set(range(config.get_text_config().vocab_size)) - set(tokenizer.get_vocab().values()) - all_ends
+    num_rows = getattr(config.get_text_config(), "vocab_size", 0)
+    unused = set(range(num_rows)) - set(tokenizer.get_vocab().values()) - all_ends
     if all_ends == ends and unused <= suppressed:
         return
     document = settings.to_diff_dict()

@@ -8,10 +8,11 @@ from infra.plugins import find_target
 from infra.store.bundles import BundleRef
 from infra.store.shards import ShardRef
 from models.config.algorithms import CriticConfig
-from models.config.data import DataConfig, PixelLimits, PreferencesConfig
+from models.config.data import DataConfig, PreferencesConfig
 from models.config.denoising import DenoisingConfig
 from models.config.engines import SamplingConfig
 from models.config.environments import DialogueEnvironment, EnvironmentConfig
+from models.config.images import PixelLimits
 from models.config.judges import JudgeReward, ModelReward, ServedReward, TrainedJudge, TrainedRewardModel
 from models.config.policy import PolicyConfig
 from models.config.rollout import DynamicSampling, PartialRollout
@@ -256,8 +257,7 @@ class TeacherWork:
 
 @dataclass(frozen=True, slots=True)
 class JudgeWarmupWork:
-    """Request to train a judge on correct and wrong completions of the data's problems. Every rank receives the same
-    record."""
+    """Request to train a judge on correct and wrong completions of the problems. Every rank gets the same record."""
 
     method: ClassVar[str] = "warm_judge"
     """Method of the update worker that handles this request."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from infra.errors import BadInput
 from infra.plugins import find_target
-from models.config.data import DeduplicatedData
+from models.config.data import DeduplicatedData, FileData, MixtureData
 from models.data.problems import Problem, identity, load_problems
 from models.retrieval.encoders import Retriever
 
@@ -23,7 +23,7 @@ def deduplicated_problems(data: DeduplicatedData, split: str, seed: int) -> list
 
     Raises BadInput if no training problem is left.
     """
-    problems = load_problems(data.source, split, seed)
+    problems = load_problems(_find_source(data), split, seed)
     if split == "heldout":
         return problems
     dropped = near_duplicates(data, seed)
@@ -36,12 +36,17 @@ def deduplicated_problems(data: DeduplicatedData, split: str, seed: int) -> list
     return remaining
 
 
+def _find_source(data: DeduplicatedData) -> FileData | MixtureData:
+    """Return the settings of the source, with the background of images that is set next to `source`."""
+    return data.source.model_copy(update={"image_background": data.image_background})
+
+
 def near_duplicates(data: DeduplicatedData, seed: int) -> dict[str, str]:
     """Return the removed training problems: the origin of each, with the nearest held-out problem and the cosine.
 
     A training problem is removed if its cosine similarity to a held-out problem is at least `data.similarity`.
     """
-    train, heldout = (load_problems(data.source, split, seed) for split in ("train", "heldout"))
+    train, heldout = (load_problems(_find_source(data), split, seed) for split in ("train", "heldout"))
     retriever = Retriever(data.retriever, WHERE)
     train_ND, heldout_HD = (retriever.embed([identity(each.prompt) for each in part]) for part in (train, heldout))
     duplicates = {}

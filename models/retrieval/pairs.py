@@ -12,8 +12,9 @@ from infra.config import Settings
 from infra.errors import BadInput, InputErrors
 from infra.variants import implementation_of
 from models.config.retriever import PairFile, RetrieverConfig, TemplatedPairs
-from models.data.files import read_rows, read_text
+from models.data.files import read_text
 from models.data.problems import is_heldout
+from models.data.rows import read_rows
 from models.records.seeds import derive_seed
 
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from models.data.images import decode_picture
+from models.data.images import open_picture
 
 GAP: Final = 8
 """Space around each picture in pixels."""
@@ -89,7 +89,7 @@ def _draw_line(sheet: Image.Image, line: _Line, *, top: int, side: int) -> None:
     for number, picture in enumerate(line.pictures):
         left = GAP + number * (side + GAP)
         draw.rectangle((left, top, left + side - 1, top + side - 1), fill=EMPTY)
-        thumbnail = _fit_to_square(decode_picture(picture.encoded), side)
+        thumbnail = _fit_to_square(open_picture(picture.encoded), side)
         sheet.paste(thumbnail, (left + (side - thumbnail.width) // 2, top + (side - thumbnail.height) // 2))
         label = "missing" if picture.reward is None else f"{picture.reward:.4g}"
         draw.text((left, top + side + 1), _shorten_text(label, font, side), fill=QUIET, font=font)

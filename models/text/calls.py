@@ -36,9 +36,11 @@ class Call:
     name: str
     """Name of the tool, or an empty string if it could not be parsed."""
     arguments: Mapping[str, JsonValue]
-    """Arguments by name. Empty if the call has an error."""
+    """Arguments by name. Empty if the call could not be parsed."""
     error: str = ""
     """Error message for the policy, or an empty string if the call is valid."""
+    arguments_text: str = field(default="", compare=False, repr=False)
+    """Text that the call has in place of the object of its arguments, or an empty string."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +170,8 @@ def _build_call(value: JsonValue, keys: Sequence[str]) -> Call:
     if not isinstance(name, str) or not name:
         return _call_with_error(f"{expected}, found no name")
     if not isinstance(arguments, dict):
-        return Call(name, {}, f"{expected}, found no object of {keys[0]}")
+        text = arguments if isinstance(arguments, str) else ""
+        return Call(name, {}, f"{expected}, found no object of {keys[0]}", text)
     if not _is_shallow(value, _DEEPEST):
         return _call_with_error(f"{expected}, found one that is nested more than {_DEEPEST} deep")
     try:
@@ -176,6 +179,22 @@ def _build_call(value: JsonValue, keys: Sequence[str]) -> Call:
     except ValueError:
         return _call_with_error(f"{expected}, found a string or number in it that UTF-8 or JSON cannot spell")
     return Call(name, arguments)
+
+
+def decode_arguments(call: Call) -> Call:
+    """Return the call with the arguments decoded if they are the JSON text of an object, as in OpenAI's format.
+
+    A call with other arguments is returned unchanged.
+    """
+    if not call.arguments_text.lstrip().startswith("{"):
+        return call
+    try:
+        arguments, end = _decode_json(call.arguments_text, 0)
+    except ValueError:
+        return call
+    if call.arguments_text[end:].strip():
+        return call
+    return _build_call({"name": call.name, "arguments": arguments}, ("arguments",))
 
 
 def _is_shallow(value: JsonValue, levels: int) -> bool:

@@ -189,7 +189,8 @@ def reward_pairs(
     inputs: list[ModelInput] = []
     prompts = render([pair.prompt for pair in preferences], tokenizer, sources=[pair.source for pair in preferences])
     for pair, prompt in zip(preferences, prompts, strict=True):
-        messages = () if isinstance(pair.prompt, str) or chat_prompt == "text" else pair.prompt
+        messages = (Message("user", pair.prompt),) if isinstance(pair.prompt, str) else pair.prompt
+        messages = () if chat_prompt == "text" else messages
         for completion in (pair.chosen, pair.rejected):
             try:
                 model_input = encode(tokenizer, template, prompt=prompt, completion=completion, messages=messages)

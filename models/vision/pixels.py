@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from infra.errors import BadInput
-from models.config.data import PixelLimits
+from models.config.images import PixelLimits
 from models.vision.processor import SETTINGS, VisionProcessor, load_processor
 
 SIZED_BY_PIXELS: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")

@@ -15,6 +15,7 @@ from infra.store.bundles import fetch_bundle, publish_bundle
 from infra.store.inputs import fetch_path
 from infra.store.shards import write_shard
 from infra.store.storage import open_store
+from models.data.canonical import drop_absent
 from models.data.images import media_tables
 from models.data.problems import Problem, encode_columns, find_exclusions, identity, load_problems
 from models.denoising.policy import policy_context
@@ -197,15 +198,26 @@ def _exclude_listed(
     """Remove the problems that a file names. Raises BadInput if no problem remains."""
     left_out = {*path.read_text().split()}
     pairs = zip(problems, prompts, strict=True)
-    remaining = [pair for pair, name in zip(pairs, _names(problems, prompts), strict=True) if name not in left_out]
+    names = zip(_names(problems, prompts), _names(problems, prompts, version=1), strict=True)
+    remaining = [pair for pair, ids in zip(pairs, names, strict=True) if left_out.isdisjoint(ids)]
     if not remaining:
         raise BadInput(f"data.exclude_ids_path {path} excludes all {len(problems)} problems. Remove some of its lines")
     return [problem for problem, _ in remaining], [prompt for _, prompt in remaining]
 
 
-def _names(problems: list[Problem], prompts: list[TokenizedPrompt]) -> list[str]:
+def _names(problems: list[Problem], prompts: list[TokenizedPrompt], *, version: int = 2) -> list[str]:
+    """Return the prompt_id of each problem, of the present version or of version 1, which earlier runs recorded.
+
+    In version 2, the ids of problems with columns do not depend on the format of the file.
+    """
     return [
-        blake3(identity(prompt.text, prompt.input.images, problem.columns).encode()).hexdigest()[:16]
+        blake3(
+            identity(
+                prompt.text,
+                prompt.input.images,
+                problem.columns if min(version, problem.identity_version) == 1 else drop_absent(problem.columns),
+            ).encode()
+        ).hexdigest()[:16]
         for problem, prompt in zip(problems, prompts, strict=True)
     ]
 

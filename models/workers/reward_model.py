@@ -96,7 +96,7 @@ class RewardModelWorker:
         """Return the scores and the number of tokens read for each, which is 0 for texts that do not fit."""
         assert self._model is not None, "take() comes first"
         texts = zip(rollouts["prompt"].to_pylist(), rollouts["completion"].to_pylist(), strict=True)
-        chats = {} if work.prompts is None else _read_chats(self._store, work.prompts)
+        chats = None if work.prompts is None else _read_chats(self._store, work.prompts)
         prompt_rows = rollouts["prompt_row"].to_pylist()
         inputs: list[ModelInput] = []
         faults: dict[int, str] = {}
@@ -107,7 +107,7 @@ class RewardModelWorker:
                     self._reward.template,
                     prompt=prompt,
                     completion=completion,
-                    messages=chats.get(prompt_rows[row], ()),
+                    messages=() if chats is None else chats.get(prompt_rows[row], (Message("user", prompt),)),
                 )
             except ValueError as error:
                 encoded, faults[row] = ModelInput(), str(error)

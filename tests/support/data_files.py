@@ -7,6 +7,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from models.config.data import ArithmeticData, FilePreferences
+from models.data.examples import Preference, load_preferences
 from tests.support.pictures import picture
 
 
@@ -34,6 +36,25 @@ def write_damaged_files(folder: Path) -> None:
     pq.write_table(pa.table({"prompt": ["a", None], "answer": ["1", "2"]}), folder / "null.parquet")
     pq.write_table(pa.table({"question": ["a"], "answer": ["1"]}), folder / "question.parquet")
     pq.write_table(pa.table({"prompt": ["A box."], "answer": ["1"], "size": [b"7"]}), folder / "bytes.parquet")
+    texts = pa.table({"prompt": ["a", "b"], "answer": ["1", "2"], "chosen": ["c", "d"], "rejected": ["e", "f"]})
+    for number, column in enumerate(texts.column_names):
+        values = pa.array([texts[column][0].as_py().encode(), b"\xff"])
+        damaged = pa.Array.from_buffers(pa.string(), 2, values.buffers())  # text that is not UTF-8, unchecked
+        pq.write_table(texts.set_column(number, column, damaged), folder / f"latin-{column}.parquet")
+        pq.write_table(texts.set_column(number, column, values), folder / f"bytes-{column}.parquet")
+    pq.write_table(texts.append_column("prompt", texts["answer"]), folder / "twice.parquet")
+    pq.write_table(texts.set_column(1, "answer", pa.array([1.0, float("nan")])), folder / "nan.parquet")
+    pq.write_table(texts.append_column("size", pa.array([1.0, float("nan")])), folder / "size.parquet")
+    (folder / "utf-16.csv").write_text("prompt,answer\na,1\n", encoding="utf-16")
+    (folder / "utf-16.jsonl").write_text('{"prompt": "a", "answer": "b"}\n', encoding="utf-16")
+    (folder / "latin.json").write_bytes(b'[{"prompt": "a", "answer": "b"}, {"prompt": [{"role": "\xff"}]}]')
+    (folder / "latin-pairs.jsonl").write_bytes(b'{"prompt": "a", "chosen": "b", "rejected": "\xff"}\n')
+
+
+def load_pairs(name: str) -> list[Preference]:
+    """Load the preferences of a file in the working directory."""
+    preferences = FilePreferences(path=Path(name), heldout_fraction=0.5)
+    return load_preferences(preferences, ArithmeticData(), split="train", seed=0)
 
 
 def write_pictures(folder: Path) -> None:

@@ -32,7 +32,7 @@ ESCAPES = {
     "hard_exit": "its process ended with exit code 0",
     "kill_parent": "its process was killed by SIGKILL",
     "kill_all": "its process was killed by SIGKILL",
-    "lie": "expected a float, found Liar",
+    "lie": "expected a float, found tests.support.hostile_rewards.Liar",
     "forge": "its process (ended with exit code 0|wrote what is no answer)",
     "killing_program": "its process was killed by SIGKILL",
     "poison": "its process wrote what is no answer",

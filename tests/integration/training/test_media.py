@@ -12,7 +12,8 @@ from infra.store.bundles import publish_bundle
 from infra.store.runs import create_run
 from infra.store.shards import read_shard
 from infra.store.storage import open_store
-from models.config.data import FileData, PixelLimits
+from models.config.data import FileData
+from models.config.images import PixelLimits
 from models.data import images
 from models.data.images import digest_of, media_tables
 from models.records.media import Media

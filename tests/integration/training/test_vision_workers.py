@@ -14,8 +14,8 @@ from infra.store.bundles import fetch_bundle
 from infra.store.shards import read_shard
 from infra.store.storage import open_store
 from models.config.algorithms import DistillationOnly
-from models.config.data import PixelLimits
 from models.config.engines import SamplingConfig, TransformersEngine
+from models.config.images import PixelLimits
 from models.config.lora import LoraConfig
 from models.config.policy import VisionScratchPolicy
 from models.config.teachers import Distillation, TeacherDirectory

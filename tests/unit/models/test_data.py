@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from infra.errors import BadInput, InputErrors
 from models.config.data import ArithmeticData, FileData
 from models.config.training import WarmupConfig
-from models.data import files
+from models.data import rows as file_rows
 from models.data.examples import Example, warmup_examples
 from models.data.problems import Message, is_heldout, load_problems
 from tests.support.data_files import number_problems, write_lines
@@ -139,8 +139,8 @@ def test_every_format_gives_the_same_problems_compressed_or_not(tmp_path):
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.csv.gz", "a.json.gz"])
 def test_a_compressed_file_with_an_endless_line_is_refused_without_reading_all_of_it(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "MAX_LINE_MEBIBYTES", 1)
-    monkeypatch.setattr(files, "MAX_ARRAY_MEBIBYTES", 1)
+    monkeypatch.setattr(file_rows, "MAX_LINE_MEBIBYTES", 1)
+    monkeypatch.setattr(file_rows, "MAX_ARRAY_MEBIBYTES", 1)
     content = tmp_path / name
     with gzip.open(content, "wb", compresslevel=1) as packed:
         packed.writelines(b"0" * 2**20 for _ in range(3))
@@ -269,7 +269,7 @@ def test_the_limit_counts_problems_without_blank_lines_and_faults_after_it_are_i
 def test_a_small_json_file_is_read_with_little_memory(tmp_path):
     (tmp_path / "rows.json").write_text('[{"prompt": "one"}]')
     tracemalloc.start()
-    [(_, row)] = files.read_rows(tmp_path / "rows.json", ["prompt"], InputErrors())
+    [(_, row)] = file_rows.read_rows(tmp_path / "rows.json", ["prompt"], InputErrors())
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert row == {"prompt": "one"} and peak < 2**24

@@ -1,0 +1,129 @@
+"""Conversion of what users' functions return to plain numbers, JSON values and texts that UTF-8 can encode.
+
+The process that runs users' functions (infra/runner.py) loads this file. It imports nothing of Rheostat, and neither
+numpy nor torch: their numbers are recognized by the methods of their scalars and arrays.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+MAX_POWER_OF_TEN = 400
+"""Maximum exponent at which a Decimal without decimal places becomes an int. The largest float64 is about 1e308."""
+
+
+class InvalidValue(Exception):
+    """Raised when the return value of a function is not valid."""
+
+
+# ---- numbers
+
+
+def to_number(value: object) -> float:
+    """Return a number of Python, decimal, numpy or torch as a float.
+
+    Arrays and tensors without dimensions are numbers. Raises InvalidValue for any other type and for numbers that are
+    not finite.
+    """
+    plain = _to_scalar(value)
+    if not _is_number(plain):
+        raise InvalidValue(f"expected a float, found {describe_type(value)}")
+    try:
+        number = float(plain)
+    except OverflowError:
+        raise InvalidValue("expected a finite float, found a number above the largest float") from None
+    except ValueError:  # a signaling NaN
+        raise InvalidValue(f"expected a finite float, found {plain!r:.40}") from None
+    if not math.isfinite(number):
+        raise InvalidValue(f"expected a finite float, found {number}")
+    return number
+
+
+def _is_number(value: object) -> bool:
+    """Whether a value is a real number of Python or decimal, or a scalar that numpy registers as one."""
+    return isinstance(value, (numbers.Real, Decimal))
+
+
+def _to_scalar(value: Any) -> Any:  # noqa: ANN401 -- a user's object
+    """Return the Python number in a numpy scalar, or in an array or tensor without dimensions, or the value itself."""
+    if _is_number(value) or not has_no_dimensions(value):
+        return value
+    if getattr(value, "mask", None) is not None and bool(value.mask):
+        return math.nan  # the number under a mask is not the value
+    return value.item() if hasattr(value, "item") else value
+
+
+def has_no_dimensions(value: object) -> bool:
+    """Whether a value is an array, a tensor or a scalar of numpy with the shape ()."""
+    shape = getattr(value, "shape", None)
+    return isinstance(shape, tuple) and not shape
+
+
+def describe_type(value: object) -> str:
+    """Return the type of a value for a message, with its module and, for arrays and tensors, its shape.
+
+    >>> describe_type("a"), describe_type(Fraction(1, 2))
+    ('str', 'fractions.Fraction')
+    """
+    kind = type(value)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    shape = getattr(value, "shape", None)
+    return f"{name} of shape {tuple(shape)}" if isinstance(shape, tuple) and hasattr(value, "dtype") else name
+
+
+# ---- JSON
+
+
+def to_json_value(value: Any) -> Any:  # noqa: ANN401 -- a user's object
+    """Return a value with its numbers, arrays and tensors as `json` can encode them. Other objects stay unchanged."""
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    if isinstance(value, Mapping):
+        return {_to_key(key): to_json_value(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json_value(each) for each in value]
+    plain = _to_scalar(value)
+    if isinstance(plain, (Decimal, numbers.Real)):
+        return _to_json_number(plain)
+    if plain is not value:  # the scalar of an array that is no number, such as a text
+        return plain
+    return to_json_value(value.tolist()) if hasattr(value, "shape") and hasattr(value, "tolist") else value
+
+
+def _to_key(key: object) -> object:
+    """Return the key of a mapping, with numbers of numpy, torch and decimal as Python's."""
+    return to_json_value(key) if has_no_dimensions(key) or isinstance(key, (Decimal, Fraction)) else key
+
+
+def _to_json_number(value: Any) -> int | float | bool:  # noqa: ANN401 -- a number of any library
+    """Return a number as an int if its type or its spelling has no decimal places, else as a float."""
+    if isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, Decimal):
+        exponent = value.as_tuple().exponent
+        is_whole = isinstance(exponent, int) and 0 <= exponent <= MAX_POWER_OF_TEN
+        return int(value) if is_whole else float(value)
+    if isinstance(value, numbers.Integral) or (isinstance(value, Fraction) and value.denominator == 1):
+        return int(value)
+    return float(value)
+
+
+# ---- texts
+
+
+def repair_text(text: str) -> str:
+    """Return a text that UTF-8 can encode: each half of a surrogate pair without its other half becomes U+FFFD.
+
+    >>> repair_text("page 1: " + chr(0xD83D)) == "page 1: " + chr(0xFFFD)
+    True
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text

@@ -1,0 +1,109 @@
+"""Canonical forms of prompts and columns, in which equal problems from different files are equal.
+
+File formats write the same value in different ways. Parquet gives every struct of a column the same fields, with null
+in the absent ones. Data frames store integers next to missing values as floats. CSV stores text only.
+"""
+
+import unicodedata
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from math import isfinite
+from typing import Final
+
+from pydantic import JsonValue
+
+MAX_DIGITS: Final = 400
+"""Maximum number of zeros that are written out before or after the digits of a number. Every float has fewer."""
+_BOOLEANS: Final = {"True": True, "true": True, "False": False, "false": False}
+
+
+def canonicalize_text(text: str) -> str:
+    """Return a text in Unicode normalization form C without outer white space."""
+    return unicodedata.normalize("NFC", text).strip()
+
+
+def fold_text(text: str) -> str:
+    """Return a text without differences in letter case, white space and Unicode normalization.
+
+    Example: two texts that differ only in a line break or in "Café" and "CAFÉ" are folded to the same text.
+    """
+    return unicodedata.normalize("NFC", " ".join(unicodedata.normalize("NFC", text).casefold().split()))
+
+
+def drop_absent(columns: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    """Return columns without null values and null fields, at every depth, and with integers for integral floats."""
+    return {name: _drop_nulls(value) for name, value in columns.items() if value is not None}
+
+
+def _drop_nulls(value: JsonValue) -> JsonValue:
+    match value:
+        case dict():
+            return drop_absent(value)
+        case list():
+            return [_drop_nulls(each) for each in value]
+        case float() if value.is_integer():
+            return int(value)
+        case _:
+            return value
+
+
+def canonicalize_columns(columns: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    """Return the columns of a row with the values that JSON has for them, whatever the format of the file.
+
+    A text that is the usual spelling of a number or a truth value is that value, because CSV stores text only. Empty
+    texts and nulls are absent.
+    """
+    read = {name: _read_scalar(value) if isinstance(value, str) else value for name, value in columns.items()}
+    return {name: value for name, value in drop_absent(read).items() if value != ""}
+
+
+def _read_scalar(text: str) -> JsonValue:
+    """Return the number or truth value that a text spells as Python writes it, or else the text."""
+    if text in _BOOLEANS:
+        return _BOOLEANS[text]
+    for kind in (int, float):
+        try:
+            number = kind(text)
+        except ValueError:
+            continue
+        if str(number) == text and isfinite(number):
+            return number
+    return text
+
+
+def map_texts(value: JsonValue, convert: Callable[[str], str]) -> JsonValue:
+    """Return a part of a chat or of columns with every text converted. A list of text parts only is one text."""
+    match value:
+        case str():
+            return convert(value)
+        case [{"type": "text", "text": str()}, *_] if all(_is_text_part(part) for part in value):
+            return convert("".join(str(part["text"]) for part in value if isinstance(part, dict)))
+        case list():
+            return [map_texts(each, convert) for each in value]
+        case dict():
+            return {name: map_texts(each, convert) for name, each in value.items() if each is not None}
+        case _:
+            return value
+
+
+def _is_text_part(part: JsonValue) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def write_number(value: bool | int | float | Decimal) -> str:
+    """Return a finite number as people write it, without an exponent: 1e16 is 10000000000000000.
+
+    Truth values are written as in JSON. Floats keep their decimal point. Trailing zeros of a Decimal are dropped,
+    because decimal columns of tables fill all values up to the same number of digits.
+    """
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float) and "e" not in repr(value):
+        return repr(value)
+    exact = value if isinstance(value, Decimal) else Decimal(repr(value))
+    if abs(exact.adjusted()) > MAX_DIGITS:
+        return str(exact)
+    text = format(exact, "f")
+    return (text.rstrip("0").rstrip(".") or "0") if "." in text else text

@@ -1,0 +1,159 @@
+"""Rows of JSON, CSV, Parquet and Arrow files, each with its place in the file for messages."""
+
+import csv
+import gzip
+import io
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from typing import IO, Final, Protocol, TypeVar, cast
+
+from infra.errors import BadInput, InputErrors
+from infra.store.inputs import fetch_path, format_path, is_remote
+from infra.user_files import describe_irregular
+from models.data.json_rows import FileRow, check_unique_columns, decode_text, read_json_array, read_json_lines
+from models.data.tables import read_table_rows, require_columns
+
+T = TypeVar("T", str, bytes, covariant=True)
+
+
+class LineReader(Protocol[T]):
+    """File that is read line by line: a buffered binary file or a text file."""
+
+    def readline(self, size: int, /) -> T:
+        """Return the next line, at most `size` bytes or characters of it. Empty at the end of the file."""
+        ...
+
+
+TEXTS: Final = (".jsonl", ".json", ".csv")
+"""Suffixes of text files, which may be followed by `.gz`."""
+MAX_LINE_MEBIBYTES: Final = 256
+"""Maximum length of a line after decompression, in MiB."""
+MAX_ARRAY_MEBIBYTES: Final = 2048
+"""Maximum size of a JSON array after decompression, in MiB, because an array is read as a whole."""
+READ_BYTES: Final = 2**20
+"""Size of one read, in bytes."""
+SUFFIXES: Final = (*TEXTS, ".parquet", ".arrow")
+
+
+def read_rows(path: Path, columns: Sequence[str], input_errors: InputErrors, *, version: int = 1) -> Iterator[FileRow]:
+    """Yield the rows of one file in order. Each row must have the given columns.
+
+    `version` is the version of the rules for reading (`ProblemFile.version`). Version 2 refuses repeated keys and
+    columns, and reads 32-bit floats and maps of tables as JSON has them. Invalid rows are added to `input_errors`.
+    Raises BadInput if the file cannot be read.
+    """
+    _check_is_no_hub_name(path)
+    if find_format(path) not in SUFFIXES:
+        packed = ", ".join(f"{suffix}.gz" for suffix in TEXTS)
+        raise BadInput(
+            f"{path}: files with the suffix {path.suffix!r} cannot be read. Use one of {', '.join(SUFFIXES)}, {packed}."
+        )
+    here, name = fetch_path(path), format_path(path)
+    try:
+        kind = describe_irregular(here)
+    except OSError as error:
+        reason = (
+            "no such file" if isinstance(error, FileNotFoundError) else f"the file cannot be read: {error.strerror}"
+        )
+        raise BadInput(f"{name}: {reason}{'' if here.is_absolute() else f' (looked in {Path.cwd()})'}") from None
+    if kind:
+        raise BadInput(f"{name}: expected a file, but the path is {kind}")
+    try:
+        if find_format(path) not in TEXTS:
+            yield from read_table_rows(here, columns, input_errors, name=name, version=version)
+            return
+        for place, row in text_rows(here, input_errors, name=name, version=version):
+            with input_errors.collect(place):
+                require_columns(place, columns, list(row))
+                yield place, row
+    except (OSError, EOFError, zlib.error) as error:
+        raise BadInput(f"{name}: the file cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _check_is_no_hub_name(path: Path) -> None:
+    """Raise BadInput with the next step if a path looks like the name of a dataset on the Hugging Face Hub."""
+    if find_format(path) not in SUFFIXES and not is_remote(path) and not path.parent.exists():
+        name = "/".join(path.parts[-2:])
+        raise BadInput(
+            f"{path}: no such file. If {name} is a dataset on the Hugging Face Hub, write it to a file first: "
+            f"datasets.load_dataset({name!r}, split='train').to_parquet('train.parquet')"
+        )
+
+
+def find_format(path: Path) -> str:
+    """Return the suffix that determines the format of a file, ignoring `.gz`."""
+    inner = Path(path.stem).suffix
+    return inner if path.suffix == ".gz" and inner in TEXTS else path.suffix
+
+
+def text_rows(path: Path, input_errors: InputErrors, *, name: str, version: int = 1) -> Iterator[FileRow]:
+    """Yield the rows of a text file. Values in CSV files are always text. `version` is as for `read_rows`."""
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as content:
+        match find_format(path):
+            case ".jsonl":
+                yield from read_json_lines(_iterate_lines(content, name), name, input_errors, version=version)
+            case ".json":
+                yield from read_json_array(_read_whole(content, name), name, input_errors, version=version)
+            case _:
+                yield from _read_csv_rows(content, name, input_errors, version=version)
+
+
+def _iterate_lines(content: LineReader[T], name: str) -> Iterator[T]:
+    """Yield the lines of a file. Raises BadInput if a line is longer than `MAX_LINE_MEBIBYTES`, as in a packed bomb."""
+    max_bytes = MAX_LINE_MEBIBYTES * 2**20
+    for number in count(1):
+        line = content.readline(max_bytes)
+        if len(line) >= max_bytes:
+            raise BadInput(f"{name}:{number}: the line is longer than the maximum of {MAX_LINE_MEBIBYTES} MiB")
+        if not line:
+            return
+        yield line
+
+
+def _read_whole(content: io.BufferedIOBase, name: str) -> bytes:
+    """Return the content of a file after decompression. Raises BadInput if the file is larger than the maximum."""
+    max_bytes, encoded = MAX_ARRAY_MEBIBYTES * 2**20, bytearray()
+    while len(encoded) < max_bytes and (
+        piece := content.read(READ_BYTES)
+    ):  # `read(max_bytes)` would allocate all of it
+        encoded += piece
+    if len(encoded) >= max_bytes:
+        raise BadInput(
+            f"{name}: the file is larger than the maximum of {MAX_ARRAY_MEBIBYTES} MiB for a JSON array. "
+            "Write one object per line to a .jsonl file instead."
+        )
+    return bytes(encoded)
+
+
+def _read_csv_rows(
+    content: io.BufferedIOBase, name: str, input_errors: InputErrors, *, version: int
+) -> Iterator[FileRow]:
+    """Yield the rows of a CSV file with a header line. Raises BadInput if the file is not CSV in UTF-8."""
+    csv.field_size_limit(sys.maxsize)  # instead of 128 KiB
+    text = io.TextIOWrapper(cast(IO[bytes], content), encoding="utf-8-sig", errors="surrogateescape", newline="")
+    rows = csv.reader(_iterate_lines(text, name), strict=True)
+    try:
+        header = next(rows, [])
+        _check_cells(f"{name}:1: the header", header)
+        if version > 1:
+            check_unique_columns(f"{name}:1", [column for column in header if column])
+        for row in filter(None, rows):
+            place = f"{name}:{rows.line_num}"
+            with input_errors.collect(place):
+                if len(row) != len(header):
+                    raise BadInput(f"{place}: expected {len(header)} columns like the first line, found {len(row)}")
+                _check_cells(place, row, header)
+                yield place, dict(zip(header, row, strict=True))
+    except csv.Error as error:
+        raise BadInput(f"{name}:{rows.line_num}: the file is not valid CSV in UTF-8: {error}") from error
+
+
+def _check_cells(place: str, cells: Sequence[str], header: Sequence[str] = ()) -> None:
+    """Raise BadInput if the bytes of a cell were not UTF-8. Such bytes are surrogates in the cells."""
+    for index, cell in enumerate(cells):
+        if not cell.isascii():
+            where = f"{place}: {header[index]}" if header else place
+            decode_text(where, cell.encode("utf-8", "surrogateescape"))

@@ -1,0 +1,111 @@
+"""Rows of Parquet and Arrow files."""
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from infra.errors import BadInput, InputErrors
+from models.data.json_rows import FileRow, check_unique_columns
+
+ROWS: Final = 4096
+"""Number of rows that are converted at once."""
+
+
+def read_table_rows(
+    path: Path, columns: Sequence[str], input_errors: InputErrors, *, name: str, version: int
+) -> Iterator[FileRow]:
+    """Yield the rows of a Parquet or Arrow file with the given columns.
+
+    Rows with values that cannot be read are added to `input_errors`. Raises BadInput if the file is invalid, lacks a
+    column or has a column twice.
+    """
+    try:
+        table = pq.ParquetFile(path).read() if path.suffix == ".parquet" else _read_arrow(path)
+    except pa.ArrowException as error:
+        raise BadInput(f"{name}: the file is not a valid {path.suffix} file: {str(error).splitlines()[0]}") from error
+    require_columns(name, columns, table.column_names)
+    names = table.column_names if version > 1 else [column for column in table.column_names if column in columns]
+    check_unique_columns(name, names)
+    selected = table.select(columns)
+    if version > 1:
+        selected = pa.table({column: _shorten_floats(selected[column]) for column in columns})
+    number = 0
+    for batch in selected.to_batches(max_chunksize=ROWS):
+        yield from _read_batch(batch, input_errors, name=name, start=number, version=version)
+        number += batch.num_rows
+
+
+def _read_batch(
+    batch: pa.RecordBatch, input_errors: InputErrors, *, name: str, start: int, version: int
+) -> Iterator[FileRow]:
+    """Yield the rows of a batch whose first row has the number `start` in the file."""
+    maps = "strict" if version > 1 else None
+    try:
+        rows: list[Mapping[str, object]] = batch.to_pylist(maps_as_pydicts=maps)
+    except (ValueError, KeyError):  # a text is not UTF-8, or a struct has a field twice
+        for index in range(batch.num_rows):
+            place = f"{name} row {start + index}"
+            with input_errors.collect(place):
+                yield (
+                    place,
+                    {
+                        column: _read_cell(f"{place}: {column}", values[index], maps)
+                        for column, values in zip(batch.schema.names, batch.columns, strict=True)
+                    },
+                )
+        return
+    for index, row in enumerate(rows):
+        yield f"{name} row {start + index}", row
+
+
+def _read_cell(place: str, value: pa.Scalar, maps: str | None) -> object:
+    """Return one value. Raises BadInput if a text is not UTF-8 or a key is repeated."""
+    try:
+        return value.as_py(maps_as_pydicts=maps)
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{place}: expected text in UTF-8, but {error}. Write the file with text in UTF-8.") from error
+    except (ValueError, KeyError) as error:
+        raise BadInput(f"{place}: the value cannot be read: {error.args[0]}") from error
+
+
+def _shorten_floats(values: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Convert 32-bit floats to the 64-bit floats of their decimal spelling, so 0.1 is 0.1 as in a JSON file."""
+    kind = values.type
+    if _replace_floats(kind, pa.float64()) == kind:
+        return values
+    return values.cast(_replace_floats(kind, pa.string())).cast(_replace_floats(kind, pa.float64()))
+
+
+def _replace_floats(kind: pa.DataType, replacement: pa.DataType) -> pa.DataType:
+    """Return a type in which the 32-bit floats of lists and structs, at any depth, have another type."""
+    if pa.types.is_float32(kind):
+        return replacement
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_replace_floats(kind.value_type, replacement)))
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_replace_floats(field.type, replacement)) for field in kind])
+    return kind
+
+
+def _read_arrow(path: Path) -> pa.Table:
+    """Read an Arrow IPC file or stream. `datasets` writes streams with the suffix `.arrow`."""
+    with pa.OSFile(str(path)) as file:
+        if file.read(6) == b"ARROW1":
+            return pa.ipc.open_file(file).read_all()
+        file.seek(0)
+        return pa.ipc.open_stream(file).read_all()
+
+
+def require_columns(place: str, required: Sequence[str], columns: Sequence[str]) -> None:
+    """Raise BadInput if a required column is missing. The message suggests the nearest name."""
+    for column in required:
+        if column not in columns:
+            nearest = difflib.get_close_matches(column, columns, n=1)
+            hint = f", did you mean {nearest[0]!r}?" if nearest else "."
+            raise BadInput(
+                f"{place}: there is no column {column!r}{hint} The columns are: {', '.join(columns) or 'none'}."
+            )

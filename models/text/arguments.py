@@ -1,0 +1,182 @@
+"""Check of the arguments of tool calls against the JSON schemas of the tools. Torch-free.
+
+The policy reads which argument is wrong, as it reads that a call cannot be parsed. Without the check, a tool that is
+called with a wrong type raises an error of its own, which counts as a failure of the environment.
+"""
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, cast
+
+from jsonschema import Draft202012Validator, ValidationError
+from jsonschema.exceptions import SchemaError
+from jsonschema.validators import extend, validator_for
+from pydantic import JsonValue
+from referencing import Registry
+
+from infra.plugins import nearest_name
+from models.text.calls import Call, ParsedTurn, Parser, decode_arguments
+from models.text.tokenizer import ToolSchema
+
+logger = logging.getLogger(__name__)
+
+_TYPES: Final = ("array", "boolean", "integer", "null", "number", "object", "string")
+_DATA_KEYS: Final = ("const", "default", "enum", "examples")
+"""Keywords of JSON Schema whose values are data, not schemas."""
+_OPEN_KEYS: Final = ("$ref", "additionalProperties", "allOf", "anyOf", "oneOf", "patternProperties")
+"""Keywords with which a schema allows or declares arguments that are not listed under `properties`."""
+_MAX_PROBLEMS: Final = 3
+"""Maximum number of wrong arguments that a message lists."""
+
+Validator = Any  # a class that jsonschema generates
+Argument = tuple[str | int, ...]
+"""Path of a value in the arguments: names of fields and indices of lists."""
+
+
+def check_arguments(parse: Parser, tools: Sequence[ToolSchema]) -> Parser:
+    """Return a parser that also checks the arguments of calls.
+
+    Arguments that are a JSON text are decoded. A call with wrong arguments gets an error message for the policy. Tools
+    without a schema, or with an invalid one, accept all arguments.
+    """
+    validators = {name: built for name, built in map(_build_validator, tools) if built is not None}
+
+    def parse_and_check(text: str) -> ParsedTurn:
+        """Parse the text of a turn and check its calls."""
+        turn = parse(text)
+        return replace(turn, calls=tuple(_check_call(decode_arguments(call), validators) for call in turn.calls))
+
+    return parse_and_check
+
+
+def _check_call(call: Call, validators: Mapping[str, Validator]) -> Call:
+    """Return the call, with an error message if its arguments do not match the schema of its tool."""
+    if call.error or call.name not in validators:
+        return call
+    try:
+        errors = [*validators[call.name].iter_errors(dict(call.arguments))]
+    except Exception:  # a schema can contain references and patterns that only fail when they are used
+        logger.warning("tool %r: its schema cannot be applied, so its arguments are not checked", call.name)
+        return call
+    problems = list(dict.fromkeys(problem for error in errors for problem in _describe_errors(error)))
+    shown = "; ".join(problems[:_MAX_PROBLEMS])
+    more = f"; {len(problems) - _MAX_PROBLEMS} more" if len(problems) > _MAX_PROBLEMS else ""
+    return replace(call, error=f"{call.name}: {shown}{more}") if problems else call
+
+
+# ---- schemas
+
+
+def _build_validator(tool: ToolSchema) -> tuple[str, Validator | None]:
+    """Return the name of a tool and the validator of its arguments, or None if its schema is missing or invalid."""
+    function = cast(Mapping[str, JsonValue], tool.get("function", tool))
+    name, parameters = str(function.get("name", "")), function.get("parameters")
+    if not isinstance(parameters, dict):
+        return name, None
+    schema = cast(dict[str, JsonValue], _normalize(parameters))
+    if "properties" in schema and not any(key in schema for key in _OPEN_KEYS):
+        schema["additionalProperties"] = False
+    kind = validator_for(schema, default=Draft202012Validator)
+    try:
+        kind.check_schema(schema)
+    except SchemaError as error:
+        logger.warning("tool %r: its schema is invalid, so its arguments are not checked: %s", name, error.message)
+        return name, None
+    strict = extend(kind, type_checker=kind.TYPE_CHECKER.redefine("integer", _is_integer))
+    return name, strict(schema, registry=Registry())  # an own registry, because the default one fetches remote schemas
+
+
+def _is_integer(_: object, value: object) -> bool:
+    """Whether a value is an integer in Python too: 3.0 is not, because a tool with an int parameter may reject it."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _normalize(schema: JsonValue) -> JsonValue:
+    """Return a schema in the terms of JSON Schema.
+
+    transformers marks optional types as `nullable`, as OpenAPI does, and uses types such as `image`.
+    """
+    if isinstance(schema, list):
+        return [_normalize(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    normalized = {key: each if key in _DATA_KEYS else _normalize(each) for key, each in schema.items()}
+    if isinstance(normalized.get("type"), str) and normalized["type"] not in _TYPES:
+        del normalized["type"]
+    if normalized.get("nullable") is True:
+        del normalized["nullable"]
+        return {"anyOf": [normalized, {"type": "null"}]}
+    return normalized
+
+
+# ---- messages
+
+
+def _describe_errors(error: ValidationError) -> Iterator[str]:
+    """Yield the messages for one error of the validator."""
+    path = tuple(error.absolute_path)
+    schema = cast(Mapping[str, JsonValue], error.schema)
+    properties = cast(Mapping[str, JsonValue], schema.get("properties", {}))
+    if error.validator == "required":
+        for name in error.validator_value:
+            if name not in error.instance:
+                yield f"{_format_path((*path, name))}: expected {_describe_type(properties.get(name))}, found nothing"
+    elif error.validator == "additionalProperties" and error.validator_value is False:
+        for name in error.instance:
+            if name not in properties:
+                known = ", ".join(properties) or "none"
+                hint = nearest_name(name, properties)
+                yield f"{_format_path((*path, name))}: no such argument{hint}{'' if hint else f'; expected {known}'}"
+    elif error.validator in ("anyOf", "oneOf") and error.context:
+        yield from _describe_alternatives(error)
+    elif error.validator == "type":
+        yield f"{_format_path(path)}: expected {_describe_type(schema)}, found {_quote(error.instance)}"
+    elif error.validator == "enum":
+        allowed = ", ".join(map(_quote, cast(Sequence[object], error.validator_value)))
+        yield f"{_format_path(path)}: expected one of {allowed:.200}, found {_quote(error.instance)}"
+    else:
+        yield f"{_format_path(path)}: {error.message:.200}"
+
+
+def _describe_alternatives(error: ValidationError) -> Iterator[str]:
+    """Yield the messages for a value that matches none of several schemas.
+
+    The first schema with the value's type describes the problem. If there is none, the message lists the types.
+    """
+    branches: dict[object, list[ValidationError]] = {}
+    for each in error.context or ():
+        branches.setdefault(each.schema_path[0], []).append(each)
+    for found in branches.values():
+        if not any(each.validator == "type" and not each.relative_path for each in found):
+            for each in found:
+                yield from _describe_errors(each)
+            return
+    expected = _describe_type(error.schema)
+    yield f"{_format_path(tuple(error.absolute_path))}: expected {expected}, found {_quote(error.instance)}"
+
+
+def _describe_type(schema: object) -> str:
+    """Return the types that a schema allows, such as `integer or null`."""
+    if not isinstance(schema, dict):
+        return "a value"
+    if "type" not in schema:
+        branches = cast(Sequence[object], schema.get("anyOf", schema.get("oneOf", ())))
+        return " or ".join(dict.fromkeys(map(_describe_type, branches))) or "a value"
+    return " or ".join(schema["type"]) if isinstance(schema["type"], list) else str(schema["type"])
+
+
+def _format_path(path: Argument) -> str:
+    """Return the path of a value in words of Python, such as `items[2].name`. The path of all arguments is 'arguments'.
+
+    >>> _format_path(("items", 2, "name"))
+    'items[2].name'
+    """
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in path]
+    return "".join(parts).removeprefix(".") or "arguments"
+
+
+def _quote(value: object) -> str:
+    """Return a value as JSON, shortened to 60 characters."""
+    return f"{json.dumps(value, ensure_ascii=False):.60}"

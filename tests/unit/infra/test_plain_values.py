@@ -1,0 +1,126 @@
+"""Return values of users' functions: numbers of any library, JSON values, and texts that UTF-8 can encode."""
+
+import json
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from infra.episode_runner import EpisodeTurn, NoStep, ToolBox, ToolCall, parse_step, shorten_step
+from infra.plain_values import repair_text, to_json_value
+from infra.runner import compute_value
+from models.judges.endpoint import read_answer
+
+NUMBERS = [
+    (True, 1.0),
+    (Decimal("0.25"), 0.25),
+    (Fraction(1, 4), 0.25),
+    (np.bool_(True), 1.0),
+    (np.int8(-3), -3.0),
+    (np.float16(0.5), 0.5),
+    (np.longdouble(0.5), 0.5),
+    (np.array(0.5), 0.5),
+    (np.array(True), 1.0),
+    (torch.tensor(0.5, dtype=torch.bfloat16), 0.5),
+    (torch.tensor(2.0, requires_grad=True), 2.0),
+    (torch.tensor(False), 0.0),
+]
+NO_NUMBERS = [
+    (np.zeros(3), "expected a float, found numpy.ndarray of shape (3,)"),
+    (np.zeros((1, 1)), "expected a float, found numpy.ndarray of shape (1, 1)"),
+    (torch.zeros(1), "expected a float, found torch.Tensor of shape (1,)"),
+    (np.array("0.5"), "expected a float, found numpy.ndarray of shape ()"),
+    (np.complex128(1), "expected a float, found numpy.complex128 of shape ()"),
+    (np.ma.masked, "expected a finite float, found nan"),
+    ("0.5", "expected a float, found str"),
+    (None, "expected a float, found NoneType"),
+    (np.float32("inf"), "expected a finite float, found inf"),
+    (Decimal("sNaN"), "expected a finite float, found Decimal('sNaN')"),
+    (10**400, "expected a finite float, found a number above the largest float"),
+    (Fraction(10**400), "expected a finite float, found a number above the largest float"),
+]
+
+
+@pytest.mark.parametrize(("value", "number"), NUMBERS, ids=repr)
+def test_numbers_of_every_library_are_rewards(value, number):
+    assert compute_value(lambda: value, None, "") == (number, None)
+    assert parse_step({"reward": value}, role="tool")["reward"] == number
+
+
+@pytest.mark.parametrize(("value", "reason"), NO_NUMBERS, ids=repr)
+def test_other_values_are_refused_with_their_type_and_its_module(value, reason):
+    assert compute_value(lambda: value, None, "") == (None, reason)
+    with pytest.raises(NoStep, match="expected a finite number as reward"):
+        parse_step({"reward": [value] if value is None else value}, role="tool")
+
+
+@pytest.mark.parametrize("values", [np.array([1.0, 0.5]), torch.tensor([1.0, 0.5]), [np.bool_(True), Decimal("0.5")]])
+def test_arrays_are_lists_of_rewards(values):
+    assert compute_value(lambda: values, 2, "steps") == ([1.0, 0.5], None)
+
+
+def test_a_single_number_is_refused_as_a_list_of_rewards():
+    reason = "expected 2 floats, one for each of the steps, found torch.Tensor of shape ()"
+    assert compute_value(lambda: torch.tensor(1.0), 2, "steps") == (None, reason)
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        (np.int64(3), "3"),
+        (np.bool_(True), "true"),
+        (np.array([[1, 2]]), "[[1, 2]]"),
+        (torch.tensor([0.5]), "[0.5]"),
+        ({"mean": np.float32(0.5), np.int64(7): (Decimal("1.50"), Decimal("2"))}, '{"mean": 0.5, "7": [1.5, 2]}'),
+        ([Fraction(1, 4), Fraction(4, 2)], "[0.25, 2]"),
+        (np.array("é"), '"é"'),
+    ],
+    ids=repr,
+)
+def test_numbers_and_arrays_in_results_of_tools_become_json(result, text):
+    assert json.dumps(to_json_value(result), ensure_ascii=False) == text
+
+
+def test_a_result_that_is_no_json_is_named_with_its_module():
+    def find() -> object:
+        return [object(), Fraction]
+
+    with pytest.raises(NoStep, match="as the result of the tool, found object"):
+        ToolBox([find]).step(EpisodeTurn("", (ToolCall("find", {}),), 0))
+
+
+@pytest.mark.parametrize(
+    ("text", "repaired"),
+    [
+        ("page \ud83d", "page \ufffd"),
+        ("\udc00page\ud83d.", "\ufffdpage\ufffd."),
+        ("\ud83d\ude00", "\U0001f600"),
+        ("\ufeffbyte order \ud83d", "\ufeffbyte order \ufffd"),
+        ("page é", "page é"),
+    ],
+    ids=ascii,
+)
+def test_halves_of_characters_become_replacement_characters(text, repaired):
+    assert repair_text(text) == repaired
+    assert parse_step({"messages": [{"role": "tool", "name": text, "content": text}]}, role="tool")["messages"] == [
+        {"role": "tool", "name": repaired, "content": repaired}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("escaped", "text"), [(r"\ud83d!", "\ufffd!"), (r"\uD83D\uDE00", "\U0001f600"), (r"\\ud83d", r"\ud83d")]
+)
+def test_halves_of_characters_in_the_answer_of_an_endpoint_become_replacement_characters(escaped, text):
+    body = f'{{"choices": [{{"message": {{"content": "page {escaped}"}}, "finish_reason": "stop"}}]}}'
+    assert read_answer(body.encode(), None).text == f"page {text}"
+
+
+@pytest.mark.parametrize("character", ["a", "\U0001f600"])
+def test_texts_that_are_too_large_to_send_lose_their_middle(character):
+    text = "start" + character * (1 << 24) + "end"
+    [message] = shorten_step(parse_step(text, role="tool"))["messages"]
+    assert message["content"].startswith("start" + character)
+    assert message["content"].endswith(character + "end")
+    assert len(json.dumps(message)) < 1 << 24
