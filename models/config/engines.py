@@ -131,11 +131,7 @@ class TransformersEngine(EngineSettings):
 
     def estimate_memory(self, shape: ModelShape, *, longest: int, gpus: float, name: str) -> dict[str, float]:
         """Estimate the bytes of the weights and of a full cache. Raises BadInput if the engine cannot decode."""
-        if shape.decoding_conflict:
-            raise BadInput(
-                f"{name}.kind = 'transformers' cannot decode with this model: {shape.decoding_conflict}. Set "
-                f"{name}.kind = 'vllm' if vLLM supports the architecture, or use another model."
-            )
+        shape.check_decoding(name)
         return {
             "rollout_weights_bytes": shape.parameters * BYTES[self.dtype],
             "rollout_cache_bytes": shape.cached_numbers * BYTES[self.dtype] * self.max_batch_rows * longest,
