@@ -21,7 +21,7 @@ from infra.processes.heap import heap_variables
 from models.commands.memory import MicrobatchSizes, microbatch_bytes
 from models.config.objectives import UpdateConfig
 from models.config.policy import ScratchPolicy
-from models.inspection.directory import DecoderSizes
+from models.inspection.plain import DecoderSizes
 from models.modeling.layout import lay_out
 from models.modeling.logprobs import TokenLogprobs
 from models.modeling.policy import build_scratch

@@ -179,6 +179,16 @@ def _list_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
             f"{repeated} of {facts['train_problems']:,.0f} training problems {others}. Remove the "
             "duplicates from the data to train equally often on each problem."
         )
+    if "chosen_pad_token" in facts:
+        yield (
+            f"The policy's tokenizer names no pad token. Token {facts['chosen_pad_token']:.0f} pads, and the copies of "
+            "the policy name it. Set pad_token in tokenizer_config.json to use another one."
+        )
+    if chunk := int(facts.get("slow_chunk_tokens", 0)):
+        yield (
+            f"transformers computes state-space layers without kernels here, in chunks of {chunk} tokens. Rows are "
+            "padded to whole chunks, so an iteration may take minutes. Install mamba_ssm and causal_conv1d (GPUs only)."
+        )
     if twins := int(facts.get("near_twins", 0)):
         yield (
             f"{twins} of {facts['heldout_problems']:,.0f} held-out problems differ from a training problem only in "

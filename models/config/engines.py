@@ -130,7 +130,8 @@ class TransformersEngine(EngineSettings):
     """Maximum number of completions decoded together."""
 
     def estimate_memory(self, shape: ModelShape, *, longest: int, gpus: float, name: str) -> dict[str, float]:
-        """Estimate the bytes of the weights and of a full cache."""
+        """Estimate the bytes of the weights and of a full cache. Raises BadInput if the engine cannot decode."""
+        shape.check_decoding(name)
         return {
             "rollout_weights_bytes": shape.parameters * BYTES[self.dtype],
             "rollout_cache_bytes": shape.cached_numbers * BYTES[self.dtype] * self.max_batch_rows * longest,

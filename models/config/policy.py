@@ -287,6 +287,19 @@ class ModelShape:
     """Whether sequence parallelism is possible: all layers except attention treat tokens independently, and attention
     can be split by heads."""
 
+    decoding_conflict: str = ""
+    """Reason why the engine `transformers` cannot decode with the model, empty if no reason is known."""
+    slow_chunk_tokens: int = 0
+    """Number of tokens to whose multiples rows are padded in state-space layers that no kernel computes, or 0."""
+
+    def check_decoding(self, engine: str) -> None:
+        """Raise BadInput if the engine `transformers` cannot decode with the model. `engine` names its settings."""
+        if self.decoding_conflict:
+            raise BadInput(
+                f"{engine}.kind = 'transformers' cannot decode with this model: {self.decoding_conflict}. Set "
+                f"{engine}.kind = 'vllm' if vLLM supports the architecture, or use another model."
+            )
+
     def check_slices(self, ranks: int, *, what: str) -> None:
         """Raise BadInput if this number of ranks cannot share a micro-batch by sequence parallelism.
 

@@ -32,6 +32,10 @@ from models.vision.parts import part_of
 
 _NAME: Final = "default"  # peft's name for the only adapter of a model; it stands in parameters' names, not in files
 _HEADS: Final = ("score", "classifier")
+_STATE_SPACE_TYPES: Final = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
+_UNADAPTED: Final = ("out_proj", "conv1d")
+"""Layers of state-space models that peft adapts in no case, because fused kernels read their weights directly
+(`_check_lora_target_modules_mamba` in peft/tuners/tuners_utils.py)."""
 _KEPT: Final = 1.5
 """Numbers that autograd keeps per input or output number of a linear layer.
 Measured: 1.2 in Llama, 1.6 in Gemma 3 and Phi-3, 1.8 in GPT-2.
@@ -169,12 +173,16 @@ def adapted_layers(model: PreTrainedModel, lora: LoraConfig) -> dict[str, nn.Lin
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
-    """Return the linear layers of the language decoder by name, without the head."""
+    """Return the linear layers of the language decoder that may get an adapter, by name, without the head."""
     head = _head(model)
+    excluded = _UNADAPTED if getattr(model.config, "model_type", None) in _STATE_SPACE_TYPES else ()
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not head and part_of(name) == "language"
+        if isinstance(module, nn.Linear | Conv1D)
+        and module is not head
+        and part_of(name) == "language"
+        and name.rpartition(".")[2] not in excluded
     }
 
 

@@ -24,6 +24,7 @@ from models.modeling.logprobs import ForwardInput, TokenModule
 from models.modeling.policy import load_policy, load_weights, lock_model_construction, save_policy
 from models.modeling.reward_model import load_reward_model
 from models.modeling.shared_prompts import set_attention
+from models.modeling.trunk import find_trunk
 from models.text.tokenizer import load_tokenizer
 from models.vision.families import FAMILIES
 
@@ -51,7 +52,7 @@ def critic_from_policy(policy: Path) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(str(policy), local_files_only=True, trust_remote_code=False)
     with lock_model_construction():  # random weights are overwritten
         critic = _build_classifier(config)
-    critic.base_model.load_state_dict(load_policy(policy).base_model.state_dict())
+    find_trunk(critic).load_state_dict(find_trunk(load_policy(policy)).state_dict())
     for parameter in _require_head(critic, source=f"of {config.model_type}").parameters():
         nn.init.zeros_(parameter)
     return critic

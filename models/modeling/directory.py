@@ -6,6 +6,7 @@ from shutil import copyfile
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import safe_open
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -16,8 +17,9 @@ from infra.errors import BadInput
 from infra.store.bundles import CONTENTS
 from models.modeling.merging import check_fits, find_base, is_adapter, load_merged, read_adapter
 from models.modeling.policy import load_policy
+from models.modeling.weight_files import StoredWeight, read_stored_weights
 from models.text.template_files import copy_named_templates
-from models.text.tokenizer import load_tokenizer
+from models.text.tokenizer import find_chosen_pad_token, load_tokenizer
 from models.untrusted_files.directory import check_untrusted_files, missing_directory_error
 from models.vision.processor import is_vision_model, load_processor
 
@@ -77,8 +79,56 @@ def write_merged(base: Path, adapter: Path | None, target: Path, *, dtype: torch
     model = load_policy(base) if adapter is None else load_merged(base, adapter)
     for parameter in model.parameters():  # buffers, such as rotary frequencies, stay in float32
         parameter.data = parameter.data.to(dtype)
+    head, text = model.get_output_embeddings(), model.config.get_text_config()
+    if text.tie_word_embeddings and head is not None and head.weight is not model.get_input_embeddings().weight:
+        model.config.tie_word_embeddings = text.tie_word_embeddings = False
     model.save_pretrained(target)
     copy_config_files(base, target)
+
+
+def copy_policy(source: Path, target: Path) -> None:
+    """Copy a policy, and complete the copied settings: a pad token, and `tie_word_embeddings` if it is wrong."""
+    copy_directory(source, target)
+    if not is_adapter(source):
+        _record_separate_head(source, target)
+    _record_pad_token(target)
+
+
+def _record_separate_head(source: Path, target: Path) -> None:
+    """Set `tie_word_embeddings` to false in a copied config.json if head and embeddings are stored with other values.
+
+    transformers then keeps both in spite of the setting, but vLLM would use the embeddings as the head.
+    """
+    path = target / "config.json"
+    config, stored = _read_object(path), read_stored_weights(source, what="policy")
+    places = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    if not any("lm_head" in name for name in stored) or all(p.get("tie_word_embeddings") is False for p in places[:1]):
+        return
+    pairs = getattr(meta_policy(source), "all_tied_weights_keys", {}).items()
+    if all(_is_equal(source, stored[a], stored[b], names=(a, b)) for a, b in pairs if a in stored and b in stored):
+        return
+    for part in places:
+        if part is config or "tie_word_embeddings" in part:
+            part["tie_word_embeddings"] = False
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _is_equal(directory: Path, one: StoredWeight, other: StoredWeight, *, names: tuple[str, str]) -> bool:
+    """Return whether two stored weights have the same values."""
+    tensors = []
+    for weight, name in zip((one, other), names, strict=True):
+        with safe_open(directory / weight.file, framework="pt") as opened:
+            tensors.append(opened.get_tensor(name))
+    return bool(torch.equal(*tensors))
+
+
+def _record_pad_token(target: Path) -> None:
+    """Write the pad token into a copied tokenizer_config.json if the tokenizer names none."""
+    path = target / "tokenizer_config.json"
+    tokenizer = load_tokenizer(target)
+    if find_chosen_pad_token(tokenizer) is not None:
+        settings = _read_object(path) if path.is_file() else {}
+        path.write_text(json.dumps({**settings, "pad_token": str(tokenizer.pad_token)}, indent=2) + "\n")
 
 
 def copy_config_files(source: Path, target: Path) -> None:

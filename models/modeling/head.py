@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from infra.errors import BadInput
 from models.config.objectives import chunk_elements_of
 from models.modeling.logit_shapes import LogitShape, logit_shape
+from models.modeling.trunk import find_trunk
 from models.vision.tower import mask_tokens
 
 LossGradient = Callable[[Tensor, Tensor], Tensor]
@@ -260,9 +261,8 @@ def _find_linear_head(model: PreTrainedModel, banned: Sequence[int]) -> tuple[nn
     if isinstance(head, nn.Linear) and (shape := logit_shape(model, head, tokens_BT)) is not None:
         with torch.no_grad():
             expected = model(input_ids=tokens_BT, use_cache=False).logits
-            computed = shape.apply(
-                head(model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state).float()
-            )
+            states_BTH = find_trunk(model)(input_ids=tokens_BT, use_cache=False).last_hidden_state
+            computed = shape.apply(head(states_BTH).float())
         if torch.allclose(expected.float(), computed, rtol=1e-2, atol=1e-2, equal_nan=True):
             return head, shape
     raise BadInput(

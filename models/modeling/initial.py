@@ -27,7 +27,7 @@ from models.config.users import DirectoryUser, TrainedUser, UserModel
 from models.data.problems import Problem, load_problems
 from models.environments.user_view import user_texts
 from models.judges.prompts import vocabulary_texts
-from models.modeling.directory import check_directory, copy_directory
+from models.modeling.directory import check_directory, copy_directory, copy_policy
 from models.modeling.policy import build_scratch, save_policy
 from models.modeling.reward_model import check_reward_model
 from models.modeling.vision_scratch import build_vision_scratch, save_vision_scratch, vision_tokenizer
@@ -189,5 +189,5 @@ def build_user(
 
 def _copy(source: Path, directory: Path) -> int:
     _, _, parameters = check_directory(source)
-    copy_directory(source, directory)
+    copy_policy(source, directory)
     return parameters

@@ -31,6 +31,7 @@ from models.modeling.shared_prompts import (
     shared_states,
     supports_sequence_parallelism,
 )
+from models.modeling.trunk import find_trunk
 from models.vision.tower import ImageRows, VisionInputs, encode_images, prepare_rows
 
 
@@ -203,7 +204,7 @@ class TokenModule(nn.Module):
         if inputs.shared is not None:
             states_LH = shared_states(self.model, inputs.tokens_BT, inputs.shared, options=options)
         else:
-            output = self.model.base_model(input_ids=inputs.tokens_BT, use_cache=False, **options)
+            output = find_trunk(self.model)(input_ids=inputs.tokens_BT, use_cache=False, **options)
             states_LH = output.last_hidden_state.flatten(0, 1)
         states_NH = states_LH.index_select(0, inputs.positions_N)
         # Every rank needs gradients of the same parameters.

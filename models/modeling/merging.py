@@ -4,10 +4,12 @@ Shapes: R rank, I inputs and O outputs of a layer.
 """
 
 import json
-from collections.abc import Iterator
+import math
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -24,6 +26,8 @@ SETTINGS: Final = "adapter_config.json"
 TENSORS: Final = "adapter_model.safetensors"
 PREFIX: Final = "base_model.model."
 """Prefix that peft writes before the names of the base model's modules."""
+_CHANGES_BASE: Final = ("pissa", "olora", "corda", "loftq")
+"""Initializations of adapters that also change the weights of the base."""
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
@@ -42,6 +46,39 @@ class AdapterSettings(BaseModel):
     fan_in_fan_out: bool = False
     rank_pattern: dict[str, int] = {}
     alpha_pattern: dict[str, float] = {}
+    init_lora_weights: bool | str = True
+    layer_replication: list[object] | None = None
+    alora_invocation_tokens: list[int] | None = None
+
+    def find_unsupported(self) -> list[str]:
+        """Return the settings with which the adapter is not the sum of its base and scale x B A."""
+        method = self.init_lora_weights if isinstance(self.init_lora_weights, str) else ""
+        unsupported = {
+            f"peft_type = {self.peft_type!r}": self.peft_type != "LORA",
+            "use_dora": self.use_dora,
+            f"bias = {self.bias!r}": self.bias != "none",
+            f"init_lora_weights = {method!r}": method.startswith(_CHANGES_BASE),
+            "layer_replication": bool(self.layer_replication),
+            "alora_invocation_tokens": bool(self.alora_invocation_tokens),
+        }
+        return [name for name, is_set in unsupported.items() if is_set]
+
+    def scale(self, layer: str) -> float:
+        """Return the factor of B A in a layer: alpha / rank, or alpha / sqrt(rank) with rsLoRA (arXiv 2312.03732).
+
+        The last part of a layer's name may select another rank or alpha, by a regular expression as in peft.
+        """
+        rank = _find_pattern(self.rank_pattern, layer, default=self.r)
+        alpha = _find_pattern(self.alpha_pattern, layer, default=self.lora_alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+T = TypeVar("T")
+
+
+def _find_pattern(patterns: Mapping[str, T], layer: str, *, default: T) -> T:
+    """Return the value of the first pattern that matches the end of a layer's name (peft's `get_pattern_key`)."""
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", layer)), default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +87,7 @@ class Delta:
 
     a_RI: Tensor
     b_OR: Tensor
+    scale: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +96,7 @@ class Adapter:
 
     directory: Path
     rank: int
-    scale: float
-    """alpha / rank."""
+    """Largest rank of a layer."""
     deltas: dict[str, Delta]
     """Factors by the layer's name in the base."""
     replaced: dict[str, Tensor]
@@ -87,20 +124,12 @@ def find_base(directory: Path) -> Path:
 
 
 def read_adapter(directory: Path) -> Adapter:
-    """Read an adapter. Raises BadInput if it is not plain LoRA or its files do not load."""
+    """Read an adapter. Raises BadInput if it is neither LoRA nor rsLoRA, or its files do not load."""
     settings = _read_settings(directory)
-    other = {
-        "peft_type": settings.peft_type != "LORA",
-        "use_rslora": settings.use_rslora,
-        "use_dora": settings.use_dora,
-        "bias": settings.bias != "none",
-        "rank_pattern": bool(settings.rank_pattern),
-        "alpha_pattern": bool(settings.alpha_pattern),
-    }
-    if any(other.values()):
+    if unsupported := settings.find_unsupported():
         raise BadInput(
-            f"adapter {directory}: only plain LoRA with one rank is supported, but {SETTINGS} sets "
-            f"{', '.join(name for name, is_set in other.items() if is_set)}"
+            f"adapter {directory}: {SETTINGS} sets {', '.join(unsupported)}, but only LoRA and rsLoRA adapters are "
+            "read. Merge the adapter into its base with peft (merge_and_unload), and use the merged model."
         )
     read_header(directory / TENSORS, where=f"adapter {directory}")
     tensors = load_file(directory / TENSORS)
@@ -108,12 +137,15 @@ def read_adapter(directory: Path) -> Adapter:
     layers = [name.removesuffix(_A) for name in tensors_by_name if name.endswith(_A)]
     if unpaired := [name for name in layers if f"{name}{_B}" not in tensors_by_name]:
         raise BadInput(f"adapter {directory}: {unpaired[0]} has a matrix A but no matrix B")
+    try:
+        scales = {name: settings.scale(name) for name in layers}
+    except re.error as error:
+        raise BadInput(f"adapter {directory}: a pattern in {SETTINGS} is no regular expression: {error}") from error
     return Adapter(
         directory=directory,
-        rank=settings.r,
-        scale=settings.lora_alpha / settings.r,
+        rank=max([settings.r, *settings.rank_pattern.values()]),
         deltas={
-            name: Delta(a_RI=tensors_by_name[f"{name}{_A}"], b_OR=tensors_by_name[f"{name}{_B}"]) for name in layers
+            name: Delta(tensors_by_name[f"{name}{_A}"], tensors_by_name[f"{name}{_B}"], scales[name]) for name in layers
         },
         replaced={name: tensor for name, tensor in tensors_by_name.items() if not name.endswith((_A, _B))},
     )
@@ -177,7 +209,7 @@ def _iter_merged(model: PreTrainedModel, adapter: Adapter) -> Iterator[tuple[str
     for name, delta in adapter.deltas.items():
         layer = _find_layer(model, name)
         assert layer is not None, "a fitting adapter contains only existing layers"
-        yield f"{name}.weight", layer.weight + _compute_delta(adapter, delta, layer)
+        yield f"{name}.weight", layer.weight + _compute_delta(delta, layer)
     yield from adapter.replaced.items()
 
 
@@ -193,12 +225,12 @@ def add_adapter(weight: Tensor, name: str, *, adapter: Adapter, model: PreTraine
         return weight
     module = _find_layer(model, layer)
     assert module is not None, "a fitting adapter contains only existing layers"
-    return weight.float() + _compute_delta(adapter, adapter.deltas[layer], module)
+    return weight.float() + _compute_delta(adapter.deltas[layer], module)
 
 
-def _compute_delta(adapter: Adapter, delta: Delta, layer: nn.Linear | Conv1D) -> Tensor:
+def _compute_delta(delta: Delta, layer: nn.Linear | Conv1D) -> Tensor:
     """Return the matrix that is added to a layer's weight, in the orientation in which the layer stores its weight."""
-    delta_OI = adapter.scale * (delta.b_OR.float() @ delta.a_RI.float())
+    delta_OI = delta.scale * (delta.b_OR.float() @ delta.a_RI.float())
     return delta_OI.T if isinstance(layer, Conv1D) else delta_OI
 
 

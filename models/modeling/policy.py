@@ -169,7 +169,12 @@ def policy_shape(config: PretrainedConfig, *, parameters: int, source: str) -> M
     context = usable_context(longest if isinstance(longest, int) else None, text.to_dict())
     if context is None:
         raise BadInput(f"policy {source}: config.json has no max_position_embeddings, so the context is unknown")
-    heads = text.num_attention_heads
+    heads = getattr(text, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        raise BadInput(
+            f"policy {source}: config.json has no single number of attention heads (num_attention_heads). Models "
+            "without attention, or with another number of heads in each layer, are not supported"
+        )
     return ModelShape(
         parameters=parameters,
         context=context,

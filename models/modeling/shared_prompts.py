@@ -32,6 +32,7 @@ from models.config.attention import FLASH, Attention
 from models.modeling.flash import KernelOptions, KernelRows, RowsAttention, attend_rows, attentions_of, flash_kernel
 from models.modeling.layout import SharedRows, lay_out
 from models.modeling.sequence_parallel import SequenceParallelGroup
+from models.modeling.trunk import find_trunk
 from models.records.model_input import ModelInput
 from models.vision.tower import treats_images_as_text
 
@@ -112,7 +113,7 @@ def shared_states(
     """Return the last hidden state of every token. `options` are further arguments of the model."""
     placed = {**(options or {}), "position_ids": shared.positions_1L}
     with use_shared_tokens(shared):
-        output = model.base_model(
+        output = find_trunk(model)(
             input_ids=tokens_1L,
             attention_mask=torch.ones_like(tokens_1L),  # without a mask, restarting positions would be read as one
             use_cache=False,
@@ -208,7 +209,7 @@ for _name, _inside, _masks in (("sdpa", sdpa_attention_forward, sdpa_mask), ("ea
 
 def _mixes_in_attention(model: PreTrainedModel) -> bool:
     """Return whether only attention mixes tokens and positions are applied as given, judging by the modules."""
-    takes = signature(model.base_model.forward).parameters
+    takes = signature(find_trunk(model).forward).parameters
     takes_positions = "position_ids" in takes and treats_images_as_text(model)
     convolves = any(isinstance(module, nn.Conv1d) for module in model.modules())
     return takes_positions and not convolves
@@ -263,10 +264,13 @@ def enable_shared_prompts(model: PreTrainedModel) -> bool:
     if inside not in _INSIDE or not _mixes_in_attention(model):
         return False
     model.set_attn_implementation(inside + _ENDING)
-    if not matches_padded_rows(model):
+    try:
+        shares = matches_padded_rows(model)
+    except RuntimeError:  # a class that computes its own masks, such as Doge, cannot read rows of other lengths
+        shares = False
+    if not shares:
         model.set_attn_implementation(inside)
-        return False
-    return True
+    return shares
 
 
 @torch.no_grad()
@@ -284,7 +288,7 @@ def matches_padded_rows(
     assert batch.shared is not None, "rows with one prompt share it"
     device = model.device
     tokens_BT, positions_N = torch.from_numpy(batch.tokens_BT).to(device), torch.from_numpy(batch.positions_N)
-    expected_BTH = model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
+    expected_BTH = find_trunk(model)(input_ids=tokens_BT, use_cache=False).last_hidden_state
     row, own_M = (
         (batch.shared, None) if sequence_parallel_group is None else sequence_parallel_group.slice_row(batch.shared)
     )

@@ -16,6 +16,7 @@ import torch
 from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.nn import functional
 
 from infra.errors import BadInput
 from infra.store.bundles import CONTENTS, Contents, describe_pieces, write_hashed
@@ -32,6 +33,8 @@ MEANING: Final = (
     *("rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "partial_rotary_factor"),
 )
 """Settings that determine what weights of a given shape compute."""
+_ONE_SCALE: Final[Mapping[str, object]] = {"use_rslora": False, "rank_pattern": {}, "alpha_pattern": {}}
+"""Settings of an adapter with the same rank and scale in all layers."""
 CHUNK_BYTES: Final = 2**20
 """Number of bytes read at a time if a file is only digested."""
 
@@ -257,6 +260,7 @@ def _write_ranks(work: MergeWork) -> None:
     settings = json.loads((work.parents[0].path / SETTINGS).read_text())
     rank = sum(adapter.rank for adapter in adapters)
     settings |= {"r": rank, "lora_alpha": rank, "target_modules": layers, "base_model_name_or_path": str(bases[0])}
+    settings |= {name: plain for name, plain in _ONE_SCALE.items() if settings.get(name)}
     (work.target / SETTINGS).write_text(json.dumps(settings, indent=2, sort_keys=True))
 
 
@@ -270,8 +274,9 @@ def _join_factors(name: str, adapters: Sequence[Adapter], weights: Sequence[floa
             a_RI.append(torch.zeros(adapter.rank, shape.a_RI.shape[1]))
             b_OR.append(torch.zeros(shape.b_OR.shape[0], adapter.rank))
         else:
-            a_RI.append(delta.a_RI.float())
-            b_OR.append(delta.b_OR.float() * (weight * adapter.scale))
+            spare = adapter.rank - len(delta.a_RI)  # with rank_pattern, layers have different ranks
+            a_RI.append(functional.pad(delta.a_RI.float(), (0, 0, 0, spare)))
+            b_OR.append(functional.pad(delta.b_OR.float() * (weight * delta.scale), (0, spare)))
     return torch.cat(a_RI), torch.cat(b_OR, dim=1)
 
 

@@ -1,6 +1,6 @@
 """Tokenizer of a policy: training from texts, loading with checks, and tokenization of prompts."""
 
-import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -33,6 +33,9 @@ from models.vision.processor import VisionProcessor
 
 EOS = "<|eos|>"
 PAD = "<|pad|>"
+
+_PAD_NAME, _UNUSED_NAME = re.compile(r"pad", re.IGNORECASE), re.compile(r"unused|reserved|extra_id", re.IGNORECASE)
+_MEDIA_NAME = re.compile(r"image|video|vision|audio|fim", re.IGNORECASE)
 
 ToolSchema = Mapping[str, JsonValue]
 """JSON schema of a function, as created by `transformers.utils.get_json_schema`."""
@@ -91,7 +94,7 @@ def load_tokenizer(directory: Path, *, kind: type[PreTrainedTokenizerFast] | Non
     """Load the tokenizer of a policy.
 
     If `kind` is None, transformers chooses the class from the model's configuration, which imports torch. Raises
-    BadInput if the tokenizer cannot be loaded, is not a fast tokenizer, or has no EOS or pad token.
+    BadInput if the tokenizer cannot be loaded, is not a fast tokenizer, or has no EOS token.
     """
     if not (directory / "tokenizer.json").is_file():
         raise BadInput(
@@ -108,11 +111,28 @@ def load_tokenizer(directory: Path, *, kind: type[PreTrainedTokenizerFast] | Non
     if tokenizer.eos_token_id is None:
         raise BadInput(f"policy {directory}: the tokenizer has no EOS token. Set eos_token in tokenizer_config.json.")
     if tokenizer.pad_token_id is None:
-        raise BadInput(
-            f"policy {directory}: the tokenizer has no pad token. Set pad_token in tokenizer_config.json, best to a "
-            f"token that never occurs in texts, otherwise to the EOS token {json.dumps(str(tokenizer.eos_token))}."
-        )
+        tokenizer.pad_token = choose_pad_token(tokenizer)
     return tokenizer
+
+
+def choose_pad_token(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Return the token that pads if the tokenizer names none: a special token that no text contains, or else EOS.
+
+    Padding has no influence on results, because attention masks are computed from lengths.
+    """
+    template = str(tokenizer.chat_template or "")
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    unused = [token for token in special if token not in template and token != tokenizer.eos_token]
+    for pattern in (_PAD_NAME, _UNUSED_NAME):
+        if named := [token for token in unused if pattern.search(token) and not _MEDIA_NAME.search(token)]:
+            return named[0]
+    return str(tokenizer.eos_token)
+
+
+def find_chosen_pad_token(tokenizer: PreTrainedTokenizerFast) -> int | None:
+    """Return the pad token that `choose_pad_token` chose, or None if the files of a loaded tokenizer name one."""
+    is_named = tokenizer.init_kwargs.get("pad_token") is not None
+    return None if is_named else cast(int | None, tokenizer.pad_token_id)
 
 
 def tokenize_problems(

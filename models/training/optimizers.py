@@ -17,6 +17,7 @@ from models.config.objectives import UpdateConfig
 from models.config.optimizers import Adam8bit, AdamW, Muon
 from models.modeling.adapters import trained_parameters
 from models.modeling.logprobs import TokenModule
+from models.modeling.trunk import find_trunk
 
 OptimizerFunction = Callable[[TokenModule, UpdateConfig, Any], Optimizer]
 """Function that builds an optimizer from the module, the update's settings and the optimizer's own settings."""
@@ -60,7 +61,7 @@ def adam8bit(module: TokenModule, update: UpdateConfig, settings: Adam8bit) -> O
 def hidden_matrices(model: PreTrainedModel) -> list[nn.Parameter]:
     """Return the trained matrices between a model's embeddings and its head."""
     embedded = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
-    trunk = trained_parameters(model.base_model)
+    trunk = trained_parameters(find_trunk(model))
     return [parameter for parameter in trunk if parameter.ndim == 2 and id(parameter) not in embedded]
 
 

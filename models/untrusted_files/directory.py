@@ -55,6 +55,7 @@ ELSEWHERE: Final = {
 }
 """Settings that are rejected if they are set, with the reason."""
 
+_PRECISION: Final = re.compile(r"b?float16|float(32|64)?|float8_\w+|u?int\d+|half|double")
 _SNAPSHOTS: Final = "snapshots"
 _HUB_NAME: Final = re.compile(r"[\w-]+/[\w.-]+")
 _SHARED_BLOB: Final = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}")
@@ -199,6 +200,11 @@ def _check_code(config: dict[str, object], path: Path) -> None:
             _check_choice(value, [way for way, package in ATTENTION.items() if find_spec(package)], at, path)
         elif _EXPERT_CODE.fullmatch(name):
             _check_choice(value, EXPERTS, at, path)
+        elif name in ("dtype", "torch_dtype") and isinstance(value, str) and not _PRECISION.fullmatch(value):
+            raise BadInput(
+                f"{path}: {at}: expected a precision such as float32, bfloat16 or float16, found {value[:80]!r}. "
+                "Write the precision of the weights, or remove the setting."
+            )
         elif name == "quantization_config" and isinstance(value, dict):
             _check_quantization(value, at, path)
         elif value and name in ELSEWHERE:

@@ -108,13 +108,10 @@ def add_other_models(place: Path) -> None:
 
 
 def add_tokenizers(place: Path) -> None:
-    """Write a model without an EOS token to `no-eos`, and one without a padding token to `no-pad`."""
-    for missing, tokens in {"eos": {"pad_token": "p"}, "pad": {"eos_token": "e"}}.items():
-        copy_model("policy", place / f"no-{missing}")
-        words = Tokenizer(WordLevel({"e": 0, "p": 1, "u": 2}, unk_token="u"))
-        PreTrainedTokenizerFast(tokenizer_object=words, unk_token="u", **tokens).save_pretrained(
-            place / f"no-{missing}"
-        )
+    """Write a model without an EOS token to `no-eos`."""
+    copy_model("policy", place / "no-eos")
+    words = Tokenizer(WordLevel({"e": 0, "p": 1, "u": 2}, unk_token="u"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="u", pad_token="p").save_pretrained(place / "no-eos")
 
 
 def add_images(place: Path) -> None:

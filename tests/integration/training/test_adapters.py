@@ -145,7 +145,7 @@ def test_the_merged_directory_and_the_adapter_next_to_its_base_are_policies(adap
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"use_dora": True}, "plain LoRA with one rank .* sets use_dora"),
+        ({"use_dora": True}, "sets use_dora, but only LoRA and rsLoRA"),
         ({"peft_type": "IA3"}, "sets peft_type"),
         ({"r": 0}, "adapter_config.json .*greater than or equal to 1"),
     ],

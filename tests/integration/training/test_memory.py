@@ -17,7 +17,7 @@ from models.commands.memory import MicrobatchSizes, microbatch_bytes, resident_b
 from models.config.lora import LoraConfig
 from models.config.objectives import KlPenalty, UpdateConfig
 from models.config.policy import ScratchPolicy
-from models.inspection.directory import DecoderSizes
+from models.inspection.plain import DecoderSizes
 from models.records.schemas import SAMPLE_SCHEMA
 from models.records.versions import ModelVersion
 from models.records.work import UpdateWork

@@ -20,7 +20,7 @@ from infra.store.storage import open_store
 from models.config.data import DataConfig, FileData, MixtureData, WeightedFile
 from models.config.policy import DirectoryPolicy
 from models.data.problems import Message, Problem, load_problems
-from models.inspection.directory import DecoderSizes
+from models.inspection.plain import DecoderSizes
 from models.modeling.directory import check_directory, copy_directory
 from models.modeling.policy import load_policy
 from models.records.model_input import ModelInput

@@ -8,7 +8,7 @@ from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, OPTConfig, Q
 from models.commands.memory import MicrobatchSizes, microbatch_bytes
 from models.config.lora import LoraConfig
 from models.config.objectives import UpdateConfig
-from models.inspection.directory import DecoderSizes
+from models.inspection.plain import DecoderSizes
 from models.modeling.checkpointing import checkpoint_layers, layers_to_recompute
 from models.modeling.layout import lay_out
 from models.modeling.logprobs import ForwardInput, TokenLogprobs

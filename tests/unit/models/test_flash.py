@@ -6,7 +6,7 @@ from transformers import DeepseekV3Config, Gemma2Config
 
 from infra.errors import BadInput
 from models.config.attention import FLASH, check_attention
-from models.inspection.directory import DecoderSizes
+from models.inspection.plain import DecoderSizes
 from models.modeling.adapters import outline
 from models.modeling.flash import attentions_of, flash_kernel
 from models.modeling.layout import lay_out

@@ -19,7 +19,8 @@ from models.config.objectives import Cispo, Gspo, PolicyGradient, PpoClip
 from models.config.policy import ScratchPolicy
 from models.data.problems import load_problems
 from models.engines.protocol import check_class
-from models.inspection.directory import DecoderSizes, inspect_directory
+from models.inspection.directory import inspect_directory
+from models.inspection.plain import DecoderSizes
 from models.modeling.adapters import outline
 from models.modeling.critic import build_meta_critic
 from models.modeling.directory import check_directory, meta_policy

@@ -2,7 +2,7 @@
 
 import pytest
 
-from models.inspection.directory import DecoderSizes
+from models.inspection.plain import DecoderSizes
 from placement.roofline import ADAM_BYTES, Accelerator
 from tasks.views.estimate import estimate
 from tests.support.configurations import accepted

@@ -1,0 +1,27 @@
+"""Trunk of a language model: the module below its head, which returns the last hidden states."""
+
+from typing import cast
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from infra.errors import BadInput
+
+
+def find_trunk(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the module that computes the hidden states which the head of a model reads.
+
+    transformers finds this module by `base_model_prefix`, which names no attribute in some classes (Llama 4), and then
+    returns the model. In this case it is the decoder, or else the only model inside of the model. Raises BadInput if
+    there is no such module.
+    """
+    candidates = [model.base_model, *(child for child in model.children() if isinstance(child, PreTrainedModel))]
+    if hasattr(model, "get_decoder"):
+        candidates.insert(1, model.get_decoder())
+    trunk = next((each for each in candidates if each is not model and isinstance(each, nn.Module)), None)
+    if trunk is None:
+        raise BadInput(
+            f"model {type(model).__name__} cannot be trained: transformers names no module below its head, which would "
+            "return the hidden states. Use another architecture."
+        )
+    return cast(PreTrainedModel, trunk)
