@@ -1,5 +1,6 @@
 """Tokenizer of a policy: training from texts, loading with checks, and tokenization of prompts."""
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
