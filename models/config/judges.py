@@ -348,7 +348,9 @@ class ModelReward(RewardTerm):
     chat_prompt: Annotated[Literal["messages", "text"], Since("0.2.0", before="text")] = "messages"
     """Form in which the model's chat template receives the prompt of a chat: "messages" passes the messages of the
     prompt, followed by the completion as the assistant's message. "text" passes the prompt as rendered by the policy's
-    template, as one user message. Without effect if `template` is set, or for plain-text prompts."""
+    template, as one user message. With "messages", control tokens in prompts and completions are ordinary text, also if
+    `template` is set; control tokens that `template` itself contains are control tokens. With "text", control tokens in
+    prompts become control tokens, and a completion that contains a special token gets no score."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of weights and activations."""
     batch_tokens: Positive = 16384

@@ -28,7 +28,7 @@ from models.data.problems import (
 )
 from models.records.model_input import ModelInput
 from models.text.chats import TemplateFailed, render_chats
-from models.text.control_tokens import ControlTokens, count_appended_tokens
+from models.text.control_tokens import ControlTokens, as_message, count_appended_tokens
 from models.text.template_fields import fit_chats
 from models.vision.processor import VisionProcessor
 
@@ -183,20 +183,20 @@ def tokenize_prompts(
     counts = list(map(len, headers))
     control = ControlTokens.of(tokenizer, images=[] if processor is None else [processor.placeholder])
     given = [*(arguments or [NO_ARGUMENTS] * len(prompts))]
-    shown = [(_as_message(each),) for each in given if each != NO_ARGUMENTS]
-    separator = None if rules.parses_control_tokens else control.choose_separator([*prompts, *shown])
-    broken = prompts if separator is None else [control.break_prompt(prompt, separator) for prompt in prompts]
-    if separator is not None:
-        given = [_break_arguments(control, each, separator) for each in given]
-    texts = render(broken, tokenizer, sources=sources, images=counts, processor=processor, arguments=given)
+    shown = [(as_message(each),) for each in given if each != NO_ARGUMENTS]
+    marks = None if rules.parses_control_tokens else control.choose_marks([*prompts, *shown])
+    marked = prompts if marks is None else [control.mark_prompt(prompt, marks) for prompt in prompts]
+    if marks is not None:
+        given = [control.mark_arguments(each, marks) for each in given]
+    texts = render(marked, tokenizer, sources=sources, images=counts, processor=processor, arguments=given)
     token_ids: dict[int, list[int]] = {}
     for special in (True, False):
         rows = [row for row, prompt in enumerate(prompts) if isinstance(prompt, str) == special]
-        encoded = control.encode([texts[row] for row in rows], separator, add_special_tokens=special)
+        encoded = control.encode([texts[row] for row in rows], marks, add_special_tokens=special)
         num_appended = count_appended_tokens(tokenizer) if rows and special and rules.ends_as_template else 0
         token_ids |= zip(rows, (tokens[: len(tokens) - num_appended] for tokens in encoded), strict=True)
-    if separator is not None:
-        texts = [text.replace(separator, "") for text in texts]
+    if marks is not None:
+        texts = [marks.restore(marks.decode(text)) for text in texts]
     prompt_texts = [prompt if isinstance(prompt, str) else text for prompt, text in zip(prompts, texts, strict=True)]
     if processor is None:
         return [TokenizedPrompt(text, ModelInput.from_prompt(token_ids[row])) for row, text in enumerate(prompt_texts)]
@@ -211,24 +211,6 @@ def tokenize_prompts(
             TokenizedPrompt(text, model_input, tuple(processor.count_tokens(each.size) for each in headers[row]))
         )
     return expanded
-
-
-def _as_message(arguments: TemplateArguments) -> Message:
-    """Return a message with the texts of template arguments, in which control tokens are found as in other messages."""
-    return Message(
-        "user", "", fields={"tools": [dict(tool) for tool in arguments.tools], "kwargs": {**arguments.kwargs}}
-    )
-
-
-def _break_arguments(control: ControlTokens, arguments: TemplateArguments, separator: str) -> TemplateArguments:
-    """Insert a separator into each control token that the texts of template arguments contain."""
-    if arguments == NO_ARGUMENTS:
-        return arguments
-    broken = control.break_prompt((_as_message(arguments),), separator)
-    message = broken[0]
-    assert isinstance(message, Message), "a chat stays a chat"
-    tools, kwargs = message.fields["tools"], message.fields["kwargs"]
-    return TemplateArguments(tuple(cast(list[ToolSchema], tools)), cast(dict[str, JsonValue], kwargs))
 
 
 def tokenize_questions(
