@@ -194,7 +194,8 @@ class ProblemFile(ChatFile, FileRules, ImageFileSettings):
     these columns are different problems."""
     template: str = "{prompt}"
     """Template that turns plain text into a prompt; `{prompt}` is the text of the column. Chat messages use the
-    tokenizer's chat template."""
+    tokenizer's chat template. Markers such as `<|im_start|>` in this template are ordinary text, unless
+    `special_tokens` is "parse"."""
     system: Annotated[Annotated[str, Field(min_length=1)] | None, Since("0.1.0", before=None)] = None
     """System message put before each chat that has none. If set, plain text becomes the user's message of a chat."""
     limit: Positive | None = None

@@ -12,6 +12,7 @@ from models.config.endpoints import Endpoint
 from models.config.engines import EngineConfig, EngineSettings, SamplingConfig, TransformersEngine
 from models.config.policy import ScratchPolicy, VisionScratchPolicy
 from models.config.reward_terms import BlankLines, Granularity, RewardTerm, Segmentation, StepAggregation
+from models.config.texts import RULES_BEFORE, AppendedTokens, TextRules
 from models.config.training import WarmupConfig
 
 
@@ -132,8 +133,13 @@ class JudgeModel(ServedModel):
     uses_chat_template: ClassVar[bool] = True
     """Whether the question is sent as a chat turn if the model has a chat template."""
 
+    @property
+    def text_rules(self) -> TextRules:
+        """Rules for encoding questions, which contain texts of others only after these are escaped."""
+        return RULES_BEFORE
 
-class DirectoryJudge(JudgeModel):
+
+class DirectoryJudge(AppendedTokens, JudgeModel):
     """A causal language model directory in Hugging Face format; the run stores a copy of it."""
 
     implementation = "models.modeling.initial:write_judge"
@@ -144,6 +150,11 @@ class DirectoryJudge(JudgeModel):
     """Directory with config.json, safetensors and tokenizer."""
     engine: EngineConfig = TransformersEngine()
     """Engine that runs the model."""
+
+    @property
+    def text_rules(self) -> TextRules:
+        """Rules for encoding questions: a question does not end with appended tokens."""
+        return RULES_BEFORE if self.appended_tokens == "keep" else RULES_BEFORE._replace(turn_end="template")
 
 
 class PolicyShape(Settings):

@@ -8,6 +8,7 @@ from pydantic import Field, JsonValue, model_validator
 from infra.config import PoolsConfig, Positive, Settings, encode_recorded
 from infra.store.inputs import Location, PathNames
 from infra.variants import Variant
+from models.config.file_rules import FileRules
 
 RETRIEVERS: Final = "retrievers"
 """Folder of a store that contains the retrievers, next to the runs."""
@@ -29,7 +30,7 @@ class TemplatedPairs(PairSource):
     """Number of passages. Each has one query."""
 
 
-class PairFile(PairSource):
+class PairFile(FileRules, PairSource):
     """Pairs from a file of JSON, CSV, Parquet or Arrow; the corpus to search consists of the passages of all rows."""
 
     implementation = "models.retrieval.pairs:file_pairs"

@@ -38,7 +38,8 @@ class TextSettings(Settings):
     """Encoding of control tokens that a prompt or the completion of an example contains, such as `<|im_end|>`: "text"
     encodes them as ordinary text, so only the chat template writes control tokens. "parse" turns them into control
     tokens, for prompts that already contain the markers of a template. Control tokens are special tokens, and added
-    tokens that the chat template writes."""
+    tokens with punctuation that the chat template writes. Markers in `template` and `system` of a file are part of the
+    prompt, so they follow the same rule."""
     turn_end: Annotated[Literal["template", "eos"], Since("0.2.0", before="eos")] = "template"
     """End of turns. With "template", the token with which the chat template ends a turn of the assistant also ends
     completions, warm-up and DPO on chats train it, and tokens that the tokenizer appends to plain-text prompts are
@@ -48,3 +49,11 @@ class TextSettings(Settings):
     def text_rules(self) -> TextRules:
         """Rules for encoding prompts and completions."""
         return TextRules(self.special_tokens, self.turn_end)
+
+
+class AppendedTokens(Settings):
+    """Setting of other models that continue plain texts: simulated users and judges."""
+
+    appended_tokens: Annotated[Literal["drop", "keep"], Since("0.2.0", before="keep")] = "drop"
+    """Tokens, such as EOS, that the model's tokenizer appends to plain texts: "drop" removes them, so that the model
+    continues the text, "keep" does not. They have no effect on chats."""

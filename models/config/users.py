@@ -10,6 +10,7 @@ from infra.variants import Variant
 from models.config.endpoints import Endpoint
 from models.config.engines import SamplingConfig, TransformersEngine
 from models.config.policy import ScratchPolicy
+from models.config.texts import RULES_BEFORE, AppendedTokens, TextRules
 from models.config.training import WarmupConfig
 
 
@@ -37,12 +38,17 @@ class UserModel(Variant):
         """Supervised training of the model in the run, or None if the run does not train it."""
         return None
 
+    @property
+    def text_rules(self) -> TextRules:
+        """Rules for encoding dialogues."""
+        return RULES_BEFORE
+
     def find_conflicts(self, sampling: SamplingConfig) -> Iterator[str]:
         """Yield one line per sampling parameter that the model does not support."""
         yield from ()
 
 
-class DirectoryUser(UserModel):
+class DirectoryUser(AppendedTokens, UserModel):
     """A causal language model directory in Hugging Face format; the run stores a copy of it."""
 
     implementation = "models.modeling.initial:copy_user"
@@ -58,6 +64,11 @@ class DirectoryUser(UserModel):
     def local_engine(self) -> TransformersEngine:
         """Engine that runs the model in the rollout workers."""
         return self.engine
+
+    @property
+    def text_rules(self) -> TextRules:
+        """Rules for encoding dialogues: control tokens in their messages are ordinary text."""
+        return RULES_BEFORE if self.appended_tokens == "keep" else TextRules()
 
 
 class TrainedUser(UserModel):

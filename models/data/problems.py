@@ -12,7 +12,7 @@ from infra.errors import BadInput
 from infra.plugins import find_target
 from infra.variants import implementation_of
 from models.config.data import DataConfig
-from models.data.canonical import canonicalize_columns, canonicalize_text, fold_text, map_texts
+from models.data.canonical import canonicalize_columns, canonicalize_text, drop_absent, fold_text, map_texts
 from models.data.images import convert_image, digest_of
 
 
@@ -239,14 +239,21 @@ def _identify(
     if isinstance(prompt, str):
         text = convert(prompt) if convert else prompt
     else:
-        turns: JsonValue = [turn.values() for turn in prompt]
-        text = json.dumps(map_texts(turns, convert) if convert else turns, ensure_ascii=False)
-        text = json.dumps([text, *map(encode_columns, tools)], ensure_ascii=False) if tools else text
+        turns: JsonValue = [_convert_turn(turn, convert) if convert else turn.values() for turn in prompt]
+        text = json.dumps(turns, ensure_ascii=False)
+        shown = [drop_absent(tool) for tool in tools] if convert else tools
+        text = json.dumps([text, *map(encode_columns, shown)], ensure_ascii=False) if tools else text
     if convert:
         columns = {name: map_texts(value, convert) for name, value in canonicalize_columns(columns).items()}
     if columns:
         return json.dumps([text, list(images), encode_columns(columns)], ensure_ascii=False)
     return json.dumps([text, list(images)], ensure_ascii=False) if images else text
+
+
+def _convert_turn(turn: Message, convert: Callable[[str], str]) -> JsonValue:
+    """Return the values that identify a message, without null fields and with every text converted."""
+    present = replace(turn, fields=cast(dict[str, JsonValue], map_texts(drop_absent(turn.fields), convert)))
+    return map_texts(present.values(), convert)
 
 
 def encode_columns(columns: Mapping[str, JsonValue]) -> str:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from transformers import PreTrainedTokenizerFast
 
@@ -12,6 +13,9 @@ from models.text.control_tokens import ControlTokens
 from models.text.template_fields import count_unread_fields
 from models.text.turn_end import find_turn_end
 from models.vision.processor import VisionProcessor
+
+MISSING_WORDS: Final = frozenset(("none", "null", "na", "n/a", "nan", "nil", "missing", "inf", "infinity", "-infinity"))
+"""Answers, in lower case, that data frames and programs write for missing values."""
 
 
 def text_facts(
@@ -24,7 +28,7 @@ def text_facts(
     """Return notes on the texts of problems as facts: each key is a note after the prefix `NOTE`."""
     contained = _describe_contained_tokens(problems, tokenizer, rules, processor)
     unread = _describe_unread([(each.prompt, each.template) for each in problems], tokenizer, "prompts")
-    notes = (*contained, *_describe_end(problems, tokenizer, rules), *unread)
+    notes = (*contained, *_describe_missing(problems), *_describe_end(problems, tokenizer, rules), *unread)
     return {f"{NOTE}{note}": 1.0 for note in notes}
 
 
@@ -66,6 +70,17 @@ def _describe_contained_tokens(
         "data.special_tokens = 'parse'."
     )
     yield f"{prompts} control tokens of the policy, first {json.dumps(token)} in {source}. {effect}"
+
+
+def _describe_missing(problems: Sequence[Problem]) -> Iterator[str]:
+    """Yield a note if answers are words that data frames write for missing values."""
+    suspects = [problem for problem in problems if problem.answer.strip().casefold() in MISSING_WORDS]
+    if suspects:
+        answers = "1 answer is a word" if len(suspects) == 1 else f"{len(suspects):,} answers are words"
+        yield (
+            f"{answers} that often stands for a missing value, first {json.dumps(suspects[0].answer)} in "
+            f"{suspects[0].source}. It is the reference answer. If the answer is missing, remove the row."
+        )
 
 
 def _describe_end(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast, rules: TextRules) -> Iterator[str]:

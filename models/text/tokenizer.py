@@ -220,6 +220,7 @@ def tokenize_questions(
     *,
     chat: bool,
     processor: VisionProcessor | None,
+    rules: TextRules = RULES_BEFORE,
 ) -> list[TokenizedPrompt]:
     """Tokenize the questions for a judge, each with its images.
 
@@ -229,7 +230,7 @@ def tokenize_questions(
     turns: list[Prompt] = [(Message("user", text),) if in_turns else text for text in texts]
     sources = ["question for the judge"] * len(turns)
     # Texts in questions are escaped, and the judge's own template may contain control tokens.
-    return tokenize_prompts(turns, tokenizer, sources=sources, images=images, processor=processor, rules=RULES_BEFORE)
+    return tokenize_prompts(turns, tokenizer, sources=sources, images=images, processor=processor, rules=rules)
 
 
 def _read_headers(images: Sequence[bytes], *, source: str) -> list[ImageHeader]:

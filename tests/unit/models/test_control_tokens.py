@@ -121,6 +121,12 @@ def test_the_plan_names_the_first_prompt_that_contains_control_tokens():
     assert "become control tokens" in note
 
 
+def test_the_plan_names_answers_that_may_stand_for_missing_values():
+    problems = [Problem(f"rows:{n}", "Hi.", answer) for n, answer in enumerate(("1", "None", "NA", "Nancy"))]
+    [note] = text_facts(problems, tokenizer_of("qwen-3"), rules=TEXT)
+    assert all(part in note for part in ("2 answers", '"None"', "rows:1", "missing"))
+
+
 @pytest.mark.parametrize("rules", [TEXT, RULES_BEFORE])
 def test_prompts_of_single_turns_encode_the_problem_as_the_first_prompt_did(rules):
     form, asked = format_of("qwen-2.5"), (Message("user", FORGED),)
