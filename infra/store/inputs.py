@@ -3,9 +3,9 @@ the cache.
 
 A `Path` object cannot contain the two slashes of `s3://`. Therefore an address has one slash in a `Path` and two
 slashes in text. A relative path in a job file starts in the folder of this file. If it exists only in the working
-directory, this path is used, with a warning. A relative path on the command line starts in the working directory. Both become an absolute `JobPath`, which also stores the path relative to the folder of
-the job. A run records the relative path, so that it can continue after its job and its files were moved to another
-folder.
+directory, this path is used, with a warning. A relative path on the command line starts in the working directory. All
+become an absolute `JobPath`, which also stores the path relative to the folder of the job. A run records the relative
+path, so that it can continue after its job and its files were moved to another folder.
 """
 
 import os
