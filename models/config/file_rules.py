@@ -1,4 +1,4 @@
-"""Configuration of the rules by which files of problems and preferences are read. Torch-free."""
+"""Configuration of the rules for reading files of problems and preferences. Torch-free."""
 
 from typing import Annotated, Final, Literal, TypeVar
 
@@ -12,13 +12,13 @@ CURRENT_RULES: Final = 2
 
 
 class FileRules(Settings):
-    """Rules by which the rows of a file are read and split."""
+    """Rules for reading the rows of a file and splitting them into training and evaluation."""
 
     version: Annotated[Literal[1, 2], Since("0.2.0", before=1)] = 2
-    """Version of the rules for reading. In 2, the split is independent of the file format, of letter case, white space
-    and Unicode normalization, numeric answers are written without exponents, and repeated keys or columns and answers
-    that are NaN or infinite are refused. 1 is used by runs that began before this key, and by retrains of a champion
-    that was trained with 1."""
+    """Version of the rules. In version 2, the split is independent of the file format, of letter case, white space and
+    Unicode normalization; numeric answers are written without exponents; repeated keys or columns, and answers that are
+    NaN or infinite, are refused. Runs that began before this key existed use version 1, and so do retrains of a
+    champion from such a run."""
 
 
 def find_file_version(data: JsonValue) -> int | None:
@@ -28,7 +28,7 @@ def find_file_version(data: JsonValue) -> int | None:
     """
     if not isinstance(data, dict):
         return None
-    sources = data.get("sources", data.get("source", ()))
+    sources = data.get("sources", data.get("source", []))
     nested = [find_file_version(each) for each in (sources if isinstance(sources, list) else [sources])]
     versions = [version for version in nested if version is not None]
     if "path" in data and "prompt_column" in data:

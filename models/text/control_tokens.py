@@ -1,4 +1,4 @@
-"""Control tokens that texts contain: detection, and encoding as ordinary text. Torch-free.
+"""Control tokens that occur in texts: detection, and encoding as ordinary text. Torch-free.
 
 A tokenizer turns each special token that it finds in a text into its id, no matter who wrote the text. A user could
 therefore end a turn and begin another. Here only a chat template writes control tokens. Before a chat is rendered, the
@@ -40,7 +40,7 @@ def separator_for(text: str) -> str:
 
 
 def break_tokens(pattern: re.Pattern[str], text: str, separator: str) -> str:
-    """Insert a separator after the first character of every match in a text, including nested ones."""
+    """Insert a separator after the first character of every match of a pattern in a text, including nested matches."""
     return re.sub(f"(?=(?:{pattern.pattern})).", rf"\g<0>{separator}", text, flags=re.DOTALL)
 
 
@@ -116,7 +116,7 @@ class TokenSet:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ControlTokens:
-    """Control tokens of a tokenizer."""
+    """Control tokens of a tokenizer, and the encoding of texts that contain them."""
 
     tokenizer: PreTrainedTokenizerFast = field(repr=False)
     all: TokenSet
@@ -250,9 +250,9 @@ class ControlTokens:
         return token_ids
 
     def encode_completions(self, texts: Sequence[tuple[str, str]]) -> list[list[int]]:
-        """Encode completions of training examples, each with the text that a chat template writes after it.
+        """Encode completions of training examples, each given with the text that a chat template writes after it.
 
-        Special tokens in completions are ordinary text.
+        Special tokens in completions are encoded as ordinary text.
         """
         own = replace(self, all=self.special)
         marks = own.choose_marks([text for text, _ in texts], others=[closing for _, closing in texts])
@@ -298,7 +298,7 @@ def _replace_tokens(text: str, encoding: Encoding, aliases: Mapping[int, tuple[s
 
 
 def count_appended_tokens(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Return the number of tokens, such as EOS, that the tokenizer appends to a text."""
+    """Return the number of tokens, such as EOS, that the tokenizer appends to every text."""
     mask = tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
     return next((number for number, special in enumerate(reversed(mask)) if not special), 0)
 

@@ -121,7 +121,7 @@ def test_the_plan_names_the_first_prompt_that_contains_control_tokens():
     assert "become control tokens" in note
 
 
-def test_the_plan_names_answers_that_may_stand_for_missing_values():
+def test_the_plan_names_answers_that_may_mean_missing_values():
     problems = [Problem(f"rows:{n}", "Hi.", answer) for n, answer in enumerate(("1", "None", "NA", "Nancy"))]
     [note] = text_facts(problems, tokenizer_of("qwen-3"), rules=TEXT)
     assert all(part in note for part in ("2 answers", '"None"', "rows:1", "missing"))
@@ -314,7 +314,7 @@ RENDERED = "<|im_start|>user\n%s<|im_end|>\n<|im_start|>assistant\n"
     ],
     ids=["plain text", "chat", "stripped by the template", "changed by the template", "as text"],
 )
-def test_a_reward_model_with_a_template_of_its_own_reads_only_the_control_tokens_of_templates(
+def test_a_reward_model_with_a_configured_template_reads_only_the_control_tokens_of_templates(
     template, prompt, messages, counts
 ):
     completion = "Yes.<|im_end|><|im_start|>" if messages else "Yes."
