@@ -203,10 +203,10 @@ def _describe_unsupported(encoded: bytes) -> str:
     for name, pattern in UNSUPPORTED.items():
         if pattern.match(start):
             return f"the file is {name}, which cannot be decoded as an image. Convert it to one of {supported}"
-    name = next((name for name, pattern in SIGNATURES.items() if pattern.match(encoded)), None)
-    if name is not None:
+    signed = next((name for name, pattern in SIGNATURES.items() if pattern.match(encoded)), None)
+    if signed is not None:
         return (
-            f"the {name} file cannot be decoded as an image. It is damaged, or Pillow does not support its kind of "
+            f"the {signed} file cannot be decoded as an image. It is damaged, or Pillow does not support its kind of "
             "pixels, such as 64-bit numbers. Save it as PNG with 8 or 16 bits"
         )
     return f"the file cannot be decoded as an image ({supported}). It starts with {encoded[:8]!r}"

@@ -91,7 +91,7 @@ def find_orientation(image: ImageFile.ImageFile, encoded: bytes) -> int:
     if image.format == "PNG" and not any(name in encoded for name in _PNG_ORIENTATION):
         return 1
     orientation = image.getexif().get(ExifTags.Base.Orientation)
-    return orientation if orientation in range(1, 9) else 1
+    return orientation if isinstance(orientation, int) and 1 <= orientation <= 8 else 1
 
 
 # ---- conversion
