@@ -1,4 +1,4 @@
-"""Data for training before the first iteration: worked examples, and preferences between two completions of a prompt.
+"""Training data used before the first iteration: worked examples, and preferences between completions of a prompt.
 
 The data is generated from problems or read from a file.
 """
@@ -33,17 +33,18 @@ from models.data.rows import is_table, read_rows
 
 
 class Example(NamedTuple):
-    """Prompt with the completion on which warm-up (supervised fine-tuning) trains."""
+    """Prompt with the completion that warm-up (supervised fine-tuning) trains on."""
 
     prompt: Prompt
     completion: str
     images: tuple[bytes, ...] = ()
-    """Encoded images of the prompt."""
+    """Images of the prompt, encoded."""
     verdict: str = ""
-    """Verdict at the end of a judge's completion. It has the same weight in the loss as all text before it."""
+    """Verdict at the end of the completion. It weighs as much in the loss as the text before it."""
     continuation: tuple[str, ...] = ()
-    """Rest of an episode after the first turn: alternately a message of the environment and a turn. Only turns are
-    trained on."""
+    """Remaining parts of an episode, alternating the environment's message and the next turn. Only turns are trained
+    on.
+    """
     template: TemplateArguments = NO_ARGUMENTS
     """Arguments of the chat template, if the prompt is a chat."""
 
@@ -51,9 +52,9 @@ class Example(NamedTuple):
 def warmup_examples(
     data: DataConfig, warmup: WarmupConfig, seed: int, *, among: Callable[[list[Problem]], list[Problem]] | None = None
 ) -> list[Example]:
-    """Return the examples of all warm-up steps in training order: the training problems, reshuffled in each epoch.
+    """Sample the examples of all warm-up steps in training order: the training problems, reshuffled in each epoch.
 
-    `among`, if given, selects some of the training problems. Raises BadInput if the data has no answers.
+    `among` selects from the training problems. Raises BadInput if the data has no answers.
     """
     problems = load_problems(data, "train", seed)
     problems = problems if among is None else among(problems)
@@ -75,8 +76,7 @@ def warmup_examples(
 
 
 class PictureSource(Protocol):
-    """Function that generates or reads pictures for warm-up. The same arguments give the same pictures.
-    `picture_examples` calls it."""
+    """Function that generates or reads pictures for warm-up. The same arguments give the same pictures."""
 
     def __call__(self, data: Any, count: int, seed: int, /) -> list[tuple[str, bytes]]:  # noqa: ANN401 -- settings differ by kind
         """Return pairs of a caption and an encoded picture."""
@@ -84,7 +84,7 @@ class PictureSource(Protocol):
 
 
 MAX_PICTURES: Final = 4096
-"""Maximum number of distinct pictures for a warm-up. A longer warm-up repeats them."""
+"""Maximum number of distinct pictures in a warm-up, which repeats them."""
 
 
 def picture_examples(data: DataConfig, warmup: WarmupConfig, seed: int) -> list[tuple[str, bytes]]:
@@ -112,11 +112,10 @@ def picture_examples(data: DataConfig, warmup: WarmupConfig, seed: int) -> list[
 
 
 def _imitated(problem: Problem, data: DataConfig, worked_fraction: float, rng: Random) -> tuple[str, ...]:
-    """Return the completion on which warm-up trains: a worked solution, its turns, or a plausible but mostly wrong
-    guess.
+    """Return the completion to train on: a worked solution, its turns, or a plausible but mostly wrong guess.
 
-    `worked_fraction` is the probability of the worked solution. If the problem has no worked solution, the answer alone
-    is returned.
+    `worked_fraction` is the probability of the worked solution. The answer alone is returned if there is no worked
+    solution.
     """
     if problem.worked is None:
         return (problem.answer,)
@@ -127,10 +126,10 @@ def _imitated(problem: Problem, data: DataConfig, worked_fraction: float, rng: R
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Preference pair: a better and a worse completion of the same prompt."""
+    """Preference between two completions of a prompt."""
 
     source: str
-    """Origin of the pair in messages, such as `pairs.jsonl:17`."""
+    """Origin of the pair for messages, for example `pairs.jsonl:17`."""
     prompt: Prompt
     chosen: str
     rejected: str
@@ -138,36 +137,34 @@ class Preference:
     """Arguments of the chat template, if the prompt is a chat."""
 
     def identity(self, version: int) -> str:
-        """Return the text that identifies the prompt. `version` is the version of the rules for reading files."""
+        """Return the text that identifies the prompt in this version of the rules."""
         return identity(self.prompt, tools=self.template.tools, version=version)
 
     def split_key(self, version: int) -> str:
-        """Return the text whose hash assigns the prompt to a split. `version` is the version of the rules for reading
-        files."""
+        """Return the text whose hash assigns the prompt to a split in this version of the rules."""
         return split_key(self.prompt, tools=self.template.tools, version=version)
 
 
 class PreferenceSource(Protocol):
-    """Function that generates or reads preference pairs. The same arguments give the same pairs in the same order.
-    `load_preferences` calls it."""
+    """Function that generates or reads preference pairs. The same arguments give the same pairs in the same order."""
 
     def __call__(self, preferences: Any, data: DataConfig, split: str, seed: int, /) -> list[Preference]:  # noqa: ANN401 -- differs
-        """Return the preference pairs of the split `train` or `heldout`."""
+        """Return the `train` or `heldout` pairs."""
         ...
 
 
 def load_preferences(preferences: Preferences, data: DataConfig, *, split: str, seed: int) -> list[Preference]:
-    """Return the preference pairs of the split `train` or `heldout` in a fixed order. No prompt is in both splits."""
+    """Load the `train` or `heldout` pairs in a fixed order. No prompt is in both splits."""
     return cast(PreferenceSource, implementation_of(preferences))(preferences, data, split, seed)
 
 
 def arithmetic_preferences(
     preferences: ArithmeticPreferences, data: DataConfig, split: str, seed: int
 ) -> list[Preference]:
-    """Generate pairs of the worked answer to a problem and a wrong completion.
+    """Generate pairs that prefer the worked answer of a problem to a wrong completion.
 
-    The problems are reshuffled after all have been used. Raises BadInput if such pairs cannot be built from the data
-    source.
+    The problems are reshuffled each time all have been used. Raises BadInput if the data source cannot supply such
+    pairs.
     """
     for reason in preferences.find_conflicts(data):
         raise BadInput(reason)
@@ -232,7 +229,7 @@ def _read_pairs(path: Path, config: FilePreferences) -> list[Preference]:
 
 
 def _build_pair(place: str, row: Mapping[str, object], config: FilePreferences, *, is_table: bool) -> Preference:
-    """Return the preference pair in a row. Raises BadInput if the row is invalid."""
+    """Build a pair from a row. Raises BadInput if the row is invalid."""
     prompt, template = read_prompt(place, row, config, is_table=is_table)
     if count_image_places(prompt):
         raise BadInput(

@@ -1,7 +1,7 @@
-"""Mathematics reward: the final answers of reference and completion are compared, mostly by math-verify.
+"""Mathematics reward: reference and completion are parsed by math-verify and compared.
 
 A completion may contain expressions that no machine can evaluate, such as 9^(9^9). The size of a parsed expression is
-therefore estimated before anything is evaluated. An expression that is too large is a wrong answer.
+therefore bounded without evaluating it. An expression that is too large is a wrong answer.
 """
 
 import logging
@@ -26,25 +26,25 @@ from models.rewards.rules import Reward
 from models.rewards.words import choice_of, date_of, is_same_text, is_wordy, time_of, words_in
 
 MAX_NESTING: Final = 100
-"""Maximum nesting depth of brackets in a text that is parsed."""
+"""Maximum nesting depth of brackets that are parsed."""
 
 FEW_ZEROS: Final = 6
-"""Maximum number of zeros directly after the decimal point for which math-verify's default precision is sufficient."""
+"""Number of zeros after the decimal point up to which math-verify's default precision suffices for differences."""
 
 MAX_ZEROS: Final = 10_000
-"""Maximum number of zeros directly after the decimal point of numbers that are compared."""
+"""Maximum number of decimal places after the decimal point before the first digit that are compared."""
 
 _DELIMITER: Final = re.compile(r"(?<!\\)(?:\$|\\\(|\\\[)|\\boxed|\n")
-"""Pattern for delimiters of mathematics in a text. A reference without delimiters is parsed as one formula."""
+"""Pattern of the delimiters of mathematics in text. A reference without any of them is parsed as a formula."""
 
 # Escaped dollar signs, pound, yen and baht signs, and Unicode's block of currency symbols.
 _CURRENCY: Final = re.compile(r"\\\$|[£¥฿\u20a0-\u20cf]")
 
 _SPACED: Final = re.compile(r"(-?[0-9]{1,3})((?:(?: |\\,|\\ |~)[0-9]{3})+)((?:\.[0-9]+)?)")
-"""Pattern for a number with spaces between thousands. A parser of formulas would read the spaces as multiplication."""
+"""Pattern of a number with spaces between thousands, which a formula would read as multiplication."""
 
 _BOUND: Final = re.compile(r"[<>]|\\(?:[lg]eq?|[lg]t|neq?|not)(?![A-Za-z])")
-"""Pattern for a relation without a left side, such as "≤ 5". math-verify would read it as 5."""
+"""Pattern of a relation without its left side, such as "≤ 5", which math-verify would read as 5."""
 
 _BASE: Final = re.compile(r"\d_\{?(\d+)\}?")
 
@@ -76,22 +76,20 @@ def compare_answers(prompt: str, completion: str, answer: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Reference answer, prepared for comparison as each kind of answer that it can be."""
+    """Reference answer, read as every kind that it can be."""
 
     text: str
-    """Final answer in LaTeX notation, without delimiters."""
+    """Final answer in the spelling of LaTeX, without delimiters."""
     plain: str
-    """Final answer without LaTeX text commands and spaces."""
+    """Final answer without LaTeX's text commands and spaces."""
     numeral: Numeral | None
     is_wordy: bool
     """Whether the answer is a choice, a name, a date or another text in words."""
     formula: str
-    """Text that math-verify parses if the completion's answer is of another kind. Empty if the reference is an answer
-    in words."""
+    """Text that math-verify parses if the completion's answer is of another kind. Empty for an answer in words."""
 
     def judge(self, claim: FinalAnswer) -> bool | None:
-        """Return whether a completion's final answer is equal to the reference, or None if only math-verify can
-        decide."""
+        """Compare with an answer of the same kind. Returns None if math-verify must decide."""
         plain = to_plain(claim.text)
         if is_same_text(self.plain, plain) and (self.is_wordy or self.plain == plain):
             return True
@@ -104,8 +102,7 @@ class Reference:
         return False if in_words or _contradict(self.plain, plain) else None
 
     def equals(self, completion: str, claim: FinalAnswer | None) -> bool:
-        """Return whether a completion is equal to the reference as mathematics. `claim` is its final answer, if
-        known."""
+        """Compare as mathematics by math-verify. The claim is the completion's final answer if it is known."""
         if self.is_wordy:
             return claim is None and is_same_text(self.plain, to_plain(completion.strip().rpartition("\n")[2]))
         decimal = None if claim is None else read_numeral(to_plain(claim.text))
@@ -119,7 +116,7 @@ class Reference:
 
 @lru_cache(maxsize=64)
 def read_reference(answer: str) -> Reference:
-    """Parse a reference answer. Raises ValueError if the text contains no answer."""
+    """Read a reference. Raises ValueError if it contains no answer."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     whole = to_latex(answer.strip())
     found = None if has_several_boxes(whole) else find_answer(whole)
@@ -145,7 +142,7 @@ def _is_rounded(decimal: Numeral | None, expressions: Iterable[Expression]) -> b
 
 
 def _value_of(expression: Expression) -> Fraction | None:
-    """Return the value of a real constant to 30 digits, or None for any other expression."""
+    """Return the value of a real constant to 30 digits, or None for other expressions."""
     if not isinstance(expression, sympy.Expr) or not expression.is_number or not can_evaluate(expression):
         return None
     value = expression.evalf(30)
@@ -153,13 +150,12 @@ def _value_of(expression: Expression) -> Fraction | None:
 
 
 def _may_have_comma(claim: FinalAnswer, plain: str) -> bool:
-    """Return whether a comma in an answer may be a decimal comma, because the answer is plain text, as in "The answer
-    is 3,5"."""
+    """Return whether a comma in an answer may be a decimal comma: it is in plain text, as in "The answer is 3,5"."""
     return claim.source != "boxed" and claim.text == plain
 
 
 def _text_to_parse(completion: str, claim: FinalAnswer | None) -> str:
-    """Return the text for math-verify: the claim if it is a formula, else the whole completion."""
+    """Return the claim as a formula if it is one, else the whole completion."""
     if claim is None or claim.source == "boxed" or _DELIMITER.search(claim.text):
         return completion if claim is None or claim.source != "marked" else claim.text
     if claim.source == "marked" or not words_in(claim.text):
@@ -188,23 +184,21 @@ def _contradict(expected: str, given: str) -> bool:
 
 
 def _has_sum_on_left(text: str) -> bool:
-    """Return whether a text is an equation with a sum on its left side. Sums in arguments and indices do not count."""
+    """Return whether a text is an equation with a sum on its left side, apart from arguments and indices."""
     left, equals, _ = text.partition("=")
     return bool(equals) and re.search(r"[\w)}]\s*[-+]", re.sub(r"\([^()]*\)|\{[^{}]*\}", "", left)) is not None
 
 
 def _tokens_of(text: str) -> list[str]:
-    """Return the numbers and words in a text, in order."""
+    """Return the numbers and words of a text in order."""
     return re.findall(r"\d+(?:\.\d+)?|[^\W\d_]{2,}", text.casefold())
 
 
 def verify_formulas(expected: Sequence[Expression], given: Sequence[Expression]) -> bool:
-    """Return whether math-verify finds two lists of parsed expressions equal, in 6 significant digits of the smallest
-    constant.
+    """Compare parsed mathematics by math-verify, in 6 significant digits of the smallest constant.
 
-    Texts that math-verify cannot parse never count as equal here, because it has removed parts of them. A comparison
-    that it cannot do, such as with 1/0, does not count as equal either. Answers that are written identically are
-    compared earlier.
+    Texts that math-verify cannot parse are not equal here, because it has removed parts of them. A comparison that it
+    cannot do, such as with 1/0, is not equal either. Answers that are written identically are compared before.
     """
     sides = [[each for each in side if not isinstance(each, str)] for side in (expected, given)]
     if any(one == other and not can_evaluate(one) for one, other in product(*sides)):
@@ -218,7 +212,7 @@ def verify_formulas(expected: Sequence[Expression], given: Sequence[Expression])
 
 
 def _leading_zeros(expression: Expression) -> int:
-    """Return the number of zeros directly after the decimal point of the smallest constant in an expression."""
+    """Return the number of decimal places before the first digit of the smallest constant in an expression."""
     if isinstance(expression, str):
         return 0
     parts = expression.flat() if isinstance(expression, sympy.MatrixBase) else [expression]
@@ -227,8 +221,7 @@ def _leading_zeros(expression: Expression) -> int:
 
 
 def _log10(expression: Expression) -> float | None:
-    """Return log10 of the absolute value of a number, or of a power, product or factorial of numbers. Return None for
-    anything else."""
+    """Return log10 of the size of a number, power, product or factorial of numbers, or None for anything else."""
     match expression:
         case sympy.Rational() | sympy.Float() if expression.is_finite and expression:
             number = sympy.Rational(expression)
@@ -286,7 +279,7 @@ def _parse_text(reference: str) -> list[Expression]:
 def _parse_completion(completion: str, *, is_formula: bool = False) -> list[Expression]:
     """Parse a completion. Returns an empty list if it cannot be parsed, or not in reasonable time.
 
-    With `is_formula`, numbers outside of LaTeX delimiters are not searched for.
+    In a formula, numbers outside of LaTeX's delimiters are not searched for.
     """
     if not _can_parse(completion):
         return []
