@@ -56,8 +56,7 @@ class RolloutConfig(Settings):
     prompts: Positive = 64
     """Number of prompts per iteration. With `dynamic`, the target number of informative groups."""
     group_size: Annotated[int, Field(ge=1, le=1024)] = 8
-    """Number of completions per prompt. Most algorithms compute advantages relative to the mean reward of these
-    completions."""
+    """Completions per prompt. Most algorithms compute advantages relative to the mean reward of these completions."""
     shard_prompts: Positive = 32
     """Number of prompts per shard. A shard is what one work unit generates and commits, so at most one shard is lost if
     a worker dies."""
