@@ -9,7 +9,8 @@ from pydantic import Field, JsonValue, TypeAdapter
 
 from infra.errors import BadInput
 from infra.variants import implementation_of
-from models.config.reward_terms import BuiltInConfig, BuiltInReward, NumericReward, PatternSteps, RegexReward
+from models.config.reward_terms import BuiltInReward, NumericReward, PatternSteps, RegexReward
+from models.config.rewards import BuiltInConfig
 from models.rewards.answers import to_latex, to_plain, unwrap
 from models.rewards.numerals import Numeral, is_same_value, read_leading_numeral
 
