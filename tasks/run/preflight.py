@@ -20,8 +20,8 @@ from infra.store.chain import linked_parts
 from infra.store.run_record import has_results
 from infra.store.runs import list_runs, open_run
 from infra.store.storage import open_store
+from models.config.checks import CheckResult
 from models.config.promotion import MIN_PROBLEMS, SuiteCheck
-from models.config.texts import NOTE
 from tasks.config.run import LAYOUT, RunConfig
 from tasks.run.keys import evaluation_key
 
@@ -85,13 +85,13 @@ def is_run_complete(config: RunConfig) -> bool:
 
 
 def with_data_sized_defaults(config: RunConfig, facts: Mapping[str, float]) -> tuple[RunConfig, list[str]]:
-    """Return the configuration with defaults adapted to the values that the preflight check measured. Also return the
-    notes of the check, with a line about each adapted default.
+    """Return the configuration with defaults adapted to the values that the preflight check measured. Also return a
+    line about each adapted default.
 
     This function also decides whether to use activation checkpointing, again at each start, because no result depends
     on it. The run records the adapted values and keeps them even if the data files change later.
     """
-    values, lines = dict[str, int](), [key.removeprefix(NOTE) for key in facts if key.startswith(NOTE)]
+    values, lines = dict[str, int](), list[str]()
     for key in unset_keys(config):
         limit, default = int(facts[_MOST[key]]), _value_of(config, key)
         if limit < default:
@@ -165,8 +165,8 @@ def _with_values(config: RunConfig, values: Mapping[str, int]) -> RunConfig:
 
 async def preflight(
     config: RunConfig, *, part: Literal["run", "plan", "scoring"] = "run", checked: SuiteCheck | None = None
-) -> dict[str, float]:
-    """Run the preflight check and return the facts that it measured, such as numbers of problems and bytes of memory.
+) -> CheckResult:
+    """Run the preflight check. Return its facts, such as numbers of problems and bytes of memory, and its notes.
 
     `part` selects the checks: "run" checks data, policy directory, rewards and lengths, "plan" does the same without
     writing to the store, and "scoring" checks only the rewards for stored rollouts. `checked` adds a comparison of a
@@ -205,5 +205,4 @@ async def preflight(
         ) from None
     if not verdict["ok"]:
         raise (EndpointDown if verdict["is_down"] else BadInput)(verdict["error"])
-    facts: dict[str, float] = verdict["facts"]
-    return facts
+    return CheckResult(facts=verdict["facts"], notes=verdict["notes"])
