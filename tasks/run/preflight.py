@@ -42,6 +42,8 @@ IMAGE_READINGS: Final = {
     "CMYK": "{} in CMYK, converted without a color profile",
 }
 """Texts about images that keep their bytes, by the kinds of `models.vision.color_conversion.READINGS`."""
+IMAGE_CONVERSIONS: Final = {"16 bits": "gray with 16 bits", "32 bits": "gray with 32 bits"}
+"""Texts about converted images, for kinds of `models.vision.color_conversion.CONVERSIONS` that need one."""
 LIMITED_BY_PROMPTS: Final = ("rollout.shard_prompts", "update.minibatches")
 """Keys whose defaults are limited to `rollout.prompts` if that default was lowered."""
 
@@ -127,8 +129,9 @@ def describe_images(facts: Mapping[str, float], background: str, *, group: str =
     readings = [text.format(f"{kinds.pop(kind):,.0f}") for kind, text in IMAGE_READINGS.items() if kind in kinds]
     parts = []
     if kinds:
-        listed = ", ".join(f"{number:,.0f} {kind}" for kind, number in kinds.items())
-        parts.append(f"{sum(kinds.values()):,.0f} of {total:,.0f} converted to RGB with 8 bits: {listed}")
+        listed = ", ".join(f"{number:,.0f} {IMAGE_CONVERSIONS.get(kind, kind)}" for kind, number in kinds.items())
+        converted = f"{sum(kinds.values()):,.0f} of {total:,.0f} distinct images"
+        parts.append(f"{converted} converted to RGB with 8 bits: {listed}")
     parts += [f"transparency on {background}"] if "transparent" in kinds else []
     return "; ".join([*parts, *readings])
 
