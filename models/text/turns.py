@@ -62,6 +62,11 @@ class TurnFormat:
             return self
         return replace(self, tools=arguments.tools or self.tools, kwargs=arguments.kwargs)
 
+    @property
+    def arguments(self) -> TemplateArguments:
+        """Tools and variables as arguments of the chat template."""
+        return TemplateArguments(self.tools, self.kwargs)
+
     def encode_observation(self, messages: Sequence[Message], *, ended: bool = True) -> tuple[int, ...]:
         """Return the tokens after a turn: the messages, up to the start of the next turn.
 
