@@ -14,6 +14,7 @@ from models.data.problems import NO_ARGUMENTS, Message, TemplateArguments
 from models.records.model_input import ModelInput
 from models.text.chats import TemplateFailed, render_chats
 from models.text.control_tokens import ControlTokens
+from models.text.message_completions import WrittenCompletion, write_completion
 from models.text.template_fields import fit_chats
 from models.text.tokenizer import break_arguments, list_argument_texts, render, tokenize_prompts
 from models.text.turn_end import TurnEnd, find_turn_end
@@ -177,12 +178,31 @@ def policy_pairs(
     """
     source = f"preferences from {preferences[0].source}" if preferences else "preferences"
     examples = [
-        Example(pair.prompt, text, template=pair.template)
-        for pair in preferences
-        for text in (pair.chosen, pair.rejected)
+        Example(pair.prompt, text, template=pair.template) for pair in preferences for text, _ in pair.completions
     ]
     inputs = example_inputs(examples, tokenizer, source=source, rules=rules, ends=ends)
+    messages = [(pair, message) for pair in preferences for _, message in pair.completions]
+    for row, (pair, message) in enumerate(messages):
+        if message is not None:
+            completion = _write_completion(pair, message, tokenizer, rules=rules, ends=ends)
+            inputs[row] = ModelInput.from_prompt(inputs[row].prompt).append_completion(completion.tokens)
     return _build_pairs(preferences, inputs, context=context)
+
+
+def _write_completion(
+    pair: Preference,
+    message: Message,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    rules: TextRules,
+    ends: Collection[int] = (),
+) -> WrittenCompletion:
+    """Return a completion of a pair as the chat template writes it. Raises BadInput with the row if it does not."""
+    assert not isinstance(pair.prompt, str), "only pairs of chats have messages as completions"
+    try:
+        return write_completion(pair.prompt, message, tokenizer, arguments=pair.template, rules=rules, ends=ends)
+    except BadInput as error:
+        raise BadInput(f"{pair.source}: {error}") from error
 
 
 def reward_pairs(
@@ -210,7 +230,10 @@ def reward_pairs(
     for pair, prompt in zip(preferences, prompts, strict=True):
         messages = (Message("user", pair.prompt),) if isinstance(pair.prompt, str) else pair.prompt
         messages, arguments = ((), NO_ARGUMENTS) if chat_prompt == "text" else (messages, pair.template)
-        for completion in (pair.chosen, pair.rejected):
+        for text, message in pair.completions:
+            completion = text
+            if message is not None:
+                completion = _write_completion(pair, message, tokenizer, rules=TextRules()).text
             try:
                 model_input = encode(
                     tokenizer, template, prompt=prompt, completion=completion, messages=messages, arguments=arguments

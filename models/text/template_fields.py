@@ -15,6 +15,8 @@ from models.text.chats import TemplateFailed, render_chats, select_template
 Chat = Sequence[dict[str, object]]
 """Messages of a chat in the format of chat templates."""
 
+_Arguments = Literal["unchanged", "objects", "texts"]
+
 _MARK: Final = "part5w8d"
 """Word that no template writes by itself. It replaces texts of messages in probes."""
 _ARGUMENTS: Final = {"of4k7q": "it9x2v"}
@@ -27,7 +29,7 @@ _PROBES: Final = 4
 class _Form:
     """Form of the messages of a chat."""
 
-    arguments: Literal["unchanged", "objects", "texts"] = "unchanged"
+    arguments: _Arguments = "unchanged"
     """Form of the arguments of tool calls. Files have objects or JSON text."""
     joins_texts: bool = False
     """Whether a content of several texts becomes one text."""
@@ -111,9 +113,9 @@ def _describe_template(tokenizer: PreTrainedTokenizerFast, arguments: TemplateAr
 def _choose_form(chats: Sequence[tuple[Chat, TemplateArguments]], tokenizer: PreTrainedTokenizerFast) -> _Form:
     """Return the form in which the template shows most of some chats. If several forms do, the chats stay unchanged."""
     kinds = {kind for chat, _ in chats for kind in _describe_kind(chat)}
-    has_calls = bool(kinds - {"empty", "parts"})
+    arguments: tuple[_Arguments, ...] = ("unchanged", "objects", "texts")
     forms = product(
-        ("unchanged", "objects", "texts") if has_calls else ("unchanged",),
+        arguments if kinds - {"empty", "parts"} else arguments[:1],
         (False, True) if "parts" in kinds else (False,),
         (False, True) if "empty" in kinds else (False,),
     )
