@@ -110,7 +110,7 @@ def write_critic(source: Path | None, policy: Path, directory: Path) -> int:
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerFast, policy: PreTrainedTokenizerFast, *, source: str) -> None:
-    """Raise BadInput if a token ID stands for different tokens in the critic's and in the policy's tokenizer."""
+    """Raise BadInput if the critic's and the policy's tokenizer use a token ID for different tokens."""
     critic_ids, policy_ids = tokenizer.get_vocab(), policy.get_vocab()
     differing = sorted(
         token for token in critic_ids.keys() | policy_ids.keys() if critic_ids.get(token) != policy_ids.get(token)

@@ -220,7 +220,7 @@ def _mixes_in_attention(model: PreTrainedModel) -> bool:
 
 
 def supports_sequence_parallelism(model: PreTrainedModel) -> bool:
-    """Return whether attention heads may be split over ranks, as far as this is known without a trial.
+    """Return whether attention heads may be split over ranks, according to checks that need no trial.
 
     Models with attention sinks are excluded, because the sink weights of a layer contain one number per head, and every
     rank holds them for all heads.

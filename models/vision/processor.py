@@ -1,7 +1,7 @@
 """Preparation of images for a vision-language policy: the image tokens of a prompt, and the pixel arrays.
 
 The image processor of transformers computes the pixels, always with PIL, so that they are the same on every machine.
-The text processors of transformers are not used. This module does not import torch.
+The text processors of transformers are not used. This module does not import torch itself.
 """
 
 import json
