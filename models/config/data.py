@@ -50,8 +50,8 @@ class DataSource(TextSettings, Variant):
         Annotated[str, Field(pattern=r"^(white|black|#[0-9a-fA-F]{6}|unconverted)$")],
         Since("0.2.0", before="unconverted"),
     ] = "white"
-    """Background color onto which transparent images are composed: `white`, `black` or `#rrggbb`. Images with more than
-    8 bits per channel are scaled to 8 bits. `unconverted` passes all images to the policy as they are, which drops
+    """Background color onto which transparent images are composed: `white`, `black` or `#rrggbb`. Gray images with more
+    than 8 bits are scaled to 8 bits. `unconverted` passes all images to the policy as they are, which drops
     transparency and turns most 16-bit shades white."""
 
     @property
@@ -291,7 +291,7 @@ class DeduplicatedData(DataSource):
 
     @model_validator(mode="after")
     def _require_unset_in_source(self) -> Self:
-        for key in ("exclude_ids_path", "on_too_long", *TextSettings.model_fields):
+        for key in ("exclude_ids_path", "on_too_long", "image_background", *TextSettings.model_fields):
             if getattr(self.source, key) not in (DataSource.model_fields[key].default, getattr(self, key)):
                 raise ValueError(f"source.{key} must not be set. Set {key} next to source instead")
         return self

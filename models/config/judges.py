@@ -207,6 +207,7 @@ class JudgeReward(RewardTerm):
     """Reward computed from the verdict of a generative reward model (judge)."""
 
     implementation = "models.workers.judge:JudgeWorker"
+    example = '{ kind = "judge", model = { kind = "directory", path = "models/judge" } }'
 
     kind: Literal["judge"] = "judge"
     model: JudgeModelConfig
@@ -348,6 +349,7 @@ class ModelReward(RewardTerm):
     """Score of a discriminative reward model, a sequence classifier with one output."""
 
     implementation = "models.workers.reward_model:RewardModelWorker"
+    example = '{ kind = "model", model = { kind = "directory", path = "models/reward" } }'
 
     kind: Literal["model"] = "model"
     model: RewardModelConfig

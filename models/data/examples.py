@@ -15,6 +15,7 @@ from infra.variants import implementation_of
 from models.config.data import ArithmeticPreferences, DataConfig, FilePreferences, Preferences
 from models.config.training import WarmupConfig
 from models.data.arithmetic import wrong_completion
+from models.data.images import convert_image
 from models.data.messages import omit_nulls, read_messages, read_prompt, read_text
 from models.data.problems import (
     NO_ARGUMENTS,
@@ -22,7 +23,7 @@ from models.data.problems import (
     Problem,
     Prompt,
     TemplateArguments,
-    check_places,
+    count_image_places,
     fill_prompt,
     identity,
     is_heldout,
@@ -90,7 +91,7 @@ MAX_PICTURES: Final = 4096
 def picture_examples(data: DataConfig, warmup: WarmupConfig, seed: int) -> list[tuple[str, bytes]]:
     """Sample the captions and pictures of all warm-up steps in training order, reshuffled in each epoch.
 
-    Raises BadInput if the data source has no pictures.
+    Raises BadInput if the data source has no pictures, or a picture cannot be decoded.
     """
     if not data.pictures:
         raise BadInput(
@@ -100,6 +101,11 @@ def picture_examples(data: DataConfig, warmup: WarmupConfig, seed: int) -> list[
     num_examples = warmup.steps * warmup.batch_size
     make = cast(PictureSource, find_target(data.pictures, where=f"data.kind {data.label!r}"))
     pictures, rng = make(data, min(num_examples, MAX_PICTURES), seed), Random(f"{seed}/warmup")
+    if data.image_background != "unconverted":
+        pictures = [
+            (caption, convert_image(picture, data.image_background, where=f"warmup: the picture of {caption!r}"))
+            for caption, picture in pictures
+        ]
     examples: list[tuple[str, bytes]] = []
     while len(examples) < num_examples:
         examples.extend(rng.sample(pictures, k=min(len(pictures), num_examples - len(examples))))
@@ -235,7 +241,11 @@ def _read_pairs(path: Path, config: FilePreferences) -> list[Preference]:
 def _build_pair(place: str, row: Mapping[str, object], config: FilePreferences, *, is_table: bool) -> Preference:
     """Build a pair from a row. Raises BadInput if the row is invalid."""
     prompt, template = read_prompt(place, row, config, is_table=is_table)
-    check_places(prompt, 0, source=place)
+    if count_image_places(prompt):
+        raise BadInput(
+            f"{place}: {config.prompt_column}: preference pairs support text only, but the prompt contains an image. "
+            "Remove the images, or the row."
+        )
     (chosen, chosen_message), (rejected, rejected_message) = (
         _read_completion(place, row, column, config) for column in (config.chosen_column, config.rejected_column)
     )
@@ -266,9 +276,13 @@ def _read_completion(
         roles = ", ".join(turn.role for turn in turns) or "no message"
         raise BadInput(f"{place}: {column}: expected exactly one message, with role assistant, found {roles}")
     turn = turns[0]
+    if not all(isinstance(part, str) for part in turn.parts):
+        raise BadInput(
+            f"{place}: {column}[0].content: preference pairs support text only, but the content has an image."
+        )
     if turn.fields or turn.name:
         return turn.text, turn
-    return read_text(place, turn.content, column), None
+    return read_text(place, turn.text, column), None
 
 
 def _require_new_prompts(heldout: Sequence[Preference], config: FilePreferences) -> None:

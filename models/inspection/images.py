@@ -36,9 +36,7 @@ def check_images(problems: Sequence[Problem], processor: VisionProcessor | None)
     images that cannot be used.
     """
     places = {
-        encoded: f"{problem.source}: image {number}"
-        for problem in problems
-        for number, encoded in enumerate(problem.images, start=1)
+        encoded: problem.find_image(number) for problem in problems for number, encoded in enumerate(problem.images)
     }
     input_errors = InputErrors()
     for encoded, where in places.items():

@@ -52,8 +52,8 @@ class Statements:
     """Python statements that are run after a solution, in order."""
 
     sources: tuple[tuple[str, bool], ...]
-    """Source of each statement, and whether it is a test. A test passes if it raises nothing; other statements only
-    prepare tests."""
+    """Source of each statement, and whether it is a test. A test passes if it raises nothing. Other statements prepare
+    tests."""
 
 
 @dataclass(frozen=True, slots=True)

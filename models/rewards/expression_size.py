@@ -66,8 +66,8 @@ def _digits(expression: Expression, *, bounds_roots: bool = False) -> float:
 
 
 def _of_atom(atom: Expression) -> float:
-    """Return log10 of the absolute value of a number, or 1 for a symbol. Raises _TooLarge if the number is not
-    finite."""
+    """Return the digits of a number (log10 of the larger of numerator and denominator), or 1 for a symbol. Raises
+    _TooLarge if the number is not finite."""
     if isinstance(atom, sympy.Rational):
         largest = max(abs(atom.p), atom.q)
         return 0.0 if largest == 1 else largest.bit_length() * log10(2)

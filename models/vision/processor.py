@@ -8,16 +8,16 @@ import json
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from io import BytesIO
 from pathlib import Path
 from typing import Any, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image
 from tokenizers import Tokenizer
 
 from infra.errors import BadInput
+from models.vision.color_conversion import decode_rgb
 from models.vision.families import FAMILIES, Family, ImageSize, ImageTokens, Parts, Setting
 
 SETTINGS: Final = ("preprocessor_config.json", "processor_config.json")
@@ -139,7 +139,7 @@ class VisionProcessor:
         Raises ValueError if the bytes are not an image, or if every pixel of a frame would be 0, because the model
         would treat the frame as padding.
         """
-        image = open_image(encoded)
+        image = decode_rgb(encoded)
         return self._prepare_image(image, tokens=self.count_tokens(ImageSize(*image.size)), options={})
 
     def check(self, encoded: bytes) -> None:
@@ -242,18 +242,6 @@ def is_vision_model(directory: Path) -> bool:
 
 def _kind(directory: Path) -> str:
     return str(_settings(directory / "config.json").get("model_type"))
-
-
-def open_image(encoded: bytes) -> Image.Image:
-    """Decode an image to RGB and apply its EXIF rotation.
-
-    Raises ValueError if the bytes are not an image that can be decoded.
-    """
-    try:
-        with Image.open(BytesIO(encoded)) as image:
-            return ImageOps.exif_transpose(image).convert("RGB")
-    except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"the image cannot be decoded: {error}") from error
 
 
 def _build_processor(family: Family, parts: Parts, tokenizer: Tokenizer, directory: Path) -> VisionProcessor:

@@ -45,7 +45,7 @@ def test_an_image_that_the_model_treats_as_padding_is_refused_before_the_run(pla
     if kind == "llava":
         check_job(f"policy.path={kind}")  # LLaVA pads nothing
         return
-    with pytest.raises(BadInput, match=r"/train.jsonl:1: image 1: every pixel is 0 after normalization"):
+    with pytest.raises(BadInput, match=r"/train.jsonl:1: images: image 1: every pixel is 0 after normalization"):
         check_job(f"policy.path={kind}")
 
 
@@ -70,4 +70,4 @@ def test_a_judge_that_ignores_images_is_refused_even_if_all_other_checks_are_cac
     assert [*(place / "cache/rheostat/checks").iterdir()] != []
     verdict = json.loads(done.stdout)
     assert verdict["error"].startswith("reward eyes: the judge at ") and not verdict["is_down"]
-    assert "does not see" in verdict["error"]
+    assert "seems to ignore images" in verdict["error"]
