@@ -330,8 +330,8 @@ class TrainedRewardModel(ServedModel):
     batch_size: Positive = 32
     """Pairs per optimizer step."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
-    """Peak learning rate: linear warm-up over 5% of the steps, then cosine decay to a tenth. Use 1e-5 for pretrained
-    policies."""
+    """Peak learning rate. The rate rises linearly over the first 5% of the steps, then decays to a tenth (cosine). Use
+    1e-5 for pretrained policies."""
     centering: Annotated[float, Field(ge=0)] = 0.01
     """Factor of a loss term that keeps rewards around zero: the squared sum of the two rewards of a pair (arXiv
     2312.09244, section 3)."""
