@@ -10,7 +10,7 @@ from pydantic import Field, JsonValue, TypeAdapter
 from infra.errors import BadInput
 from infra.variants import implementation_of
 from models.config.reward_terms import BuiltInConfig, BuiltInReward, NumericReward, PatternSteps, RegexReward
-from models.rewards.answers import to_latex, to_plain, unwrap
+from models.rewards.answers import MAX_COMPLETION, to_latex, to_plain, unwrap
 from models.rewards.numerals import Numeral, is_same_value, read_leading_numeral
 
 
@@ -65,7 +65,7 @@ def _number_reward(config: NumericReward) -> Reward:
     def find(text: str) -> Numeral | None:
         """Return the number after the last `####`, or in the last match of a user's pattern."""
         if is_default:
-            _, marker, rest = text.rpartition("####")
+            _, marker, rest = text[-MAX_COMPLETION:].rpartition("####")
             return _read_number(rest.partition("\n")[0].rpartition("=")[2]) if marker else None
         matches = list(pattern.finditer(text))
         return _read_number(matches[-1][1] or "") if matches else None
