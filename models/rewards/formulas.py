@@ -29,6 +29,9 @@ MAX_FORMULA_NESTING: Final = 30
 MAX_FORMULA: Final = 1000
 """Maximum number of characters of a formula."""
 
+MAX_SEARCHED: Final = 20_000
+"""Maximum number of characters at the end of a text that are searched, because the search takes quadratic time."""
+
 _NORMALIZATION: Final = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all", equations=False
 )
@@ -76,6 +79,7 @@ def read_formula(text: str) -> list[Formula]:
 
 def find_formulas(text: str, *, in_latex: bool = False) -> list[Formula]:
     """Search a text for its last formula as math-verify does. With `in_latex`, only between delimiters of LaTeX."""
+    text = text[-MAX_SEARCHED:]
     if not can_parse(text):
         return []
     kinds = [LatexExtractionConfig(normalization_config=_NORMALIZATION), ExprExtractionConfig()]
