@@ -19,11 +19,11 @@ from typing import TextIO
 
 import torch
 from datasets import Dataset
-from PIL import Image
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from bench.trl_workload import TrlIteration, Workload, read_workload
+from models.vision.color_conversion import decode_rgb
 
 
 class TimedTrainer(GRPOTrainer):
@@ -113,7 +113,7 @@ def build_prompts(workload: Workload) -> dict[str, list[object]]:
     if not workload.images:
         return {"prompt": [*workload.prompts]}
     chats = [[{"role": "user", "content": prompt}] for prompt in workload.prompts]
-    return {"prompt": chats, "image": [Image.open(path).convert("RGB") for path in workload.images]}
+    return {"prompt": chats, "image": [decode_rgb(Path(path).read_bytes()) for path in workload.images]}
 
 
 def count_images(trainer: TimedTrainer) -> None:

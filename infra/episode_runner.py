@@ -10,6 +10,7 @@ problem, the seed and the turns.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -224,15 +225,21 @@ def build_schemas(tools: Sequence[Any], *, skip_unknown: bool = False) -> list[d
 
 def _schemas_from_type_hints(tool: Callable[..., object], library: Any) -> list[dict[str, Any]]:  # noqa: ANN401
     """Return the schema of a function's parameters, in a list that is empty if the type hints are not sufficient."""
+
+    @functools.wraps(tool)
+    def documented(*args: object, **kwargs: object) -> object:
+        """Stand for the tool, because the library derives no schema without a docstring for each parameter."""
+        return tool(*args, **kwargs)
+
     try:
-        parameters = library.chat_template_utils._convert_type_hints_to_json_schema(tool)
-        parameters["properties"].pop("return", None)
-        kinds = {each.kind for each in inspect.signature(tool).parameters.values()}
-        return (
-            []
-            if inspect.Parameter.VAR_KEYWORD in kinds
-            else [{"type": "function", "function": {"name": tool.__name__, "parameters": parameters}}]
-        )
+        signature = inspect.signature(tool).parameters
+        if inspect.Parameter.VAR_KEYWORD in {each.kind for each in signature.values()}:
+            return []
+        documented.__doc__ = "A tool.\n\nArgs:\n" + "".join(f"    {name}: A value.\n" for name in signature)
+        parameters = library.get_json_schema(documented)["function"]["parameters"]
+        for each in parameters["properties"].values():
+            del each["description"]
+        return [{"type": "function", "function": {"name": tool.__name__, "parameters": parameters}}]
     except Exception:  # any failure of the library means that the tool accepts all arguments
         return []
 

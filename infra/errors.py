@@ -189,4 +189,5 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 class DeprecatedSpelling(FutureWarning):
-    """Category of the warning that a configuration uses the old name of a renamed key or value."""
+    """Category of the warning that a configuration uses the old name of a renamed key or value, or a path that starts
+    in the working directory instead of the folder of the file."""

@@ -123,8 +123,8 @@ def run_command(app: App, arguments: Sequence[str] | None, *, again: str) -> int
 
 @contextmanager
 def _print_deprecations() -> Iterator[None]:
-    """Run the block, and print a line to stderr for each old name in a configuration. Each line is printed only
-    once."""
+    """Run the block, and print a line to stderr for each deprecated name or path in a configuration. Each line is
+    printed only once."""
     printed = set[str]()
     with warnings.catch_warnings():
         warnings.simplefilter("always", DeprecatedSpelling)

@@ -15,7 +15,7 @@ from models.config.teachers import Distillation
 from models.config.texts import NOTE
 from tasks.config.run import RunConfig
 from tasks.run.dependencies import find_matching_run
-from tasks.run.preflight import preflight, with_data_sized_defaults, with_recorded_defaults
+from tasks.run.preflight import describe_images, preflight, with_data_sized_defaults, with_recorded_defaults
 from tasks.views.estimate import DeviceEstimate, accelerator, estimate, peak_memory_by_part
 from tasks.views.metrics import sealed_iterations
 from tasks.views.placement import first_placement
@@ -59,7 +59,8 @@ def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
         f"{_describe_waves(config)}",
         "problems": f"{facts['train_problems']:,.0f} training, {facts['heldout_problems']:,.0f} held out"
         + (f"; {facts['too_long']:,.0f} left out because they are too long" if facts["too_long"] else ""),
-        **_describe_images(config, facts),
+        **_describe_images(config, facts, "images"),
+        **_describe_images(config, facts, "warm-up images"),
         "policy": f"{facts['parameters']:,.0f} parameters, context {facts['context']:,.0f} tokens",
         **_describe_adapter(config, facts),
         "longest": _describe_lengths(config, facts),
@@ -139,16 +140,10 @@ def _describe_lengths(config: RunConfig, facts: dict[str, float]) -> str:
     return f"a prompt of {prompt} bytes; {denoising.steps} denoising steps, of which {trained} are trained on"
 
 
-def _describe_images(config: RunConfig, facts: Mapping[str, float]) -> dict[str, str]:
-    """Return the line about images that were converted to RGB with 8 bits per channel, if there are any."""
-    kinds = {name.partition("/")[2]: number for name, number in facts.items() if name.startswith("images/")}
-    total = kinds.pop("images", 0)
-    if not kinds:
-        return {}
-    listed = ", ".join(f"{number:,.0f} {kind}" for kind, number in kinds.items())
-    color = config.data.image_background
-    ground = f"; transparency on {color}" if "transparent" in kinds else ""
-    return {"images": f"{sum(kinds.values()):,.0f} of {total:,.0f} converted to RGB with 8 bits: {listed}{ground}"}
+def _describe_images(config: RunConfig, facts: Mapping[str, float], group: str) -> dict[str, str]:
+    """Return the line about the images of a group that are read differently than their files suggest, if any are."""
+    text = describe_images(facts, config.data.image_background, group=group)
+    return {group: text} if text else {}
 
 
 def _list_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:

@@ -2,21 +2,22 @@
 the cache.
 
 A `Path` object cannot contain the two slashes of `s3://`. Therefore an address has one slash in a `Path` and two
-slashes in text. A relative path in a job file starts in the folder of this file. A relative path on the command line
-starts in the working directory. Both become an absolute `JobPath`, which also stores the path relative to the folder of
-the job. A run records the relative path, so that it can continue after its job and its files were moved to another
-folder.
+slashes in text. A relative path in a job file starts in the folder of this file. If it exists only in the working
+directory, this path is used, with a warning. A relative path on the command line starts in the working directory. All
+become an absolute `JobPath`, which also stores the path relative to the folder of the job. A run records the relative
+path, so that it can continue after its job and its files were moved to another folder.
 """
 
 import os
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PosixPath
 from typing import Annotated, Final, Self
 
 from pydantic import BaseModel, BeforeValidator, JsonValue, PlainSerializer, SerializationInfo
 
-from infra.errors import BadInput
+from infra.errors import BadInput, DeprecatedSpelling
 from infra.store.storage import open_store
 
 _SCHEME: Final = "s3:"
@@ -90,8 +91,8 @@ def _place(document: object, folder: Path, job: Path) -> object:
 
 
 def _locate(value: object) -> object:
-    """Convert a relative path in a `JobText` to an absolute path. Raises ValueError if the location is missing or its
-    kind is not supported."""
+    """Convert a relative path in a `JobText` to an absolute path. Raises ValueError if the kind of the location is not
+    supported."""
     if isinstance(value, str) and (scheme := re.match(r"(?!s3:)\w+://", value)):
         raise ValueError(
             f"{value!s}: {scheme[0]} addresses are not supported. Download the file and set its path, or copy it to a "
@@ -101,10 +102,21 @@ def _locate(value: object) -> object:
         return str(value) if isinstance(value, JobText) else value
     path = JobPath.locate(value)
     if not path.exists() and Path(value).exists():
-        raise ValueError(
-            f"{str(value)!r} does not exist in {value.folder}. Relative paths in a job file start in the folder of the "
-            f"file. For {value!s} in the working directory write {os.path.relpath(value, value.folder)!r}"
-        )
+        return _locate_in_working_directory(value)
+    return path
+
+
+def _locate_in_working_directory(text: JobText) -> JobPath:
+    """Return the path in the working directory, in which all relative paths started before version 0.2, and warn."""
+    path = JobPath(Path(text).absolute())
+    path.relative, path.job = os.path.relpath(path, text.job), str(text.job)
+    warnings.warn(
+        f"{str(text)!r} exists only in the working directory. Relative paths in a job file start in the folder of the "
+        f"file, {text.folder}. Write {os.path.relpath(path, text.folder)!r}, because a later version will not read the "
+        "other path.",
+        DeprecatedSpelling,
+        stacklevel=2,
+    )
     return path
 
 

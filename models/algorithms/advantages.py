@@ -1,7 +1,7 @@
-"""Advantages of the configured algorithm, and the auxiliary models that it needs.
+"""Calls of the configured algorithm to compute advantages, and the auxiliary models that the algorithm needs.
 
-On-policy distillation can be combined with any algorithm. It adds a term that rewards tokens with a higher probability
-under the teacher than under the policy. Shapes: N completions, G groups, T completion tokens.
+On-policy distillation can be combined with any algorithm. It adds a term that is positive for tokens that are more
+probable under the teacher than under the policy. Shapes: N completions, G groups, T completion tokens.
 """
 
 from dataclasses import astuple, dataclass
@@ -28,14 +28,15 @@ from models.records.columns import Floats, Mask
 
 @dataclass(frozen=True, slots=True)
 class RequiredModels:
-    """Auxiliary models whose per-token outputs the credit computation needs."""
+    """Auxiliary models whose outputs for every token are needed to compute credit."""
 
     reference: bool
     """Whether log-probs under the initial policy are needed, for a KL penalty in the reward."""
     critic: bool
-    """Whether values of the critic are needed."""
+    """Whether values predicted by the critic are needed."""
     teacher: bool
-    """Whether log-probs under the teacher and trainer-computed log-probs under the policy are needed."""
+    """Whether log-probs under the teacher are needed, together with log-probs of the policy as computed by the
+    trainer."""
 
     @property
     def any(self) -> bool:
@@ -44,7 +45,7 @@ class RequiredModels:
 
 
 def required_models(algorithm: Algorithm) -> RequiredModels:
-    """Return the auxiliary models whose per-token outputs the algorithm needs."""
+    """Return the auxiliary models whose outputs for every token the algorithm needs."""
     return RequiredModels(
         reference=algorithm.reward_kl is not None,
         critic=algorithm.value_model is not None,
@@ -53,14 +54,15 @@ def required_models(algorithm: Algorithm) -> RequiredModels:
 
 
 def check_algorithm(algorithm: Algorithm) -> None:
-    """Raise BadInput unless the algorithm's functions can be imported and called."""
+    """Raise BadInput if the algorithm's functions cannot be imported or do not accept the required arguments."""
     for name, parameters in algorithm.functions().items():
         target = getattr(algorithm, name)
         check_function(target, *parameters, where=f"algorithm {algorithm.label!r}: {name} {target!r}")
 
 
 def token_advantages(experience: Experience, algorithm: Algorithm) -> Advantages:
-    """Compute the advantage of each token of each completion that has a reward, including distillation (T)."""
+    """Compute the advantage of each token (T), including distillation. Tokens of completions without a reward get
+    NaN."""
     advantages = cast(AdvantageFunction, implementation_of(algorithm))(experience, algorithm)
     advantages_T = advantages.advantages_T
     metrics = {**advantages.metrics, **shaping_metrics(experience, algorithm, algorithm.reward_kl)}
@@ -71,13 +73,13 @@ def token_advantages(experience: Experience, algorithm: Algorithm) -> Advantages
 
 
 def informative_groups(scored: ScoredGroups, algorithm: Algorithm) -> Mask:
-    """Return a mask of the groups that are worth training on, judged by their rewards before penalties (G)."""
+    """Return a mask of the groups that the algorithm can learn from, given their rewards before penalties (G)."""
     is_informative = find_target(algorithm.informative, where=f"{algorithm.label!r}")
     return cast(InformativeFunction, is_informative)(scored, algorithm)
 
 
 def groups_that_differ(scored: ScoredGroups, algorithm: Algorithm, metric: str) -> Mask:
-    """Return a mask of the groups in which completions differ in the raw reward term `metric` (G).
+    """Return a mask of the groups whose completions have different raw scores in the reward term `metric` (G).
 
     For algorithms that give credit to steps, groups whose steps have different values are included.
     """
@@ -88,18 +90,20 @@ def groups_that_differ(scored: ScoredGroups, algorithm: Algorithm, metric: str) 
 
 
 def rewards_earn_nothing(experience: Experience, algorithm: DistillationOnly) -> Advantages:
-    """Return advantages of 0 for all tokens, because only distillation trains the policy."""
+    """Return advantages of 0 for all tokens, because rewards do not train the policy in this algorithm (only
+    distillation does)."""
     return Advantages(np.zeros(len(experience.logprobs_T)))
 
 
 def distillation(experience: Experience, settings: Distillation) -> Floats:
-    """Return coefficient x (log π_teacher - log π_student) of each token, which is exactly 0 if the two agree (T)."""
+    """Return coefficient x (log π_teacher - log π_student) for each token (T). It is exactly 0 if both log-probs are
+    equal."""
     opinion_T: Floats = settings.coefficient * _preference(experience)
     return opinion_T
 
 
 def distillation_metrics(experience: Experience) -> dict[str, float]:
-    """Estimate KL(student ‖ teacher) in nats per token, over the completions that have a reward."""
+    """Return an estimate of KL(student ‖ teacher) in nats per token, over the completions that have a reward."""
     scored = experience.scored
     divergence_T = -_preference(experience)[np.repeat(scored.is_scored, scored.lengths_N)]
     return {"teacher_kl": float(divergence_T.mean())} if len(divergence_T) else {}

@@ -1,4 +1,4 @@
-"""Token-level credit from outcomes and flagged steps (CAPO, arXiv 2508.02298).
+"""Token-level credit from outcome rewards and steps flagged as wrong (CAPO, arXiv 2508.02298).
 
 Shapes: N completions, G groups, T completion tokens.
 """
@@ -13,10 +13,11 @@ from models.records.columns import Floats, Mask
 
 
 def capo(experience: Experience, algorithm: Capo) -> Advantages:
-    """Normalize token rewards over all completion tokens of the group, so that long completions have more influence.
+    """Compute rewards per token and normalize them over all completion tokens of the group.
 
-    If all tokens of a group have the same reward, their advantages are 0. A flagged step has the value -1, which lowers
-    the reward of its tokens.
+    The value of a flagged step is -1, which lowers the rewards of its tokens. Long completions have more influence on
+    the mean, because each of their tokens counts. If all tokens of a group have the same reward, their advantages are
+    0.
     """
     scored = experience.scored
     outcome_N = scored.outcomes() - penalties(experience, algorithm)
@@ -30,12 +31,12 @@ def capo(experience: Experience, algorithm: Capo) -> Advantages:
 
 
 def informative(scored: ScoredGroups, algorithm: Capo) -> Mask:
-    """Return a mask of the groups that have tokens with different rewards (G)."""
+    """Return a mask of the groups in which rewards of tokens differ (G)."""
     return _tokens_differ(scored, _token_rewards(scored, scored.outcomes()))
 
 
 def steps_differ(scored: ScoredGroups) -> Mask:
-    """Return a mask of the groups that have a process reward with different values for their tokens (G)."""
+    """Return a mask of the groups in which some process reward gives tokens different values (G)."""
     differ_G = np.zeros(scored.num_groups, np.bool_)
     missing_N = np.where(scored.is_scored, 0.0, np.nan)
     for term in scored.terms:

@@ -14,51 +14,51 @@ from models.records.columns import Floats, Integers, Mask
 
 @dataclass(frozen=True, slots=True)
 class SpanColumns:
-    """Values that a process reward gives to spans of tokens: to the steps or single tokens of completions."""
+    """Values that a process reward gives to spans of tokens, such as the steps, tokens or turns of completions."""
 
     starts_S: Integers
     """Index of each span's first token within its completion. A span ends where the next one begins."""
     counts_N: Integers
-    """Number of spans of each completion. 0 if the reward term is missing."""
+    """Number of spans of each completion. 0 if the completion has no value of this reward term."""
     values_S: Floats
     """Value of each span."""
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """Values of one reward term."""
+    """Values of one reward term for all completions."""
 
     name: str
-    """Name of the term."""
+    """Name of the reward term."""
     weight: float
     """Weight of the term in the total reward."""
     rewards_N: Floats
-    """Reward of each completion. For a process reward this is the aggregate of its spans."""
+    """Reward of each completion. For a process reward, the aggregate of the values of its spans."""
     spans: SpanColumns | None = None
-    """Values of steps or tokens, for a process reward. None for a reward of whole completions."""
+    """Values of steps, tokens or turns if this is a process reward. None for a reward of whole completions."""
     shift: float = 0.0
-    """Value that is subtracted from each reward."""
+    """Number subtracted from each reward of the term."""
     scale: float = 1.0
-    """Value by which each shifted reward is divided."""
+    """Number by which each shifted reward is divided."""
 
     @property
     def standardized(self) -> Floats:
-        """Rewards after shift and scale, before weighting: (reward − shift) / scale."""
+        """Rewards after shift and scale and before weighting: (reward − shift) / scale."""
         return (self.rewards_N - self.shift) / self.scale
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredGroups:
-    """Rewards of completions, with the group of each completion."""
+    """Rewards of all completions, and the group to which each completion belongs."""
 
     prompts_G: Integers
-    """Prompt row of each group, ascending."""
+    """Prompt row of each group, in ascending order."""
     group_N: Integers
-    """Index of each completion's group. Groups may interleave."""
+    """Index of the group of each completion. Completions of different groups may be interleaved."""
     lengths_N: Integers
-    """Number of completion tokens."""
+    """Number of completion tokens of each completion."""
     total_N: Floats
-    """Weighted sum of all terms."""
+    """Total reward of each completion: the weighted sum of all terms."""
     terms: tuple[Term, ...]
     """Reward terms."""
 
@@ -69,7 +69,7 @@ class ScoredGroups:
 
     @property
     def first_completions(self) -> Integers:
-        """Index of each group's first completion (G)."""
+        """Index of the first completion of each group (G)."""
         first_G: Integers = np.unique(self.group_N, return_index=True)[1]
         return first_G
 
@@ -80,7 +80,7 @@ class ScoredGroups:
         return scored_N
 
     def outcomes(self) -> Floats:
-        """Return the weighted sum of the terms that score whole completions, not steps or tokens (N)."""
+        """Return the weighted sum of the terms that score whole completions and not parts of them (N)."""
         outcome_N = np.where(self.is_scored, 0.0, np.nan)
         for term in self.terms:
             if term.spans is None:
@@ -90,7 +90,8 @@ class ScoredGroups:
 
 @dataclass(frozen=True, slots=True)
 class AuxiliaryScores:
-    """Per-token outputs of auxiliary models, each None if it was not requested. Log-probs are in nats."""
+    """Outputs of auxiliary models for every token. An output that the algorithm does not need is None. Log-probs are in
+    nats."""
 
     policy_T: Floats | None = None
     """Log-probs under the policy before the update, computed by the trainer."""
@@ -99,50 +100,51 @@ class AuxiliaryScores:
     teacher_T: Floats | None = None
     """Log-probs under the teacher."""
     values_T: Floats | None = None
-    """Critic's prediction of the return at each token, from the tokens before it."""
+    """Return that the critic predicts for each token, given the tokens before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """Inputs of the advantage computation."""
+    """Data of an iteration from which an algorithm computes advantages."""
 
     scored: ScoredGroups
-    """Rewards by group."""
+    """Rewards of the completions, with their groups."""
     logprobs_T: Floats
     """Log-probs under the policy that generated the tokens."""
     counted_N: Mask
-    """Whether each completion is trained on. Normalization over the batch uses the statistics of these completions."""
+    """Whether each completion is trained on. Statistics for normalizing over the batch cover only these completions."""
     """Per-token outputs of auxiliary models."""
     auxiliary_scores: AuxiliaryScores = AuxiliaryScores()
     max_new_tokens: int = 0
     """Maximum length of completions in tokens."""
     kl_coefficient: float = 0.0
-    """Coefficient of the KL penalty in the reward."""
+    """Current coefficient of the KL penalty in the reward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """Result of an algorithm: advantages, and returns if there is a critic."""
+    """Result of an algorithm: advantages of all tokens, and returns if there is a critic."""
 
     advantages_T: Floats
     """Advantage of each token."""
     returns_T: Floats | None = None
-    """Returns, which are the critic's training targets. None without a critic."""
+    """Return of each token, which is the critic's training target. None without a critic."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of the advantage computation."""
+    """Additional metrics that the algorithm reports."""
 
 
 class AdvantageFunction(Protocol):
-    """Pure function of an algorithm that computes the advantages of an iteration."""
+    """Pure function that computes the advantages of an iteration for one algorithm. `token_advantages` calls it."""
 
     def __call__(self, experience: Experience, algorithm: Any, /) -> Advantages:  # noqa: ANN401 -- the algorithm's own class
-        """Return an advantage for each token, NaN for completions without a reward."""
+        """Return the advantage of each token, or NaN for tokens of completions without a reward."""
         ...
 
 
 class InformativeFunction(Protocol):
-    """Pure function of an algorithm that selects the groups worth training on, from rewards before penalties."""
+    """Pure function that selects the informative groups for one algorithm, from rewards before penalties.
+    `informative_groups` calls it."""
 
     def __call__(self, scored: ScoredGroups, algorithm: Any, /) -> Mask:  # noqa: ANN401 -- the algorithm's own class
-        """Return whether each group is informative (G)."""
+        """Return a mask of the groups that the algorithm can learn from (G)."""
         ...

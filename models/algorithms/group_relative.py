@@ -1,6 +1,7 @@
-"""Advantages without a critic: GRPO, Dr. GRPO and RLOO, relative to the group of a prompt, and REINFORCE++.
+"""Advantages without a critic: GRPO, Dr. GRPO and RLOO, which compare rewards within the group of a prompt, and
+REINFORCE++.
 
-GRPO, Dr. GRPO and RLOO accept one reward or several terms. REINFORCE++ (arXiv 2501.03262) normalizes over all tokens;
+GRPO, Dr. GRPO and RLOO support one or several reward terms. REINFORCE++ (arXiv 2501.03262) normalizes over all tokens;
 its baseline variant first subtracts the mean of the group. Shapes: N completions, G groups, T completion tokens. A
 missing reward is NaN. It is excluded from means, and its advantage is NaN.
 """
@@ -33,7 +34,7 @@ def dr_grpo(rewards_N: Floats, group_N: Integers, num_groups: int) -> Floats:
 
 
 EPSILON = 1e-6
-"""Constant added to the standard deviation in the denominator."""
+"""Constant added to the standard deviation before dividing by it."""
 
 
 def grpo(rewards_N: Floats, group_N: Integers, num_groups: int) -> Floats:
@@ -75,14 +76,15 @@ def rloo(rewards_N: Floats, group_N: Integers, num_groups: int) -> Floats:
 
 
 Relative = Callable[[Floats, Integers, int], Floats]
-"""Function that maps rewards, group indices and the number of groups to advantages. NaN stays NaN."""
+"""Function that computes advantages from rewards, the group index of each reward, and the number of groups. NaN stays
+NaN."""
 
 
 def group_relative(experience: Experience, algorithm: GroupRelative) -> Advantages:
-    """Compute each completion's advantage within its group, and assign it to all of its tokens.
+    """Compute the advantage of each completion within its group, and assign it to all tokens of the completion.
 
-    If terms are normalized separately, the penalties for length and divergence are centered but not scaled. Dividing
-    them by their own standard deviation would cancel their coefficients.
+    If reward terms are normalized separately, the penalties for length and divergence are centered but not scaled,
+    because dividing them by their standard deviation would cancel their coefficients.
     """
     scored = experience.scored
     relative, penalties_N = _relative(algorithm), penalties(experience, algorithm, algorithm.kl)
@@ -98,7 +100,7 @@ def group_relative(experience: Experience, algorithm: GroupRelative) -> Advantag
 
 
 def informative(scored: ScoredGroups, algorithm: GroupRelative) -> Mask:
-    """Return a mask of the groups whose rewards, before penalties, lead to advantages other than 0 (G)."""
+    """Return a mask of the groups whose rewards, before penalties, give advantages other than 0 (G)."""
     if algorithm.combine == "sum_then_normalise":
         return group_statistics(scored.total_N, scored.group_N, scored.num_groups).differ
     teaches_N = np.abs(_sum_of_terms(scored, _relative(algorithm))) >= MIN_STD
@@ -119,14 +121,15 @@ def _sum_of_terms(scored: ScoredGroups, relative: Relative) -> Floats:
 
 
 def reinforce_pp(experience: Experience, algorithm: ReinforcePlusPlus) -> Advantages:
-    """Sum the discounted rewards from each token to the end, and normalize over all trained tokens."""
+    """Compute the discounted sum of rewards from each token to the end, and normalize these sums over all trained
+    tokens."""
     lengths_N = experience.scored.lengths_N
     sums_T = discounted_sums(token_rewards(experience, algorithm, algorithm.kl), lengths_N, algorithm.gamma)
     return Advantages(normalize_tokens(sums_T, lengths_N, experience.counted_N))
 
 
 def reinforce_pp_baseline(experience: Experience, algorithm: ReinforcePlusPlusBaseline) -> Advantages:
-    """Subtract the group's mean from each reward, then normalize over all trained tokens."""
+    """Subtract the mean of its group from each reward, and normalize the differences over all trained tokens."""
     scored = experience.scored
     centred_N = dr_grpo(scored.total_N - penalties(experience, algorithm), scored.group_N, scored.num_groups)
     centred_T = np.repeat(centred_N, scored.lengths_N)

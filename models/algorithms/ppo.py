@@ -1,4 +1,5 @@
-"""PPO with a critic (arXiv 1707.06347): token rewards, generalized advantages, and the critic's target returns.
+"""PPO with a critic (arXiv 1707.06347): rewards of tokens, generalized advantages, and the returns on which the critic
+is trained.
 
 Shapes: N completions, T completion tokens.
 """
@@ -15,9 +16,9 @@ from models.records.columns import Floats, Integers
 def compute_generalized_advantages(
     rewards_T: Floats, values_T: Floats, lengths_N: Integers, *, gamma: float, lam: float
 ) -> Floats:
-    """Return the generalized advantages Σ_k (γλ)^k δ_{t+k} with δ_t = r_t + γ V_{t+1} - V_t (T).
+    """Return the generalized advantages Σ_k (γλ)^k δ_{t+k}, where δ_t = r_t + γ V_{t+1} - V_t (T).
 
-    The value after the last token is 0.
+    The value after the last token of a completion is 0.
     """
     deltas_T = rewards_T - values_T
     next_T = np.zeros_like(deltas_T)
@@ -29,7 +30,10 @@ def compute_generalized_advantages(
 
 
 def ppo(experience: Experience, algorithm: Ppo) -> Advantages:
-    """Compute advantages and returns. Returns are computed before advantages are normalized."""
+    """Compute advantages from rewards and the critic's values, and the returns on which the critic is trained.
+
+    Returns are advantages plus values, computed before advantages are normalized.
+    """
     values_T, lengths_N = experience.auxiliary_scores.values_T, experience.scored.lengths_N
     assert values_T is not None, "PPO needs the critic's values"
     rewards_T = token_rewards(experience, algorithm, algorithm.kl)
@@ -44,7 +48,7 @@ def ppo(experience: Experience, algorithm: Ppo) -> Advantages:
 
 
 def _metrics(values_M: Floats, returns_M: Floats) -> dict[str, float]:
-    """Return metrics of how well values predict returns (M trained tokens).
+    """Return metrics of how well the critic's values predict the returns, over the M trained tokens.
 
     `explained_variance` is 1 for a perfect prediction and 0 if the prediction is no better than the mean of the
     returns.

@@ -1,7 +1,8 @@
-"""Arithmetic on flat arrays of completions' values: group statistics, discounted sums, batch normalization.
+"""Arithmetic on flat arrays that concatenate the values of all completions: group statistics, discounted sums,
+normalization.
 
-Shapes: N completions, G groups, T completion tokens of all completions, concatenated, S spans, concatenated likewise. A
-missing value is NaN and is excluded from means.
+Shapes: N completions, G groups, T completion tokens and S spans of all completions, concatenated. A missing value is
+NaN and is excluded from means.
 """
 
 from dataclasses import dataclass
@@ -26,15 +27,16 @@ class GroupStatistics:
 
     @property
     def differ(self) -> Mask:
-        """Whether the values of each group differ, that is at least two values exist and not all are equal (G)."""
+        """Whether the values of each group differ: there are at least two, and not all are equal (G)."""
         differ_G: Mask = (self.count_G >= 2) & (self.std_G >= MIN_STD)
         return differ_G
 
 
 def group_statistics(values_N: Floats, group_N: Integers, num_groups: int) -> GroupStatistics:
-    """Return the statistics of values by group.
+    """Return the statistics of the values of each group.
 
-    `group_N` is the index of each value's group; groups may interleave. A group without values has 0 in all statistics.
+    `group_N` is the index of the group of each value; groups may be interleaved. A group without values has 0 in all
+    statistics.
     """
     is_finite_N = np.isfinite(values_N)
     if not is_finite_N.all():
@@ -53,23 +55,23 @@ def rewards_differ(scored: ScoredGroups, algorithm: Algorithm) -> Mask:
 
 
 def last_tokens(lengths_N: Integers) -> Integers:
-    """Return the index of the last token of each completion that has tokens."""
+    """Return the index, among all tokens, of the last token of each completion that has tokens."""
     last_N: Integers = np.cumsum(lengths_N)[lengths_N > 0] - 1
     return last_N
 
 
 def sums_per_completion(values_T: Floats, lengths_N: Integers) -> Floats:
-    """Return the sum over the tokens of each completion (N)."""
+    """Return the sum of the values of each completion's tokens (N)."""
     row_T = np.repeat(np.arange(len(lengths_N)), lengths_N)
     return np.bincount(row_T, weights=values_T, minlength=len(lengths_N)).astype(np.float64)
 
 
 def discounted_sums(values_T: Floats, lengths_N: Integers, factor: float) -> Floats:
-    """Return, for each token, the sum of the values k = 0, 1, … tokens later in its completion, times factor^k (T).
+    """Return, for each token, the discounted sum of the values from this token to the end of its completion (T).
 
-    The completions are sorted by descending length, so that each step backwards from the ends touches only completions
-    that are long enough. The work is proportional to the number of tokens, in as many numpy calls as the longest
-    completion has tokens.
+    A value k tokens later is multiplied by factor^k. Completions are sorted by descending length, so that each step
+    backwards from the ends covers only completions that are long enough. There is one numpy call per token of the
+    longest completion, and the total work is proportional to the number of tokens.
     """
     order_N = np.argsort(-lengths_N, kind="stable")
     last_N = (np.cumsum(lengths_N) - 1)[order_N]
@@ -84,9 +86,10 @@ def discounted_sums(values_T: Floats, lengths_N: Integers, factor: float) -> Flo
 
 
 def normalize_tokens(values_T: Floats, lengths_N: Integers, counted_N: Mask) -> Floats:
-    """Subtract the mean and divide by the population standard deviation of the tokens of completions in `counted_N`.
+    """Subtract the mean and divide by the population standard deviation, both computed over the tokens of the
+    completions in `counted_N`.
 
-    Returns 0 for all tokens if the values are equal.
+    Returns 0 for all tokens if these values are equal.
     """
     counted_T = values_T if counted_N.all() else values_T[np.repeat(counted_N, lengths_N)]
     if not len(counted_T):
@@ -100,7 +103,7 @@ def normalize_tokens(values_T: Floats, lengths_N: Integers, counted_N: Mask) -> 
 
 
 def span_bounds(spans: SpanColumns, lengths_N: Integers) -> tuple[Integers, Integers]:
-    """Return the index of each span's first token, and the index after its last one, among all tokens."""
+    """Return, for each span, the index of its first token and the index after its last token, among all tokens."""
     begins_S = spans.starts_S + np.repeat(np.cumsum(lengths_N) - lengths_N, spans.counts_N)
     ends_S = np.empty_like(begins_S)
     ends_S[:-1] = begins_S[1:]
@@ -109,7 +112,7 @@ def span_bounds(spans: SpanColumns, lengths_N: Integers) -> tuple[Integers, Inte
 
 
 def values_on_tokens(spans: SpanColumns, lengths_N: Integers) -> Floats:
-    """Return the value of each token's span (T), NaN for completions without spans."""
+    """Return for each token the value of the span that contains it (T), or NaN for completions without spans."""
     begins_S, ends_S = span_bounds(spans, lengths_N)
     valued_N = spans.counts_N > 0
     valued_T = np.repeat(spans.values_S, ends_S - begins_S)
@@ -121,7 +124,7 @@ def values_on_tokens(spans: SpanColumns, lengths_N: Integers) -> Floats:
 
 
 def values_on_last_tokens(spans: SpanColumns, lengths_N: Integers) -> Floats:
-    """Return the value of each span on its last token, and 0 on all other tokens (T)."""
+    """Return an array with the value of each span at the span's last token, and 0 at all other tokens (T)."""
     _, ends_S = span_bounds(spans, lengths_N)
     values_T = np.zeros(int(lengths_N.sum()))
     values_T[ends_S - 1] = spans.values_S

@@ -25,7 +25,7 @@ from infra.variants import check_implementation
 from models.algorithms.advantages import check_algorithm, required_models
 from models.commands.memory import MicrobatchSizes, microbatch_bytes, resident_bytes
 from models.commands.preflight_cache import build_key, checks_directory, find_or_compute
-from models.commands.sizes import check_sizes, count_problems
+from models.commands.sizes import check_sizes, count_problems, count_warmup_images
 from models.config.algorithms import AlgorithmConfig
 from models.config.attention import check_attention
 from models.config.data import DataConfig, PreferencesConfig
@@ -37,7 +37,7 @@ from models.config.promotion import SuiteCheck
 from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
 from models.config.training import DpoConfig, EvaluationConfig, WarmupConfig
-from models.data.examples import load_preferences, picture_examples, warmup_examples
+from models.data.examples import load_preferences, warmup_examples
 from models.data.problems import Problem, identity, load_problems
 from models.engines.protocol import check_implemented
 from models.gate.contamination import contamination
@@ -98,6 +98,8 @@ def check(inputs: Inputs, *, cache: Path | None = None) -> dict[str, float]:
     counts = count_problems(inputs.data, train, heldout)
     _check_sizes(inputs, counts)
     _check_data(inputs, train, heldout)
+    if inputs.warmup is not None and inputs.policy.picture_side is not None:
+        counts |= count_warmup_images(inputs.data, inputs.warmup, inputs.seed, side=inputs.policy.picture_side)
     images.check_reward_images(inputs.scoring, [*train, *heldout], generates_images=inputs.policy.generates_images)
     if inputs.checked is not None:
         _check_suite(inputs, inputs.checked, heldout)
@@ -172,12 +174,8 @@ def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) ->
                     f"{problem.source}: this held-out problem is also a training problem. Remove one of the two."
                 )
     input_errors.check()
-    if inputs.warmup is not None:
-        one = inputs.warmup.model_copy(update={"steps": 1})
-        if inputs.policy.picture_side is None:
-            warmup_examples(inputs.data, one, inputs.seed)
-        else:
-            images.check_warmup_images(picture_examples(inputs.data, one, inputs.seed), side=inputs.policy.picture_side)
+    if inputs.warmup is not None and inputs.policy.picture_side is None:
+        warmup_examples(inputs.data, inputs.warmup.model_copy(update={"steps": 1}), inputs.seed)
     checking = [(rule.label, build_reward(rule)) for rule in inputs.scoring.built_in_rules if rule.checks_references]
     checks: list[tuple[str, Callable[[str], object]]] = [(kind, partial(reward, "", "")) for kind, reward in checking]
     checks += [(reward.label, read_tests) for reward in inputs.scoring.code_rewards.values()]

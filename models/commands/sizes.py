@@ -6,9 +6,12 @@ from typing import Final
 
 from infra.errors import BadInput
 from models.config.data import DataConfig
-from models.data.color_conversion import count_conversions
+from models.config.training import WarmupConfig
 from models.data.curriculum import max_prompts
+from models.data.examples import picture_examples
 from models.data.problems import Problem
+from models.inspection.images import check_warmup_images
+from models.vision.color_conversion import count_conversions
 
 PROMPTS: Final = "rollout.prompts"
 EVALUATED: Final = "evaluation.problems"
@@ -32,6 +35,17 @@ def count_problems(data: DataConfig, train: Sequence[Problem], heldout: Sequence
     parts = Counter(problem.part for problem in train)
     limit, part = max_prompts([parts[number] for number in range(len(data.weights))], data.weights)
     return counts | {"max_prompts": limit, "scarce_part": part, "scarce_problems": parts[part]}
+
+
+def count_warmup_images(data: DataConfig, warmup: WarmupConfig, seed: int, *, side: int) -> dict[str, float]:
+    """Count the distinct images on which the warm-up of a text-to-image policy trains, and those that are converted.
+
+    Raises BadInput if an image has another size than `side` x `side` pixels.
+    """
+    examples = [*dict.fromkeys(picture_examples(data, warmup, seed))]
+    check_warmup_images(examples, side=side)
+    counts = count_conversions(picture for _, picture in examples)
+    return {f"warm-up images/{kind}": number for kind, number in counts.items()}
 
 
 def check_sizes(

@@ -1,5 +1,5 @@
-"""Configuration of alarms: metrics that, beyond a bound, warn, end the run or revert it to an earlier policy.
-Torch-free."""
+"""Configuration of alarms. An alarm watches a metric and, beyond a bound, warns, ends the run or reverts it to an
+earlier policy. Torch-free."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from statistics import fmean
@@ -13,8 +13,8 @@ from infra.validation_errors import nearest
 from models.config.job import Job
 
 Measured = Callable[[int], Mapping[str, float]]
-"""Function that returns the metrics of an iteration by its number, as recorded in its seal. Empty for an iteration that
-was reverted."""
+"""Function that returns the metrics in the seal of an iteration, given the iteration's number. It returns no metrics
+for an iteration that was reverted."""
 
 LENGTH: Final = "credit/length_mean"
 REWARD: Final = "credit/reward_mean"
@@ -61,22 +61,24 @@ class Alarm(Settings):
         return self.name or str(getattr(self, "kind", ""))
 
     def find_breach(self, number: int, measured: Measured) -> str | None:
-        """Return a message if the iteration is beyond the bound, or None if it is not or if metrics are missing."""
+        """Return a message if the metrics of iteration `number` are beyond the bound. Return None if they are not, or
+        if metrics are missing."""
         raise NotImplementedError
 
     def find_conflicts(self, job: Job) -> Iterator[str]:
-        """Yield one line per reason why a job would never raise this alarm."""
+        """Yield one line per reason why this alarm could never be raised in the job."""
         yield from ()
 
 
 class LengthCollapse(Alarm):
-    """Completions much shorter than before: their mean length compared with that of the preceding iterations."""
+    """Completions much shorter than before: raised if their mean length falls below a share of the mean of the
+    preceding iterations."""
 
     kind: Literal["length_collapse"] = "length_collapse"
     window: Positive = 5
-    """Number of preceding iterations to compare with. The first iterations raise no alarm."""
+    """Number of preceding iterations to compare with. No alarm is raised before there are that many."""
     bound: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Share of the preceding mean length below which the alarm is raised."""
+    """Share of the preceding iterations' mean length below which the alarm is raised."""
 
     def find_breach(self, number: int, measured: Measured) -> str | None:
         """Return a message if the mean length in tokens is below the bound, else None."""
@@ -91,14 +93,15 @@ class LengthCollapse(Alarm):
 
 
 class RewardDip(Alarm):
-    """Mean reward far below the best of the preceding iterations."""
+    """Mean reward far below the best mean reward of the preceding iterations."""
 
     kind: Literal["reward_dip"] = "reward_dip"
     window: Positive = 5
-    """Number of preceding iterations whose best mean reward is compared. The first iterations raise no alarm."""
+    """Number of preceding iterations among which the best mean reward is searched. No alarm is raised before there are
+    that many."""
     bound: Annotated[float, Field(gt=0)] = 1.0
-    """Drop that raises the alarm, in standard deviations of the reward over completions. Of the two compared
-    iterations, the larger standard deviation is used."""
+    """Drop that raises the alarm, in standard deviations of the reward over completions. The larger standard deviation
+    of the two compared iterations is used."""
 
     def find_breach(self, number: int, measured: Measured) -> str | None:
         """Return a message if the mean reward dropped by more than the bound, else None."""
@@ -119,13 +122,13 @@ class RewardDip(Alarm):
 
 
 class EntropyCollapse(Alarm):
-    """Entropy far below that of the first iterations, which means that the policy hardly explores any more."""
+    """Entropy far below the mean of the first iterations, which means that the policy hardly explores any more."""
 
     kind: Literal["entropy_collapse"] = "entropy_collapse"
     window: Positive = 5
-    """Number of first iterations to compare with, which raise no alarm."""
+    """Number of first iterations whose mean entropy is the reference. No alarm is raised in these iterations."""
     bound: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """Share of their mean entropy below which the alarm is raised."""
+    """Share of the first iterations' mean entropy below which the alarm is raised."""
 
     def find_breach(self, number: int, measured: Measured) -> str | None:
         """Return a message if the entropy in nats per token is below the bound, else None."""
@@ -139,7 +142,8 @@ class EntropyCollapse(Alarm):
 
 
 class KlDrift(Alarm):
-    """Policy far from the reference (the initial policy), as measured by a KL penalty."""
+    """Divergence of the policy from the reference (the initial policy) above a bound. Needs a KL penalty, which
+    measures the divergence."""
 
     kind: Literal["kl"] = "kl"
     window: Positive = 1
@@ -148,8 +152,8 @@ class KlDrift(Alarm):
     """Divergence in nats per token above which the alarm is raised."""
 
     def find_breach(self, number: int, measured: Measured) -> str | None:
-        """Return a message if the KL that the loss measures, or else the reward, exceeds the bound. Else return
-        None."""
+        """Return a message if the KL divergence exceeds the bound, else None. If the loss does not measure the
+        divergence, the measurement of the reward's KL penalty is used."""
         now = measured(number)
         metric = next((name for name in ("update/kl", "credit/kl") if name in now), None)
         if (
@@ -167,7 +171,7 @@ class KlDrift(Alarm):
 
 
 class MetricAlarm(Alarm):
-    """Any metric of credit or the update in `metrics.jsonl`, compared with a bound."""
+    """Any metric of the credit or update stage in `metrics.jsonl`, compared with a bound."""
 
     kind: Literal["metric"] = "metric"
     metric: str
@@ -185,7 +189,7 @@ class MetricAlarm(Alarm):
         return self.name or self.metric
 
     def find_breach(self, number: int, measured: Measured) -> str | None:
-        """Return a message if the mean of the metric is beyond the bound, else None."""
+        """Return a message if the mean of the metric over the window is beyond the bound, else None."""
         mean = _mean_of_window(self.metric, number, self.window, measured)
         if mean is None or not (mean > self.bound if self.side == "above" else mean < self.bound):
             return None
@@ -208,8 +212,8 @@ AlarmConfig = Annotated[
 ]
 
 ROUNDING: Final = 1e-9
-"""Share of the mean reward that does not count as a drop, because equal rewards summed in another order differ by
-less."""
+"""Drop in the mean reward, relative to its size, that is ignored as rounding: equal rewards summed in another order
+differ by less."""
 
 
 def find_alarm_conflicts(alarms: Iterable[Alarm], job: Job) -> Iterator[str]:
@@ -230,7 +234,8 @@ def find_alarm_conflicts(alarms: Iterable[Alarm], job: Job) -> Iterator[str]:
 
 
 def _iterations_before(number: int, window: int) -> range:
-    """Return the iterations of a window before an iteration, or an empty range if there are too few."""
+    """Return the numbers of the last `window` iterations before iteration `number`, or an empty range if there are
+    fewer."""
     return range(number - window, number) if number > window else range(0)
 
 
@@ -239,8 +244,8 @@ def _collect_values(metric: str, numbers: Iterable[int], measured: Measured) -> 
 
 
 def _mean_of_window(metric: str, number: int, window: int, measured: Measured) -> float | None:
-    """Return the mean over the window that ends with an iteration, or None if its metric is missing or the window is
-    not full."""
+    """Return the mean of a metric over the last `window` iterations up to iteration `number`. Return None if this
+    iteration lacks the metric or if there are fewer iterations."""
     if number < window or metric not in measured(number):
         return None
     return fmean(_collect_values(metric, range(number + 1 - window, number + 1), measured))

@@ -1,4 +1,4 @@
-"""Configuration of the algorithms that turn rewards into advantages per token. Torch-free."""
+"""Configuration of the algorithms that compute advantages per token from rewards. Torch-free."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -39,43 +39,44 @@ class RewardKl(Settings):
 
 # ---- algorithms
 class CriticConfig(Settings):
-    """Value model (critic): a sequence classifier with one output, read at every token and trained together with the
-    policy."""
+    """Value model (critic): a sequence classifier with one output. It predicts a value at every token and is trained
+    together with the policy."""
 
     path: LocalPath | None = None
     """Directory in Hugging Face format to start from, such as a reward model. If not set, the critic starts as the
     initial policy with a zero-initialized head."""
     learning_rate: Annotated[float, Field(gt=0)] = 5e-6
-    """Peak learning rate of the critic's AdamW. Other optimizer settings are those of `update`."""
+    """Peak learning rate of the critic. Its other optimizer settings are those of `update`."""
     clip: Annotated[float, Field(gt=0)] = 0.2
-    """Maximum change of a value relative to its prediction before the update (PPO's clipped value loss)."""
+    """Maximum change of a predicted value by the update: larger changes are clipped in the loss (PPO's clipped value
+    loss)."""
     warmup_iterations: Annotated[int, Field(ge=0)] = 0
-    """Number of first iterations in which only the critic is trained."""
+    """Number of first iterations in which the critic is trained and the policy is not."""
 
 
 class Algorithm(Variant):
     """Fields common to all algorithms. `implementation` names a `models.algorithms.experience.AdvantageFunction`."""
 
     informative: ClassVar[str] = "models.algorithms.ragged:rewards_differ"
-    """`pkg.mod:function` that selects the groups worth training on, an `InformativeFunction`. The default selects
-    groups with unequal total rewards."""
+    """`pkg.mod:function` that selects the informative groups, an `InformativeFunction`. The default selects groups with
+    unequal total rewards."""
     compares_groups: ClassVar[bool] = False
     """Whether the algorithm compares the completions of a group, which needs at least two completions per group."""
     equal_rewards_teach: ClassVar[bool] = False
-    """Whether groups with equal rewards are as useful for training as other groups. If so, they are trained on and
-    never replaced by dynamic sampling."""
+    """Whether groups with equal rewards are as useful for training as other groups. If so, these groups are trained on
+    and dynamic sampling never replaces them."""
     credits_steps: ClassVar[bool] = False
-    """Whether the values that process terms give to steps are credit of their own, in addition to the completion's
-    reward."""
+    """Whether scores of steps are credited to the tokens of these steps, in addition to the reward of the whole
+    completion."""
 
     overlong: Overlong | None = None
-    """Penalty on completions close to the length limit. If not set, there is no such penalty."""
+    """Penalty on completions that come close to the length limit. If not set, there is no such penalty."""
     mask_truncated: bool = False
-    """Whether completions that reached the length limit are excluded from the loss (overlong filtering, DAPO).
-    Baselines still include them."""
+    """Whether completions that reached the length limit are excluded from the loss (overlong filtering, DAPO). Their
+    rewards still count in the baselines of their groups."""
     distillation: Distillation | None = None
-    """On-policy distillation: adds a teacher's log-prob difference to the advantage of each token. If not set, there is
-    no teacher."""
+    """On-policy distillation: adds the log-prob difference between a teacher and the policy to the advantage of each
+    token. If not set, there is no teacher."""
 
     @property
     def reward_kl(self) -> RewardKl | None:
@@ -84,7 +85,8 @@ class Algorithm(Variant):
 
     @property
     def value_model(self) -> CriticConfig | None:
-        """Critic that is trained together with the policy and predicts a value for every token, or None."""
+        """Critic that predicts a value for every token and is trained together with the policy, or None if the
+        algorithm has none."""
         return None
 
     @property
@@ -94,12 +96,13 @@ class Algorithm(Variant):
         return self.equal_rewards_teach or self.distillation is not None
 
     def functions(self) -> dict[str, tuple[str, ...]]:
-        """Return the class variables that name functions, with the parameter names that each function is called
-        with."""
+        """Return the class variables that name functions, each with the names of the arguments that its function
+        receives."""
         return {"implementation": ("experience", "algorithm"), "informative": ("scored", "algorithm")}
 
     def find_conflicts(self, job: "Job") -> Iterator[str]:
-        """Yield one line per invalid combination of settings. The user is shown the first."""
+        """Yield one line per invalid combination of the algorithm with other settings. Only the first line is shown to
+        the user."""
         if self.compares_groups and job.rollout.group_size < 2:
             yield (
                 f"rollout.group_size is {job.rollout.group_size}, but algorithm.kind = {self.label!r} compares the "
@@ -139,25 +142,25 @@ def _find_dynamic_conflicts(job: "Job", *, keep_uninformative: bool) -> Iterator
 
 
 class GroupRelative(Algorithm):
-    """Fields common to algorithms that use the group as the baseline."""
+    """Fields common to algorithms that compare each reward with the other rewards of its group."""
 
     implementation = "models.algorithms.group_relative:group_relative"
     informative = "models.algorithms.group_relative:informative"
     compares_groups = True
     relative: ClassVar[str]
-    """`pkg.mod:function` that computes advantages within groups from rewards, a
+    """`pkg.mod:function` that computes the advantages of completions from the rewards of their groups, a
     `models.algorithms.group_relative.Relative`."""
 
     keep_uninformative: bool = False
-    """Whether groups with equal rewards are trained on too. They contribute only through a KL penalty and dilute the
-    loss."""
+    """Whether groups with equal rewards are trained on too. They contribute only through a KL penalty and make the
+    other groups count less in the mean loss."""
     combine: Literal["sum_then_normalise", "normalise_then_sum"] = "sum_then_normalise"
-    """Combination of several reward terms: compute advantages from their weighted sum, or compute advantages of each
-    term and add these by weight."""
+    """Combination of several reward terms: "sum_then_normalise" computes advantages from the weighted sum of the terms.
+    "normalise_then_sum" computes the advantages of each term and adds these by weight."""
     kl: RewardKl | None = None
-    """KL penalty in the reward of the whole completion. If not set, there is no such penalty."""
+    """KL penalty subtracted from the reward of the whole completion. If not set, there is no such penalty."""
     advantage_clip: Annotated[Annotated[float, Field(gt=0)] | None, Since("0.1.0", before=None)] = None
-    """Maximum absolute advantage from rewards. If not set, advantages are not clipped."""
+    """Maximum absolute value of the advantages from rewards. If not set, advantages are not clipped."""
 
     @property
     def reward_kl(self) -> RewardKl | None:
@@ -171,16 +174,16 @@ class GroupRelative(Algorithm):
 
     @property
     def compares_by(self) -> str:
-        """Name of the function that computes advantages within groups, as chosen by the settings."""
+        """`pkg.mod:function` that computes advantages within groups under the current settings."""
         return self.relative
 
     def functions(self) -> dict[str, tuple[str, ...]]:
-        """Return the functions of every algorithm and the group-relative baseline, with their parameter names."""
+        """Return the functions of every algorithm, and `relative`, with the names of their arguments."""
         return {**super().functions(), "relative": ("rewards_N", "group_N", "num_groups")}
 
     def find_conflicts(self, job: "Job") -> Iterator[str]:
-        """Yield one line per invalid combination. Separately normalized terms do not support penalties in the
-        reward."""
+        """Yield one line per invalid combination of settings. Terms that are normalized separately do not support
+        penalties in the reward."""
         yield from super().find_conflicts(job)
         yield from _find_dynamic_conflicts(job, keep_uninformative=self.keep_uninformative)
         if self.combine == "normalise_then_sum":
@@ -198,18 +201,19 @@ class Grpo(GroupRelative):
 
     kind: Literal["grpo"] = "grpo"
     std: Annotated[Literal["group", "batch"], Since("0.1.0", before="group")] = "group"
-    """Standard deviation to divide by: of the group's rewards, or of all rewards of the iteration. With "batch", groups
-    with a small spread have small advantages (Flow-GRPO, arXiv 2505.05470)."""
+    """Standard deviation by which advantages are divided: of the group's rewards, or of all rewards of the iteration.
+    With "batch", groups with a small spread have small advantages (Flow-GRPO, arXiv 2505.05470)."""
 
     @property
     def compares_by(self) -> str:
-        """Name of the function for the configured standard deviation, of the group or of the batch."""
+        """`pkg.mod:function` that computes advantages with the configured standard deviation, of the group or of the
+        batch."""
         return self.relative if self.std == "group" else "models.algorithms.group_relative:grpo_over_batch"
 
 
 class DrGrpo(GroupRelative):
-    """Reward minus the group mean (Dr. GRPO, arXiv 2503.20783, section 3.2). To be used with loss aggregation
-    "constant"."""
+    """Reward minus the group mean (Dr. GRPO, arXiv 2503.20783, section 3.2). Use `update.loss.aggregation.kind =
+    "constant"` with this algorithm."""
 
     relative = "models.algorithms.group_relative:dr_grpo"
 
@@ -250,8 +254,8 @@ class ReinforcePlusPlusBaseline(Algorithm):
 
     kind: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
     keep_uninformative: bool = False
-    """Whether groups with equal rewards are trained on too. They contribute only through a KL penalty and dilute the
-    loss."""
+    """Whether groups with equal rewards are trained on too. They contribute only through a KL penalty and make the
+    other groups count less in the mean loss."""
 
     @property
     def keeps_uninformative(self) -> bool:
@@ -274,13 +278,14 @@ class Ppo(Algorithm):
     gamma: Fraction = 1.0
     """Discount factor per token."""
     lam: Fraction = 0.95
-    """GAE's λ: 1 uses the whole return minus the value, 0 the one-token temporal difference."""
+    """GAE's λ. With 1, the advantage is the whole return minus the value; with 0, it is the temporal-difference error
+    of one token."""
     whiten: bool = True
     """Whether advantages are normalized over the whole batch."""
     kl: RewardKl | None = None
     """KL penalty in the reward of each token. If not set, there is no such penalty."""
     critic: CriticConfig = CriticConfig()
-    """Value model (critic)."""
+    """Value model (critic), from whose predictions the advantages are computed."""
 
     @property
     def reward_kl(self) -> RewardKl | None:
@@ -289,15 +294,17 @@ class Ppo(Algorithm):
 
     @property
     def value_model(self) -> CriticConfig | None:
-        """Critic that is trained together with the policy."""
+        """Critic that predicts a value for every token and is trained together with the policy."""
         return self.critic
 
 
 class Capo(Algorithm):
-    """Token rewards from outcomes and flagged steps, normalized over all tokens of the group (CAPO, arXiv 2508.02298).
+    """Token rewards from the outcome and from wrong steps, normalized over all tokens of the group (CAPO, arXiv
+    2508.02298).
 
-    Process terms give values to steps. The reward of a token is the weighted sum of the completion's outcome rewards
-    and of the values of the step that contains the token. The paper uses weight 2 for the outcome and 1 for flags.
+    Process terms are rewards that score steps, such as a judge that flags wrong steps. The reward of a token is the
+    weighted sum of the completion's outcome rewards and of the scores of the step that contains the token. The paper
+    uses weight 2 for the outcome and 1 for the steps.
     """
 
     implementation = "models.algorithms.capo:capo"
@@ -311,8 +318,8 @@ class Capo(Algorithm):
     gets a reward no higher than that of a wrong answer."""
 
     def find_conflicts(self, job: "Job") -> Iterator[str]:
-        """Yield one line per invalid combination. Outcome and process rewards must both be configured, and outcomes
-        must weigh more."""
+        """Yield one line per invalid combination of settings: outcome rewards or step rewards are missing, or outcomes
+        do not have the larger weight."""
         yield from super().find_conflicts(job)
         outcome, process = job.scoring.outcome_weight, job.scoring.process_weight
         if not process:
@@ -334,14 +341,14 @@ class Capo(Algorithm):
 
 
 class DistillationOnly(Algorithm):
-    """Training from the teacher alone; rewards are measured but do not contribute to advantages."""
+    """Training on the teacher's log-probs alone. Rewards are measured but do not contribute to advantages."""
 
     implementation = "models.algorithms.advantages:rewards_earn_nothing"
     equal_rewards_teach = True
 
     kind: Literal["distillation"] = "distillation"
     distillation: Distillation
-    """Teacher and coefficient from which all advantages are computed."""
+    """Teacher, and factor of the log-prob difference from which all advantages are computed."""
 
     def find_conflicts(self, job: "Job") -> Iterator[str]:
         """Yield one line per invalid combination of settings."""

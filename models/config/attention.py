@@ -1,4 +1,4 @@
-"""Attention implementations in training, and the requirements of flash kernels. Torch-free."""
+"""Attention implementations in training, and the requirements of flash attention kernels. Torch-free."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Attention = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"]
 
 HEAD_SIZE: Final = 256
-"""Maximum size of an attention head that both flash kernels support."""
+"""Maximum size of an attention head that both flash attention kernels support."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class FlashPackage:
 
     distribution: str
     min_version: tuple[int, int]
-    """Minimum version. Earlier versions lack soft caps or a deterministic backward pass."""
+    """Minimum version, as (major, minor). Earlier versions lack soft caps or a deterministic backward pass."""
     module: str
     """Module that contains `flash_attn_varlen_func`."""
 
@@ -36,7 +36,8 @@ FLASH: Final = {
 
 
 def find_attention_conflicts(update: "UpdateConfig", pools: PoolsConfig) -> Iterator[str]:
-    """Yield one line per reason why a flash kernel cannot run. Packages on a remote Ray cluster are not checked."""
+    """Yield one line per reason why the configured flash attention kernel cannot run. Packages on a remote Ray cluster
+    are not checked."""
     package = FLASH.get(update.attention or "")
     if package is None:
         return
@@ -56,7 +57,7 @@ def find_attention_conflicts(update: "UpdateConfig", pools: PoolsConfig) -> Iter
 
 
 def describe_missing_package(package: FlashPackage) -> str | None:
-    """Return a message if a kernel's package is missing or too old in this environment, or None if it is installed."""
+    """Return a message if the package of a flash attention kernel is missing or too old on this machine, else None."""
     min_version = ".".join(map(str, package.min_version))
     required = f"the package {package.distribution} {min_version} or later is required"
     command = f"Run: pip install --no-build-isolation '{package.distribution}>={min_version}'"

@@ -1,4 +1,4 @@
-"""Configuration of a run's budget and prices. Torch-free. The results of a run do not depend on it."""
+"""Configuration of a run's budget and prices. They limit a run but do not change its results. Torch-free."""
 
 from typing import Annotated
 
@@ -12,7 +12,7 @@ Limit = Annotated[float, Field(gt=0)]
 
 
 class JudgePrices(Settings):
-    """Prices for the answers of a judge behind an endpoint."""
+    """Prices of the answers of a judge behind an endpoint."""
 
     per_thousand_calls: Price = 0
     """Price of 1,000 answers."""
@@ -22,49 +22,49 @@ class JudgePrices(Settings):
     """Price of 1,000,000 completion tokens (`usage.completion_tokens`)."""
 
     def price_answers(self, cost: Cost) -> float:
-        """Return the price of a judge's calls and tokens."""
+        """Return the total price of a judge's calls and tokens."""
         tokens = self.per_million_tokens_read * cost.prompt_tokens
         tokens += self.per_million_tokens_written * cost.written_tokens
         return self.per_thousand_calls * cost.judge_calls / 1e3 + tokens / 1e6
 
 
 class Prices(Settings):
-    """Prices in one currency of your choice."""
+    """Prices of workers, GPUs and judges, all in one currency of your choice."""
 
     per_worker_hour: Price = 0
-    """Price of one reserved worker for an hour."""
+    """Price of reserving one worker for an hour."""
     per_gpu_hour: Price = 0
-    """Price of one reserved GPU for an hour, in addition to its worker."""
+    """Price of reserving one GPU for an hour, in addition to the price of its worker."""
     judges: dict[str, JudgePrices] = {}
     """Prices of judges behind endpoints, by reward term: `judges.quality = { per_thousand_calls = 0.5 }`."""
 
     def price_workers(self, cost: Cost) -> float:
-        """Return the price of the time of workers and GPUs."""
+        """Return the total price of the hours for which workers and GPUs were reserved."""
         return self.per_worker_hour * cost.worker_hours + self.per_gpu_hour * cost.gpu_hours
 
 
 class BudgetConfig(Settings):
-    """Limits for a whole run: it ends after the iteration that reaches a limit, and continues if the limit is
+    """Limits for a whole run. The run ends after the iteration that reaches a limit, and continues if the limit is
     raised."""
 
     tokens: Positive | None = None
-    """Maximum number of tokens read, generated and trained on by all roles. If not set, there is no limit."""
+    """Maximum number of tokens read, generated or trained on by all models of the run. If not set, there is no
+    limit."""
     worker_hours: Limit | None = None
     """Maximum hours for which workers are reserved, busy or idle, summed over all workers."""
     gpu_hours: Limit | None = None
     """Maximum hours for which GPUs are reserved, summed over all GPUs."""
     judge_calls: Positive | None = None
-    """Maximum number of answers from models behind rewards."""
+    """Maximum number of answers from judges and reward models."""
     bytes: Positive | None = None
-    """Maximum bytes of shards and bundles written to the store. Deletions by retention are not subtracted."""
+    """Maximum bytes written to the store. Bytes of files that retention deletes later still count."""
     price: Limit | None = None
-    """Maximum total price."""
+    """Maximum total price, in the currency of `prices`."""
     prices: Prices = Prices()
-    """Prices of workers, GPUs and judges."""
+    """Prices of workers, GPUs and judges, from which the total price is computed."""
 
     def find_spent_limit(self, spent: Cost) -> str | None:
-        """Return a message with the first limit that is reached and the amount spent, or None if no limit is
-        reached."""
+        """Return a message with the first limit that `spent` has reached, or None if it has reached no limit."""
         limits = {
             "tokens": (self.tokens, spent.tokens),
             "worker_hours": (self.worker_hours, spent.worker_hours),

@@ -1,4 +1,4 @@
-"""Configuration of the way in which the chats of a data file reach the chat template. Torch-free."""
+"""Configuration of how the chats of a data file are formatted by the chat template. Torch-free."""
 
 from collections.abc import Mapping
 from typing import Annotated, Final, Literal
@@ -11,7 +11,8 @@ MessageFields = Literal["keep", "drop"]
 
 TOOLS: Final = "tools"
 KWARGS: Final = "chat_template_kwargs"
-"""Names of columns that are read if a file has them, unless other names are configured."""
+"""Default names of the columns with tools and with template variables. Columns with these names are optional in
+files."""
 RESERVED_KWARGS: Final = (
     *("messages", "conversations", "tools", "add_generation_prompt", "continue_final_message"),
     *("chat_template", "tokenize", "return_assistant_tokens_mask"),
@@ -20,22 +21,22 @@ RESERVED_KWARGS: Final = (
 
 
 class ChatFile(Settings):
-    """Keys of files whose prompts can be chats. Only `prompt_column` has an effect on plain-text prompts."""
+    """Keys for files whose prompts may be chats. For plain-text prompts only `prompt_column` has an effect."""
 
     prompt_column: str = "prompt"
     """Column with the prompt: plain text, or a list of chat messages with `role` and `content`."""
     message_fields: Annotated[MessageFields, Since("0.2.0", before="drop")] = "keep"
-    """Handling of fields of messages in addition to `role` and `content`: "keep" passes `name`, `tool_calls`,
-    `tool_call_id`, `reasoning_content`, `reasoning`, `thinking` and `tool_plan` to the chat template and refuses other
-    fields, "drop" ignores all of them."""
+    """Handling of message fields other than `role` and `content`: "keep" passes `name`, `tool_calls`, `tool_call_id`,
+    `reasoning_content`, `reasoning`, `thinking` and `tool_plan` to the chat template and refuses all other fields,
+    "drop" ignores all of them."""
     tools_column: Annotated[str | None, Since("0.2.0", before=None)] = TOOLS
-    """Column with the tools that the chat template shows: a list of JSON schemas, or JSON text. Files may lack the
-    default column; "" reads none."""
+    """Column with the tools that the chat template describes to the policy: a list of JSON schemas, or JSON text. A
+    file may lack the default column; "" means that no column is read."""
     chat_template_kwargs: Annotated[Mapping[str, JsonValue], Since("0.2.0", before={})] = {}
-    """Variables of the chat template by name, such as `{enable_thinking = false}`."""
+    """Variables passed to the chat template, by name, such as `{enable_thinking = false}`."""
     chat_template_kwargs_column: Annotated[str | None, Since("0.2.0", before=None)] = KWARGS
-    """Column with variables of the chat template for one row: an object, or JSON text. They take precedence over
-    `chat_template_kwargs`. Files may lack the default column; "" reads none."""
+    """Column with variables for the chat template in this row: an object, or JSON text. They take precedence over
+    `chat_template_kwargs`. A file may lack the default column; "" means that no column is read."""
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -46,17 +47,17 @@ class ChatFile(Settings):
 
     @property
     def required_chat_columns(self) -> list[str]:
-        """Configured columns that every file must have."""
+        """Configured columns that every file must have: all except those with the default names."""
         return [name for name in self._columns if name not in (TOOLS, KWARGS)]
 
     @property
     def optional_chat_columns(self) -> list[str]:
-        """Configured columns that files may lack."""
+        """Columns that a file may lack, because their names are the defaults."""
         return [name for name in self._columns if name in (TOOLS, KWARGS)]
 
     @property
     def chat_columns(self) -> list[str]:
-        """All configured columns that determine a prompt."""
+        """Columns that determine a prompt: the prompt column, then the columns with tools and template variables."""
         return [self.prompt_column, *self._columns]
 
     @property

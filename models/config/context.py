@@ -4,18 +4,19 @@ from collections.abc import Iterator, Mapping
 
 
 def usable_context(longest: int | None, config: Mapping[str, object]) -> int | None:
-    """Return the maximum sequence length of a model, given the limit in the text part of its config.json.
+    """Return the maximum sequence length of a model. `longest` is the limit in the text part of its config.json.
 
-    A longrope model (arXiv 2402.13753) is limited to the context length of its first training, so that its short
-    factors are always used. transformers chooses short or long factors by the longest sequence of a forward pass, vLLM
-    by `max_model_len`. Beyond that context, log-probs would depend on the other sequences of the forward pass.
+    A longrope model (arXiv 2402.13753) scales positions by short factors up to the context length of its first
+    training, and by long factors beyond. transformers chooses the factors by the longest sequence of a forward pass,
+    vLLM by `max_model_len`. With long factors, log-probs would therefore depend on the other sequences of a forward
+    pass, so such a model is limited to the length for which its short factors are used.
     """
     original = longrope_context(config)
     return longest if longest is None or original is None else min(longest, original)
 
 
 def longrope_context(config: Mapping[str, object]) -> int | None:
-    """Return the context length on which a longrope model was first trained, or None for other models."""
+    """Return the context length of a longrope model's first training, or None for other models."""
     contexts = [
         original
         for rope in _iter_rope_settings(config)
@@ -29,7 +30,7 @@ def longrope_context(config: Mapping[str, object]) -> int | None:
 
 
 def _iter_rope_settings(config: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
-    """Yield the rotary position settings: one for all layers, or one for each kind of layer."""
+    """Yield all settings of rotary position embeddings in a config: one for all layers, or one per kind of layer."""
     for name in ("rope_parameters", "rope_scaling"):
         settings = config.get(name)
         if isinstance(settings, Mapping):

@@ -21,51 +21,54 @@ class DataSource(TextSettings, Variant):
     """Fields common to all sources of problems. `implementation` names a `models.data.problems.ProblemSource`."""
 
     makes_pairs: ClassVar[bool] = False
-    """Whether preferences of kind `arithmetic` can be built from the problems of this source."""
+    """Whether preference pairs of kind `arithmetic` can be built from the problems of this source."""
     guess_template: ClassVar[str] = "#### {}"
-    """Template of a warm-up answer without reasoning, for problems with worked answers; `{}` is a random number."""
+    """Template of a warm-up answer without reasoning, for problems with worked answers; `{}` is replaced by a random
+    number."""
     max_guess: ClassVar[int] = 20
-    """Largest number that can be inserted into `guess`."""
+    """Largest random number that is inserted into `guess_template`."""
     referenced_files: ClassVar[str] = ""
-    """`pkg.mod:function` that yields the files to which the source's own files refer, such as images. Empty if its
-    files refer to no others."""
+    """`pkg.mod:function` that yields the files named in the source's own files, such as images. Empty if there are
+    none."""
     exclusion_filter: ClassVar[str] = ""
-    """`pkg.mod:function` that returns the training problems that this source excludes by itself, a
-    `models.data.problems.ExclusionFilter`. Empty if the source excludes none."""
+    """`pkg.mod:function` that returns the training problems that this source excludes by itself, such as
+    near-duplicates, a `models.data.problems.ExclusionFilter`. Empty if the source excludes none."""
 
     pictures: ClassVar[str] = ""
     """`pkg.mod:function` that generates pictures for the warm-up of text-to-image policies, a
     `models.data.examples.PictureSource`. Empty if the source has no pictures."""
 
     exclude_ids_path: Annotated[Location | None, Since("0.1.0", before=None), RenamedFrom("without")] = None
-    """File with one prompt_id per line, on this machine or at s3://bucket/name. These problems are excluded from
-    iterations."""
+    """File with one prompt_id per line, on this machine or at s3://bucket/name. Iterations do not use the problems with
+    these ids."""
     on_too_long: Annotated[OnTooLong, Since("0.1.0", before="refuse"), RenamedFrom("too_long")] = "refuse"
     """Action for problems whose prompt leaves no room for a completion in the policy's context: "refuse" ends the run
-    before it begins, "drop" excludes them from iterations, evaluations and warm-up, and records their number."""
+    before it begins, "drop" excludes these problems from iterations, evaluations and warm-up, and records their
+    number."""
 
     image_background: Annotated[
         Annotated[str, Field(pattern=r"^(white|black|#[0-9a-fA-F]{6}|unconverted)$")],
         Since("0.2.0", before="unconverted"),
     ] = "white"
-    """Color on which transparent images are composed: `white`, `black` or `#rrggbb`. Images with more than 8 bits per
-    channel are scaled to 8 bits. `unconverted` passes all images to the policy as they are, which drops transparency
-    and makes most shades of 16 bits white."""
+    """Background color onto which transparent images are composed: `white`, `black` or `#rrggbb`. Gray images with more
+    than 8 bits are scaled to 8 bits. `unconverted` passes all images to the policy as they are, which drops
+    transparency and turns most 16-bit shades white."""
 
     @property
     def has_answers(self) -> bool:
-        """Whether every problem has a reference answer, which warm-up imitates and from which judges are trained."""
+        """Whether every problem has a reference answer. Warm-up trains on these answers, and judges are trained on
+        examples built from them."""
         return True
 
     @property
     def num_heldout_problems(self) -> int | None:
-        """Number of held-out problems if it is known before they are read or generated, else None."""
+        """Number of held-out problems if it is known before the problems are read or generated, else None."""
         return None
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Sampling weight of each part of the training problems (`Problem.part`). Empty if the problems have only one
-        part."""
+        """Sampling weight of each part of the training problems (`Problem.part`), such as each file of a mixture. Empty
+        if the problems have only one part."""
         return ()
 
     @property
@@ -82,7 +85,7 @@ class ArithmeticData(DataSource):
 
     kind: Literal["arithmetic"] = "arithmetic"
     operations: Annotated[int, Field(ge=1, le=8)] = 4
-    """Additions or subtractions per problem."""
+    """Number of additions or subtractions per problem."""
     train_problems: Positive = 4096
     """Number of training problems."""
     heldout_problems: Positive = 256
@@ -96,7 +99,7 @@ class ArithmeticData(DataSource):
 
 
 class PicturesData(DataSource):
-    """Pictures of 3 x 3 colored shapes generated from a seed, with the question how many shapes have a color; for
+    """Pictures of 3 x 3 colored shapes, generated from a seed, with a question about how many shapes have a color. For
     vision-language policies."""
 
     implementation = "models.data.pictures:picture_problems"
@@ -107,7 +110,7 @@ class PicturesData(DataSource):
     train_problems: Positive = 3072
     """Number of training problems."""
     heldout_problems: Positive = 256
-    """Number of problems kept for evaluation. A hash of question and picture assigns each problem to training or
+    """Number of problems kept for evaluation. A hash of the question and picture assigns each problem to training or
     evaluation, so no problem is in both."""
 
     @property
@@ -117,10 +120,10 @@ class PicturesData(DataSource):
 
 
 class PaintingsData(DataSource):
-    """Descriptions of pictures to generate, such as "red square left" (3 colors, 2 shapes, 4 places), for text-to-image
+    """Descriptions of pictures to generate, such as "red square left" (3 colors, 2 shapes, 4 places). For text-to-image
     policies.
 
-    Held-out prompts describe the same pictures with the same words in another order: "left red square".
+    Held-out prompts describe the same pictures with the words in another order: "left red square".
     """
 
     implementation = "models.data.paintings:painting_problems"
@@ -128,17 +131,17 @@ class PaintingsData(DataSource):
 
     kind: Literal["paintings"] = "paintings"
     caption_noise: Annotated[Fraction, RenamedFrom("lies")] = 0.5
-    """Share of the pictures with a random color and place in their caption, among the pictures on which a policy
-    without pretrained weights is trained first."""
+    """Share of wrong captions (random color and place) among the pictures on which a policy without pretrained weights
+    is trained first."""
 
     @property
     def num_heldout_problems(self) -> int | None:
-        """Number of held-out problems: one for each possible picture."""
+        """Number of held-out problems: one for each of the 24 possible pictures."""
         return 24
 
 
 class CalculationsData(DataSource):
-    """Word problems of one calculation, generated from a seed, to be solved with a calculator tool; for policies in
+    """Word problems of one calculation, generated from a seed, to be solved with a calculator tool. For policies in
     environments."""
 
     implementation = "models.data.calculations:calculation_problems"
@@ -158,8 +161,8 @@ class CalculationsData(DataSource):
 
 
 class MeasuresData(DataSource):
-    """Questions about a measure that is missing in the prompt and known to the simulated user; for policies in
-    dialogues."""
+    """Questions about the width or height of a thing, generated from a seed. Only the simulated user knows the measure,
+    so the policy must ask for it. For policies in dialogues."""
 
     implementation = "models.data.measures:measure_problems"
     max_guess = 40
@@ -168,7 +171,7 @@ class MeasuresData(DataSource):
     train_problems: Positive = 4096
     """Number of training problems."""
     heldout_problems: Positive = 256
-    """Number of problems kept for evaluation. A hash of question and measures assigns each problem to training or
+    """Number of problems kept for evaluation. A hash of the question and measures assigns each problem to training or
     evaluation, so no problem is in both."""
 
     @property
@@ -178,7 +181,7 @@ class MeasuresData(DataSource):
 
 
 class ProblemFile(ChatFile, FileRules, ImageFileSettings):
-    """A file of problems and the way to read it."""
+    """A file of problems and the settings for reading it."""
 
     path: Location
     """File of training problems: .jsonl, .json with an array, .csv (each of these also compressed as .gz), .parquet or
@@ -188,15 +191,16 @@ class ProblemFile(ChatFile, FileRules, ImageFileSettings):
     heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Share of problems kept for evaluation if there is no second file, selected by a hash of the prompt."""
     answer_column: str | None = "answer"
-    """Column with the reference answer. Not set means that no reward needs an answer."""
+    """Column with the reference answer. Can be unset if no reward needs an answer."""
     environment_columns: Annotated[tuple[str, ...], Since("0.1.0", before=())] = ()
-    """Columns that an environment receives in its `problem` in addition to prompt and answer. Problems that differ in
+    """Columns that an environment receives in its `problem`, in addition to prompt and answer. Rows that differ in
     these columns are different problems."""
     template: str = "{prompt}"
-    """Template that turns plain text into a prompt; `{prompt}` is the text of the column. Chat messages use the
-    tokenizer's chat template."""
+    """Template that turns plain text into a prompt; `{prompt}` is replaced by the text of the column. Chat messages are
+    formatted by the tokenizer's chat template instead."""
     system: Annotated[Annotated[str, Field(min_length=1)] | None, Since("0.1.0", before=None)] = None
-    """System message put before each chat that has none. If set, plain text becomes the user's message of a chat."""
+    """System message added at the start of each chat that has none. If set, a plain-text prompt becomes a chat with one
+    user message."""
     limit: Positive | None = None
     """Maximum number of problems to read from each file."""
 
@@ -234,7 +238,8 @@ class WeightedFile(ProblemFile):
 
 
 class MixtureData(DataSource):
-    """Problems from several files, from which iterations sample by weight, independent of the size of each file.
+    """Problems from several files. Iterations sample from the files by weight, independent of the number of problems in
+    each.
 
     Each file has its own random order and is repeated as often as needed. Warm-up uses every problem equally often.
     """
@@ -244,7 +249,7 @@ class MixtureData(DataSource):
 
     kind: Literal["mixture"] = "mixture"
     sources: Annotated[tuple[WeightedFile, ...], Field(min_length=1)]
-    """The files, each with its weight. Held-out problems of all files are mixed by the same weights."""
+    """Files of the mixture, each with its weight. Held-out problems of all files are mixed by the same weights."""
 
     @model_validator(mode="after")
     def _require_same_pixels(self) -> Self:
@@ -269,7 +274,8 @@ class MixtureData(DataSource):
 
 
 class DeduplicatedData(DataSource):
-    """Problems from files, without the training problems that a retriever finds nearly equal to a held-out problem."""
+    """Problems from files, without training problems that are nearly equal to a held-out problem according to a
+    retriever."""
 
     implementation = "models.retrieval.deduplicated:deduplicated_problems"
     referenced_files = "models.retrieval.deduplicated:find_referenced_images"
@@ -277,15 +283,15 @@ class DeduplicatedData(DataSource):
 
     kind: Literal["deduplicated"] = "deduplicated"
     source: Annotated[FileData | MixtureData, Field(discriminator="kind")]
-    """The source of the problems."""
+    """Source of the problems before near-duplicates are excluded."""
     retriever: Location
     """Directory of a sentence-transformers model, on this machine or at s3://bucket/name (docs/retrieval.md)."""
     similarity: Annotated[float, Field(gt=0, le=1), RenamedFrom("bound")] = 0.95
-    """Cosine similarity to a held-out prompt at or above which a training problem is excluded."""
+    """Minimum cosine similarity to a held-out prompt from which a training problem is excluded."""
 
     @model_validator(mode="after")
     def _require_unset_in_source(self) -> Self:
-        for key in ("exclude_ids_path", "on_too_long", *TextSettings.model_fields):
+        for key in ("exclude_ids_path", "on_too_long", "image_background", *TextSettings.model_fields):
             if getattr(self.source, key) not in (DataSource.model_fields[key].default, getattr(self, key)):
                 raise ValueError(f"source.{key} must not be set. Set {key} next to source instead")
         return self
@@ -297,12 +303,12 @@ class DeduplicatedData(DataSource):
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Sampling weights of the wrapped source."""
+        """Sampling weight of each part of the wrapped source."""
         return self.source.weights
 
     @property
     def pixels(self) -> PixelLimits:
-        """Image sizes of the wrapped source."""
+        """Minimum and maximum image size of the wrapped source."""
         return self.source.pixels
 
 
@@ -323,15 +329,16 @@ DataConfig = Annotated[
 
 # ---- preferences
 class Preferences(Variant):
-    """Fields common to all sources of preferences. `implementation` names a `models.data.examples.PreferenceSource`."""
+    """Fields common to all sources of preferences (pairs of a better and a worse completion). `implementation` names a
+    `models.data.examples.PreferenceSource`."""
 
     def find_conflicts(self, data: DataSource) -> Iterator[str]:
-        """Yield one line per conflict with the source of the problems."""
+        """Yield one line per reason why these preferences cannot be used with the problems of `data`."""
         yield from ()
 
 
 class ArithmeticPreferences(Preferences):
-    """Pairs built from arithmetic problems, in which a correct completion is preferred to a wrong one."""
+    """Pairs built from arithmetic problems, with a correct completion as the better and a wrong one as the worse."""
 
     implementation = "models.data.examples:arithmetic_preferences"
 
@@ -339,10 +346,11 @@ class ArithmeticPreferences(Preferences):
     train_pairs: Positive = 8192
     """Number of training pairs."""
     heldout_pairs: Positive = 256
-    """Number of pairs from held-out problems, used to measure pair accuracy."""
+    """Number of pairs from held-out problems, on which pair accuracy is measured."""
 
     def find_conflicts(self, data: DataSource) -> Iterator[str]:
-        """Yield a conflict if the problems have no known wrong answers."""
+        """Yield a conflict if the data source does not generate arithmetic problems, because wrong answers are then
+        unknown."""
         if not data.makes_pairs:
             yield (
                 f"preferences.kind = 'arithmetic' builds pairs from arithmetic problems, but data.kind is "
@@ -351,13 +359,13 @@ class ArithmeticPreferences(Preferences):
 
 
 class FilePreferences(ChatFile, FileRules, Preferences):
-    """Pairs from a JSON Lines, Parquet or Arrow file."""
+    """Preference pairs from a JSON Lines, Parquet or Arrow file."""
 
     implementation = "models.data.examples:file_preferences"
 
     kind: Literal["file"] = "file"
     path: Location
-    """File of training pairs."""
+    """File of training pairs, on this machine or at s3://bucket/name."""
     heldout_path: Location | None = None
     """File of evaluation pairs. If not set, `heldout_fraction` of the training file is kept for evaluation."""
     heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
@@ -367,7 +375,7 @@ class FilePreferences(ChatFile, FileRules, Preferences):
     rejected_column: str = "rejected"
     """Column with the worse completion."""
     template: str = "{prompt}"
-    """Template that turns plain text into a prompt; `{prompt}` is the text of the column."""
+    """Template that turns plain text into a prompt; `{prompt}` is replaced by the text of the column."""
 
 
 PreferencesConfig = Annotated[ArithmeticPreferences | FilePreferences, Field(discriminator="kind")]

@@ -21,12 +21,14 @@ class Sampler(Variant):
 
     @property
     def weighs(self) -> Literal["exact", "published"]:
-        """Scaling of a step's log-prob: "exact" includes the factor 1/2s², "published" omits it."""
+        """Scaling of a step's log-prob: "exact" divides the squared error by 2s², with s the standard deviation of the
+        step's noise. "published" omits this factor."""
         return "exact"
 
 
 class SdeSampler(Sampler):
-    """Flow-GRPO's stochastic differential equation (arXiv 2505.05470, eq. 9), with little noise near the picture."""
+    """Flow-GRPO's stochastic differential equation (arXiv 2505.05470, eq. 9). Its noise decreases towards the end of
+    the denoising."""
 
     implementation = "models.denoising.samplers:sde"
 
@@ -36,7 +38,8 @@ class SdeSampler(Sampler):
 
 
 class DanceSampler(Sampler):
-    """DanceGRPO's sampler (arXiv 2505.07818, eq. 8): the same equation with equal noise at every level."""
+    """DanceGRPO's stochastic differential equation (arXiv 2505.07818, eq. 8), which is Flow-GRPO's equation with equal
+    noise at every level."""
 
     implementation = "models.denoising.samplers:dance"
 
@@ -46,7 +49,8 @@ class DanceSampler(Sampler):
 
 
 class CpsSampler(Sampler):
-    """Coefficients-preserving sampling (arXiv 2509.05952): after each step the noise equals that of its level.
+    """Coefficients-preserving sampling (arXiv 2509.05952): after each step the state contains as much noise as the
+    schedule prescribes for its noise level.
 
     The last step has no noise, so it is not trained.
     """
@@ -57,8 +61,8 @@ class CpsSampler(Sampler):
     noise: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Noise scale, a in the paper: the share sin(aπ/2) of the noise at the next level is new."""
     weighting: Literal["exact", "published"] = "exact"
-    """Scaling of a step's log-prob: "exact" includes the factor 1/2s². "published" omits it, as the paper's code does,
-    which gives noisy steps more weight."""
+    """Scaling of a step's log-prob: "exact" divides the squared error by 2s², with s the standard deviation of the
+    step's noise. "published" omits this factor, as the paper's code does, which gives noisy steps more weight."""
 
     @property
     def weighs(self) -> Literal["exact", "published"]:
@@ -89,9 +93,9 @@ class LearntWindow(Settings):
     size: Positive = 3
     """Number of steps in the window."""
     first: Annotated[int, Field(ge=0)] = 0
-    """Lowest possible first step of the window, counted from 0."""
+    """Lowest step, counted from 0, at which the randomly placed window may begin."""
     last: Annotated[int, Field(ge=0)] = 2
-    """Highest possible first step of the window."""
+    """Highest step, counted from 0, at which the randomly placed window may begin."""
 
     @model_validator(mode="after")
     def _require_order(self) -> Self:
@@ -104,22 +108,23 @@ class LearntWindow(Settings):
 
 
 class DenoisingConfig(Settings):
-    """Generation of pictures."""
+    """Settings for generating pictures by denoising."""
 
     steps: Annotated[int, Field(ge=2, le=1000)] = 10
     """Number of denoising steps from noise to picture."""
     sampler: SamplerConfig = CpsSampler()
-    """Sampler of the noisy steps."""
+    """Sampler of the noisy steps, which computes the distribution of the next state."""
     window: LearntWindow | None = None
     """Steps that are noisy and trained. If not set, all steps with noise are trained."""
     guidance: Annotated[float, Field(ge=1)] = 1.0
-    """Scale of classifier-free guidance, in generation and training. 1 means no guidance and half the computation. For
-    models that take guidance as an input, such as FLUX.1-dev, it is that input."""
+    """Scale of classifier-free guidance, in generation and training. 1 turns guidance off, which halves the
+    computation. Models that take the guidance scale as an input, such as FLUX.1-dev, receive this value."""
     side: Positive | None = None
-    """Height and width of a picture in pixels. The default comes with the policy."""
+    """Height and width of a picture in pixels. The default is the size for which the policy's denoiser is
+    configured."""
     text_tokens: Positive | None = None
-    """Maximum tokens of a prompt, with padding, for T5 or Qwen's text encoder: `max_sequence_length` of the pipeline.
-    Later users of the policy must set the same value. The default is that of the pipeline."""
+    """Maximum tokens of a prompt, with padding, for T5 or Qwen's text encoder: `max_sequence_length` of the diffusers
+    pipeline. Whoever uses the trained policy must set the same value. The default is the default of the pipeline."""
 
     @model_validator(mode="after")
     def _require_window_within_steps(self) -> Self:

@@ -10,7 +10,7 @@ from infra.config import Positive, Settings
 MAX_BACKOFF_SECONDS = 30.0
 
 MAX_RETRY_AFTER_SECONDS = 60.0
-"""Maximum accepted Retry-After in seconds. A server that requests a longer pause is treated as down."""
+"""Maximum accepted Retry-After in seconds. A server that requests a longer pause is treated as unavailable."""
 
 MAX_PAUSE_SECONDS = MAX_RETRY_AFTER_SECONDS + MAX_BACKOFF_SECONDS
 """Maximum pause in seconds between two attempts at a request."""
@@ -20,11 +20,11 @@ class Endpoint(Settings):
     """Fields common to models behind HTTP endpoints: address, credentials, retries and concurrency."""
 
     base_url: str
-    """Base URL, such as `https://judge.example.com/v1`. Its host must be in `allowed_hosts`."""
+    """Base URL of the API, such as `https://judge.example.com/v1`. Its host must be in `allowed_hosts`."""
     allowed_hosts: Annotated[tuple[str, ...], Field(min_length=1)]
     """Hosts to which completions may be sent, as `host` or `host:port`."""
     allow_private: bool = False
-    """Whether these hosts may have loopback, link-local or private addresses."""
+    """Whether hosts in `allowed_hosts` may have loopback, link-local or private addresses."""
     model: str
     """Name of the model at the endpoint."""
     api_key_variable: str | None = None
@@ -33,9 +33,9 @@ class Endpoint(Settings):
     timeout_seconds: Annotated[float, Field(gt=0)] = 120
     """Time limit in seconds for one request."""
     retries: Annotated[int, Field(ge=0, le=20)] = 5
-    """Maximum attempts after the first, on timeouts, lost connections and status 408, 409, 429 or 5xx."""
+    """Maximum number of retries of a request after a timeout, a lost connection or status 408, 409, 429 or 5xx."""
     backoff_seconds: Annotated[float, Field(gt=0)] = 0.5
-    """Pause in seconds before the second attempt. It doubles with every attempt, with jitter, up to 30 s. Retry-After
-    is followed up to 60 s."""
+    """Pause in seconds before the first retry. The pause doubles with every retry, with jitter, up to 30 s. A
+    Retry-After header of up to 60 s is followed."""
     concurrency: Positive = 32
     """Maximum number of concurrent requests per worker."""

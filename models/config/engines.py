@@ -1,4 +1,4 @@
-"""Configuration of sampling and of the engines that generate completions. Torch-free."""
+"""Configuration of sampling, and of the inference engines that generate completions. Torch-free."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,18 +36,18 @@ ServerAddress = Annotated[str, AfterValidator(_check_address)]
 """Address of an HTTP server."""
 
 BYTES: Final = {"float32": 4, "bfloat16": 2}
-"""Bytes of one number in each precision."""
+"""Bytes per number in each precision."""
 
 GIB: Final = 2**30
 
 
 # ---- rollout
 class SamplingConfig(Settings):
-    """Sampling of completions."""
+    """Settings for sampling completions."""
 
     temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
-    """Softmax temperature; 0 is greedy decoding. Behavior log-probs are computed from the softmax with temperature and
-    without truncation; with vLLM, the engine's `logprobs` setting decides."""
+    """Softmax temperature; 0 is greedy decoding. Behavior log-probs (of the policy that generated the tokens) include
+    the temperature but no truncation by top_p or top_k; with vLLM, the engine's `logprobs` setting decides."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Probability mass of nucleus sampling (top-p)."""
     top_k: Annotated[int, Field(ge=0)] = 0
@@ -60,7 +60,7 @@ class SamplingConfig(Settings):
 
 @dataclass(frozen=True, slots=True)
 class KnownPace:
-    """Known speed of an engine before the first measurement: lengths in tokens, times in seconds."""
+    """Known speed of an engine, used before anything is measured: lengths in tokens, times in seconds."""
 
     median_tokens: float
     sigma: float
@@ -70,23 +70,25 @@ class KnownPace:
 
 
 class EngineSettings(Variant):
-    """Fields common to all engines. `implementation` names a `models.engines.protocol.EngineFactory`.
+    """Fields common to all inference engines. `implementation` names a `models.engines.protocol.EngineFactory`.
 
     In the methods, `name` is the configuration key of the engine (for messages) and `gpus` the number of GPUs of each
     of its workers.
     """
 
     records_experts: ClassVar[bool] = False
-    """Whether the engine can report the experts that routers chose, as a `models.engines.protocol.RecordsExperts`."""
+    """Whether the engine can report which experts of a mixture-of-experts policy were chosen for each token, as a
+    `models.engines.protocol.RecordsExperts`."""
     generates_images: ClassVar[bool] = False
-    """Whether the engine serves text-to-image policies and not policies that generate text."""
+    """Whether the engine serves text-to-image policies. Such an engine cannot generate text."""
 
     def find_conflicts(self, job: "Job") -> Iterator[str]:
-        """Yield one line per invalid combination of settings if this engine generates the policy's completions."""
+        """Yield one line per conflict with the other settings of a job in which this engine generates the
+        completions."""
         yield from ()
 
     def find_placement_conflicts(self, name: str, *, gpus: float, pools: PoolsConfig) -> Iterator[str]:
-        """Yield one line per reason why a worker cannot host this engine, for the rollout or a judge."""
+        """Yield one line per reason why a worker with `gpus` GPUs cannot host this engine."""
         yield from ()
 
     def check_environment(self, name: str, *, gpus: float) -> None:
@@ -101,7 +103,7 @@ class EngineSettings(Variant):
         return {"rollout_weights_bytes": 0, "rollout_cache_bytes": 0}
 
     def matches_trainer(self, update: "UpdateConfig") -> bool:
-        """Return whether the engine's log-probs equal those of the update's trainer, up to rounding."""
+        """Return whether the engine's log-probs equal those of a trainer with the settings `update`, up to rounding."""
         return False
 
     def known_pace(self) -> KnownPace | None:
@@ -109,7 +111,7 @@ class EngineSettings(Variant):
         return None
 
     def find_library_versions(self) -> dict[str, str]:
-        """Return the versions of the libraries that compute in the engine's separate environment on this machine."""
+        """Return the library versions of the engine's separate environment on this machine, if it has one."""
         return {}
 
     def describe(self, pools: PoolsConfig) -> str:
@@ -118,7 +120,8 @@ class EngineSettings(Variant):
 
 
 class TransformersEngine(EngineSettings):
-    """Generation inside the worker with a KV cache. Finished rows leave the batch, and waiting rows join it."""
+    """Generation inside the worker with transformers. Waiting completions take the place of finished ones in the
+    batch."""
 
     implementation = "models.engines.local.engine:HuggingFaceEngine"
     records_experts = True
@@ -130,7 +133,8 @@ class TransformersEngine(EngineSettings):
     """Maximum number of completions decoded together."""
 
     def estimate_memory(self, shape: ModelShape, *, longest: int, gpus: float, name: str) -> dict[str, float]:
-        """Estimate the bytes of the weights and of a full cache. Raises BadInput if the engine cannot decode."""
+        """Estimate the bytes of the weights and of a full KV cache. Raises BadInput if the engine cannot decode the
+        model."""
         shape.check_decoding(name)
         return {
             "rollout_weights_bytes": shape.parameters * BYTES[self.dtype],
@@ -156,13 +160,13 @@ MAX_TEMPERATURE: Final = 2.0
 """Maximum temperature: SamplingParams in vllm/sampling_params.py of vLLM 0.32."""
 
 CPU_HEAD_SIZES: Final = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Head sizes supported on CPUs: vllm.v1.attention.backends.cpu_attn of vLLM 0.32. With other sizes vLLM dies at the
-first request."""
+"""Sizes of attention heads supported on CPUs: vllm.v1.attention.backends.cpu_attn of vLLM 0.32. With other sizes vLLM
+crashes at the first request."""
 
 VISION_MODELS: Final = ("idefics3",)
-"""Vision-language models, by `model_type`, whose outputs from vLLM 0.32 were compared with the trainer's. The image
-processors of all other known models need torchvision in vLLM's environment. Its builds are for CUDA, so vLLM cannot
-load these models on CPUs."""
+"""Vision-language models, by `model_type`, for which vLLM 0.32's outputs were compared with the trainer's. The image
+processors of all other known models need torchvision, whose builds for vLLM are for CUDA, so vLLM cannot load these
+models on CPUs."""
 
 INSTALL: Final = {
     "cpu": "Run `rheostat engine install vllm --platform cpu` and set {name}.python to its Python, or set "
@@ -172,8 +176,8 @@ INSTALL: Final = {
 
 
 class VllmEngine(EngineSettings):
-    """A vLLM server in a separate environment, which the worker starts, monitors and stops, or servers that already
-    run.
+    """vLLM servers in a separate Python environment. Each worker starts, monitors and stops its own server, or uses
+    servers that already run.
 
     The server loads weights from verified local files without restarting and reports the digest of the weights that it
     serves. Its batches depend on timing, so repeated work gives the same completions only up to float rounding.
@@ -194,8 +198,8 @@ class VllmEngine(EngineSettings):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of weights and activations."""
     logprobs: Literal["processed", "raw"] = "processed"
-    """Behavior log-probs to record: "processed" after temperature, top_p and top_k, or "raw" without temperature. The
-    trainer computes the same log-probs as "processed" without truncation, and as "raw" at temperature 1."""
+    """Behavior log-probs to record: "processed" after temperature, top_p and top_k, or "raw" before them. The trainer's
+    log-probs match "processed" if there is no truncation, and "raw" at temperature 1."""
     max_batch_rows: Positive = 256
     """Maximum number of completions decoded together."""
     max_model_len: Positive | None = None
@@ -218,8 +222,7 @@ class VllmEngine(EngineSettings):
     """Maximum number of restarts of a dead server within one work unit."""
 
     def find_conflicts(self, job: "Job") -> Iterator[str]:
-        """Yield one line per setting whose log-probs differ from the trainer's, or whose adapters vLLM does not
-        support."""
+        """Yield one line per setting that vLLM does not support or that makes log-probs differ from the trainer's."""
         yield from self._find_sampling_conflicts(job.rollout.sampling)
         lora = job.update.lora
         if lora is not None and lora.rank > LORA_RANKS[-1]:
@@ -286,8 +289,7 @@ class VllmEngine(EngineSettings):
             )
 
     def check_environment(self, name: str, *, gpus: float) -> None:
-        """Raise BadInput if the environment is missing, cannot be imported, or was built for the other kind of
-        workers."""
+        """Raise BadInput if the environment is missing, cannot be imported, or was built for another kind of worker."""
         if self.base_urls:
             return
         try:
@@ -302,8 +304,8 @@ class VllmEngine(EngineSettings):
             )
 
     def estimate_memory(self, shape: ModelShape, *, longest: int, gpus: float, name: str) -> dict[str, float]:
-        """Estimate the bytes of the weights, and of the cache if its size is known. Raises BadInput if the model does
-        not fit."""
+        """Estimate the bytes of the weights, and of the KV cache if its size is known. Raises BadInput if vLLM cannot
+        serve the model."""
         length = self.max_model_len or shape.context
         if length < longest:
             raise BadInput(
@@ -336,7 +338,7 @@ class VllmEngine(EngineSettings):
         return weights | {"rollout_cache_bytes": int(gib * GIB)}
 
     def _check_vision_support(self, shape: ModelShape, name: str) -> None:
-        """Raise BadInput if vLLM was not compared with the trainer for this vision-language model."""
+        """Raise BadInput if vLLM's outputs for this vision-language model were not compared with the trainer's."""
         if shape.vision_model_type and shape.vision_model_type not in VISION_MODELS:
             raise BadInput(
                 f"{name}.kind = 'vllm' supports models that read only text, and the vision-language models "
@@ -373,8 +375,8 @@ class DiffusersEngine(EngineSettings):
 
     kind: Literal["diffusers"] = "diffusers"
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the denoiser. States and steps are always float32. In bfloat16 the error of a step's log-prob is as
-    large as a clip range of 1e-4, so set update.correction, which uses the trainer's log-probs."""
+    """Precision of the denoiser. States and steps are always float32. In bfloat16 the rounding error of a step's
+    log-prob is as large as a clip range of 1e-4, so set update.correction, which uses the trainer's log-probs."""
     max_batch_rows: Positive = 64
     """Maximum number of pictures generated together."""
 

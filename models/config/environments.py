@@ -1,4 +1,4 @@
-"""Configuration of environments, which answer the policy's turns, and of the length of episodes. Torch-free."""
+"""Configuration of environments, which reply to the policy's turns, and of the length of episodes. Torch-free."""
 
 import re
 from abc import ABC, abstractmethod
@@ -23,67 +23,67 @@ ImportString = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
 
 
 CONNECT_SECONDS: Final = 30.0
-"""Additional seconds allowed for the start of a tool server, on top of the time limit for a turn."""
+"""Time in seconds allowed for the start of a tool server, in addition to the time limit for a turn."""
 LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 
 
 class EpisodeSettings(Variant, ABC):
-    """Fields common to all environments: the course of an episode."""
+    """Fields common to all environments: the format and the length of an episode."""
 
     responder: ClassVar[str] = "models.environments.pool:EnvironmentPool"
-    """`pkg.mod:name` of the class that answers a worker's episodes, a
+    """`pkg.mod:name` of the class that computes the replies for all episodes of a worker, a
     `models.environments.responders.ResponderFactory`."""
 
     parser: str = "auto"
     """Parser of tool calls in the policy's turns: `hermes`, `llama3_json`, `none`, a function `pkg.mod:function`, or
-    `auto`, which chooses by the tokenizer."""
+    `auto`, which selects the parser that fits the tokenizer."""
     arguments: Annotated[Literal["checked", "unchecked"], Since("0.2.0", before="unchecked")] = "checked"
-    """Handling of the arguments of tool calls. `checked` compares them with the schema of the tool: the policy reads
-    which argument is missing, unknown or of a wrong type. Arguments that are a JSON text are decoded. `unchecked`
-    passes all arguments to the tool, whose error fails the episode."""
+    """Handling of the arguments of tool calls. `checked` compares them with the schema of the tool; if an argument is
+    missing, unknown or of a wrong type, the policy reads a message that names it. Arguments that are a JSON text are
+    decoded. `unchecked` passes all arguments to the tool, and an error in the tool fails the episode."""
     max_turns: Positive = 4
-    """Maximum number of policy turns, after which an episode ends."""
+    """Maximum number of turns of the policy, after which an episode ends."""
     turn_tokens: Positive = 256
     """Maximum tokens of one turn. `rollout.sampling.max_new_tokens` limits all turns and observations of an episode
-    together. With history "per_turn" it limits, for each turn, the turn plus the tokens by which its prompt is longer
-    than the first prompt."""
+    together. With history "per_turn" this limit applies to each turn separately: to the turn plus the tokens by which
+    its prompt is longer than the first prompt."""
     observation_tokens: Annotated[int, Field(ge=16)] = 512
     """Maximum tokens of one observation. The middle of a longer observation is removed and marked."""
     batches: Annotated[int, Field(ge=1, le=64)] = 1
-    """Number of batches into which the groups of a shard are divided. While environments answer one batch, the policy
-    generates turns for the next."""
+    """Number of batches into which the groups of a shard are divided, so that the policy can generate turns for one
+    batch while environments reply to another."""
     history: Literal["template", "append", "per_turn"] = "template"
     """Handling of chat templates that change earlier turns when messages follow, such as templates that remove
-    reasoning: `template` refuses these templates, `append` keeps the sampled tokens although the template would write
-    them differently, `per_turn` renders the whole chat again before each turn and trains each turn with its own
+    reasoning. `template` refuses such templates. `append` keeps the sampled tokens, although the template would write
+    them differently. `per_turn` renders the whole chat again before each turn and trains each turn with its own
     prompt."""
     prompts: Literal["chat", "text"] = "chat"
-    """Format of prompts: chats, in which the tokenizer's template formats the observations, or plain text, to which
-    observations are appended unchanged."""
+    """Format of prompts: "chat" lets the tokenizer's chat template format prompts and observations, "text" appends
+    observations to plain text unchanged."""
 
     @property
     @abstractmethod
     def run(self) -> RunEnvironment:
-        """Code to import, if any, the start of messages about this environment, and the role of observations in a
-        chat."""
+        """Description of the environment: code to import, if any, the name of the environment in messages, and the chat
+        role of observations."""
 
     @property
     def process(self) -> "EnvironmentSettings | None":
-        """This environment if processes answer turns, else None."""
+        """This configuration if the environment runs in separate processes, else None."""
         return None
 
     @property
     def dialogue(self) -> "DialogueEnvironment | None":
-        """This environment if a simulated user answers turns, else None."""
+        """This configuration if a simulated user replies to the policy's turns, else None."""
         return None
 
     @property
     def has_turn_prompts(self) -> bool:
-        """Whether each turn has its own rendered prompt."""
+        """Whether each turn has a separately rendered prompt."""
         return self.history == "per_turn"
 
     def find_conflicts(self, job: "Job") -> Iterator[str]:
-        """Yield one line per invalid combination of settings."""
+        """Yield one line per conflict of the environment with other settings of the job."""
         if self.has_turn_prompts:
             yield from _find_per_turn_conflicts(self, job)
         if self.turn_tokens > job.rollout.sampling.max_new_tokens:
@@ -116,7 +116,8 @@ def _find_per_turn_conflicts(environment: EpisodeSettings, job: "Job") -> Iterat
 
 
 class EnvironmentSettings(EpisodeSettings, ABC):
-    """Environments that answer turns in a separate process, which is killed if it hangs.
+    """Fields common to environments without a simulated user. User code runs in separate processes, which are killed if
+    they hang.
 
     `implementation` names a `models.environments.pool.ProcessStarter`.
     """
@@ -124,32 +125,33 @@ class EnvironmentSettings(EpisodeSettings, ABC):
     implementation = "models.environments.pool:user_process"
 
     step_seconds: Annotated[float, Field(gt=0)] = 20
-    """Time limit in seconds for the answer to a turn. If it is exceeded, the episode has failed and its score is
+    """Time limit in seconds for the reply to a turn. If it is exceeded, the episode has failed and its score is
     missing."""
     processes: Annotated[int, Field(ge=1, le=1024)] = 4
-    """Number of environment processes per worker, which is the number of episodes answered at the same time."""
+    """Number of environment processes per worker, which is the number of episodes that receive replies at the same
+    time."""
 
     @property
     def process(self) -> "EnvironmentSettings":
-        """This environment, because processes answer its turns."""
+        """This configuration itself, because the environment runs in separate processes."""
         return self
 
     @property
     def sandboxed_by(self) -> str:
-        """Setting that requires a sandbox, or an empty string if none does."""
+        """Configuration key or kind that makes a sandbox necessary, or an empty string if none does."""
         return ""
 
 
 class UsersEnvironment(EnvironmentSettings, ABC):
-    """Environments that run user code."""
+    """Fields common to environments that run user code."""
 
     sandbox: Literal["none", "bubblewrap"] = "none"
-    """Isolation of the environment: `bubblewrap` runs it without network, without write access to your files and
-    without a view of other processes."""
+    """Isolation of the environment: `bubblewrap` runs it without network access, without write access to your files,
+    and unable to see other processes."""
 
     @property
     def sandboxed_by(self) -> str:
-        """Setting that requires a sandbox, or an empty string if none does."""
+        """Configuration key that makes a sandbox necessary, or an empty string if none does."""
         return "rollout.environment.sandbox" if self.sandbox == "bubblewrap" else ""
 
 
@@ -160,17 +162,17 @@ class TargetEnvironment(UsersEnvironment):
     target: ImportString
     """Class, as `pkg.mod:Class`. One instance is created for each episode."""
     options: dict[str, JsonValue] = {}
-    """Keyword arguments of the class."""
+    """Keyword arguments passed to the class."""
 
     @property
     def run(self) -> RunEnvironment:
-        """Class that `target` names, with its options."""
+        """Reference to the class that `target` names, with its options."""
         where = f"rollout.environment target {self.target!r}"
         return RunEnvironment(where, target=self.target, options=self.options, role="user")
 
 
 class ToolsEnvironment(UsersEnvironment):
-    """Functions that the policy may call as tools; a turn without a call ends the episode."""
+    """Python functions that the policy may call as tools. A turn without a tool call ends the episode."""
 
     kind: Literal["tools"] = "tools"
     tools: Annotated[tuple[ImportString, ...], Field(min_length=1)]
@@ -178,12 +180,13 @@ class ToolsEnvironment(UsersEnvironment):
 
     @property
     def run(self) -> RunEnvironment:
-        """Functions that `tools` names."""
+        """References to the Python functions that the policy may call as tools."""
         return RunEnvironment("rollout.environment.tools", tools=self.tools)
 
 
 class PythonEnvironment(EnvironmentSettings):
-    """A Python interpreter in a sandbox as the policy's tool `python(code)`; a turn without a call ends the episode.
+    """A Python interpreter in a sandbox as the policy's tool `python(code)`. A turn without a tool call ends the
+    episode.
 
     Each call runs a new program. Errors of a program are returned to the policy.
     """
@@ -195,25 +198,25 @@ class PythonEnvironment(EnvironmentSettings):
     """Python interpreter (3.9 or newer) that runs the code, with its installed packages. The default is the interpreter
     that runs Rheostat."""
     step_seconds: Annotated[float, Field(gt=0)] = 10
-    """Time limit in seconds for all calls of a turn together. Calls that exceed it are killed, and the policy is shown
-    an error."""
+    """Time limit in seconds for all tool calls of a turn together. Calls that exceed it are killed, and the policy
+    receives an error message."""
     memory_mib: Annotated[int, Field(ge=128)] = 2048
-    """Memory limit of a call, and address-space limit of each of its processes, in MiB."""
+    """Memory limit in MiB of a call. It also limits the address space of each of the call's processes."""
 
     @property
     def run(self) -> RunEnvironment:
-        """Empty description, because there is no code to import."""
+        """Description of the environment, which has no user code to import."""
         return RunEnvironment("rollout.environment kind 'python'")
 
     @property
     def sandboxed_by(self) -> str:
-        """Setting that requires a sandbox: this kind of environment itself."""
+        """Kind of this environment, because it always needs a sandbox."""
         return self.run.where
 
 
 class SearchEnvironment(EnvironmentSettings):
-    """The policy's tool `search(query)`, which returns passages from a file by a retriever; a turn without a call ends
-    the episode."""
+    """The policy's tool `search(query)`, which searches a file of passages with a retriever. A turn without a tool call
+    ends the episode."""
 
     implementation = "models.environments.search:SearchTool"
 
@@ -228,43 +231,46 @@ class SearchEnvironment(EnvironmentSettings):
     passages: Annotated[int, Field(ge=1, le=100)] = 3
     """Number of passages returned for a query, the most similar first."""
     processes: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Number of episodes answered at the same time, by one model in the process of the rollout worker."""
+    """Number of episodes that receive replies at the same time. All use one model in the process of the rollout
+    worker."""
 
     @property
     def run(self) -> RunEnvironment:
-        """Empty description, because there is no code to import."""
+        """Description of the environment, which has no user code to import."""
         return RunEnvironment("rollout.environment kind 'search'")
 
 
 class McpEnvironment(EnvironmentSettings):
-    """Tools of an MCP server (`pip install 'mcp>=2.3,<3'`); a turn without a call ends the episode.
+    """Tools of an MCP server (`pip install 'mcp>=2.3,<3'`). A turn without a tool call ends the episode.
 
-    All episodes of a process share one server, or one connection to a server.
+    All episodes of an environment process share one local server, or one connection to a remote server.
     """
 
     implementation = "models.environments.pool:server_process"
 
     kind: Literal["mcp"] = "mcp"
     command: tuple[str, ...] = ()
-    """Program and arguments that start a server on stdio. Set either this or `url`."""
+    """Program and arguments that start a local MCP server on stdio. Set either this or `url`."""
     url: str | None = None
-    """Address of a server on streamable HTTP, which must be https unless it is on this machine. Set either this or
-    `command`."""
+    """Address of an MCP server on streamable HTTP, which must be https unless the server is on this machine. Set either
+    this or `command`."""
     variables: tuple[str, ...] = ()
-    """Environment variables that are passed to the `command`, in addition to `PATH`, `HOME` and similar ones."""
+    """Names of environment variables that are passed to `command`, in addition to `PATH`, `HOME` and similar ones."""
     header_variables: dict[str, str] = {}
-    """Headers sent to the `url`, each with the environment variable that contains its value, such as `Bearer …`."""
+    """Headers sent to `url`, each with the name of the environment variable that contains its value, such as `Bearer
+    …`."""
     tools: tuple[str, ...] = ()
-    """Tools that the policy may call. If empty, the policy may call all tools of the server."""
+    """Names of the tools that the policy may call. If empty, the policy may call all tools of the server."""
 
     @property
     def secrets(self) -> dict[str, str]:
-        """Environment variables to read, keyed by the variable or header to which each value is passed."""
+        """Names of the environment variables to read, keyed by the variable or header in which the server receives the
+        value."""
         return {**{name: name for name in self.variables}, **self.header_variables}
 
     @property
     def run(self) -> RunEnvironment:
-        """Client of the MCP server, with its options."""
+        """Reference to the client class for the MCP server, with its options."""
         server: dict[str, JsonValue] = {
             "command": list(self.command),
             "url": self.url or "",
@@ -305,7 +311,7 @@ def _check_url(url: str) -> None:
 
 
 class DialogueEnvironment(EpisodeSettings):
-    """A model that plays the user and answers the policy's turns (a simulated user)."""
+    """A model that plays the user and replies to the policy's turns (a simulated user)."""
 
     responder = "models.environments.dialogues:Dialogues"
 
@@ -313,18 +319,18 @@ class DialogueEnvironment(EpisodeSettings):
     model: UserModelConfig
     """Model that plays the user."""
     instructions: str
-    """System message of the simulated user. `{prompt}`, `{answer}` and the problem's columns by name, such as `{size}`,
-    are filled in."""
+    """System message of the simulated user. `{prompt}`, `{answer}` and the names of the problem's columns, such as
+    `{size}`, are replaced by their values."""
     sampling: SamplingConfig = SamplingConfig(temperature=0.7, top_p=0.9, max_new_tokens=256)
-    """Sampling of the user's replies. If a reply reaches the token limit, the episode has failed."""
+    """Sampling of the simulated user's replies. If a reply reaches the token limit, the episode has failed."""
     endings: dict[Annotated[str, Field(min_length=1)], float] = {}
-    """Texts by which the user ends the dialogue, each with the reward that the environment then returns. The policy
-    does not see this last reply."""
+    """Texts by which the simulated user ends the dialogue, each with the reward that the environment then returns. The
+    policy does not see this last reply."""
     final_turn_pattern: Annotated[str | None, RenamedFrom("final")] = None
-    """Regular expression. A turn of the policy that matches it is the last turn, and the simulated user is not
-    called."""
+    """Regular expression for the policy's final turn. After a turn that matches it, the episode ends without a reply of
+    the simulated user."""
     parser: str = "none"
-    """Parser of tool calls in the policy's turns. This environment answers no calls."""
+    """Parser of tool calls in the policy's turns. The default is `none`, because this environment runs no tools."""
 
     @field_validator("final_turn_pattern")
     @classmethod
@@ -337,17 +343,17 @@ class DialogueEnvironment(EpisodeSettings):
 
     @property
     def run(self) -> RunEnvironment:
-        """Description without code to import; observations have the role "user"."""
+        """Description of the environment, which has no code to import. Observations have the chat role "user"."""
         return RunEnvironment("rollout.environment kind 'dialogue'", role="user")
 
     @property
     def dialogue(self) -> "DialogueEnvironment":
-        """This environment, because a simulated user answers its turns."""
+        """This configuration itself, because a simulated user replies to the policy's turns."""
         return self
 
     def find_conflicts(self, job: "Job") -> Iterator[str]:
-        """Yield one line per invalid combination, such as partial rollout: the dialogue so far is kept only in
-        memory."""
+        """Yield one line per conflict with other settings, such as partial rollout, which would need the dialogue in a
+        later iteration although it is kept only in memory."""
         yield from super().find_conflicts(job)
         if job.rollout.partial is not None:
             yield (

@@ -1,4 +1,4 @@
-"""Configuration of the rules by which files of problems and preferences are read. Torch-free."""
+"""Configuration of the rules for reading files of problems and preferences. Torch-free."""
 
 from typing import Annotated, Literal
 
@@ -6,9 +6,9 @@ from infra.config import Settings, Since
 
 
 class FileRules(Settings):
-    """Rules by which the rows of a file are read and split."""
+    """Rules for reading the rows of a file and splitting them into training and evaluation."""
 
     version: Annotated[Literal[1, 2], Since("0.2.0", before=1)] = 2
-    """Version of the rules for reading. In 2, the split is independent of the file format, of letter case, white space
-    and Unicode normalization, numeric answers are written without exponents, and repeated keys or columns and answers
-    that are NaN or infinite are refused. 1 is used by runs that began before this key."""
+    """Version of the rules. In version 2, the split is independent of the file format, of letter case, white space and
+    Unicode normalization; numeric answers are written without exponents; repeated keys or columns, and answers that are
+    NaN or infinite, are refused. Runs that began before this key existed use version 1."""

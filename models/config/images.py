@@ -25,10 +25,11 @@ class ImageFileSettings(Settings):
     """Directory to which the paths of images are relative, on this machine or at s3://bucket/name. The default is the
     directory of the file."""
     min_pixels: Annotated[Positive | None, Since("0.1.0", before=None)] = None
-    """Minimum size of an image in pixels (width × height). Smaller images are enlarged. Only for policies whose image
-    processor supports it. If not set, the value that comes with the policy is used."""
+    """Minimum size of an image in pixels (width × height). Smaller images are enlarged. Requires an image processor
+    that supports a minimum size. If not set, the value that comes with the policy is used."""
     max_pixels: Annotated[Positive | None, Since("0.1.0", before=None)] = None
-    """Maximum size of an image in pixels (width × height). Larger images are shrunk, so they have fewer tokens."""
+    """Maximum size of an image in pixels (width × height). Larger images are shrunk, which reduces their number of
+    tokens. If not set, the value that comes with the policy is used."""
 
     @model_validator(mode="after")
     def _check_pixels(self) -> Self:

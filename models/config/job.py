@@ -1,6 +1,8 @@
-"""Parts of a job's configuration that variants check themselves against, and all such checks. Torch-free.
+"""Checks of settings that must fit together, and the part of a job's configuration on which the checks depend.
+Torch-free.
 
-Each variant reports its own conflicts. This module adds the conflicts that belong to no single variant.
+Each algorithm, loss or engine reports the conflicts of its settings. This module adds the conflicts that belong to none
+of them.
 """
 
 from collections.abc import Iterator
@@ -20,7 +22,7 @@ from models.config.training import DpoConfig, WarmupConfig
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Parts of a run's configuration that decide whether its variants can be combined."""
+    """Parts of a run's configuration that must fit together."""
 
     algorithm: Algorithm
     update: UpdateConfig
@@ -31,7 +33,8 @@ class Job:
 
 
 def slot_engines(rollout: RolloutConfig | None, scoring: ScoringConfig) -> Iterator[tuple[str, EngineSettings, int]]:
-    """Yield the key, the settings and the slots per worker of every engine that runs in worker slots."""
+    """Yield every engine that runs in worker slots: its configuration key, its settings, and its number of slots per
+    worker."""
     if rollout is not None:
         yield "rollout.engine", rollout.engine, 1
         dialogue = None if rollout.environment is None else rollout.environment.dialogue
@@ -43,7 +46,7 @@ def slot_engines(rollout: RolloutConfig | None, scoring: ScoringConfig) -> Itera
 
 
 def find_conflicts(job: Job) -> Iterator[str]:
-    """Yield one line per invalid combination of settings. The user is shown the first."""
+    """Yield one line per invalid combination of settings. Only the first line is shown to the user."""
     yield from job.algorithm.find_conflicts(job)
     yield from job.update.loss.find_conflicts(job)
     yield from job.update.optimizer.find_conflicts(job.update)
@@ -73,7 +76,8 @@ def find_conflicts(job: Job) -> Iterator[str]:
 def find_image_generation_conflicts(
     policy: PolicySource, job: Job, *, warmup: WarmupConfig | None, data: DataConfig
 ) -> Iterator[str]:
-    """Yield one line per setting that a text-to-image policy needs or forbids, or that needs a text-to-image policy."""
+    """Yield one line per setting that does not work with a text-to-image policy, or that works only with such a
+    policy."""
     denoising, engine = job.rollout.denoising, job.rollout.engine
     if not policy.generates_images:
         if denoising is not None:
@@ -184,7 +188,8 @@ def _find_replay_conflicts(rollout: RolloutConfig) -> Iterator[str]:
 def find_preference_conflicts(
     preferences: PreferencesConfig | None, *, dpo: DpoConfig | None, data: DataConfig, scoring: ScoringConfig
 ) -> Iterator[str]:
-    """Yield one line per conflict of the preferences with what is trained on them: reward models and DPO."""
+    """Yield one line per reason why preference pairs are missing, unused, or do not fit the data. Reward models and DPO
+    train on these pairs."""
     trained = list(scoring.trained_reward_models)
     if preferences is None:
         for term in trained:

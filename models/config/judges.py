@@ -17,7 +17,7 @@ from models.config.training import WarmupConfig
 
 # ---- generative reward models
 class ScoreVerdict(Settings):
-    """A score in a range; the reward is its position in the range, from 0 to 1."""
+    """Verdict given as a score in a range. The reward is the position of the score in the range, from 0 to 1."""
 
     kind: Literal["score"] = "score"
     score_range: ClassVar[tuple[float, float] | None] = (0.0, 1.0)
@@ -40,13 +40,14 @@ class ScoreVerdict(Settings):
 
 
 class ChoiceVerdict(Settings):
-    """One of several answers."""
+    """Verdict given as one of several possible answers."""
 
     kind: Literal["choice"] = "choice"
     choices: Annotated[dict[str, float], Field(min_length=2)] = {"yes": 1.0, "no": 0.0}
     """Possible answers, each with its reward."""
     constrained: bool = True
-    """Whether the engine may generate only one of these answers. Engines that do not support this are refused."""
+    """Whether the engine may generate only one of these answers. Engines that do not support constrained choices are
+    refused."""
 
     @property
     def score_range(self) -> tuple[float, float] | None:
@@ -60,7 +61,7 @@ class ChoiceVerdict(Settings):
 
 
 class LogprobVerdict(Settings):
-    """The judge's probability of one answer against another: P(yes) / (P(yes) + P(no)), without sampling."""
+    """Verdict computed from the judge's probabilities of two answers, without sampling: P(yes) / (P(yes) + P(no))."""
 
     kind: Literal["logprob"] = "logprob"
     yes: str = "yes"
@@ -73,7 +74,8 @@ class LogprobVerdict(Settings):
 
 
 class StepsVerdict(Settings):
-    """Wrong steps of the completion (CAPO, arXiv 2508.02298): a flagged step has value -1, other steps 0.
+    """Verdict that lists the wrong steps of the completion (CAPO, arXiv 2508.02298). A step flagged as wrong has value
+    -1, other steps 0.
 
     The judge reads the completion with each step in `<step_k>` tags. The last `<incorrect_steps>` tag of its answer
     lists the wrong steps. An answer that cannot be parsed is excluded from the vote and never counts as "no errors".
@@ -81,26 +83,26 @@ class StepsVerdict(Settings):
 
     kind: Literal["steps"] = "steps"
     steps: Segmentation = BlankLines()
-    """Segmentation of the completion into steps."""
+    """Method of dividing the completion into steps."""
     prompt: Literal["audit", "published"] = "audit"
-    """Instruction used if no template is set: "audit" checks every step always, "published" (as in the paper) lists
-    wrong steps only if the solution is wrong."""
+    """Instruction used if no template is set: "audit" asks for every wrong step in any solution, "published" (as in the
+    paper) asks for wrong steps only if the solution is wrong."""
     reference: bool = True
     """Whether the judge is shown the reference answer."""
     flags: Literal["intersection", "majority", "union", "average"] = "intersection"
-    """Steps that are flagged: those named by all votes, by a majority or by any vote. With "average" each step has
-    minus the share of votes that name it."""
+    """Steps to flag as wrong: those that all votes name (intersection), that a majority names, or that any vote names
+    (union). With "average" no step is flagged; the value of a step is minus the share of the votes that name it."""
     ties: Literal["flag", "pass"] = "flag"
     """Decision under `majority` for a step that exactly half of the votes name."""
     aggregate: StepAggregation = "mean"
-    """Aggregation of step values to one number, used when one number per completion is needed."""
+    """Aggregation of the step values to one number, for uses that need one number per completion."""
 
     is_graded: ClassVar[bool] = True
 
     @property
     def score_range(self) -> tuple[float, float] | None:
-        """Lowest and highest value: -1 if all steps are wrong, 0 if none is. None for a sum, which has no lower
-        limit."""
+        """Lowest and highest possible value of a completion: -1 if all steps are wrong, 0 if no step is wrong. None if
+        values are summed, because sums have no lower limit."""
         return None if self.aggregate == "sum" else (-1.0, 0.0)
 
 
@@ -109,16 +111,16 @@ VerdictConfig = Annotated[ScoreVerdict | ChoiceVerdict | LogprobVerdict | StepsV
 
 # ---- models behind rewards
 class ServedModel(Variant):
-    """Fields common to all models behind rewards. `implementation` names a
+    """Fields common to all models that compute rewards. `implementation` names a
     `models.modeling.initial.ServedModelWriter`."""
 
     implementation = "models.modeling.initial:refuse_to_write"
     inspection: ClassVar[str]
-    """`pkg.mod:function` that checks the model before the run creates it, a
-    `models.inspection.other_models.ServedModelCheck`. Only models that the run creates for the reward have it."""
+    """`pkg.mod:function` that checks the model before the run starts, a
+    `models.inspection.other_models.ServedModelCheck`. Not defined for models that the run does not build or copy."""
     training: ClassVar[str | None] = None
-    """`pkg.mod:function` that returns the order to train the model, a `models.records.work.TrainingOrder`, or None if
-    the run does not train it."""
+    """`pkg.mod:function` that returns the work unit for training the model, a `models.records.work.TrainingOrder`, or
+    None if the run does not train the model."""
 
     @property
     def begins_as_policy(self) -> bool:
@@ -130,7 +132,7 @@ class JudgeModel(ServedModel):
     """Fields common to all judge models."""
 
     uses_chat_template: ClassVar[bool] = True
-    """Whether the question is sent as a chat turn if the model has a chat template."""
+    """Whether the judge's prompt is formatted as a chat if the model has a chat template."""
 
 
 class DirectoryJudge(JudgeModel):
@@ -143,18 +145,17 @@ class DirectoryJudge(JudgeModel):
     path: LocalPath
     """Directory with config.json, safetensors and tokenizer."""
     engine: EngineConfig = TransformersEngine()
-    """Engine that runs the model."""
+    """Engine that runs the judge."""
 
 
 class PolicyShape(Settings):
-    """The policy itself, as trained before the first iteration."""
+    """A copy of the policy itself, as trained before the first iteration."""
 
     kind: Literal["policy"] = "policy"
 
 
 class TrainedJudge(JudgeModel):
-    """A small judge that the warm-up flow trains on correct and wrong completions of the data's problems, with
-    verdicts."""
+    """A small judge, trained before the first iteration on correct and wrong completions of the data's problems."""
 
     implementation = "models.modeling.initial:write_trained_judge"
     inspection = "models.inspection.other_models:check_trained_judge"
@@ -163,12 +164,12 @@ class TrainedJudge(JudgeModel):
 
     kind: Literal["trained"] = "trained"
     shape: Annotated[ScratchPolicy | VisionScratchPolicy | PolicyShape, Field(discriminator="kind")] = ScratchPolicy()
-    """Initial model for the training: a decoder with random weights, `scratch_vision` with a vision tower for a judge
-    that is shown images, or `policy` for the policy after its warm-up and preference training."""
+    """Model with which the training starts: a decoder with random weights, `scratch_vision` for a judge that is shown
+    images, or `policy` for a copy of the policy after its warm-up and preference training."""
     warmup: WarmupConfig = WarmupConfig()
-    """Supervised training of the judge."""
+    """Settings for the supervised training of the judge."""
     engine: EngineConfig = TransformersEngine()
-    """Engine that runs the model."""
+    """Engine that runs the judge."""
 
     @property
     def begins_as_policy(self) -> bool:
@@ -177,11 +178,12 @@ class TrainedJudge(JudgeModel):
 
 
 class EndpointJudge(Endpoint, JudgeModel):
-    """A model behind an OpenAI-compatible endpoint."""
+    """A judge model behind an OpenAI-compatible endpoint."""
 
     kind: Literal["endpoint"] = "endpoint"
     guided: Literal["none", "vllm"] = "none"
-    """Method of requesting a constrained choice: not at all, or by vLLM's structured outputs."""
+    """Method of restricting the endpoint's output to the possible answers: "none", or "vllm" for vLLM's structured
+    outputs."""
 
 
 JudgeModelConfig = Annotated[DirectoryJudge | TrainedJudge | EndpointJudge, Field(discriminator="kind")]
@@ -191,50 +193,51 @@ class Canaries(Settings):
     """Known-bad answers mixed in with the completions, to detect a judge that accepts everything."""
 
     answers: Annotated[tuple[str, ...], Field(min_length=1)] = ("I do not know.", "The answer is correct.")
-    """Bad answers. For verdicts of kind `steps`, each answer needs a step that is plainly wrong."""
+    """Bad answers to insert. For verdicts of kind `steps`, each answer needs a step that is plainly wrong."""
     per_shard: Positive = 2
     """Number of canaries judged with each shard. Each costs as much as a completion."""
     pass_reward: Annotated[float, RenamedFrom("passing")] = 0.5
-    """Reward from which a canary passes, that is, is wrongly accepted. For verdicts of kind `steps`, it passes if no
-    step is flagged."""
+    """Minimum reward with which a canary passes, that is, is wrongly accepted by the judge. For verdicts of kind
+    `steps`, a canary passes if no step is flagged."""
     max_passing: Fraction = 0.2
     """Maximum share of an iteration's canaries that may pass. If it is exceeded, the iteration fails."""
 
 
 class JudgeReward(RewardTerm):
-    """Verdict of a generative reward model (judge)."""
+    """Reward computed from the verdict of a generative reward model (judge)."""
 
     implementation = "models.workers.judge:JudgeWorker"
 
     kind: Literal["judge"] = "judge"
     model: JudgeModelConfig
-    """Model that judges."""
+    """Model that judges the completions."""
     template: str | None = None
     """Prompt for the judge. The default asks for the configured verdict and puts the completion between fences; a judge
     that the run trains gets a short prompt. `{prompt}`, `{completion}` and `{answer}` are filled in and escaped.
-    `{fence}` is a delimiter that no completion can guess. For a verdict of kind `steps`, use `{steps}`, the completion
-    in tags, and not `{completion}`."""
+    `{fence}` is a delimiter that no completion can guess. For a verdict of kind `steps`, use `{steps}` (the completion
+    with each step in tags) instead of `{completion}`."""
     images: Annotated[Literal["none", "prompt"], Since("0.1.0", before="none")] = "none"
-    """Images shown to the judge: none, or with `prompt` the images of the prompt, in order, before the text. For a
-    text-to-image policy, `prompt` shows the generated picture."""
+    """Images shown to the judge: "none", or with "prompt" the images of the prompt, in order, before the text. For a
+    text-to-image policy, "prompt" shows the generated picture."""
     image_test_question: Annotated[
         str,
         Since("0.1.0", before="What colour is the square in the image? Answer with one word."),
         RenamedFrom("sight_question"),
     ] = "What colour is the square in the image? Answer with one word."
-    """Test question for a judge behind an endpoint that is shown images. It is sent twice before the run, with a red
-    and with a blue square. Equal answers mean that the judge does not receive its images, so the run is refused."""
+    """Test question for a judge behind an endpoint that is shown images. It is sent twice before the run, once with a
+    red and once with a blue square. The run is refused if both answers are equal, because the judge then does not
+    receive its images."""
     verdict: VerdictConfig = ChoiceVerdict()
-    """Conversion of the judge's answer to a number."""
+    """Format of the judge's answer, and its conversion to a number."""
     votes: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of answers (votes) per completion."""
     vote: Literal["mean", "median", "majority"] = "mean"
-    """Aggregation of the valid answers to one reward."""
+    """Aggregation of the valid answers of several votes to one reward."""
     sampling: SamplingConfig = SamplingConfig(temperature=0.7, top_p=0.9, max_new_tokens=512)
     """Sampling of the judge's answers."""
     retries: Annotated[int, Field(ge=0, le=8)] = 1
-    """Number of times that an answer without exactly one valid verdict is requested again. After that the answer is
-    invalid, never 0."""
+    """Maximum number of times that an answer without exactly one valid verdict is requested again. If all fail, the
+    answer counts as invalid, not as 0."""
     max_invalid: Fraction = 0.05
     """Maximum share of an iteration's answers that may be invalid. For verdicts of kind `steps`, maximum share of
     completions without any valid answer. If it is exceeded, the iteration fails."""
@@ -245,12 +248,14 @@ class JudgeReward(RewardTerm):
 
     @property
     def score_range(self) -> tuple[float, float] | None:
-        """Lowest and highest possible score: the range of the verdict, because averages of votes stay inside it."""
+        """Lowest and highest possible score. It is the range of the verdict, because averages of votes stay inside
+        it."""
         return self.verdict.score_range
 
     @property
     def is_graded(self) -> bool:
-        """Whether intermediate scores occur: the verdict is graded, or several votes are aggregated."""
+        """Whether the score can have more than two different values: the verdict is graded, or several votes are
+        aggregated."""
         return self.verdict.is_graded or self.votes > 1
 
     @property
@@ -260,22 +265,22 @@ class JudgeReward(RewardTerm):
 
     @property
     def endpoint(self) -> EndpointJudge | None:
-        """Endpoint of the model, or None if the model runs in a worker slot."""
+        """Endpoint of the judge, or None if the judge runs in a worker slot."""
         return self.model if isinstance(self.model, EndpointJudge) else None
 
     @property
     def is_trained(self) -> bool:
-        """Whether the run trains the model."""
+        """Whether the run trains the judge."""
         return self.model.training is not None
 
     @property
     def engine(self) -> EngineSettings | None:
-        """Engine of the model, or None if the model is behind an endpoint."""
+        """Engine of the judge, or None if the judge is behind an endpoint."""
         return None if isinstance(self.model, EndpointJudge) else self.model.engine
 
     @property
     def steps_verdict(self) -> StepsVerdict | None:
-        """Verdict of kind `steps`, or None for other kinds."""
+        """Verdict settings if the verdict is of kind `steps`, else None."""
         return self.verdict if isinstance(self.verdict, StepsVerdict) else None
 
     @property
@@ -290,15 +295,16 @@ class JudgeReward(RewardTerm):
 
     @property
     def generates_text(self) -> bool:
-        """Whether the judge generates its answer token by token and does not only compare the probabilities of given
-        answers."""
+        """Whether the judge generates its answer token by token. If not, only the probabilities of given answers are
+        compared."""
         verdict = self.verdict
         chooses = isinstance(verdict, LogprobVerdict) or (isinstance(verdict, ChoiceVerdict) and verdict.constrained)
         return not chooses
 
 
 class DirectoryRewardModel(ServedModel):
-    """A sequence classifier directory in Hugging Face format with one output; the run stores a copy of it."""
+    """A reward model directory in Hugging Face format: a sequence classifier with one output. The run stores a copy of
+    it."""
 
     implementation = "models.modeling.initial:write_reward_model"
     inspection = "models.inspection.other_models:check_directory_reward_model"
@@ -309,7 +315,8 @@ class DirectoryRewardModel(ServedModel):
 
 
 class TrainedRewardModel(ServedModel):
-    """The initial policy with a one-output head, trained on the run's preferences (Bradley and Terry, 1952)."""
+    """A reward model that starts as the initial policy with a one-output head and is trained on the run's preference
+    pairs (Bradley and Terry, 1952)."""
 
     training = "models.records.work:order_reward_model_training"
 
@@ -322,8 +329,8 @@ class TrainedRewardModel(ServedModel):
     """Peak learning rate: linear warm-up over 5% of the steps, then cosine decay to a tenth. Use 1e-5 for pretrained
     policies."""
     centering: Annotated[float, Field(ge=0)] = 0.01
-    """Factor of the squared sum of a pair's rewards in the loss, which keeps rewards around zero (arXiv 2312.09244,
-    section 3)."""
+    """Factor of a loss term that keeps rewards around zero: the squared sum of the two rewards of a pair (arXiv
+    2312.09244, section 3)."""
 
     @property
     def begins_as_policy(self) -> bool:
@@ -341,18 +348,18 @@ class ModelReward(RewardTerm):
 
     kind: Literal["model"] = "model"
     model: RewardModelConfig
-    """Model that scores."""
+    """Reward model that scores the completions."""
     template: str | None = None
     """Input of the model, with `{prompt}` and `{completion}`. The default is the chat template, or without one the
     prompt followed by the completion."""
     chat_prompt: Annotated[Literal["messages", "text"], Since("0.2.0", before="text")] = "messages"
-    """Form in which the model's chat template receives the prompt of a chat: "messages" passes the messages of the
-    prompt, followed by the completion as the assistant's message. "text" passes the prompt as rendered by the policy's
-    template, as one user message. Without effect if `template` is set, or for plain-text prompts."""
+    """Form in which the reward model's chat template receives the prompt of a chat: "messages" passes the messages of
+    the prompt, followed by the completion as the assistant's message. "text" passes the prompt, as rendered by the
+    policy's template, as one user message. No effect on plain-text prompts, or if `template` is set."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of weights and activations."""
     batch_tokens: Positive = 16384
-    """Tokens, with padding, in one forward pass."""
+    """Maximum number of tokens, with padding, in one forward pass."""
     slots: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of worker slots for one replica of the model."""
 
@@ -362,7 +369,7 @@ class ModelReward(RewardTerm):
     vote: ClassVar[Literal["mean"]] = "mean"
     """Aggregation of the scores to one reward."""
     engine: ClassVar[None] = None
-    """Always None, because the model runs in its worker without an engine."""
+    """Always None, because reward models run in their worker without an inference engine."""
     steps_verdict: ClassVar[None] = None
     """Always None, because the model scores whole completions."""
     generates_text: ClassVar[bool] = False
@@ -372,9 +379,10 @@ class ModelReward(RewardTerm):
 
     @property
     def is_trained(self) -> bool:
-        """Whether the run trains the model."""
+        """Whether the run trains the reward model."""
         return self.model.training is not None
 
 
 ServedReward = JudgeReward | ModelReward
-"""Reward of a model. `implementation` names the class of the workers that serve the model."""
+"""Reward term that a model computes: a judge or a reward model. `implementation` names the class of the workers in
+which the model runs."""

@@ -12,20 +12,21 @@ from models.config.policy import ModelOutline
 
 
 class LoraConfig(Settings):
-    """Low-rank adapters that are trained instead of all weights (LoRA, arXiv 2106.09685). The base model is frozen."""
+    """Low-rank adapters that are trained instead of all weights (LoRA, arXiv 2106.09685). The other weights are
+    frozen."""
 
     rank: Positive = 16
     """Rank of each adapter."""
     alpha: Annotated[float, Field(gt=0)] = 32
-    """Scale of the adapters: the weight delta is alpha / rank x B A."""
+    """Scale of the adapters: alpha / rank x B A is added to the weight of a layer."""
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-    """Layers that get an adapter: all linear layers except the output layer, or a list of layer names or the ends of
-    names."""
+    """Layers that get an adapter: all linear layers except the output layer, or a list of names. A name may be the full
+    name of a layer or the end of it, such as `q_proj`."""
 
     def choose(self, layers: Iterable[str], *, kind: str) -> list[str]:
-        """Return the names of the layers that get an adapter, out of a model's linear layers.
+        """Return the names in `layers` (linear layers of a model) that get an adapter.
 
-        `kind` names the model in messages. Raises BadInput if a target matches no layer.
+        `kind` is the name of the model in messages. Raises BadInput if a target matches no layer.
         """
         linear = list(layers)
         if self.targets == "all-linear":
@@ -40,7 +41,8 @@ class LoraConfig(Settings):
         return [name for name in linear if any(_matches_target(name, target) for target in self.targets)]
 
     def count_trained(self, model: ModelOutline) -> int:
-        """Return the number of parameters that training changes in a model that has no adapters yet."""
+        """Return the number of parameters that would be trained: the adapters, and the classifier head if there is
+        one."""
         return self.rank * sum(model.layers[name] for name in self.choose(model.layers, kind=model.kind)) + model.head
 
 

@@ -1,4 +1,4 @@
-"""Configuration of the update: losses, KL penalties, importance corrections and optimizer. Torch-free."""
+"""Configuration of the update: policy losses, KL penalties, importance corrections and optimizer steps. Torch-free."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from models.config.job import Job
 
 MAX_LOG_RATIO: Final = 20.0
-"""Bound of log-ratios before exp: with e^20 = 4.9e8 the result stays finite, and its product with 0 stays 0."""
+"""Bound of log-ratios before exp. e^20 = 4.9e8 is finite, and its product with 0 is 0."""
 
 CHUNK_ELEMENTS: Final = 1 << 26
 """Number of float32 logits computed at once on a CPU: 256 MiB, plus the same for their gradient."""
 CHUNK_SHARE: Final = 1 / 32
-"""Share of a GPU's memory for one chunk of logits and the tensors computed from it. Every additional chunk costs one
-more accumulation of the output layer's gradient."""
+"""Share of a GPU's memory for one chunk of logits and the tensors computed from it. Smaller chunks need less memory,
+but every chunk adds one accumulation of the output layer's gradient."""
 HEAD_COPIES: Final = 3
 """Number of float32 tensors of a chunk's size that exist at once: the logits, their log-softmax and the gradient."""
 
@@ -36,22 +36,21 @@ def chunk_elements_of(memory: float | None) -> int:
 
 
 # ---- aggregation
-
-
 class TokenMean(Settings):
-    """Mean over all tokens of the batch (DAPO)."""
+    """Mean of the loss over all tokens of the batch (DAPO)."""
 
     kind: Literal["token"] = "token"
 
 
 class SequenceMean(Settings):
-    """Mean over completions of each completion's token mean (GRPO). An episode counts as one completion."""
+    """Mean over completions of each completion's mean loss per token (GRPO). An episode counts as one completion."""
 
     kind: Literal["sequence"] = "sequence"
 
 
 class ConstantMean(Settings):
-    """Sum over tokens divided by completions x a fixed length (Dr. GRPO). An episode counts as one completion."""
+    """Sum of the token losses divided by completions x a fixed length (Dr. GRPO). An episode counts as one
+    completion."""
 
     kind: Literal["constant"] = "constant"
     length: Positive
@@ -62,27 +61,25 @@ Aggregation = Annotated[TokenMean | SequenceMean | ConstantMean, Field(discrimin
 
 
 # ---- losses
-
-
 class PolicyLoss(Variant):
     """Fields common to all policy losses. `implementation` names a `models.objectives.loss_inputs.LossFunction`."""
 
     compares_sequences: ClassVar[bool] = False
     """Whether the probability ratio is computed for a whole completion and not per token."""
     gradient_by_token: ClassVar[bool] = False
-    """Whether a token's gradient depends only on its own log-prob. If so, the logits of a trained output layer are
-    computed once and not again in the backward pass."""
+    """Whether the gradient of a token's loss depends only on the token's own log-prob. If so, the backward pass can
+    reuse the logits and does not compute them again."""
 
     aggregation: Aggregation = TokenMean()
-    """Aggregation of the token losses to one number."""
+    """Aggregation of the losses of all tokens to one number."""
 
     def find_conflicts(self, job: "Job") -> Iterator[str]:
-        """Yield one line per invalid combination of settings."""
+        """Yield one line per conflict of the loss with other settings of the job."""
         yield from ()
 
 
 class PpoClip(PolicyLoss):
-    """Clipped surrogate (PPO, arXiv 1707.06347) with separate bounds (clip-higher, DAPO, 2503.14476)."""
+    """Clipped surrogate loss (PPO, arXiv 1707.06347) with separate bounds (clip-higher, DAPO, 2503.14476)."""
 
     implementation = "models.objectives.losses:ppo_clip"
     gradient_by_token = True
@@ -93,7 +90,8 @@ class PpoClip(PolicyLoss):
     clip_high: Annotated[float, Field(gt=0)] = 0.28
     """Distance of the upper bound from 1: ratios above 1 + clip_high are clipped."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Upper bound of the loss for negative advantages: -dual_clip x advantage (arXiv 1912.09729, eq. 5)."""
+    """Factor c of the bound c x |advantage| on the loss of tokens with negative advantage (arXiv 1912.09729, eq. 5). If
+    not set, this loss has no upper bound."""
 
     def find_conflicts(self, job: "Job") -> Iterator[str]:
         """Yield a conflict if `dual_clip` does not exceed 1 + clip_high."""
@@ -119,7 +117,8 @@ class Gspo(PolicyLoss):
     """Distance of the upper bound from 1: ratios above 1 + clip_high are clipped."""
 
     def find_conflicts(self, job: "Job") -> Iterator[str]:
-        """Yield a conflict if old log-probs come from the engine, whose rounding exceeds the narrow bounds."""
+        """Yield a conflict if the old log-probs come from the engine, because its rounding errors exceed the narrow
+        clip range."""
         if not job.update.correction.compares_with_trainer:
             yield (
                 "update.loss.kind = 'gspo' cannot be combined with update.correction.kind = 'none': log-probs of "
@@ -135,13 +134,13 @@ class Cispo(PolicyLoss):
 
     kind: Literal["cispo"] = "cispo"
     clip_low: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Lower bound of the weight is 1 - clip_low. With 1 there is no lower bound."""
+    """Distance of the weight's lower bound from 1. With 1 there is no lower bound."""
     clip_high: Annotated[float, Field(gt=0)] = 0.28
-    """Upper bound of the weight is 1 + clip_high."""
+    """Distance of the weight's upper bound from 1."""
 
 
 class PolicyGradient(PolicyLoss):
-    """Log-prob times advantage (REINFORCE) without clipping. Use one minibatch per iteration."""
+    """Log-prob times advantage (REINFORCE) without clipping. Use one optimizer step per iteration."""
 
     implementation = "models.objectives.losses:policy_gradient"
     gradient_by_token = True
@@ -149,7 +148,8 @@ class PolicyGradient(PolicyLoss):
     kind: Literal["policy_gradient"] = "policy_gradient"
 
     def find_conflicts(self, job: "Job") -> Iterator[str]:
-        """Yield a conflict if an iteration has several optimizer steps: nothing corrects for earlier steps."""
+        """Yield a conflict if an iteration has several optimizer steps, because this loss does not correct for earlier
+        steps."""
         for name in ("minibatches", "epochs"):
             if (count := getattr(job.update, name)) > 1:
                 yield (
@@ -166,10 +166,9 @@ LossConfig = Annotated[PolicyLoss, OneOf((PpoClip, Gspo, Cispo, PolicyGradient, 
 
 
 # ---- divergence from the reference
-
-
 class AdaptiveKl(Settings):
-    """Controller that adapts a KL coefficient (arXiv 1909.08593, section 2.2). Resuming restores its state."""
+    """Controller that adapts a KL coefficient to a target (arXiv 1909.08593, section 2.2). Resuming restores its
+    state."""
 
     target: Annotated[float, Field(gt=0)]
     """Target divergence in nats per token."""
@@ -199,14 +198,13 @@ Kl = Annotated[NoKl | KlPenalty, Field(discriminator="kind")]
 
 
 # ---- the mismatch between engine and trainer
-
-
 class Correction(Variant):
     """Fields common to all importance corrections. `implementation` names a
     `models.objectives.importance.CorrectionFunction`."""
 
     compares_with_trainer: ClassVar[bool] = True
-    """Whether the loss uses old log-probs that the trainer computes before the update, not those of the engine."""
+    """Whether the trainer computes old log-probs before the update. If not, the engine's log-probs are used as old
+    log-probs."""
 
 
 class NoCorrection(Correction):
@@ -219,7 +217,7 @@ class NoCorrection(Correction):
 
 
 class TruncatedImportance(Correction):
-    """Loss weighted by min(π_old / π_behavior, cap).
+    """Loss weighted by min(π_old / π_behavior, cap), where π_behavior is the policy as the engine computes it.
 
     The trainer computes π_old. Steps after the first use the engine's log-probs as π_old if both are equal up to
     rounding: with the transformers engine in float32, an update in float32, and no stale tokens.
@@ -233,7 +231,8 @@ class TruncatedImportance(Correction):
 
 
 class MaskedImportance(Correction):
-    """Loss weighted by π_old / π_behavior, or by 0 if this ratio is outside a band."""
+    """Loss weighted by π_old / π_behavior, or by 0 if this ratio is outside a band. π_behavior is the engine's
+    policy."""
 
     implementation = "models.objectives.importance:masked"
 
@@ -248,10 +247,8 @@ CorrectionConfig = Annotated[NoCorrection | TruncatedImportance | MaskedImportan
 
 
 # ---- the update
-
-
 class UpdateConfig(Settings):
-    """Optimizer steps of an iteration."""
+    """Settings for the optimizer steps of an iteration."""
 
     optimizer: Annotated[OptimizerConfig, Since("0.1.0", before=AdamW())] = AdamW()
     """Optimizer of the policy, also used in warm-up and for critics and reward models."""
@@ -260,7 +257,7 @@ class UpdateConfig(Settings):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning-rate schedule over the run after the warm-up steps."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Optimizer steps of linear learning-rate warm-up."""
+    """Number of optimizer steps over which the learning rate rises linearly."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -270,12 +267,12 @@ class UpdateConfig(Settings):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Maximum global norm of the gradients. Larger gradients are scaled down to it."""
     minibatches: Positive = 4
-    """Optimizer steps per epoch. The seed decides how groups are assigned to minibatches."""
+    """Optimizer steps per epoch. The assignment of groups to minibatches is derived from the seed."""
     epochs: Annotated[Positive, Since("0.1.0", before=1)] = 1
     """Number of passes over the samples of an iteration. The minibatches stay the same, in another order for each
     epoch."""
     microbatch_tokens: Positive = 16384
-    """Maximum tokens (with padding) and image patches of a micro-batch on one rank. Gradients accumulate over the
+    """Maximum tokens (with padding) and image patches of a micro-batch on one rank. Gradients are accumulated over the
     micro-batches of an optimizer step."""
     state_every: Annotated[Positive, Since("0.1.0", before=1)] = 1
     """Interval, in updates, at which the optimizer state is stored. Resuming repeats the updates since the last stored
@@ -293,8 +290,8 @@ class UpdateConfig(Settings):
     time, equal gradients. If not set, it is on if a micro-batch would otherwise keep more than 1 GiB and more than
     weights, gradients and optimizer state need together."""
     offload: Annotated[Literal["none", "optimizer", "parameters"], Since("0.1.0", before="none")] = "none"
-    """Data kept in CPU memory while the GPU does not need it: "optimizer" for the optimizer state, whose steps then run
-    on the CPU (ZeRO 1 to 3), "parameters" for the weights as well (ZeRO 3)."""
+    """Data kept in CPU memory while the GPU does not need it: "optimizer" keeps the optimizer state there and runs its
+    steps on the CPU (ZeRO 1 to 3), "parameters" keeps the weights there as well (ZeRO 3)."""
     attention: Annotated[Attention | None, Since("0.1.0", before=None)] = None
     """Attention implementation. If not set, the default of the model is used: sdpa, or eager if the model class
     requires it. Flash kernels need bfloat16, GPUs and a separate package (`flash-attn`, `flash-attn-3`). A reference
@@ -302,8 +299,8 @@ class UpdateConfig(Settings):
     lora: LoraConfig | None = None
     """LoRA adapters to train. If not set, all weights are trained."""
     freeze: Annotated[tuple[Literal["vision", "projector", "language"], ...], Since("0.1.0", before=())] = ()
-    """Parts of a vision-language policy that are not trained: its vision tower, the projector from there to the
-    decoder, or the decoder. Warm-up on worked examples trains all parts."""
+    """Parts of a vision-language policy that are not trained: the vision tower, the projector (which maps its outputs
+    to the decoder), or the decoder ("language"). Warm-up on worked examples trains all parts."""
     loss: LossConfig = PpoClip()
     """Policy loss."""
     router_loss: Annotated[Annotated[float, Field(gt=0)] | None, Since("0.1.0", before=None)] = None
@@ -321,10 +318,10 @@ class UpdateConfig(Settings):
     correction: CorrectionConfig = TruncatedImportance()
     """Correction of the mismatch between the log-probs of the engine and of the trainer."""
     stale_correction: CorrectionConfig | None = None
-    """Correction for tokens that an earlier policy version generated. If not set, `correction` applies to them too."""
+    """Correction for tokens that an earlier policy version generated. If not set, `correction` is used for them too."""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
-    """Maximum age of tokens in policy versions. Older tokens have weight 0 in the loss. If not set, all tokens
-    count."""
+    """Maximum age of tokens in policy versions. Older tokens have weight 0 in the loss. If not set, no token is too
+    old."""
 
     @model_validator(mode="after")
     def _check_router_settings(self) -> "UpdateConfig":
@@ -351,7 +348,7 @@ class UpdateConfig(Settings):
         return self
 
     def check_model(self, shape: ModelShape) -> None:
-        """Raise BadInput if a key needs routers or parts that the policy does not have."""
+        """Raise BadInput if a key needs routers or vision parts that the policy does not have."""
         for key in ("router_loss", "router_replay"):
             if getattr(self, key) is not None and not shape.experts:
                 raise BadInput(f"update.{key} needs a policy with experts and routers, but it has none. Remove the key")
@@ -373,14 +370,14 @@ class UpdateConfig(Settings):
 
     @property
     def running_stage(self) -> int:
-        """Effective ZeRO stage. In bfloat16 it is at least 2, because DeepSpeed sums gradients in float32 only from
-        stage 2 on."""
+        """Effective ZeRO stage: at least 2 in bfloat16, because DeepSpeed sums gradients in float32 only from stage 2
+        on."""
         return self.zero_stage if self.dtype == "float32" else max(2, self.zero_stage)
 
     @property
     def wide_attention(self) -> Attention | None:
-        """Attention implementation of models in float32. None (the model's default) if flash kernels are set, because
-        they do not support float32."""
+        """Attention implementation for models in float32: the configured one, or None (the model's default) if it is a
+        flash kernel, because these kernels do not support float32."""
         return None if self.attention in FLASH else self.attention
 
     @property

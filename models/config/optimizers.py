@@ -16,19 +16,19 @@ class Optimizer(Variant):
     """Fields common to all optimizers. `implementation` names a `models.training.optimizers.OptimizerFunction`."""
 
     highest_zero_stage: ClassVar[int] = 3
-    """Highest supported ZeRO stage. In higher stages ranks hold parts of the state that this optimizer cannot
-    update."""
+    """Highest supported ZeRO stage. In higher stages each rank has only a part of what this optimizer needs for a
+    step."""
     state_bytes: ClassVar[float] = 8
-    """Maximum bytes of optimizer state per trained value."""
+    """Maximum bytes of optimizer state per trained parameter."""
     package: ClassVar[tuple[str, str] | None] = None
-    """Name of an additionally required module and the requirement that installs it, or None."""
+    """Name of a Python module that the optimizer needs, and the requirement that installs it for pip, or None."""
     not_beside: ClassVar[str | None] = None
-    """Module that must not be installed, because the optimizer's package would load compiled code from a hub through
-    it, or None."""
+    """Name of a Python module that must not be installed, or None. If this module were installed, the optimizer's
+    package would use it to load compiled code from a hub."""
 
     def find_conflicts(self, update: "UpdateConfig") -> Iterator[str]:
-        """Yield one line per setting of the update, or problem with a package, that does not work with this
-        optimizer."""
+        """Yield one line per update setting that does not work with this optimizer, and per package that is missing or
+        must not be installed."""
         name, max_stage = self.label, self.highest_zero_stage
         if update.running_stage > max_stage:
             bfloat16 = update.zero_stage <= max_stage
@@ -62,9 +62,9 @@ class AdamW(Optimizer):
 class Muon(Optimizer):
     """Orthogonalized momentum for the matrices between embeddings and output layer, AdamW for all other weights.
 
-    Weights of experts that are stored in one tensor also use AdamW. Steps are scaled to the size of AdamW's, 0.2
-    sqrt(max(rows, columns)) (arXiv 2502.16982, section 2.2), so learning rates for AdamW can be used. Muon needs whole
-    matrices: ZeRO stage 0 and float32.
+    Experts whose weights are stored in one tensor also use AdamW. Steps are scaled to the size of AdamW's steps by the
+    factor 0.2 sqrt(max(rows, columns)) (arXiv 2502.16982, section 2.2), so learning rates for AdamW can be used. Muon
+    needs whole matrices, so it requires ZeRO stage 0 and float32.
     """
 
     implementation = "models.training.optimizers:muon"
@@ -76,10 +76,11 @@ class Muon(Optimizer):
 
 
 class Adam8bit(Optimizer):
-    """AdamW with moments in 8 bits, in blocks of 256 (arXiv 2110.02861; `pip install 'rheostat[adam8bit]'`).
+    """AdamW with 8-bit moments, quantized in blocks of 256 values (arXiv 2110.02861; `pip install
+    'rheostat[adam8bit]'`).
 
-    A stored state can only be loaded with the same number of ranks and, above stage 0, the same ZeRO stage, because
-    blocks end where a rank's part ends.
+    A stored optimizer state can only be loaded with the same number of ranks and, above ZeRO stage 0, with the same
+    stage, because the blocks of a rank begin where its part of the values begins.
     """
 
     implementation = "models.training.optimizers:adam8bit"

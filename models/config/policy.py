@@ -20,21 +20,21 @@ class PolicySource(Variant):
     `models.modeling.initial.PolicyWriter`."""
 
     inspection: ClassVar[str]
-    """`pkg.mod:function` that describes the policy before anything is built, a
-    `models.inspection.directory.Inspection`."""
+    """`pkg.mod:function` that describes the policy before a run begins, a `models.inspection.directory.Inspection`."""
     brings_tokens: ClassVar[bool] = False
-    """Whether the tokenizer comes with the policy and is not trained on the data."""
+    """Whether the tokenizer comes with the policy. If not, a tokenizer is trained on the data."""
     generates_images: ClassVar[bool] = False
-    """Whether this is a text-to-image policy, which generates no text."""
+    """Whether this is a text-to-image policy. Such a policy generates no text."""
 
     @property
     def picture_side(self) -> int | None:
-        """Height and width in pixels of the pictures imitated in warm-up, or None if the policy is not warmed up on
-        pictures."""
+        """Height and width in pixels of the pictures on which the policy is warmed up, or None if it is not warmed up
+        on pictures."""
         return None
 
     def with_path(self, path: Location) -> "DirectoryPolicy | DiffusionPolicy":
-        """Return a source for a directory that contains a trained version of such a policy."""
+        """Return a source of the same type (text or text-to-image) that reads a trained policy from the directory
+        `path`."""
         return DiffusionPolicy(path=path) if self.generates_images else DirectoryPolicy(path=path)
 
 
@@ -48,9 +48,9 @@ class ScratchPolicy(PolicySource):
     architecture: Literal["llama", "qwen3"] = "llama"
     """Decoder architecture."""
     vocab_size: Annotated[int, Field(ge=300)] = 354
-    """Tokens of the tokenizer, including 256 bytes and the special tokens."""
+    """Number of tokens in the vocabulary, including 256 bytes and the special tokens."""
     hidden_size: Annotated[int, Field(ge=8)] = 32
-    """Hidden size."""
+    """Size of a token's hidden state. Must be a multiple of `heads`."""
     intermediate_size: Annotated[int, Field(ge=8)] = 96
     """Hidden size of the MLP."""
     layers: Positive = 2
@@ -58,7 +58,7 @@ class ScratchPolicy(PolicySource):
     heads: Positive = 4
     """Number of attention heads."""
     kv_heads: Positive = 4
-    """Number of key-value heads."""
+    """Number of key-value heads. Must be a divisor of `heads`."""
     context: Annotated[int, Field(ge=16)] = 256
     """Maximum sequence length in tokens."""
     initial_std: Annotated[float, Field(gt=0), Since("0.1.0", before=0.02)] = 0.02
@@ -79,16 +79,16 @@ class ScratchPolicy(PolicySource):
 
 
 class ScratchTower(Settings):
-    """Vision tower of a vision-language policy, with the architecture of Idefics3."""
+    """Vision tower (image encoder) of a small vision-language policy, with the architecture of Idefics3."""
 
     image_size: Annotated[int, Field(ge=4, le=4096)] = 24
-    """Side length in pixels to which images are resized."""
+    """Side length in pixels to which images are resized. Must be a multiple of patch_size x scale_factor."""
     patch_size: Positive = 4
     """Side length of a patch in pixels."""
     scale_factor: Positive = 2
-    """Side length, in patches, of the square that becomes one token."""
+    """Side length, in patches, of the square of patches that is merged into one token."""
     hidden_size: Annotated[int, Field(ge=8)] = 64
-    """Hidden size."""
+    """Size of a patch's hidden state. Must be a multiple of `heads`."""
     intermediate_size: Annotated[int, Field(ge=8)] = 128
     """Hidden size of the MLP."""
     layers: Positive = 2
@@ -119,7 +119,8 @@ VISION_DECODER: Final = ScratchPolicy(
 
 
 class VisionScratchPolicy(PolicySource):
-    """A small vision-language policy with random weights: Idefics3's vision tower in front of the scratch decoder."""
+    """A small vision-language policy with random weights: Idefics3's vision tower, and a decoder as in `kind =
+    "scratch"`."""
 
     implementation = "models.modeling.initial:write_vision_scratch"
     inspection = "models.inspection.directory:inspect_vision_scratch"
@@ -128,8 +129,8 @@ class VisionScratchPolicy(PolicySource):
     tower: ScratchTower = ScratchTower()
     """Vision tower, which encodes images."""
     decoder: ScratchPolicy = VISION_DECODER
-    """Decoder, which reads and generates tokens. Three tokens of its vocabulary mark images. Keys that are not set have
-    the defaults shown here."""
+    """Decoder, which reads and generates tokens. Three tokens of its vocabulary mark images. Keys that are not set keep
+    the default values shown here."""
 
     @field_validator("decoder", mode="before")
     @classmethod
@@ -159,11 +160,11 @@ class DirectoryPolicy(PolicySource):
 
 
 SUM_ERROR: Final = 1e-6
-"""Maximum deviation of the sum of a merge's weights from 1."""
+"""Maximum deviation from 1 of the sum of a merge's weights."""
 
 
 def find_weights_conflict(weights: Sequence[float]) -> str | None:
-    """Return why weights are invalid for a merge, or None if they are valid."""
+    """Return the reason why the weights of a merge are invalid, or None if they are valid."""
     total = math.fsum(weights)
     if abs(total - 1) <= SUM_ERROR:
         return None
@@ -172,17 +173,17 @@ def find_weights_conflict(weights: Sequence[float]) -> str | None:
 
 
 class MergeParent(Settings):
-    """A policy to merge, with its weight in the sum."""
+    """One of the policies to merge, with its weight in the sum."""
 
     path: Location
-    """Directory of a model, or of an adapter, which is used as its base model with the adapter added."""
+    """Directory of a model, or of a LoRA adapter. An adapter is added to its base model before merging."""
     weight: float
     """Factor of this policy in the sum. It may be negative: weights of 1.75 and -0.75 extrapolate beyond the first
     policy."""
 
 
 class MergePolicy(PolicySource):
-    """Weighted sum of policies with the same architecture and tokenizer, tensor by tensor, in float32."""
+    """Weighted sum of the tensors of several policies with the same architecture and tokenizer, computed in float32."""
 
     implementation = "models.modeling.initial:write_merged_policy"
     inspection = "models.inspection.directory:inspect_merge"
@@ -192,9 +193,9 @@ class MergePolicy(PolicySource):
     parents: Annotated[tuple[MergeParent, ...], Field(min_length=1)]
     """Policies to merge. Their weights must sum to 1."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Precision to which the sum is rounded once at the end. The default is the precision of the parents' files."""
+    """Precision in which the sum is stored. The default is the precision of the merged policies' files."""
     allow_unrelated: Annotated[bool, RenamedFrom("unrelated")] = False
-    """Whether policies of runs that started from different policies may be merged."""
+    """Whether to merge policies whose runs started from different initial policies."""
 
     @model_validator(mode="after")
     def _require_sum_of_one(self) -> "MergePolicy":
@@ -206,7 +207,7 @@ class MergePolicy(PolicySource):
 class DiffusionPolicy(PolicySource):
     """A text-to-image model directory in diffusers format: Stable Diffusion 1, 2, XL and 3, FLUX, Qwen-Image.
 
-    Only its denoiser is trained. Text encoders and VAE are frozen.
+    Only the denoiser is trained. Text encoders and VAE are frozen.
     """
 
     implementation = "models.denoising.policy:write_diffusion"
@@ -220,7 +221,8 @@ class DiffusionPolicy(PolicySource):
 
 
 class ScratchDiffusionPolicy(PolicySource):
-    """A small text-to-image policy with random weights: Stable Diffusion 3's transformer on pixels, without VAE."""
+    """A small text-to-image policy with random weights: Stable Diffusion 3's transformer, which denoises pixels without
+    a VAE."""
 
     implementation = "models.denoising.policy:write_scratch_diffusion"
     inspection = "models.denoising.policy:inspect_scratch_diffusion"
@@ -228,7 +230,8 @@ class ScratchDiffusionPolicy(PolicySource):
 
     kind: Literal["scratch_diffusion"] = "scratch_diffusion"
     side: Annotated[int, Field(ge=4, le=256)] = 8
-    """Height and width of a generated picture. The stored picture is 8 times as large on each side."""
+    """Height and width, in pixels, of the pictures that the transformer generates. Stored pictures are enlarged 8
+    times."""
     patch_size: Positive = 2
     """Side length of the patch that becomes one token."""
     layers: Positive = 4
@@ -246,7 +249,7 @@ class ScratchDiffusionPolicy(PolicySource):
 
     @property
     def picture_side(self) -> int:
-        """Height and width in pixels of the generated pictures before they are scaled up."""
+        """Height and width in pixels of the generated pictures before they are enlarged."""
         return self.side
 
     @model_validator(mode="after")
@@ -267,7 +270,7 @@ PolicyConfig = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Facts about a policy that are known without loading its weights."""
+    """Properties of a policy that are known without loading its weights."""
 
     parameters: int
     context: int
@@ -276,24 +279,26 @@ class ModelShape:
     kv_heads: int
     head_size: int
     vision_model_type: str = ""
-    """`model_type` of a vision-language model, empty for a model that reads only text."""
+    """`model_type` of a vision-language model. Empty for a model that reads only text."""
     experts: int = 0
-    """Number of experts per layer from which a router chooses, or 0 for dense layers."""
+    """Number of experts per layer among which a router chooses, or 0 if the model is not a mixture of experts."""
     replays_experts: bool = False
-    """Whether its routers can replay recorded expert choices."""
+    """Whether the model's routers can replay recorded expert choices."""
     is_longrope: bool = False
     """Whether the context is limited so that a longrope model always uses its short factors."""
     slices: bool = True
-    """Whether sequence parallelism is possible: all layers except attention treat tokens independently, and attention
-    can be split by heads."""
+    """Whether the model supports sequence parallelism: all layers except attention process tokens independently, and
+    attention can be split by heads."""
 
     decoding_conflict: str = ""
-    """Reason why the engine `transformers` cannot decode with the model, empty if no reason is known."""
+    """Reason why the engine `transformers` cannot decode with the model. Empty if no reason is known."""
     slow_chunk_tokens: int = 0
-    """Number of tokens to whose multiples rows are padded in state-space layers that no kernel computes, or 0."""
+    """Chunk length, in tokens, of state-space layers that run without a fast kernel. Sequences are padded to multiples
+    of this length. 0 if the model has no such layers."""
 
     def check_decoding(self, engine: str) -> None:
-        """Raise BadInput if the engine `transformers` cannot decode with the model. `engine` names its settings."""
+        """Raise BadInput if the engine `transformers` cannot decode with the model. `engine` is the engine's
+        configuration key."""
         if self.decoding_conflict:
             raise BadInput(
                 f"{engine}.kind = 'transformers' cannot decode with this model: {self.decoding_conflict}. Set "
@@ -323,13 +328,13 @@ class ModelShape:
 
     @property
     def context_text(self) -> str:
-        """Description of the context for messages."""
+        """Maximum sequence length as a text for messages, with the reason if a longrope model is limited."""
         reason = " (a longrope model, for which Rheostat uses only the short factors)"
         return f"{self.context} tokens{reason if self.is_longrope else ''}"
 
     @property
     def cached_numbers(self) -> int:
-        """Numbers in the KV cache per token: the keys and values of all layers."""
+        """Numbers per token in the KV cache: the keys and values of all layers."""
         return 2 * self.layers * self.kv_heads * self.head_size
 
 
@@ -338,37 +343,37 @@ class ModelOutline:
     """Size and structure of a model as needed to estimate training memory and to place adapters."""
 
     kind: str
-    """Name of its class in transformers."""
+    """Name of the model's class in transformers."""
     parameters: int
     layers: Mapping[str, int]
-    """Inputs plus outputs of each linear layer that can have an adapter, by layer name."""
+    """Sum of the input and output sizes of each linear layer that can have an adapter, by layer name."""
     head: int = 0
-    """Parameters of a classifier head, which is fully trained even with adapters."""
+    """Number of parameters of a classifier head, which is trained completely even if the other layers have adapters."""
     matmul_parameters: int = 0
-    """Weights that multiply every text token: linear layers and the output layer, and the active experts of a
-    mixture."""
+    """Number of weights by which every text token is multiplied: linear layers, the output layer, and the active
+    experts of a mixture."""
     blocks: int = 0
     """Number of decoder blocks."""
     hidden_size: int = 0
-    """Numbers per token that a block keeps if its activations are recomputed: its input state."""
+    """Numbers per token that a block keeps if its activations are recomputed, which is the size of its input state."""
     vocab_size: int = 0
-    """Outputs of the output layer."""
+    """Number of logits per token, which is the output size of the output layer."""
     kept_numbers: int = 0
     """Numbers per token that a block keeps for its backward pass in float32 if all its weights are trained."""
     largest_block: float = 1.0
     """Activations of the largest block relative to the average block."""
     norm_numbers: int = 0
-    """Sum of the widths of a block's norms: bfloat16 keeps this many more numbers per token, and frozen norm weights
-    this many fewer."""
+    """Sum of the widths of a block's norms. A block keeps this many more numbers per token in bfloat16, and this many
+    fewer if norm weights are frozen."""
     attentions: tuple[str, ...] = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
-    """Attention implementations that its class supports."""
+    """Attention implementations that the model's class supports."""
     recomputes: bool = True
-    """Whether its blocks can be recomputed in the backward pass."""
+    """Whether the activations of the model's blocks can be recomputed in the backward pass."""
     has_guidance_input: bool = False
     """Whether a denoiser takes guidance as an input."""
 
     def guided(self, guidance: float) -> "ModelOutline":
-        """Return the outline for a guidance scale. Guidance doubles the computation per state, because it also needs a
-        prediction without the prompt, except if guidance is an input of the denoiser."""
+        """Return the outline for a scale of classifier-free guidance. Each state then also needs a prediction without
+        the prompt, so the activations double, except if the scale is 1 or an input of the denoiser."""
         reads = 1 if guidance == 1 or self.has_guidance_input else 2
         return replace(self, hidden_size=reads * self.hidden_size, kept_numbers=reads * self.kept_numbers)

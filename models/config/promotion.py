@@ -20,7 +20,7 @@ from models.config.rewards import RewardConfig, ScoringConfig
 from models.config.training import HeldoutConfig
 
 MIN_PROBLEMS = 30
-"""Minimum problems of a suite. With fewer, neither the bootstrap nor a normal distribution describes the mean."""
+"""Minimum number of problems in a suite. With fewer problems, the statistical bounds of the gate are not reliable."""
 
 HELDOUT = "heldout"
 """Name of the suite that every run has: held-out problems of the run's own data, with the run's rewards."""
@@ -32,16 +32,16 @@ SuiteName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,15}$")]
 
 
 class SuiteConfig(HeldoutConfig):
-    """Additional suite of held-out problems on which policies are compared."""
+    """Additional suite of held-out problems on which the gate compares policies."""
 
     name: SuiteName
-    """Name of the suite in the rules."""
+    """Name by which the rules of the gate refer to this suite."""
     data: DataConfig = ArithmeticData()
     """Source of the suite's held-out problems."""
     rewards: Annotated[tuple[RewardConfig, ...], Field(min_length=1)] = (NumericReward(),)
-    """Rewards that score the answers. Rules use the first one unless they name another."""
+    """Rewards that score the completions. Rules use the first reward unless they name another."""
     max_new_tokens: Positive | None = None
-    """Maximum tokens of an answer. The default is `rollout.sampling.max_new_tokens`."""
+    """Maximum tokens of a completion. The default is `rollout.sampling.max_new_tokens`."""
 
     @field_validator("name")
     @classmethod
@@ -52,13 +52,13 @@ class SuiteConfig(HeldoutConfig):
 
 
 class SuiteRule(Settings):
-    """Fields common to all rules that use a suite."""
+    """Fields common to all rules of the gate that use a suite."""
 
     suite: SuiteName = HELDOUT
-    """Name of the suite."""
+    """Name of the suite to which the rule applies."""
     term: str | None = None
-    """Name of one of the suite's rewards, such as a reward of weight 0 for the answer format. The default is the first
-    reward."""
+    """Name of one of the suite's rewards, such as a reward of weight 0 that checks the format of the completion. The
+    default is the first reward."""
 
     @property
     def label(self) -> str:
@@ -67,13 +67,13 @@ class SuiteRule(Settings):
 
 
 class ComparisonRule(SuiteRule):
-    """A rule that compares the scores of champion and challenger."""
+    """A rule that compares the scores of the champion and of the challenger (the retrained policy)."""
 
     range: tuple[float, float] | None = None
     """Lowest and highest possible score, on which the statistical bounds rely. The default is the range of the reward's
     kind, or 0 to 1 if all scores are between 0 and 1. A score outside the range makes the comparison invalid. Scores
-    without a range are compared by a bootstrap, which may promote more often than `alpha`, and a guard on such scores
-    never passes."""
+    without a range are compared by a bootstrap, which may promote more often than `alpha` allows. A guard on scores
+    without a range never passes."""
 
     @field_validator("range")
     @classmethod
@@ -86,55 +86,58 @@ class ComparisonRule(SuiteRule):
 
 
 class Primary(ComparisonRule):
-    """A suite on which the challenger must be better than the champion."""
+    """A suite on which the challenger (the retrained policy) must be better than the champion."""
 
     min_gain: Annotated[float, Field(ge=-1, le=1)] = 0.0
-    """Gain in the mean score that the lower confidence bound must exceed."""
+    """Gain of the challenger in the mean score that the lower confidence bound of the gain must exceed."""
 
 
 class Guard(ComparisonRule):
-    """A suite on which the challenger must not be worse than the champion."""
+    """A suite on which the challenger (the retrained policy) must not be worse than the champion."""
 
     margin: Annotated[float, Field(gt=0, le=1)]
-    """Maximum loss in the mean score: the lower confidence bound of the difference must not be below -margin."""
+    """Loss in the mean score that the challenger must not reach. The rule passes if the lower confidence bound of the
+    difference is above -margin."""
 
 
 class Floor(SuiteRule):
-    """A suite on which the challenger must reach a fixed mean score, independent of the champion."""
+    """A suite on which the challenger (the retrained policy) must reach a fixed mean score, independent of the
+    champion."""
 
     min_score: Annotated[float, Field(ge=-1, le=1), RenamedFrom("least")]
-    """Minimum mean score of its answers, such as 0.98 for a reward that checks their format."""
+    """Minimum mean score of the challenger's completions, such as 0.98 for a reward that checks their format."""
 
 
 class SuiteCheck(Settings):
-    """Check of a suite for contamination before anything is trained."""
+    """Check, before training, of how many problems of a suite are also in the training data (contamination)."""
 
     suite: SuiteName
-    """Name of the suite."""
+    """Name of the suite to check."""
     data: DataConfig
     """Training problems of the retrain."""
     max_contaminated: Fraction
-    """Maximum share of the suite's problems that may be, or nearly be, among the training problems."""
+    """Maximum share of the suite's problems that may also occur, literally or nearly, among the training problems."""
     policy: PolicyConfig | None = None
     """The configured policy, if the champion has replaced it as the start of the run, else None."""
 
 
 class LimitsConfig(Settings):
-    """Absolute limits for a challenger, independent of its gain. A limit that is not set is not checked."""
+    """Absolute limits for a challenger (the retrained policy), which apply whatever its gain is. A limit that is not
+    set is not checked."""
 
     length: Annotated[float, Field(gt=0)] | None = None
-    """Maximum mean tokens of its answers to the held-out problems."""
+    """Maximum mean length, in tokens, of the challenger's completions for the held-out problems."""
     max_truncated: Annotated[Fraction | None, RenamedFrom("cut_off")] = None
-    """Maximum share of these answers that reach the length limit."""
+    """Maximum share of the challenger's completions for the held-out problems that reach the length limit."""
     kl: Annotated[float, Field(gt=0)] | None = None
-    """Maximum divergence, in nats per token, between the policy after the last update and the policy that generated its
-    rollouts."""
+    """Maximum KL divergence, in nats per token, between the challenger and the policy that generated the rollouts of
+    its last update."""
     price: Annotated[float, Field(gt=0)] | None = None
-    """Maximum cost of its run by `[budget.prices]`."""
+    """Maximum cost of the challenger's run, computed with `[budget.prices]`."""
 
 
 class CardConfig(Settings):
-    """Additional facts for the model card, in the terms of Hugging Face."""
+    """Additional facts for the model card, with the field names of Hugging Face model cards."""
 
     base_model: str | None = None
     """Hub name of the base model, such as `Qwen/Qwen3-0.6B`."""
@@ -152,36 +155,37 @@ class PromotionConfig(Settings):
     """Conditions under which `rheostat retrain` replaces the champion with a retrained policy (the gate)."""
 
     registry: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")]
-    """Name of the registry in which versions are kept, below `registry/` in the store."""
+    """Name of the registry that contains the promoted versions, stored below `registry/` in the store."""
     primary: Annotated[tuple[Primary, ...], Field(min_length=1)] = (Primary(),)
-    """Suites on which the challenger must be better: a table, or a list of tables, which are tested by Holm's
-    method."""
+    """Suites on which the challenger must be better than the champion: a table, or a list of tables. Several suites are
+    tested by Holm's method."""
     guards: tuple[Guard, ...] = ()
-    """Suites on which the challenger must not be worse."""
+    """Suites on which the challenger must not be worse than the champion."""
     limits: LimitsConfig = LimitsConfig()
-    """Absolute limits for the challenger."""
+    """Absolute limits for the challenger, such as the length of its completions or the cost of its run."""
     floors: tuple[Floor, ...] = ()
-    """Minimum scores of the challenger. Guards allow a small loss in each retrain; floors stop these losses from adding
-    up."""
+    """Suites on which the challenger must reach a minimum score. Guards allow a small loss in each retrain; floors stop
+    these losses from adding up."""
     alpha: Annotated[float, Field(gt=0, lt=0.5)] = 0.01
-    """Significance level of the one-sided intervals, which is the maximum probability that a challenger that is no
-    better is promoted."""
+    """Significance level of the one-sided confidence intervals: the maximum probability of promoting a challenger that
+    is no better than the champion."""
     max_missing: Fraction = 0.05
-    """Maximum share of missing scores. If it is exceeded, there is no decision."""
+    """Maximum share of missing scores. If more scores are missing, the gate makes no decision."""
     max_contaminated: Fraction = 0.0
-    """Maximum share of a suite's problems that may be, or nearly be, among the training problems."""
+    """Maximum share of a suite's problems that may also occur, literally or nearly, among the training problems."""
     problems: Literal["new", "all"] = "new"
-    """Training problems of a retrain: only problems on which no champion's run was trained, or all."""
+    """Training problems of a retrain: "new" uses only problems on which no champion's run was trained, "all" uses all
+    problems."""
     approve: Literal["automatic", "manual"] = "automatic"
-    """Approval of a challenger that passes. With `manual` it becomes a proposal, which somebody signs in a form of the
-    deployment's flow run or with `rheostat promote`."""
+    """Approval of a challenger that passes all rules. With `manual` it becomes a proposal, which a person approves in a
+    form of the deployment's flow run or with `rheostat promote`."""
     approve_days: Annotated[float, Field(gt=0, le=365)] = 7.0
-    """Days for which that form waits. After that the flow run fails, and `rheostat promote` can still sign the
-    proposal."""
+    """Number of days for which the form of `approve = "manual"` waits. After that the flow run fails, but `rheostat
+    promote` can still approve the proposal."""
     keep: Positive = 5
-    """Number of newest promoted policies that keep their files, in addition to the champion."""
+    """Number of newest promoted policies whose files are kept, in addition to the champion."""
     card: CardConfig = CardConfig()
-    """Contents of the model card."""
+    """Additional facts for the model card of a promoted policy."""
 
     @field_validator("primary", mode="before", json_schema_input_type=Primary | tuple[Primary, ...])
     @classmethod
@@ -190,16 +194,17 @@ class PromotionConfig(Settings):
 
     @property
     def compared(self) -> tuple[ComparisonRule, ...]:
-        """Rules that compare champion and challenger, the primary ones first."""
+        """Rules that compare the champion and the challenger: the primary rules, then the guards."""
         return (*self.primary, *self.guards)
 
     @property
     def rules(self) -> tuple[SuiteRule, ...]:
-        """All rules that use a suite, the primary ones first."""
+        """All rules that use a suite: the primary rules, then guards, then floors."""
         return (*self.compared, *self.floors)
 
     def suites(self) -> list[str]:
-        """Return the names of the suites that the rules use, each once, the primary ones first."""
+        """Return the names of the suites that the rules use, without repetitions. The suites of primary rules come
+        first."""
         return [*dict.fromkeys(rule.suite for rule in self.rules)]
 
     def find_conflicts(

@@ -1,4 +1,4 @@
-"""Configuration of rule-based rewards, and the fields of every reward term. Torch-free."""
+"""Configuration of rule-based rewards, and the fields that all reward terms have. Torch-free."""
 
 import re
 from abc import ABC, abstractmethod
@@ -17,17 +17,18 @@ StepAggregation = Literal["mean", "sum", "min"]
 
 
 class RewardTerm(Variant):
-    """Fields common to all reward terms."""
+    """Fields common to all reward terms. The total reward is the weighted sum of the terms."""
 
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")] | None = None
-    """Column name of this term. The default is its kind."""
+    """Name of this term in columns and metrics. The default is its kind."""
     weight: float = 1.0
     """Factor of this term in the total reward."""
     shift: Annotated[float, Since("0.1.0", before=0.0)] = 0.0
-    """Number subtracted from the score before it is scaled. A soup sets it to the mean score of the initial policy."""
+    """Number subtracted from the score before it is scaled. `rheostat soup` sets it to the mean score of the initial
+    policy."""
     scale: Annotated[float, Field(gt=0), Since("0.1.0", before=1.0)] = 1.0
-    """Number by which the shifted score is divided. A soup sets it to the standard deviation of the initial policy's
-    scores."""
+    """Number by which the shifted score is divided. `rheostat soup` sets it to the standard deviation of the initial
+    policy's scores."""
 
     @property
     def granularity(self) -> Granularity:
@@ -36,7 +37,7 @@ class RewardTerm(Variant):
 
     @property
     def scores_parts(self) -> bool:
-        """Whether this reward scores steps, tokens or turns and not whole completions."""
+        """Whether this reward scores steps, tokens or turns instead of whole completions."""
         return self.granularity != "completion"
 
     @property
@@ -46,12 +47,12 @@ class RewardTerm(Variant):
 
     @property
     def is_graded(self) -> bool:
-        """Whether scores between the lowest and the highest one can occur."""
+        """Whether the score can have more than two different values."""
         return False
 
     @property
     def uses_images(self) -> bool:
-        """Whether this reward may use images."""
+        """Whether this reward may use images of the prompt or generated pictures."""
         return False
 
     @property
@@ -63,16 +64,16 @@ class RewardTerm(Variant):
 
 # ---- steps
 class BlankLines(Settings):
-    """Steps that end at a blank line, unless it is inside a code or math fence (CAPO, arXiv 2508.02298)."""
+    """Division into steps at blank lines, except inside a code or math fence (CAPO, arXiv 2508.02298)."""
 
     may_hang: ClassVar[bool] = False
-    """Whether segmenting some texts may take so long that the process must be killed."""
+    """Whether dividing a text may take so long that the process must be killed."""
 
     kind: Literal["blank_lines"] = "blank_lines"
 
 
 class PatternSteps(Settings):
-    """Steps that end where a regular expression matches. The matched text belongs to the step before it."""
+    """Division into steps at matches of a regular expression. The matched text belongs to the step before it."""
 
     may_hang: ClassVar[bool] = True
 
@@ -99,10 +100,10 @@ Segmentation = Annotated[BlankLines | PatternSteps, Field(discriminator="kind")]
 
 # ---- rules
 class RuleReward(RewardTerm, ABC):
-    """Fields common to all rewards that are functions, which scoring workers call in separate processes."""
+    """Fields common to all rewards that are functions. Scoring workers call these functions in separate processes."""
 
     brings_code: ClassVar[bool] = False
-    """Whether the function is user code, which runs in a process that imports nothing of Rheostat."""
+    """Whether the function is user code. User code runs in a process that imports nothing of Rheostat."""
 
     @property
     @abstractmethod
@@ -111,7 +112,7 @@ class RuleReward(RewardTerm, ABC):
 
     @property
     def segmentation(self) -> Segmentation | None:
-        """Segmentation of completions into steps, or None if this reward does not score steps."""
+        """Method of dividing completions into steps, or None if this reward does not score steps."""
         return None
 
 
@@ -120,17 +121,17 @@ class BuiltInReward(RuleReward):
     `models.rewards.rules.RewardMaker`."""
 
     checks_references: ClassVar[bool] = False
-    """Whether the rule raises ValueError for a reference answer that it cannot compare with. Preflight then checks all
-    references before anything is generated."""
+    """Whether the rule raises ValueError for a reference answer that it cannot compare with. If so, all references are
+    checked before anything is generated."""
 
     @property
     def score_range(self) -> tuple[float, float] | None:
-        """Range of the score: 0 for a wrong answer, 1 for a correct one."""
+        """Lowest and highest score: 0 for a wrong answer, 1 for a correct one."""
         return 0.0, 1.0
 
     @property
     def function(self) -> RunFunction:
-        """Function that is built from these settings in the process that calls it."""
+        """Reference to this reward's function, which the process that calls it builds from these settings."""
         settings: dict[str, JsonValue] = {"settings": self.model_dump(mode="json")}
         return RunFunction(
             "models.rewards.rules:load_reward", where=f"the {self.label} reward", options=settings, made=True
@@ -146,10 +147,10 @@ class NumericReward(BuiltInReward):
     kind: Literal["numeric"] = "numeric"
     pattern: str = r"####\s*(-?[\d,]*\.?\d+)"
     """Regular expression that extracts the answer from completion and reference: the first group of its last match.
-    With the default and version 2, the answer is the number after the last `####`."""
+    With the default pattern and version 2, the answer is the number after the last `####`."""
     version: Annotated[Literal[1, 2], Since("0.2.0", before=1)] = 2
     """Version of the comparison. 2 reads numbers as people write them, such as `**42**`, `$18`, `50%`, `1/2` or `3,5`
-    (docs/rewards.md). 1 reads plain decimals and is used by runs that began before this key."""
+    (docs/rewards.md). 1 reads only plain decimals; runs that began before this key existed use it."""
 
 
 class MathReward(BuiltInReward):
@@ -165,7 +166,7 @@ class MathReward(BuiltInReward):
     kind: Literal["math"] = "math"
     version: Annotated[Literal[1, 2], Since("0.2.0", before=1)] = 2
     """Version of the comparison. 2 compares the final answers by their kind: numbers, words, or mathematics
-    (docs/rewards.md). 1 compares whole texts by math-verify and is used by runs that began before this key."""
+    (docs/rewards.md). 1 compares whole texts by math-verify; runs that began before this key existed use it."""
 
 
 class RegexReward(BuiltInReward):
@@ -179,8 +180,8 @@ class RegexReward(BuiltInReward):
 
 
 class SimilarityReward(BuiltInReward):
-    """Cosine similarity between the completion and the reference answer, -1 to 1, by a retriever
-    (docs/retrieval.md)."""
+    """Cosine similarity, from -1 to 1, between the embeddings of the completion and of the reference answer. The
+    embeddings are computed by a retriever (docs/retrieval.md)."""
 
     implementation = "models.rewards.similarity:similarity_reward"
 
@@ -190,17 +191,17 @@ class SimilarityReward(BuiltInReward):
 
     @property
     def score_range(self) -> tuple[float, float] | None:
-        """Range of a cosine similarity."""
+        """Lowest and highest cosine similarity: -1 and 1."""
         return -1.0, 1.0
 
     @property
     def is_graded(self) -> bool:
-        """Whether scores between the lowest and the highest one can occur: always true."""
+        """Whether the score can have more than two different values: always true."""
         return True
 
 
 class PaintingReward(BuiltInReward):
-    """Reward of 1 if the picture is one shape of the requested color at the requested place, else 0; for `data.kind =
+    """Reward of 1 if the picture is one shape of the requested color at the requested place, else 0. For `data.kind =
     "paintings"`."""
 
     implementation = "models.rewards.painting:painting_reward"
@@ -215,9 +216,10 @@ class PaintingReward(BuiltInReward):
 
 
 class ClipReward(BuiltInReward):
-    """CLIP score of the last picture and the prompt (such as PickScore or HPS), or the output of a head on the picture.
+    """CLIP score of the last generated picture and the prompt (such as PickScore or HPS), or the output of an
+    additional head on the picture's embedding.
 
-    The score is computed on the CPU in the scoring worker. A prompt longer than the CLIP's context is truncated.
+    The score is computed on the CPU in the scoring worker. A prompt longer than the CLIP model's context is truncated.
     """
 
     implementation = "models.rewards.clip:clip_reward"
@@ -226,20 +228,20 @@ class ClipReward(BuiltInReward):
     path: Location
     """Directory of a CLIP model with its image processor and tokenizer, on this machine or at s3://bucket/name."""
     value: Literal["cosine", "logit"] = "cosine"
-    """Score: cosine similarity of the two embeddings, -1 to 1, or this cosine times the CLIP's logit scale, divided by
-    100."""
+    """Score: "cosine" is the cosine similarity of the two embeddings, -1 to 1. "logit" is this similarity times the
+    CLIP model's logit scale, divided by 100."""
     head: Location | None = None
-    """Safetensors file of linear layers that map the normalized image embedding to one number, which replaces the
-    comparison with the prompt. If not set, picture and prompt are compared."""
+    """Safetensors file of linear layers that map the normalized image embedding to one number, which is the score. If
+    not set, the picture is compared with the prompt."""
 
     @property
     def score_range(self) -> tuple[float, float] | None:
-        """Range of a cosine similarity, or None for other scores."""
+        """Lowest and highest score: -1 and 1 for a cosine similarity, None for logits and for a head."""
         return (-1.0, 1.0) if self.value == "cosine" and self.head is None else None
 
     @property
     def is_graded(self) -> bool:
-        """Whether scores between the lowest and the highest one can occur: always true."""
+        """Whether the score can have more than two different values: always true."""
         return True
 
     @property
@@ -276,10 +278,10 @@ class TargetReward(RuleReward):
     per: Literal["completion", "step", "token", "turn"] = "completion"
     """Unit that this reward scores."""
     steps: Segmentation = BlankLines()
-    """Segmentation of the completion into steps."""
+    """Method of dividing the completion into steps. Used with `per = "step"`."""
     aggregate: StepAggregation = "mean"
-    """Aggregation of the scores of steps, tokens or turns to one number, used when one number per completion is
-    needed."""
+    """Aggregation of the scores of steps, tokens or turns to one number, for uses that need one number per
+    completion."""
 
     @property
     def uses_images(self) -> bool:
@@ -289,13 +291,13 @@ class TargetReward(RuleReward):
 
     @property
     def function(self) -> RunFunction:
-        """Function that `target` names, with its options."""
+        """Reference to the function that `target` names, with its options."""
         part = {"completion": "", "step": "steps", "token": "tokens", "turn": "turns"}[self.per]
         return RunFunction(self.target, where=f"reward target {self.target!r}", options=self.options, part=part)
 
     @property
     def segmentation(self) -> Segmentation | None:
-        """Segmentation of completions into steps, or None if this reward does not score steps."""
+        """Method of dividing completions into steps, or None if this reward does not score steps."""
         return self.steps if self.per == "step" else None
 
     @property
@@ -316,10 +318,10 @@ RuleConfig = BuiltInConfig | TargetReward
 
 # ---- programs
 class CodeReward(RewardTerm):
-    """Unit tests of the problem, run on the last code block of a completion in a sandbox (bubblewrap).
+    """Unit tests from the problem, run in a sandbox (bubblewrap) on the last code block of the completion.
 
     The reference answer contains the tests: Python code in which each top-level `assert` is one test, or a JSON list of
-    `{"input": …, "output": …}`, the text that the program reads on stdin and must write to stdout.
+    `{"input": …, "output": …}`, the text that the program reads on stdin and the text that it must write to stdout.
     """
 
     kind: Literal["code"] = "code"
@@ -329,31 +331,33 @@ class CodeReward(RewardTerm):
     """Python interpreter (3.9 or newer) that runs the code, with its installed packages. The default is the interpreter
     that runs Rheostat."""
     test_seconds: Annotated[float, Field(gt=0)] = 5
-    """Time limit in seconds for one input, or for all asserts together. After a timeout no further tests are run."""
+    """Time limit in seconds for one stdin input, or for all asserts together. After a timeout no further tests are
+    run."""
     memory_mib: Annotated[int, Field(ge=128)] = 1024
-    """Memory limit of a program, and address-space limit of each of its processes, in MiB."""
+    """Memory limit in MiB of a program. It also limits the address space of each of the program's processes."""
 
     @property
     def score_range(self) -> tuple[float, float] | None:
-        """Range of the score: 0 if no test passes, 1 if all pass."""
+        """Lowest and highest score: 0 if no test passes, 1 if all pass."""
         return 0.0, 1.0
 
     @property
     def is_graded(self) -> bool:
-        """Whether the score is the share of tests that pass."""
+        """Whether the score is the share of passed tests and not only 0 or 1."""
         return self.value == "share"
 
 
 # ---- environments
 class EnvironmentReward(RewardTerm):
-    """Reward that the environment returns for an episode: 0 if it returned none, missing if the environment failed."""
+    """Reward that the environment returns for an episode. 0 if the environment returned no reward, missing if it
+    failed."""
 
     kind: Literal["environment"] = "environment"
     aggregate: Literal["sum", "last"] = "sum"
     """Aggregation of the rewards of turns to one number per completion."""
     per: Literal["completion", "turn"] = "completion"
-    """Unit that this reward scores. With `turn`, every turn gets its return to go (the discounted sum of its own and
-    later rewards), for algorithms that credit steps."""
+    """Unit that this reward scores. With `turn`, the score of a turn is its return to go (the discounted sum of this
+    turn's and later rewards), for algorithms that assign credit to steps."""
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Discount factor per turn in the return to go."""
 

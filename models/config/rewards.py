@@ -1,4 +1,4 @@
-"""Configuration of scoring: the terms of the reward. Torch-free."""
+"""Configuration of scoring: the reward terms and their limits. Torch-free."""
 
 from typing import Annotated, Literal
 
@@ -20,7 +20,7 @@ RewardConfig = Annotated[RuleConfig | CodeReward | EnvironmentReward | ServedRew
 
 
 class ScoringConfig(Settings):
-    """Reward terms, their time limit and their isolation."""
+    """Settings for scoring: the reward terms, their time limit and their isolation."""
 
     rewards: Annotated[tuple[RewardConfig, ...], Field(min_length=1)] = (NumericReward(),)
     """Reward terms. The total reward is their weighted sum."""
@@ -42,12 +42,12 @@ class ScoringConfig(Settings):
 
     @property
     def rules(self) -> tuple[RuleReward, ...]:
-        """Rewards that are functions and are computed by the scoring workers themselves."""
+        """Rewards that are functions. Scoring workers call them directly."""
         return tuple(reward for reward in self.rewards if isinstance(reward, RuleReward))
 
     @property
     def built_in_rules(self) -> tuple[BuiltInReward, ...]:
-        """Rules that ship with Rheostat."""
+        """Rule rewards that ship with Rheostat."""
         return tuple(reward for reward in self.rewards if isinstance(reward, BuiltInReward))
 
     @property
@@ -57,36 +57,36 @@ class ScoringConfig(Settings):
 
     @property
     def rule_terms(self) -> tuple[str, ...]:
-        """Column names of the rules, in order."""
+        """Column names of the rewards that are functions, in order."""
         pairs = zip(self.terms, self.rewards, strict=True)
         return tuple(term for term, reward in pairs if isinstance(reward, RuleReward))
 
     @property
     def code_rewards(self) -> dict[str, CodeReward]:
-        """Unit-test rewards, by term."""
+        """Unit-test rewards, keyed by column name."""
         pairs = zip(self.terms, self.rewards, strict=True)
         return {term: reward for term, reward in pairs if isinstance(reward, CodeReward)}
 
     @property
     def environment_rewards(self) -> dict[str, EnvironmentReward]:
-        """Rewards that the environment returns, by term."""
+        """Rewards that the environment returns, keyed by column name."""
         pairs = zip(self.terms, self.rewards, strict=True)
         return {term: reward for term, reward in pairs if isinstance(reward, EnvironmentReward)}
 
     @property
     def model_rewards(self) -> dict[str, ServedReward]:
-        """Rewards from models, by term."""
+        """Rewards computed by judges and reward models, keyed by column name."""
         pairs = zip(self.terms, self.rewards, strict=True)
         return {term: reward for term, reward in pairs if isinstance(reward, ServedReward)}
 
     @property
     def hosted_rewards(self) -> dict[str, ServedReward]:
-        """Rewards whose model runs in worker slots, by term. Models behind endpoints are excluded."""
+        """Rewards whose model runs in worker slots, keyed by column name. Models behind endpoints are excluded."""
         return {term: reward for term, reward in self.model_rewards.items() if reward.endpoint is None}
 
     @property
     def trained_reward_models(self) -> dict[str, ModelReward]:
-        """Rewards whose model the run trains on its preferences, by term."""
+        """Rewards whose model the run trains on preference pairs, keyed by column name."""
         models = {term: reward for term, reward in self.model_rewards.items() if isinstance(reward, ModelReward)}
         return {term: reward for term, reward in models.items() if isinstance(reward.model, TrainedRewardModel)}
 

@@ -1,5 +1,5 @@
-"""Configuration of soups: policies trained on mixes of rewards, and merged for any preference among them.
-Torch-free."""
+"""Configuration of soups. A soup trains several policies on different mixes of rewards and merges their weights for any
+preference among the rewards. Torch-free."""
 
 from collections.abc import Iterator
 from typing import Annotated, Final, Literal
@@ -15,11 +15,12 @@ from models.config.rewards import ScoringConfig
 SoupMethod = Literal["bone", "direct", "rewarded", "oracle"]
 
 SOUPS: Final = "soups"
-"""Folder of a store that contains the records of soups, next to the runs."""
+"""Folder of a store that contains the records of soups, next to the folders of runs."""
 
 
 def find_beta_conflict(beta: float, num_rewards: int) -> str | None:
-    """Return why a β mixes rewards in a way that cannot be inverted, or None if β is valid."""
+    """Return the reason why a value of `SoupConfig.beta` is invalid for this number of rewards, or None if it is
+    valid."""
     if 1 / num_rewards < beta <= 1:
         return None
     singular = (
@@ -29,33 +30,36 @@ def find_beta_conflict(beta: float, num_rewards: int) -> str | None:
 
 
 class SoupConfig(Settings):
-    """Settings of `rheostat soup`, which makes one policy for every preference among rewards."""
+    """Settings for `rheostat soup`, which produces one policy for every preference (weighting) among rewards."""
 
     terms: Annotated[tuple[str, ...], Field(min_length=2, max_length=3)]
-    """Names of the reward terms among which preferences are expressed. Other terms keep their weight in every backbone
-    (a policy that is trained to be merged)."""
+    """Names of the two or three reward terms that preferences weight against each other. Other terms keep their weight
+    in the training of every backbone (a policy that is trained to be merged)."""
     method: SoupMethod = "bone"
-    """Training method: `bone` trains backbones on mixed rewards, `rewarded` trains each on one reward, `oracle` trains
-    one policy per preference. `direct` merges the backbones of `bone` with the preference itself as weights, for
-    comparison."""
+    """Training method: `bone` trains backbones on mixes of rewards, `rewarded` trains each backbone on one reward,
+    `oracle` trains one policy per preference and merges nothing. `direct` is a baseline for comparison: it merges the
+    backbones of `bone` with the preference itself as weights."""
     beta: float = 0.7
-    """Share of a backbone's own reward in its mix, above 1/N for N terms and at most 1. Used by `bone` and `direct`."""
+    """Share of a backbone's main reward in its mix of rewards, above 1/N for N terms and at most 1. Used by `bone` and
+    `direct`."""
     candidates: tuple[float, ...] = ()
-    """Values of beta from which the one with the highest hypervolume is selected after a part of the iterations. If
+    """Values to try for `beta`. After a part of the iterations, the value with the highest hypervolume is selected. If
     empty, `beta` is used."""
     search_share: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """Share of the iterations after which a candidate is selected."""
+    """Share of the iterations after which one of the candidates is selected."""
     grid: Annotated[int, Field(ge=2, le=101)] = 11
-    """Number of values from 0 to 1 that each share of a preference takes. Each preference is evaluated."""
+    """Number of values, from 0 to 1, of each reward's share in a preference. Every preference on this grid is
+    evaluated."""
     corners: Literal["merge", "expert"] = "merge"
-    """Policy for a preference for one reward alone: a merge like any other, or an expert that is trained on this reward
-    alone."""
+    """Policy for a preference that contains only one reward: "merge" is a merge as for other preferences, "expert" is a
+    policy trained on this reward alone."""
     extrapolate: Annotated[float, Field(ge=0)] = 0.0
-    """Extrapolation factor e beyond the merge, away from the initial policy: (1 + e) x merge - e x initial policy."""
+    """Factor e of an extrapolation from the initial policy beyond the merge: (1 + e) x merge - e x initial policy."""
     statistics_prompts: Positive = 64
-    """Number of held-out problems, with `rollout.group_size` completions each, used to standardize the terms."""
+    """Number of held-out problems used to estimate the mean and standard deviation by which each term is standardized.
+    Each has `rollout.group_size` completions."""
     reference: float = -2.0
-    """Reference point of the hypervolume: worst standardized reward of every term."""
+    """Coordinate of the hypervolume's reference point: a standardized reward that counts as the worst in every term."""
 
     @model_validator(mode="after")
     def _check_backbones(self) -> "SoupConfig":
@@ -68,11 +72,11 @@ class SoupConfig(Settings):
 
     @property
     def mixes(self) -> bool:
-        """Whether backbones are trained on mixes of rewards."""
+        """Whether backbones are trained on mixes of rewards, as in `bone` and `direct`."""
         return self.method in ("bone", "direct")
 
     def find_conflicts(self, scoring: ScoringConfig, update: UpdateConfig, data: DataSource) -> Iterator[str]:
-        """Yield one line per conflict with the run's rewards, update or data."""
+        """Yield one line per conflict of the soup with the rewards, update settings or data of its runs."""
         for term in self.terms:
             if term not in scoring.terms:
                 names = ", ".join(scoring.terms)

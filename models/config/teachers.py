@@ -1,4 +1,4 @@
-"""Configuration of on-policy distillation: the teacher and its weight. Torch-free."""
+"""Configuration of on-policy distillation: the teacher model and the factor of its log-probs. Torch-free."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Teacher(Variant):
-    """Fields common to all teachers."""
+    """Fields common to all teachers (models from which the policy is distilled)."""
 
     inspection: ClassVar[str]
     """`pkg.mod:function` that checks the teacher before a run begins, a
@@ -37,7 +37,7 @@ class Teacher(Variant):
 
 
 class TeacherDirectory(Teacher):
-    """A causal language model directory with the same tokenizer as the policy; the run stores a copy of it."""
+    """A causal language model directory with the policy's tokenizer. The run stores a copy of it."""
 
     inspection = "models.inspection.other_models:check_teacher_directory"
 
@@ -52,7 +52,7 @@ class TeacherDirectory(Teacher):
 
 
 class TeacherEndpoint(Endpoint, Teacher):
-    """A vLLM server that scores token ids (`prompt_logprobs`) and has the same tokenizer as the policy."""
+    """A vLLM server with the policy's tokenizer that returns log-probs of given token ids (`prompt_logprobs`)."""
 
     inspection = "models.inspection.other_models:check_teacher_endpoint"
 
@@ -64,8 +64,8 @@ class TeacherEndpoint(Endpoint, Teacher):
         return self
 
     def find_conflicts(self, job: "Job") -> Iterator[str]:
-        """Yield a conflict if the sampling temperature is not 1, because the endpoint returns log-probs at temperature
-        1."""
+        """Yield a conflict if the sampling temperature is not 1, because the endpoint only returns log-probs at
+        temperature 1."""
         temperature = job.rollout.sampling.temperature
         if temperature != 1:
             yield (
@@ -83,4 +83,4 @@ class Distillation(Settings):
     teacher: TeacherConfig
     """Teacher that scores the tokens of the policy's completions."""
     coefficient: Annotated[float, Field(gt=0)] = 1.0
-    """Factor of the log-prob difference."""
+    """Factor of the log-prob difference in the advantage."""

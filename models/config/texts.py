@@ -1,24 +1,25 @@
-"""Configuration of the encoding of texts that no chat template wrote. Torch-free."""
+"""Configuration of the encoding of texts that are not formatted by a chat template. Torch-free."""
 
 from typing import Annotated, Final, Literal, NamedTuple
 
 from infra.config import Settings, Since
 
 NOTE: Final = "note: "
-"""Prefix of facts of the input check whose name is a note for the plan. Their number has no meaning."""
+"""Prefix of metrics of the input check that are only notes for the plan. Their value has no meaning."""
 
 
 class TextRules(NamedTuple):
-    """Rules for encoding prompts, and the completions of training examples."""
+    """Rules for encoding prompts, and the completions of training examples, as tokens."""
 
     special_tokens: Literal["text", "parse"] = "text"
-    """Encoding of control tokens that a text contains."""
+    """Encoding of control tokens, such as `<|im_end|>`, that occur in a text: as ordinary text, or as control
+    tokens."""
     turn_end: Literal["template", "eos"] = "template"
-    """Token that ends turns of the assistant."""
+    """Source of the token that ends the assistant's turns: the chat template, or the EOS token."""
 
     @property
     def parses_control_tokens(self) -> bool:
-        """Whether control tokens that a text contains become control tokens."""
+        """Whether control tokens that occur in a text are encoded as control tokens and not as ordinary text."""
         return self.special_tokens == "parse"
 
     @property
@@ -35,14 +36,15 @@ class TextSettings(Settings):
     """Settings for encoding the texts of problems."""
 
     special_tokens: Annotated[Literal["text", "parse"], Since("0.2.0", before="parse")] = "text"
-    """Encoding of control tokens that a prompt or the completion of an example contains, such as `<|im_end|>`: "text"
-    encodes them as ordinary text, so only the chat template writes control tokens. "parse" turns them into control
-    tokens, for prompts that already contain the markers of a template. Control tokens are special tokens, and added
-    tokens that the chat template writes."""
+    """Encoding of control tokens, such as `<|im_end|>`, that occur in a prompt or in the completion of an example:
+    "text" encodes them as ordinary text, so only the chat template can insert control tokens. "parse" encodes them as
+    control tokens, for prompts that already contain the markers of a template. Control tokens are special tokens, and
+    added tokens that the chat template writes."""
     turn_end: Annotated[Literal["template", "eos"], Since("0.2.0", before="eos")] = "template"
-    """End of turns. With "template", the token with which the chat template ends a turn of the assistant also ends
-    completions, warm-up and DPO on chats train it, and tokens that the tokenizer appends to plain-text prompts are
-    removed. With "eos", EOS and the tokens in generation_config.json end completions, and EOS is trained."""
+    """Token that ends a turn of the assistant. With "template", the token with which the chat template ends an
+    assistant turn also ends completions, and warm-up and DPO on chats train this token. Tokens that the tokenizer
+    appends to plain-text prompts are removed. With "eos", EOS and the tokens in generation_config.json end completions,
+    and EOS is trained."""
 
     @property
     def text_rules(self) -> TextRules:

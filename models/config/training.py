@@ -11,7 +11,7 @@ from models.config.denoising import DenoisingConfig
 
 
 class WarmupConfig(Settings):
-    """Supervised warm-up (SFT) before the first iteration."""
+    """Settings for supervised warm-up (SFT), before the first iteration."""
 
     steps: Positive = 1200
     """Number of optimizer steps."""
@@ -21,8 +21,8 @@ class WarmupConfig(Settings):
     """Peak learning rate: linear warm-up over 5% of the steps, then cosine decay to a tenth. Use 1e-5 for pretrained
     policies."""
     worked_answer_fraction: Annotated[Fraction, RenamedFrom("worked_fraction")] = 0.3
-    """Share of examples that show the worked answer, among problems that have one. The other examples show a bare
-    guess."""
+    """Share of examples that train on the worked answer (with its reasoning), among problems that have one. The other
+    examples train on an answer without reasoning, which is a random guess."""
 
 
 class DpoConfig(Settings):
@@ -38,7 +38,7 @@ class DpoConfig(Settings):
     beta: Annotated[float, Field(gt=0)] = 0.1
     """Strength of the KL constraint, β in the paper. Larger values keep the policy closer to its start."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Assumed share of pairs with swapped preference (conservative DPO)."""
+    """Assumed share of pairs whose preference is wrongly labeled (conservative DPO)."""
 
 
 # ---- evaluation
@@ -50,11 +50,12 @@ class HeldoutConfig(Settings):
     temperature: Annotated[float, Field(ge=0, le=10)] = 0.0
     """Softmax temperature; 0 is greedy decoding."""
     samples: Annotated[Positive, Since("0.1.0", before=1)] = 1
-    """Number of completions per problem. Their mean reward is reported, and pass@k as well if rewards are 0 or 1."""
+    """Number of completions per problem. Their mean reward is reported. If all rewards are 0 or 1, pass@k is reported
+    too."""
 
     def find_conflicts(self, denoising: DenoisingConfig | None) -> Iterator[str]:
-        """Yield a reason if all samples of a problem would be equal. Pictures are exempt, because each starts from
-        different noise."""
+        """Yield a reason if all samples of a problem would be equal, because decoding is greedy. Pictures are exempt,
+        because each starts from different noise."""
         if self.samples > 1 and self.temperature == 0 and denoising is None:
             yield f"samples is {self.samples}, but at temperature 0 all are equal. Raise temperature, or use 1 sample"
 
@@ -63,23 +64,24 @@ class EvaluationConfig(HeldoutConfig):
     """Held-out evaluation before, during and after a run."""
 
     every: Annotated[int, Field(ge=0)] = 0
-    """Interval between evaluations, in iterations. With 0, only the first and the last policy are evaluated."""
+    """Interval between evaluations, in iterations. With 0, only the initial and the final policy are evaluated."""
     steps: Annotated[Positive | None, Since("0.1.0", before=None)] = None
     """Denoising steps for a text-to-image policy. The default is the number used in rollouts."""
 
     def is_due(self, number: int) -> bool:
-        """Return whether the policy after this number of iterations is evaluated even if it is not the last."""
+        """Return whether the policy after `number` iterations is evaluated. The final policy is evaluated in any
+        case."""
         return number == 0 or (self.every > 0 and number % self.every == 0)
 
 
 class RetentionConfig(Settings):
-    """Policy versions and rollouts that keep their files. Manifests are never deleted."""
+    """Policy versions and rollouts whose files are kept. Manifests are never deleted."""
 
     keep_last: Annotated[int, Field(ge=2)] = 2
-    """Number of newest policy versions to keep. Resuming needs two."""
+    """Number of newest policy versions whose files are kept. Resuming needs two."""
     keep_every: Annotated[int, Field(ge=0)] = 0
-    """Interval of policy versions that are kept permanently. With 0, only the first and the newest versions are
+    """Interval of policy versions whose files are kept permanently. With 0, only the first and the newest versions are
     kept."""
     rollouts_keep_last: Annotated[int, Field(ge=0)] = 0
-    """Number of newest iterations that keep rollouts, scores and samples, in addition to those that resuming needs.
-    With 0, all are kept."""
+    """Number of newest iterations whose rollouts, scores and samples are kept. Files that resuming needs are always
+    kept. With 0, all iterations keep them."""

@@ -14,13 +14,15 @@ from models.config.training import WarmupConfig
 
 
 class UserModel(Variant):
-    """Fields common to all simulated users. `implementation` names a `models.modeling.initial.UserWriter`."""
+    """Fields common to all simulated users (models that play the user). `implementation` names a
+    `models.modeling.initial.UserWriter`."""
 
     implementation = "models.modeling.initial:refuse_to_write_user"
     inspection: ClassVar[str] = "models.inspection.users:check_endpoint_user"
-    """`pkg.mod:function` that checks the model before anything is built, a `models.inspection.users.UserCheck`."""
+    """`pkg.mod:function` that checks the model before a run begins, a `models.inspection.users.UserCheck`."""
     uses_chat_template: ClassVar[bool] = True
-    """Whether the model reads a chat if it has a chat template, and not plain text."""
+    """Whether the dialogue is formatted with the model's chat template if it has one. If false, the model always reads
+    plain text."""
 
     @property
     def local_engine(self) -> TransformersEngine | None:
@@ -34,11 +36,11 @@ class UserModel(Variant):
 
     @property
     def training(self) -> WarmupConfig | None:
-        """Supervised training of the model in the run, or None if the run does not train it."""
+        """Settings for the supervised training of the simulated user, or None if the run does not train it."""
         return None
 
     def find_conflicts(self, sampling: SamplingConfig) -> Iterator[str]:
-        """Yield one line per sampling parameter that the model does not support."""
+        """Yield one line per sampling parameter that the simulated user does not support."""
         yield from ()
 
 
@@ -52,7 +54,7 @@ class DirectoryUser(UserModel):
     path: LocalPath
     """Directory with config.json, safetensors and tokenizer."""
     engine: TransformersEngine = TransformersEngine()
-    """Engine that runs the model, in the workers of the policy's engine."""
+    """Engine that runs the simulated user. It runs in the rollout workers, next to the engine of the policy."""
 
     @property
     def local_engine(self) -> TransformersEngine:
@@ -61,7 +63,7 @@ class DirectoryUser(UserModel):
 
 
 class TrainedUser(UserModel):
-    """A small model that the run trains on the user's replies in the worked episodes of the data."""
+    """A small model that the run trains to play the user, on the user's replies in the worked episodes of the data."""
 
     implementation = "models.modeling.initial:build_user"
     inspection = "models.inspection.users:check_trained_user"
@@ -69,11 +71,12 @@ class TrainedUser(UserModel):
 
     kind: Literal["trained"] = "trained"
     shape: ScratchPolicy = ScratchPolicy()
-    """Decoder with random weights to start from."""
+    """Size of the decoder, which starts with random weights."""
     warmup: WarmupConfig = WarmupConfig()
-    """Supervised training of the model. All of its examples are worked."""
+    """Settings for the supervised training of the simulated user. `worked_answer_fraction` has no effect, because all
+    examples are worked episodes."""
     engine: TransformersEngine = TransformersEngine()
-    """Engine that runs the model, in the workers of the policy's engine."""
+    """Engine that runs the simulated user. It runs in the rollout workers, next to the engine of the policy."""
 
     @property
     def local_engine(self) -> TransformersEngine:
@@ -82,18 +85,18 @@ class TrainedUser(UserModel):
 
     @property
     def training(self) -> WarmupConfig:
-        """Supervised training, as configured."""
+        """Settings for the supervised training of the simulated user, as configured."""
         return self.warmup
 
 
 class EndpointUser(Endpoint, UserModel):
-    """A model behind an OpenAI-compatible endpoint."""
+    """A model behind an OpenAI-compatible endpoint that plays the user."""
 
     kind: Literal["endpoint"] = "endpoint"
 
     @property
     def endpoint(self) -> "EndpointUser":
-        """This endpoint."""
+        """This configuration itself, because the simulated user is behind an endpoint."""
         return self
 
     def find_conflicts(self, sampling: SamplingConfig) -> Iterator[str]:

@@ -1,6 +1,8 @@
-"""Credit: conversion of rollouts and scores to training samples and metrics, as pure functions over tables.
+"""Credit stage: computes training samples (with an advantage per token) and metrics from rollouts and scores. All
+functions are pure and read tables.
 
-Shapes: N completions, K kept completions, G groups, T completion tokens, S segments of all completions, concatenated.
+Shapes: N completions, K completions that become samples, G groups, T completion tokens and S segments of all
+completions, concatenated.
 """
 
 from collections import Counter
@@ -53,11 +55,12 @@ def build_sample_table(
     emptied_N: Mask,
     policy_version: int,
 ) -> pa.Table:
-    """Build the sample table, ordered by (prompt_row, sample).
+    """Build the table of training samples, ordered by (prompt_row, sample).
 
-    If the turns of an episode have separate prompts, each turn is one sample, in the order of turns. A sample marked in
-    `emptied_N` keeps its prompt but has no completion tokens. It counts towards the size of a minibatch, but not in the
-    loss, the KL penalty or their denominators.
+    `made` holds the advantages, `values_T` the critic's values. Completions in `kept_N` become samples. If the turns of
+    an episode have separate prompts, each turn is one sample, in the order of turns. A completion in `emptied_N` keeps
+    its prompt but has no completion tokens in its sample. It still counts towards the size of a minibatch, but not in
+    the loss, the KL penalty or their denominators.
     """
     lengths_N = completion_lengths(rollouts)
     for name, values in (("advantages", made.advantages_T), ("values", values_T), ("returns", made.returns_T)):
@@ -80,7 +83,8 @@ def build_sample_table(
 def staleness(
     rollouts: pa.Table, lengths_N: Integers, policy_version: int
 ) -> np.ndarray[tuple[int], np.dtype[np.int16]]:
-    """Return, for each token, how many policy versions before `policy_version` it was generated (T).
+    """Return the age of each token (T): the number of versions between the policy that generated it and
+    `policy_version`.
 
     Tokens of an environment have -1. Raises Damaged if the segments of a rollout do not add up to its tokens, or
     contain a version after `policy_version`.
@@ -110,7 +114,7 @@ def _floats_column(values_T: Floats | None, lengths_N: Integers) -> pa.Array:
 
 
 def reward_metrics(scored: ScoredGroups, informative_G: Mask) -> dict[str, float]:
-    """Return metrics of rewards and groups.
+    """Return the metrics of rewards and groups.
 
     Metrics of groups cover only groups with at least two rewards. A mean over no values is omitted.
     """
@@ -135,7 +139,8 @@ def reward_metrics(scored: ScoredGroups, informative_G: Mask) -> dict[str, float
 
 
 def length_metrics(rollouts: pa.Table) -> dict[str, float]:
-    """Return metrics of the lengths of all completions, including missing ones, in tokens that the policy generated."""
+    """Return the metrics of completion lengths, in tokens that the policy generated. Completions without a reward are
+    included."""
     lengths_N = GeneratedTokens.of(rollouts).counts_N.astype(np.float64)
     return _mean("length_mean", lengths_N) | _mean("truncated_fraction", truncated(rollouts).astype(np.float64))
 
@@ -145,7 +150,7 @@ ENDINGS: Final = (FinishReason.STOP, FinishReason.TURNS, FinishReason.LENGTH, Fi
 
 
 def turn_metrics(rollouts: pa.Table) -> dict[str, float]:
-    """Return metrics of episodes, or an empty dict if the completions are not episodes."""
+    """Return the metrics of episodes, such as turns and tool calls. Empty if the completions are not episodes."""
     episodes = rollouts["turns"].drop_null()
     if not len(episodes):
         return {}
@@ -165,13 +170,14 @@ def turn_metrics(rollouts: pa.Table) -> dict[str, float]:
 
 
 def truncated(rollouts: pa.Table) -> Mask:
-    """Return a mask of the completions that were cut off at the length limit (N)."""
+    """Return a mask of the completions that reached the length limit (N)."""
     truncated_N: Mask = pc.equal(rollouts["finish_reason"], FinishReason.LENGTH.value).to_numpy()
     return truncated_N
 
 
 def count_missing_reasons(scores: pa.Table, unusable: Mapping[str, Mask]) -> Counter[str]:
-    """Count the reasons for missing completions. A completion with several reasons counts only for the first."""
+    """Count the reasons why completions cannot be trained on. A completion with several reasons is counted under the
+    first."""
     missing_N = np.isnan(floats(scores["reward"]))
     reasons = Counter(error for error, missing in zip(scores["error"].to_pylist(), missing_N, strict=True) if missing)
     for reason, bad_N in unusable.items():
@@ -181,13 +187,13 @@ def count_missing_reasons(scores: pa.Table, unusable: Mapping[str, Mask]) -> Cou
 
 
 def _mean(name: str, values_N: Floats) -> dict[str, float]:
-    """Return the mean of the finite values under this name, or an empty dict if there are none."""
+    """Return the mean of the finite values under the key `name`, or an empty dict if there are none."""
     finite_N = values_N[np.isfinite(values_N)]
     return {name: float(finite_N.mean())} if len(finite_N) else {}
 
 
 def _std(name: str, values_N: Floats) -> dict[str, float]:
-    """Return the standard deviation of the finite values under this name, or an empty dict if there are none."""
+    """Return the standard deviation of the finite values under the key `name`, or an empty dict if there are none."""
     finite_N = values_N[np.isfinite(values_N)]
     return {name: float(finite_N.std())} if len(finite_N) else {}
 
@@ -198,42 +204,46 @@ ROLLOUT_COLUMNS = (
 """Columns of the rollout shards that credit reads."""
 
 BAD_LOGPROBS = "rollout: behaviour log-probs are not finite"
-"""Reason for a missing completion: the log-probs of its rollout are not finite."""
+"""Reason for not training on a completion: the log-probs in its rollout are not finite."""
 
 BAD_ESTIMATES = "estimate: a model's numbers are not finite"
-"""Reason for a missing completion: the outputs of an auxiliary model are not finite."""
+"""Reason for not training on a completion: outputs of an auxiliary model (reference, critic or teacher) are not
+finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class CreditRule:
-    """Settings of the credit computation."""
+    """Settings for computing credit (the advantages of tokens)."""
 
     terms: tuple[TermColumns, ...]
-    """Reward terms."""
+    """Columns and factors of the reward terms."""
     algorithm: AlgorithmConfig
-    """Settings of the algorithm."""
+    """Algorithm that computes the advantages, with its settings."""
     quota: GroupQuota | None = None
-    """Number of groups that dynamic sampling needs. None selects every group that the algorithm trains on."""
+    """Number of groups that dynamic sampling requires. None means that every group that the algorithm trains on is
+    selected."""
     policy_version: int = 0
     """Version of the policy that is trained on the samples."""
     max_new_tokens: int = 0
     """Maximum length of completions in tokens."""
     kl_coefficient: float = 0.0
-    """Coefficient of the KL penalty in the reward."""
+    """Current coefficient of the KL penalty in the reward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """Result of the credit computation: training samples, metrics, and the reasons for missing completions."""
+    """Result of the credit computation: training samples, metrics, and the reasons why completions are not trained
+    on."""
 
     samples: pa.Table
-    """Sample table."""
+    """Table of training samples."""
     metrics: dict[str, float]
     """Metrics of the completions, rewards and samples."""
     errors: Counter[str]
-    """Reasons for missing completions, each with its count."""
+    """Number of completions for each reason why completions are not trained on."""
     surplus: tuple[tuple[int, ...], ...] = ()
-    """Prompt rows of the informative groups beyond the target, for each pair of tables."""
+    """Prompt rows of surplus groups (informative groups beyond the target), one tuple per pair of rollout and score
+    tables."""
 
 
 def credit_completions(
@@ -243,12 +253,12 @@ def credit_completions(
     *,
     auxiliary_scores: Sequence[pa.Table] = (),
 ) -> Credit:
-    """Compute the advantage of each token of each scored completion, and build the training samples.
+    """Compute the advantage of each token of each completion with a reward, and build the training samples.
 
-    The tables of rollouts, scores and estimates at the same position must contain the same completions in the same
-    order. Missing completions are omitted. Uninformative groups are omitted too, unless the algorithm keeps them. With
-    dynamic sampling, the groups selected by `rule.quota` are trained on instead. Raises Damaged if the tables do not
-    match, and BadInput if the algorithm needs estimates that are missing.
+    The tables at the same position in `rollouts`, `scores` and `auxiliary_scores` must contain the same completions in
+    the same order. Completions without a reward are omitted. Uninformative groups are omitted too, unless the algorithm
+    trains on them. With dynamic sampling, `rule.quota` selects the groups instead. Raises Damaged if the tables do not
+    match, and BadInput if auxiliary scores that the algorithm needs are missing.
     """
     _check_paired(rollouts, scores, "scores")
     if auxiliary_scores:
@@ -309,7 +319,7 @@ def _check_paired(rollouts: Sequence[pa.Table], others: Sequence[pa.Table], what
 
 
 def _check_disjoint(rollouts: Sequence[pa.Table]) -> None:
-    """Raise Damaged if a prompt occurs in two tables, because its two groups would be merged into one."""
+    """Raise Damaged if a prompt occurs in two tables, because the groups of both would be merged."""
     earlier_rows: set[int] = set()
     for position, rollout in enumerate(rollouts):
         rows = set(pc.unique(rollout["prompt_row"]).to_pylist())
@@ -320,15 +330,15 @@ def _check_disjoint(rollouts: Sequence[pa.Table]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """Masks that say how each completion is used in training."""
+    """Masks of the completions that are trained on, and of those that are kept without weight in the loss."""
 
     informative_G: Mask
     kept_N: Mask
     """Completions that become training samples."""
     filling_N: Mask
-    """Kept completions that have no weight in the loss and only complete a minibatch."""
+    """Kept completions without weight in the loss, which only complete a minibatch."""
     masked_N: Mask
-    """Kept completions that are excluded from the loss because they were cut off at the length limit."""
+    """Kept completions that are excluded from the loss because they reached the length limit."""
     selection: Selection | None
 
 

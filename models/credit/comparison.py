@@ -1,4 +1,4 @@
-"""Comparison of new rewards or advantages with stored ones.
+"""Comparison of newly computed rewards or advantages with stored ones, for example after a reward function has changed.
 
 This module does not import torch.
 
@@ -18,20 +18,22 @@ from models.records.columns import Floats, Integers
 
 
 def read_total_rewards(store: Store, scores: Sequence[ShardRef]) -> Floats:
-    """Return the total rewards of the rows of some score shards, concatenated. Missing rewards are NaN."""
+    """Return the total rewards in all rows of the given score shards, concatenated. Missing rewards are NaN."""
     columns = [read_shard(store, ref, ("reward",))["reward"].to_numpy() for ref in scores]
     return np.concatenate([np.empty(0), *(np.asarray(column, np.float64) for column in columns)])
 
 
 def read_rewards(store: Store, samples: Sequence[ShardRef]) -> pa.Table:
-    """Return the columns of sample shards that `compare_advantages` needs: prompt row, sample and advantages."""
+    """Return the columns of the given sample shards that `compare_advantages` needs: `prompt_row`, `sample` and
+    `advantages`."""
     return pa.concat_tables(read_shard(store, ref, ("prompt_row", "sample", "advantages")) for ref in samples)
 
 
 def compare_rewards(stored_N: Floats, new_N: Floats) -> dict[str, float]:
-    """Return metrics that compare new rewards with the stored rewards of the same completions.
+    """Return the means and the correlation of new and stored rewards of the same completions, and the share of rewards
+    that changed.
 
-    A mean over no values is omitted. The correlation is omitted if the rewards of one side are all equal.
+    A mean over no values is omitted. The correlation is omitted if all rewards of one side are equal.
     """
     same_N = (stored_N == new_N) | (np.isnan(stored_N) & np.isnan(new_N))
     return {
@@ -45,9 +47,11 @@ def compare_rewards(stored_N: Floats, new_N: Floats) -> dict[str, float]:
 
 
 def compare_advantages(stored: pa.Table, new: pa.Table) -> dict[str, float]:
-    """Return metrics of new advantages, including the per-token correlation with stored ones over common samples.
+    """Return the mean size of new advantages, and their per-token correlation with stored advantages of the same
+    samples.
 
-    The tables need the columns `prompt_row`, `sample` and `advantages`. The samples of one completion must be adjacent.
+    Both tables need the columns `prompt_row`, `sample` and `advantages`. The samples of one completion must be
+    adjacent.
     """
     values_T = _values(new)
     _, places_K, others_K = np.intersect1d(_names(stored), _names(new), assume_unique=True, return_indices=True)
@@ -65,7 +69,8 @@ def compare_advantages(stored: pa.Table, new: pa.Table) -> dict[str, float]:
 
 
 def correlation(left_N: Floats, right_N: Floats) -> dict[str, float]:
-    """Return Pearson's correlation of two arrays where both are finite, or an empty dict if one does not vary."""
+    """Return Pearson's correlation over the positions at which both arrays are finite. Empty if one of the arrays is
+    constant there."""
     both_N = np.isfinite(left_N) & np.isfinite(right_N)
     left_K, right_K = left_N[both_N], right_N[both_N]
     if len(left_K) < 2 or np.ptp(left_K) == 0 or np.ptp(right_K) == 0:
@@ -79,7 +84,8 @@ def _mean(name: str, values_N: Floats) -> dict[str, float]:
 
 
 def _names(table: pa.Table) -> Integers:
-    """Return an integer per row that encodes prompt row, sample, and index of the row within its completion."""
+    """Return an integer key per row, which encodes its prompt row, its sample, and its position among the rows of the
+    completion."""
     prompts_N, samples_N = (np.asarray(table[name].to_numpy(), np.int64) for name in ("prompt_row", "sample"))
     names_N: Integers = prompts_N << 16 | samples_N
     first_N = np.flatnonzero(np.diff(names_N, prepend=-1))
@@ -88,7 +94,7 @@ def _names(table: pa.Table) -> Integers:
 
 
 def _lists(table: pa.Table, rows_K: Integers) -> tuple[Floats, Integers]:
-    """Return the concatenated advantages of some rows, and the number of advantages of each row."""
+    """Return the advantages in rows `rows_K`, concatenated, and their number in each row."""
     chosen = table.take(pa.array(rows_K))
     return _values(chosen), np.asarray(pc.list_value_length(chosen["advantages"]).to_numpy(), np.int64)
 

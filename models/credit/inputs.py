@@ -1,4 +1,4 @@
-"""Conversion of score tables and of auxiliary models' outputs to the columns that algorithms read.
+"""Conversion of score tables and of auxiliary models' outputs to the arrays that algorithms use.
 
 Shapes: N completions, G groups, S spans and T completion tokens of all completions, concatenated.
 """
@@ -19,22 +19,22 @@ from models.records.columns import Floats, Integers, Mask, Numbers, flat, floats
 
 @dataclass(frozen=True, slots=True)
 class TermColumns:
-    """Names of a reward term's columns in a score table, with the term's factors in the total reward."""
+    """Name of a reward term, which determines its columns in a score table, with its factors in the total reward."""
 
     name: str
     """Name of the reward term."""
     weight: float = 1.0
     """Weight of the term in the total reward."""
     is_process: bool = False
-    """Whether the term scores steps or tokens instead of whole completions."""
+    """Whether the term scores steps, tokens or turns instead of whole completions."""
     shift: float = 0.0
-    """Value that is subtracted from each reward."""
+    """Number subtracted from each reward of the term."""
     scale: float = 1.0
-    """Value by which each shifted reward is divided."""
+    """Number by which each shifted reward is divided."""
 
 
 def term_columns(scoring: ScoringConfig) -> tuple[TermColumns, ...]:
-    """Return the columns of all reward terms of a scoring configuration."""
+    """Return the columns and factors of all reward terms in a scoring configuration."""
     pairs = zip(scoring.terms, scoring.rewards, strict=True)
     return tuple(
         TermColumns(name, reward.weight, reward.scores_parts, reward.shift, reward.scale) for name, reward in pairs
@@ -44,10 +44,10 @@ def term_columns(scoring: ScoringConfig) -> tuple[TermColumns, ...]:
 def scored_groups(
     scores: pa.Table, lengths_N: Integers, terms: Sequence[TermColumns], *, unusable_N: Mask | None = None
 ) -> ScoredGroups:
-    """Return the rewards of the completions by group.
+    """Return the rewards of completions from a score table, with the group of each completion.
 
-    `lengths_N` are the numbers of completion tokens. The total reward of completions in `unusable_N` is treated as
-    missing. Raises Damaged if the spans of a completion that has a reward do not fit its tokens.
+    `lengths_N` are the numbers of completion tokens. Completions in `unusable_N` are treated as if they had no reward.
+    Raises Damaged if the spans of a completion with a reward do not match its tokens.
     """
     prompts_G, group_N = np.unique(integers(scores["prompt_row"]), return_inverse=True)
     total_N = floats(scores["reward"])
@@ -91,9 +91,10 @@ def _refuse(scores: pa.Table, wrong_N: Mask, expected: str) -> None:
 
 
 def read_auxiliary_scores(tables: Sequence[pa.Table], lengths_N: Integers) -> AuxiliaryScores:
-    """Return the per-token outputs of the auxiliary models. Outputs that were not requested are None.
+    """Return the per-token outputs of the auxiliary models (reference, critic, teacher). Outputs without a column are
+    None.
 
-    Raises Damaged if the number of values of a completion differs from its number of tokens.
+    Raises Damaged if the number of outputs of a completion differs from its number of tokens.
     """
     if not tables:
         return AuxiliaryScores()
@@ -107,7 +108,7 @@ def read_auxiliary_scores(tables: Sequence[pa.Table], lengths_N: Integers) -> Au
 
 
 def check_required_outputs(auxiliary_scores: AuxiliaryScores, algorithm: AlgorithmConfig) -> None:
-    """Raise BadInput if the algorithm needs an output of an auxiliary model that was not computed."""
+    """Raise BadInput if an output of an auxiliary model that the algorithm needs was not computed."""
     needs = required_models(algorithm)
     needed = {
         "policy": (needs.teacher, auxiliary_scores.policy_T),
@@ -123,7 +124,8 @@ def check_required_outputs(auxiliary_scores: AuxiliaryScores, algorithm: Algorit
 
 
 def has_nonfinite_logprobs(column: pa.ChunkedArray, lengths_N: Integers) -> Mask:
-    """Return a mask of the completions with log-probs that are not finite, which would break the update (N).
+    """Return a mask of the completions with a log-prob that is not finite (N). Training on them would make the weights
+    NaN.
 
     Raises Damaged if the number of log-probs of a completion differs from its number of tokens.
     """
@@ -133,7 +135,7 @@ def has_nonfinite_logprobs(column: pa.ChunkedArray, lengths_N: Integers) -> Mask
 
 
 def has_nonfinite_scores(auxiliary_scores: AuxiliaryScores, lengths_N: Integers) -> Mask:
-    """Return a mask of the completions with auxiliary-model outputs that are not finite (N)."""
+    """Return a mask of the completions for which an auxiliary model's output is not finite (N)."""
     bad_N = np.zeros(len(lengths_N), np.bool_)
     for values_T in (
         auxiliary_scores.policy_T,

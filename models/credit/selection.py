@@ -27,35 +27,36 @@ from models.records.model_input import completion_lengths
 
 @dataclass(frozen=True, slots=True)
 class GroupQuota:
-    """Number and kind of groups that an iteration needs under dynamic sampling."""
+    """Number and kind of groups on which an iteration trains under dynamic sampling."""
 
     target: int
-    """Number of informative groups (groups with unequal rewards) that are needed."""
+    """Required number of informative groups (groups with unequal rewards)."""
     metric: str
-    """Name of the raw reward term in which an informative group must have unequal values."""
+    """Reward term whose raw scores must be unequal in an informative group, in addition to the total rewards."""
     fill: bool
-    """Whether uninformative groups fill the minibatch if there are too few informative ones."""
+    """Whether missing groups are replaced by uninformative groups, which have no weight in the loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Masks that say how an iteration uses each group. A group in none of the masks is uninformative and discarded."""
+    """Masks of the groups with each use in an iteration. A group in none of the masks is uninformative and
+    discarded."""
 
     informative_G: Mask
-    """Groups with unequal rewards."""
+    """Groups with unequal rewards, from which training can learn."""
     trained_G: Mask
     """Groups that the iteration trains on."""
     filling_G: Mask
-    """Uninformative groups that fill a minibatch without weight in the loss."""
+    """Uninformative groups that complete a minibatch without weight in the loss."""
     surplus_G: Mask
-    """Informative groups beyond the target, which the next iteration uses."""
+    """Informative groups beyond the target, which are kept for the next iteration."""
     first_G: Integers
-    """Index of each group's first completion."""
+    """Index of the first completion of each group."""
     shortfall: int
-    """Number of informative groups below the target, or 0 if the target is reached."""
+    """Number of informative groups that are missing to the target, or 0 if the target is reached."""
 
     def metrics(self) -> dict[str, float]:
-        """Return the numbers of informative, trained, filling, surplus and missing groups."""
+        """Return the numbers of all, informative, trained, filling, surplus and missing groups as metrics."""
         return {
             "issued_groups": float(len(self.first_G)),
             "informative_groups": float(self.informative_G.sum()),
@@ -91,7 +92,7 @@ def informative_by(scored: ScoredGroups, algorithm: AlgorithmConfig, metric: str
 def informative_prompts(
     rollouts: pa.Table, scores: pa.Table, *, terms: Sequence[TermColumns], algorithm: AlgorithmConfig, metric: str
 ) -> list[int]:
-    """Return the prompt rows of the rollouts' informative groups, selected in the same way as in the credit stage.
+    """Return the prompt rows of the informative groups of a rollout shard, by the same rule as in the credit stage.
 
     Completions without a total reward are ignored, because they cannot be trained on. Tokens that the policy did not
     generate are ignored too.
@@ -109,10 +110,11 @@ def group_columns(
     terms: Sequence[TermColumns],
     informative: Callable[[ScoredGroups], Mask] | None,
 ) -> dict[str, pa.Array]:
-    """Return columns with statistics of each completion's group, over the completions that can be trained on.
+    """Return columns with statistics of each completion's group, computed over the completions that can be trained on.
 
     `group_size` is the number of these completions. `group_reward_mean` and `group_reward_std` (of the population) are
-    null if there are none. `group_informative` is the result of the function `informative`, or null without one.
+    null if there are none. `group_informative` is the result of the function `informative`, or null if no function is
+    given.
     """
     lengths_N = completion_lengths(rollouts)
     unusable_N = has_nonfinite_logprobs(rollouts["logprobs"], lengths_N) | has_nonfinite_scores(

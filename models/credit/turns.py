@@ -1,11 +1,11 @@
-"""Restriction of credit to the tokens that the policy generated.
+"""Removal of observations before the credit computation, so that credit covers only tokens that the policy generated.
 
-The observations of an environment between the turns of an episode are removed before the credit computation, and
-inserted again afterwards. Therefore algorithms need no knowledge of turns, and their sums, means and lengths include no
-token that is not trained on.
+The observations of an environment between the turns of an episode are removed before the computation and inserted again
+afterwards. Algorithms therefore need no knowledge of turns, and their sums, means and lengths include only tokens that
+are trained on.
 
-Shapes: N completions, T completion tokens of all completions, concatenated, W policy-generated tokens among the T, S
-spans.
+Shapes: N completions, T completion tokens of all completions, concatenated, W tokens among these T that the policy
+generated, S spans.
 """
 
 from dataclasses import dataclass, replace
@@ -21,30 +21,30 @@ from models.records.model_input import completion_lengths, generated_tokens_mask
 
 @dataclass(frozen=True, slots=True)
 class GeneratedTokens:
-    """Mask of the completion tokens that a policy generated, as opposed to observations of an environment."""
+    """Mask that distinguishes the completion tokens that the policy generated from observations of an environment."""
 
     is_generated_T: Mask
-    """Whether a policy generated each completion token."""
+    """Whether the policy generated each completion token. False for tokens of observations."""
     lengths_N: Integers
     """Number of completion tokens of each completion, including observations."""
 
     @classmethod
     def of(cls, rollouts: pa.Table) -> Self:
-        """Read the mask from a table of rollouts."""
+        """Read the mask from a rollout table."""
         return cls(generated_tokens_mask(rollouts), completion_lengths(rollouts))
 
     @property
     def counts_N(self) -> Integers:  # noqa: N802 -- a shape
-        """Number of tokens that a policy generated in each completion (N)."""
+        """Number of tokens that the policy generated in each completion (N)."""
         row_T = np.repeat(np.arange(len(self.lengths_N)), self.lengths_N)
         return np.bincount(row_T[self.is_generated_T], minlength=len(self.lengths_N)).astype(np.int64)
 
     def select(self, values_T: Floats) -> Floats:
-        """Return the values of the tokens that a policy generated (W)."""
+        """Return the values at the tokens that the policy generated (W), given values at all tokens."""
         return values_T if self.is_generated_T.all() else values_T[self.is_generated_T]
 
     def select_scores(self, auxiliary_scores: AuxiliaryScores) -> AuxiliaryScores:
-        """Return the auxiliary models' outputs for the tokens that a policy generated (W)."""
+        """Return the outputs of auxiliary models at the tokens that the policy generated (W)."""
         columns = (
             auxiliary_scores.policy_T,
             auxiliary_scores.reference_T,
@@ -54,9 +54,9 @@ class GeneratedTokens:
         return AuxiliaryScores(*(None if column_T is None else self.select(column_T) for column_T in columns))
 
     def select_groups(self, scored: ScoredGroups) -> ScoredGroups:
-        """Return groups whose lengths and spans are measured in tokens that a policy generated.
+        """Return the same groups, with completion lengths and spans counted in tokens that the policy generated.
 
-        A span without such tokens is removed with its value.
+        A span without such tokens is removed together with its value.
         """
         if self.is_generated_T.all():
             return scored
@@ -64,7 +64,7 @@ class GeneratedTokens:
         return replace(scored, lengths_N=self.counts_N, terms=tuple(terms))
 
     def expand_to_all_tokens(self, generated_advantages: Advantages) -> Advantages:
-        """Return advantages and returns for all completion tokens (T), with 0 for observations."""
+        """Return the advantages and returns for all completion tokens (T), with 0 for tokens of observations."""
         returns_T = (
             None
             if generated_advantages.returns_T is None

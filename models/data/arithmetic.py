@@ -57,7 +57,7 @@ class _Step:
 
 
 def _sample_problem(rng: Random, operations: int, *, source: str) -> Problem:
-    """Sample one problem with its worked solution."""
+    """Sample one problem with its worked solution (the reference answer with intermediate steps)."""
     start = rng.randint(1, LARGEST_TOTAL)
     steps = list(_sample_steps(rng, start, operations))
     deeds = ", ".join(f"{rng.choice(GAINS if step.sign > 0 else LOSSES)} {step.amount}" for step in steps)
@@ -93,12 +93,12 @@ _BROKEN_SHARE: Final = 0.1  # share of the wrong completions that contain no ans
 
 
 def right_completion(problem: Problem, rng: Random) -> str:
-    """Return the reference answer. If a worked solution is known, half of the results include its steps."""
+    """Return a correct completion. If a worked solution is known, half of the completions include its steps."""
     return _maybe_drop_steps(problem.worked or problem.answer, rng)
 
 
 def wrong_completion(problem: Problem, problems: Sequence[Problem], rng: Random) -> str:
-    """Build a completion with a wrong answer, or one that stops before the answer."""
+    """Return a completion with a wrong answer, or one that stops before the answer."""
     if rng.random() < _BROKEN_SHARE:
         return _cut_before_answer(problem, rng)
     draw = rng.random()
@@ -111,10 +111,10 @@ def wrong_completion(problem: Problem, problems: Sequence[Problem], rng: Random)
 
 
 def _maybe_drop_steps(solution: str, rng: Random, counts: Sequence[re.Match[str]] = ()) -> str:
-    """Return a worked solution, without any of its steps half of the time.
+    """Return a worked solution, half of the time reduced to its answer.
 
-    Training on short texts carries over to long ones. `counts` are the matches of the steps if the steps are counts and
-    the answer does not equal the last count.
+    Training on short texts carries over to long texts. `counts` are the matches of the counts in the solution before
+    its answer was changed, because they cannot be found afterwards.
     """
     steps = list(_STEP.finditer(solution)) or _find_counts(solution) or counts
     if not steps or rng.random() >= 0.5:
@@ -124,7 +124,7 @@ def _maybe_drop_steps(solution: str, rng: Random, counts: Sequence[re.Match[str]
 
 
 def _cut_before_answer(problem: Problem, rng: Random) -> str:
-    """Return the start of the worked solution or answer, cut before its last number."""
+    """Return the worked solution or answer, cut at a random place before its last number."""
     text = problem.worked or problem.answer
     numbers = list(_NUMBER.finditer(text))
     end = numbers[-1].start() if numbers else 0
@@ -132,9 +132,10 @@ def _cut_before_answer(problem: Problem, rng: Random) -> str:
 
 
 def _use_other_reading(problem: Problem, problems: Sequence[Problem], rng: Random) -> str:
-    """Return the worked solution of another picture, in two of three cases, if the problem counts shapes.
+    """Return the worked solution for another picture if the problem counts shapes, in two of three cases. Else return
+    an empty string.
 
-    A policy that copies the result is wrong. Returns an empty string in all other cases.
+    Its answer would be wrong for this picture, so a policy that copies the result without looking is wrong.
     """
     if problem.worked is None or _STEP.search(problem.worked) or rng.random() < 1 / 3:
         return ""
@@ -143,7 +144,8 @@ def _use_other_reading(problem: Problem, problems: Sequence[Problem], rng: Rando
 
 
 def _change_one_step(solution: str, rng: Random) -> str:
-    """Change the result of one step and recompute all later steps, so that the answer is wrong too."""
+    """Return the solution with the result of one step changed and all later steps recomputed, so that the answer is
+    wrong too."""
     steps = list(_STEP.finditer(solution))
     if not steps:
         return _change_one_count(solution, rng)
@@ -161,13 +163,14 @@ def _change_one_step(solution: str, rng: Random) -> str:
 
 
 def _find_counts(solution: str) -> list[re.Match[str]]:
-    """Return the matches of the counts in a worked answer, or an empty list if its answer is not the last count."""
+    """Return the matches of the counts in a worked answer, or an empty list if the answer is not the last count."""
     matches = list(_COUNT.finditer(solution))
     return matches if matches and solution.rpartition(" ")[2] == matches[-1][0] else []
 
 
 def _change_one_count(solution: str, rng: Random) -> str:
-    """Count one shape too many or too few and recompute all later counts, so that the answer is wrong too."""
+    """Return the solution with one shape counted too many or too few and all later counts recomputed, so that the
+    answer is wrong too."""
     matches = _find_counts(solution)
     counts = [int(each[0]) for each in matches]
     shape_indices = [at for at, each in enumerate(matches) if each[1] != "."]
@@ -181,7 +184,8 @@ def _change_one_count(solution: str, rng: Random) -> str:
 
 
 def _replace_last_number(text: str, rng: Random) -> str:
-    """Replace the last number by a different one of similar size. A text without numbers gets the prefix "not"."""
+    """Return the text with its last number replaced by a different one of similar size. A text without numbers gets the
+    prefix "not"."""
     numbers = list(_NUMBER.finditer(text))
     if not numbers:
         return f"not {text}"
@@ -194,5 +198,5 @@ def _replace_last_number(text: str, rng: Random) -> str:
 
 
 def _sample_nearby_numbers(number: int, limit: int, rng: Random) -> list[int]:
-    """Return four random numbers from 0 to the limit, and the number after this one."""
+    """Return candidates for a wrong number: four random numbers from 0 to `limit`, and `number` + 1."""
     return [rng.randint(0, limit) for _ in range(4)] + [number + 1]

@@ -42,7 +42,7 @@ def calculation_problems(data: CalculationsData, split: str, seed: int) -> list[
 
 
 def _sample_problem(rng: Random, *, source: str) -> Problem:
-    """Sample one problem with its worked turns."""
+    """Sample one problem with the turns of its solution."""
     sign = rng.choice(list(QUESTIONS))
     left, right = (rng.randint(SMALLEST, LARGEST) for _ in range(2))
     if sign == "-":

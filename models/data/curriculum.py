@@ -1,9 +1,9 @@
 """Selection of the prompts of each iteration, as pure functions of the seed and the state stored by the last seal.
 
 The seal is the commit that ends an iteration. The stream of prompts is endless: each epoch is a new permutation of all
-rows. If the problems have several weighted parts, the stream is a mixture of one such stream for each part. Dynamic
-sampling (DAPO, arXiv 2503.14476, section 3.2) takes prompts from the stream in waves. Each wave has the number of
-prompts that the target of informative groups is likely to need.
+rows. If the problems have several weighted parts, such as the files of a mixture, each part has such a stream, and the
+parts are mixed by weight. Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) takes prompts from the stream in
+waves. Each wave has as many prompts as are likely needed to reach the target number of informative groups.
 """
 
 import math
@@ -22,20 +22,21 @@ from models.records.seeds import derive_seed
 
 
 class Cursor(Settings):
-    """Position in the stream of prompts.
+    """Position in the endless stream of prompts, stored by the seal of each iteration.
 
-    It is derived from sealed iterations, so resuming neither skips nor repeats prompts.
+    Resuming from the last seal therefore neither skips nor repeats prompts.
     """
 
     position: int = 0
-    """Number of prompts consumed from the stream: either issued, or added to `returned`."""
+    """Number of prompts taken from the stream, which were either issued or added to `returned`."""
     returned: tuple[int, ...] = ()
-    """Rows to issue before the stream continues, in order. A row may stay here for more than one epoch."""
+    """Rows to issue, in this order, before the stream continues. A row may stay here for more than one epoch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Part of the problems: consecutive rows of the prompts, and the weight of the part in the stream."""
+    """Consecutive prompt rows that are sampled together, such as one file of a mixture, with their weight in the
+    stream."""
 
     rows: range
     weight: float
@@ -44,13 +45,11 @@ class Part:
 def take_rows(
     cursor: Cursor, count: int, *, taken: Collection[int], num_prompts: int, seed: int, parts: Sequence[Part] = ()
 ) -> tuple[tuple[int, ...], Cursor]:
-    """Return the next `count` distinct rows and the cursor after them.
+    """Return the next `count` distinct rows, and the cursor after them.
 
-    Rows in `taken`, which the iteration already uses, are excluded. With `parts`, rows are sampled from the parts by
-    weight. If the stream yields a row that the iteration already has, the row is appended to `returned` and issued
-    later.
-
-    Raises ValueError if fewer than `count` other rows exist.
+    Rows in `taken`, which the iteration already uses, are not issued again in this iteration. If the stream yields such
+    a row, it is added to `returned` and issued later. With `parts`, rows are sampled from the parts by weight. Raises
+    ValueError if there are fewer than `count` other rows.
     """
     others = frozenset(taken)
     if not 0 <= count <= num_prompts - len(others):
@@ -81,12 +80,12 @@ def take_rows(
 
 
 def give_back(cursor: Cursor, rows: Iterable[int]) -> Cursor:
-    """Return a cursor that issues these rows again, after the rows that already wait."""
+    """Return a cursor that issues these rows again, after the rows that are already in `returned`."""
     return Cursor(position=cursor.position, returned=(*cursor.returned, *rows))
 
 
 def _stream(position: int, *, num_prompts: int, seed: int) -> Iterator[int]:
-    """Yield rows from a position of the unmixed stream onwards."""
+    """Yield rows of the stream without parts, beginning at a position."""
     epoch, offset = divmod(position, num_prompts)
     while True:
         yield from _permutation(epoch, num_prompts=num_prompts, seed=seed)[offset:]
@@ -106,10 +105,10 @@ _AHEAD: Final = 2**8  # number of positions that are computed at once; an iterat
 
 
 def _mixture(position: int, *, parts: Sequence[Part], seed: int) -> Iterator[int]:
-    """Yield rows of the mixed stream from a position onwards.
+    """Yield rows of the stream that mixes several parts, beginning at a position.
 
     Position p of the stream belongs to the part whose interval contains the fractional part of u + p (sqrt(5) - 1) / 2.
-    The offset u in [0, 1) follows from the seed. The intervals fill [0, 1) in order, and the length of each is the
+    The offset u in [0, 1) is derived from the seed. The intervals fill [0, 1) in order, and the length of each is the
     part's share of the total weight. Over seeds, the probability of a part is therefore its share. Among the first n
     positions, the count of a part deviates from its share of n by O(log n), because this sequence has low discrepancy
     (Niederreiter, Random Number Generation and Quasi-Monte Carlo Methods, 1992, chapter 3). Within a part, each epoch
@@ -129,7 +128,7 @@ def _mixture(position: int, *, parts: Sequence[Part], seed: int) -> Iterator[int
 
 
 def _parts_at(places: range, *, parts: Sequence[Part], seed: int) -> NDArray[np.int64]:
-    """Return the number of the part to which each position of the stream belongs."""
+    """Return, for each position of the mixed stream, the index of the part from which its row comes."""
     ends = np.cumsum([part.weight for part in parts])
     first = derive_seed(seed, "mixture") / 2**64
     points = (first + np.arange(places.start, places.stop, dtype=np.float64) * _GOLDEN) % 1.0
@@ -137,7 +136,7 @@ def _parts_at(places: range, *, parts: Sequence[Part], seed: int) -> NDArray[np.
 
 
 def read_parts(detail: Mapping[str, JsonValue]) -> tuple[Part, ...]:
-    """Read the parts from the detail of a prompts manifest. Empty if the rows are not divided into parts."""
+    """Return the parts stored in the detail of a prompts manifest. Empty if the rows are not divided into parts."""
     listed = _Parts.model_validate(detail.get("parts", {}))
     ends = [*accumulate(listed.rows)]
     return tuple(
@@ -173,16 +172,17 @@ _DIGITS: Final = 9  # rounds away binary errors: 10 x 1.0 x 1.1 is above 11, so 
 
 
 class DynamicSamplingState(Settings):
-    """Estimate of the number of prompts needed for one informative group.
+    """Estimate of the number of prompts needed per informative group.
 
-    Stored in each seal for the next iteration.
+    Each seal stores it for the next iteration.
     """
 
     ema: Annotated[float, Field(gt=0)] = 1.0
-    """Exponential moving average of issued prompts / informative groups."""
+    """Exponential moving average of the ratio of issued prompts to informative groups."""
 
     def after(self, issued: int, informative: int) -> "DynamicSamplingState":
-        """Return the state after an iteration with these numbers of groups. Unchanged if no group was issued."""
+        """Return the updated estimate after an iteration with these numbers of groups. Unchanged if no group was
+        issued."""
         return DynamicSamplingState(ema=next_ema(self.ema, issued, informative)) if issued else self
 
 
@@ -199,7 +199,8 @@ def wave_size(gap: int, ema: float, margin: float, *, over_dispatch: float = 0.0
 
 
 def another_wave(wave: int, gap: int, *, max_extra_waves: int) -> bool:
-    """Return whether wave number `wave`, counted from 1, is followed by another wave."""
+    """Return whether another wave is needed and allowed after wave number `wave` (counted from 1). `gap` is the number
+    of missing informative groups."""
     return gap > 0 and wave < 1 + max_extra_waves
 
 

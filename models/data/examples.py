@@ -15,13 +15,14 @@ from infra.variants import implementation_of
 from models.config.data import ArithmeticPreferences, DataConfig, FilePreferences, Preferences
 from models.config.training import WarmupConfig
 from models.data.arithmetic import wrong_completion
+from models.data.images import convert_image
 from models.data.messages import omit_nulls, read_messages, read_prompt, read_text
 from models.data.problems import (
     NO_ARGUMENTS,
     Problem,
     Prompt,
     TemplateArguments,
-    check_places,
+    count_image_places,
     fill_prompt,
     identity,
     is_heldout,
@@ -89,7 +90,7 @@ MAX_PICTURES: Final = 4096
 def picture_examples(data: DataConfig, warmup: WarmupConfig, seed: int) -> list[tuple[str, bytes]]:
     """Sample the captions and pictures of all warm-up steps in training order, reshuffled in each epoch.
 
-    Raises BadInput if the data source has no pictures.
+    Raises BadInput if the data source has no pictures, or a picture cannot be decoded.
     """
     if not data.pictures:
         raise BadInput(
@@ -99,6 +100,11 @@ def picture_examples(data: DataConfig, warmup: WarmupConfig, seed: int) -> list[
     num_examples = warmup.steps * warmup.batch_size
     make = cast(PictureSource, find_target(data.pictures, where=f"data.kind {data.label!r}"))
     pictures, rng = make(data, min(num_examples, MAX_PICTURES), seed), Random(f"{seed}/warmup")
+    if data.image_background != "unconverted":
+        pictures = [
+            (caption, convert_image(picture, data.image_background, where=f"warmup: the picture of {caption!r}"))
+            for caption, picture in pictures
+        ]
     examples: list[tuple[str, bytes]] = []
     while len(examples) < num_examples:
         examples.extend(rng.sample(pictures, k=min(len(pictures), num_examples - len(examples))))
@@ -225,7 +231,11 @@ def _read_pairs(path: Path, config: FilePreferences) -> list[Preference]:
 def _build_pair(place: str, row: Mapping[str, object], config: FilePreferences, *, is_table: bool) -> Preference:
     """Build a pair from a row. Raises BadInput if the row is invalid."""
     prompt, template = read_prompt(place, row, config, is_table=is_table)
-    check_places(prompt, 0, source=place)
+    if count_image_places(prompt):
+        raise BadInput(
+            f"{place}: {config.prompt_column}: preference pairs support text only, but the prompt contains an image. "
+            "Remove the images, or the row."
+        )
     chosen, rejected = (
         _read_completion(place, row, column, config) for column in (config.chosen_column, config.rejected_column)
     )

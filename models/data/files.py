@@ -106,7 +106,13 @@ def _build_problem(
     columns = {column: cast(JsonValue, row[column]) for column in data.environment_columns}
     check_columns(columns, source=place)  # tables can contain dates and bytes
     return Problem(
-        source=place, prompt=prompt, answer=answer, images=images, columns=columns, identity_version=data.version
+        source=place,
+        prompt=prompt,
+        answer=answer,
+        images=images,
+        images_column=data.images_column or "",
+        columns=columns,
+        identity_version=data.version,
     )
 
 

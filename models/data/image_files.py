@@ -33,7 +33,7 @@ def image_files(data: ProblemFile) -> Iterator[Path]:
         with suppress(OSError, EOFError, ValueError, BadInput, zlib.error, pa.ArrowException):
             for name in _iterate_paths(fetch_path(path), data.images_column):
                 image_path = root / name
-                if image_path not in seen_paths and not name.startswith("data:") and "://" not in name:
+                if image_path not in seen_paths and name[:5].lower() != "data:" and "://" not in name:
                     seen_paths.add(image_path)
                     yield image_path
 

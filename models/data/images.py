@@ -1,13 +1,12 @@
 """Images of problems: read from the rows of a file and checked before training starts. Torch-free.
 
-The encoded bytes are stored unchanged, except of images that need a conversion (`color_conversion`). Otherwise only the
-header is used. Pixels are decoded just to check that this is possible.
+The encoded bytes are stored unchanged, except of images that need a conversion (`models.vision.color_conversion`).
+Otherwise only the header is used. Pixels are decoded just to check that this is possible.
 """
 
 import base64
 import binascii
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -16,16 +15,23 @@ from typing import Final
 
 import pyarrow as pa
 from blake3 import blake3
-from PIL import ExifTags, Image, ImageFile, ImageOps
+from PIL import Image, ImageFile
 
 from infra.errors import BadInput
 from infra.store.inputs import fetch_path, format_path, is_remote
-from models.data.color_conversion import convert_to_rgb, encode_converted, find_conversion
 from models.records.schemas import MEDIA_SCHEMA
+from models.vision.color_conversion import (
+    FORMATS,
+    SIDEWAYS,
+    convert_to_rgb,
+    describe_error,
+    encode_converted,
+    find_conversion,
+    find_orientation,
+    open_image,
+)
 from models.vision.families import ImageSize
 
-FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""Supported formats in Pillow's names. Some formats beyond these contain programs."""
 SEVERAL_FRAMES: Final = "MPO"
 """Format of JPEG files from phones, in which the additional frames are previews of the first."""
 MAX_PIXELS: Final = Image.MAX_IMAGE_PIXELS or 2**26
@@ -37,12 +43,39 @@ THUMBNAIL_BYTES: Final = 4096
 """Maximum size of a thumbnail in bytes."""
 MAX_ASPECT_RATIO: Final = 200
 """Maximum ratio of the longer side to the shorter one, the limit of Qwen's image processors."""
-_LYING: Final = (5, 6, 7, 8)
-"""EXIF orientation values that swap width and height."""
-_PNG_ORIENTATION: Final = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")
-"""Chunk names in a PNG file that can contain an orientation."""
-_SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
-_DATA: Final = re.compile(r"data:image/[\w.+-]+;base64,")
+LFS_POINTER: Final = b"version https://git-lfs"
+"""Start of a file that Git LFS writes instead of a large file."""
+SIGNATURES: Final = {
+    "PNG": re.compile(rb"\x89PNG"),
+    "JPEG": re.compile(rb"\xff\xd8"),
+    "WEBP": re.compile(rb"RIFF....WEBP", re.DOTALL),
+    "GIF": re.compile(rb"GIF8"),
+    "BMP": re.compile(rb"BM"),
+    "TIFF": re.compile(rb"II[*+]\0|MM\0[*+]"),
+}
+"""Start of the files of each supported format."""
+BASE64: Final = re.compile(rb"iVBORw0KGgo|/9j/|R0lGOD|UklGR|data:image/")
+"""Start of the Base64 text of an image."""
+UNSUPPORTED: Final = {
+    "an SVG drawing": re.compile(rb"(<\?xml[^>]*>|<!--.*?-->|<!DOCTYPE svg[^>]*>|\s)*<svg", re.DOTALL | re.IGNORECASE),
+    "a PDF document": re.compile(rb"%PDF-"),
+    "a PostScript document": re.compile(rb"%!PS"),
+    "an HTML page, perhaps of a failed download": re.compile(rb"<(!doctype )?html", re.IGNORECASE),
+    "an AVIF image": re.compile(rb"....ftypavi[fs]", re.DOTALL),
+    "a HEIC image": re.compile(rb"....ftyp(hei|hev|mif1|msf1)", re.DOTALL),
+    "a JPEG 2000 image": re.compile(rb"....jP  |\xff\x4f\xff\x51", re.DOTALL),
+    "a JPEG XL image": re.compile(rb"\xff\x0a|....JXL ", re.DOTALL),
+    "a NumPy array": re.compile(rb"\x93NUMPY"),
+    "a DICOM image": re.compile(rb".{128}DICM", re.DOTALL),
+    "Base64 text instead of bytes": BASE64,
+}
+"""Start of the files of other formats, by their name in messages."""
+MAX_NAME_BYTES: Final = 255
+"""Maximum size of a part of a path, the limit of file systems."""
+MIN_BASE64: Final = 60
+"""Minimum length of a text that is taken for Base64 data instead of a path."""
+_SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+_DATA: Final = re.compile(r"data:image/[\w.+-]+(;[\w.+-]+=[\w.+-]+)*;base64,", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +104,11 @@ def read_header(encoded: bytes, *, where: str) -> ImageHeader:
         width, height = image.size
         if width * height > MAX_PIXELS:
             raise _too_many_pixels(where, f"{width} x {height}")
-        # Reading the orientation makes Pillow decode all pixels of a PNG file, because the file may store it at the
-        # end.
-        may_be_rotated = image.format != "PNG" or any(name in encoded for name in _PNG_ORIENTATION)
-        is_rotated = may_be_rotated and image.getexif().get(ExifTags.Base.Orientation) in _LYING
+        # Pillow applies the orientation to the size of a TIFF file itself.
+        is_sideways = image.format != "TIFF" and find_orientation(image, encoded) in SIDEWAYS
         frames = 1 if image.format == SEVERAL_FRAMES else getattr(image, "n_frames", 1)
         header = ImageHeader(
-            digest_of(encoded), image.format or "", ImageSize(*((height, width) if is_rotated else (width, height)))
+            digest_of(encoded), image.format or "", ImageSize(*((height, width) if is_sideways else (width, height)))
         )
     if frames > 1:
         raise BadInput(f"{where}: expected a single picture, found an animation or document of {frames} frames")
@@ -95,25 +126,28 @@ def check_pixels(encoded: bytes, *, where: str) -> None:
     """Raise BadInput if the pixels of an image cannot be decoded completely."""
     with _open_image(encoded, where=where) as image:
         try:
-            image.load()
+            image.convert("RGB")
         except Exception as error:  # decoders raise any kind of exception for unexpected bytes
-            raise BadInput(f"{where}: the image cannot be decoded: {_reason(error)}") from error
+            raise _undecodable(error, where=where) from error
 
 
 def data_address(encoded: bytes) -> str:
     """Return an image as a URL `data:image/...;base64,...`, for use within a request or a page."""
     with _open_image(encoded, where="image") as image:
-        kind = Image.MIME[image.format or ""]
+        kind = Image.MIME["JPEG" if image.format == SEVERAL_FRAMES else image.format or ""]
     return f"data:{kind};base64,{base64.b64encode(encoded).decode()}"
 
 
 def open_picture(encoded: bytes, *, background: str = "white") -> Image.Image:
     """Decode an image to RGB with its EXIF orientation applied, all shades scaled and transparency on the background.
 
-    Raises BadInput if the image cannot be opened.
+    Raises BadInput if the image cannot be decoded.
     """
     with _open_image(encoded, where="image") as opened:
-        return convert_to_rgb(ImageOps.exif_transpose(opened), background)
+        try:
+            return convert_to_rgb(opened, background)
+        except Exception as error:  # decoders raise any kind of exception for unexpected bytes
+            raise _undecodable(error, where="image") from error
 
 
 def convert_image(encoded: bytes, background: str, *, where: str) -> bytes:
@@ -125,7 +159,7 @@ def convert_image(encoded: bytes, background: str, *, where: str) -> bytes:
         try:
             return encode_converted(image, background) if find_conversion(image) else encoded
         except Exception as error:  # decoders raise any kind of exception for unexpected bytes
-            raise BadInput(f"{where}: the image cannot be decoded: {_reason(error)}") from error
+            raise _undecodable(error, where=where) from error
 
 
 def thumbnail(encoded: bytes) -> bytes:
@@ -151,17 +185,31 @@ def thumbnail(encoded: bytes) -> bytes:
 def _open_image(encoded: bytes, *, where: str) -> ImageFile.ImageFile:
     """Open an image without decoding its pixels. Raises BadInput if the file is not a supported image."""
     try:
-        with warnings.catch_warnings():
-            # images with that many pixels are rejected by `read_header`
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            return Image.open(BytesIO(encoded), formats=FORMATS)
+        return open_image(encoded)
     except Image.DecompressionBombError as error:
         raise _too_many_pixels(where, "more than twice that") from error
     except Exception as error:  # decoders raise any kind of exception
-        expected = ", ".join(FORMATS)
-        raise BadInput(
-            f"{where}: the file cannot be decoded as an image ({expected}). It starts with {encoded[:8]!r}."
-        ) from error
+        raise BadInput(f"{where}: {_describe_unsupported(encoded)}") from error
+
+
+def _describe_unsupported(encoded: bytes) -> str:
+    """Return why a file cannot be opened as an image, as the end of a message. Known kinds of files are named."""
+    supported = ", ".join(FORMATS)
+    start = encoded[:512].lstrip(b"\xef\xbb\xbf \t\r\n")
+    if not encoded:
+        return "the image is empty (0 bytes). Expected the bytes of an image file"
+    if start.startswith(LFS_POINTER):
+        return "the file is a Git LFS pointer instead of an image. Run `git lfs pull` in its repository"
+    for name, pattern in UNSUPPORTED.items():
+        if pattern.match(start):
+            return f"the file is {name}, which cannot be decoded as an image. Convert it to one of {supported}"
+    signed = next((name for name, pattern in SIGNATURES.items() if pattern.match(encoded)), None)
+    if signed is not None:
+        return (
+            f"the {signed} file cannot be decoded as an image. It is damaged, or Pillow does not support its kind of "
+            "pixels, such as 64-bit numbers. Save it as PNG with 8 or 16 bits"
+        )
+    return f"the file cannot be decoded as an image ({supported}). It starts with {encoded[:8]!r}"
 
 
 def _too_many_pixels(where: str, size: str) -> BadInput:
@@ -169,9 +217,9 @@ def _too_many_pixels(where: str, size: str) -> BadInput:
     return BadInput(f"{where}: the image is too large to decode: at most {MAX_PIXELS:,} pixels, found {size}")
 
 
-def _reason(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of its class if the message is empty."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+def _undecodable(error: Exception, *, where: str) -> BadInput:
+    """Return the error for an image with pixels that cannot be decoded."""
+    return BadInput(f"{where}: the image cannot be decoded: {describe_error(error)}")
 
 
 def media_tables(images: Iterable[bytes]) -> Iterator[pa.Table]:
@@ -223,7 +271,7 @@ def _read_image(value: object, *, where: str, root: Path) -> bytes:
         case {"path": str(name)} | str(name):
             encoded = (
                 _decode_data_url(name, where=where)
-                if name.startswith("data:")
+                if name[:5].lower() == "data:"
                 else _read_image_file(name, where=where, root=root)
             )
         case _:
@@ -255,6 +303,14 @@ def _read_image_file(name: str, *, where: str, root: Path) -> bytes:
         raise BadInput(
             f"{where}: {name[:60]!r} is a URL. Download the image and name a path below data.images_root instead."
         )
+    encoded_name = name.encode(errors="replace")
+    is_base64 = BASE64.match(encoded_name) is not None and len(name) > MIN_BASE64
+    is_too_long = any(len(part) > MAX_NAME_BYTES for part in encoded_name.split(b"/"))
+    if not name or b"\0" in encoded_name or is_base64 or is_too_long:
+        raise BadInput(
+            f"{where}: expected the path of an image, found a text of {len(name):,} characters that starts with "
+            f"{name[:20]!r}. Write Base64 data as data:image/png;base64,… or as bytes."
+        )
     relative_path = Path(name)
     if relative_path.is_absolute() or ".." in relative_path.parts:
         raise _outside_root(name, where=where, root=root)
@@ -266,9 +322,9 @@ def _read_image_file(name: str, *, where: str, root: Path) -> bytes:
         if not is_remote(root) and not path.resolve().is_relative_to(root.resolve()):
             raise _outside_root(name, where=where, root=root)
         return path.read_bytes()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a ValueError if the path is not valid Unicode
         raise BadInput(
-            f"{where}: {format_path(root / relative_path)} cannot be read: {error.strerror or error}"
+            f"{where}: {format_path(root / relative_path)} cannot be read: {getattr(error, 'strerror', None) or error}"
         ) from error
 
 

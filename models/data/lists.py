@@ -19,27 +19,29 @@ PLACES: Final = ("Bonn", "Bari", "Graz", "Kyiv", "Lima", "Nice", "Oslo", "Riga",
 DAYS: Final = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 THINGS: Final = ("bag", "cap", "cup", "hat", "jar", "key", "map", "net", "pad", "pen", "pin", "rug")
 FEWEST, MOST = 4, 12
-"""Minimum and maximum number of things in a list that warm-up trains on."""
+"""Minimum and maximum number of things in the lists on which warm-up trains."""
 
 
 class ListData(DataSource):
-    """Data source of packing-list problems."""
+    """Source of problems that ask for a packing list."""
 
     implementation = "models.data.lists:list_problems"
 
     train_problems: Positive = 384
     """Number of problems to train on."""
     heldout_problems: Positive = 64
-    """Number of problems kept for evaluation. A hash of the prompt decides on the split, so no prompt is in both."""
+    """Number of problems kept for evaluation. A hash of the prompt assigns each problem to training or evaluation, so
+    no prompt is in both."""
 
     @property
     def num_heldout_problems(self) -> int | None:
-        """Number of held-out problems, which equals the configured number."""
+        """Number of held-out problems as configured."""
         return self.heldout_problems
 
 
 def list_problems(data: ListData, split: str, seed: int) -> list[Problem]:
-    """Generate the problems of a split, each with a list of 4 to 12 things. The same seed gives the same list.
+    """Generate the problems of a split, each with a reference list of 4 to 12 things. The same seed gives the same
+    problems.
 
     Raises BadInput if there are not enough different problems.
     """

@@ -18,12 +18,13 @@ from models.data.problems import Problem, sample_problems
 NAMES: Final = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Max", "Tom", "Zoe")
 THINGS: Final = ("box", "door", "frame", "lid", "sail", "shelf", "tent", "window")
 ADJECTIVES: Final = {"width": "wide", "height": "high"}
-"""Adjective in the prompt for each measure."""
+"""Adjective by which the prompt asks for each measure."""
 SMALLEST, LARGEST = 2, 40
 
 
 def measure_problems(data: MeasuresData, split: str, seed: int) -> list[Problem]:
-    """Generate the problems of a split. Questions or measures are distinct, and the same seed gives the same list.
+    """Generate the problems of a split. Problems differ in question or measures, and the same seed gives the same
+    problems.
 
     Raises BadInput if there are not enough different problems.
     """
@@ -39,7 +40,7 @@ def measure_problems(data: MeasuresData, split: str, seed: int) -> list[Problem]
 
 
 def _sample_problem(rng: Random, *, source: str) -> Problem:
-    """Sample one problem with its worked turns."""
+    """Sample one problem with the turns of its dialogue."""
     width, height = rng.sample(range(SMALLEST, LARGEST + 1), k=2)
     columns = {"width": width, "height": height}
     measure = rng.choice(list(columns))

@@ -1,4 +1,4 @@
-"""Chats in the rows of data files: the messages with the fields that chat templates read, tools, template variables."""
+"""Chats in the rows of data files: their messages, and the tools and variables that the chat template receives."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -15,17 +15,17 @@ from models.data.problems import NO_ARGUMENTS, Content, ImagePlace, Message, Pro
 
 _TEXT_FIELDS: Final = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking", "tool_plan")
 FIELDS: Final = ("role", "content", "tool_calls", *_TEXT_FIELDS)
-"""Fields of messages that published chat templates read."""
+"""Message fields that published chat templates use."""
 _THOUGHTS: Final = ("tool_calls", "reasoning_content", "reasoning", "thinking", "tool_plan")
-"""Fields that make a message of the assistant without content meaningful."""
+"""Fields with which a message of the assistant is meaningful although it has no content."""
 _OPTIONAL_CONTENT: Final = ("system", "developer", "tool")
-"""Roles whose messages may be empty. An empty system message keeps the template from writing its own."""
+"""Roles whose messages may be empty. With an empty system message, a template does not insert its default one."""
 _CALL, _FUNCTION = ("id", "type", "index", "function"), ("name", "arguments")
 _WAY_OUT: Final = "Rename or remove the field, or set message_fields = 'drop' to read only role and content."
 
 
 def omit_nulls(value: object) -> object:
-    """Return a value of a table without the fields that are null, at every depth.
+    """Return a value without fields that are null, at every depth.
 
     Parquet and Arrow give every struct of a column the same fields, and fill absent fields with null.
     """
@@ -43,8 +43,8 @@ def read_prompt(
 ) -> tuple[Prompt, TemplateArguments]:
     """Return the prompt of a row, with the arguments that its chat template receives.
 
-    A prompt is plain text, or a chat whose last message is not the assistant's. `is_table` says that the row comes from
-    a Parquet or Arrow file, `is_chat` that plain text becomes a chat later. Raises BadInput if a value is invalid.
+    A prompt is plain text, or a chat whose last message is not from the assistant. `is_table` is set if the row comes
+    from a Parquet or Arrow file, `is_chat` if plain text becomes a chat later. Raises BadInput if a value is invalid.
     """
     values = {name: omit_nulls(row.get(name)) for name in file.chat_columns} if is_table else row
     prompt = _read_prompt_value(place, values[file.prompt_column], file)
@@ -59,7 +59,8 @@ def read_prompt(
 
 
 def _read_prompt_value(place: str, prompt: object, file: ChatFile) -> Prompt:
-    """Return the value of a prompt column as plain text or as a chat. Raises BadInput if it has another form."""
+    """Return the value of a prompt column as plain text or as the messages of a chat. Raises BadInput if it is
+    neither."""
     column = file.prompt_column
     if not isinstance(prompt, list):
         return read_text(place, prompt, column)
@@ -73,16 +74,16 @@ def _read_prompt_value(place: str, prompt: object, file: ChatFile) -> Prompt:
 def read_messages(
     place: str, turns: Sequence[object], column: str, *, fields: MessageFields = "keep"
 ) -> tuple[Message, ...]:
-    """Read the messages of a chat. With `fields="drop"`, only role and content are read.
+    """Return the messages of a chat, given the objects in a row. With `fields="drop"`, only role and content are read.
 
-    Raises BadInput if a turn lacks `role` or `content`, has an unknown field, or an invalid value.
+    Raises BadInput if a message lacks `role` or `content`, has an unknown field, or an invalid value.
     """
     read = _read_message if fields == "keep" else _read_plain_message
     return tuple(read(place, turn, f"{column}[{index}]") for index, turn in enumerate(turns))
 
 
 def _read_plain_message(place: str, turn: object, column: str) -> Message:
-    """Read role and content of a message, and ignore other fields."""
+    """Return a message with only role and content. Other fields are ignored."""
     if not isinstance(turn, dict) or "role" not in turn or "content" not in turn:
         raise _describe_missing(place, turn, column)
     role = read_text(place, turn["role"], f"{column}.role")
@@ -90,7 +91,7 @@ def _read_plain_message(place: str, turn: object, column: str) -> Message:
 
 
 def _read_message(place: str, turn: object, column: str) -> Message:
-    """Read a message with all fields. Fields that are null are absent, except content."""
+    """Return a message with all its fields. A field that is null counts as absent, except `content`."""
     if not isinstance(turn, dict) or "role" not in turn:
         raise _describe_missing(place, turn, column)
     present = {name: value for name, value in turn.items() if value is not None and value != []}
@@ -121,7 +122,7 @@ def _describe_missing(place: str, turn: object, column: str) -> BadInput:
 
 
 def _require_known(place: str, value: Mapping[str, object], column: str, known: Collection[str], *, what: str) -> None:
-    """Raise BadInput if a value has a field that is not known. The message suggests the nearest name."""
+    """Raise BadInput if an object has an unknown field. The message suggests the nearest known name."""
     for name in value:
         if name not in known:
             raise BadInput(
@@ -131,7 +132,7 @@ def _require_known(place: str, value: Mapping[str, object], column: str, known: 
 
 
 def _read_calls(place: str, value: object, column: str) -> list[JsonValue]:
-    """Read the tool calls of a message, in the format of OpenAI. Arguments that are JSON text become objects.
+    """Return the tool calls of a message in the format of OpenAI. Arguments that are JSON text are decoded.
 
     Raises BadInput if a call has no name, an unknown field, or arguments that are not a JSON object.
     """
@@ -142,7 +143,7 @@ def _read_calls(place: str, value: object, column: str) -> list[JsonValue]:
 
 
 def _read_call(place: str, value: object, column: str) -> JsonValue:
-    """Read one tool call: `{type, function: {name, arguments}}`, or only the function."""
+    """Return one tool call, given as `{type, function: {name, arguments}}` or only as the inner object."""
     call = _parse_json(place, value, column)
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or not function.get("name"):
@@ -166,7 +167,8 @@ def _read_call(place: str, value: object, column: str) -> JsonValue:
 
 
 def _parse_json(place: str, value: object, column: str) -> object:
-    """Return the value that a JSON text encodes, or a value that is no text unchanged. Raises BadInput if not JSON."""
+    """Return the decoded value if `value` is JSON text. Other values are returned unchanged. Raises BadInput for
+    invalid JSON."""
     if not isinstance(value, str):
         return value
     try:
@@ -176,9 +178,10 @@ def _parse_json(place: str, value: object, column: str) -> object:
 
 
 def read_tools(place: str, value: object, column: str) -> tuple[Mapping[str, JsonValue], ...]:
-    """Read the tools that a prompt shows: JSON schemas of functions, or JSON text of them. Null or empty means none.
+    """Return the tools that a prompt describes, given as JSON schemas of functions or as JSON text. Empty for null or
+    empty values.
 
-    Raises BadInput if a value is not the schema of a function with a name.
+    Raises BadInput if an element is not the schema of a function with a name.
     """
     tools = None if isinstance(value, str) and not value.strip() else _parse_json(place, value, column)
     if tools is None:
@@ -199,9 +202,9 @@ def read_tools(place: str, value: object, column: str) -> tuple[Mapping[str, Jso
 
 
 def read_kwargs(place: str, value: object, column: str) -> dict[str, JsonValue]:
-    """Read variables of the chat template: a JSON object, or JSON text of one. Null or empty means none.
+    """Return variables for the chat template, given as a JSON object or as JSON text. Empty for null or empty values.
 
-    Raises BadInput if the value is not a JSON object, or names an argument that the template always receives.
+    Raises BadInput if the value is not a JSON object, or contains a variable that rendering always sets.
     """
     kwargs = None if isinstance(value, str) and not value.strip() else _parse_json(place, value, column)
     if kwargs is None:
@@ -216,9 +219,9 @@ def read_kwargs(place: str, value: object, column: str) -> dict[str, JsonValue]:
 
 
 def _read_content(place: str, value: object, column: str, *, fields: MessageFields) -> Content:
-    """Read the content of a message, which is text or a list of text and image parts.
+    """Return the content of a message: text, or a list of text and image parts.
 
-    Raises BadInput if the content is empty, has other parts, or (with `fields="keep"`) a part has unknown fields.
+    Raises BadInput if the content is empty, has other parts, or (with `fields="keep"`) a part with unknown fields.
     """
     if not isinstance(value, list):
         return read_text(place, value, column)
@@ -244,7 +247,7 @@ def _read_content(place: str, value: object, column: str, *, fields: MessageFiel
 
 
 def read_text(place: str, value: object, column: str) -> str:
-    """Return the value if it is non-blank text, or bytes that are such a text in UTF-8.
+    """Return the value if it is non-blank text, or its text if it is bytes in UTF-8.
 
     Raises BadInput if the value is something else, or if the text cannot be encoded as UTF-8.
     """
@@ -255,7 +258,7 @@ def read_text(place: str, value: object, column: str) -> str:
 
 
 def _read_any_text(place: str, value: object, column: str) -> str:
-    """Return the value if it is text, or bytes in UTF-8. Raises BadInput if not, or if the text is invalid."""
+    """Return the value if it is text, or its text if it is bytes in UTF-8. Raises BadInput otherwise."""
     if isinstance(value, bytes):
         value = decode_text(f"{place}: {column}", value)
     if not isinstance(value, str):
@@ -270,6 +273,6 @@ def _read_any_text(place: str, value: object, column: str) -> str:
 
 
 def _hint_at(value: object) -> str:
-    """Return the end of a message about a value that means a missing value, or an empty text."""
+    """Return a hint for an error message if the value means a missing value, else an empty text."""
     is_missing = value is None or (isinstance(value, float) and isnan(value))
     return ", which stands for a missing value. Fill it in, or remove the row." if is_missing else ""

@@ -1,4 +1,4 @@
-"""Problems of several files, sampled by weight in each iteration."""
+"""Problems from several files, from which each iteration samples by weight."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,11 +11,11 @@ from models.data.problems import Problem
 
 
 def mixed_problems(data: MixtureData, split: str, seed: int) -> list[Problem]:
-    """Read the problems of a split from every file. Each problem has the number of its file as `part`.
+    """Read the problems of a split from all files. The `part` of a problem is the index of its file.
 
     Training problems are listed file after file; `models.data.curriculum` mixes them. Held-out problems are interleaved
-    by the Sainte-Laguë method: problem i of a file with weight w, counted from 0, is placed at (i + 1/2) / w. The first
-    n held-out problems, which an evaluation uses, therefore represent the weights as closely as whole numbers allow,
+    by the Sainte-Laguë method: problem i of a file with weight w, counted from 0, is placed at (i + 1/2) / w. An
+    evaluation uses the first n held-out problems, so these represent the weights as closely as whole numbers allow,
     until a file has no problems left.
     """
     files = [
@@ -33,6 +33,6 @@ def mixed_problems(data: MixtureData, split: str, seed: int) -> list[Problem]:
 
 
 def mixed_image_files(data: MixtureData) -> Iterator[Path]:
-    """Yield the paths of the image files to which rows of the files refer."""
+    """Yield the paths of the image files that rows of the files name."""
     for source in data.sources:
         yield from image_files(source)

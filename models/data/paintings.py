@@ -1,8 +1,8 @@
 """Generated pictures for a demo of text-to-image policies that trains on a laptop. Torch-free.
 
 A picture has 8 x 8 pixels. It shows one square or circle, 3 or 4 pixels wide, in one of three colors, at one of four
-places on a dark ground. Training prompts describe each of the 24 motifs as "red square left", held-out prompts as "left
-red square".
+places on a dark background. There are 24 motifs (combinations of color, shape and place). Training prompts describe a
+motif as "red square left", held-out prompts as "left red square".
 """
 
 from io import BytesIO
@@ -23,15 +23,16 @@ COLOURS: Final = {"red": (230, 40, 40), "green": (40, 190, 60), "blue": (50, 80,
 GROUND: Final = (20, 20, 20)
 SHAPES: Final = ("square", "circle")
 PLACES: Final = {"left": (0.25, 0.5), "right": (0.75, 0.5), "top": (0.5, 0.25), "bottom": (0.5, 0.75)}
-"""Center of the shape, as fractions of the width from the left and from the top."""
+"""Center of the shape at each place, as fractions of the picture's width from the left and of its height from the
+top."""
 WORDINGS: Final = {"train": "{colour} {shape} {place}", "heldout": "{place} {colour} {shape}"}
-"""Prompt template of each split. No prompt is in both splits, and all words are in both."""
+"""Template of the prompts of each split. The splits have no prompt in common, but use the same words."""
 SHADE: Final = 25
 """Maximum random deviation of a color channel from its base value, on a scale of 0 to 255."""
 
 
 class Motif(NamedTuple):
-    """Content of a picture."""
+    """Content of a picture: color, shape and place."""
 
     colour: str
     shape: str
@@ -39,7 +40,7 @@ class Motif(NamedTuple):
 
     @property
     def reference(self) -> str:
-        """Reference answer, independent of the wording of the prompt."""
+        """Reference answer for rewards, which does not depend on the wording of the prompt."""
         return " ".join(self)
 
     def prompt(self, split: str) -> str:
@@ -56,7 +57,7 @@ class Captioned(NamedTuple):
 
 
 MOTIFS: Final = tuple(Motif(*each) for each in product(COLOURS, SHAPES, PLACES))
-"""All possible motifs."""
+"""All 24 motifs."""
 
 
 def painting_problems(data: PaintingsData, split: str, seed: int) -> list[Problem]:
@@ -69,9 +70,10 @@ def painting_problems(data: PaintingsData, split: str, seed: int) -> list[Proble
 
 
 def pretraining_examples(data: PaintingsData, count: int, seed: int) -> list[Captioned]:
-    """Paint `count` pictures, captioned in a random wording. The same seed gives the same pictures.
+    """Paint `count` pictures, each with a caption in a random wording. The same seed gives the same pictures.
 
-    In a share of the captions (`data.caption_noise`), color and place are replaced by random ones, which may be right.
+    In a share of the captions (`data.caption_noise`), color and place are replaced by random ones. Some of these are
+    right by chance.
     """
     rng = Random(f"{seed}/pretraining/paintings")
     examples = []
@@ -85,7 +87,7 @@ def pretraining_examples(data: PaintingsData, count: int, seed: int) -> list[Cap
 
 
 def paint(colour: str, shape: str, place: str, rng: Random) -> NDArray[np.float32]:
-    """Paint a picture with random size and shade, as an array of shape (8, 8, 3) with values from -1 to 1.
+    """Paint a motif with random size and shade, as an array of shape (8, 8, 3) with values from -1 to 1.
 
     A shape of 3 pixels is also randomly shifted by half a pixel.
     """
@@ -105,7 +107,7 @@ def paint(colour: str, shape: str, place: str, rng: Random) -> NDArray[np.float3
 
 
 def pretraining_pictures(data: PaintingsData, count: int, seed: int) -> list[tuple[str, bytes]]:
-    """Return `count` pictures as PNG files with their captions."""
+    """Return `count` captions, each with its picture as an encoded PNG file."""
     return [(each.caption, _encode_png(each.pixels)) for each in pretraining_examples(data, count, seed)]
 
 

@@ -22,12 +22,11 @@ from models.data.problems import Problem, sample_problems
 
 CELLS: Final = 3
 CELL: Final = 8
-"""Number of cells along a side, and side length of a cell in pixels."""
+"""Number of cells along a side of a picture, and side length of a cell in pixels."""
 COLOURS: Final = {"red": (230, 40, 40), "green": (40, 190, 60), "blue": (50, 80, 230), "yellow": (235, 210, 40)}
 COMMON: Final = (0.5, 0.25, 0.15, 0.1)
-"""Probability of each color, for shapes and for questions. If all were equally probable, neither the color of a cell
-nor the color of the question would predict anything alone, and training would start without gradients.
-"""
+"""Probability of each color, for shapes and for questions. With equal probabilities, neither the color of a cell nor
+the color in the question would alone say anything about the answer, so training would start without gradients."""
 GROUND: Final = (20, 20, 20)
 EMPTY_SHARE: Final = 0.25
 """Share of cells without a shape."""
@@ -37,7 +36,8 @@ Cell = tuple[str, str] | None
 
 
 def _masks() -> dict[str, NDArray[np.bool_]]:
-    """Return the pixels that each shape covers, as boolean arrays of shape (`CELL`, `CELL`)."""
+    """Return the pixels that each shape covers, as boolean arrays of shape (`CELL`, `CELL`), by the letter of the
+    shape."""
     y_YX, x_YX = np.mgrid[:CELL, :CELL] - (CELL - 1) / 2
     inside = np.maximum(abs(x_YX), abs(y_YX)) < CELL / 2 - 1
     return {
@@ -48,13 +48,14 @@ def _masks() -> dict[str, NDArray[np.bool_]]:
 
 
 MASKS: Final = _masks()
-"""Pixels covered by each shape, by the letter of the shape."""
+"""Pixels that each shape covers, by the letter of the shape."""
 
 
 def picture_problems(data: PicturesData, split: str, seed: int) -> list[Problem]:
-    """Generate the problems of a split. No two ask the same about the same picture; the same seed gives the same list.
+    """Generate the problems of a split. No two problems ask the same question about the same picture, and the same seed
+    gives the same problems.
 
-    Raises BadInput if there are not enough different pictures.
+    Raises BadInput if there are not enough different problems.
     """
     num_problems = data.train_problems if split == "train" else data.heldout_problems
     rng = Random(f"{seed}/{split}/pictures")
@@ -87,7 +88,7 @@ def _sample_problem(rng: Random, *, source: str) -> Problem:
 
 
 def _cell(rng: Random) -> Cell:
-    """Sample the content of a cell."""
+    """Sample the content of one cell: a shape with its color, or None."""
     return None if rng.random() < EMPTY_SHARE else (rng.choice(list(MASKS)), _colour(rng))
 
 

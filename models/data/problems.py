@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol, cast
 from blake3 import blake3
 from pydantic import JsonValue
 
-from infra.errors import BadInput
+from infra.errors import BadInput, InputErrors
 from infra.plugins import find_target
 from infra.variants import implementation_of
 from models.config.data import DataConfig
@@ -114,8 +114,15 @@ class Problem:
         """Digests of the images."""
         return tuple(map(digest_of, self.images))
 
+    images_column: str = ""
+    """Column of the data file that contains the images, or an empty string."""
     identity_version: int = 1
     """Version of the rule for the identity of the problem (`ProblemFile.version`)."""
+
+    def find_image(self, number: int) -> str:
+        """Return the origin of an image for messages. `number` is the index of the image, starting at 0."""
+        column = f"{self.images_column}: " if self.images_column else ""
+        return f"{self.source}: {column}image {number + 1}"
 
     @property
     def identity(self) -> str:
@@ -350,15 +357,20 @@ def load_problems(data: DataConfig, split: str, seed: int) -> list[Problem]:
         if not isinstance(problem, Problem):
             raise BadInput(f"{where}: expected objects of models.data.problems.Problem, found {problem!r:.80}")
         check_columns(problem.columns, source=problem.source)
-    return problems if data.image_background == "unconverted" else [_convert_images(each, data) for each in problems]
+    return problems if data.image_background == "unconverted" else _convert_images(problems, data.image_background)
 
 
-def _convert_images(problem: Problem, data: DataConfig) -> Problem:
-    """Return the problem with its images converted to RGB if policies would lose shades or transparency of them."""
-    if not problem.images:
-        return problem
-    images = [
-        convert_image(image, data.image_background, where=f"{problem.source}: image {number}")
-        for number, image in enumerate(problem.images, start=1)
-    ]
-    return replace(problem, images=tuple(images))
+def _convert_images(problems: Sequence[Problem], background: str) -> list[Problem]:
+    """Return the problems with their images converted to RGB if policies would lose shades or transparency of them.
+
+    Raises one BadInput that lists all images that cannot be decoded.
+    """
+    converted, input_errors = list[Problem](), InputErrors()
+    for problem in problems:
+        images: list[bytes] = []
+        for number, image in enumerate(problem.images):
+            with input_errors.collect(where := problem.find_image(number)):
+                images.append(convert_image(image, background, where=where))
+        converted.append(replace(problem, images=tuple(images)) if images else problem)
+    input_errors.check()
+    return converted

@@ -40,7 +40,8 @@ class PromptLimit:
     """Maximum prompt length of one text encoder in a pipeline. The encoder truncates longer prompts."""
 
     tokenizer: str
-    """Name of the tokenizer's folder. The folder of its text encoder has the same suffix, such as `_2`."""
+    """Name of the folder with the encoder's tokenizer, such as `tokenizer_2`. The suffix also occurs in the name of the
+    encoder's folder."""
     tokens: int | None = None
     """Default number of tokens, including special tokens. None means the fixed number of positions of the encoder."""
     max_tokens: int = 0
@@ -82,7 +83,8 @@ class DenoiserFamily:
     count: Callable[[Any, str], int] = _count
     """Function that counts the tokens of a prompt."""
     packing: int = 1
-    """Side length, in latents, of the square that the denoiser's configuration counts as the channels of one token."""
+    """Side length, in latents, of a square that becomes one token. The denoiser's configuration counts the latents of
+    the square as channels."""
     uses_even_spacing: bool = False
     """Whether the pipeline spaces noise levels evenly from 1 to 1/steps before it shifts them. If false, the levels end
     at the smallest noise level used in training."""

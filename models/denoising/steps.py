@@ -8,13 +8,11 @@ latents of a state.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
@@ -32,6 +30,7 @@ from models.records.media import Gallery
 from models.records.model_input import ModelInput
 from models.records.seeds import derive_seed
 from models.text.tokenizer import load_tokenizer
+from models.vision.color_conversion import decode_rgb
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +286,6 @@ def _add_noise(encoded: bytes, seed: int) -> tuple[np.ndarray, np.ndarray, np.fl
     """Return the image as a state (D), and the noise (D) and the noise level that are sampled with the seed."""
     rng = np.random.Generator(np.random.Philox(seed))
     level = 1 / (1 + np.exp(-rng.standard_normal(dtype=np.float32)))
-    pixels_YXC = np.asarray(Image.open(BytesIO(encoded)).convert("RGB"), np.float32) / 127.5 - 1
+    pixels_YXC = np.asarray(decode_rgb(encoded), np.float32) / 127.5 - 1
     picture_D = np.ascontiguousarray(pixels_YXC.transpose(2, 0, 1)).ravel()
     return picture_D, rng.standard_normal(picture_D.size, dtype=np.float32), np.float32(level)

@@ -22,7 +22,7 @@ from models.gate.bounds import Floats, betting_lower_bound, exact_lower_bound
 RESAMPLES = 10_000
 _DRAWN_AT_ONCE = 2**22
 _OUTSIDE = 1e-6
-"""Distance outside of the range of scores that is treated as rounding error."""
+"""Distance by which a score may be outside the range of scores because of rounding."""
 Method = Literal["exact", "betting", "bootstrap"]
 _EQUAL = 1e-12
 """Spread below which differences are treated as equal. Sums of the same scores may differ in their last bits."""
@@ -39,7 +39,8 @@ class PairedScores:
     challenger_PS: Floats
     """Scores of the challenger, generated with the same seeds as those of the champion in each problem and sample."""
     unmatched: tuple[str, ...] = ()
-    """Ids of problems that only one of the policies answered, or answered with another number of samples."""
+    """Ids of problems that cannot be compared, because only one policy has scores for them or the numbers of samples
+    differ."""
 
     def __post_init__(self) -> None:
         shapes = self.champion_PS.shape, self.challenger_PS.shape
@@ -67,7 +68,8 @@ class PairedScores:
 
 
 class PairedDifference(Settings):
-    """Difference between challenger and champion in the mean score of a problem, with its bounds and a test.
+    """Difference between the mean scores of challenger and champion over the problems of a suite, with confidence
+    bounds and a test.
 
     A pair consists of the scores of both policies in one sample of a problem.
     """
@@ -95,12 +97,12 @@ class PairedDifference(Settings):
     score_range: tuple[float, float] | None = None
     """Lowest and highest possible score. None if it is unknown."""
     lower: float
-    """One-sided lower bound at 1 − alpha. BCa is undefined if all differences are equal. Its bounds are then this
-    difference."""
+    """One-sided lower confidence bound of the difference, at level 1 − alpha. If the differences of all problems are
+    equal, the bootstrap bound is this difference, because BCa is undefined."""
     upper: float
-    """One-sided upper bound at 1 − alpha."""
+    """One-sided upper confidence bound of the difference, at level 1 − alpha."""
     holm: tuple[float, ...]
-    """Lower bounds at 1 − alpha, 1 − alpha / 2, …, as needed for Holm's method."""
+    """Lower confidence bounds at levels 1 − alpha, 1 − alpha / 2, …, which Holm's method for several suites needs."""
     test: Literal["mcnemar", "wilcoxon"]
     """Test of no gain: McNemar's exact test if scores are 0 or 1 and each problem has one sample, else Wilcoxon's
     signed-rank test."""

@@ -1,4 +1,5 @@
-"""Verdict of a gate from the measurements of its rules: promote, keep, reject or invalid.
+"""Verdict of the gate about a challenger (the retrained policy), from the measurements of all rules. Possible verdicts
+are promote, keep, reject and invalid.
 
 This module does not import torch.
 """
@@ -24,9 +25,9 @@ class MeasuredGain(Settings):
     """Measured difference, with one lower bound for each number of comparisons in Holm's method."""
 
     def shows(self, tests: int) -> bool:
-        """Return whether the gain is shown if Holm's method covers this number of comparisons.
+        """Return whether the gain is statistically significant if Holm's method corrects for `tests` comparisons.
 
-        A bootstrap bound must be confirmed by the test of no gain, because it exceeds 0 more often than its level
+        A bootstrap bound must be confirmed by the test for no gain, because it exceeds 0 more often than its level
         allows if few problems differ.
         """
         difference, level = self.difference, self.difference.alpha / tests
@@ -39,7 +40,8 @@ class MeasuredGain(Settings):
         return self.difference.upper < min(0.0, self.min_gain)
 
     def reason(self, tests: int) -> str:
-        """Return one line that states what was shown, with the number of comparisons in Holm's method."""
+        """Return one line with the result of the comparison for messages. `tests` is the number of comparisons in
+        Holm's method."""
         difference, level = self.difference, self.difference.alpha / tests
         lower, sure = difference.holm[tests - 1], f"{100 * (1 - level):.4g}%"
         if self.is_loss:
@@ -70,7 +72,7 @@ class MeasuredGuard(Settings):
         return self.difference.method != "bootstrap" and self.difference.lower > -self.margin
 
     def reason(self) -> str:
-        """Return one line that states whether the guard holds."""
+        """Return one line for messages with the result of the guard."""
         difference = self.difference
         line = f"{self.suite}: {difference.mean:+.3f}, lower bound {difference.lower:+.3f}"
         if self.holds:
@@ -82,7 +84,7 @@ class MeasuredLimit(Settings):
     """Measured value of the challenger with the maximum that the gate allows."""
 
     name: str
-    """Name of the value: mean length, KL, share of invalid answers or cost."""
+    """Name of the limited value: mean length, KL divergence, share of truncated completions, or cost."""
     value: float
     """Value of the challenger."""
     most: float
@@ -99,7 +101,7 @@ class MeasuredLimit(Settings):
         return self.value <= self.most
 
     def reason(self) -> str:
-        """Return one line that states whether the limit holds."""
+        """Return one line for messages with the value and its limit."""
         return f"{self.name}: {self.value:.4g} is {self.bound if self.holds else f'above {self.most:g}'}"
 
 
@@ -126,25 +128,26 @@ class MeasuredFloor(Settings):
         return self.value >= self.least
 
     def reason(self) -> str:
-        """Return one line that states whether the floor is reached."""
+        """Return one line for messages with the mean score and its minimum."""
         return f"{self.name}: {self.value:.4g} is {self.bound if self.holds else f'below {self.least:g}'}"
 
 
 class Evidence(Settings):
-    """Measurements on which a verdict is based."""
+    """Measurements about a challenger on which the verdict of the gate is based."""
 
     gains: tuple[MeasuredGain, ...]
-    """Results of the primary suites, at least one. One shown gain, after Holm's correction, is enough to promote."""
+    """Results of the primary suites, at least one. The challenger can be promoted if at least one gain is significant
+    after Holm's correction."""
     guards: tuple[MeasuredGuard, ...] = ()
     """Results of the guards. The challenger is rejected if one of them does not hold."""
     limits: tuple[MeasuredLimit, ...] = ()
-    """Values with a maximum. The challenger is rejected if one of them does not hold."""
+    """Values with a maximum. The challenger is rejected if one of them exceeds its maximum."""
     floors: tuple[MeasuredFloor, ...] = ()
-    """Mean scores with a minimum. The challenger is rejected if one of them does not hold."""
+    """Mean scores with a minimum. The challenger is rejected if one of them is below its minimum."""
     contaminated: dict[str, float] = {}
-    """Share of each suite's problems that are among the training problems, by suite."""
+    """For each suite, the share of its problems that are also training problems."""
     trained_on: dict[str, Contamination] = {}
-    """Problems of each suite that are among the training problems, by suite."""
+    """For each suite, the problems that are also training problems."""
 
 
 class GateVerdict(Settings):
@@ -212,7 +215,7 @@ def _find_doubts(evidence: Evidence, max_missing: float, max_contaminated: float
 
 
 def _count_comparisons(gains: tuple[MeasuredGain, ...]) -> list[int]:
-    """Return the number of comparisons over which each gain is judged (Holm 1979). Gains not shown yet share alpha."""
+    """Return, for each gain, the number of comparisons for which its significance level is corrected (Holm 1979)."""
     comparisons = [len(gains)] * len(gains)
     shown_gains: set[int] = set()
     while True:
@@ -226,7 +229,8 @@ def _count_comparisons(gains: tuple[MeasuredGain, ...]) -> list[int]:
 
 
 def _suggest_problems(difference: PairedDifference, above: float, level: float) -> str:
-    """Return a remark on how many problems would show a difference like the measured one, or "" if no number would."""
+    """Return a remark with the number of problems that would be needed to show a difference as large as the measured
+    one, or "" if no number is enough."""
     if difference.mean <= above:
         return ""
     low, high = difference.score_range or (0.0, 1.0)

@@ -1,1 +1,1 @@
-"""Inspection of models from their configuration and file headers, before anything is loaded."""
+"""Checks and descriptions of models before anything is loaded, from their configuration and file headers."""

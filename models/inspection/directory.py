@@ -1,8 +1,8 @@
-"""Inspection of models without building them, from the sizes of a decoder or the files of a directory.
+"""Description of models before anything is built, from the sizes of a decoder or the files of a directory.
 
-Only the configuration and the headers of weights are read, and torch is not imported. A plain directory (a decoder of a
-known kind, saved by transformers, with complete weights in the shapes of its configuration) is accepted without
-modeling code. All others, and errors, are left to models/modeling/directory.py, which takes seconds to import.
+Only the configuration and the headers of weights are read, and torch is not imported. This works for plain directories:
+a decoder of a known kind, saved by transformers, with complete weights in the shapes of its configuration. All other
+directories, and errors, are left to models/modeling/directory.py, which takes seconds to import.
 """
 
 from collections.abc import Callable, Iterable
@@ -42,16 +42,18 @@ class Inspected:
     outline: ModelOutline
     tokenizer: PreTrainedTokenizerFast
     critic: Callable[[], ModelOutline]
-    """Function that returns the outline of a classifier with one output on the model's trunk. Raises BadInput if
-    transformers has no such class."""
+    """Function that returns the outline of a critic: a classifier with one output on top of the model's decoder. Raises
+    BadInput if transformers has no such class."""
     load_processor: Callable[[PixelLimits], VisionProcessor | None] = lambda limits: None
-    """Function that loads the model's image converter within pixel limits. Returns None for text-only models."""
+    """Function that loads the model's image processor with limits on the number of pixels. Returns None for text-only
+    models."""
     check_drawing: Callable[[DenoisingConfig, Iterable[tuple[str, str]]], int] = lambda denoising, prompts: 0
-    """Function that returns the number of tokens that training reads for one image. Raises BadInput if the model cannot
-    generate such images, or if a prompt (given with its place, for messages) is too long."""
+    """Function that checks image generation and returns the number of tokens that training processes for one image. Its
+    arguments are the denoising settings and prompts, each with its place for messages. Raises BadInput if the model
+    cannot generate such images, or if a prompt is too long."""
 
     def sizes(self) -> dict[str, float]:
-        """Return the sizes from which time and memory are estimated."""
+        """Return the sizes of the model from which time and memory are estimated, by name."""
         shape = self.shape
         return {
             "parameters": shape.parameters,
@@ -66,27 +68,30 @@ class Inspected:
 
 
 class Inspection(Protocol):
-    """Description of the policy that one kind of source would create. `inspect_policy` calls it."""
+    """Function that describes the policy of one kind (`policy.kind`) before it is created. `inspect_policy` calls
+    it."""
 
     def __call__(self, policy: Any, texts: Iterable[str], /) -> Inspected:  # noqa: ANN401 -- its own settings
-        """Return the description. `texts` train the tokenizer. Raises BadInput if the policy cannot be used."""
+        """Return the description of the policy. A new tokenizer is trained on `texts`. Raises BadInput if the policy
+        cannot be used."""
         ...
 
 
 def inspect_policy(policy: PolicySource, texts: Iterable[str]) -> Inspected:
-    """Describe a run's initial policy before it is created. Raises BadInput if it cannot be trained or sampled."""
+    """Describe the initial policy of a run before it is created. Raises BadInput if it cannot be trained or cannot
+    generate."""
     inspect = find_target(policy.inspection, where=f"policy {policy.label!r}")
     return cast(Inspection, inspect)(policy, texts)
 
 
 def inspect_scratch(policy: ScratchPolicy, texts: Iterable[str]) -> Inspected:
-    """Train the tokenizer on the texts, and describe the decoder that would be built for it."""
+    """Train the tokenizer on `texts`, and describe the decoder that a run would build with it."""
     tokenizer = train_tokenizer(texts, vocab_size=policy.vocab_size, context=policy.context)
     return inspect_decoder(DecoderSizes.from_scratch(policy, vocab_size=len(tokenizer)), tokenizer)
 
 
 def inspect_vision_scratch(policy: VisionScratchPolicy, texts: Iterable[str]) -> Inspected:
-    """Train the tokenizer, and describe the vision-language policy that would be built for it."""
+    """Train the tokenizer on `texts`, and describe the vision-language policy that a run would build with it."""
     from models.modeling.adapters import outline
     from models.modeling.critic import build_meta_critic
     from models.modeling.policy import policy_shape
@@ -110,7 +115,8 @@ def inspect_import(policy: DirectoryPolicy, texts: Iterable[str]) -> Inspected:
 
 
 def inspect_merge(policy: MergePolicy, texts: Iterable[str]) -> Inspected:
-    """Check that the parents can be merged, and describe the first one, because the merge has the same shapes."""
+    """Check that the configured policies can be merged, and describe the first one. The merged policy has the same
+    shapes."""
     from models.modeling.weighted_sum import compare_parents, find_parents
 
     parents = find_parents(policy)
@@ -119,14 +125,14 @@ def inspect_merge(policy: MergePolicy, texts: Iterable[str]) -> Inspected:
 
 
 def inspect_decoder(decoder: DecoderSizes, tokenizer: PreTrainedTokenizerFast) -> Inspected:
-    """Describe a decoder and its tokenizer."""
+    """Describe a decoder with these sizes and its tokenizer."""
     return Inspected(decoder.shape(), decoder.outline(), tokenizer, decoder.critic)
 
 
 def inspect_directory(directory: Path, *, is_trained: bool = False) -> Inspected:
     """Describe the model in a directory.
 
-    Raises BadInput if the model cannot be sampled, or cannot be trained although `is_trained` is set.
+    Raises BadInput if the model cannot generate, or if `is_trained` is set and the model cannot be trained.
     """
     check_untrusted_files(directory)
     plain = read_plain(directory)
@@ -135,7 +141,7 @@ def inspect_directory(directory: Path, *, is_trained: bool = False) -> Inspected
 
 
 def _inspect_built(directory: Path, *, is_trained: bool) -> Inspected:
-    """Describe a model by building it on the `meta` device."""
+    """Describe a model by building it on the `meta` device, for directories that are not plain."""
     from models.modeling.adapters import outline
     from models.modeling.critic import build_meta_critic
     from models.modeling.directory import check_directory, meta_policy

@@ -1,4 +1,5 @@
-"""Checks of images before a run begins: their bytes, and the models and functions that receive them.
+"""Checks of images before a run begins: whether they can be decoded, and whether models and reward functions accept
+them.
 
 This module does not import torch.
 """
@@ -25,19 +26,17 @@ from models.vision.processor import VisionProcessor
 
 SQUARES: Final = ("red", "blue")
 SIDE: Final = 224
-"""Side of a test square in pixels, a size that every family of models accepts."""
+"""Side length in pixels of the test squares. All model families accept this size."""
 
 
 def check_images(problems: Sequence[Problem], processor: VisionProcessor | None) -> None:
-    """Decode each distinct image once, because a header does not show whether the file is complete.
+    """Check each distinct image by decoding it once. The header alone does not show whether the file is complete.
 
-    `processor` belongs to the policy that receives the images. Raises BadInput with the places of all images that
-    cannot be used.
+    `processor` is the image processor of the policy that receives the images. Raises BadInput with the places of all
+    images that cannot be used.
     """
     places = {
-        encoded: f"{problem.source}: image {number}"
-        for problem in problems
-        for number, encoded in enumerate(problem.images, start=1)
+        encoded: problem.find_image(number) for problem in problems for number, encoded in enumerate(problem.images)
     }
     input_errors = InputErrors()
     for encoded, where in places.items():
@@ -56,10 +55,10 @@ def _check_image(encoded: bytes, processor: VisionProcessor | None, *, where: st
 
 
 def check_reward_images(scoring: ScoringConfig, problems: Sequence[Problem], *, generates_images: bool = False) -> None:
-    """Check that problems contain images for the judges that expect them, and that reward functions accept the images.
+    """Check that problems contain the images that judges are to be shown, and that reward functions accept them.
 
-    If `generates_images` is true, the policy generates images, and the reward functions must accept images. Raises
-    BadInput otherwise.
+    If `generates_images` is true, the policy generates images, and every reward function must accept images. Raises
+    BadInput if a check fails.
     """
     if generates_images:
         check_image_parameters(scoring)
@@ -76,7 +75,8 @@ def check_reward_images(scoring: ScoringConfig, problems: Sequence[Problem], *, 
 
 
 def check_warmup_images(examples: Sequence[tuple[str, bytes]], *, side: int) -> None:
-    """Raise BadInput if an image of the warm-up has another size than the images that the policy will generate."""
+    """Raise BadInput if an image for the warm-up does not have the side length `side` of the images that the policy
+    will generate."""
     for caption, picture in examples:
         if (size := read_header(picture, where=f"picture of {caption!r}").size) != (side, side):
             raise BadInput(
@@ -86,7 +86,7 @@ def check_warmup_images(examples: Sequence[tuple[str, bytes]], *, side: int) -> 
 
 
 def _check_functions(scoring: ScoringConfig, problem: Problem) -> None:
-    """Call the reward functions that take images once, with the images of a problem and its correct answer."""
+    """Call each reward function that accepts images once, with the images and the reference answer of a problem."""
     answer = problem.worked or problem.answer
     case = Case(identity(problem.prompt), answer, problem.answer, tokens=(answer,), images=problem.digests)
     evaluator = Evaluator(scoring)
@@ -103,7 +103,7 @@ def check_teacher_images(
 ) -> None:
     """Raise BadInput if the teacher cannot score prompts with images.
 
-    The teacher must read each image as the same tokens as the policy.
+    The teacher must encode each image as the same tokens as the policy. `processor` is the policy's image processor.
     """
     with_images = [problem for problem in problems if problem.images]
     if not with_images or processor is None:
@@ -127,7 +127,8 @@ def check_teacher_images(
 
 
 def check_judge_images(scoring: ScoringConfig) -> None:
-    """Check that judges behind endpoints see images, by sending the same question about a red and a blue square.
+    """Check that judges behind endpoints receive images, by sending the same question with a red and with a blue
+    square.
 
     Raises BadInput if a judge gives equal answers or no answer, and EndpointDown if an endpoint is not available now.
     """

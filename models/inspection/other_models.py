@@ -1,4 +1,4 @@
-"""Checks of the models other than the policy (critic, teacher, judges, reward models) before anything is loaded."""
+"""Checks of the critic, teacher, judges and reward models of a run before anything is loaded."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,10 +32,10 @@ from models.vision.processor import VisionProcessor
 
 
 def inspect_critic(source: Path | None, policy: Inspected, *, longest_tokens: int, slices: int) -> ModelOutline:
-    """Check that a critic can value the policy's sequences, and return its outline.
+    """Check that a critic can predict values for the policy's sequences, and return its outline.
 
-    Without a source the critic starts as a copy of the policy. `slices` is the number of ranks in a sequence-parallel
-    group. Raises BadInput if the critic does not fit.
+    `source` is the critic's directory, or None for a critic that starts as a copy of the policy. `slices` is the number
+    of ranks in a sequence-parallel group. Raises BadInput if the critic does not fit.
     """
     if source is None:
         return policy.critic()
@@ -51,7 +51,7 @@ def inspect_critic(source: Path | None, policy: Inspected, *, longest_tokens: in
 
 
 class TeacherCheck(Protocol):
-    """Check of one kind of teacher before a run begins. `check_teacher` calls it."""
+    """Function that checks one kind of teacher before a run begins. `check_teacher` calls it."""
 
     def __call__(
         self,
@@ -62,7 +62,7 @@ class TeacherCheck(Protocol):
         longest_tokens: int,
         slices: int = 1,
     ) -> int:
-        """Return the number of parameters on the run's own workers.
+        """Return the number of parameters that the run's workers load for the teacher, 0 if it is behind an endpoint.
 
         Raises BadInput if the teacher cannot score the policy's tokens.
         """
@@ -70,11 +70,12 @@ class TeacherCheck(Protocol):
 
 
 def check_teacher(teacher: Teacher, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int, slices: int = 1) -> int:
-    """Check that a teacher can score the policy's tokens, and return its number of parameters on the run's own workers.
+    """Check that a teacher can score the policy's tokens. Return the number of parameters that the run's workers load
+    for it.
 
-    The number is 0 for a teacher behind an endpoint. `longest_tokens` is the maximum number of tokens of prompt and
-    completion together, `slices` the number of ranks in a sequence-parallel group. Neither weights nor the network are
-    accessed. Raises BadInput if the teacher does not fit.
+    The number is 0 for a teacher behind an endpoint. `longest_tokens` is the maximum length of prompt and completion
+    together, `slices` the number of ranks in a sequence-parallel group. Weights are not read, and no request is sent.
+    Raises BadInput if the teacher does not fit.
     """
     check = cast(TeacherCheck, find_target(teacher.inspection, where=f"teacher {teacher.label!r}"))
     return check(teacher, tokenizer, longest_tokens=longest_tokens, slices=slices)
@@ -83,7 +84,8 @@ def check_teacher(teacher: Teacher, tokenizer: PreTrainedTokenizerFast, *, longe
 def check_teacher_endpoint(
     teacher: TeacherEndpoint, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int, slices: int = 1
 ) -> int:
-    """Check that requests may be sent to the teacher's endpoint, and return 0."""
+    """Check that the configuration allows requests to the teacher's endpoint, and return 0, because workers load no
+    teacher."""
     TokenScorer(teacher, spell=build_token_decoder(tokenizer), on_progress=lambda: None)
     return 0
 
@@ -91,7 +93,8 @@ def check_teacher_endpoint(
 def check_teacher_directory(
     teacher: TeacherDirectory, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int, slices: int = 1
 ) -> int:
-    """Compare the teacher's tokenizer and context with the policy's, and return its number of parameters."""
+    """Check that the teacher's tokenizer and context length fit the policy, and return the teacher's number of
+    parameters."""
     try:
         inspected = inspect_directory(teacher.path)
     except BadInput as error:
@@ -108,9 +111,10 @@ def check_teacher_directory(
 
 
 def _check_tokens(path: Path, own: PreTrainedTokenizerFast, policy: PreTrainedTokenizerFast) -> None:
-    """Raise BadInput unless each token of the policy has the same id in the teacher, which may have further tokens.
+    """Raise BadInput unless each token of the policy has the same ID in the teacher. The teacher may have additional
+    tokens.
 
-    Both must also have the same end token.
+    The end token must also be the same.
     """
     if (other := _find_differing_token(own, policy)) is not None:
         raise BadInput(
@@ -125,7 +129,8 @@ def _check_tokens(path: Path, own: PreTrainedTokenizerFast, policy: PreTrainedTo
 
 
 def _find_differing_token(tokenizer: PreTrainedTokenizerFast, expected: PreTrainedTokenizerFast) -> str | None:
-    """Return a description of the first expected token that is missing or has another id, or None."""
+    """Return a description of the first token of `expected` that is missing in `tokenizer` or has another ID there, or
+    None."""
     theirs = tokenizer.get_vocab()
     for token, number in sorted(expected.get_vocab().items(), key=lambda item: item[1]):
         if theirs.get(token) != number:
@@ -135,9 +140,10 @@ def _find_differing_token(tokenizer: PreTrainedTokenizerFast, expected: PreTrain
 
 
 def check_same_tokens(configured: PolicyConfig, champion: PolicyConfig) -> None:
-    """Raise BadInput if the configured policy has another tokenizer than the champion that would be retrained.
+    """Raise BadInput if the tokenizer of the configured policy differs from the tokenizer of the champion.
 
-    Nothing is checked if the configured policy's tokenizer is trained from the data, or if its files no longer exist.
+    A retrain starts from the champion instead of the configured policy. Nothing is checked if the configured policy's
+    tokenizer is trained on the data, or if its files no longer exist.
     """
     if not configured.brings_tokens:
         return
@@ -153,7 +159,7 @@ def check_same_tokens(configured: PolicyConfig, champion: PolicyConfig) -> None:
 
 
 class ServedModelCheck(Protocol):
-    """Check of one kind of model behind a reward, before the model is loaded. `check_served_model` calls it."""
+    """Function that checks one kind of judge or reward model before it is loaded. `check_served_model` calls it."""
 
     def __call__(
         self,
@@ -165,17 +171,18 @@ class ServedModelCheck(Protocol):
         seed: int,
         gpus: float,
     ) -> int:
-        """Return the number of parameters.
+        """Return the model's number of parameters.
 
-        Raises BadInput if the model cannot serve the reward on workers with `gpus` GPUs.
+        Raises BadInput if the model cannot compute the reward on workers with `gpus` GPUs.
         """
         ...
 
 
 def check_served_model(term: str, reward: ServedReward, *, problems: Sequence[Problem], seed: int, gpus: float) -> int:
-    """Check that a model can serve the reward on workers with `gpus` GPUs, and return its number of parameters.
+    """Check that a judge or reward model can compute its reward on workers with `gpus` GPUs, and return its number of
+    parameters.
 
-    Weights are not read. Raises BadInput if the model does not fit.
+    `term` is the name of the reward in messages. Weights are not read. Raises BadInput if the model does not fit.
     """
     try:
         check = cast(ServedModelCheck, find_target(reward.model.inspection, where=f"model {reward.model.label!r}"))
@@ -187,7 +194,7 @@ def check_served_model(term: str, reward: ServedReward, *, problems: Sequence[Pr
 def check_directory_reward_model(
     reward: ModelReward, model: DirectoryRewardModel, *, problems: Sequence[Problem], seed: int, gpus: float
 ) -> int:
-    """Check the directory of a classifier, and return its number of parameters."""
+    """Check the directory of a reward model, and return its number of parameters."""
     from models.modeling.reward_model import check_reward_model
 
     return check_reward_model(model.path, reward.template)
@@ -203,7 +210,7 @@ def check_directory_judge(
 def check_trained_judge(
     reward: JudgeReward, model: TrainedJudge, *, problems: Sequence[Problem], seed: int, gpus: float
 ) -> int:
-    """Check the judge that would be built and trained, and return its number of parameters."""
+    """Check the judge that a run would build and train, and return its number of parameters."""
     assert not isinstance(model.shape, PolicyShape), "a judge that starts as the policy is checked with the policy"
     inspected = inspect_policy(model.shape, vocabulary_texts(reward, problems, seed=seed))
     return _check_judge(inspected, reward, model.engine, problems=problems, gpus=gpus)
@@ -212,7 +219,7 @@ def check_trained_judge(
 def check_policy_judge(
     term: str, reward: JudgeReward, policy: Inspected, *, problems: Sequence[Problem], gpus: float
 ) -> int:
-    """Check that the policy can serve as the initial model of a judge, and return its number of parameters."""
+    """Check that a judge can start as a copy of the policy, and return its number of parameters."""
     assert reward.engine is not None, "a judge that the run trains has an engine in this process"
     try:
         return _check_judge(policy, reward, reward.engine, problems=problems, gpus=gpus)
@@ -237,9 +244,9 @@ def _check_judge(
 def _check_room(
     reward: JudgeReward, problems: Sequence[Problem], *, found: Inspected, processor: VisionProcessor | None
 ) -> int:
-    """Return the maximum number of tokens of a question with its verdict.
+    """Return the maximum number of tokens of a judge prompt with its verdict.
 
-    Raises BadInput if the judge's context is too short for a question about a correct answer.
+    Raises BadInput if the judge's context is too short even for the prompt about a correct answer.
     """
     room = reward.sampling.max_new_tokens if reward.generates_text else 1
     texts = [question_about(p, p.worked or p.answer, reward=reward, seed=0) for p in problems]

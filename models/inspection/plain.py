@@ -1,6 +1,6 @@
-"""Plain decoders: sizes and shapes of their weights, and directories that are read without modeling code.
+"""Plain decoders: sizes and shapes of their weights, and a reader for their directories that needs no modeling code.
 
-A plain directory is a decoder of a known kind, saved by transformers, with complete weights in the shapes of its
+A plain directory contains a decoder of a known kind, saved by transformers, with complete weights in the shapes of its
 configuration. Only the configuration and the headers of weights are read, and torch is not imported.
 """
 
@@ -21,12 +21,12 @@ from models.text.tokenizer import load_tokenizer
 Shape = tuple[int, ...]
 
 CLASSES: Final = {"llama": "Llama", "qwen3": "Qwen3"}
-"""Prefix of the transformers class names of each architecture."""
+"""Prefix of the names of the transformers classes of each architecture."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSizes:
-    """Sizes that determine the shapes of a decoder's weights."""
+    """Sizes of a decoder on which the shapes of its weights depend."""
 
     architecture: Literal["llama", "qwen3"]
     vocab_size: int
@@ -38,11 +38,11 @@ class DecoderSizes:
     head_size: int
     context: int
     tied: bool = True
-    """Whether the output head shares the weights of the embedding."""
+    """Whether the output layer shares the weights of the embeddings."""
 
     @staticmethod
     def from_scratch(policy: ScratchPolicy, *, vocab_size: int) -> "DecoderSizes":
-        """Return the sizes of a decoder to be built for a tokenizer with `vocab_size` tokens."""
+        """Return the sizes of the decoder that is built for a policy with random weights and `vocab_size` tokens."""
         return DecoderSizes(
             architecture=policy.architecture,
             vocab_size=vocab_size,
@@ -56,7 +56,7 @@ class DecoderSizes:
         )
 
     def shape(self) -> ModelShape:
-        """Return the sizes that determine memory and context length."""
+        """Return the properties of the decoder that determine its memory use and maximum sequence length."""
         return ModelShape(
             parameters=self.outline().parameters,
             context=self.context,
@@ -67,16 +67,16 @@ class DecoderSizes:
         )
 
     def outline(self) -> ModelOutline:
-        """Return the outline of the language model."""
+        """Return the size and structure of the language model, for estimates of training memory."""
         return self._build_outline("ForCausalLM", self.weights())
 
     def critic(self) -> ModelOutline:
-        """Return the outline of a classifier with one output on the same trunk."""
+        """Return the size and structure of a critic with the same decoder and a head with one output."""
         trunk = {name: shape for name, shape in self.weights().items() if name != "lm_head.weight"}
         return self._build_outline("ForSequenceClassification", trunk, head=self.hidden_size)
 
     def weights(self) -> dict[str, Shape]:
-        """Return the shapes of the language model's weights by name. Shared weights occur once."""
+        """Return the shapes of the language model's weights by name. Shared weights are listed once."""
         hidden, queries, keys = self.hidden_size, self.heads * self.head_size, self.kv_heads * self.head_size
         block: dict[str, Shape] = {
             "self_attn.q_proj": (queries, hidden),
@@ -120,16 +120,16 @@ class DecoderSizes:
 
     @property
     def _normed(self) -> int:
-        """Number of values of a token that pass through the norms of one block."""
+        """Number of values per token that pass through the norms of one block."""
         width = (self.heads + self.kv_heads) * self.head_size if self._norms else 0
         return 2 * self.hidden_size + width
 
     @property
     def _kept(self) -> int:
-        """Number of values of a token that autograd keeps for one block.
+        """Number of values per token that autograd keeps for one block.
 
-        Of each norm: input, normalized values, output. Of attention: queries, keys, values, and twice the output, the
-        second time for its projection. Of the MLP: gate, SiLU of the gate, other factor, product.
+        For each norm: input, normalized values, output. For attention: queries, keys, values, and the output twice, the
+        second time for its projection. For the MLP: gate, SiLU of the gate, other factor, product.
         """
         queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
         norms = 6 * self.hidden_size + (2 * (queries + keys) if self._norms else 0)
@@ -140,7 +140,7 @@ R = TypeVar("R", bound="_Plain")
 
 FLOATS: Final = ("F32", "BF16", "F16")
 ANOTHER: Final = ("model.safetensors.index.json", "adapter_config.json")
-"""Files that would make transformers load other weights or additional ones."""
+"""Names of files with which transformers would load other or additional weights."""
 
 
 class _Plain(BaseModel):
@@ -155,7 +155,8 @@ class _Rope(_Plain):
 
 
 class _Config(_Plain):
-    """Fields of a config.json that transformers writes for a plain decoder. Any other field means not plain."""
+    """Fields of the config.json that transformers writes for a plain decoder. With any other field, the directory is
+    not plain."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -190,7 +191,7 @@ class _Config(_Plain):
     transformers_version: str
 
     def decoder(self) -> DecoderSizes | None:
-        """Return the sizes of the decoder, or None if the settings contradict each other."""
+        """Return the sizes of the decoder, or None if fields contradict each other."""
         fits = (
             self.architectures == [f"{CLASSES[self.model_type]}ForCausalLM"]
             and self.layer_types in (None, ["full_attention"] * self.num_hidden_layers)
@@ -238,7 +239,8 @@ class _Tokenizer(_Plain):
 
 
 def read_plain(directory: Path) -> tuple[DecoderSizes, PreTrainedTokenizerFast] | None:
-    """Return the sizes and the tokenizer of a plain directory without errors, or None for any other directory."""
+    """Return the sizes and the tokenizer of a plain directory. Return None if the directory is not plain or has
+    errors."""
     try:
         decoder = _read(_Config, directory / "config.json").decoder()
         if (directory / "generation_config.json").exists():
@@ -258,7 +260,8 @@ def _read(kind: type[R], path: Path) -> R:
 
 
 def _header(path: Path) -> dict[str, Shape]:
-    """Return the shapes of the weights by name. Raises SafetensorError if the file is cut off."""
+    """Return the shapes of the weights in a safetensors file, by name. Raises SafetensorError if the file is
+    truncated."""
     with safe_open(path, framework="numpy") as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # it is no mapping
         if (opened.metadata() or {}).get("format") != "pt" or any(s.get_dtype() not in FLOATS for s in slices.values()):

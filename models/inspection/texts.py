@@ -1,4 +1,4 @@
-"""Notes for the plan of a run on the control tokens in its prompts and at the end of turns. Torch-free."""
+"""Notes in the plan of a run about control tokens in its prompts and at the end of turns. Torch-free."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ def text_facts(
     rules: TextRules,
     processor: VisionProcessor | None = None,
 ) -> dict[str, float]:
-    """Return notes on the texts of problems as facts: each key is a note after the prefix `NOTE`."""
+    """Return notes on the texts of problems. Each note is a key with the prefix `NOTE`; the values have no meaning."""
     contained = _describe_contained_tokens(problems, tokenizer, rules, processor)
     unread = _describe_unread([(each.prompt, each.template) for each in problems], tokenizer, "prompts")
     notes = (*contained, *_describe_end(problems, tokenizer, rules), *unread)
@@ -31,7 +31,7 @@ def text_facts(
 def preference_facts(
     train: Sequence[Preference], heldout: Sequence[Preference], tokenizer: PreTrainedTokenizerFast
 ) -> dict[str, float]:
-    """Return the numbers of preference pairs, and notes on their prompts like those of `text_facts`."""
+    """Return the numbers of preference pairs, and notes on their prompts in the format of `text_facts`."""
     prompts = [(each.prompt, each.template) for each in (*train, *heldout)]
     notes = {f"{NOTE}{note}": 1.0 for note in _describe_unread(prompts, tokenizer, "pairs of preferences")}
     return {"train_pairs": len(train), "heldout_pairs": len(heldout), **notes}
@@ -40,7 +40,8 @@ def preference_facts(
 def _describe_unread(
     prompts: Sequence[tuple[Prompt, TemplateArguments]], tokenizer: PreTrainedTokenizerFast, what: str
 ) -> Iterator[str]:
-    """Yield a note if the chat template does not read some fields of messages, tools or variables."""
+    """Yield a note if the chat template ignores some of the fields of messages, tools or variables. `what` names the
+    data."""
     if unread := count_unread_fields(prompts, tokenizer):
         fields = ", ".join(f"{name} ({rows:,} {what})" for name, rows in unread.items())
         yield f"The policy's chat template does not read {fields}, so the policy does not see these values."
@@ -69,7 +70,7 @@ def _describe_contained_tokens(
 
 
 def _describe_end(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast, rules: TextRules) -> Iterator[str]:
-    """Yield a note if the chat template ends turns with another token than EOS."""
+    """Yield a note if the chat template ends turns with a token other than EOS."""
     if not rules.ends_as_template or all(isinstance(problem.prompt, str) for problem in problems):
         return
     end = find_turn_end(tokenizer)

@@ -1,4 +1,4 @@
-"""Checks of the simulated user, the model that plays the user in dialogues, before a run begins."""
+"""Checks of the simulated user (the model that plays the user in dialogues) before a run begins."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
@@ -14,7 +14,7 @@ from models.inspection.directory import Inspected, inspect_directory, inspect_po
 
 
 class UserCheck(Protocol):
-    """Check of one kind of simulated user before a run begins. `check_user` calls it."""
+    """Function that checks one kind of simulated user before a run begins. `check_user` calls it."""
 
     def __call__(
         self,
@@ -25,7 +25,7 @@ class UserCheck(Protocol):
         problems: Sequence[Problem],
         gpus: float,
     ) -> int:
-        """Return the number of parameters on the run's own workers, which have `gpus` GPUs each.
+        """Return the number of parameters that the run's workers, with `gpus` GPUs each, load for the simulated user.
 
         Raises BadInput if the model cannot play the user.
         """
@@ -33,7 +33,7 @@ class UserCheck(Protocol):
 
 
 def check_user(environment: DialogueEnvironment, *, problems: Sequence[Problem], gpus: float) -> int:
-    """Check that the simulated user can reply, and return its number of parameters on the run's own workers.
+    """Check that the simulated user can reply. Return the number of parameters that the run's workers load for it.
 
     The number is 0 for a model behind an endpoint. Weights are not read. `gpus` is the number of GPUs of a worker.
     Raises BadInput if the model cannot play the user.
@@ -49,9 +49,9 @@ def check_user(environment: DialogueEnvironment, *, problems: Sequence[Problem],
 def check_endpoint_user(
     environment: DialogueEnvironment, model: EndpointUser, *, problems: Sequence[Problem], gpus: float
 ) -> int:
-    """Check that the problems fill the placeholders of the instructions.
+    """Check that each problem has a value for every placeholder in the instructions, and return 0.
 
-    The endpoint is first contacted when an episode begins. Raises BadInput if a problem lacks a placeholder's value.
+    No request is sent; the endpoint is first contacted when an episode begins. Raises BadInput if a value is missing.
     """
     _first_turns(environment, problems)
     return 0
@@ -67,16 +67,16 @@ def check_directory_user(
 def check_trained_user(
     environment: DialogueEnvironment, model: TrainedUser, *, problems: Sequence[Problem], gpus: float
 ) -> int:
-    """Check the simulated user that would be built and trained, and return its number of parameters."""
+    """Check the simulated user that a run would build and train, and return its number of parameters."""
     inspected = inspect_policy(model.shape, user_texts(environment, problems))
     return _check(environment, inspected, problems=problems, gpus=gpus)
 
 
 def _check(environment: DialogueEnvironment, found: Inspected, *, problems: Sequence[Problem], gpus: float) -> int:
-    """Return the model's number of parameters.
+    """Check the context length and chat template of a simulated user, and return its number of parameters.
 
-    Raises BadInput if the context is too short for the longest instructions and a reply, or if the model's chat
-    template rejects the instructions.
+    Raises BadInput if the context is too short for the longest instructions and a reply, or if the chat template
+    rejects the instructions.
     """
     model, room = environment.model, environment.sampling.max_new_tokens
     transcripts = _first_turns(environment, problems)

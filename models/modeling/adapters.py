@@ -1,7 +1,8 @@
-"""Low-rank adapters under training (LoRA, arXiv 2106.09685): peft's layers in a model, saved in peft's format.
+"""Training of low-rank adapters (LoRA, arXiv 2106.09685): peft's layers are added to a model and saved in peft's
+format.
 
-The base weights stay fixed. The head of a classifier is trained in full together with the adapters. Shapes: R rank, I
-inputs.
+The base weights stay fixed. The head of a classifier is trained completely, together with the adapters. Shapes: R rank,
+I inputs.
 """
 
 import json
@@ -34,19 +35,19 @@ _NAME: Final = "default"  # peft's name for the only adapter of a model; it stan
 _HEADS: Final = ("score", "classifier")
 _STATE_SPACE_TYPES: Final = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 _UNADAPTED: Final = ("out_proj", "conv1d")
-"""Layers of state-space models that peft adapts in no case, because fused kernels read their weights directly
-(`_check_lora_target_modules_mamba` in peft/tuners/tuners_utils.py)."""
+"""Names of layers of state-space models that never get an adapter in peft, because fused kernels read their weights
+directly (`_check_lora_target_modules_mamba` in peft/tuners/tuners_utils.py)."""
 _KEPT: Final = 1.5
-"""Numbers that autograd keeps per input or output number of a linear layer.
-Measured: 1.2 in Llama, 1.6 in Gemma 3 and Phi-3, 1.8 in GPT-2.
-"""
+"""Estimate of the numbers that autograd keeps per input or output number of a linear layer. Measured: 1.2 in Llama, 1.6
+in Gemma 3 and Phi-3, 1.8 in GPT-2."""
 
 
 def load_trainable(
     store: Store, version: ModelVersion, *, load: Callable[[Path], PreTrainedModel], lora: LoraConfig | None
 ) -> PreTrainedModel:
-    """Load a version's weights for training, in float32.
-    If `lora` is given, also load the version's adapters or add fresh ones.
+    """Load the weights of a policy version for training, in float32.
+
+    If `lora` is given, also load the adapters of this version, or add new adapters if the version has none.
     """
     model = load(fetch_bundle(store, version.weights))
     if lora is None:
@@ -59,10 +60,10 @@ def load_trainable(
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, base: BundleRef) -> None:
-    """Freeze a float32 model and add adapters that do not change its outputs yet.
+    """Freeze a float32 model and add adapters that leave its outputs unchanged at first.
 
-    B is initialized to 0, and A from a seed that is derived from the base's digest. Raises BadInput if a target names
-    no layer.
+    B is initialized to 0, and A from a seed that is derived from the base's digest. Raises BadInput if a name in
+    `lora.targets` matches no layer.
     """
     import peft  # peft imports DeepSpeed, which then chooses its accelerator, so not before the ranks have joined
 
@@ -91,7 +92,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, base: BundleRef) -
 
 
 def has_adapters(model: PreTrainedModel) -> bool:
-    """Return whether adapters are the trained part of a model."""
+    """Return whether only adapters of the model are trained and not its base weights."""
     return hasattr(model, "peft_config")
 
 
@@ -116,9 +117,9 @@ def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def save_adapters(model: PreTrainedModel, directory: Path) -> dict[str, BundledFile]:
-    """Write adapters, and a fully trained head if there is one, in peft's format.
+    """Write adapters, and the classifier head if there is one, in peft's format.
 
-    Returns the size and digest of the tensors' file by its name.
+    Returns the size and digest of the file with the tensors, by file name.
     """
     file = save_tensors(dict(_named_as_peft(model)), directory / TENSORS, metadata={"format": "pt"})
     settings = model.peft_config[_NAME].to_dict() | {"inference_mode": True}
@@ -131,7 +132,8 @@ def save_adapters(model: PreTrainedModel, directory: Path) -> dict[str, BundledF
 
 
 def outline(model: PreTrainedModel) -> ModelOutline:
-    """Return the sizes and layers of a model without adapters. The model may be on the `meta` device."""
+    """Return the sizes and layers of a model without adapters, for memory estimates. The model may be on the `meta`
+    device."""
     head = getattr(model, _head_name(model) or "", None)
     layers = {name: sum(layer.weight.shape) for name, layer in linear_layers(model).items()}
     text = model.config.get_text_config()
@@ -152,7 +154,8 @@ def outline(model: PreTrainedModel) -> ModelOutline:
 
 
 def _count_matmul_parameters(model: PreTrainedModel) -> int:
-    """Return the number of weights that multiply each text token. Of a layer's experts only the chosen share counts."""
+    """Return the number of weights by which each text token is multiplied. Of a layer's experts, only those chosen for
+    a token count."""
     text = model.config.get_text_config()
     experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1
     experts_per_token = getattr(text, "num_experts_per_tok", None) or experts
@@ -167,13 +170,15 @@ def _count_matmul_parameters(model: PreTrainedModel) -> int:
 
 
 def adapted_layers(model: PreTrainedModel, lora: LoraConfig) -> dict[str, nn.Linear | Conv1D]:
-    """Return the layers that get an adapter, by name. Raises BadInput if a target names no layer."""
+    """Return the layers of a model that get an adapter, by name. Raises BadInput if a name in `lora.targets` matches no
+    layer."""
     linear = linear_layers(model)
     return {name: linear[name] for name in lora.choose(linear, kind=type(model).__name__)}
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
-    """Return the linear layers of the language decoder that may get an adapter, by name, without the head."""
+    """Return the linear layers of the language decoder that may get an adapter, by name. The output layer is
+    excluded."""
     head = _head(model)
     excluded = _UNADAPTED if getattr(model.config, "model_type", None) in _STATE_SPACE_TYPES else ()
     return {
@@ -187,7 +192,7 @@ def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
 
 
 def _load_adapters(model: PreTrainedModel, directory: Path) -> None:
-    """Load adapters that `save_adapters` wrote for an equal model."""
+    """Load adapters that `save_adapters` wrote for a model with the same layers."""
     tensors, parameters = load_file(directory / TENSORS), dict(_named_as_peft(model))
     assert tensors.keys() == parameters.keys(), f"{directory}: the adapters belong to another configuration"
     with torch.no_grad():
@@ -202,9 +207,10 @@ def _named_as_peft(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _shorten_names(model: PreTrainedModel, layers: set[str]) -> list[str]:
-    """Return the last parts of the layers' names if they match no other module, else the full names.
+    """Return only the last part of each layer's name (such as `q_proj`), or all full names if a last part also matches
+    other modules.
 
-    peft's users also write only the last parts.
+    Users of peft usually name layers by these last parts.
     """
     ends = {name.rpartition(".")[2] for name in layers}
     other_names = (name for name, _ in model.named_modules() if name not in layers)
@@ -212,12 +218,13 @@ def _shorten_names(model: PreTrainedModel, layers: set[str]) -> list[str]:
 
 
 def _head(model: PreTrainedModel) -> nn.Module | None:
-    """Return the output layer, or None for a denoiser, which is not a language model."""
+    """Return the output layer of a language model or classifier, or None for a denoiser."""
     if not isinstance(model, PreTrainedModel):
         return None
     return model.get_output_embeddings() or getattr(model, _head_name(model) or "", None)
 
 
 def _head_name(model: PreTrainedModel) -> str | None:
-    """Return the attribute name of a classifier's head, or None for a language model, whose head is not trained."""
+    """Return the attribute name of a classifier's head, which is trained, or None for a language model, whose head is
+    not trained."""
     return next((name for name in _HEADS if isinstance(getattr(model, name, None), nn.Module)), None)

@@ -1,7 +1,7 @@
 """Assignment of sequences to optimizer steps, ranks and micro-batches.
 
-The functions are pure and do not use torch. Every rank computes the whole plan from the lengths alone and builds only
-its own micro-batches.
+The functions are pure and do not use torch. Every rank computes the whole plan from the lengths of the sequences, and
+builds only its own micro-batches.
 """
 
 import heapq
@@ -14,32 +14,32 @@ import numpy as np
 Rows = tuple[int, ...]
 
 MICROBATCH_OVERHEAD_TOKENS = 128
-"""Fixed cost of a micro-batch, in tokens. Measured: 2.5 ms against 20 µs per token for a small model on one core."""
+"""Fixed cost of a micro-batch, expressed in tokens. Measured for a small model on one core: 2.5 ms, compared with 20 µs
+per token."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Plan of one optimizer step: the micro-batches of every rank.
-    All ranks have equally many, if need be empty ones, so that they stay in step.
-    """
+    """Plan of one optimizer step: the micro-batches of every rank. Some may be empty, because all ranks need the same
+    number for collective operations."""
 
     microbatches: tuple[tuple[Rows, ...], ...]
-    """Rows by rank, then by micro-batch."""
+    """Row numbers, by rank and then by micro-batch."""
 
     @property
     def rows(self) -> Rows:
-        """All rows of the step, in order."""
+        """All row numbers of the step, in order."""
         return tuple(sorted(row for rank in self.microbatches for rows in rank for row in rows))
 
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Sizes of sequences (rows) from which steps are planned."""
+    """Sizes of the sequences (rows) that are assigned to optimizer steps."""
 
     lengths: Sequence[int]
     """Number of tokens of each sequence."""
     prompts: Sequence[int]
-    """Number of prompt tokens of each sequence, which it shares with rows of its group that have the same number."""
+    """Number of prompt tokens of each sequence. Rows of a group with the same number share these tokens."""
     groups: Sequence[int]
     patches: Sequence[int]
     """Number of image patches of each sequence.
@@ -48,15 +48,14 @@ class Sequences:
 
     @classmethod
     def unrelated(cls, lengths: Sequence[int], patches: Sequence[int] | None = None) -> Self:
-        """Return sizes of sequences that have no tokens in common."""
+        """Return the sizes of sequences that share no prompts."""
         none = [0] * len(lengths)
         return cls(lengths=lengths, prompts=none, groups=range(len(lengths)), patches=patches or none)
 
     @classmethod
     def for_images(cls, trained_lengths: Sequence[int], groups: Sequence[int], *, step_tokens: int) -> Self:
-        """Return sizes of generated images.
-        The denoiser reads each trained step of an image as `step_tokens` tokens.
-        """
+        """Return the sizes of generated images. The denoiser processes each trained step of an image as `step_tokens`
+        tokens."""
         none = [0] * len(trained_lengths)
         return cls(
             lengths=[step_tokens * max(1, steps) for steps in trained_lengths],
@@ -66,14 +65,15 @@ class Sequences:
         )
 
     def split_groups(self, rows: Rows) -> list[Rows]:
-        """Split rows into their groups."""
+        """Split row numbers into one list per group."""
         members: dict[int, list[int]] = {}
         for row in rows:
             members.setdefault(self.groups[row], []).append(row)
         return [tuple(members[group]) for group in sorted(members)]
 
     def count_load(self, rows: Rows) -> int:
-        """Count the tokens and image patches to compute for these rows, if each prompt of a group is computed once."""
+        """Count the tokens and image patches that are computed for these rows. Prompts that rows of a group share count
+        once."""
         prompts = {(self.groups[row], self.prompts[row]) for row in rows}
         tokens = sum(prompt for _, prompt in prompts) + sum(self.lengths[row] - self.prompts[row] for row in rows)
         return tokens + sum({self.groups[row]: self.patches[row] for row in rows}.values())
@@ -82,7 +82,8 @@ class Sequences:
 def plan_steps(
     sequences: Sequences, *, minibatches: int, ranks: int, microbatch_tokens: int, seed: int
 ) -> list[StepPlan]:
-    """Assign groups to optimizer steps, balance steps over ranks, and split each rank's rows into micro-batches."""
+    """Assign groups to optimizer steps, balance each step over the ranks, and split each rank's rows into
+    micro-batches."""
     return [
         plan_step(rows, sequences, ranks=ranks, microbatch_tokens=microbatch_tokens)
         for rows in split_minibatches(sequences.groups, sequences.lengths, minibatches=minibatches, seed=seed)
@@ -97,7 +98,7 @@ def plan_step(rows: Rows, sequences: Sequences, *, ranks: int, microbatch_tokens
 
 
 def _spread(rows: Rows, sequences: Sequences, ranks: int) -> list[Rows]:
-    """Assign whole groups to ranks, or single rows if the busiest rank then has less to compute."""
+    """Assign whole groups to ranks. Assign single rows instead if the busiest rank then has less to compute."""
     ways: list[list[Rows]] = []
     for units in (sequences.split_groups(rows), [(row,) for row in rows]):
         parts = balance([sequences.count_load(unit) for unit in units], ranks)
@@ -106,11 +107,12 @@ def _spread(rows: Rows, sequences: Sequences, ranks: int) -> list[Rows]:
 
 
 def pack_groups(rows: Rows, sequences: Sequences, *, budget: int) -> tuple[Rows, ...]:
-    """Fill micro-batches of at most `budget` padded tokens and patches with groups, those with the longest rows first.
+    """Divide groups into micro-batches of at most `budget` padded tokens and image patches, beginning with the groups
+    that have the longest rows.
 
-    A group that is too large is split, and a sequence longer than the budget gets its own micro-batch. Half of a
-    micro-batch is reserved for tokens, however large a group's images are, because every part of a split group encodes
-    the images again.
+    A group that is too large is split, and a sequence longer than the budget gets a micro-batch of its own. When a
+    group is split, at least half of the budget is left for tokens, however large the group's images are, because every
+    part encodes the images again.
     """
     lengths, units = sequences.lengths, list[Rows]()
     for group in sequences.split_groups(rows):
@@ -131,9 +133,10 @@ def pack_groups(rows: Rows, sequences: Sequences, *, budget: int) -> tuple[Rows,
 
 
 def split_minibatches(groups: Sequence[int], lengths: Sequence[int], *, minibatches: int, seed: int) -> list[Rows]:
-    """Split rows into at most `minibatches` parts of whole groups, with equal numbers of groups and similar tokens.
+    """Split rows into at most `minibatches` sets of whole groups, with equal numbers of groups and similar numbers of
+    tokens.
 
-    The seed decides which groups share a part, and the order of the parts.
+    The assignment of groups to sets, and the order of the sets, are derived from the seed.
     """
     members: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
@@ -172,10 +175,11 @@ def balance(weights: Sequence[int], parts: int) -> list[Rows]:
 
 
 def pack(rows: Rows, lengths: Sequence[int], *, budget: int) -> tuple[Rows, ...]:
-    """Split rows, sorted from longest to shortest, into the cheapest micro-batches of at most `budget` padded tokens.
+    """Divide rows, sorted from longest to shortest, into micro-batches of at most `budget` padded tokens at the lowest
+    cost.
 
-    The cost is the padded tokens plus `MICROBATCH_OVERHEAD_TOKENS` per micro-batch. A sequence longer than the budget
-    gets its own micro-batch.
+    The cost is the number of padded tokens plus `MICROBATCH_OVERHEAD_TOKENS` per micro-batch. A sequence longer than
+    the budget gets a micro-batch of its own.
     """
     order = sorted(rows, key=lambda row: (-lengths[row], row))
     widths = np.array([lengths[row] for row in order], dtype=np.int64)

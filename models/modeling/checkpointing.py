@@ -1,6 +1,7 @@
-"""Activation checkpointing: the backward pass of a layer recomputes what its forward pass did not keep.
+"""Activation checkpointing: a layer keeps only its inputs, and the backward pass recomputes the activations inside it.
 
-transformers supports this only for models in training mode. Models here are in evaluation mode, so that dropout is off.
+transformers supports this only for models in training mode. Models here are in evaluation mode, which turns dropout
+off.
 """
 
 from collections.abc import Callable
@@ -18,22 +19,23 @@ from models.modeling.shared_prompts import capture_shared_tokens
 
 
 def layers_to_recompute(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
-    """Return the layers that transformers can recompute. A few old models have none."""
+    """Return the layers that support activation checkpointing. Some old model classes have none."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Make each layer keep only its inputs for the backward pass. Gradients stay the same, bit for bit."""
+    """Turn on activation checkpointing for all layers that support it. Gradients stay the same, bit for bit."""
     for layer in layers_to_recompute(model):
         layer.forward = partial(_recomputed, layer.forward)  # inside the hooks with which ZeRO-3 gathers weights
 
 
 def checkpoint_denoiser(model: Any, *, is_enabled: bool) -> None:  # noqa: ANN401 -- diffusers has few types
-    """Recompute the layers of a diffusers denoiser in the backward pass, if `is_enabled` is set.
+    """Turn on activation checkpointing for a diffusers denoiser if `is_enabled` is set.
 
-    A layer is wrapped at its first call, because diffusers does not list the layers that can be recomputed. Without
-    `is_enabled`, layers are called in the same way. Otherwise the hooks of ZeRO-3, which see positional arguments only,
-    would change the order in which the gradients of shared inputs are summed.
+    Each layer is wrapped at its first call, because diffusers has no list of the layers that can be recomputed.
+    diffusers calls layers with positional arguments only in its checkpointing mode, so this mode is turned on without
+    `is_enabled` too: the hooks of ZeRO-3 see only positional arguments, and another kind of call would change the order
+    in which gradients of shared inputs are summed.
     """
     found = set[nn.Module]()
 

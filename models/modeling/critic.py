@@ -1,4 +1,4 @@
-"""The critic: a sequence classifier with one output, whose head is applied at every token.
+"""Critic (value model): a sequence classifier with one output, whose head predicts a value at every token.
 
 Shapes: B rows, T padded width, N completion tokens, H hidden size.
 """
@@ -30,7 +30,7 @@ from models.vision.families import FAMILIES
 
 
 class TokenValues(TokenModule):
-    """Decoder with a value head that returns the value of the state before each completion token."""
+    """Decoder with a value head that predicts, for each completion token, the value of the state before the token."""
 
     def __init__(self, model: PreTrainedModel, *, attention: Attention | None = None) -> None:
         super().__init__()
@@ -38,17 +38,18 @@ class TokenValues(TokenModule):
         self.shares_prompts = set_attention(model, attention)
 
     def forward(self, read: ForwardInput) -> Tensor:
-        """Return the float32 value of the state before each completion token. The token itself has no influence."""
+        """Return the value (float32) of the state before each completion token. The token itself does not affect the
+        value."""
         return read.gather_outputs(cast(Tensor, self.model.score(self.states(read))).float().squeeze(-1))
 
 
 def load_critic(directory: Path) -> PreTrainedModel:
-    """Load a published critic for training, in float32 on the CPU."""
+    """Load a critic of the run for training, in float32 on the CPU."""
     return load_weights(AutoModelForSequenceClassification, directory, what="critic", device="cpu", dtype=torch.float32)
 
 
 def critic_from_policy(policy: Path) -> PreTrainedModel:
-    """Build a critic from a policy's decoder and a head of zeros, so that every value is 0."""
+    """Build a critic from a policy's decoder and a zero-initialized head, so that every value is 0 at first."""
     config = AutoConfig.from_pretrained(str(policy), local_files_only=True, trust_remote_code=False)
     with lock_model_construction():  # random weights are overwritten
         critic = _build_classifier(config)
@@ -59,9 +60,8 @@ def critic_from_policy(policy: Path) -> PreTrainedModel:
 
 
 def critic_from_classifier(path: Path, policy: Path) -> PreTrainedModel:
-    """Load a classifier as critic.
-    Raises BadInput if its tokenizer differs from the policy's or it is no causal decoder.
-    """
+    """Load a classifier as a critic. Raises BadInput if its tokenizer differs from the policy's, or if it is not a
+    causal decoder."""
     classifier = load_reward_model(path)
     check_tokenizer(classifier.tokenizer, load_tokenizer(policy), source=str(path))
     _require_head(classifier.model, source=str(path))
@@ -70,9 +70,8 @@ def critic_from_classifier(path: Path, policy: Path) -> PreTrainedModel:
 
 
 def build_meta_critic(policy: PretrainedConfig) -> PreTrainedModel:
-    """Build a critic of the policy's shape on the `meta` device, without weights.
-    Raises BadInput if none can be built.
-    """
+    """Build a critic with the sizes of the policy on the `meta` device, without weights. Raises BadInput if the
+    policy's architecture has no classifier."""
     try:
         with lock_model_construction(), torch.device("meta"):
             critic = _build_classifier(copy.deepcopy(policy))
@@ -83,9 +82,10 @@ def build_meta_critic(policy: PretrainedConfig) -> PreTrainedModel:
 
 
 def check_critic(source: Path, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int) -> PreTrainedModel:
-    """Check that a critic can value the policy's sequences, and return it on the `meta` device, without weights.
+    """Check that a critic can predict values for the policy's sequences, and return it on the `meta` device, without
+    weights.
 
-    Raises BadInput if its tokenizer, head or context does not fit.
+    Raises BadInput if the tokenizer, the head or the context length does not fit.
     """
     try:
         critic = load_reward_model(source, device="meta")
@@ -102,14 +102,15 @@ def check_critic(source: Path, tokenizer: PreTrainedTokenizerFast, *, longest_to
 
 
 def write_critic(source: Path | None, policy: Path, directory: Path) -> int:
-    """Write the first critic and the policy's tokenizer, and return the critic's number of parameters."""
+    """Write the initial critic with the policy's tokenizer into `directory`, and return the critic's number of
+    parameters."""
     critic = critic_from_policy(policy) if source is None else critic_from_classifier(source, policy)
     save_policy(critic, load_tokenizer(policy), directory)
     return int(critic.num_parameters())
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerFast, policy: PreTrainedTokenizerFast, *, source: str) -> None:
-    """Raise BadInput if token IDs have different meanings in the critic's and in the policy's tokenizer."""
+    """Raise BadInput if the critic's and the policy's tokenizer use a token ID for different tokens."""
     critic_ids, policy_ids = tokenizer.get_vocab(), policy.get_vocab()
     differing = sorted(
         token for token in critic_ids.keys() | policy_ids.keys() if critic_ids.get(token) != policy_ids.get(token)
@@ -124,7 +125,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerFast, policy: PreTrainedTokeni
 
 
 def _build_classifier(config: PretrainedConfig) -> PreTrainedModel:
-    """Build a classifier with one output from the configuration of a decoder. The configuration object is changed."""
+    """Build a classifier with one output from a decoder's configuration object, which is modified."""
     if config.model_type in FAMILIES:
         raise BadInput(
             f"a critic or reward model cannot be built from a {config.model_type}, which reads images. Use an "
@@ -156,7 +157,7 @@ def _require_head(model: PreTrainedModel, *, source: str) -> nn.Linear:
 
 @torch.no_grad()
 def _check_causal(model: PreTrainedModel, *, source: str) -> None:
-    """Raise BadInput if a state's value depends on later tokens, or if the score is not just the output of the head."""
+    """Raise BadInput if the value of a state depends on later tokens, or is not simply the output of the head."""
     pad = model.config.get_text_config().pad_token_id  # classifiers read the last token that is not padding
     tokens_BT = torch.tensor([[token for token in range(5) if token != pad][:4]])
     values_N = TokenValues(model)(ForwardInput(tokens_BT, torch.arange(4), tokens_BT[0]))

@@ -1,4 +1,4 @@
-"""Imported policies: directories in Hugging Face format, which are checked before loading and whose code never runs."""
+"""Imported policies: directories in Hugging Face format. They are checked before loading, and their code never runs."""
 
 import json
 from pathlib import Path
@@ -26,15 +26,17 @@ from models.vision.processor import is_vision_model, load_processor
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 KEPT = ("*.json", "*.jinja", "*.txt", "*.model")
-"""Files that are copied with the weights of an imported directory: configuration and tokenizer, never code."""
+"""Patterns of the files that are copied with the weights of an imported directory: configuration and tokenizer, never
+code."""
 
 
 def check_directory(directory: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerFast, int]:
-    """Check that a directory can be trained and sampled from.
-    Return its configuration, tokenizer and number of parameters.
+    """Check that the policy in a directory can be trained and can generate. Return its configuration, tokenizer and
+    number of parameters.
 
     Names, shapes and sizes of all weights are compared with the configuration, but the weights themselves are not read.
-    An adapter in peft's format counts as its base with the adapter merged. Raises BadInput if a check fails.
+    If the directory contains an adapter in peft's format, the adapter and its base model are checked. Raises BadInput
+    if a check fails.
     """
     if not directory.is_dir():
         raise missing_directory_error("policy", directory)
@@ -57,14 +59,13 @@ def check_directory(directory: Path) -> tuple[PretrainedConfig, PreTrainedTokeni
 
 
 def meta_policy(directory: Path) -> PreTrainedModel:
-    """Return a policy on the `meta` device, with names and shapes of its weights only.
-    For an adapter, return its base.
-    """
+    """Return a policy on the `meta` device, with the names and shapes of its weights but no values. For an adapter,
+    return its base model."""
     return load_policy(find_base(directory) if is_adapter(directory) else directory, device="meta")
 
 
 def copy_directory(source: Path, target: Path) -> None:
-    """Copy the files of a policy, and no code. An adapter is merged with its base."""
+    """Copy the files of a policy except code. An adapter is merged into its base model."""
     if is_adapter(source):
         write_merged(find_base(source), source, target, dtype=torch.float32)
         return
@@ -75,7 +76,8 @@ def copy_directory(source: Path, target: Path) -> None:
 
 
 def write_merged(base: Path, adapter: Path | None, target: Path, *, dtype: torch.dtype) -> None:
-    """Write a policy as one directory. Base and adapter are summed in float32 and then cast once to `dtype`."""
+    """Write a policy as one directory. If there is an adapter, it is added to the base in float32. The weights are cast
+    to `dtype` at the end."""
     model = load_policy(base) if adapter is None else load_merged(base, adapter)
     for parameter in model.parameters():  # buffers, such as rotary frequencies, stay in float32
         parameter.data = parameter.data.to(dtype)
@@ -87,7 +89,7 @@ def write_merged(base: Path, adapter: Path | None, target: Path, *, dtype: torch
 
 
 def copy_policy(source: Path, target: Path) -> None:
-    """Copy a policy, and complete the copied settings: a pad token, and `tie_word_embeddings` if it is wrong."""
+    """Copy a policy, and complete two settings in the copy: a missing pad token, and a wrong `tie_word_embeddings`."""
     copy_directory(source, target)
     if not is_adapter(source):
         _record_separate_head(source, target)
@@ -95,9 +97,11 @@ def copy_policy(source: Path, target: Path) -> None:
 
 
 def _record_separate_head(source: Path, target: Path) -> None:
-    """Set `tie_word_embeddings` to false in a copied config.json if head and embeddings are stored with other values.
+    """Set `tie_word_embeddings` to false in a copied config.json if the stored weights of output layer and embeddings
+    differ.
 
-    transformers then keeps both in spite of the setting, but vLLM would use the embeddings as the head.
+    If the setting is wrong, transformers still loads both weights, but vLLM would use the embeddings as the output
+    layer.
     """
     path = target / "config.json"
     config, stored = _read_object(path), read_stored_weights(source, what="policy")
@@ -123,7 +127,7 @@ def _is_equal(directory: Path, one: StoredWeight, other: StoredWeight, *, names:
 
 
 def _record_pad_token(target: Path) -> None:
-    """Write the pad token into a copied tokenizer_config.json if the tokenizer names none."""
+    """Write the chosen pad token into a copied tokenizer_config.json if the tokenizer has none."""
     path = target / "tokenizer_config.json"
     tokenizer = load_tokenizer(target)
     if find_chosen_pad_token(tokenizer) is not None:
@@ -132,7 +136,7 @@ def _record_pad_token(target: Path) -> None:
 
 
 def copy_config_files(source: Path, target: Path) -> None:
-    """Copy configuration and tokenizer files that the target directory does not contain yet."""
+    """Copy the configuration and tokenizer files that are missing in the target directory."""
     for path in (path for pattern in KEPT for path in sorted(source.glob(pattern))):
         # A policy in a run's store has a table of contents, which must not replace that of the copy.
         is_skipped = path.name in (CONTENTS, INDEX) or (target / path.name).exists()
@@ -142,7 +146,7 @@ def copy_config_files(source: Path, target: Path) -> None:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the paths of the safetensors files that contain the weights. Raises BadInput if one is missing."""
+    """Return the paths of the safetensors files with the weights of a model. Raises BadInput if a file is missing."""
     index = directory / INDEX
     names = {SINGLE}
     if index.is_file():

@@ -1,8 +1,8 @@
-"""Mixtures of experts under training: the outputs of routers for the tokens of a micro-batch, and the load of experts.
+"""Mixtures of experts in training: recording of router outputs, load of the experts, and the load-balancing loss.
 
-A router chooses K of a layer's experts for each token and gives each of them a weight. Shapes: L tokens that a
-micro-batch reads, N completion tokens, R routers of a model, E experts of each router, K of them chosen, F chosen by
-all routers.
+A router chooses K of a layer's experts for each token and gives a weight to each chosen expert. Shapes: L tokens in a
+micro-batch, N completion tokens, R routers of a model, E experts of each router, K experts that a router chooses for a
+token, F experts that all routers choose for a token.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,13 +19,13 @@ from transformers import PreTrainedModel
 from models.records.model_input import Experts
 
 Routed = tuple[Tensor, Tensor, Tensor]
-"""Output of a router: logits of all experts, weights of the chosen experts, and indices of the chosen experts."""
+"""Output of a router: the logits of all experts, and the weights and the indices of the chosen experts."""
 
 MAX_EXPERTS_IN_8_BITS: Final = 256
 
 
 def routers(model: nn.Module) -> list[nn.Module]:
-    """Return a model's routers, as transformers implements them, in the order of the layers."""
+    """Return the routers of a model in the order of its layers, as transformers implements them."""
     return [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
 
 
@@ -36,23 +36,22 @@ def count_experts(model: nn.Module) -> int:
 
 @dataclass
 class ExpertRouting:
-    """Outputs of the routers for the states that predict the completion tokens of the latest forward pass."""
+    """Recorded router outputs of the latest forward pass, for the states that predict completion tokens."""
 
     positions_N: Tensor | None = None
     logits_NE: dict[int, Tensor] = field(default_factory=dict)
-    """Router logits by the router's number, attached to the autograd graph."""
+    """Router logits, keyed by the router's number. They are part of the autograd graph."""
     chosen_NK: dict[int, Tensor] = field(default_factory=dict)
-    """Chosen experts by the router's number."""
+    """Indices of the chosen experts, keyed by the router's number."""
 
     def reset(self, positions_N: Tensor) -> None:
-        """Clear the outputs of the previous forward pass.
-        `positions_N` holds the positions of the predicting states.
-        """
+        """Clear the recorded outputs. `positions_N` are the positions of the states whose router outputs are recorded
+        next."""
         self.positions_N = positions_N
         self.logits_NE, self.chosen_NK = {}, {}
 
     def counts(self) -> Tensor:
-        """Count the tokens that went to each expert of each router, as float64 of shape (R, E)."""
+        """Count the recorded tokens of each expert, as float64 of shape (R, E)."""
         return torch.stack(
             [
                 torch.bincount(self.chosen_NK[number].flatten(), minlength=logits_NE.shape[1]).double()
@@ -63,10 +62,10 @@ class ExpertRouting:
     def balance_loss(self, counts_RE: Tensor) -> Tensor:
         """Return this micro-batch's share of the load-balancing loss, averaged over routers.
 
-        `counts_RE` holds the tokens per expert of the whole optimizer step. The loss is E · Σ over experts of tokens
-        per expert · mean probability (Switch Transformers, arXiv 2101.03961, eq. 4 to 6, with K experts for each
-        token). It is K if all experts are used equally. This is transformers' `load_balancing_loss_func` of each layer.
-        Over all layers together, layers whose imbalances cancel out would count as balanced.
+        `counts_RE` holds the tokens per expert of the whole optimizer step. The loss of a router is E · Σ over experts
+        of (share of tokens · mean probability) (Switch Transformers, arXiv 2101.03961, eq. 4 to 6, with K experts for
+        each token). It is K if all experts are used equally. transformers' `load_balancing_loss_func` is applied to
+        each layer separately, because over all layers together, opposite imbalances would cancel out.
         """
         num_routers, experts = counts_RE.shape
         rows = counts_RE[0].sum() / self.chosen_NK[0].shape[1]
@@ -75,7 +74,7 @@ class ExpertRouting:
         return experts * (share_RE * probabilities_RE).sum() / (num_routers * rows).to(sums[0].dtype)
 
     def record_output(self, number: int, router: nn.Module, read: object, output: Routed) -> None:
-        """Store a router's outputs. This is the forward hook of router `number`."""
+        """Record the outputs of router `number`. Called as its forward hook."""
         if self.positions_N is not None:
             logits_LE, _, chosen_LK = output
             self.logits_NE[number] = logits_LE.index_select(0, self.positions_N)
@@ -83,7 +82,7 @@ class ExpertRouting:
 
 
 def record_router_outputs(model: PreTrainedModel) -> ExpertRouting | None:
-    """Attach hooks that store the routers' outputs. Return None for a model without routers."""
+    """Attach hooks that record the routers' outputs in training. Return None for a model without routers."""
     routing, modules = ExpertRouting(), routers(model)
     for number, module in enumerate(modules):
         module.register_forward_hook(partial(routing.record_output, number))
@@ -91,7 +90,7 @@ def record_router_outputs(model: PreTrainedModel) -> ExpertRouting | None:
 
 
 class ChosenExperts:
-    """Experts that the routers of a model chose in the latest forward pass."""
+    """Record of the experts that the routers chose in the latest forward pass."""
 
     def __init__(self, modules: Sequence[nn.Module], *, num_experts: int) -> None:
         self.width = chosen_width(modules)
@@ -99,20 +98,20 @@ class ChosenExperts:
         self._chosen_LK: dict[int, Tensor] = {}
 
     def pop_choices(self) -> Experts:
-        """Return the chosen experts of each token, router after router, and clear them."""
+        """Return the experts that the routers chose for each token, of shape (L, F), and clear the record."""
         chosen_LF = torch.cat([self._chosen_LK[number] for number in sorted(self._chosen_LK)], dim=1)
         self._chosen_LK.clear()
         experts: Experts = chosen_LF.cpu().numpy().astype(self.dtype)
         return experts
 
     def record_output(self, number: int, router: nn.Module, read: object, output: Routed) -> None:
-        """Store a router's choice. This is the forward hook of router `number`."""
+        """Record the experts that router `number` chose. Called as its forward hook."""
         self._chosen_LK[number] = output[2].flatten(0, -2).to(torch.int16)
 
 
 @contextmanager
 def record_chosen_experts(model: nn.Module) -> Iterator[ChosenExperts]:
-    """Run the block with hooks that store which experts the routers choose. The model must have routers."""
+    """Run the block with hooks that record which experts the routers choose. The model must have routers."""
     modules = routers(model)
     choices = ChosenExperts(modules, num_experts=count_experts(model))
     hooks = [
@@ -126,11 +125,12 @@ def record_chosen_experts(model: nn.Module) -> Iterator[ChosenExperts]:
 
 
 def chosen_width(modules: Sequence[nn.Module]) -> int:
-    """Return the number of experts that all routers together choose for one token."""
+    """Return the number of experts that all routers of a model together choose for one token."""
     return sum(int(cast(int, router.top_k)) for router in modules)
 
 
 def load_metrics(counts_RE: Tensor) -> dict[str, float]:
-    """Return the load of the most and the least used expert over all layers, relative to an even load, which is 1."""
+    """Return the load of the most used and of the least used expert. A load of 1 is the mean load of the experts in the
+    same layer."""
     loads_RE = counts_RE / counts_RE.mean(dim=1, keepdim=True).clamp(min=1e-9)
     return {"router_load_max": float(loads_RE.max()), "router_load_min": float(loads_RE.min())}

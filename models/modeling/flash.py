@@ -1,8 +1,7 @@
-"""Attention with a flash kernel for rows of different lengths.
+"""Attention with a flash kernel, for rows of different lengths without padding.
 
-The kernel reads rows one after another without padding, each with its own number of queries. In a micro-batch with
-shared prompts, a prompt's queries are part of the first of its rows only, while its keys and values are part of each
-row.
+The kernel reads rows one after another, each with its own number of queries. In a micro-batch with shared prompts, the
+queries of a prompt are part only of the first row with this prompt, while its keys and values are part of each row.
 
 Shapes: B rows of a padded micro-batch, T its width, Q queries and K keys of all rows, R rows, H heads, D values of a
 head.
@@ -25,10 +24,11 @@ FUNCTION: Final = "flash_attn_varlen_func"
 
 
 class RowsAttention(Protocol):
-    """Causal attention of rows of different lengths, with the arguments of flash's `flash_attn_varlen_func`.
+    """Flash kernel for causal attention of rows of different lengths, with the arguments of flash-attn's
+    `flash_attn_varlen_func`.
 
-    Rows end at the cumulative sums, and the last query of a row is aligned with its last key. A window is the number of
-    tokens before and after a query's own token, where -1 means all. A soft cap of 0 means none.
+    Cumulative lengths mark the ends of rows, and the last query of a row is aligned with its last key. A window is the
+    number of tokens before and after a query's own token, where -1 means all. A soft cap of 0 means none.
     """
 
     def __call__(  # noqa: PLR0913 -- flash's own
@@ -47,13 +47,14 @@ class RowsAttention(Protocol):
         softcap: float,
         deterministic: bool,
     ) -> Tensor | tuple[Tensor, ...]:
-        """Return the attention output of each query. Some versions return a tuple with the output first."""
+        """Return the attention output of each query. Some versions of the kernel return a tuple whose first element is
+        the output."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class KernelRows:
-    """Ends of rows in the form that a kernel requires: int32, starting at 0."""
+    """Ends of rows as a flash kernel requires them: cumulative lengths in int32, starting at 0."""
 
     query_ends: Tensor
     key_ends: Tensor
@@ -62,15 +63,16 @@ class KernelRows:
 
     @classmethod
     def from_padded(cls, rows: int, width: int, device: torch.device) -> Self:
-        """Return the ends of `rows` rows of equal width, in which every token is a query."""
+        """Return the row ends of a padded micro-batch, in which all `rows` have the same width and every token is a
+        query."""
         ends = torch.arange(0, (rows + 1) * width, width, dtype=torch.int32, device=device)
         return cls(query_ends=ends, key_ends=ends, max_queries=width, max_keys=width)
 
 
 def flash_kernel(attention: str) -> RowsAttention:
-    """Import and return the kernel of a flash package, which is never downloaded.
+    """Import and return the kernel of the flash package for `attention`. Nothing is downloaded.
 
-    Raises BadInput if the package is not installed or does not import.
+    Raises BadInput if the package is not installed or cannot be imported.
     """
     package = FLASH[attention]
     if (reason := describe_missing_package(package)) is not None:
@@ -85,7 +87,7 @@ def flash_kernel(attention: str) -> RowsAttention:
 
 @dataclass(frozen=True, slots=True)
 class KernelOptions:
-    """Attention options that a model's layer passes in addition to its states."""
+    """Attention options that a layer of the model passes in addition to its states: scale, window and soft cap."""
 
     causal: bool
     scaling: float | None
@@ -94,7 +96,7 @@ class KernelOptions:
 
     @classmethod
     def from_module(cls, module: nn.Module, options: Mapping[str, Any]) -> Self:
-        """Read the options under the names that transformers' layers use."""
+        """Read the options from the arguments and attributes that transformers' attention layers use."""
         assert options.get("s_aux") is None, "check_attention rejects models with attention sinks"
         causal, window = options.get("is_causal"), options.get("sliding_window")
         return cls(
@@ -108,7 +110,8 @@ class KernelOptions:
 def attend_rows(
     kernel: RowsAttention, states: tuple[Tensor, Tensor, Tensor], rows: KernelRows, options: KernelOptions
 ) -> Tensor:
-    """Return the attention output of every query. `states` are queries (QHD), keys (KHD) and values (KHD)."""
+    """Return the attention output of every query. `states` are queries (Q, H, D), keys (K, H, D) and values (K, H,
+    D)."""
     query_QHD, key_KHD, value_KHD = states
     size = value_KHD.shape[-1]
     output = kernel(
@@ -129,7 +132,7 @@ def attend_rows(
 
 
 def attentions_of(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return the names of the attention implementations that a model's class supports."""
+    """Return the names of the attention implementations that the model's class supports."""
     if not model._can_set_attn_implementation():
         return (model.config._attn_implementation,)
     compatible = getattr(model, "_compatible_flash_implementations", None)

@@ -1,6 +1,7 @@
 """Completion of a policy's generation_config.json when a run copies the policy.
 
-Engines, trainers and other programs read the end tokens and the suppressed tokens from this file, so all use the same.
+Engines, trainers and other programs read the end tokens and the suppressed tokens from this file, so all use the same
+tokens.
 """
 
 import json
@@ -17,10 +18,10 @@ _FILE = "generation_config.json"
 
 
 def complete_generation_config(directory: Path, rules: TextRules) -> None:
-    """Add the end token of the chat template, and the ids without a token, to the generation config of a policy.
+    """Add the end token of the chat template and the suppressed token ids to the generation_config.json of a policy.
 
-    An id has no token if the embeddings have more rows than the tokenizer has tokens. The file stays unchanged if it is
-    complete, and under the rules of runs from before version 0.2.0.
+    Ids are suppressed if they have no token, because the embeddings have more rows than the tokenizer has tokens. The
+    file stays unchanged if it is complete, and for runs that began before version 0.2.0 (as `rules` states).
     """
     if rules == RULES_BEFORE:
         return

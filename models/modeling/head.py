@@ -1,6 +1,7 @@
-"""Language-model head that computes log-probs of given tokens without ever holding the logits of a whole batch.
+"""Language-model head that computes log-probs of given tokens in chunks, so that the logits of a whole batch never
+exist at once.
 
-Shapes: N completion tokens, C those of a chunk, H hidden size, V vocabulary.
+Shapes: N completion tokens, C completion tokens of a chunk, H hidden size, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,31 +21,31 @@ from models.modeling.trunk import find_trunk
 from models.vision.tower import mask_tokens
 
 LossGradient = Callable[[Tensor, Tensor], Tensor]
-"""Per-token gradient of the loss of a micro-batch: a function of the log-probs (C) of some completion tokens and their
-indices (C) that returns the gradient with respect to these log-probs.
-"""
+"""Function that returns the gradient of a micro-batch's loss with respect to log-probs of some completion tokens. Its
+arguments are these log-probs and the tokens' indices, all of shape (C)."""
 
 
 class HeadSettings(NamedTuple):
-    """Settings by which head outputs become log-probs."""
+    """Settings for computing log-probs from head outputs."""
 
     shape: LogitShape
     temperature: float
     banned: tuple[int, ...]
-    """IDs of the tokens that have probability 0."""
+    """IDs of the tokens that always get probability 0."""
     rows: int = 1
     """Number of tokens in a chunk."""
 
     def logits(self, raw: Tensor) -> Tensor:
-        """Return the model's logits in float32. Those of banned tokens are -inf."""
+        """Return the model's logits in float32, given the raw output of the head. Logits of banned tokens are -inf."""
         return mask_tokens(self.shape.apply(raw.float()), self.banned)
 
     def logprobs(self, logits_CV: Tensor, targets_C: Tensor) -> Tensor:
-        """Return the log-probs of a chunk's target tokens."""
+        """Return the log-probs of the target tokens of a chunk."""
         return -F.cross_entropy(logits_CV / self.temperature, targets_C, reduction="none")
 
     def compute_logit_gradients(self, logits_CV: Tensor, targets_C: Tensor, gradients_C1: Tensor | float) -> Tensor:
-        """Return the loss gradient of a chunk's head output, given that of its target log-probs (`gradients_C1`)."""
+        """Return the gradient of the loss with respect to a chunk's head output. `gradients_C1` is its gradient with
+        respect to the log-probs of the targets."""
         gradients_CV = (logits_CV / self.temperature).softmax(-1)
         gradients_CV[torch.arange(len(gradients_CV), device=gradients_CV.device), targets_C] -= 1
         gradients_CV.mul_(-gradients_C1 / self.temperature)
@@ -57,16 +58,15 @@ class HeadSettings(NamedTuple):
 def elements_on(device: torch.device) -> int:
     """Return the maximum number of logits in a chunk on a device.
 
-    It depends on the device's total memory, never on its free memory: head gradients are summed chunk by chunk, so
-    another chunk size would change their bits.
+    The number depends on the device's total memory and not on its free memory, because head gradients are summed chunk
+    by chunk: another chunk size would change their bits.
     """
     return chunk_elements_of(torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None)
 
 
 class LogprobHead(nn.Module):
-    """Language-model head that is applied only at positions that predict completion tokens.
-    It shares the model's parameters.
-    """
+    """Language-model head that is applied only at positions that predict completion tokens. It uses the model's own
+    head parameters."""
 
     def __init__(
         self, model: PreTrainedModel, *, temperature: float, banned: Sequence[int], chunk_elements: int | None
@@ -102,7 +102,7 @@ def _apply(function: type[torch.autograd.Function], *arguments: object) -> Tenso
 
 
 class _Gradients:
-    """Gradients of the head and of its input states, accumulated chunk by chunk."""
+    """Gradients of the loss with respect to the head's parameters and input states, accumulated chunk by chunk."""
 
     def __init__(self, states_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, needed: Sequence[bool]) -> None:
         self._states_NH, self._weight_VH, self._bias_V = states_NH, weight_VH, bias_V
@@ -113,7 +113,8 @@ class _Gradients:
         )
 
     def add(self, part: slice, gradients_CV: Tensor) -> None:
-        """Add the gradients of a chunk, given the loss gradient `gradients_CV` of the chunk's logits."""
+        """Add the gradients of one chunk. `gradients_CV` is the gradient of the loss with respect to the chunk's head
+        output."""
         low_CV = gradients_CV.to(self._states_NH.dtype)
         self._by_states_NH[part] = low_CV @ self._weight_VH
         if self._by_weight_VH is not None:
@@ -122,7 +123,7 @@ class _Gradients:
             self._by_bias_V += gradients_CV.sum(0)
 
     def found(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the gradients of states, weight and bias. A gradient that is not needed is None."""
+        """Return the accumulated gradients of states, weight and bias. A gradient that is not needed is None."""
         by_weight_VH, by_bias_V = self._by_weight_VH, self._by_bias_V
         return (
             self._by_states_NH,
@@ -140,7 +141,7 @@ class _Saved(FunctionCtx):
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Log-probs computed chunk by chunk. The backward pass recomputes the logits instead of keeping them."""
+    """Log-probs computed chunk by chunk. The backward pass computes the logits again, because they are not kept."""
 
     @staticmethod
     def forward(
@@ -172,17 +173,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 class _FusedGradients(FunctionCtx):
-    """Gradients that the forward pass has already computed."""
+    """Context of `_FusedLogprobs`, with the gradients that the forward pass has already computed."""
 
     saved_tensors: tuple[Tensor, Tensor | None, Tensor | None]
     needs_input_grad: tuple[bool, ...]
 
 
 class _FusedLogprobs(torch.autograd.Function):
-    """Log-probs computed chunk by chunk, for a trained head and a loss with a known per-token gradient.
+    """Log-probs computed chunk by chunk, for a trained head and a loss whose per-token gradient is a known function.
 
-    The forward pass computes all gradients while a chunk's logits exist, because the gradient that the backward pass
-    would receive is known in advance.
+    The forward pass already computes all gradients while the logits of a chunk exist, because the gradient that the
+    backward pass would receive is known in advance.
     """
 
     @staticmethod
@@ -212,17 +213,17 @@ class _FusedLogprobs(torch.autograd.Function):
 
 
 class _Directions(FunctionCtx):
-    """Gradients of the log-probs with respect to the states, kept by the forward pass of a frozen head."""
+    """Context of `_FrozenLogprobs`, with the gradients of the log-probs with respect to the states."""
 
     saved_tensors: tuple[Tensor]
     needs_input_grad: tuple[bool, ...]
 
 
 class _FrozenLogprobs(torch.autograd.Function):
-    """Log-probs computed chunk by chunk under a frozen head, as when adapters are trained.
+    """Log-probs computed chunk by chunk with a frozen head, for example if only adapters are trained.
 
-    The gradient of a token's log-prob with respect to its state does not depend on the loss, which only scales it. It
-    is computed while the logits exist, and kept in the size of the states. Nothing is recomputed.
+    The loss only scales the gradient of a token's log-prob with respect to its state. The forward pass therefore
+    computes this gradient while the logits exist, and keeps it (it has the size of the states). Nothing is recomputed.
     """
 
     @staticmethod
@@ -252,9 +253,8 @@ class _FrozenLogprobs(torch.autograd.Function):
 
 
 def _find_linear_head(model: PreTrainedModel, banned: Sequence[int]) -> tuple[nn.Linear, LogitShape]:
-    """Return the output layer and the function after it.
-    Raises BadInput if the logits are not computed by just these two.
-    """
+    """Return the output layer and the function that is applied to its output. Raises BadInput if the logits depend on
+    anything else."""
     head = model.get_output_embeddings()
     plain = [token for token in range(4 + len(banned)) if token not in banned][:4]
     tokens_BT = torch.tensor([plain], device=model.device)

@@ -1,4 +1,4 @@
-"""Writers of the models that a run starts from: its policy, judges, reward models and simulated users.
+"""Writers of the models with which a run starts: the policy, judges, reward models and simulated users.
 
 Each model is written into an empty directory.
 """
@@ -38,25 +38,28 @@ from models.text.tokenizer import problem_texts, train_tokenizer
 
 
 class PolicyWriter(Protocol):
-    """Function that builds or copies a policy. The same arguments give the same bytes."""
+    """Function that builds or copies the initial policy of one kind (`policy.kind`). The same arguments give the same
+    bytes. `write_policy` calls it."""
 
     def __call__(self, policy: Any, directory: Path, /, *, texts: Iterable[str], seed: int) -> int:  # noqa: ANN401 -- its own
-        """Write the policy and return its number of parameters. The tokenizer is trained on `texts`."""
+        """Write the policy into `directory` and return its number of parameters. A new tokenizer is trained on
+        `texts`."""
         ...
 
 
 def write_policy(policy: PolicySource, directory: Path, *, texts: Iterable[str], seed: int) -> int:
-    """Build or copy the policy into an empty directory, and return its number of parameters."""
+    """Build or copy the initial policy into an empty directory, and return its number of parameters."""
     return cast(PolicyWriter, implementation_of(policy))(policy, directory, texts=texts, seed=seed)
 
 
 def iterate_texts(data: DataConfig, seed: int) -> Iterator[str]:
-    """Yield the texts of the training problems. Problems are loaded only on iteration."""
+    """Yield the texts of the training problems, for training a tokenizer. Problems are loaded only when iteration
+    begins."""
     yield from problem_texts(load_problems(data, "train", seed))
 
 
 def write_scratch(policy: ScratchPolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
-    """Build the decoder with random weights, and a tokenizer trained on the texts."""
+    """Build a decoder with random weights and a tokenizer trained on `texts`. Return the number of parameters."""
     tokenizer = train_tokenizer(texts, vocab_size=policy.vocab_size, context=policy.context)
     model = build_scratch(policy, tokenizer, seed=seed)
     save_policy(model, tokenizer, directory)
@@ -64,7 +67,8 @@ def write_scratch(policy: ScratchPolicy, directory: Path, *, texts: Iterable[str
 
 
 def write_vision_scratch(policy: VisionScratchPolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
-    """Build the vision-language policy with random weights, and a tokenizer trained on the texts."""
+    """Build a vision-language policy with random weights and a tokenizer trained on `texts`. Return the number of
+    parameters."""
     tokenizer = vision_tokenizer(policy, texts)
     model = build_vision_scratch(policy, tokenizer, seed=seed)
     save_vision_scratch(policy, model, tokenizer, directory)
@@ -72,19 +76,20 @@ def write_vision_scratch(policy: VisionScratchPolicy, directory: Path, *, texts:
 
 
 def write_import(policy: DirectoryPolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
-    """Copy the policy from an external directory."""
+    """Copy the policy from the configured directory into the run's directory, and return its number of parameters."""
     return _copy(fetch_path(policy.path), directory)
 
 
 def write_merged_policy(policy: MergePolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
-    """Write the weighted sum of the policy's parents."""
+    """Write the weighted sum of the configured policies, and return its number of parameters."""
     write_merge(MergeWork(find_parents(policy), directory, dtype=policy.dtype, unrelated=policy.allow_unrelated))
     _, _, parameters = check_directory(directory)
     return parameters
 
 
 class ServedModelWriter(Protocol):
-    """Function that builds or copies the model behind a reward. The same arguments give the same bytes."""
+    """Function that builds or copies the model that computes a reward. The same arguments give the same bytes.
+    `write_served_model` calls it."""
 
     def __call__(
         self,
@@ -96,12 +101,12 @@ class ServedModelWriter(Protocol):
         problems: Sequence[Problem],
         seed: int,
     ) -> int:
-        """Write the model and return its number of parameters."""
+        """Write the model into `directory` and return its number of parameters."""
         ...
 
 
 def write_served_model(reward: ServedReward, directory: Path, *, problems: Sequence[Problem], seed: int) -> int:
-    """Build or copy the model behind a reward into an empty directory, and return its number of parameters."""
+    """Build or copy the model that computes a reward into an empty directory, and return its number of parameters."""
     write = cast(ServedModelWriter, implementation_of(reward.model))
     return write(reward, reward.model, directory, problems=problems, seed=seed)
 
@@ -109,14 +114,15 @@ def write_served_model(reward: ServedReward, directory: Path, *, problems: Seque
 def refuse_to_write(
     reward: ServedReward, model: ServedModel, directory: Path, *, problems: Sequence[Problem], seed: int
 ) -> int:
-    """Raise BadInput: a model behind an endpoint, or one that begins as the policy, cannot be built for its reward."""
+    """Raise BadInput, because a model behind an endpoint, or one that starts as a copy of the policy, is not built
+    separately."""
     raise BadInput("a model behind an endpoint, or one that starts from the policy, cannot be built for the reward")
 
 
 def write_reward_model(
     reward: ModelReward, model: DirectoryRewardModel, directory: Path, *, problems: Sequence[Problem], seed: int
 ) -> int:
-    """Check and copy a classifier from an external directory."""
+    """Check a reward model in an external directory, copy it, and return its number of parameters."""
     parameters = check_reward_model(model.path, reward.template)
     copy_directory(model.path, directory)
     return parameters
@@ -125,14 +131,15 @@ def write_reward_model(
 def write_judge(
     reward: JudgeReward, model: DirectoryJudge, directory: Path, *, problems: Sequence[Problem], seed: int
 ) -> int:
-    """Copy a judge from an external directory."""
+    """Copy a judge from an external directory, and return its number of parameters."""
     return _copy(model.path, directory)
 
 
 def write_trained_judge(
     reward: JudgeReward, model: TrainedJudge, directory: Path, *, problems: Sequence[Problem], seed: int
 ) -> int:
-    """Build the judge that the run will train, with a tokenizer trained on its questions and verdicts."""
+    """Build the judge that the run will train, with a tokenizer trained on judge prompts and verdicts. Return the
+    number of parameters."""
     if isinstance(model.shape, PolicyShape):
         return refuse_to_write(reward, model, directory, problems=problems, seed=seed)
     texts = vocabulary_texts(reward, problems, seed=seed)
@@ -141,9 +148,8 @@ def write_trained_judge(
 
 # ---- simulated users
 class UserWriter(Protocol):
-    """Function that builds or copies the simulated user (the model that plays the user).
-    Same arguments give the same bytes.
-    """
+    """Function that builds or copies the simulated user (the model that plays the user). The same arguments give the
+    same bytes. `write_user` calls it."""
 
     def __call__(
         self,
@@ -155,7 +161,7 @@ class UserWriter(Protocol):
         problems: Sequence[Problem],
         seed: int,
     ) -> int:
-        """Write the model and return its number of parameters."""
+        """Write the model into `directory` and return its number of parameters."""
         ...
 
 
@@ -168,21 +174,22 @@ def write_user(environment: DialogueEnvironment, directory: Path, *, problems: S
 def refuse_to_write_user(
     environment: DialogueEnvironment, model: UserModel, directory: Path, *, problems: Sequence[Problem], seed: int
 ) -> int:
-    """Raise BadInput: a model behind an endpoint cannot be built for the run."""
+    """Raise BadInput, because a model behind an endpoint cannot be built for the run."""
     raise BadInput("a model behind an endpoint cannot be built for the run")
 
 
 def copy_user(
     environment: DialogueEnvironment, model: DirectoryUser, directory: Path, *, problems: Sequence[Problem], seed: int
 ) -> int:
-    """Copy a simulated user from an external directory."""
+    """Copy a simulated user from an external directory, and return its number of parameters."""
     return _copy(model.path, directory)
 
 
 def build_user(
     environment: DialogueEnvironment, model: TrainedUser, directory: Path, *, problems: Sequence[Problem], seed: int
 ) -> int:
-    """Build the simulated user that the run will train, with a tokenizer trained on worked episodes."""
+    """Build the simulated user that the run will train, with a tokenizer trained on worked episodes. Return the number
+    of parameters."""
     texts = user_texts(environment, problems)
     return write_policy(model.shape, directory, texts=texts, seed=derive_seed("user", seed))
 

@@ -1,9 +1,10 @@
-"""Layout of a micro-batch: rows padded to one width, and the same tokens with every prompt stored once.
+"""Layout of a micro-batch in two forms: rows padded to one width, and a single row in which every prompt is stored
+once.
 
 The functions are pure and do not use torch. A completion token here is one that a policy generated (`is_trained`).
-Shapes: B rows of one micro-batch, T its padded width, N its completion tokens, L its tokens without padding (a prompt
-that several rows share is counted once), P positions of its blocks in attention, K tokens of its rows without padding,
-R those of its rows that have tokens of their own.
+Shapes: B rows of a micro-batch, T its padded width, N its completion tokens, L tokens of the single row (a prompt that
+several rows share is counted once), P positions of the padded blocks used in attention, K tokens of the R rows without
+padding, R rows that contain tokens that no earlier row contains.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,101 +20,109 @@ from models.records.model_input import ModelInput
 Indexes = NDArray[np.int64]
 
 SHARING_PAYS: Final = 1.1
-"""Minimum number of padded tokens per token at which prompts are shared instead of padded.
-Measured: the conversion to attention's blocks costs 4 to 7% of a forward pass of small models on one core.
-"""
+"""Minimum ratio of padded tokens to tokens of the single row at which the single row is used. Measured: the conversion
+to attention's blocks costs 4 to 7% of a forward pass of small models on one core."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
-    """Model input with the training data of its completion tokens."""
+    """Input of the policy, with the data for training on its completion tokens."""
 
     input: ModelInput
     logprobs: NDArray[np.float32]
-    """Behavior log-probs, one per completion token."""
+    """Behavior log-prob of each completion token."""
     advantages: NDArray[np.float32]
-    """Advantages, one per completion token."""
+    """Advantage of each completion token."""
     staleness: NDArray[np.int16]
-    """Number of versions between the policy that generated each token and the policy under training."""
+    """Age of each completion token: number of versions between the policy that generated it and the policy in
+    training."""
     values: NDArray[np.float32] | None = None
-    """Critic's value of the state before each token, or None without a critic."""
+    """Critic's value of the state before each completion token, or None without a critic."""
     returns: NDArray[np.float32] | None = None
-    """Training targets of the critic for these states, or None without a critic."""
+    """Training target of the critic for the state before each completion token, or None without a critic."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedRows:
-    """Tokens of a micro-batch in one row, with every prompt once, and their places in attention's padded blocks."""
+    """All tokens of a micro-batch in a single row, with every prompt stored once, and the indices for converting it to
+    attention's padded blocks and back."""
 
     tokens_L: Indexes
     places_L: Indexes
-    """Index of each token in the flattened B·T of the padded micro-batch.
-    A shared token has the index of one of its rows.
-    """
+    """Index of each token of the single row in the flattened padded micro-batch (B·T). For a token of a shared prompt,
+    the index in one of the rows."""
     positions_L: Indexes
-    """Position of each token in its own sequence."""
+    """Position of each token in the sequence (row) to which it belongs."""
     predicting_N: Indexes
     """Index (in L) of the token whose state predicts each completion token."""
     places_P: Indexes
-    """Index (in L) of the token at each position of the blocks, one block after another. Padding refers to token 0."""
+    """Index (in L) of the token at each position of the padded blocks, one block after another. Padding has index 0."""
     collected_L: Indexes
-    """One position (in P) of each token."""
+    """Position (in P) from which the attention output of each token is read."""
     blocks: tuple[tuple[int, int], ...]
-    """Number of rows and width of each block."""
+    """Number of rows and width of each padded block."""
     keys_K: Indexes
-    """Indices (in L) of the tokens of each row with own tokens, without padding, one row after another."""
+    """Indices (in L) of all tokens of the R rows, without padding, one row after another. Flash kernels use them as
+    keys."""
     keys_R: Indexes
-    """Number of tokens of each row with own tokens, without padding."""
+    """Number of tokens, without padding, of each of the R rows."""
     queries_R: Indexes
-    """Number of own tokens of each row with own tokens, in the order of L.
+    """Number of tokens of each of the R rows that no earlier row contains. Flash kernels use them as queries.
 
-    They are the last tokens of the row. A shared prompt belongs to the first of its rows.
+    They are the last tokens of the row. A shared prompt counts only in the first row that contains it.
     """
     prompts: tuple[ModelInput, ...]
-    """One input per prompt that begins with that prompt, in the order of the prompts' tokens."""
+    """One input per distinct prompt, which begins with that prompt, in the order in which the prompts are stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Input of one forward pass, padded on the right, where causal attention never looks."""
+    """Input of one forward pass, padded on the right. No mask is needed, because causal attention never uses later
+    tokens."""
 
     inputs: tuple[ModelInput, ...]
     tokens_BT: Indexes
     positions_N: Indexes
-    """Index into the flattened B·T of the state that predicts each completion token."""
+    """Index into the flattened B·T of the state that predicts each completion token, which is the state of the token
+    before it."""
     targets_N: Indexes
     rows_N: Indexes
-    """Index of the input to which each completion token belongs. An input without completion tokens does not occur."""
+    """Row of each completion token. A row without completion tokens does not occur here."""
     shared: SharedRows | None
-    """The same tokens without padding and with every prompt once, or None if this would save too little."""
+    """The same tokens as a single row in which every prompt is stored once, or None if this would save too few
+    tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingBatch:
-    """Micro-batch of training samples: the input of one forward pass and the training data of its completion tokens."""
+    """Micro-batch of training samples: the input of one forward pass, and the training data of its completion
+    tokens."""
 
     microbatch: MicroBatch
     behavior_N: NDArray[np.float32]
     advantages_N: NDArray[np.float32]
     staleness_N: NDArray[np.int16]
     values_N: NDArray[np.float32] | None
-    """Critic's values, or None without a critic, like `returns_N`. In an empty micro-batch both are empty arrays."""
+    """Critic's values. Without a critic, both `values_N` and `returns_N` are None. In an empty micro-batch both are
+    empty arrays."""
     returns_N: NDArray[np.float32] | None
     weights_N: NDArray[np.float32]
-    """Weight of each token in the loss of the whole minibatch."""
+    """Weight of each completion token in the loss of the whole minibatch."""
 
 
 AuxiliaryForward = Callable[[Sequence[MicroBatch]], list[NDArray[np.float32]]]
-"""Function that computes one number per completion token: one array of shape (N,) per micro-batch.
+"""Function that computes one number per completion token with an auxiliary model, such as a reference: an array of
+shape (N,) per micro-batch.
 
-Collective: all ranks call it together with equally many micro-batches. An empty micro-batch has no completion token.
+Collective: every rank must call it with the same number of micro-batches. Some may be empty, without completion tokens.
 """
 
 
 def lay_out(inputs: Sequence[ModelInput], *, in_one_row: bool = False) -> MicroBatch:
-    """Lay inputs out as one micro-batch. Without inputs, the micro-batch has tokens to run but no completion tokens.
+    """Build one micro-batch from inputs. Without inputs, it contains padding for the forward pass but no completion
+    tokens.
 
-    With `in_one_row`, prompts are always shared, even if that saves nothing.
+    With `in_one_row`, the single row with shared prompts is always built, even if it saves nothing.
     """
     lengths_B = np.array([len(each) for each in inputs], np.int64)
     width = int(lengths_B.max(initial=0)) or 2
@@ -174,10 +183,10 @@ def _build_shared_row(
 
 
 def _number_tokens(inputs: Sequence[ModelInput], width: int) -> tuple[Indexes, int, tuple[ModelInput, ...]]:
-    """Number the tokens of a micro-batch and share the numbers of equal prompts.
+    """Assign numbers to the tokens of a micro-batch. The tokens of equal prompts get the same numbers.
 
-    Prompts with different images or routed experts are not shared. Returns the number of each token (B x T), the count
-    of numbers, and one input per distinct prompt.
+    Prompts with different images or routed experts are not equal. Returns the number of each token (B x T), the count
+    of distinct numbers, and one input per distinct prompt.
     """
     token_BT = np.zeros((max(1, len(inputs)), width), np.int64)
     begins: dict[tuple[bytes, tuple[str, ...], bytes], tuple[int, ModelInput]] = {}
@@ -195,7 +204,7 @@ def _number_tokens(inputs: Sequence[ModelInput], width: int) -> tuple[Indexes, i
 
 
 def lay_out_samples(samples: Sequence[TrainingSample], weights: Sequence[float]) -> TrainingBatch:
-    """Lay samples out as one micro-batch. `weights` holds the loss weight of each sample's tokens."""
+    """Build one micro-batch from training samples. `weights` holds the loss weight of the tokens of each sample."""
     return TrainingBatch(
         microbatch=lay_out([sample.input for sample in samples]),
         behavior_N=_join([sample.logprobs for sample in samples]),

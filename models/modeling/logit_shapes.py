@@ -1,7 +1,7 @@
-"""Functions that models apply to logits after their head: a scale (Granite, Cohere) or a soft cap (Gemma).
+"""Functions that models apply to the output of their head: a scale (Granite, Cohere) or a soft cap (Gemma).
 
-They are detected by a trial: logits = cap · tanh(scale · raw / cap), or scale · raw for an infinite cap. Soft caps are
-those of Gemma 2 (arXiv 2408.00118, section 2). Shapes: T tokens, V vocabulary.
+A trial detects them: logits = cap · tanh(scale · raw / cap), or scale · raw for an infinite cap. Soft caps are those of
+Gemma 2 (arXiv 2408.00118, section 2). Shapes: T tokens, V vocabulary.
 """
 
 from math import inf, isfinite
@@ -12,32 +12,32 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 _TRIED: Final = (2.0**-14, 1.0, -3.0, 10.0, -30.0, 100.0, 1000.0, 2.0**26)
-"""Raw logits of the trial.
-The first is small enough to show the scale alone, the last large enough to show the cap alone.
-"""
+"""Raw head outputs used in the trial. The first is so small that only the scale affects it, the last so large that only
+the cap does."""
 
 
 class LogitShape(NamedTuple):
-    """Function that turns a head's output into logits."""
+    """Function that a model applies to the output of its head: a scale and a soft cap."""
 
     scale: float = 1.0
     cap: float = inf
 
     def apply(self, raw: Tensor) -> Tensor:
-        """Return the logits of a head's output of any shape."""
+        """Return the logits for a head output `raw` of any shape."""
         scaled = raw if self.scale == 1 else raw * self.scale
         return scaled if self.cap == inf else self.cap * torch.tanh(scaled / self.cap)
 
     def compute_derivative(self, logits: Tensor) -> Tensor | float:
-        """Return the derivative of the logits with respect to the head's output, where the logits have these values."""
+        """Return the derivative of the logits with respect to the head output, given the logits."""
         return self.scale if self.cap == inf else self.scale * (1 - (logits / self.cap).square())
 
 
 @torch.no_grad()
 def logit_shape(model: PreTrainedModel, head: nn.Linear, tokens_1T: Tensor) -> LogitShape | None:
-    """Replace the head's output by chosen numbers and fit the model's logits to a scale and a soft cap.
+    """Return the scale and soft cap that a model applies to the output of its head.
 
-    Returns None if the model applies any other function.
+    They are found by replacing the head output by chosen numbers and comparing the model's logits with them. Returns
+    None if the model applies any other function.
     """
     size = head.out_features
     tried_V = torch.tensor(_TRIED, device=tokens_1T.device).repeat(-(-size // len(_TRIED)))[:size]

@@ -1,6 +1,6 @@
-"""Models that compute one number per token, such as log-probs, without ever holding the logits of a whole batch.
+"""Models that compute one number per token, such as a log-prob. The logits of a whole batch never exist at once.
 
-Shapes: B rows, T padded width, N completion tokens, C those of a chunk, H hidden size, V vocabulary.
+Shapes: B rows, T padded width, N completion tokens, C completion tokens of a chunk, H hidden size, V vocabulary.
 """
 
 from dataclasses import replace
@@ -36,29 +36,28 @@ from models.vision.tower import ImageRows, VisionInputs, encode_images, prepare_
 
 
 class ForwardInput(NamedTuple):
-    """Tensors of one forward pass. This is a tuple, because DeepSpeed's hooks look for tensors in tuples."""
+    """Tensors for one forward pass. The class is a tuple, because DeepSpeed's hooks find tensors only in tuples."""
 
     tokens_BT: Tensor
-    """Token IDs padded on the right, where causal attention never looks, so that no mask is needed.
-    Or the row of `shared`.
-    """
+    """Token IDs: rows padded on the right, or the single row of `shared`. No mask is needed, because causal attention
+    never uses later tokens."""
     positions_N: Tensor
-    """Index into the flattened B·T of the state that predicts each completion token."""
+    """Index into the flattened `tokens_BT` of the state that predicts each completion token."""
     targets_N: Tensor
     shared: SharedTokens | None = None
-    """Positions of the single row of tokens in attention, or None if rows are padded."""
+    """Indices for attention if `tokens_BT` is a single row with shared prompts, or None if rows are padded."""
     images: ImageRows | None = None
     """Images of the rows, or None for a text-only model."""
     chosen_LF: Tensor | None = None
-    """Experts that the routers must choose for each token, or None if they are not replayed."""
+    """Experts that the routers must choose for each token, or None if routers choose freely."""
     own_M: Tensor | None = None
-    """With sequence parallelism, indices of the completion tokens that this rank's slice predicts, else None.
-    Positions and targets then cover only these tokens.
-    """
+    """With sequence parallelism, indices of the completion tokens that this rank's slice predicts, else None. If set,
+    positions and targets cover only these tokens."""
     num_tokens: int = 0
     """Number of completion tokens in the whole micro-batch."""
     loss_gradient: LossGradient | None = None
-    """Per-token gradient of the loss, if it is known. The head then computes its gradient while its logits exist."""
+    """Function for the per-token gradient of the loss, or None if unknown. With it, the head computes gradients in the
+    forward pass while the logits exist."""
 
     @classmethod
     def from_microbatch(
@@ -70,10 +69,11 @@ class ForwardInput(NamedTuple):
         sequence_parallel_group: SequenceParallelGroup | None = None,
         images: ImageRows | None = None,
     ) -> Self:
-        """Move a micro-batch to the device, for a model that shares prompts (`shares`) or needs padded rows.
+        """Move a micro-batch to the device: as a single row if the model supports shared prompts (`shares`), else as
+        padded rows.
 
-        With `sequence_parallel_group`, the result is this rank's slice. An empty micro-batch is read whole by every
-        rank.
+        With `sequence_parallel_group`, the result is this rank's slice of the row. Of an empty micro-batch, every rank
+        gets all tokens.
         """
         tokens, positions, targets = batch.tokens_BT, batch.positions_N, batch.targets_N
         row, own, shared = batch.shared if shares else None, None, None
@@ -93,15 +93,16 @@ class ForwardInput(NamedTuple):
         return inputs._replace(own_M=own_M, num_tokens=len(batch.targets_N))
 
     def own_loss_gradient(self) -> LossGradient | None:
-        """Return the per-token gradient of the completion tokens predicted here, indexed among these tokens."""
+        """Return `loss_gradient` with indices that count only the completion tokens predicted by this rank."""
         loss_gradient, own_M = self.loss_gradient, self.own_M
         if loss_gradient is None or own_M is None:
             return loss_gradient
         return lambda logprobs_C, places_C: loss_gradient(logprobs_C, own_M[places_C])
 
     def gather_outputs(self, values: Tensor) -> Tensor:
-        """Return the outputs for all completion tokens, from the slices of all ranks.
-        Collective with sequence parallelism.
+        """Return the outputs for all completion tokens, gathered from the slices of all ranks.
+
+        Collective with sequence parallelism: all ranks of the group must call this.
         """
         if self.own_M is None or self.shared is None or self.shared.sequence_parallel_group is None:
             return values
@@ -109,19 +110,19 @@ class ForwardInput(NamedTuple):
 
 
 class TokenModule(nn.Module):
-    """Model whose `forward` takes a `ForwardInput` and returns one float32 number per completion token."""
+    """Model that returns one float32 number per completion token, given a `ForwardInput`."""
 
     model: PreTrainedModel
-    """Model that is saved."""
+    """Underlying model, which `save` writes."""
 
     shares_prompts: bool
-    """Whether the model accepts micro-batches with shared prompts."""
+    """Whether the model supports micro-batches in which prompts are stored once."""
 
     vision: VisionInputs | None = None
-    """Vision tower and image settings, or None for a text-only model."""
+    """Vision tower and image settings of a vision-language model, or None for a text-only model."""
 
     routing: ExpertRouting | None = None
-    """Stored router outputs, or None without experts."""
+    """Recorded router outputs of a mixture of experts, or None for a model without experts."""
 
     replay: ExpertReplay | None = None
     """Replay of the experts chosen in the rollout, or None if routers choose freely."""
@@ -129,7 +130,8 @@ class TokenModule(nn.Module):
     """Sequence-parallel group of this rank, or None if sequence parallelism is off."""
 
     def enable_sequence_parallelism(self, group: SequenceParallelGroup | None) -> None:
-        """Turn on sequence parallelism in this group. Collective: all ranks of the group must call this.
+        """Turn on sequence parallelism in this group. None leaves it off. Collective: all ranks of the group must call
+        this.
 
         Raises BadInput if the model does not support it.
         """
@@ -147,7 +149,7 @@ class TokenModule(nn.Module):
         self.sequence_parallel_group = group
 
     def prepare_inputs(self, batch: MicroBatch, device: torch.device) -> ForwardInput:
-        """Move a micro-batch with its images to the device.
+        """Move a micro-batch, with its images and recorded experts, to the device.
 
         Raises BadInput if the model is text-only and the micro-batch has images, and Damaged if experts to be replayed
         are missing.
@@ -171,7 +173,7 @@ class TokenModule(nn.Module):
         return inputs._replace(chosen_LF=self.replay.lay_out(batch, device, shares=self.shares_prompts))
 
     def prepare_inputs_without_replay(self, batch: MicroBatch, device: torch.device) -> ForwardInput:
-        """Move a micro-batch to the device for a forward pass in which routers choose freely."""
+        """Move a micro-batch to the device without recorded experts, so that routers choose freely."""
         return self.prepare_inputs(batch, device)._replace(chosen_LF=None)
 
     def checkpoint_layers(self, *, is_enabled: bool) -> None:
@@ -186,15 +188,17 @@ class TokenModule(nn.Module):
 
     @property
     def means(self) -> Tensor:
-        """Means of the next states that a denoiser predicted in the latest forward pass, of shape (N, D)."""
+        """Means of the distributions of the next states, as a denoiser predicted them in the latest forward pass, of
+        shape (N, D)."""
         raise AssertionError("a language model predicts no means of states")
 
     def divergence(self, means_ND: Tensor) -> Tensor:
-        """Return the divergence of each step of the latest forward pass from a denoiser with these means."""
+        """Return the KL divergence of each denoising step of the latest forward pass from a denoiser that predicted
+        `means_ND`."""
         raise AssertionError("a language model predicts no means of states")
 
     def save(self, directory: Path) -> dict[str, BundledFile]:
-        """Write the model with unsharded weights, and return size and digest of its weight files by name."""
+        """Write the model with unsharded weights, and return the size and digest of each weight file by name."""
         return save_pretrained(self.model, directory)
 
     def states(self, inputs: ForwardInput) -> Tensor:
@@ -245,6 +249,7 @@ class TokenLogprobs(TokenModule):
 
 
 def _suppressed_tokens(model: PreTrainedModel) -> tuple[int, ...]:
-    """Return the ids that the model never generates, which have probability 0 in engines too."""
+    """Return the ids of tokens that the model never generates. They have probability 0 in training as in the
+    engines."""
     settings = model.generation_config
     return () if settings is None else suppressed_tokens(settings)

@@ -1,4 +1,4 @@
-"""Policies stored as a base directory and an adapter directory: reading, checking and merging them into one model.
+"""LoRA adapters in peft's format: reading and checking them, and adding them to their base model.
 
 Shapes: R rank, I inputs and O outputs of a layer.
 """
@@ -25,14 +25,14 @@ from models.modeling.weight_files import read_header
 SETTINGS: Final = "adapter_config.json"
 TENSORS: Final = "adapter_model.safetensors"
 PREFIX: Final = "base_model.model."
-"""Prefix that peft writes before the names of the base model's modules."""
+"""Prefix of the names of the base model's modules in peft's files."""
 _CHANGES_BASE: Final = ("pissa", "olora", "corda", "loftq")
-"""Initializations of adapters that also change the weights of the base."""
+"""Initialization methods in peft that also change the weights of the base model."""
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 class AdapterSettings(BaseModel):
-    """Settings in peft's adapter_config.json that determine how an adapter changes its base."""
+    """Settings in peft's adapter_config.json on which the sum of adapter and base depends."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -51,7 +51,7 @@ class AdapterSettings(BaseModel):
     alora_invocation_tokens: list[int] | None = None
 
     def find_unsupported(self) -> list[str]:
-        """Return the settings with which the adapter is not the sum of its base and scale x B A."""
+        """Return the names of settings under which the adapted model is not the base plus scale x B A."""
         method = self.init_lora_weights if isinstance(self.init_lora_weights, str) else ""
         unsupported = {
             f"peft_type = {self.peft_type!r}": self.peft_type != "LORA",
@@ -66,7 +66,7 @@ class AdapterSettings(BaseModel):
     def scale(self, layer: str) -> float:
         """Return the factor of B A in a layer: alpha / rank, or alpha / sqrt(rank) with rsLoRA (arXiv 2312.03732).
 
-        The last part of a layer's name may select another rank or alpha, by a regular expression as in peft.
+        Rank and alpha can be set for layers whose name ends with a match of a regular expression, as in peft.
         """
         rank = _find_pattern(self.rank_pattern, layer, default=self.r)
         alpha = _find_pattern(self.alpha_pattern, layer, default=self.lora_alpha)
@@ -77,13 +77,14 @@ T = TypeVar("T")
 
 
 def _find_pattern(patterns: Mapping[str, T], layer: str, *, default: T) -> T:
-    """Return the value of the first pattern that matches the end of a layer's name (peft's `get_pattern_key`)."""
+    """Return the value of the first pattern that matches the end of a layer's name, else `default` (as peft's
+    `get_pattern_key`)."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", layer)), default)
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Factors of the matrix that is added to one layer: scale x B A."""
+    """Factors of the matrix scale x B A, which is added to the weight of one layer."""
 
     a_RI: Tensor
     b_OR: Tensor
@@ -92,26 +93,26 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Adapter in peft's format, read and checked."""
+    """Adapter in peft's format, after reading and checking."""
 
     directory: Path
     rank: int
-    """Largest rank of a layer."""
+    """Largest rank among the layers."""
     deltas: dict[str, Delta]
-    """Factors by the layer's name in the base."""
+    """Factors of each adapted layer, by the layer's name in the base model."""
     replaced: dict[str, Tensor]
-    """Parameters of the base that were trained in full, such as a critic's head."""
+    """Parameters that replace those of the base because they were trained completely, such as a critic's head."""
 
 
 def is_adapter(directory: Path) -> bool:
-    """Return whether a directory contains an adapter rather than a whole model."""
+    """Return whether a directory contains an adapter and not a complete model."""
     return (directory / SETTINGS).is_file() and not (directory / "config.json").is_file()
 
 
 def find_base(directory: Path) -> Path:
-    """Return the directory of an adapter's base, which the adapter's settings name as an absolute or relative path.
+    """Return the directory of an adapter's base model. The adapter's settings name it by an absolute or relative path.
 
-    Raises BadInput if that is not a model directory.
+    Raises BadInput if this is not a model directory.
     """
     base_name = _read_settings(directory).base_model_name_or_path
     base = directory / (base_name or "")
@@ -124,7 +125,8 @@ def find_base(directory: Path) -> Path:
 
 
 def read_adapter(directory: Path) -> Adapter:
-    """Read an adapter. Raises BadInput if it is neither LoRA nor rsLoRA, or its files do not load."""
+    """Read an adapter from its directory. Raises BadInput if it is neither LoRA nor rsLoRA, or if its files cannot be
+    read."""
     settings = _read_settings(directory)
     if unsupported := settings.find_unsupported():
         raise BadInput(
@@ -176,9 +178,9 @@ def check_fits(model: PreTrainedModel, adapter: Adapter) -> None:
 def merge(model: PreTrainedModel, adapter: Adapter) -> dict[str, Tensor]:
     """Add an adapter to a float32 model on the CPU, and return the parameters that changed, by name.
 
-    Each is `W + (alpha / rank) * (B @ A)`, all in float32. If a layer stores its weight as inputs x outputs, the
-    product is transposed. The same expression on the same files gives the same bits. Raises BadInput if the adapter
-    does not fit.
+    Each changed weight is `W + (alpha / rank) * (B @ A)`, all in float32. If a layer stores its weight as inputs x
+    outputs, the product is transposed. The same files always give the same bits. Raises BadInput if the adapter does
+    not fit.
     """
     check_fits(model, adapter)
     changed = dict(_iter_merged(model, adapter))
@@ -191,7 +193,7 @@ def merge(model: PreTrainedModel, adapter: Adapter) -> dict[str, Tensor]:
 def load_merged(
     base: Path, adapter: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """Load a policy's base and add its adapter, summed in float32 on the CPU and then cast to `dtype`."""
+    """Load a base model and add an adapter. The sum is computed in float32 on the CPU and then cast to `dtype`."""
     wide = load_policy(base)
     changed = merge(wide, read_adapter(adapter))
     if dtype == torch.float32:
@@ -214,9 +216,10 @@ def _iter_merged(model: PreTrainedModel, adapter: Adapter) -> Iterator[tuple[str
 
 
 def add_adapter(weight: Tensor, name: str, *, adapter: Adapter, model: PreTrainedModel) -> Tensor:
-    """Return a parameter of the base after applying the adapter. The model may be on the `meta` device.
+    """Return one parameter of the base model with the adapter applied. `model` may be on the `meta` device.
 
-    The sum is float32. A parameter that the adapter replaces or leaves unchanged is returned in its stored precision.
+    The sum is float32. A parameter that the adapter replaces or does not change is returned in the precision in which
+    it is stored.
     """
     layer = name.removesuffix(".weight")
     if name in adapter.replaced:
@@ -229,7 +232,8 @@ def add_adapter(weight: Tensor, name: str, *, adapter: Adapter, model: PreTraine
 
 
 def _compute_delta(delta: Delta, layer: nn.Linear | Conv1D) -> Tensor:
-    """Return the matrix that is added to a layer's weight, in the orientation in which the layer stores its weight."""
+    """Return the matrix that is added to a layer's weight, transposed if the layer stores its weight as inputs x
+    outputs."""
     delta_OI = delta.scale * (delta.b_OR.float() @ delta.a_RI.float())
     return delta_OI.T if isinstance(layer, Conv1D) else delta_OI
 

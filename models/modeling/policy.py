@@ -1,6 +1,6 @@
-"""The policy: construction of a new decoder, and loading, saving and measuring of any policy.
+"""The policy as a transformers model: building a new decoder, and loading, saving and describing any policy.
 
-Weights are loaded from safetensors files only. Nothing is downloaded, and missing weights are an error.
+Weights are loaded only from safetensors files. Nothing is downloaded, and missing weights are an error.
 """
 
 import threading
@@ -37,9 +37,10 @@ _MAKING = threading.RLock()
 
 @contextmanager
 def lock_model_construction() -> Iterator[None]:
-    """Run the block as the only model construction in the process, and restore the CPU's random state afterwards.
+    """Run the block while no other thread builds a model, and restore the CPU's random state afterwards.
 
-    Meanwhile transformers replaces torch's initialization functions and default dtype for all threads.
+    The lock is needed because transformers replaces torch's initialization functions and default dtype for all threads
+    while it builds a model.
     """
     transformers_logging.disable_progress_bar()
     with _MAKING, torch.random.fork_rng(devices=[]):
@@ -47,17 +48,17 @@ def lock_model_construction() -> Iterator[None]:
 
 
 class Architecture(Protocol):
-    """Interface of transformers' `AutoModelFor…` classes."""
+    """Interface of transformers' `AutoModelFor…` classes, through which models are loaded."""
 
     def from_pretrained(self, path: str, **options: object) -> tuple[PreTrainedModel, dict[str, Any]]:
-        """Load a model. With `output_loading_info`, also return the names of missing weights."""
+        """Load a model. With `output_loading_info`, also return a report of missing and unexpected weights."""
         ...
 
 
 def load_weights(
     architecture: Architecture, directory: Path, *, what: str, device: str, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """Load a model. `what` names its role at the start of error messages.
+    """Load a model of the given architecture. `what` describes the model at the start of error messages.
 
     Raises BadInput if the files do not fit config.json, because transformers would fill missing weights with random
     numbers.
@@ -84,7 +85,8 @@ def load_weights(
 
 @contextmanager
 def _no_reports() -> Iterator[None]:
-    """Keep transformers from printing its table of weights that do not fit."""
+    """Run the block without transformers' printed table of weights that do not fit. Rheostat reports them in an error
+    message."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -94,12 +96,12 @@ def _no_reports() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the error's class name if there is no message."""
+    """Return the first line of an error's message, or the name of the error's class if it has no message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def scratch_config(policy: ScratchPolicy, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
-    """Return the configuration of a new decoder."""
+    """Return the transformers configuration of a new decoder for a tokenizer."""
     kinds: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
     return kinds[policy.architecture](
         vocab_size=len(tokenizer),
@@ -120,14 +122,15 @@ def scratch_config(policy: ScratchPolicy, tokenizer: PreTrainedTokenizerFast) ->
 
 
 def build_scratch(policy: ScratchPolicy, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> PreTrainedModel:
-    """Build the decoder with random weights from the seed. The caller's random state on the CPU stays unchanged."""
+    """Build a decoder with random weights derived from the seed. The caller's random state on the CPU stays
+    unchanged."""
     with lock_model_construction():
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(scratch_config(policy, tokenizer))
 
 
 def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
-    """Write a directory that transformers and vLLM can load."""
+    """Write a model and its tokenizer as a directory that transformers and vLLM can load."""
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
@@ -141,7 +144,7 @@ def load_policy(directory: Path, *, device: str = "cpu", dtype: torch.dtype = to
 def load_vision(directory: Path, *, source: ImageSource | None = None, is_frozen: bool = False) -> VisionInputs | None:
     """Load the image settings of a vision-language policy, or return None for a text-only policy.
 
-    `stays` is set if the vision tower is not trained.
+    `source` returns the encoded images. Set `is_frozen` if the vision tower is not trained.
     """
     processor = load_processor(directory)
     return None if processor is None else VisionInputs(processor, source=source, is_frozen=is_frozen)
@@ -155,14 +158,15 @@ def freeze(model: PreTrainedModel, parts: Collection[Part]) -> None:
 
 
 def trains_vision(model: PreTrainedModel) -> bool:
-    """Return whether the vision tower or the projector of a model is trained."""
+    """Return whether any weight of the vision tower or the projector of a model is trained."""
     return any(each.requires_grad and part_of(name) != "language" for name, each in model.named_parameters())
 
 
 def policy_shape(config: PretrainedConfig, *, parameters: int, source: str) -> ModelShape:
-    """Return the sizes, from a model's configuration, that determine its memory use and maximum length.
+    """Return the sizes of a model that determine its memory use and its maximum sequence length, read from its
+    configuration.
 
-    Raises BadInput if the configuration sets no context length.
+    `source` names the model in messages. Raises BadInput if the configuration contains no context length.
     """
     text = config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None)

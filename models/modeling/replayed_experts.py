@@ -1,12 +1,13 @@
-"""Router replay: the experts chosen when completions were sampled are chosen again in forward passes of training.
+"""Router replay: in training, the routers choose the experts that they chose when the completions were sampled.
 
-This is rollout routing replay (R3, arXiv 2510.11370). If engine and trainer round differently, or weights have changed
-since, routers would choose other experts, and log-probs would jump. Only the choice is replayed. A router weights the
-experts with its own logits, as its family does, so it continues to be trained.
+This is rollout routing replay (R3, arXiv 2510.11370). Without it, routers could choose other experts in training,
+because engine and trainer round differently or weights have changed, and log-probs would jump. Only the choice is
+replayed. A router weights the chosen experts by its current logits, so it is still trained.
 
-Nearly every `TopKRouter` of transformers chooses by one call of `topk` and computes weights from the scores that this
-call returns. The replay replaces this return value, and `can_replay` detects families that work differently. Shapes: B
-rows, T padded width, L tokens of a micro-batch, K experts that a router chooses, F that all routers choose.
+Nearly every `TopKRouter` of transformers chooses by one call of `topk` and computes the weights from the scores that
+this call returns. The replay replaces the result of this call, and `can_replay` detects model families that work
+differently. Shapes: B rows, T padded width, L tokens of a micro-batch, K experts that a router chooses for a token, F
+experts that all routers choose for a token.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,12 +27,13 @@ from models.modeling.layout import MicroBatch
 from models.records.model_input import Experts
 
 _OWN: Final = -1
-"""Marker of positions at which the router chooses itself: padding, and last tokens, after which nothing is read."""
+"""Marker of positions at which the router chooses freely: padding, and the last token of a row, whose state is not
+used."""
 _CHOOSING: Final = (torch.topk, Tensor.topk)
 
 
 class _ChoosingThese(TorchFunctionMode):
-    """Mode in which `topk` returns the scores of given experts."""
+    """Mode in which `topk` returns the scores and indices of given experts."""
 
     def __init__(self, chosen_LK: Tensor) -> None:
         super().__init__()
@@ -56,7 +58,8 @@ class _ChoosingThese(TorchFunctionMode):
 
 
 class ExpertReplay:
-    """Experts that a model's routers must choose in the latest forward pass and in its backward pass."""
+    """Control of a model's routers: the experts that they must choose in the next forward pass and its backward
+    pass."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = routers(model)
@@ -69,13 +72,15 @@ class ExpertReplay:
             begin = end
 
     def set_choices(self, chosen_LF: Tensor | None) -> None:
-        """Set the experts that routers choose from now on. With None, routers choose themselves."""
+        """Set the experts that routers must choose from now on. With None, routers choose freely."""
         self._chosen_LF = chosen_LF
 
     def lay_out(self, batch: MicroBatch, device: torch.device, *, shares: bool) -> Tensor:
-        """Move the recorded experts of every token to the device.
+        """Return the recorded experts of every token on the device, in the order in which the model processes the
+        tokens.
 
-        Raises Damaged if they are missing or do not fit the model.
+        With `shares`, this is the order of the single row with shared prompts. Raises Damaged if recorded experts are
+        missing or do not fit the model.
         """
         chosen_BTF = np.full((*batch.tokens_BT.shape, self._width), _OWN, np.int32)
         for chosen_TF, each in zip(chosen_BTF, batch.inputs, strict=False):
@@ -107,7 +112,8 @@ class ExpertReplay:
 
 
 def can_replay(model: nn.Module) -> bool:
-    """Return whether every router of a model chooses by one call of `topk`. The model may be on the `meta` device."""
+    """Return whether every router of a model chooses experts by exactly one call of `topk`, so that its choice can be
+    replayed. The model may be on the `meta` device."""
     return all(map(_chooses_once, routers(model)))
 
 

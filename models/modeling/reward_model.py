@@ -1,4 +1,4 @@
-"""Discriminative reward models: sequence classifiers with one output, loaded from a directory whose code never runs.
+"""Discriminative reward models: sequence classifiers with one output, loaded from a directory. Code in it never runs.
 
 Shapes: B rows of one micro-batch, T its padded width.
 """
@@ -32,46 +32,46 @@ from models.text.sequences import require_completion
 from models.untrusted_files.directory import check_untrusted_files, missing_directory_error
 
 ENDLESS: Final = 10**9
-"""Number above which a tokenizer's reported maximum length means that it has no limit."""
+"""Bound on a tokenizer's reported maximum length. Larger numbers mean that the tokenizer has no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardModel:
-    """Reward model in memory."""
+    """Loaded reward model with its tokenizer and its limits."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerFast
     context: int
-    """Longest sequence in tokens."""
+    """Maximum length of a sequence in tokens."""
 
     @property
     def pad(self) -> int | None:
-        """Token by which a decoder finds the end of a sequence.
-        If None, each sequence needs a separate forward pass.
-        """
+        """Padding token by which the model finds the end of each sequence in a batch. If None, each sequence needs a
+        separate forward pass."""
         pad: int | None = self.model.config.get_text_config().pad_token_id
         return pad
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredTexts:
-    """Result of scoring one text: a finite score, or the reason why there is none."""
+    """Score of one text, which is a finite number, or the reason why there is none."""
 
     value: float | None
     error: str | None
 
 
 def check_reward_model(path: Path, template: str | None = None) -> int:
-    """Check that a directory and template can score texts, and return the number of parameters without reading weights.
+    """Check that a model directory and a template can be used to score texts, and return the number of parameters.
 
-    Raises BadInput if a check fails.
+    Weights are not read. Raises BadInput if a check fails.
     """
     require_completion(template, source=f"reward model {path}")
     return int(load_reward_model(path, device="meta").model.num_parameters())
 
 
 def load_reward_model(path: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> RewardModel:
-    """Load weights and tokenizer. On the `meta` device, load only names and shapes.
+    """Load a reward model's weights and tokenizer. On the `meta` device, load only names and shapes of the weights.
+
     Raises BadInput if loading fails.
     """
     if not path.is_dir():
@@ -104,9 +104,10 @@ def load_reward_model(path: Path, *, device: str = "cpu", dtype: torch.dtype = t
 def score(
     reward: RewardModel, inputs: Sequence[ModelInput], *, batch_tokens: int, on_pass: Callable[[int, float], None]
 ) -> list[ScoredTexts]:
-    """Score inputs and return the results in order. `on_pass` is called with each forward pass's rows and seconds.
+    """Score inputs and return the results in order.
 
-    Inputs of similar lengths are scored together. An empty input, or one longer than the context, has no score.
+    Inputs of similar lengths share a forward pass of at most `batch_tokens` padded tokens. After each pass, `on_pass`
+    is called with its number of rows and its seconds. An empty input, or one longer than the context, gets no score.
     """
     scores = [_check_length(len(each), reward.context) for each in inputs]
     fit = tuple(row for row, scored in enumerate(scores) if scored.error is None)
@@ -128,7 +129,7 @@ def _check_length(length: int, context: int) -> ScoredTexts:
 
 @torch.inference_mode()
 def _forward(reward: RewardModel, batch: MicroBatch) -> torch.Tensor:
-    """Return one float32 score per row. Padding is masked."""
+    """Return one float32 score per row. Padding is masked in attention."""
     lengths_B = torch.tensor([len(each) for each in batch.inputs])
     mask_BT = torch.arange(batch.tokens_BT.shape[1]) < lengths_B[:, None]
     tokens_BT = torch.from_numpy(batch.tokens_BT).masked_fill(~mask_BT, reward.pad or 0)

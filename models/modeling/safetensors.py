@@ -1,6 +1,7 @@
 """Safetensors files written as a stream, so that their digest is known as soon as the last byte is written.
 
-The safetensors library writes only to paths or into memory. The bytes here are the same that the library would write.
+The safetensors library only writes to paths or into memory. The bytes written here are identical to those of the
+library.
 """
 
 import json
@@ -31,17 +32,17 @@ _NAMES: Final = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Names of precisions in safetensors files, in the order in which files store tensors."""
+"""Names of dtypes in safetensors files, in the order in which tensors of these dtypes are stored."""
 
 DTYPES: Final = {text: dtype for dtype, text in _NAMES.items()}
-"""Precisions by their names in safetensors files."""
+"""Torch dtypes, keyed by their names in safetensors files."""
 
 _SAVING = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class TensorOutline:
-    """Precision and shape of a tensor in a file, without its values."""
+    """Dtype and shape of a stored tensor, without its values."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -50,12 +51,13 @@ class TensorOutline:
 def save_tensors(
     tensors: Mapping[str, Tensor], path: Path, *, metadata: Mapping[str, str] | None = None
 ) -> BundledFile:
-    """Write a file of tensors and return its size and digest."""
+    """Write tensors as one safetensors file, and return its size and digest."""
     return write_hashed(path, tensor_pieces(tensors, metadata=metadata))
 
 
 def save_pretrained(model: PreTrainedModel, directory: Path) -> dict[str, BundledFile]:
-    """Write a model's directory, and return size and digest of its weight files by name."""
+    """Write a model's configuration and weights into a directory, and return the size and digest of each weight file by
+    name."""
     files: dict[str, BundledFile] = {}
     with _replace_writer(directory, files):
         model.save_pretrained(directory)
@@ -65,9 +67,8 @@ def save_pretrained(model: PreTrainedModel, directory: Path) -> dict[str, Bundle
 def tensor_pieces(
     tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
-    """Yield the contents of a file of tensors piece by piece.
-    Tensors on an accelerator are copied one after another.
-    """
+    """Yield the contents of a safetensors file piece by piece. Tensors on an accelerator are copied to the CPU one at a
+    time."""
     outlines = {name: TensorOutline(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     return streamed_pieces(outlines, tensors.__getitem__, metadata=metadata)
 
@@ -78,9 +79,8 @@ def streamed_pieces(
     *,
     metadata: Mapping[str, str] | None = None,
 ) -> Iterator[bytes | memoryview]:
-    """Yield the contents of a file of tensors.
-    `make` builds each tensor, as its outline describes, when it is written.
-    """
+    """Yield the contents of a safetensors file piece by piece. `make` is called with a name to compute each tensor when
+    it is written."""
     order = list(_NAMES)
     names = sorted(outlines, key=lambda name: (order.index(outlines[name].dtype), name.encode()))
     header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
@@ -100,10 +100,11 @@ def streamed_pieces(
 
 @contextmanager
 def _replace_writer(directory: Path, files: dict[str, BundledFile]) -> Iterator[None]:
-    """Run the block with transformers writing a directory's files through `save_tensors`, which digests them.
+    """Run the block with transformers writing a directory's weight files through `save_tensors`, which computes
+    digests.
 
-    transformers has no other hook for this. If a version of transformers saves through another function, it writes the
-    same files itself, and they are read again when they are published.
+    transformers has no other hook for this. If a version of transformers writes files by another function, the digests
+    are computed later, from the written files.
     """
 
     def save(tensors: dict[str, Tensor], path: str, metadata: dict[str, str] | None = None) -> None:

@@ -1,11 +1,11 @@
 """Sequence parallelism (DeepSpeed-Ulysses, arXiv 2309.14509, section 3): several ranks compute one row together.
 
-Each rank computes its slice of the row of tokens. In attention it computes its share of the heads over the whole row:
-one all-to-all exchange of queries, keys and values before attention, and another one after it. The gradients of the
-ranks add up to those of the row.
+Each rank computes a slice of the row's tokens. In attention it computes a share of the heads over the whole row: one
+all-to-all exchange of queries, keys and values takes place before attention, and another exchange after it. The sum of
+the gradients of all ranks is the gradient of the row.
 
-Shapes: L tokens of a row, S of a slice, H heads, A heads of one rank in attention, D values of a head, N completion
-tokens of a micro-batch, M those of N that states of the slice predict.
+Shapes: L tokens of a row, S tokens of a slice, H heads, A heads of one rank in attention, D values of a head, N
+completion tokens of a micro-batch, M completion tokens that one rank's slice predicts.
 """
 
 from dataclasses import dataclass, replace
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SequenceParallelGroup:
-    """Position of this process in its sequence-parallel group, whose ranks read the same micro-batches."""
+    """Ranks that process the same micro-batches together, with the position of this rank in the group."""
 
     group: "ProcessGroup"
     size: int
     rank: int
 
     def slice_row(self, row: SharedRows) -> tuple[SharedRows, Indexes]:
-        """Return this rank's slice of a row and the indices of the completion tokens that it predicts (M).
+        """Return this rank's slice of a row, and the indices (in N) of the completion tokens that the slice predicts.
 
-        The attention indices still describe the whole row. Rows are padded with unused tokens to a multiple of the
-        group size.
+        The indices for attention still describe the whole row. The row is padded with unused tokens to a multiple of
+        the group size.
         """
         filling = (0, -len(row.tokens_L) % self.size)
         tokens_L, positions_L = np.pad(row.tokens_L, filling), np.pad(row.positions_L, filling)
@@ -49,11 +49,19 @@ class SequenceParallelGroup:
         ), own_M
 
     def gather_tokens(self, states_1HSD: Tensor) -> Tensor:
-        """Return this rank's heads for all tokens (1 x A x L x D), given all heads for its slice. Collective."""
+        """Exchange states before attention: from all heads for this rank's slice to this rank's heads for all tokens (1
+        x A x L x D).
+
+        Collective: all ranks of the group must call this.
+        """
         return self._exchanged(states_1HSD.transpose(1, 2), scattered=2, gathered=1).transpose(1, 2)
 
     def gather_heads(self, states_1LAD: Tensor) -> Tensor:
-        """Return all heads for this rank's slice (1 x S x H x D), given its heads for all tokens. Collective."""
+        """Exchange states after attention: from this rank's heads for all tokens to all heads for its slice (1 x S x H
+        x D).
+
+        Collective: all ranks of the group must call this.
+        """
         return self._exchanged(states_1LAD, scattered=1, gathered=2)
 
     def gather_outputs(self, values_M: Tensor, own_M: Tensor, *, num_tokens: int) -> Tensor:

@@ -1,10 +1,10 @@
-"""Prompt sharing: prompts that several rows of a micro-batch share are computed once, and only attention uses padding.
+"""Prompt sharing: a prompt that several rows of a micro-batch share is computed only once.
 
-Embeddings, linear layers and norms process every token of a micro-batch once, in one row of L tokens. Attention needs
-padded rows: keys, values and queries are spread over these rows before attention, and its outputs are collected
-afterwards. This uses the interface through which transformers looks up attention functions, so no model code is
-changed. A flash kernel reads rows of their actual lengths: it is called once per micro-batch, and only keys and values
-are spread.
+Embeddings, linear layers and norms process every token of a micro-batch once, in a single row of L tokens. Only
+attention needs padded rows: keys, values and queries are copied into padded blocks before attention, and the outputs
+are collected from the blocks after it. This uses the interface through which transformers looks up attention functions,
+so no model code is changed. A flash kernel needs no padding: it is called once per micro-batch, and only keys and
+values are copied.
 
 Shapes: L tokens of a micro-batch, P positions of its padded blocks, B rows of a block, T its width, H heads, D values
 of a head.
@@ -38,42 +38,42 @@ from models.vision.tower import treats_images_as_text
 
 _ENDING: Final = "_of_shared_prompts"
 _INSIDE: Final = ("sdpa", "eager")
-"""Attention implementations that can be wrapped.
-Models with soft caps or sinks need "eager", because sdpa supports neither.
-"""
+"""Attention implementations that can be used with padded blocks. Models with soft caps or attention sinks need "eager",
+because sdpa supports neither."""
 
 _CLOSE: Final = {torch.float32: 1e-4}
-"""Maximum relative difference of states with and without prompt sharing, caused by the order of summation."""
+"""Maximum relative difference between states with and without prompt sharing. Sums in another order cause small
+differences."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedTokens:
-    """Tensors of `SharedRows` on the device of a model."""
+    """Indices of a micro-batch with shared prompts (`SharedRows`) as tensors on the device of the model."""
 
     positions_1L: Tensor
-    """Positions of the tokens. With `sequence_parallel_group`, only those of this rank's slice."""
+    """Positions of the tokens in their sequences. With `sequence_parallel_group`, only of the tokens in this rank's
+    slice."""
     places_P: Tensor
     collected_L: Tensor
     blocks: tuple[tuple[int, int], ...]
     keys_K: Tensor
     rows: KernelRows
     tokens: int
-    """Number of tokens of the whole row, without the padding of slices."""
+    """Number of tokens of the whole row, without the padding that slices need."""
     sequence_parallel_group: SequenceParallelGroup | None
     """Ranks that compute the row together, or None if this rank computes it alone."""
 
     @property
     def width(self) -> int:
-        """Number of tokens of the longest row."""
+        """Number of tokens of the micro-batch's longest sequence."""
         return max(width for _, width in self.blocks)
 
 
 def on_device(
     shared: SharedRows, device: torch.device, *, sequence_parallel_group: SequenceParallelGroup | None = None
 ) -> SharedTokens:
-    """Move the indices of a micro-batch to the device:
-    of a whole micro-batch, or of the slice that `sequence_parallel_group` cut.
-    """
+    """Move the indices of a micro-batch to the device. With `sequence_parallel_group`, `shared` is the slice that the
+    group cut for this rank."""
     ends = [np.cumsum((0, *lengths), dtype=np.int32) for lengths in (shared.queries_R, shared.keys_R)]
     query_ends, key_ends = (torch.from_numpy(each).to(device) for each in ends)
     return SharedTokens(
@@ -93,7 +93,7 @@ _READING: ContextVar[SharedTokens | None] = ContextVar("_READING", default=None)
 
 @contextmanager
 def use_shared_tokens(shared: SharedTokens) -> Iterator[None]:
-    """Run the block with `shared` as the tokens that models with prompt sharing read."""
+    """Run the block with `shared` describing the tokens that the models inside it process."""
     token = _READING.set(shared)
     try:
         yield
@@ -102,7 +102,8 @@ def use_shared_tokens(shared: SharedTokens) -> Iterator[None]:
 
 
 def capture_shared_tokens() -> Callable[[], AbstractContextManager[None]]:
-    """Return a function that opens the present `use_shared_tokens` context again, for a backward pass on any thread."""
+    """Return a function that opens the current `use_shared_tokens` context again. A backward pass on another thread
+    needs it to recompute layers."""
     shared = _READING.get()
     return nullcontext if shared is None else partial(use_shared_tokens, shared)
 
@@ -110,7 +111,8 @@ def capture_shared_tokens() -> Callable[[], AbstractContextManager[None]]:
 def shared_states(
     model: PreTrainedModel, tokens_1L: Tensor, shared: SharedTokens, *, options: Mapping[str, object] | None = None
 ) -> Tensor:
-    """Return the last hidden state of every token. `options` are further arguments of the model."""
+    """Return the last hidden state of every token of a single row with shared prompts. `options` are further arguments
+    of the model's forward pass."""
     placed = {**(options or {}), "position_ids": shared.positions_1L}
     with use_shared_tokens(shared):
         output = find_trunk(model)(
@@ -124,7 +126,7 @@ def shared_states(
 
 
 def _eager(module: nn.Module, *states: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
-    """Compute attention with the eager implementation of the module's own model family."""
+    """Compute attention by the eager implementation in the modeling file of this module."""
     written_out = sys.modules[type(module).__module__].eager_attention_forward
     return cast(tuple[Tensor, Tensor], written_out(module, *states, **options))
 
@@ -186,7 +188,8 @@ def _by_kernel(
 
 
 def _no_mask(*sizes: object, **options: object) -> None:
-    """Return no mask, because kernels are causal by themselves and padding is after all tokens that are read."""
+    """Return None instead of an attention mask. Kernels are causal already, and padding comes after all tokens that are
+    used."""
 
 
 def _mask(
@@ -208,7 +211,8 @@ for _name, _inside, _masks in (("sdpa", sdpa_attention_forward, sdpa_mask), ("ea
 
 
 def _mixes_in_attention(model: PreTrainedModel) -> bool:
-    """Return whether only attention mixes tokens and positions are applied as given, judging by the modules."""
+    """Return whether, according to the types of its modules, the model combines tokens only in attention and uses
+    positions as given."""
     takes = signature(find_trunk(model).forward).parameters
     takes_positions = "position_ids" in takes and treats_images_as_text(model)
     convolves = any(isinstance(module, nn.Conv1d) for module in model.modules())
@@ -216,17 +220,19 @@ def _mixes_in_attention(model: PreTrainedModel) -> bool:
 
 
 def supports_sequence_parallelism(model: PreTrainedModel) -> bool:
-    """Return whether attention heads may be split over ranks, judging by all that is known without a trial.
+    """Return whether attention heads may be split over ranks, according to checks that need no trial.
 
-    Models with attention sinks are excluded: sinks are one weight per head, and every rank holds those of all heads.
+    Models with attention sinks are excluded, because the sink weights of a layer contain one number per head, and every
+    rank holds them for all heads.
     """
     return _mixes_in_attention(model) and not any(name.endswith("sinks") for name, _ in model.named_parameters())
 
 
 def set_attention(model: PreTrainedModel, attention: Attention | None) -> bool:
-    """Set a model's attention implementation, or keep its own if `attention` is None. Return whether it shares prompts.
+    """Set a model's attention implementation, or keep the default if `attention` is None. Return whether the model
+    supports shared prompts.
 
-    Raises BadInput if the model's class does not support the implementation or a kernel is not installed.
+    Raises BadInput if the model's class does not support the implementation, or if a kernel is not installed.
     """
     if attention is None:
         return enable_shared_prompts(model)
@@ -239,10 +245,10 @@ def set_attention(model: PreTrainedModel, attention: Attention | None) -> bool:
 
 
 def use_attention_kernel(kernel: RowsAttention, model: PreTrainedModel, *, name: str) -> bool:
-    """Set a flash kernel as a model's attention. Return whether the model accepts micro-batches with shared prompts.
+    """Set a flash kernel as a model's attention. Return whether the model supports micro-batches with shared prompts.
 
-    Prompt sharing is tried with the model's own attention, on any device, because it depends only on the rest of the
-    model. `name` must not contain `flash`, or transformers would look for a kernel itself.
+    The trial for prompt sharing uses the model's default attention, on any device, because the result depends only on
+    the other layers. `name` must not contain `flash`, or transformers would look for a kernel itself.
     """
     shares = enable_shared_prompts(model)
     AttentionInterface.register(name, partial(_by_kernel, kernel))
@@ -252,11 +258,12 @@ def use_attention_kernel(kernel: RowsAttention, model: PreTrainedModel, *, name:
 
 
 def enable_shared_prompts(model: PreTrainedModel) -> bool:
-    """Enable shared prompts, in addition to padded rows, if the model supports them. Return whether it does.
+    """Enable shared prompts, in addition to padded rows, if the model supports them. Return whether the model supports
+    them.
 
-    It does if everything that mixes tokens uses the attention interface. This is checked by a trial that compares
-    states of shared and padded rows. Models with convolutions are excluded without a trial: recurrent layers contain
-    one, and its share of the states may be too small to be noticed.
+    A model supports them if it combines tokens only in functions of the attention interface. A trial checks this by
+    comparing states of shared and padded rows. Models with convolutions are excluded without a trial: recurrent layers
+    contain one, and its effect on the states may be too small to be noticed.
     """
     inside = model.config._attn_implementation
     if inside.endswith(_ENDING):
@@ -277,9 +284,10 @@ def enable_shared_prompts(model: PreTrainedModel) -> bool:
 def matches_padded_rows(
     model: PreTrainedModel, *, sequence_parallel_group: SequenceParallelGroup | None = None
 ) -> bool:
-    """Return whether states of one shared row, or of its slices on several ranks, equal those of padded rows.
+    """Return whether a trial gives the same states for a single row with shared prompts as for padded rows.
 
-    Collective with `sequence_parallel_group`: all ranks of the group must call this.
+    With `sequence_parallel_group`, the single row is sliced over the ranks. Collective in this case: all ranks of the
+    group must call this.
     """
     prompt, other = ModelInput.from_prompt([1, 2, 3]), ModelInput.from_prompt([3, 1])
     batch = lay_out(

@@ -1,7 +1,7 @@
-"""Checks whether the code of a model's class can be trained and decoded, on a model without weights.
+"""Checks whether a model's class supports training and decoding, by trial forward passes without weights.
 
-The model is on the `meta` device, where a forward pass computes shapes only. Some classes read values in their forward
-pass, which is impossible there. Such an error says nothing about the class, so it is ignored.
+The model is on the `meta` device, where a forward pass computes only shapes. Some classes read values in their forward
+pass, which is impossible there. Such an error is no evidence against the class, so it is ignored.
 """
 
 import importlib.util
@@ -20,19 +20,18 @@ from models.modeling.merging import find_base, is_adapter
 from models.modeling.trunk import find_trunk
 
 DEQUANTIZED: Final = {"compressed-tensors": ("run_compressed", False)}
-"""Settings of `quantization_config`, by method, with which transformers loads plain weights. For all other methods this
-is `dequantize = true`.
-"""
+"""Settings of `quantization_config`, by quantization method, with which transformers loads unquantized weights. All
+other methods use `dequantize = true`."""
 PACKAGES: Final = ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit")
-"""Methods that know no setting for plain weights."""
+"""Quantization methods without a setting for loading unquantized weights."""
 
 
 class _Unsupported(Exception):
-    """Raised when a model does what training or decoding does not support."""
+    """Raised when a model does something in a trial that training or decoding does not support."""
 
 
 def check_trainable(model: PreTrainedModel, *, source: str) -> None:
-    """Raise BadInput, which begins with `source`, if a model on the `meta` device cannot be trained."""
+    """Raise BadInput if a model on the `meta` device cannot be trained. The message begins with `source`."""
     try:
         trunk = find_trunk(model)
     except BadInput as error:
@@ -53,7 +52,7 @@ def describe_decoding_conflict(model: PreTrainedModel) -> str:
 
 
 def check_not_quantized(directory: Path) -> None:
-    """Raise BadInput if the weights of a policy would be loaded in a quantized form, which cannot be trained."""
+    """Raise BadInput if the policy's weights would be loaded in quantized form, because they cannot be trained then."""
     path = (find_base(directory) if is_adapter(directory) else directory) / "config.json"
     settings = json.loads(path.read_text()).get("quantization_config") if path.is_file() else None
     if not isinstance(settings, dict):
@@ -69,10 +68,11 @@ def check_not_quantized(directory: Path) -> None:
 
 
 def find_slow_chunk(model: PreTrainedModel) -> int:
-    """Return the number of tokens to whose multiples transformers pads rows in state-space layers without a kernel.
+    """Return the chunk length, in tokens, of state-space layers that run without a fast kernel, or 0.
 
-    Returns 0 if the model has no such layers or the package mamba_ssm is installed. The reference implementation takes
-    the square of this number of steps per head and chunk, also for short rows.
+    transformers pads sequences to a multiple of this length. The reference implementation computes the square of it per
+    head and chunk, also for short sequences. Returns 0 if the model has no such layers or the package mamba_ssm is
+    installed.
     """
     if importlib.util.find_spec("mamba_ssm") or not any("Mamba" in type(part).__name__ for part in model.modules()):
         return 0
@@ -82,12 +82,12 @@ def find_slow_chunk(model: PreTrainedModel) -> int:
 
 
 def _read_states(trunk: PreTrainedModel, tokens_BT: Tensor) -> None:
-    """Run the forward pass of training. Raises AttributeError if its output has no hidden states."""
+    """Run the forward pass used in training. Raises AttributeError if its output contains no hidden states."""
     _ = trunk(input_ids=tokens_BT, use_cache=False).last_hidden_state.shape
 
 
 def _compute_logits(model: PreTrainedModel, tokens_BT: Tensor) -> None:
-    """Compute logits. Raises _Unsupported if the output layer does not read the last hidden states themselves."""
+    """Compute logits. Raises _Unsupported if the output layer is not applied directly to the last hidden states."""
     trunk, head = find_trunk(model), model.get_output_embeddings()
     inner, called = {id(module) for module in trunk.modules()}, list[str]()
     others = {name: module for name, module in model.named_modules() if id(module) not in inner and module is not head}
@@ -108,7 +108,7 @@ def _compute_logits(model: PreTrainedModel, tokens_BT: Tensor) -> None:
 
 
 def _decode_one_token(model: PreTrainedModel, tokens_BT: Tensor) -> None:
-    """Read two prompts, repeat the rows of the cache, and append one token to each row."""
+    """Process two prompts, repeat the rows of the KV cache, and decode one more token in each row."""
     cache = model(input_ids=tokens_BT, use_cache=True, logits_to_keep=1).past_key_values
     if isinstance(cache, DynamicCache) and type(cache) is not DynamicCache:
         # MiniMax keeps recurrent states next to the layers. They are not reordered, and later tokens see the padding.
@@ -127,7 +127,8 @@ def _decode_one_token(model: PreTrainedModel, tokens_BT: Tensor) -> None:
 
 @torch.no_grad()
 def _find_error(model: PreTrainedModel, call: Callable[[Tensor], None]) -> str:
-    """Return the error of a call on two rows of four tokens, or "" if there is none that real weights would raise."""
+    """Return the message of the error that `call` raises on two rows of four tokens, or "" if it raises none. Errors
+    that only occur on the `meta` device are ignored."""
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("batched_mm")  # the default needs bfloat16 on the meta device
     try:

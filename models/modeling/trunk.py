@@ -1,4 +1,4 @@
-"""Trunk of a language model: the module below its head, which returns the last hidden states."""
+"""Trunk of a language model: the module below its head, which computes the last hidden states."""
 
 from typing import cast
 
@@ -9,11 +9,11 @@ from infra.errors import BadInput
 
 
 def find_trunk(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the module that computes the hidden states which the head of a model reads.
+    """Return the module of a model that computes the hidden states to which the head is applied.
 
-    transformers finds this module by `base_model_prefix`, which names no attribute in some classes (Llama 4), and then
-    returns the model. In this case it is the decoder, or else the only model inside of the model. Raises BadInput if
-    there is no such module.
+    transformers finds this module by `base_model_prefix`. In some classes (Llama 4) no attribute has this name, and
+    transformers returns the whole model. This function then returns the decoder, or else the only other model inside
+    the model. Raises BadInput if there is no such module.
     """
     candidates = [model.base_model, *(child for child in model.children() if isinstance(child, PreTrainedModel))]
     if hasattr(model, "get_decoder"):

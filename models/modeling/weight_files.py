@@ -1,7 +1,7 @@
 """Comparison of a model directory's safetensors files with its config.json.
 
-Messages name the file, the weight and both sizes, and say what a user can do. transformers prints a table instead, and
-advises an option that no user of Rheostat can pass.
+Messages name the file, the weight and both sizes, and tell the user what to do. transformers only prints a table, and
+recommends an option that users of Rheostat cannot set.
 """
 
 import json
@@ -16,26 +16,27 @@ from transformers import PreTrainedModel
 from infra.errors import BadInput
 
 FLOATS: Final = ("F64", "F32", "BF16", "F16")
-"""Precisions in which weights may be stored, as safetensors names them."""
+"""Floating-point dtypes in which weights may be stored, by their names in safetensors files."""
 SAME_CHECKPOINT: Final = "take config.json and all safetensors files from the same checkpoint"
 _POINTER: Final = b"version https://git-lfs"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """Place and precision of a weight in a model directory."""
+    """File and dtype in which a weight is stored."""
 
     file: str
-    """Name of the file."""
+    """Name of the file in the model directory."""
     dtype: str
-    """Precision, as safetensors names it."""
+    """Name of the dtype in safetensors files, such as `BF16`."""
     shape: tuple[int, ...]
 
 
 def read_stored_weights(directory: Path, *, what: str) -> dict[str, StoredWeight]:
-    """Read the headers of the safetensors files that make up a model's weights, by the names of the weights.
+    """Read the headers of all safetensors files with a model's weights. Return the description of each weight by name.
 
-    Raises BadInput, which begins with `what` the model is, if a file is cut short or is no safetensors file.
+    Raises BadInput if a file is truncated or is not a safetensors file. The message begins with `what`, the kind of the
+    model.
     """
     index, where = directory / "model.safetensors.index.json", f"{what} {directory}"
     try:
@@ -47,9 +48,9 @@ def read_stored_weights(directory: Path, *, what: str) -> dict[str, StoredWeight
 
 
 def read_header(path: Path, *, where: str) -> dict[str, StoredWeight]:
-    """Read the header of a safetensors file.
+    """Read the header of a safetensors file. Return the description of each weight by name.
 
-    Raises BadInput, which begins with `where`, if the file does not exist or is damaged.
+    Raises BadInput if the file does not exist or is damaged. The message begins with `where`.
     """
     if not path.is_file():
         raise BadInput(f"{where}: no {path.name}")
@@ -68,9 +69,9 @@ def read_header(path: Path, *, where: str) -> dict[str, StoredWeight]:
 def check_loaded_weights(
     model: PreTrainedModel, loading: Mapping[str, Any], stored: Mapping[str, StoredWeight], *, where: str
 ) -> None:
-    """Raise BadInput if the files lack a weight, or store one in another size or as integers.
+    """Raise BadInput if a weight is missing in the files, or is stored with another size or as integers.
 
-    `loading` is what transformers reports of the loading, `where` begins the message.
+    `loading` is the report that transformers returns when it loads a model. The message begins with `where`.
     """
     if sizes := sorted(loading["mismatched_keys"]):
         name, found, expected = sizes[0]
@@ -98,7 +99,7 @@ def check_loaded_weights(
 
 
 def _file_of(name: str, stored: Mapping[str, StoredWeight]) -> str:
-    """Return the file of a weight, or all files if transformers has renamed the weight."""
+    """Return the name of the file that contains a weight, or of all files if transformers has renamed the weight."""
     return stored[name].file if name in stored else ", ".join(sorted({each.file for each in stored.values()}))
 
 
@@ -107,5 +108,6 @@ def _size(shape: object) -> str:
 
 
 def _is_quantized(directory: Path) -> bool:
-    """Return whether config.json says how the weights are quantized, so that transformers undoes it."""
+    """Return whether config.json describes a quantization of the weights, which transformers undoes when it loads
+    them."""
     return "quantization_config" in json.loads((directory / "config.json").read_text())

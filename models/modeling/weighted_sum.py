@@ -1,9 +1,10 @@
-"""Weighted sums of policies (model soups, arXiv 2203.05482), tensor by tensor, so that no model is ever loaded whole.
+"""Weighted sums of policies (model soups, arXiv 2203.05482). Tensors are summed one at a time, so no model is ever
+loaded completely.
 
-θ = Σ λ_i θ_i in float32, in the order of the parents, then cast once. A tensor that is equal in all parents stays
-unchanged, bit for bit. An adapter counts as its base with `scale x B A` added. Its factors are never averaged
-separately, because (Σ λ_i B_i)(Σ λ_i A_i) contains products of one adapter's B with another's A. Shapes: R rank, I
-inputs and O outputs.
+θ = Σ λ_i θ_i in float32, in the order of the parents (the policies to merge), then cast once. A tensor that is equal in
+all parents stays unchanged, bit for bit. A LoRA adapter is first added to its base as `scale x B A`. Its factors are
+never averaged separately, because (Σ λ_i B_i)(Σ λ_i A_i) would contain products of one adapter's B with another's A.
+Shapes: R rank, I inputs and O outputs.
 """
 
 import json
@@ -32,15 +33,17 @@ MEANING: Final = (
     *("num_attention_heads", "num_key_value_heads", "n_head", "head_dim", "rms_norm_eps", "layer_norm_eps"),
     *("rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "partial_rotary_factor"),
 )
-"""Settings that determine what weights of a given shape compute."""
+"""Settings in config.json on which the function of weights with given shapes depends. They must agree in all
+parents."""
 _ONE_SCALE: Final[Mapping[str, object]] = {"use_rslora": False, "rank_pattern": {}, "alpha_pattern": {}}
-"""Settings of an adapter with the same rank and scale in all layers."""
+"""Values of adapter settings with which all layers have the same rank and scale."""
 CHUNK_BYTES: Final = 2**20
-"""Number of bytes read at a time if a file is only digested."""
+"""Number of bytes read at a time when a file is only digested."""
 
 
 def find_parents(policy: MergePolicy) -> tuple[Parent, ...]:
-    """Return the parents of a configured policy: their directories on this machine, weights and starting policies."""
+    """Return the policies that a merge combines, each with its directory on this machine, its weight and the policy
+    from which its run started."""
     return tuple(
         Parent(format_path(parent.path), fetch_path(parent.path), parent.weight, start_of(parent.path))
         for parent in policy.parents
@@ -50,23 +53,23 @@ def find_parents(policy: MergePolicy) -> tuple[Parent, ...]:
 # ---- checks of the parents
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """Description of a policy without its values."""
+    """Names, dtypes and shapes of a policy's tensors, without their values."""
 
     directory: Path
-    """Directory of the weights. For an adapter, this is its base."""
+    """Directory that contains the weights. For an adapter, the directory of its base model."""
     files: Mapping[str, tuple[Path, TensorOutline]]
-    """File and outline of each tensor by name."""
+    """File that contains each tensor, and the tensor's dtype and shape, by tensor name."""
 
     @staticmethod
     def read(directory: Path) -> "Outline":
-        """Read the headers of a policy's weight files."""
+        """Read the outline of a policy from the headers of its weight files."""
         weights = find_base(directory) if is_adapter(directory) else directory
         return Outline(weights, dict(_iter_files(weights)))
 
     def find_differences(self, expected: "Outline", *, casts: bool) -> Iterator[tuple[str, object, object]]:
-        """Yield the differences from an expected policy as (name, found, expected).
+        """Yield the differences from the outline `expected`, as (name, found value, expected value).
 
-        Differences of precision are ignored with `casts`.
+        With `casts`, differences in dtype are ignored.
         """
         for key in MEANING:
             actual, required = _read_setting(self.directory, key), _read_setting(expected.directory, key)
@@ -87,10 +90,10 @@ class Outline:
 
 
 def compare_parents(parents: Sequence[Parent], *, unrelated: bool, casts: bool) -> None:
-    """Raise BadInput if a sum of these parents is not meaningful or a parent is not a valid policy.
+    """Raise BadInput if the weighted sum of these policies is not meaningful, or if one of them is not a valid policy.
 
-    Tensors, tokenizers, settings and, unless `unrelated`, the starting policies must agree. The message names the first
-    difference. With `casts`, the sum is cast to one precision, so precisions may differ.
+    Tensor shapes, tokenizers, settings and, unless `unrelated`, the initial policies of their runs must agree. The
+    message names the first difference. With `casts`, dtypes may differ, because the sum is cast to one dtype.
     """
     for parent in parents:
         check_directory(parent.path)
@@ -113,10 +116,10 @@ def compare_parents(parents: Sequence[Parent], *, unrelated: bool, casts: bool) 
 
 # ---- the sum
 def write_merge(work: MergeWork) -> Merge:
-    """Write the sum into an empty directory, with the first parent's file layout and a merge.json.
+    """Write the weighted sum and a merge.json into an empty directory, with the file layout of the first policy.
 
-    Returns the contents of merge.json. Raises BadInput before anything is written if the parents do not match, and
-    while writing if a tensor without real numbers differs between parents.
+    Returns the contents of merge.json. Raises BadInput before anything is written if the policies do not match. Also
+    raises BadInput, while writing, if an integer or boolean tensor differs between them.
     """
     compare_parents(work.parents, unrelated=work.unrelated, casts=work.dtype is not None)
     if work.adapters == "ranks":
@@ -135,9 +138,9 @@ def write_merge(work: MergeWork) -> Merge:
 
 
 def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float], *, dtype: torch.dtype) -> Tensor:
-    """Sum tensors in float32, in order, and cast once to `dtype`. Tensors equal in all parents are only cast.
+    """Sum tensors in float32, in order, and cast the sum to `dtype`. If all tensors are equal, only cast the first.
 
-    Raises ValueError if tensors that are not floating-point differ.
+    Raises ValueError if tensors differ that are not floating-point.
     """
     first, *others = tensors
     if all(_is_same(first, other) for other in others):
@@ -151,7 +154,8 @@ def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float], *, dtype: 
 
 
 def policy_digest(directory: Path) -> str:
-    """Return the digest by which runs name a policy: of the files that a run copies, and of an adapter's base."""
+    """Return the digest by which runs identify a policy, computed from the files that a run copies, and from the base
+    model of an adapter."""
     paths = weight_files(directory) if not is_adapter(directory) else [directory / TENSORS]
     settings_files = (path for pattern in KEPT for path in directory.glob(pattern) if path.is_file())
     paths_by_name = {
@@ -205,7 +209,8 @@ def _write_index(first: Outline, target: Path, outlines: Sequence[TensorOutline]
 
 
 def _build_reader(directory: Path) -> Callable[[str], Tensor]:
-    """Return a function that reads one tensor of a policy by name. For an adapter, tensors are merged with its base.
+    """Return a function that reads one tensor of a policy by name. For an adapter, the function returns the sum of base
+    and adapter.
 
     A file is open only while a tensor is read, so that its memory pages are released.
     """
@@ -232,10 +237,10 @@ def _build_reader(directory: Path) -> Callable[[str], Tensor]:
 # ---- adapters over one base, written as one adapter
 @torch.no_grad()
 def _write_ranks(work: MergeWork) -> None:
-    """Write an adapter that equals the sum: Σ λ_i s_i B_i A_i = [λ_1 s_1 B_1, …] [A_1; …].
+    """Write the weighted sum of adapters as one adapter: Σ λ_i s_i B_i A_i = [λ_1 s_1 B_1, …] [A_1; …].
 
-    Its rank is the sum of all ranks, its precision float32 and its scale 1. Raises BadInput if a parent is no adapter
-    of the same base.
+    Its rank is the sum of all ranks, its dtype float32 and its scale 1. Raises BadInput if a policy is not an adapter
+    of the same base model.
     """
     for parent in work.parents:
         if not is_adapter(parent.path):
@@ -265,7 +270,7 @@ def _write_ranks(work: MergeWork) -> None:
 
 
 def _join_factors(name: str, adapters: Sequence[Adapter], weights: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Return the joined factors of a layer. Adapters that do not change the layer contribute zeros."""
+    """Return the factors of the summed adapter in one layer. Adapters that do not change the layer contribute zeros."""
     shape = next(adapter.deltas[name] for adapter in adapters if name in adapter.deltas)
     a_RI, b_OR = list[Tensor](), list[Tensor]()
     for adapter, weight in zip(adapters, weights, strict=True):
@@ -306,7 +311,8 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def _read_setting(directory: Path, key: str) -> Any:  # noqa: ANN401 -- JSON
-    """Return a setting of config.json. In models with several parts, fall back to the language model's setting."""
+    """Return a setting of config.json. In models with several parts, the language model's setting is used if there is
+    no common one."""
     config = json.loads((directory / "config.json").read_text())
     return config.get(key, (config.get("text_config") or {}).get(key))
 

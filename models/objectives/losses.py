@@ -1,9 +1,10 @@
-"""Losses of policies, critics and preferences, estimators of KL(policy ‖ reference), and the loss of a micro-batch.
+"""Losses of policies, critics and preference pairs, estimators of KL(policy ‖ reference), and the total loss of a
+micro-batch.
 
 Log-ratios are clamped at ±20 before they are exponentiated (`exp_ratio`), so every ratio is finite.
 
-Token losses are combined by a weight for each token, so that ranks and micro-batches only need to be summed. The
-weights are those of the whole minibatch, regardless of how it is split over ranks and forward passes.
+The loss of a minibatch is a weighted sum of token losses. The weights depend on the whole minibatch and not on its
+division into ranks and micro-batches, so the contributions of all micro-batches only need to be added.
 
 Shapes: N completion tokens of one micro-batch, from any number of sequences; B sequences; P pairs.
 """
@@ -33,7 +34,8 @@ from models.objectives.loss_inputs import LossFunction, LossInputs, LossOutputs,
 
 
 def ppo_clip(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: PpoClip) -> LossOutputs:
-    """Return the larger of the plain and the clipped loss (PPO, arXiv 1707.06347, eq. 7, with the two bounds of DAPO).
+    """Return the larger of the plain and the clipped loss (PPO, arXiv 1707.06347, eq. 7, with the separate bounds of
+    DAPO).
 
     The dual clip limits this loss for tokens with a negative advantage (arXiv 1912.09729, eq. 5).
     """
@@ -55,11 +57,11 @@ def ppo_clip(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: P
 
 
 def gspo(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: Gspo) -> LossOutputs:
-    """Return the clipped loss with one ratio per sequence, in token form (GSPO, arXiv 2507.18071, eq. 13 and 14).
+    """Return the clipped loss with one ratio per sequence, computed per token (GSPO, arXiv 2507.18071, eq. 13 and 14).
 
     The ratio of each token has the value of the sequence's ratio, and the gradient of the token's own log-prob times
-    that ratio. If all tokens of a sequence have the same advantage, the mean of their losses has the value and gradient
-    of the sequence form (eq. 5).
+    that ratio. If all tokens of a sequence have the same advantage, the mean of their losses has the same value and
+    gradient as the loss of the sequence (eq. 5).
     """
     sequence_N = sequence_ratio(logprobs_N.detach(), old_N, rows_N=tokens.rows_N, lengths_B=tokens.lengths_B)
     ratio_N = sequence_N * torch.exp(logprobs_N - logprobs_N.detach())
@@ -74,10 +76,10 @@ def gspo(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: Gspo)
 
 
 def sequence_ratio(logprobs_N: Tensor, old_N: Tensor, *, rows_N: Tensor, lengths_B: Tensor) -> Tensor:
-    """Return exp(mean log-ratio) of each token's sequence (N; eq. 7).
+    """Return for each token the ratio of its sequence, exp(mean log-ratio of the tokens) (N; eq. 7).
 
-    The sums are computed by segment reduction, because this adds in a fixed order. `index_add` on an accelerator adds
-    in an order that varies.
+    The sums are computed by segment reduction, which adds in a fixed order. `index_add` on an accelerator adds in a
+    varying order, so results would not be reproducible.
     """
     sums_B = torch.segment_reduce(logprobs_N - old_N, "sum", lengths=lengths_B, unsafe=True)
     return exp_ratio(sums_B / lengths_B.clamp(min=1)).index_select(0, rows_N)
@@ -86,7 +88,7 @@ def sequence_ratio(logprobs_N: Tensor, old_N: Tensor, *, rows_N: Tensor, lengths
 def cispo(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: Cispo) -> LossOutputs:
     """Return minus log-prob times advantage, weighted by the clipped ratio (CISPO, arXiv 2506.13585, eq. 4 and 5).
 
-    The weight has no gradient. Tokens outside the bounds are not dropped, because their weight is set to the bound.
+    The weight has no gradient. Tokens outside the bounds are still trained on, with a weight equal to the bound.
     """
     ratio_N = exp_ratio(logprobs_N.detach() - old_N)
     low, high = 1 - config.clip_low, 1 + config.clip_high
@@ -110,13 +112,14 @@ def policy_gradient(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, co
 
 
 def policy_loss(logprobs_N: Tensor, old_N: Tensor, *, tokens: LossInputs, config: PolicyLoss) -> LossOutputs:
-    """Return the configured loss. `old_N` are the log-probs in the denominator of the probability ratio."""
+    """Return the loss of each token under the configured loss. `old_N` are the log-probs in the denominator of the
+    ratio."""
     loss = cast(LossFunction, implementation_of(config))
     return loss(logprobs_N, old_N, tokens=tokens, config=config)
 
 
 ROUNDING = 1e-12
-"""Relative rounding error of a mean square from float64 sums of a few million numbers."""
+"""Relative rounding error of a mean of squares that is computed from float64 sums of a few million numbers."""
 
 
 class ValueTerms(NamedTuple):
@@ -125,7 +128,7 @@ class ValueTerms(NamedTuple):
     loss_N: Tensor
     """Loss of each token."""
     clipped_N: Tensor
-    """Whether each value has moved so far from the old value that its gradient is zero."""
+    """Whether each value is so far from its old value that clipping makes its gradient 0."""
 
 
 def value_loss(values_N: Tensor, *, old_N: Tensor, returns_N: Tensor, clip: float) -> ValueTerms:
@@ -139,7 +142,8 @@ def value_loss(values_N: Tensor, *, old_N: Tensor, returns_N: Tensor, clip: floa
 
 
 def fit_sums(values_N: Tensor, returns_N: Tensor) -> dict[str, Tensor]:
-    """Return per-token tensors that, summed over micro-batches and ranks, are the input of `explained_variance`."""
+    """Return tensors with one element per token, whose sums over micro-batches and ranks are the input of
+    `explained_variance`."""
     returns, errors = returns_N.detach().double(), (returns_N - values_N).detach().double()
     return {
         "fit_tokens": torch.ones_like(returns),
@@ -151,7 +155,8 @@ def fit_sums(values_N: Tensor, returns_N: Tensor) -> dict[str, Tensor]:
 
 
 def explained_variance(sums: Mapping[str, float]) -> float:
-    """Return 1 − Var(return − value) / Var(return), or 0 if all returns are equal.
+    """Return 1 − Var(return − value) / Var(return), or 0 if all returns are equal. `sums` are summed tensors of
+    `fit_sums`.
 
     1 is a perfect prediction, 0 is no better than a constant.
     """
@@ -162,17 +167,18 @@ def explained_variance(sums: Mapping[str, float]) -> float:
 
 
 def _variance(count: float, total: float, squares: float) -> float:
-    """Return the variance computed from sums, or 0 if it is smaller than the rounding error of the sums."""
+    """Return the variance from a count, a sum and a sum of squares, or 0 if it is smaller than the rounding error of
+    these sums."""
     variance = squares / count - (total / count) ** 2 if count else 0.0
     return variance if count and variance > ROUNDING * squares / count else 0.0
 
 
 def kl_estimate(logprobs_N: Tensor, reference_N: Tensor, *, kind: Literal["k1", "k2", "k3"]) -> Tensor:
-    """Estimate the KL divergence from the reference at each token (N).
+    """Return an estimate of the KL divergence from the reference at each token (N).
 
     k1 is unbiased and may be negative, k2 is biased and has a low variance, k3 is unbiased and never negative. Used as
-    a loss on samples of the policy itself, k2 has the gradient of the true divergence, while the gradient of k1 is zero
-    on average.
+    a loss on samples of the policy itself, k2 has the gradient of the true divergence, while the gradient of k1 is 0 on
+    average.
     """
     log_ratio_N = logprobs_N - reference_N
     match kind:
@@ -190,9 +196,9 @@ class DpoTerms(NamedTuple):
     loss_P: Tensor
     """Loss of each pair."""
     margins_P: Tensor
-    """Difference of the policy's implicit rewards: chosen minus rejected completion."""
+    """Difference between the policy's implicit rewards of the chosen and of the rejected completion."""
     right_P: Tensor
-    """Whether the implicit reward of the chosen completion is higher."""
+    """Whether the chosen completion has the higher implicit reward."""
 
 
 def dpo(
@@ -204,10 +210,10 @@ def dpo(
     beta: float,
     label_smoothing: float,
 ) -> DpoTerms:
-    """Return the DPO loss from log-probs of whole completions (arXiv 2305.18290, eq. 7).
+    """Return the DPO loss of each pair, given the log-probs of whole completions (arXiv 2305.18290, eq. 7).
 
     `label_smoothing` is the assumed share of pairs with swapped labels (conservative DPO, Mitchell, 2023). The implicit
-    reward is beta · log(π / π_ref) (eq. 5, up to a constant of the prompt).
+    reward is beta · log(π / π_ref) (eq. 5, without the part that only depends on the prompt).
     """
     margins_P = beta * ((chosen_P - reference_chosen_P) - (rejected_P - reference_rejected_P))
     loss_P = -(1 - label_smoothing) * functional.logsigmoid(margins_P) - label_smoothing * functional.logsigmoid(
@@ -217,20 +223,22 @@ def dpo(
 
 
 class PairTerms(NamedTuple):
-    """Outputs of the reward model's loss for each pair."""
+    """Outputs of a reward model's loss for each pair."""
 
     loss_P: Tensor
     """Loss of each pair."""
     margins_P: Tensor
     """Reward of the chosen completion minus reward of the rejected one."""
     right_P: Tensor
-    """Whether the reward of the chosen completion is higher."""
+    """Whether the chosen completion has the higher reward."""
 
 
 def bradley_terry(chosen_P: Tensor, rejected_P: Tensor, *, centering: float) -> PairTerms:
-    """Return −log σ(r_chosen − r_rejected) (Bradley and Terry, 1952) + centering · (r_chosen + r_rejected)².
+    """Return −log σ(r_chosen − r_rejected) (Bradley and Terry, 1952) + centering · (r_chosen + r_rejected)² for each
+    pair.
 
-    Pairs do not determine the zero point of the rewards; the second term does (arXiv 2312.09244, section 3).
+    The first term does not change if a constant is added to all rewards. The second term keeps rewards around zero
+    (arXiv 2312.09244, section 3).
     """
     margins_P = chosen_P - rejected_P
     loss_P = -functional.logsigmoid(margins_P) + centering * (chosen_P + rejected_P).square()
@@ -238,10 +246,11 @@ def bradley_terry(chosen_P: Tensor, rejected_P: Tensor, *, centering: float) -> 
 
 
 def token_weights(aggregation: Aggregation, lengths: Sequence[int]) -> list[float]:
-    """Return the weight of each token in each completion, given the lengths of all completions of the minibatch.
+    """Return, for each completion of a minibatch, the weight of each of its tokens in the loss. `lengths` are the
+    numbers of tokens of all completions of the minibatch.
 
-    An episode counts as one completion, even if its turns are stored as several samples. Completions without tokens are
-    not counted.
+    An episode is one completion, even if its turns are stored as several samples. Completions without tokens are not
+    counted.
     """
     num_sequences = sum(length > 0 for length in lengths)
     match aggregation:
@@ -256,9 +265,9 @@ def token_weights(aggregation: Aggregation, lengths: Sequence[int]) -> list[floa
 def update_loss(
     logprobs_N: Tensor, tokens: LossInputs, *, config: UpdateConfig, kl_coefficient: float, tally: MetricSums
 ) -> Tensor:
-    """Return the contribution of one micro-batch to the loss of its minibatch: policy loss, correction and KL penalty.
+    """Return one micro-batch's part of the loss of its minibatch, including importance correction and KL penalty.
 
-    Metrics are added to `tally` over the tokens that have a weight in the loss, except `not_finite`, which counts all
+    Metrics are added to `tally`. They cover the tokens with a weight in the loss, except `not_finite`, which covers all
     tokens.
     """
     trained_N = tokens.weights_N != 0
@@ -286,14 +295,14 @@ def update_loss(
 
 
 def _among(trained_N: Tensor, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the values with 0 at tokens that have no weight in the loss."""
+    """Return the values, set to 0 at tokens without weight in the loss."""
     return {name: torch.where(trained_N, value.detach(), torch.zeros_like(value)) for name, value in values.items()}
 
 
 def tally_mismatch(train_N: Tensor, tokens: LossInputs, *, tally: MetricSums) -> None:
-    """Add metrics of the mismatch between the engine and the trainer before its first optimizer step.
+    """Add metrics of the difference between the engine's and the trainer's log-probs before the first optimizer step.
 
-    Tokens of earlier policy versions are excluded, because their difference would include later weight changes.
+    Tokens of earlier policy versions are excluded, because their difference would also include changes of the weights.
     """
     tallies, fresh_N = mismatch(train_N, tokens.behavior_N), tokens.staleness_N == 0
     difference_N, weight_N, kl_N = (torch.where(fresh_N, values_N, 0.0) for values_N in tallies)

@@ -21,9 +21,9 @@ _ANSWER: Final = re.compile(r"####\s*(-?\d{1,9})")
 def wrong_steps(prompt: str, completion: str, answer: str, *, steps: list[str]) -> list[float]:
     """Return -1 for each step that is miscalculated or does not follow from the problem and the step before it, else 0.
 
-    A step after a wrong one is checked against the result written there, so one mistake is flagged once. The answer
-    must equal the last result and follow as many steps as the problem has changes. Text that is neither a step nor an
-    answer is wrong.
+    A step after a wrong step is checked against the result written in the wrong step, so one mistake is flagged once.
+    The answer must equal the last result, and there must be as many steps as the problem has changes. Text that is
+    neither a step nor an answer is wrong.
     """
     start, changes = _read(prompt)
     result, done = start, 0
@@ -42,7 +42,7 @@ def wrong_steps(prompt: str, completion: str, answer: str, *, steps: list[str]) 
 
 
 def _read(prompt: str) -> tuple[int, list[str]]:
-    """Return the initial number of a problem and its changes, such as `+3` and `-4`.
+    """Return the initial number in a problem, and its changes, such as `+3` and `-4`.
 
     Raises ValueError if the prompt is not an arithmetic problem.
     """
@@ -53,5 +53,5 @@ def _read(prompt: str) -> tuple[int, list[str]]:
 
 
 def _sum(step: re.Match[str]) -> int:
-    """Return the correct result of a step."""
+    """Return the correct result of a step, computed from its operands."""
     return int(step[1]) + (int(step[3]) if step[2] == "+" else -int(step[3]))

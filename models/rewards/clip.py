@@ -23,7 +23,8 @@ from models.config.reward_terms import ClipReward
 from models.modeling.policy import first_line, load_weights
 from models.rewards.painting import PictureReward
 from models.untrusted_files.directory import check_untrusted_files, missing_directory_error
-from models.vision.processor import BACKEND, SETTINGS, open_image
+from models.vision.color_conversion import decode_rgb
+from models.vision.processor import BACKEND, SETTINGS
 
 WHERE: Final = "reward 'clip': path"
 OFFLINE: Final = {"local_files_only": True, "trust_remote_code": False}
@@ -42,7 +43,7 @@ def clip_reward(config: ClipReward) -> PictureReward:
         if not images:
             raise ValueError("expected a picture, found none")
         with torch.inference_mode():
-            embedding = scorer.image(open_image(images[-1]))
+            embedding = scorer.image(decode_rgb(images[-1]))
             if head is not None:
                 return float(head(embedding))
             cosine = float(embedding @ scorer.text(prompt))

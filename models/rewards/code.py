@@ -1,7 +1,7 @@
-"""Unit tests as a verifier: the last code block of a completion runs in a sandbox against the tests of the problem.
+"""Unit tests as a reward: the last code block of a completion is run in a sandbox against the tests of the problem.
 
-Missing code, an exception, and too much time or memory are failed tests. A score is missing only for reasons outside
-the completion: if the sandbox fails or the tests cannot be parsed. Torch-free.
+A test has failed if the code is missing, raises an exception, or needs too much time or memory. A score is missing only
+for reasons outside the completion: if the sandbox fails or the tests cannot be parsed. Torch-free.
 """
 
 import ast
@@ -43,21 +43,22 @@ def check():
 
 check()
 """
-"""Program that runs a solution, then each test statement, and reports with a secret key which statements passed."""
+"""Program that runs a solution and then each test statement. It reports which statements passed together with a secret
+key, which the solution does not know and therefore cannot fake."""
 
 
 @dataclass(frozen=True, slots=True)
 class Statements:
-    """Python statements that run after a solution, in order."""
+    """Python statements that are run after a solution, in order."""
 
     sources: tuple[tuple[str, bool], ...]
-    """Source of each statement, and whether it is a test. A test passes if it raises nothing; the others prepare tests.
-    """
+    """Source of each statement, and whether it is a test. A test passes if it raises nothing. Other statements prepare
+    tests."""
 
 
 @dataclass(frozen=True, slots=True)
 class InputOutput:
-    """Input of a solution and its expected output."""
+    """Text that a solution reads on stdin, and the output expected for it."""
 
     input: str
     output: str
@@ -98,7 +99,7 @@ def read_tests(answer: str) -> Tests:
 
 
 class CodeJudge:
-    """Runner of the tests for all code rewards, with one sandbox for each reward."""
+    """Runner of the unit tests of all code rewards, with one sandbox per reward."""
 
     def __init__(self, scoring: ScoringConfig) -> None:
         self._judges = {
@@ -127,7 +128,7 @@ class CodeJudge:
             programs.close()
 
     def judge(self, cases: Sequence[Case]) -> dict[str, list[Judgement]]:
-        """Judge completions in order and return the judgements of each reward term.
+        """Run the tests on completions in order, and return the scores by reward term.
 
         Raises WorkerLost if a sandbox is repeatedly killed from outside.
         """
@@ -137,7 +138,8 @@ class CodeJudge:
         }
 
     def _judgement(self, reward: CodeReward, programs: Programs, case: Case) -> Judgement:
-        """Judge one completion: 1 or 0 if all tests must pass, else the share of passed tests."""
+        """Return the score of one completion: 1 or 0 for all tests together, or the share of passed tests, as the
+        reward is configured."""
         try:
             passed = [*_passed(programs, find_last_code(case.completion), read_tests(case.answer), value=reward.value)]
         except (ValueError, SandboxFailed) as error:
@@ -158,9 +160,8 @@ def check_code(scoring: ScoringConfig) -> None:
 def _passed(programs: Programs, code: str | None, tests: Tests, *, value: str) -> Iterator[bool]:
     """Yield for each test whether the code passes it.
 
-    After a test that runs too long, the remaining tests count as failed.
-
-    With `value="all"`, testing of input-output pairs stops at the first failure.
+    After a test that runs too long, the remaining tests count as failed. With `value="all"`, input-output tests stop at
+    the first failure.
     """
     if code is None:
         yield False
@@ -178,9 +179,9 @@ def _passed(programs: Programs, code: str | None, tests: Tests, *, value: str) -
 
 
 def _asserted(programs: Programs, code: str, tests: Statements) -> Iterator[bool]:
-    """Run all statements in one process and yield the result of each test.
+    """Run all statements in one process, and yield for each test whether it passed.
 
-    The secret key prevents code that only exits the process from passing.
+    The process must report results with a secret key, so code that only exits the process does not pass.
     """
     key = secrets.token_hex(16)
     stdin = json.dumps([key, tests.sources])

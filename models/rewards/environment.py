@@ -1,4 +1,4 @@
-"""Rewards and failures that environments reported for episodes. Torch-free."""
+"""Rewards and failures reported by the environments of episodes. Torch-free."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -12,28 +12,29 @@ from models.text.steps import Spans
 
 
 def read_turns(rollouts: pa.Table) -> list[tuple[TurnRecord, ...]]:
-    """Read the turns of each completion. A completion that is not an episode has none."""
+    """Return the turns of each completion in a rollout table. Empty for a completion that is not an episode."""
     return [tuple(TurnRecord(**turn) for turn in turns or ()) for turns in rollouts["turns"].to_pylist()]
 
 
 def find_turn_starts(turns: Sequence[TurnRecord]) -> tuple[int, ...]:
-    """Return the index of the first token of each turn. An observation belongs to the turn that it answers."""
+    """Return the index of the first token of each turn. An observation belongs to the turn before it."""
     lengths = [turn.tokens + turn.observation for turn in turns]
     return tuple(accumulate(lengths[:-1], initial=0)) if lengths else ()
 
 
 def find_failures(episodes: Sequence[Sequence[TurnRecord]]) -> list[str | None]:
-    """Return the error of each completion's environment, or None if the environment did not fail."""
+    """Return the error of each episode's environment, or None if the environment did not fail."""
     return [next((turn.error for turn in turns if turn.error is not None), None) for turns in episodes]
 
 
 def environment_rewards(episodes: Sequence[Sequence[TurnRecord]], reward: EnvironmentReward) -> list[Judgement | Spans]:
-    """Return the environment's reward of each episode, or of each of its turns. A missing reward counts as 0."""
+    """Return the environment's reward for each episode, or for each of its turns. If the environment returned none, the
+    reward is 0."""
     return [_read_reward(turns, reward) for turns in episodes]
 
 
 def _read_reward(turns: Sequence[TurnRecord], reward: EnvironmentReward) -> Judgement | Spans:
-    """Return the reward of one episode, or the discounted returns of its turns."""
+    """Return the reward of one episode, or the discounted returns of its turns if the reward scores turns."""
     numbers = [turn.reward for turn in turns if turn.reward is not None] or [0.0]
     if reward.per == "completion":
         return Judgement(sum(numbers) if reward.aggregate == "sum" else numbers[-1], None)

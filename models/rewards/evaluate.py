@@ -1,12 +1,13 @@
-"""Evaluation of rule rewards in separate processes, which are killed if a completion takes too long.
+"""Computation of rule rewards in separate processes, which are killed if a completion takes too long.
 
-Rewards run untrusted code on text that a policy generated, so they may hang, raise or crash their process. If this
-happens, only the score of that completion is missing, with a reason. If the machine kills or stops the process or gives
-it no CPU time, the completion is judged again in a new process, and its score is missing only if the process ends in
-the same way again. Outside a sandbox, anyone could have sent a signal such as SIGKILL, so such an end is never
-attributed to the completion: after `MAX_ENDS` ends the worker is lost, and nothing is written for the shard.
+Reward functions process text that a policy generated, and may be untrusted code, so they may hang, raise or crash their
+process. In this case only the score of that completion is missing, with a reason. If the process was killed, stopped or
+got no CPU time from the machine, the completion is scored again in a new process, and its score is missing only if this
+process ends in the same way. Outside a sandbox, any program could have sent a signal such as SIGKILL, so a completion
+is never blamed for such an end: after `MAX_ENDS` ends the worker is lost, and nothing is written for the shard.
 
-Users' functions run in a process that imports no code of this project. Our own functions run in another process.
+Users' functions run in a process that imports no code of this project. Functions of this project run in another
+process.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,28 +27,28 @@ from models.rollouts.groups import ChatMessage
 from models.text.steps import Spans, StepValues, split_steps
 
 Value = float | StepValues | Spans
-"""Result of a reward for a completion: a number, or one number for each step, token or turn."""
+"""Result of a reward for one completion: a number, or one number for each step, token or turn."""
 NO_TOKEN_TEXTS: Final = "the completion's tokens do not spell its text"
-"""Reason why a completion has no values for steps or tokens."""
+"""Reason why the rewards of steps or tokens are missing: the tokens do not decode to the completion's text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Completion with everything that a reward function can receive."""
+    """One completion, with all data that a reward function may receive."""
 
     prompt: str
     completion: str
     answer: str
     tokens: tuple[str, ...] | None = None
-    """Texts of the completion's tokens, or None if not needed or if the tokens do not decode to the completion."""
+    """Texts of the completion's tokens, or None if they are not needed or do not decode to the completion."""
     where: str = "a completion"
     """Name of the completion in messages."""
     images: tuple[str, ...] = ()
-    """Digests of the prompt's images."""
+    """Digests of the images that reward functions receive."""
     messages: tuple[ChatMessage, ...] = ()
-    """Messages of an episode, starting with those of the prompt. Empty for other completions."""
+    """Messages of an episode, starting with the messages of the prompt. Empty if the completion is not an episode."""
     turns: tuple[int, ...] = ()
-    """Index of the first token of each turn of an episode. Empty for other completions."""
+    """Index of the first token of each turn. Empty if the completion is not an episode."""
 
     @property
     def chat(self) -> list[ChatMessage]:
@@ -59,17 +60,17 @@ class Case:
 
     @property
     def turn_texts(self) -> list[str]:
-        """Text that the policy wrote in each turn."""
+        """Text that the policy generated in each turn."""
         return [each["content"] for each in self.messages if each["role"] == "assistant"][-len(self.turns) :]
 
 
 OURS = "models.rewards."
-"""Prefix of the module names of our own reward functions, as opposed to users' functions."""
+"""Prefix of the module names of this project's reward functions, as opposed to users' functions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Raw value of each rule reward, or None if it is missing, and the first error as `term: reason`."""
+    """Raw scores of all rule rewards for one completion (None if missing), and the first error as `term: reason`."""
 
     values: tuple[Value | None, ...]
     error: str | None
@@ -77,19 +78,20 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Functions that run in the same process."""
+    """Reward functions that run in the same process."""
 
     functions: tuple[RunFunction, ...]
     place: RestartingProcess[FunctionProcess]
 
 
 class Evaluator:
-    """Owner of the reward processes. Starts them when needed and restarts them after they have ended."""
+    """Client of the processes that run reward functions. It starts a process when needed, and again after the process
+    has ended."""
 
     def __init__(self, scoring: ScoringConfig) -> None:
         self._scoring = scoring
         self.done = 0
-        """Number of completions judged so far. Another thread may read it."""
+        """Number of completions scored so far. Another thread may read it."""
         self._media: ImageSource | None = None
         self._functions = [rule.function for rule in scoring.rules]
         cuts = [steps for rule in scoring.rules if (steps := rule.segmentation) is not None and steps.may_hang]
@@ -104,19 +106,18 @@ class Evaluator:
                 self._parts[ours] = _Part(tuple(there), RestartingProcess(start, what=what))
 
     def start(self) -> None:
-        """Start the processes and import the rewards. Raises BadInput if a reward cannot be used."""
+        """Start the processes and import the reward functions. Raises BadInput if a reward cannot be used."""
         for part in self._parts.values():
             part.place.start()  # start all processes before waiting for one
         for part in self._parts.values():
             part.place.ready()
 
     def evaluate(self, cases: Sequence[Case], media: ImageSource | None = None) -> list[Verdict]:
-        """Judge completions in order.
+        """Score completions in order.
 
-        A misbehaving completion takes up to twice `timeout_seconds` plus two process starts.
-
-        `media` is the source of the cases' images, which are read only for functions that take images. Raises
-        WorkerLost if the processes are repeatedly killed from outside.
+        A completion that hangs or crashes a process takes up to twice `timeout_seconds`, plus two process starts.
+        `media` returns the images of the completions. Images are read only for functions that accept images. Raises
+        WorkerLost if processes are repeatedly killed from outside.
         """
         verdicts = []
         self._media = media
@@ -131,7 +132,8 @@ class Evaluator:
         return verdicts
 
     def try_images(self, case: Case, media: ImageSource) -> str | None:
-        """Call the functions that take images on one case. Return the first error as `term: reason`, or None."""
+        """Call the reward functions that accept images once, with one completion. Return the first error as `term:
+        reason`, or None."""
         self.start()
         self._media = media
         for function, term, rule in zip(self._functions, self._scoring.rule_terms, self._scoring.rules, strict=True):
@@ -147,7 +149,7 @@ class Evaluator:
         return None
 
     def find_terms_without_images(self) -> list[str]:
-        """Return the reward terms whose functions take no images."""
+        """Return the names of the reward terms whose functions do not accept images."""
         self.start()
         pairs = zip(self._functions, self._scoring.rule_terms, strict=True)
         parts = [(self._parts[_is_ours(function)], function, term) for function, term in pairs]
@@ -163,7 +165,8 @@ class Evaluator:
             part.place.close()
 
     def _score_case(self, case: Case) -> Verdict:
-        """Judge one completion by all rules. After a process has ended, the remaining rules have no value."""
+        """Score one completion by all rules. After a rule has ended its process, the scores of the remaining rules are
+        missing."""
         values: list[Value | None] = []
         errors: list[str] = []
         seconds_left = self._scoring.timeout_seconds
@@ -183,7 +186,8 @@ class Evaluator:
     def _compute_value(
         self, function: RunFunction, rule: RuleReward, case: Case, *, left: float
     ) -> tuple[Value | None, str | None, float]:
-        """Return the value, or the reason why it is missing, and the seconds that the call took."""
+        """Return the score of one rule and the seconds that the call took. If the score is missing, return None and the
+        reason instead. `left` is the remaining time in seconds."""
         if not rule.scores_parts:
             result = self._call_function(function, case, left=left)
             return cast(float | None, result.value), result.reason, result.seconds
@@ -203,7 +207,8 @@ class Evaluator:
         return value, result.reason, result.seconds
 
     def _split_steps(self, steps: Segmentation, case: Case) -> list[str]:
-        """Split a completion into steps. A user's pattern may take very long, so it runs in a killable process."""
+        """Split a completion into steps. If the user's pattern could take very long, this is done in a process that can
+        be killed."""
         if not steps.may_hang:
             return split_steps(case.completion, steps)
         result = self._call_function(_build_cut_function(steps), case, left=self._scoring.timeout_seconds, expected=-1)
@@ -221,7 +226,7 @@ class Evaluator:
         named: Mapping[str, list[str]] | None = None,
         expected: int | None = None,
     ) -> CallResult:
-        """Call a function. Call it again in a new process if the first process may have ended for an external reason.
+        """Call a reward function. If its process may have ended for an external reason, call it again in a new process.
 
         Raises ProcessEnded if the function itself ended the process, and WorkerLost after `MAX_ENDS` ends.
         """
@@ -253,7 +258,7 @@ class Evaluator:
                     raise _score_failed(function, case, ends) from end
 
     def _read_images(self, case: Case) -> list[bytes]:
-        """Return the encoded images of a case."""
+        """Return the encoded images of a completion."""
         if not case.images:
             return []
         assert self._media is not None, "cases with images need a media store"
@@ -261,7 +266,8 @@ class Evaluator:
 
 
 def check_rewards(scoring: ScoringConfig) -> None:
-    """Raise BadInput if a reward cannot be built or imported. The message suggests the nearest name if there is one."""
+    """Raise BadInput if a reward function cannot be built or imported. The message suggests the nearest name if there
+    is one."""
     for rule in scoring.built_in_rules:
         build_reward(rule)
     targets = [rule for rule in scoring.rules if rule.brings_code]
@@ -274,7 +280,8 @@ def check_rewards(scoring: ScoringConfig) -> None:
 
 
 def check_image_parameters(scoring: ScoringConfig) -> None:
-    """Raise BadInput if a user's reward function lacks the parameter `images`. For policies that generate pictures."""
+    """Raise BadInput if a user's reward function has no parameter `images`, for runs whose policy generates
+    pictures."""
     targets = [rule for rule in scoring.rules if rule.brings_code]
     if not targets:
         return
@@ -290,7 +297,7 @@ def check_image_parameters(scoring: ScoringConfig) -> None:
 
 
 def _score_failed(function: RunFunction, case: Case, ends: Sequence[str]) -> WorkerLost:
-    """Return the error for a completion that could not be judged, with advice for the user."""
+    """Return the error for a completion whose reward processes were repeatedly ended, with advice for the user."""
     times = f"{len(ends)} times in a row, by {', '.join(ends)}"
     return WorkerLost(
         f"{function.where}: the process that scores {case.where} ended {times}, for an unknown reason, so there is no "
@@ -300,11 +307,11 @@ def _score_failed(function: RunFunction, case: Case, ends: Sequence[str]) -> Wor
 
 
 def _is_ours(function: RunFunction) -> bool:
-    """Return whether a function belongs to this project."""
+    """Return whether a reward function belongs to this project and not to the user."""
     return function.target.startswith(OURS)
 
 
 def _build_cut_function(steps: Segmentation) -> RunFunction:
-    """Return the function that splits completions at the pattern of a segmentation."""
+    """Return a reference to the function that splits completions at matches of a segmentation's pattern."""
     settings = {"settings": steps.model_dump(mode="json")}
     return RunFunction(f"{OURS}rules:load_segmentation", where="steps", options=settings, made=True)

@@ -1,4 +1,4 @@
-"""Bounds on the size of parsed mathematics, so that nobody evaluates an expression such as 9^(9^9)."""
+"""Limits on the size of parsed mathematics, so that expressions such as 9^(9^9) are never evaluated."""
 
 from math import comb, isfinite, log10
 from typing import Any, Final
@@ -6,13 +6,15 @@ from typing import Any, Final
 import sympy
 
 MAX_DIGITS: Final = 100_000
-"""Maximum number of digits of a number that is evaluated, including intermediate results. 20000! has 77,338 digits."""
+"""Maximum number of digits of the numbers in an evaluation, including intermediate results. As an example, 20000! has
+77,338 digits."""
 
 MAX_ROOT_DIGITS: Final = 1000
-"""Maximum number of digits of a number whose roots are simplified, because this factorizes the number."""
+"""Maximum number of digits of a number whose roots are simplified. Simplifying a root factorizes the number, which is
+slow."""
 
 MAX_TERMS: Final = 200
-"""Maximum number of terms of a sum after powers and products are expanded."""
+"""Maximum number of terms of a sum after its powers and products are expanded."""
 
 _MOST: Final = 6.0  # digits of an exponent above which an expression is rejected
 _SUMMAND: Final = 20.0  # assumed cost, in digits, of each term of a sum or product with limits
@@ -25,9 +27,11 @@ class _TooLarge(Exception):
 
 
 def can_evaluate(expression: Expression, *, bounds_roots: bool = True) -> bool:
-    """Return whether evaluating and expanding an expression stays within the limits. Nothing is evaluated for this.
+    """Return whether evaluating and expanding an expression stays within the limits. The check itself evaluates
+    nothing.
 
-    Version 1 does not use the value of a constant exponent (`bounds_roots`), so it rejects more expressions.
+    `bounds_roots` is false in version 1 of the comparison, which does not use the value of a constant exponent and
+    therefore rejects more expressions.
     """
     if isinstance(expression, str):
         return True
@@ -39,12 +43,13 @@ def can_evaluate(expression: Expression, *, bounds_roots: bool = True) -> bool:
 
 
 def _parts(expression: Expression) -> list[Expression]:
-    """Return the elements of a matrix or the arguments of an expression."""
+    """Return the elements of a matrix, or the arguments of another expression."""
     return list(expression.flat()) if isinstance(expression, sympy.MatrixBase) else list(expression.args)
 
 
 def _digits(expression: Expression, *, bounds_roots: bool = False) -> float:
-    """Return an upper bound on the digits of a value and of all intermediate values. A symbol counts as one digit.
+    """Return an upper bound on the digits of an expression's value and of all intermediate values. A symbol counts as
+    one digit.
 
     Raises _TooLarge if the bound exceeds `MAX_DIGITS`.
     """
@@ -61,7 +66,8 @@ def _digits(expression: Expression, *, bounds_roots: bool = False) -> float:
 
 
 def _of_atom(atom: Expression) -> float:
-    """Return log10 of the size of a number, or 1 for a symbol. Raises _TooLarge if the number is not finite."""
+    """Return the digits of a number (log10 of the larger of numerator and denominator), or 1 for a symbol. Raises
+    _TooLarge if the number is not finite."""
     if isinstance(atom, sympy.Rational):
         largest = max(abs(atom.p), atom.q)
         return 0.0 if largest == 1 else largest.bit_length() * log10(2)
@@ -74,7 +80,8 @@ def _of_atom(atom: Expression) -> float:
 
 
 def _of_root(power: Expression, base: float) -> float:
-    """Return a bound for a power with a constant rational exponent, from the bound of its base.
+    """Return an upper bound on the digits of a power with a constant rational exponent. `base` is the bound for its
+    base.
 
     Raises _TooLarge if the base is too large for its roots to be simplified.
     """
@@ -84,9 +91,9 @@ def _of_root(power: Expression, base: float) -> float:
 
 
 def _of_parts(expression: Expression, digits: list[float]) -> float:
-    """Combine the bounds of an expression's parts into a bound for the expression.
+    """Return an upper bound on the digits of an expression, given the bounds of its parts.
 
-    Raises _TooLarge if it is too large.
+    Raises _TooLarge if the bound is too large.
     """
     match expression:
         case sympy.Pow() | sympy.MatPow():
@@ -113,7 +120,7 @@ def _of_parts(expression: Expression, digits: list[float]) -> float:
 
 
 def _is_root(exponent: Expression) -> bool:
-    """Return whether an exponent contains a fraction."""
+    """Return whether an exponent contains a fraction, so that the power is a root."""
     return any(isinstance(part, sympy.Rational) and part.q > 1 for part in sympy.preorder_traversal(exponent))
 
 

@@ -1,9 +1,9 @@
-"""Reward for the length of a list, for the demo of preferences, in which two rewards prefer different lengths."""
+"""Reward for the length of a list. A demo of preferences uses two such rewards, which prefer different lengths."""
 
 from typing import Final
 
 RANGE: Final = 14
-"""Scale of the deviation from the preferred length, in words."""
+"""Number of words by which the deviation from the preferred length is divided."""
 
 
 def near(prompt: str, completion: str, answer: str, *, items: int, factor: float) -> float:

@@ -10,7 +10,7 @@ from scipy.ndimage import label
 
 from models.config.reward_terms import PaintingReward
 from models.data.paintings import COLOURS, GROUND, PLACES, SIDE
-from models.vision.processor import open_image
+from models.vision.color_conversion import decode_rgb
 
 REACH: Final = 0.14
 """Maximum distance between the shape's center and the requested place, in widths. Places are at least 0.35 apart."""
@@ -57,7 +57,7 @@ def _pixels(encoded: bytes) -> NDArray[np.float64]:
 
     Raises ValueError if the picture is not square or its side is not a multiple of `SIDE`.
     """
-    levels = np.asarray(open_image(encoded), np.float64)
+    levels = np.asarray(decode_rgb(encoded), np.float64)
     height, width, _ = levels.shape
     if height != width or height % SIDE:
         raise ValueError(f"expected a picture of {SIDE} x {SIDE} pixels or a multiple, found {width} x {height}")

@@ -1,4 +1,4 @@
-"""Pure functions that combine the results of all rewards into a score shard. Torch-free."""
+"""Combination of the results of all rewards into a score shard, as pure functions. Torch-free."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,9 +20,9 @@ class Scores:
     """Results of all reward terms for one completion."""
 
     values: tuple[float | Spans | None, ...]
-    """Result of each term: a number, values of token spans, or None if the result is missing."""
+    """Result of each term: one number, numbers for spans of tokens, or None if the result is missing."""
     error: str | None
-    """First error as `term: reason`, or None."""
+    """First error as `term: reason`, or None if there is none."""
 
 
 def combine_results(
@@ -36,8 +36,8 @@ def combine_results(
     """Combine the results of rule rewards and of the other reward terms for each completion, in the order of the terms.
 
     `starts` contains the character index at which each token of a completion starts, or None if the tokens do not
-    decode to the completion. `failures` contains the error of each completion's environment: all results of a failed
-    episode are missing.
+    decode to the completion. `failures` contains the error of each completion's environment: if an episode has failed,
+    all its results are missing.
     """
     nothing = (None,) * len(scoring.terms)
     return [
@@ -49,7 +49,8 @@ def combine_results(
 
 
 def score_table(rollouts: pa.Table, scores: Sequence[Scores], scoring: ScoringConfig) -> pa.Table:
-    """Build the score table of rollouts, one row for each completion. The total is missing if any term is missing."""
+    """Build the score table for a rollout table, with one row per completion. The total reward is missing if any term
+    is missing."""
     scalars = [
         tuple(_scalar(value, reward) for value, reward in zip(row.values, scoring.rewards, strict=True))
         for row in scores
@@ -73,9 +74,10 @@ def score_table(rollouts: pa.Table, scores: Sequence[Scores], scoring: ScoringCo
 
 
 def score_metrics(table: pa.Table, terms: Sequence[str]) -> dict[str, float]:
-    """Return the sums of rewards and terms over the scored rows, and the number of rows and of missing scores.
+    """Return sums and sums of squares of the total reward and of each term, and the numbers of rows and of missing
+    scores.
 
-    Sums and sums of squares are returned because they, unlike means, can be added over shards.
+    Unlike means, these numbers can be added over shards.
     """
     scored = table.filter(pc.is_valid(table["reward"]))  # a term may have a value although another term is missing
     values = {term: scored[f"reward_{term}"].to_pylist() for term in terms}
@@ -89,9 +91,10 @@ def score_metrics(table: pa.Table, terms: Sequence[str]) -> dict[str, float]:
 
 
 def problem_metrics(tables: Iterable[pa.Table], term: str, *, samples: int) -> dict[str, float]:
-    """Return the mean over problems of a term's mean over the samples of each problem. Missing scores are ignored.
+    """Return the mean of a term over problems. The value of a problem is the mean over its samples without missing
+    scores.
 
-    If all values are 0 or 1, also returns pass@k for k = 1, 2, 4, ..., over the problems that have at least k scores.
+    If all scores are 0 or 1, also returns pass@k for k = 1, 2, 4, ..., over the problems that have at least k scores.
     """
     values: dict[int, list[float]] = {}
     for table in tables:
@@ -119,7 +122,7 @@ def _join_row(
     *,
     starts: Sequence[int] | None,
 ) -> Scores:
-    """Combine the results for one completion. Values of steps are converted to spans of tokens."""
+    """Combine the results for one completion. Numbers for steps are converted to numbers for spans of tokens."""
     values_by_term: dict[str, Value | Spans | None] = dict(zip(scoring.rule_terms, verdict.values, strict=True))
     errors = [verdict.error] if verdict.error else []
     for term, judgement in others.items():
@@ -137,19 +140,19 @@ def _join_row(
 
 
 def _spans(found: StepValues, reward: RewardConfig, starts: Sequence[int]) -> Spans:
-    """Convert values of steps or tokens to spans of tokens."""
+    """Convert the values of steps or tokens to values of spans of tokens."""
     if reward.granularity == "token":
         return Spans(tuple(range(len(found.values))), found.values)
     return assign_spans(starts, found)
 
 
 def _scalar(value: float | Spans | None, reward: RewardConfig) -> float | None:
-    """Return the value of a term as one number, aggregating spans."""
+    """Return the value of a term as one number. The values of spans are aggregated as configured."""
     return aggregate(value.values, reward.aggregation) if isinstance(value, Spans) else value
 
 
 def _process_columns(term: str, spans: Sequence[Spans | None]) -> dict[str, pa.Array]:
-    """Build the columns of a process reward: the starts and the values of the spans."""
+    """Build the score-table columns of a process reward: the starts and the values of its spans."""
     return {
         f"spans_{term}": pa.array([span and span.starts for span in spans], pa.list_(pa.int32())),
         f"values_{term}": pa.array([span and span.values for span in spans], pa.list_(pa.float64())),
@@ -159,7 +162,8 @@ def _process_columns(term: str, spans: Sequence[Spans | None]) -> dict[str, pa.A
 def _total(
     values: Sequence[float | None], error: str | None, scoring: ScoringConfig
 ) -> tuple[float | None, str | None]:
-    """Return the weighted sum of the terms, or None and the error if a term is missing or the sum is not finite."""
+    """Return the weighted sum of the terms. If a term is missing or the sum is not finite, return None and the
+    error."""
     weighted = [
         reward.weight * ((value - reward.shift) / reward.scale)
         for reward, value in zip(scoring.rewards, values, strict=True)

@@ -1,4 +1,4 @@
-"""Reward that compares the completion with the reference answer by a retriever's embeddings."""
+"""Reward that compares the embeddings of the completion and of the reference answer, computed by a retriever."""
 
 from models.config.reward_terms import SimilarityReward
 from models.retrieval.encoders import Retriever
@@ -6,14 +6,14 @@ from models.rewards.rules import Reward
 
 
 def similarity_reward(config: SimilarityReward) -> Reward:
-    """Return a reward that is the cosine similarity of completion and reference answer.
+    """Return a reward function that computes the cosine similarity of completion and reference answer.
 
     The score is missing if there is no reference answer. Raises BadInput if the retriever cannot be loaded.
     """
     retriever = Retriever(config.retriever, "reward 'similarity': retriever")
 
     def reward(prompt: str, completion: str, answer: str) -> float:
-        """Return the cosine similarity. Raises ValueError if the reference answer is blank."""
+        """Return the cosine similarity of completion and answer. Raises ValueError if the reference answer is blank."""
         if not answer.strip():
             raise ValueError("no reference answer to compare with")
         return retriever.cosine(completion, answer)

@@ -1,4 +1,4 @@
-"""Contact sheet: pictures side by side in one image, each with its reward. Torch-free.
+"""Contact sheet: one image that shows several pictures side by side, each with its reward. Torch-free.
 
 The same pictures give the same sheet, byte for byte, with the same version of Pillow.
 """
@@ -41,9 +41,9 @@ class SheetRow:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """Pictures shown side by side.
+    """Pictures that are shown side by side.
 
-    `prompt` is the text above them, or None if the row of the prompt started earlier.
+    `prompt` is the text above them, or None if the pictures of this prompt started in an earlier line.
     """
 
     prompt: str | None
@@ -55,7 +55,8 @@ class _Line:
 
 
 def contact_sheet(rows: Sequence[SheetRow], *, columns: int, side: int) -> bytes:
-    """Draw pictures in lines of `columns` squares of `side` pixels, and return a PNG file.
+    """Return a contact sheet as a PNG file, with up to `columns` pictures in a line, each scaled to fit a square of
+    `side` pixels.
 
     Each row starts with its prompt, cut to one line. The reward is written below each picture. Small pictures are
     enlarged by an integer factor without smoothing. Raises BadInput if a picture cannot be decoded.

@@ -1,7 +1,7 @@
-"""Removal of users' data from the rows of a run's tables. Counts, and the tables' structure, stay valid.
+"""Removal of users' data from the rows of a run's tables. Counts and the structure of the tables stay valid.
 
-Texts become empty, and numbers per token become zero, because log-probs and values would reveal the tokens to anyone
-who has the model.
+Texts become empty. Numbers per token become zero, because log-probs and values would reveal the tokens to anyone who
+has the model.
 """
 
 from collections.abc import Collection
@@ -63,9 +63,9 @@ def erase_prompts(table: pa.Table, prompts: Prompts) -> tuple[pa.Table, int]:
 
 
 def _rows_of(table: pa.Table, prompts: Prompts) -> Mask:
-    """Return a mask of the rows that are about the prompts.
+    """Return a mask of the rows that contain data about the prompts.
 
-    Verdicts on canaries are included, because they may quote the prompt with which the canary was shown.
+    Verdicts on canaries are included, because they may quote the prompt with which a canary was shown to the judge.
     """
     if "prompt_id" in table.column_names:
         return _mask(table["prompt_id"], prompts.ids, pa.string())
@@ -74,13 +74,14 @@ def _rows_of(table: pa.Table, prompts: Prompts) -> Mask:
 
 
 def _mask(column: pa.ChunkedArray, values: Collection[object], kind: pa.DataType) -> Mask:
-    """Return a mask of the values of a column that are among the given values."""
+    """Return a mask of the entries of a column that are equal to one of the given values."""
     is_listed: Mask = pc.is_in(column, pa.array(list(values), kind)).to_numpy()
     return is_listed
 
 
 def _empty_lists(column: pa.ChunkedArray, field: pa.Field, is_gone: Mask) -> pa.ChunkedArray | None:
-    """Return the column with the data of the masked rows removed, or None if such columns contain no data to remove.
+    """Return a column with the data in rows `is_gone` removed, or None if a column of this type or name contains no
+    users' data.
 
     Nulls stay null.
     """
@@ -103,9 +104,9 @@ def _empty_lists(column: pa.ChunkedArray, field: pa.Field, is_gone: Mask) -> pa.
 
 
 def _without_texts(column: pa.ChunkedArray, kind: pa.ListType, is_gone: Mask) -> pa.ChunkedArray | None:
-    """Return the column with the texts in its records removed, such as in messages and turns of episodes.
+    """Return a column of records, such as messages or turns, with the texts in rows `is_gone` removed.
 
-    Returns None if the records have no texts to remove.
+    Returns None if the records contain no texts to remove.
     """
     texts = [part.name for part in kind.value_type if pa.types.is_string(part.type) and part.name not in _TEXTS_KEPT]
     if not texts:
@@ -123,7 +124,7 @@ def _without_texts(column: pa.ChunkedArray, kind: pa.ListType, is_gone: Mask) ->
 
 
 def _zero_values(column: pa.ChunkedArray, kind: pa.ListType, is_gone: Mask) -> pa.ChunkedArray:
-    """Return a list column with all numbers of the masked rows set to zero. List lengths and nulls stay the same."""
+    """Return a list column with all numbers in rows `is_gone` set to zero. List lengths and nulls stay the same."""
     lengths_K = lengths_of(column)
     values_T = pc.if_else(
         pa.array(np.repeat(is_gone, lengths_K)), pa.scalar(0, kind.value_type), pc.list_flatten(column)

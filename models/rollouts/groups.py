@@ -1,4 +1,4 @@
-"""Groups of completions in progress, which may start in one iteration and end in a later one. Torch-free."""
+"""Groups of completions in progress. A group may start in one iteration and end in a later one. Torch-free."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ from models.records.seeds import sample_seed
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive tokens written by one policy version."""
+    """Consecutive tokens that one policy version generated."""
 
     policy_version: int
     tokens: int
@@ -44,31 +44,31 @@ class ChatMessage(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class TurnRecord:
-    """One turn of an episode, with the response of its environment."""
+    """One turn of an episode, with the reply of its environment."""
 
     tokens: int
-    """Number of tokens that the policy wrote."""
+    """Number of tokens that the policy generated in this turn."""
     observation: int = 0
-    """Number of tokens of the observation, or of the prompt of the next turn."""
+    """Number of tokens of the observation after this turn, or of the separate prompt of the next turn."""
     calls: int = 0
-    """Number of tool calls."""
+    """Number of tool calls in this turn."""
     errors: int = 0
-    """Number of tool calls that could not be parsed."""
+    """Number of tool calls in this turn that could not be parsed."""
     reward: float | None = None
-    """Reward of the environment for this turn, or None if there is none."""
+    """Reward that the environment returned for this turn, or None if it returned none."""
     error: str | None = None
     """Error with which the environment failed, or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartialCompletion:
-    """Completion in its current state. It is unfinished while its finish reason is `cut`."""
+    """Completion as generated so far. It is unfinished if its finish reason is `cut`."""
 
     seed: int
     input: ModelInput
     """Prompt and the completion so far."""
     logprobs: tuple[float, ...] = ()
-    """Log-probs of the completion tokens. 0 for tokens that the policy did not write."""
+    """Log-probs of the completion tokens. 0 for tokens that no policy generated."""
     text: str = ""
     finish_reason: FinishReason = FinishReason.CUT
     segments: tuple[Segment, ...] = ()
@@ -100,16 +100,16 @@ class PartialCompletion:
 
     @property
     def num_generated(self) -> int:
-        """Number of tokens that policies wrote."""
+        """Number of tokens that policies generated."""
         return sum(segment.tokens for segment in self.segments if segment.policy_version >= 0)
 
     @property
     def num_turn_tokens(self) -> int:
-        """Number of tokens of the current turn of an episode, which has not ended."""
+        """Number of tokens of the current, unfinished turn of an episode."""
         return len(self.logprobs) - sum(turn.tokens + turn.observation for turn in self.turns)
 
     def generated_turns(self) -> list[tuple[int, ...]]:
-        """Return the tokens that policies wrote in each turn of an episode.
+        """Return the tokens that policies generated in each turn of an episode.
 
         The last turn may be unfinished or empty.
         """
@@ -128,11 +128,12 @@ class PartialCompletion:
         return self._given(tokens, ENVIRONMENT) if tokens else self
 
     def append_turn_prompt(self, tokens: Sequence[int], text: str) -> "PartialCompletion":
-        """Append the prompt of the next turn, which replaces the context before it. `text` is appended to the text."""
+        """Append the separate prompt of the next turn, which replaces all context before it. `text` is appended to the
+        completion's text."""
         return replace(self._given(tokens, TURN_PROMPT), text=f"{self.text}{text}")
 
     def _given(self, tokens: Sequence[int], author: int) -> "PartialCompletion":
-        """Append tokens that no policy wrote. `author` marks their origin in the segments."""
+        """Append tokens that no policy generated. `author` is recorded in the segments as their origin."""
         return replace(
             self,
             input=self.input.append_observation(tokens),
@@ -165,7 +166,7 @@ class Group:
         return all(draft.finish_reason is not FinishReason.CUT for draft in self.drafts)
 
     def build_request(self, version: int, partial: PartialRollout | None) -> Request:
-        """Build the request to policy version `version` to continue the unfinished completions."""
+        """Return a request for policy version `version` to continue the unfinished completions."""
         open_drafts = [draft for draft in self.drafts if draft.finish_reason is FinishReason.CUT]
         return Request(
             row=self.prompt_row,
@@ -184,7 +185,8 @@ class Group:
         return partial.tokens if partial is not None and version - first_version < partial.max_staleness else None
 
     def append_completions(self, completions: Sequence[Completion], version: int) -> "Group":
-        """Append the generated completions to the unfinished drafts. Finished completions stay unchanged."""
+        """Return the group with new output appended to the unfinished completions. Finished completions stay
+        unchanged."""
         new_completions = iter(completions)
         drafts = tuple(
             draft.append_completion(next(new_completions), version)
@@ -196,7 +198,8 @@ class Group:
 
 
 def fresh_groups(prompts: pa.Table, rows: Sequence[int], *, group_size: int, seed: int, iteration: int) -> list[Group]:
-    """Start a group for each prompt. `rows` are the row numbers of the prompts in their shard."""
+    """Return a group without generated tokens for each prompt. `rows` are the row numbers of the prompts in their
+    shard."""
     return [
         replace(
             group,
@@ -212,7 +215,7 @@ def fresh_groups(prompts: pa.Table, rows: Sequence[int], *, group_size: int, see
 
 
 def read_groups(rollouts: pa.Table, prompts: pa.Table) -> list[Group]:
-    """Read groups from a table of rollouts. `prompts` must contain all prompts of their shard."""
+    """Return the groups in a rollout table. `prompts` must contain all prompts of their shard."""
     rows: list[_Row] = rollouts.select([*_Row.__annotations__]).to_pylist()
     members: dict[int, list[tuple[_Row, ModelInput]]] = {}
     for row, model_input in zip(rows, rollout_inputs(rollouts), strict=True):
@@ -225,7 +228,7 @@ def read_groups(rollouts: pa.Table, prompts: pa.Table) -> list[Group]:
 
 
 def _without_drafts(prompts: pa.Table, rows: Sequence[int]) -> list[Group]:
-    """Build groups without completions from rows of the prompts table."""
+    """Return groups without completions for rows of the prompts table."""
     columns = ["prompt_id", "text", "answer", "columns", "messages", *({TEMPLATE} & {*prompts.column_names})]
     groups = []
     for row, prompt in zip(rows, prompts.select(columns).to_pylist(), strict=True):
@@ -289,9 +292,9 @@ class _Row(TypedDict):
 
 
 def _build_draft(row: _Row, read: ModelInput, *, behind: int) -> PartialCompletion:
-    """Read a completion from its row.
+    """Return a completion, given its row in a rollout table.
 
-    `behind` is the number of the prompt's messages before those of the completion.
+    `behind` is the number of the prompt's messages, which come before the messages of the completion.
     """
     return PartialCompletion(
         seed=row["seed"],

@@ -1,4 +1,4 @@
-"""Completions for people to read: selected rows of a rollout shard with their scores. Torch-free."""
+"""Completions prepared for people to read: selected rows of a rollout shard with their scores. Torch-free."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,9 +17,9 @@ from models.records.work import ExcerptWork, ScoredShard
 from models.rollouts.groups import TurnRecord
 
 PICTURED: Final = 4
-"""Maximum number of completions of a report whose images are shown as thumbnails."""
+"""Maximum number of completions in a report that are shown with thumbnails of their images."""
 IMAGES: Final = 2
-"""Maximum number of thumbnails for each of these completions."""
+"""Maximum number of thumbnails per completion."""
 COLUMNS = ("prompt_id", "sample", "prompt", "completion", "answer", "finish_reason", "turns")
 TEXTS = ("prompt", "completion", "answer")
 
@@ -48,7 +48,7 @@ class RolloutPreview(Settings):
     tokens: int
     """Length of the completion in tokens. For an episode this includes the tokens between turns."""
     images: tuple[ShownImage, ...] = ()
-    """Images of the prompt in order, followed by the picture that the completion consists of, if there is one."""
+    """Images of the prompt in order. If the policy generated a picture, it comes last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def read_rows(
 
 
 def _shown(samples: Sequence[RolloutPreview], table: pa.Table, media: Media) -> list[RolloutPreview]:
-    """Add the images of prompts, and the pictures of completions, to the samples of a table."""
+    """Return the previews with the images of their prompts and the generated pictures added."""
     return [
         sample.model_copy(update={"images": tuple(map(media.shown, digests))}) if digests else sample
         for sample, digests in zip(samples, image_digests(table), strict=True)
@@ -108,7 +108,7 @@ def _shown(samples: Sequence[RolloutPreview], table: pa.Table, media: Media) -> 
 
 
 def _shortened(table: pa.Table, characters: int) -> pa.Table:
-    """Shorten the texts of a table to `characters`. A shortened text ends in `…`."""
+    """Return a table with its texts shortened to `characters`. A shortened text ends in `…`."""
     for name in TEXTS:
         short = pc.utf8_slice_codeunits(table[name], 0, characters)
         longer = pc.greater(pc.utf8_length(table[name]), characters)
@@ -125,7 +125,7 @@ def _rewards(store: Store, rollouts: ShardRef, scores: ShardRef | None) -> pa.Ch
 
 
 def _samples(table: pa.Table, rewards: pa.ChunkedArray, iteration: int) -> list[RolloutPreview]:
-    """Build a preview of each row."""
+    """Return a preview for each row of a rollout table."""
     lengths = completion_lengths(table).tolist()
     rows = table.select(list(COLUMNS)).to_pylist()
     return [

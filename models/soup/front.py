@@ -1,6 +1,8 @@
-"""Quality measures of a front of policies, one policy for each preference. Higher rewards are better.
+"""Quality measures of a front: a set of policies, one for each preference (weighting of rewards). Higher rewards are
+better.
 
-Shapes: P points, N rewards.
+Shapes: P points (policies), N rewards. μ_i is the share of reward i in a policy's preference, R_i is the policy's mean
+reward i.
 """
 
 from collections.abc import Sequence
@@ -16,32 +18,38 @@ MIN_INSIDE_SHARE: Final = 0.2
 
 
 class FrontMetrics(Settings):
-    """Quality measures of a front, from standardized rewards."""
+    """Quality measures of a set of policies, computed from standardized rewards."""
 
     hypervolume: float
-    """Volume between the points and the reference point, in units of the product of the rewards."""
+    """Volume of the region that is below some policy in every reward and above the reference point, in units of the
+    product of the rewards."""
     mean: float
-    """Mean of Σ μ_i R_i over all preferences."""
+    """Mean over all preferences of Σ μ_i R_i, the rewards of a policy weighted by its preference μ."""
     inside: float | None
-    """Mean of Σ μ_i R_i over the preferences that give every reward a share of at least 0.2. None if the grid has no
-    such preference."""
+    """Mean of Σ μ_i R_i (rewards weighted by the preference μ) over the preferences in which every share is at least
+    0.2. None if the grid has no such preference."""
     corners: tuple[float, ...]
-    """Reward R_i of the policy trained for reward i alone, for each reward."""
+    """For each reward, its mean under the policy for a preference for this reward alone."""
     kendall_tau: float | None
-    """Mean over rewards of τ_b between μ_i and R_i. 1 if a larger share always leads to a larger reward. None if one
-    reward is equal at all points."""
+    """Mean over rewards of Kendall's τ_b between the share of a reward in the preference and the reward. It is 1 if a
+    larger share always leads to a larger reward. None if one reward is equal for all policies."""
     non_dominated: int
-    """Number of points that no other point beats in one reward without being worse in another."""
+    """Number of policies that are not dominated: no other policy is better in one reward and at least as good in all
+    others."""
     sparsity: float
-    """Mean squared gap between neighboring non-dominated points (Xu et al. 2020, PGMORL)."""
+    """Mean squared gap between neighboring non-dominated policies in the space of rewards (Xu et al. 2020, PGMORL)."""
     spacing: float
-    """Standard deviation of the distances of the non-dominated points to the nearest other one (Schott 1995)."""
+    """Standard deviation of the distances from each non-dominated policy to the nearest other one in the space of
+    rewards (Schott 1995)."""
 
 
 def measure_front(
     preferences: Sequence[Sequence[float]], rewards: Sequence[Sequence[float]], reference: Sequence[float]
 ) -> FrontMetrics:
-    """Compute the quality measures of policies by preference. The preferences must include the corners of the grid."""
+    """Return quality measures of a set of policies, given the preference and the mean rewards of each policy.
+
+    The preferences must include the corners of the grid, which are preferences for one reward alone.
+    """
     preferences_PN, rewards_PN = np.array(preferences, float), np.array(rewards, float)
     weighted_P = (preferences_PN * rewards_PN).sum(axis=1)
     inside_P = preferences_PN.min(axis=1) >= MIN_INSIDE_SHARE - 1e-9
@@ -59,7 +67,7 @@ def measure_front(
 
 
 def hypervolume(rewards_PN: Floats, reference_N: Floats) -> float:
-    """Return the volume of the points below some policy and above the reference, exactly.
+    """Return the exact volume of the region that is below some policy in every reward and above the reference point.
 
     The volume is computed recursively, slice by slice along the last reward.
     """
@@ -77,16 +85,17 @@ def hypervolume(rewards_PN: Floats, reference_N: Floats) -> float:
 
 
 def non_dominated(rewards_PN: Floats) -> Floats:
-    """Return the distinct points that are not dominated: no other one is at least as high in every reward."""
+    """Return the distinct points that are not dominated, that is, no other point is at least as high in every
+    reward."""
     points_PN = np.unique(rewards_PN, axis=0)
     beaten_P: Mask = np.array([bool(_beats(points_PN, point_N).any()) for point_N in points_PN], np.bool_)
     return points_PN[~beaten_P]
 
 
 def sparsity(points_PN: Floats) -> float:
-    """Return the mean squared gap between neighbors, summed over rewards.
+    """Return the mean squared gap between neighboring points, summed over rewards. 0 for a single point.
 
-    Neighbors are adjacent in the order of one reward. Returns 0 for a single point.
+    Points are neighbors if they are adjacent in the order of one reward.
     """
     if len(points_PN) < 2:
         return 0.0
@@ -95,7 +104,8 @@ def sparsity(points_PN: Floats) -> float:
 
 
 def spacing(points_PN: Floats) -> float:
-    """Return the standard deviation of the city-block distances to the nearest point, or 0 for fewer than three."""
+    """Return the standard deviation of the city-block distances from each point to the nearest other point. 0 for fewer
+    than three points."""
     if len(points_PN) < 3:
         return 0.0
     distances_PP = np.abs(points_PN[:, None] - points_PN[None]).sum(axis=2) + np.diag(np.full(len(points_PN), np.inf))

@@ -1,4 +1,5 @@
-"""Bone Soup (arXiv 2502.10762): the rewards that backbones are trained on, and the merge for a preference.
+"""Bone Soup (arXiv 2502.10762): the mixes of rewards on which backbones (policies to merge) are trained, and the
+weights of the merge for a preference.
 
 Backbone j is trained on h_j = Σ_i B_ji r_i over standardized rewards r, where B has β on its diagonal and γ elsewhere.
 To first order, training on Σ_i c_i r_i moves a policy by Σ_i c_i d_i. Therefore a merge with weights λ moves like
@@ -16,7 +17,7 @@ from models.config.soup import SoupMethod, find_beta_conflict
 from models.records.columns import Floats
 
 SUM_ERROR = 1e-6
-"""Maximum distance from 1 of the sum of a preference."""
+"""Maximum deviation from 1 of the sum of a preference's shares."""
 
 
 def mixing_matrix(num_rewards: int, beta: float) -> Floats:
@@ -67,5 +68,6 @@ def preference_grid(num_rewards: int, per_axis: int) -> list[tuple[float, ...]]:
 
 
 def extrapolate_weights(weights: Sequence[float], alpha: float) -> tuple[tuple[float, ...], float]:
-    """Return the weights of the backbones and of the start policy for the extrapolation (1 + α) θ − α θ_start."""
+    """Return the weights of the backbones, and of the initial policy, for the extrapolation (1 + α) θ − α θ_start of a
+    merge θ beyond the initial policy θ_start."""
     return tuple((1 + alpha) * weight for weight in weights), -alpha

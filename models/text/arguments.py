@@ -1,7 +1,8 @@
 """Check of the arguments of tool calls against the JSON schemas of the tools. Torch-free.
 
-The policy reads which argument is wrong, as it reads that a call cannot be parsed. Without the check, a tool that is
-called with a wrong type raises an error of its own, which counts as a failure of the environment.
+If an argument is wrong, the policy reads a message about it, as it does when a call cannot be parsed. Without the
+check, a tool that receives an argument of a wrong type may raise an error, which would count as a failure of the
+environment.
 """
 
 import json
@@ -24,19 +25,19 @@ logger = logging.getLogger(__name__)
 
 _TYPES: Final = ("array", "boolean", "integer", "null", "number", "object", "string")
 _DATA_KEYS: Final = ("const", "default", "enum", "examples")
-"""Keywords of JSON Schema whose values are data, not schemas."""
+"""Keywords of JSON Schema whose values are data and not schemas."""
 _OPEN_KEYS: Final = ("$ref", "additionalProperties", "allOf", "anyOf", "oneOf", "patternProperties")
-"""Keywords with which a schema allows or declares arguments that are not listed under `properties`."""
+"""Keywords by which a schema accepts arguments that are not listed under `properties`."""
 _MAX_PROBLEMS: Final = 3
 """Maximum number of wrong arguments that a message lists."""
 
 Validator = Any  # a class that jsonschema generates
 Argument = tuple[str | int, ...]
-"""Path of a value in the arguments: names of fields and indices of lists."""
+"""Path to a value inside the arguments: names of fields and indices of lists."""
 
 
 def check_arguments(parse: Parser, tools: Sequence[ToolSchema]) -> Parser:
-    """Return a parser that also checks the arguments of calls.
+    """Return a parser that works like `parse` and also checks the arguments of calls.
 
     Arguments that are a JSON text are decoded. A call with wrong arguments gets an error message for the policy. Tools
     without a schema, or with an invalid one, accept all arguments.
@@ -52,7 +53,7 @@ def check_arguments(parse: Parser, tools: Sequence[ToolSchema]) -> Parser:
 
 
 def _check_call(call: Call, validators: Mapping[str, Validator]) -> Call:
-    """Return the call, with an error message if its arguments do not match the schema of its tool."""
+    """Return the call. If its arguments do not match the schema of its tool, add an error message."""
     if call.error or call.name not in validators:
         return call
     try:
@@ -70,7 +71,8 @@ def _check_call(call: Call, validators: Mapping[str, Validator]) -> Call:
 
 
 def _build_validator(tool: ToolSchema) -> tuple[str, Validator | None]:
-    """Return the name of a tool and the validator of its arguments, or None if its schema is missing or invalid."""
+    """Return the name of a tool and a validator for its arguments, or None instead of the validator if the schema is
+    missing or invalid."""
     function = cast(Mapping[str, JsonValue], tool.get("function", tool))
     name, parameters = str(function.get("name", "")), function.get("parameters")
     if not isinstance(parameters, dict):
@@ -89,14 +91,15 @@ def _build_validator(tool: ToolSchema) -> tuple[str, Validator | None]:
 
 
 def _is_integer(_: object, value: object) -> bool:
-    """Whether a value is an integer in Python too: 3.0 is not, because a tool with an int parameter may reject it."""
+    """Return whether a value is an integer in Python too. JSON Schema accepts 3.0, but a tool with an int parameter may
+    reject it."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _normalize(schema: JsonValue) -> JsonValue:
-    """Return a schema in the terms of JSON Schema.
+    """Return a schema that uses only keywords and types of JSON Schema.
 
-    transformers marks optional types as `nullable`, as OpenAPI does, and uses types such as `image`.
+    transformers marks optional types as `nullable`, as OpenAPI does, and uses additional types such as `image`.
     """
     if isinstance(schema, list):
         return [_normalize(each) for each in schema]
@@ -115,7 +118,7 @@ def _normalize(schema: JsonValue) -> JsonValue:
 
 
 def _describe_errors(error: ValidationError) -> Iterator[str]:
-    """Yield the messages for one error of the validator."""
+    """Yield messages for one error of the validator."""
     path = tuple(error.absolute_path)
     schema = cast(Mapping[str, JsonValue], error.schema)
     properties = cast(Mapping[str, JsonValue], schema.get("properties", {}))
@@ -141,9 +144,10 @@ def _describe_errors(error: ValidationError) -> Iterator[str]:
 
 
 def _describe_alternatives(error: ValidationError) -> Iterator[str]:
-    """Yield the messages for a value that matches none of several schemas.
+    """Yield messages for a value that matches none of several alternative schemas.
 
-    The first schema with the value's type describes the problem. If there is none, the message lists the types.
+    The messages are those for the first schema that allows the value's type. If there is none, the message lists the
+    allowed types.
     """
     branches: dict[object, list[ValidationError]] = {}
     for each in error.context or ():
@@ -158,7 +162,7 @@ def _describe_alternatives(error: ValidationError) -> Iterator[str]:
 
 
 def _describe_type(schema: object) -> str:
-    """Return the types that a schema allows, such as `integer or null`."""
+    """Return the types that a schema allows as a text, such as `integer or null`."""
     if not isinstance(schema, dict):
         return "a value"
     if "type" not in schema:
@@ -178,5 +182,5 @@ def _format_path(path: Argument) -> str:
 
 
 def _quote(value: object) -> str:
-    """Return a value as JSON, shortened to 60 characters."""
+    """Return a value as JSON for a message, shortened to 60 characters."""
     return f"{json.dumps(value, ensure_ascii=False):.60}"

@@ -1,7 +1,8 @@
 """Parsers that extract tool calls from the text of a policy's turn. Torch-free and pure.
 
-A policy may write anything, so no text raises an exception. A call that cannot be parsed becomes a call with an error
-message for the policy. All parsers take the text of a turn with its special tokens, without the token that ended it.
+A policy may generate any text, so parsers raise no exceptions. A call that cannot be parsed becomes a call with an
+error message for the policy. All parsers receive the text of a turn with its special tokens, except the token that
+ended the turn.
 """
 
 import json
@@ -26,7 +27,7 @@ _THOUGHT_END, _OPENING, _CLOSING, _PYTHON = "</think>", "<tool_call>", "</tool_c
 _LONGEST_NUMBER: Final = 400
 """Maximum number of digits of an integer. The largest float64 has 309 digits before the decimal point."""
 _DEEPEST: Final = 32
-"""Maximum nesting depth of lists and objects, far below the depth at which reading arguments overflows the stack."""
+"""Maximum nesting depth of lists and objects. Reading arguments overflows the stack only at a much greater depth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,41 +41,42 @@ class Call:
     error: str = ""
     """Error message for the policy, or an empty string if the call is valid."""
     arguments_text: str = field(default="", compare=False, repr=False)
-    """Arguments as a text, if the call has a text instead of a JSON object. Otherwise an empty string."""
+    """Arguments as the policy wrote them, if they are a text and not a JSON object. Otherwise an empty string."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedTurn:
-    """Text and tool calls of a turn."""
+    """Text and tool calls of one turn of the policy."""
 
     text: str
-    """Text of the turn without the calls, stripped."""
+    """Text of the turn without the calls and without leading and trailing white space."""
     calls: tuple[Call, ...] = ()
     other_fields: Mapping[str, JsonValue] = field(default_factory=dict)
-    """Other fields that the tokenizer's response template extracts, such as thoughts, by their names in chat templates.
-    """
+    """Other fields that the tokenizer's response template extracts, such as thoughts, keyed by their names in chat
+    templates."""
 
 
 def encode_call(name: str, arguments: Mapping[str, JsonValue], *, number: int = 0) -> dict[str, object]:
-    """Return a call in the format of most chat templates. `number` distinguishes the calls of a turn."""
+    """Return a call in the format that most chat templates require. `number` is the index of the call within its
+    turn."""
     return {"id": call_id(number), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def call_id(number: int) -> str:
-    """Return the id of a call within its turn. Mistral's templates require nine characters."""
+    """Return the id of a call within its turn. It has nine characters, because Mistral's templates require this
+    length."""
     return f"{number:09d}"
 
 
 Parser = Callable[[str], ParsedTurn]
-"""Function that parses the text of a turn."""
+"""Function that extracts the tool calls from the text of a turn."""
 
 
 def build_parser(name: str, tokenizer: PreTrainedTokenizerFast, *, tools: Sequence[ToolSchema] = ()) -> Parser:
     """Return the parser with this name: `hermes`, `llama3_json`, `none`, `auto`, or a target `pkg.mod:function`.
 
-    A target takes the text of a turn and returns a `ParsedTurn`. `auto` uses the tokenizer's response template if it
-    extracts calls, else the parser that can read a call written by the chat template.
-
+    A target receives the text of a turn and returns a `ParsedTurn`. `auto` uses the tokenizer's response template if
+    the template extracts calls. Otherwise it uses the parser that can read a call as the chat template formats it.
     Raises BadInput if the name is unknown or `auto` finds no parser.
     """
     if name == "auto":
@@ -91,7 +93,7 @@ def build_parser(name: str, tokenizer: PreTrainedTokenizerFast, *, tools: Sequen
 
 # ---- formats
 def keep_text(text: str) -> ParsedTurn:
-    """Return the text without parsing calls, for environments that read the text themselves."""
+    """Return the text without extracting calls, for environments that interpret the text themselves."""
     return ParsedTurn(text)
 
 
@@ -99,7 +101,7 @@ def hermes(text: str) -> ParsedTurn:
     """Parse any number of `<tool_call>{"name": …, "arguments": {…}}</tool_call>` after the thoughts of the turn.
 
     >>> hermes('Let me see.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
-    ParsedTurn(text='Let me see.', calls=(Call(name='add', arguments={'a': 1}, error=''),), beside={})
+    ParsedTurn(text='Let me see.', calls=(Call(name='add', arguments={'a': 1}, error=''),), other_fields={})
     """
     at = _find_end_of_thoughts(text, _OPENING)
     texts: list[str] = [text[:at]]
@@ -159,9 +161,9 @@ _NAMES: Final = f"{', '.join(PARSERS)} or a target pkg.mod:function"
 
 # ---- JSON of policies
 def _build_call(value: JsonValue, keys: Sequence[str]) -> Call:
-    """Build a call from its parsed JSON. The arguments are read from the first of `keys` that is present.
+    """Build a call from its decoded JSON. The arguments are read from the first of `keys` that is present.
 
-    Returns a call with an error if the JSON does not describe a valid call.
+    Returns a call with an error message if the JSON does not describe a call.
     """
     expected = f'expected {{"name": …, "{keys[0]}": {{…}}}}'
     if not isinstance(value, dict):
@@ -204,7 +206,7 @@ def _is_shallow(value: JsonValue, levels: int) -> bool:
 
 
 def _call_with_error(error: str) -> Call:
-    """Return a call without a name and with this error."""
+    """Return a call without a name that carries this error message."""
     return Call("", {}, error)
 
 
@@ -234,7 +236,7 @@ def _parse_float(digits: str) -> float:
 
 
 def _refuse_number(digits: str) -> NoReturn:
-    """Raise ValueError for a number that JSON does not allow or that is too long."""
+    """Raise ValueError for a number that is not allowed in JSON or too long."""
     raise ValueError(f"expected a number that JSON knows, found {digits:.20}")
 
 
@@ -242,7 +244,8 @@ _DECODER: Final = json.JSONDecoder(parse_int=_parse_integer, parse_float=_parse_
 
 
 def _find_end_of_thoughts(text: str, opening: str) -> int:
-    """Return the index after the thoughts of a turn: after the first `</think>` outside the JSON of a call, else 0."""
+    """Return the index after the thoughts of a turn: after the first `</think>` outside the JSON of a call, or 0
+    without thoughts."""
     at = _find_end_of_value(text, 0) if text.lstrip().startswith("{") else 0
     while (end := text.find(_THOUGHT_END, at)) >= 0:
         while at <= end:
@@ -262,7 +265,7 @@ def _find_end_of_value(text: str, begin: int) -> int:
 
 
 def _skip_pattern(pattern: re.Pattern[str], text: str, begin: int) -> int:
-    """Return the index after a pattern that matches at `begin`. The pattern must be able to match an empty string."""
+    """Return the index after the match of a pattern at `begin`. The pattern must also match an empty string."""
     match = pattern.match(text, begin)
     assert match is not None, "the pattern matches the empty string"
     return match.end()
@@ -275,7 +278,7 @@ def _excerpt(text: str, begin: int) -> str:
 
 # ---- a tokenizer's own format
 def _detect_parser(tokenizer: PreTrainedTokenizerFast, tools: Sequence[ToolSchema]) -> Parser:
-    """Return the parser for `auto`. Raises BadInput if the chat template fails or no parser reads its calls."""
+    """Return the parser for `auto`. Raises BadInput if the chat template fails or no parser can read its calls."""
     prompt: dict[str, object] = {"role": "user", "content": "Hello."}
     try:
         [prefix] = render_chats([[prompt]], tokenizer, generation_prompt=True, tools=tools)
@@ -303,9 +306,9 @@ def _detect_parser(tokenizer: PreTrainedTokenizerFast, tools: Sequence[ToolSchem
 def _parse_by_template(
     tokenizer: PreTrainedTokenizerFast, text: str, *, prefix: str, tools: Sequence[ToolSchema]
 ) -> ParsedTurn:
-    """Parse a turn with the tokenizer's response template.
+    """Parse a turn with the tokenizer's response template. `prefix` is the chat rendered before the turn.
 
-    If the template fails, the turn has one call with an error.
+    If the template fails, the result is a turn with one call that carries an error message.
     """
     try:
         message = parse_response(text, tokenizer, prefix=prefix, tools=tools)
@@ -324,7 +327,7 @@ def _parse_by_template(
 
 
 def _parse_by_target(target: str, text: str) -> ParsedTurn:
-    """Parse a turn with a user's function. Raises ValueError if it does not return a `ParsedTurn`."""
+    """Parse a turn with a user-defined function. Raises ValueError if the function does not return a `ParsedTurn`."""
     parse = find_target(target, where=f"parser {target!r}")
     assert callable(parse), "checked"
     parsed = parse(text)

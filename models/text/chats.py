@@ -1,9 +1,10 @@
 """Rendering of chats by a tokenizer's chat template, and parsing of turns by its response template, in a subprocess.
 
-A template is a program, or a set of regular expressions, and comes with a model from elsewhere. The template sandbox
-protects files and our objects, but does not stop an endless loop or unlimited memory use. The kernel therefore ends the
-subprocess when it exceeds its limits. The subprocess calls transformers for each request and ends with its owner. This
-file is also the program of the subprocess, which imports no other module of this project.
+A template is a program (or a set of regular expressions) that comes with a model from elsewhere. The sandbox of the
+template engine protects files and Python objects, but does not stop an endless loop or unlimited memory use. The kernel
+therefore ends the subprocess when it exceeds its limits. The subprocess calls transformers for each request and ends
+with the process that started it. This file is also the program of the subprocess, so it imports no other module of this
+project.
 """
 
 import atexit
@@ -25,17 +26,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 CPU_SECONDS: Final = 3
-"""CPU time allowed for a request, in seconds. Published templates take about a millisecond for a chat."""
+"""CPU time allowed for a request, in seconds. Published templates need about a millisecond per chat."""
 CPU_SECONDS_PER_CHAT: Final = 0.01
 """Additional CPU time allowed for each chat of a request, in seconds."""
 MEMORY_BYTES: Final = 2**31
-"""Limit of the address space in bytes, including libraries."""
+"""Limit on the address space of the subprocess in bytes, including libraries."""
 SPARE_CHARACTERS, CHARACTERS_PER_CHARACTER = 2**16, 16
 """Limit on the length of a rendered chat: this constant plus this factor times the length of its messages."""
 
 
 class TemplateFailed(ValueError):
-    """Raised when a template rejects a chat or turn, or exceeds its time, memory or length limit."""
+    """Raised when a template rejects a chat or turn, or exceeds its limit on time, memory or length."""
 
     def __init__(self, message: str, *, chat: int) -> None:
         super().__init__(message)
@@ -51,9 +52,10 @@ def render_chats(
     tools: "Sequence[Mapping[str, JsonValue]]" = (),
     kwargs: "Mapping[str, JsonValue]" = MappingProxyType({}),
 ) -> list[str]:
-    """Render chats like `apply_chat_template`. `tools` are JSON schemas of functions, `kwargs` variables by name.
+    """Render chats like the tokenizer's `apply_chat_template`. `tools` are JSON schemas of functions, `kwargs` are
+    variables for the template.
 
-    If the tokenizer has several templates, the same one is used as by `apply_chat_template`: `tool_use` if there are
+    If the tokenizer has several templates, the choice is the same as in `apply_chat_template`: `tool_use` if there are
     tools, else `default`. Raises TemplateFailed if a chat cannot be rendered.
     """
     if not chats:
@@ -69,7 +71,8 @@ def render_chats(
 
 
 def select_template(tokenizer: "PreTrainedTokenizerFast", *, tools: "Sequence[Mapping[str, JsonValue]]" = ()) -> str:
-    """Return the chat template for prompts with these tools. Raises TemplateFailed if none applies."""
+    """Return the chat template that is used for prompts with these tools. Raises TemplateFailed if the tokenizer has
+    none."""
     try:
         template: str = tokenizer.get_chat_template(tools=list(map(dict, tools)) or None)
     except ValueError as error:
@@ -78,15 +81,15 @@ def select_template(tokenizer: "PreTrainedTokenizerFast", *, tools: "Sequence[Ma
 
 
 def join_templates(tokenizer: "PreTrainedTokenizerFast") -> str:
-    """Return the text of all chat templates of a tokenizer, which may have several with names."""
+    """Return the text of all chat templates of a tokenizer together. A tokenizer may have several named templates."""
     templates = tokenizer.chat_template
     return "\n".join(map(str, templates.values())) if isinstance(templates, dict) else str(templates or "")
 
 
 def find_names(template: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names of variables that a chat template reads, and the names of fields that it may read.
+    """Return the names of the variables that a chat template reads, and the names of message fields that it may read.
 
-    Raises TemplateFailed if the template is not valid.
+    Raises TemplateFailed if the template is invalid.
     """
     [encoded] = _RENDERER.render("names", [template], {})
     variables, fields = json.loads(encoded)
@@ -116,7 +119,8 @@ def parse_response(
 
 
 class _Renderer:
-    """Client of the template process. Starts the process when needed and restarts it after a template has ended it."""
+    """Client of the subprocess that runs templates. It starts the subprocess when needed, and again after a template
+    has exceeded a limit."""
 
     def __init__(self) -> None:
         self._turn = threading.Lock()
@@ -124,9 +128,9 @@ class _Renderer:
         self._owner = 0
 
     def render(self, kind: str, items: Sequence[object], settings: Mapping[str, object]) -> list[str]:
-        """Render items in the process and return their texts, in order.
+        """Run the request `kind` on each item in the subprocess, and return the resulting texts in order.
 
-        Raises TemplateFailed for the first that fails.
+        Raises TemplateFailed for the first item that fails.
         """
         request = json.dumps({"kind": kind, "items": items, "settings": settings}).encode() + b"\n"
         with self._turn:
@@ -148,7 +152,8 @@ class _Renderer:
             return texts
 
     def _ensure_started(self) -> "subprocess.Popen[bytes]":
-        """Return the running process. Starts a new one if there is none, or if this process was forked."""
+        """Return the running subprocess. Start a new one if there is none, or if this process is a fork of the one that
+        started it."""
         if self._process is None or self._process.poll() is not None or self._owner != os.getpid():
             self._process = subprocess.Popen(
                 [sys.executable, "-P", __file__],
@@ -164,13 +169,13 @@ class _Renderer:
 
     @staticmethod
     def _close(process: "subprocess.Popen[bytes]") -> None:
-        """Kill the process and wait for its end."""
+        """Kill the subprocess and wait until it has ended."""
         process.kill()
         process.communicate()
 
 
 def _describe_end(process: "subprocess.Popen[bytes]") -> str:
-    """Wait for a process that ended during a request, and return the reason for a message."""
+    """Wait for a subprocess that ended during a request, and return the reason as a text for messages."""
     process.communicate()
     if process.returncode == -signal.SIGXCPU:
         return f"does not end: it took more than {CPU_SECONDS} s of CPU time"
@@ -184,11 +189,11 @@ _RENDERER: Final = _Renderer()
 
 
 class _TooLong(Exception):
-    """Raised when a rendered chat is much longer than its messages."""
+    """Raised when a rendered chat is much longer than the messages in it."""
 
 
 def _serve() -> None:
-    """Serve requests from stdin until it is closed. This is the main function of the template process."""
+    """Answer requests from stdin until stdin is closed. This is the main function of the subprocess."""
     from jinja2 import meta, nodes
     from transformers.utils import chat_parsing, chat_template_utils
 
@@ -209,7 +214,7 @@ def _serve() -> None:
         return json.dumps(chat_parsing.parse_response(text, **settings))
 
     def named(template: str) -> str:
-        """Return the names of variables and of possible fields in a template as JSON."""
+        """Return the names of variables and possible message fields in a template as JSON."""
         parsed = chat_template_utils._compile_jinja_template(template).environment.parse(template)
         attributes = {node.attr for node in parsed.find_all(nodes.Getattr)}
         constants = {node.value for node in parsed.find_all(nodes.Const) if isinstance(node.value, str)}
@@ -240,7 +245,8 @@ def _serve() -> None:
 def _run_template(
     make: Callable[..., str], item: object, settings: Mapping[str, object], *, rejection: str
 ) -> dict[str, str]:
-    """Return the result for one item, or its error message, which starts with `rejection` if the template failed."""
+    """Return the result of `make` for one item, or an error message, which starts with `rejection` if the template
+    failed."""
     try:
         return {"text": make(item, **settings)}
     except MemoryError:

@@ -1,11 +1,11 @@
-"""Control tokens that texts contain: detection, and encoding as ordinary text. Torch-free.
+"""Control tokens that occur in texts: detection, and encoding as ordinary text. Torch-free.
 
-A tokenizer turns each special token that it finds in a text into its id, no matter who wrote the text. A user could
-therefore end a turn and begin another. Here only a chat template writes control tokens: a separator is inserted into
-each control token in a text before the chat is rendered, so the control tokens without a separator are those of the
-template. The text is then encoded by a copy of the tokenizer in which control tokens have other names, and only the
-control tokens of the template are renamed in the text. The result has the same ids, and the same tokens around them,
-as if the control tokens in texts were unknown to the tokenizer.
+A tokenizer encodes each special token that occurs in a text as its id, no matter who wrote the text. A user could
+therefore end a turn and begin another. To prevent this, a separator is inserted into each control token in a text
+before the chat is rendered, so only control tokens without a separator come from the chat template. The rendered text
+is then encoded by a copy of the tokenizer in which control tokens have other names, after the control tokens from the
+template have been renamed in the text. The result is the same as if the tokenizer did not know the control tokens in
+users' texts.
 """
 
 import json
@@ -22,9 +22,9 @@ from models.data.problems import Message, Prompt
 from models.text.chats import join_templates
 
 PRIVATE_USE: Final = range(0xE000, 0xF900)
-"""Characters without a meaning, from which separators are chosen."""
+"""Code points of private-use characters, which have no meaning, from which separators are chosen."""
 _ALIASES: Final = range(0xF0000, 0xFFFFE)
-"""Private-use characters that replace control tokens while a text is encoded."""
+"""Code points of private-use characters that replace control tokens while a text is encoded."""
 
 
 def separator_for(text: str) -> str:
@@ -33,16 +33,16 @@ def separator_for(text: str) -> str:
 
 
 def break_tokens(pattern: re.Pattern[str], text: str, separator: str) -> str:
-    """Insert a separator after the first character of every match in a text, including nested ones."""
+    """Insert a separator after the first character of every match of a pattern in a text, including nested matches."""
     return re.sub(f"(?=(?:{pattern.pattern})).", rf"\g<0>{separator}", text, flags=re.DOTALL)
 
 
 def control_token_pattern(
     tokenizer: PreTrainedTokenizerFast, *, template: str = "", others: Sequence[str] = ()
 ) -> re.Pattern[str]:
-    """Return the pattern of special tokens, of added tokens that `template` contains, and of `others`.
+    """Return a pattern that matches special tokens, added tokens that `template` contains, and `others`.
 
-    Tokens of one character are left out.
+    Tokens that consist of one character are excluded.
     """
     added = (token for token in tokenizer.added_tokens_decoder.values() if token.special or token.content in template)
     contents = {token.content for token in added} | set(others)
@@ -52,13 +52,13 @@ def control_token_pattern(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ControlTokens:
-    """Control tokens of a tokenizer."""
+    """Control tokens of a tokenizer, and the encoding of texts that contain them."""
 
     tokenizer: PreTrainedTokenizerFast = field(repr=False)
     pattern: re.Pattern[str]
-    """Pattern of all control tokens: special tokens, and added tokens that the chat template writes."""
+    """Pattern for all control tokens: special tokens, and added tokens that the chat template writes."""
     special: re.Pattern[str]
-    """Pattern of special tokens. Turns of the assistant may contain other control tokens, such as `<think>`,
+    """Pattern for special tokens only. Turns of the assistant may contain other control tokens, such as `<think>`,
     because policies generate them."""
 
     @staticmethod
@@ -71,7 +71,7 @@ class ControlTokens:
         )
 
     def find(self, prompt: Prompt) -> str | None:
-        """Return the first control token that a prompt contains, or None."""
+        """Return the first control token that occurs in a prompt, or None."""
         if isinstance(prompt, str):
             texts = [(self.pattern, prompt)]
         else:
@@ -79,21 +79,21 @@ class ControlTokens:
         return next((match[0] for pattern, text in texts if (match := pattern.search(text))), None)
 
     def break_prompt(self, prompt: Prompt, separator: str) -> Prompt:
-        """Insert a separator into each control token that a prompt contains."""
+        """Return the prompt with a separator inserted into each control token."""
         if isinstance(prompt, str):
             return break_tokens(self.pattern, prompt, separator)
         return tuple(self._break_message(each, separator) for each in prompt)
 
     def choose_separator(self, prompts: Sequence[Prompt]) -> str | None:
-        """Return a separator that does not occur in the prompts, or None if no prompt contains a control token."""
+        """Return a character that does not occur in the prompts, or None if no prompt contains a control token."""
         if not any(map(self.find, prompts)):
             return None
         return separator_for("".join(text for prompt in prompts for text in _texts_of_prompt(prompt)))
 
     def encode(self, texts: Sequence[str], separator: str | None, *, add_special_tokens: bool) -> list[list[int]]:
-        """Encode texts. Every control token with a separator is ordinary text.
+        """Encode texts. A control token that contains `separator` is encoded as ordinary text.
 
-        Texts without a separator are encoded by the tokenizer itself.
+        If `separator` is None, the tokenizer itself encodes the texts.
         """
         if not texts:
             return []
@@ -110,9 +110,9 @@ class ControlTokens:
         return token_ids
 
     def encode_completions(self, texts: Sequence[tuple[str, str]]) -> list[list[int]]:
-        """Encode completions of training examples, each with the text that a chat template writes after it.
+        """Encode completions of training examples, each given with the text that a chat template writes after it.
 
-        Special tokens in completions are ordinary text.
+        Special tokens in completions are encoded as ordinary text.
         """
         joined = [text + closing for text, closing in texts]
         if not any(self.special.search(text) for text, _ in texts):
@@ -122,9 +122,9 @@ class ControlTokens:
         return own.encode(broken, separator, add_special_tokens=False)
 
     def _rename(self, texts: Sequence[str]) -> tuple[Tokenizer, dict[str, str]]:
-        """Return a copy of the tokenizer with other names for control tokens, and these names by token.
+        """Return a copy of the tokenizer in which control tokens have other names, and the new names by token.
 
-        Each name is a character that occurs in no text.
+        Each new name is a character that occurs in none of the texts.
         """
         added = {token.content for token in self.tokenizer.added_tokens_decoder.values()}
         tokens = sorted(filter(self.pattern.fullmatch, added))
@@ -134,7 +134,8 @@ class ControlTokens:
         return _rename_tokens(self.tokenizer, tuple(aliases.items())), aliases
 
     def _break_message(self, message: Message, separator: str) -> Message:
-        """Insert a separator into each control token that a message contains, also across parts of its content."""
+        """Return the message with a separator inserted into each control token, including tokens that span several
+        parts of its content."""
         pattern = self._pattern_for(message)
         in_parts = not isinstance(message.content, str) and pattern.search(message.text) is not None
         between = separator if in_parts else ""
@@ -148,7 +149,7 @@ class ControlTokens:
         return replace(message, **broken)
 
     def _pattern_for(self, message: Message) -> re.Pattern[str]:
-        """Return the pattern of the control tokens that the texts of a message must not become."""
+        """Return the pattern for control tokens that must be encoded as ordinary text in the texts of this message."""
         return self.special if message.role == "assistant" else self.pattern
 
 
@@ -173,13 +174,14 @@ def _texts_of(message: Message) -> list[str]:
 
 
 def count_appended_tokens(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Return the number of tokens, such as EOS, that the tokenizer appends to a text."""
+    """Return the number of tokens, such as EOS, that the tokenizer appends to every text."""
     mask = tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
     return next((number for number, special in enumerate(reversed(mask)) if not special), 0)
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN401 -- a field of a message
-    """Return the value of a message's field with each text changed. Keys and types of parts stay the same."""
+    """Return the value of a message field after applying `change` to each text in it. Keys and types of parts stay the
+    same."""
     match value:
         case str():
             return change(value) if value else value
@@ -195,9 +197,9 @@ def _map_texts(value: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN401
 
 @lru_cache(maxsize=4)
 def _rename_tokens(tokenizer: PreTrainedTokenizerFast, renamed: tuple[tuple[str, str], ...]) -> Tokenizer:
-    """Return a copy of a tokenizer in which added tokens have other names and the same ids.
+    """Return a copy of a tokenizer in which added tokens have other names but the same ids.
 
-    `renamed` are pairs of old and new name. Copies are cached, because copying a large vocabulary takes a second.
+    `renamed` contains pairs of old and new names. Copies are cached, because copying a large vocabulary takes a second.
     """
     names = dict(renamed)
     document = json.loads(tokenizer.backend_tokenizer.to_str())

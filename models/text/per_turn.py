@@ -1,6 +1,7 @@
-"""Prompts of single turns: before each turn, the chat template renders the whole chat again, including earlier turns.
+"""Separate prompts for each turn: before each turn, the chat template renders the whole chat again, including earlier
+turns.
 
-Text from an environment never becomes a control token, as in `models.text.turns`. Torch-free.
+Control tokens in texts from an environment are always encoded as ordinary text, as in `models.text.turns`. Torch-free.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,21 +31,21 @@ _CALL: Final = Call(_TOOL, {"of": TURN})
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Turn of the policy with the environment's answer."""
+    """One turn of the policy, with the environment's reply."""
 
     turn: Mapping[str, object]
-    """Turn in the format of chat templates."""
+    """Turn as a message in the format of chat templates."""
     observations: tuple[Message, ...]
-    """Messages of the environment."""
+    """Messages with which the environment replies."""
 
 
 def render_prompt(
     form: TurnFormat, asked: Sequence[Message], exchanges: Sequence[Exchange], *, prompt: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Return the tokens of a chat up to its next turn.
+    """Return the tokens of a chat up to the start of its next turn.
 
-    Control tokens in the messages of the problem are encoded in the same way as in `prompt`, the tokens before the
-    first turn. Raises ValueError if the chat template rejects the chat.
+    `asked` are the messages of the problem. Control tokens in them are encoded in the same way as in `prompt`, the
+    tokens before the first turn. Raises ValueError if the chat template rejects the chat.
     """
     control = ControlTokens.of(form.tokenizer)
     is_text = control.find(tuple(asked)) is not None and _render_plainly(form, asked) != tuple(prompt)
@@ -73,7 +74,8 @@ def render_prompt(
 
 
 def _render_plainly(form: TurnFormat, asked: Sequence[Message]) -> tuple[int, ...]:
-    """Return the tokens of a problem's messages if every control token that they contain becomes a control token."""
+    """Return the tokens of a problem's messages. Control tokens that occur in the messages are encoded as control
+    tokens."""
     try:
         [text] = form.render([_encode_messages(form, asked)], generation_prompt=True)
     except TemplateFailed as error:
@@ -82,16 +84,16 @@ def _render_plainly(form: TurnFormat, asked: Sequence[Message]) -> tuple[int, ..
 
 
 def _encode_messages(form: TurnFormat, asked: Sequence[Message]) -> Chat:
-    """Return the messages of a problem in the format of the chat template."""
+    """Return the messages of a problem in the format that the chat template requires."""
     [chat] = fit_chats([[form.encode_message(message) for message in asked]], form.tokenizer)
     return [*chat]
 
 
 def encode_turn(form: TurnFormat, turn: ParsedTurn, text: str, *, in_calls: bool) -> dict[str, object]:
-    """Return a turn in the format of chat templates.
+    """Return a turn of the policy as a message in the format of chat templates.
 
-    With `in_calls`, calls are separate fields of the message. If a call could not be parsed, or without `in_calls`, a
-    turn with calls is returned as its unchanged `text`.
+    With `in_calls`, its tool calls become a separate field of the message. Without `in_calls`, or if a call could not
+    be parsed, the content of the message is the unchanged `text`.
     """
     if turn.calls and (not in_calls or any(call.error for call in turn.calls)):
         return form.encode_message(Message("assistant", text))
@@ -101,7 +103,7 @@ def encode_turn(form: TurnFormat, turn: ParsedTurn, text: str, *, in_calls: bool
 
 
 def renders_calls(form: TurnFormat) -> bool:
-    """Return whether the chat template renders tool calls that are separate fields of a message."""
+    """Return whether the chat template renders tool calls in a separate field of a message."""
     turn = encode_turn(form, ParsedTurn("", (_CALL,)), "", in_calls=True)
     try:
         [text] = form.render([[form.encode_message(QUESTION), turn]], generation_prompt=False)
@@ -111,9 +113,9 @@ def renders_calls(form: TurnFormat) -> bool:
 
 
 def check_turn_prompts(form: TurnFormat, *, role: str, where: str) -> None:
-    """Check that the chat template renders turns and messages of this role, with valid and with malformed calls.
+    """Check that the chat template renders turns, with valid and with malformed calls, and messages of this role.
 
-    `where` is the start of the error message. Raises BadInput if the template fails or omits the messages.
+    The error message starts with `where`. Raises BadInput if the template fails or omits one of the messages.
     """
     reply = Message(role, REPLY, _TOOL if role == "tool" else "")
     turns = [ParsedTurn(TURN)]

@@ -1,4 +1,4 @@
-"""Token sequences for models: examples to train on, texts to score, and pairs of texts. Torch-free."""
+"""Encoding of texts as model inputs: examples to train on, texts to score, and pairs of completions. Torch-free."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -24,14 +24,14 @@ _FIELD: Final = re.compile(r"\{(prompt|completion)\}")
 
 @dataclass(frozen=True, slots=True)
 class SequencePair:
-    """Better and worse completion of a prompt, tokenized."""
+    """Token sequences of the better and of the worse completion of a prompt."""
 
     chosen: ModelInput
     rejected: ModelInput
 
     @property
     def size(self) -> int:
-        """Number of tokens that the pair occupies in a forward pass, including padding."""
+        """Number of tokens that the pair takes up in a forward pass, including padding."""
         return 2 * max(len(self.chosen), len(self.rejected))
 
 
@@ -44,11 +44,12 @@ def example_inputs(
     rules: TextRules = TextRules(),  # noqa: B008 -- immutable
     ends: Collection[int] = (),
 ) -> list[ModelInput]:
-    """Tokenize examples: prompts as for generation, completions with their end. Equal texts are tokenized once.
+    """Tokenize training examples: prompts as for generation, completions with their end token. Equal texts are
+    tokenized once.
 
-    Completions of plain-text prompts end with EOS. Those of chats end as the chat template ends a turn of the
-    assistant, if `rules` say so. `ends` are the tokens that end a completion according to the generation config, and
-    `source` is the origin of the examples for messages. Raises BadInput if a prompt cannot be tokenized.
+    Completions of plain-text prompts end with EOS. Completions of chats end as the chat template ends a turn of the
+    assistant, if `rules` say so. `ends` are the tokens that end a completion according to the generation config.
+    `source` is the origin of the examples in messages. Raises BadInput if a prompt cannot be tokenized.
     """
     distinct_prompts = list(dict.fromkeys((each.prompt, each.images, each.template) for each in examples))
     tokenized = tokenize_prompts(
@@ -84,7 +85,7 @@ def example_inputs(
 
 
 def _texts_of(example: Example, end: TurnEnd | None) -> Iterator[tuple[str, str]]:
-    """Yield the texts of an example, each with the text that the chat template writes after it."""
+    """Yield the texts of an example that are trained on, each with the text that the chat template writes after it."""
     closing = "" if end is None or isinstance(example.prompt, str) else end.text
     yield example.completion, "" if example.verdict else closing
     yield example.verdict, closing if example.verdict else ""
@@ -95,7 +96,7 @@ def _texts_of(example: Example, end: TurnEnd | None) -> Iterator[tuple[str, str]
 def _build_input(
     model_input: ModelInput, example: Example, tokens: Mapping[tuple[str, str], list[int]], *, end: TurnEnd
 ) -> ModelInput:
-    """Append the parts of an example to its prompt: completion and verdict, or turns and observations."""
+    """Return the input of an example: its prompt, followed by completion and verdict, or by turns and observations."""
     if example.verdict:
         return model_input.append_completion(tokens[example.completion, ""]).append_completion(
             [*tokens[example.verdict, end.text], end.token]
@@ -109,7 +110,7 @@ def _build_input(
 
 
 def require_completion(template: str | None, *, source: str) -> None:
-    """Raise BadInput if a template has no field for the completion to score."""
+    """Raise BadInput if a template does not contain the field `{completion}`."""
     if template is not None and "completion" not in _FIELD.findall(template):
         raise BadInput(
             f"{source}: the template {template!r} does not contain {{completion}}, so all scores would be the same. "
@@ -125,11 +126,11 @@ def encode(
     completion: str,
     messages: Sequence[Message] = (),
 ) -> ModelInput:
-    """Encode a prompt with its completion as the input of a scoring model.
+    """Encode a prompt and its completion as the input of a reward model.
 
-    Uses the template if there is one, else the tokenizer's chat template, else the plain concatenation. The chat
-    template receives `messages`, in which control tokens are text, or the prompt as a user message if there are no
-    messages. Braces within the prompt or the completion are never filled in. Raises ValueError if the completion
+    `template` is used if it is given, else the tokenizer's chat template, else the plain concatenation. The chat
+    template receives `messages`, in which control tokens are ordinary text, or the prompt as a user message if there
+    are no messages. Braces in the prompt or completion are never treated as fields. Raises ValueError if the completion
     contains a special token as text or the chat template rejects the chat.
     """
     forged = [token for token in tokenizer.all_special_tokens if token in completion]
@@ -164,9 +165,10 @@ def policy_pairs(
     rules: TextRules = TextRules(),  # noqa: B008 -- immutable
     ends: Collection[int] = (),
 ) -> list[SequencePair]:
-    """Tokenize preference pairs for training a policy, like the examples of `example_inputs`.
+    """Tokenize preference pairs for training a policy with DPO. Prompts and completions are encoded as in
+    `example_inputs`.
 
-    Raises BadInput if a sequence exceeds `context`.
+    Raises BadInput if a sequence exceeds `context` tokens.
     """
     source = f"preferences from {preferences[0].source}" if preferences else "preferences"
     examples = [
@@ -186,11 +188,11 @@ def reward_pairs(
     context: int,
     chat_prompt: Literal["messages", "text"] = "text",
 ) -> list[SequencePair]:
-    """Tokenize preference pairs for training a reward model. The score is read at the last token that is not padding.
+    """Tokenize preference pairs for training a reward model. The score is computed at the last token that is not
+    padding.
 
-    `chat_prompt` is the form in which the chat template receives the prompts of chats.
-
-    Raises BadInput if the template has no field for the completion, or a text cannot be encoded or exceeds `context`.
+    `chat_prompt` is the form in which the chat template receives the prompts of chats. Raises BadInput if the template
+    does not contain the completion, or if a text cannot be encoded or exceeds `context` tokens.
     """
     require_completion(template, source="reward model")
     inputs: list[ModelInput] = []
@@ -213,9 +215,10 @@ def reward_pairs(
 
 
 def _mark_last_token(model_input: ModelInput, pad: int | None) -> ModelInput:
-    """Mark the last token that is not padding, where the score is read.
+    """Return the input with a mark on its last token that is not padding, where the score is computed.
 
-    Scores are read where the next token would be predicted, so an arbitrary token (0) is appended as the completion.
+    Model outputs are read at the positions that predict completion tokens, so an arbitrary token (0) is appended as the
+    completion.
     """
     tokens = model_input.tokens
     end = len(tokens)
@@ -227,7 +230,8 @@ def _mark_last_token(model_input: ModelInput, pad: int | None) -> ModelInput:
 def _build_pairs(
     preferences: Sequence[Preference], inputs: Sequence[ModelInput], *, context: int
 ) -> list[SequencePair]:
-    """Combine the inputs into pairs. Raises BadInput if an input is empty or longer than `context`."""
+    """Combine inputs into one pair per preference. Raises BadInput if an input is empty or longer than `context`
+    tokens."""
     pairs = []
     for pair, chosen, rejected in zip(preferences, inputs[::2], inputs[1::2], strict=True):
         for name, each in (("chosen", chosen), ("rejected", rejected)):

@@ -1,7 +1,7 @@
-"""Steps of a completion: their boundaries in the text and their tokens. Torch-free and pure.
+"""Steps of a completion: their boundaries in the text, and the tokens that belong to them. Torch-free and pure.
 
-The steps concatenated are the completion. The separator between two steps belongs to the first of them. Shapes: S
-steps, T tokens, P spans (runs of tokens that share a value).
+The concatenation of all steps is the completion. A separator belongs to the step before it. Shapes: S steps, T tokens,
+P spans (runs of tokens that share a value).
 """
 
 import re
@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from models.config.reward_terms import BlankLines, PatternSteps, Segmentation
 
 Aggregate = Literal["mean", "sum", "min"]
-"""Method of combining several numbers into one."""
+"""Function for combining several numbers into one."""
 
 _BLANK: Final = re.compile(r"\n(?:[^\S\n]*\n)+")
-"""Pattern of one or more blank lines."""
+"""Pattern for one or more consecutive blank lines."""
 
 # Start of a code fence as in CommonMark 0.31, section 4.5, but with any indentation, because lists indent fences; or of
 # display mathematics as in LaTeX.
@@ -31,7 +31,7 @@ _CLOSING: Final = {"$$": "$$", "\\[": "\\]"}
 
 @dataclass(frozen=True, slots=True)
 class StepValues:
-    """Values of the steps of a completion, in order."""
+    """Values of all steps of a completion, in order."""
 
     lengths: tuple[int, ...]
     """Length of each step in characters."""
@@ -40,7 +40,7 @@ class StepValues:
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Values of runs of tokens. Each run ends where the next one starts."""
+    """Values of consecutive runs of tokens. Each run ends where the next one starts."""
 
     starts: tuple[int, ...]
     """Index of the first token of each run."""
@@ -48,7 +48,7 @@ class Spans:
 
 
 def aggregate(values: Sequence[float], how: Aggregate) -> float:
-    """Combine the values of steps or tokens into one number. Returns 0 if there are no values."""
+    """Combine the values of steps, tokens or turns into one number. Returns 0 if there are no values."""
     if not values:
         return 0.0
     match how:
@@ -79,9 +79,9 @@ def split_steps(text: str, segmentation: Segmentation) -> list[str]:
 
 
 def _split_at(text: str, ends: Sequence[int]) -> list[str]:
-    """Split a text at the ends of its steps.
+    """Split a text at the character indices `ends`.
 
-    A blank piece is merged into the step before it, or into the next at the start.
+    A blank piece is merged into the step before it, or at the start of the text into the step after it.
     """
     pieces = [text[begin:end] for begin, end in pairwise((0, *ends, len(text)))]
     steps: list[str] = []
@@ -94,7 +94,7 @@ def _split_at(text: str, ends: Sequence[int]) -> list[str]:
 
 
 def _find_blank_lines(text: str) -> list[int]:
-    """Return the ends of the runs of blank lines outside of fences."""
+    """Return the character index after each run of blank lines that is outside of fences."""
     fences = iter(_find_fences(text))
     fence = next(fences, None)
     ends: list[int] = []
@@ -146,7 +146,7 @@ def _find_fences(text: str) -> list[tuple[int, int]]:
 
 
 def _find_end_of_fence(text: str, mark: str, begin: int) -> int:
-    """Return the end of the fence with this opening mark, or -1 if display mathematics is not closed."""
+    """Return the end of the block that starts with `mark`, or -1 if it is display mathematics that is not closed."""
     if mark in _CLOSING:
         closing = text.find(_CLOSING[mark], begin)
         return closing + len(_CLOSING[mark]) if closing >= 0 else -1
@@ -156,11 +156,13 @@ def _find_end_of_fence(text: str, mark: str, begin: int) -> int:
 
 # ---- tokens
 def assign_spans(starts_T: Sequence[int], found: StepValues) -> Spans:
-    """Assign each token to the step that contains its first character, and return the values as runs of tokens.
+    """Assign each token to the step that contains its first character, and return the values of steps as runs of
+    tokens.
 
-    `starts_T` is the character index at which each token starts, ascending from 0. Tokens after the text belong to the
-    last step. A step in which no token starts is merged into the step before it, because the last token of that step
-    also wrote it. The merged step has the lower of the two values, so that no flag is lost.
+    `starts_T` is the character index at which each token starts, ascending from 0. Tokens after the end of the text
+    belong to the last step. A step in which no token starts is merged into the step before it, because the last token
+    of that step also contains its text. The merged step has the lower of the two values, so that no step flagged as
+    wrong is lost.
     """
     ends_S = np.array(list(accumulate(found.lengths)), dtype=np.int64)
     step_T: NDArray[np.int64] = np.searchsorted(ends_S, np.array(starts_T, dtype=np.int64), side="right")

@@ -1,4 +1,5 @@
-"""Fields of messages as a chat template reads them: their format, and the fields that the template does not read."""
+"""Message fields and chat templates: conversion of fields to the format that a template expects, and detection of
+fields that it ignores."""
 
 import json
 from collections import Counter
@@ -21,10 +22,10 @@ KWARGS: Final = "chat_template_kwargs."
 
 
 def fit_chats(chats: Sequence[Chat], tokenizer: PreTrainedTokenizerFast) -> list[Chat]:
-    """Return chats whose tool calls have the format that the tokenizer's chat template expects.
+    """Return the chats with tool calls and contents in the format that the tokenizer's chat template expects.
 
-    Arguments are objects, or JSON text if the template accepts only that, like the template of DeepSeek V3. A content
-    of None becomes an empty text if the template would write the word "None" or fail.
+    Arguments of calls are objects, or JSON text if the template only accepts text, like the template of DeepSeek V3. A
+    content of None becomes an empty text if the template would otherwise write the word "None" or fail.
     """
     messages = [message for chat in chats for message in chat]
     as_texts = any("tool_calls" in each for each in messages) and _requires_argument_texts(tokenizer)
@@ -49,13 +50,13 @@ def _encode_arguments(call: Mapping[str, object]) -> dict[str, object]:
 
 
 def _requires_argument_texts(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Return whether the template fails for arguments that are objects, but renders JSON text."""
+    """Return whether the template fails if arguments are objects but renders arguments that are JSON text."""
     as_object, as_text = (_render_call(tokenizer, arguments, "") for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)))
     return as_object is None and as_text is not None
 
 
 def _accepts_no_content(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Return whether the template renders a call without content, and does not write "None" for the content."""
+    """Return whether the template renders a tool call whose message has no content, without writing the word "None"."""
     arguments = json.dumps(_ARGUMENTS) if _requires_argument_texts(tokenizer) else _ARGUMENTS
     without, empty = (_render_call(tokenizer, arguments, content) for content in (None, ""))
     if without is None:
@@ -64,7 +65,7 @@ def _accepts_no_content(tokenizer: PreTrainedTokenizerFast) -> bool:
 
 
 def _render_call(tokenizer: PreTrainedTokenizerFast, arguments: object, content: str | None) -> str | None:
-    """Render a chat with a tool call. Returns None if the template fails."""
+    """Render a chat that contains a tool call, or return None if the template fails."""
     call = {"id": "000000000", "type": "function", "function": {"name": "find", "arguments": arguments}}
     turn: dict[str, object] = {"role": "assistant", "content": content, "tool_calls": [call]}
     try:
@@ -77,10 +78,10 @@ def _render_call(tokenizer: PreTrainedTokenizerFast, arguments: object, content:
 def count_unread_fields(
     prompts: Iterable[tuple[Prompt, TemplateArguments]], tokenizer: PreTrainedTokenizerFast
 ) -> dict[str, int]:
-    """Return the number of prompts for each field that the tokenizer's chat template does not read.
+    """Return, for each field that the tokenizer's chat template ignores, the number of prompts that contain it.
 
-    Names of variables begin with `chat_template_kwargs.`; `tools` are the tools of a prompt. A field counts as read if
-    its name occurs in the template, or if the first prompt with the field is rendered differently without the field.
+    Names of template variables begin with `chat_template_kwargs.`; `tools` are the tools of a prompt. A field counts as
+    used if its name occurs in the template, or if the first prompt that has it is rendered differently without it.
     """
     suspects: Counter[str] = Counter()
     first: dict[str, tuple[Sequence[Message], TemplateArguments]] = {}
@@ -107,7 +108,7 @@ def count_unread_fields(
 def _changes_prompt(
     name: str, prompt: Sequence[Message], arguments: TemplateArguments, tokenizer: PreTrainedTokenizerFast
 ) -> bool:
-    """Return whether a prompt is rendered differently without a field."""
+    """Return whether the template renders a prompt differently without the field `name`."""
 
     def render(messages: Sequence[Message], given: TemplateArguments) -> str:
         """Render a chat with template arguments."""
@@ -131,7 +132,7 @@ def _changes_prompt(
 
 
 def _drop_field(prompt: Sequence[Message], name: str) -> Iterator[Message]:
-    """Yield the messages without a field."""
+    """Yield the messages of a prompt without the field `name`."""
     for message in prompt:
         fields = {key: value for key, value in message.fields.items() if key != name}
         yield replace(message, name="" if name == "name" else message.name, fields=fields)

@@ -1,4 +1,4 @@
-"""Files of named chat templates next to a tokenizer, such as `additional_chat_templates/tool_use.jinja`."""
+"""Files of additional named chat templates in a model directory, such as `additional_chat_templates/tool_use.jinja`."""
 
 from pathlib import Path
 from shutil import copyfile
@@ -9,7 +9,7 @@ FOLDER: Final = "additional_chat_templates"
 
 
 def copy_named_templates(source: Path, target: Path) -> None:
-    """Copy the named chat templates of a model directory that the target directory does not contain yet."""
+    """Copy the named chat templates of a model directory, except those that the target directory already contains."""
     for path in sorted((source / FOLDER).glob("*.jinja")):
         copy = target / FOLDER / path.name
         if path.is_file() and not path.name.startswith(".") and not copy.exists():

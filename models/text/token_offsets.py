@@ -1,4 +1,4 @@
-"""Start of each token of a completion within its text, computed with the policy's own tokenizer. Torch-free.
+"""Character index at which each token of a completion starts, computed with the policy's own tokenizer. Torch-free.
 
 A character may need several tokens (byte-level BPE, byte fallback), and a token may contain parts of several
 characters.
@@ -15,7 +15,8 @@ from tokenizers.decoders import DecodeStream
 from infra.errors import Damaged
 
 LONGEST_SEARCHED: Final = 1024
-"""Maximum number of tokens for which the slow search is used if the bytes of a completion are not valid text."""
+"""Maximum number of tokens of a completion for which the slow search is used. The search is needed if the bytes of a
+completion are not valid text."""
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
@@ -27,12 +28,11 @@ def open_tokenizer(path: Path) -> Tokenizer:
 
 
 def find_token_starts(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[int] | None:
-    """Return the index in the text at which each token starts, or None if the tokens do not decode to this text.
+    """Return the character index in the text at which each token starts, or None if it cannot be determined.
 
     A token that completes a character starts after that character, unless the token contains nothing else. Special
-    tokens, which are not part of the text, and EOS start at the next character of the text.
-
-    Also returns None if the bytes are not valid text and the completion has more than `LONGEST_SEARCHED` tokens.
+    tokens, which are not part of the text, and EOS start at the next character of the text. Returns None if the tokens
+    do not decode to this text, or if their bytes are not valid text and there are more than `LONGEST_SEARCHED` tokens.
     """
     if tokenizer.decode(list(tokens), skip_special_tokens=True) != text:
         return None
@@ -41,11 +41,10 @@ def find_token_starts(tokenizer: Tokenizer, tokens: Sequence[int], text: str) ->
 
 
 def _decode_stream(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[int]:
-    """Find the starts by decoding token by token.
+    """Return the start of each token, found by decoding token by token.
 
-    Returns an empty list if the result differs from decoding all at once.
-
-    The results differ if bytes are not valid characters: byte fallback then omits adjacent characters too.
+    Returns an empty list if the decoded pieces together differ from the text decoded at once. This happens if bytes are
+    not valid characters, because byte fallback then also omits adjacent characters.
     """
     stream = DecodeStream(skip_special_tokens=True)
     starts: list[int] = []
@@ -66,13 +65,15 @@ def _decode_stream(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> li
 
 
 def _starts_from_prefixes(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[int]:
-    """Find the starts by decoding each prefix of the tokens. The time is quadratic in the number of tokens."""
+    """Return the start of each token, found by decoding each prefix of the tokens. The time is quadratic in the number
+    of tokens."""
     prefixes = (tokenizer.decode(list(tokens[:count]), skip_special_tokens=True) for count in range(len(tokens)))
     return list(accumulate((_common(prefix, text) for prefix in prefixes), max))
 
 
 def split_tokens(starts: Sequence[int], text: str) -> tuple[str, ...]:
-    """Split a text where its tokens start. A character of several tokens belongs to the last of them."""
+    """Split a text at the character indices at which its tokens start. A character made of several tokens belongs to
+    the last of these tokens."""
     return tuple(text[begin:end] for begin, end in pairwise((*starts, len(text))))
 
 

@@ -39,7 +39,7 @@ _PAD_NAME, _UNUSED_NAME = re.compile(r"pad", re.IGNORECASE), re.compile(r"unused
 _MEDIA_NAME = re.compile(r"image|video|vision|audio|fim", re.IGNORECASE)
 
 ToolSchema = Mapping[str, JsonValue]
-"""JSON schema of a function, as created by `transformers.utils.get_json_schema`."""
+"""JSON schema of a function, in the format of `transformers.utils.get_json_schema`."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -49,13 +49,13 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
-    """Rendered and tokenized prompt."""
+    """Prompt as text and as tokens."""
 
     text: str
-    """Prompt as shown to rewards, judges and people: plain text unchanged, a chat as rendered by its template."""
+    """Prompt as shown to rewards, judges and people: plain text unchanged, a chat as the chat template renders it."""
     input: ModelInput
     image_tokens: tuple[int, ...] = ()
-    """Number of tokens of each image."""
+    """Number of tokens of each image in the prompt."""
 
 
 def scratch_tokenizer(policy: ScratchPolicy, problems: Iterable[Problem]) -> PreTrainedTokenizerFast:
@@ -69,7 +69,7 @@ def problem_texts(problems: Iterable[Problem]) -> Iterator[str]:
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int, context: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer. It can encode any text, and the same texts give the same tokenizer."""
+    """Train a byte-level BPE tokenizer, which can encode any text. The same texts give the same tokenizer."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -117,9 +117,10 @@ def load_tokenizer(directory: Path, *, kind: type[PreTrainedTokenizerFast] | Non
 
 
 def choose_pad_token(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Return the token that pads if the tokenizer names none: a special token that no text contains, or else EOS.
+    """Return the token to use for padding if the tokenizer names none: a special token that does not occur in texts, or
+    else EOS.
 
-    Padding has no influence on results, because attention masks are computed from lengths.
+    The choice does not affect results, because attention masks are computed from lengths.
     """
     template = str(tokenizer.chat_template or "")
     special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
@@ -131,7 +132,7 @@ def choose_pad_token(tokenizer: PreTrainedTokenizerFast) -> str:
 
 
 def find_chosen_pad_token(tokenizer: PreTrainedTokenizerFast) -> int | None:
-    """Return the pad token that `choose_pad_token` chose, or None if the files of a loaded tokenizer name one."""
+    """Return the pad token if `choose_pad_token` chose it, or None if the files of the tokenizer name one."""
     is_named = tokenizer.init_kwargs.get("pad_token") is not None
     return None if is_named else cast(int | None, tokenizer.pad_token_id)
 
@@ -171,10 +172,10 @@ def tokenize_prompts(
 ) -> list[TokenizedPrompt]:
     """Render and tokenize prompts.
 
-    Chat templates add their own special tokens, and plain text gets those of the tokenizer. `sources` are the origins
-    of the prompts for messages, `images` the encoded images of each prompt, and `rules` the encoding of control tokens
-    in prompts. Chat templates receive the `arguments` of each prompt. Raises BadInput if a prompt cannot be rendered or
-    has invalid images.
+    Chat templates add their own special tokens; to plain text the tokenizer adds its special tokens. `sources` are the
+    origins of the prompts in messages, `images` the encoded images of each prompt, `arguments` the template arguments
+    of each prompt, and `rules` decide how control tokens in prompts are encoded. Raises BadInput if a prompt cannot be
+    rendered or has invalid images.
     """
     headers = [
         _read_headers(prompt_images, source=source)
@@ -214,14 +215,15 @@ def tokenize_prompts(
 
 
 def _as_message(arguments: TemplateArguments) -> Message:
-    """Return a message with the texts of template arguments, in which control tokens are found as in other messages."""
+    """Return a message that contains the texts of template arguments, so that control tokens are found as in other
+    messages."""
     return Message(
         "user", "", fields={"tools": [dict(tool) for tool in arguments.tools], "kwargs": {**arguments.kwargs}}
     )
 
 
 def _break_arguments(control: ControlTokens, arguments: TemplateArguments, separator: str) -> TemplateArguments:
-    """Insert a separator into each control token that the texts of template arguments contain."""
+    """Return template arguments with a separator inserted into each control token in their texts."""
     if arguments == NO_ARGUMENTS:
         return arguments
     broken = control.break_prompt((_as_message(arguments),), separator)
@@ -239,9 +241,9 @@ def tokenize_questions(
     chat: bool,
     processor: VisionProcessor | None,
 ) -> list[TokenizedPrompt]:
-    """Tokenize the questions for a judge, each with its images.
+    """Tokenize judge prompts, each with its images.
 
-    With `chat`, a question becomes a user message if the tokenizer has a chat template.
+    With `chat`, a judge prompt becomes a user message if the tokenizer has a chat template.
     """
     in_turns = chat and bool(tokenizer.chat_template)
     turns: list[Prompt] = [(Message("user", text),) if in_turns else text for text in texts]
@@ -264,11 +266,12 @@ def render(
     processor: VisionProcessor | None = None,
     arguments: Sequence[TemplateArguments] | None = None,
 ) -> list[str]:
-    """Render prompts: plain text unchanged, chats by the tokenizer's template up to the start of the assistant's turn.
+    """Render prompts: plain text unchanged, chats by the tokenizer's chat template up to the start of the assistant's
+    turn.
 
-    `images` is the number of images of each prompt. Image placeholders of plain text precede the text. The template
-    receives the `arguments` of each prompt. Raises BadInput if the policy cannot read images, the tokenizer has no chat
-    template, or the template rejects a chat.
+    `images` is the number of images of each prompt. In plain text, image placeholders are put before the text. The
+    template receives the `arguments` of each prompt. Raises BadInput if the policy cannot process images, the tokenizer
+    has no chat template, or the template rejects a chat.
     """
     counts = images or [0] * len(prompts)
     for prompt, count, source in zip(prompts, counts, sources, strict=True):
@@ -301,7 +304,7 @@ def render(
 
 
 def _group_by_arguments(rows: Iterable[tuple[int, TemplateArguments]]) -> list[list[int]]:
-    """Return the rows in groups with equal template arguments, which are rendered together."""
+    """Return the row numbers in groups with equal template arguments. Each group is rendered in one request."""
     groups: dict[str, list[int]] = {}
     for row, arguments in rows:
         key = json.dumps([arguments.tools, arguments.kwargs], default=dict)
@@ -310,13 +313,14 @@ def _group_by_arguments(rows: Iterable[tuple[int, TemplateArguments]]) -> list[l
 
 
 def _turns(chat: Sequence[Message], images: int, *, in_parts: bool) -> list[dict[str, object]]:
-    """Convert a chat to the format of templates, with placeholders for its images."""
+    """Convert a chat to the format of chat templates, with placeholders for its images."""
     placed = add_image_places(tuple(chat), images) if images or in_parts else chat
     return [turn.encode() for turn in placed]
 
 
 def renders_plain_text(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Return whether the chat template renders plain-text contents. Some templates of vision models omit them."""
+    """Return whether the chat template renders contents that are plain text. Some templates of vision models omit such
+    contents."""
     probe = "a content that is plain text"
     try:
         [rendered] = render_chats([[{"role": "user", "content": probe}]], tokenizer, generation_prompt=True)
@@ -326,15 +330,15 @@ def renders_plain_text(tokenizer: PreTrainedTokenizerFast) -> bool:
 
 
 TokenizedProblems = list[tuple[Problem, TokenizedPrompt]]
-"""Problems with their tokenized prompts."""
+"""Problems, each with its tokenized prompt."""
 
 
 def enforce_prompt_length(
     asked: TokenizedProblems, *, max_tokens: int, too_long: Literal["refuse", "drop"], split: str
 ) -> TokenizedProblems:
-    """Remove prompts that are too long (`too_long="drop"`), or report them.
+    """Handle prompts of more than `max_tokens` tokens: "drop" removes their problems, "refuse" raises BadInput.
 
-    Raises BadInput that lists all empty or too long prompts, or if no prompt is left.
+    BadInput lists all empty or too long prompts. It is also raised if no problem is left.
     """
     input_errors, fitting = InputErrors(), TokenizedProblems()
     for problem, prompt in asked:
@@ -363,20 +367,20 @@ def _require_room(problem: Problem, prompt: TokenizedPrompt, *, max_tokens: int)
 
 
 def _describe_image_tokens(prompt: TokenizedPrompt) -> str:
-    """Return the token counts of a prompt's images for a message."""
+    """Return a text for messages with the number of tokens of each image in a prompt."""
     takes = [f"{tokens} for image {index}" for index, tokens in enumerate(prompt.image_tokens, start=1)]
     return f" ({', '.join(takes)})" if takes else ""
 
 
 def _automatic_class() -> type[PreTrainedTokenizerFast]:
-    """Return the class that chooses the tokenizer by the model. Importing it imports torch."""
+    """Return the transformers class that chooses the tokenizer class by the model. Importing it imports torch."""
     from transformers import AutoTokenizer
 
     return cast(type[PreTrainedTokenizerFast], AutoTokenizer)
 
 
 def build_token_decoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[int], str]:
-    """Return a function that decodes single tokens."""
+    """Return a function that returns the text of a token ID."""
     return lambda token: str(tokenizer.decode([token]))
 
 

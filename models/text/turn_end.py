@@ -1,4 +1,4 @@
-"""End of a turn of the assistant as the chat template writes it. Torch-free."""
+"""Token with which the chat template ends a turn of the assistant. Torch-free."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -11,20 +11,20 @@ from models.text.turns import find_end_of_last_turn, turn_format
 
 @dataclass(frozen=True, slots=True)
 class TurnEnd:
-    """Text and token that a chat template writes after the content of an assistant's message."""
+    """End of an assistant's message as a chat template writes it."""
 
     text: str
-    """Text between the content and the end token, mostly empty."""
+    """Text between the content of the message and the end token, usually empty."""
     token: int
     """Token that ends the turn."""
 
 
 def find_turn_end(tokenizer: PreTrainedTokenizerFast, *, stated: Collection[int] = ()) -> TurnEnd | None:
-    """Return how the chat template of a tokenizer ends turns of the assistant.
+    """Return the end of an assistant's message as the chat template of a tokenizer writes it.
 
-    `stated` are the tokens that end a completion according to the generation config. The end is the first of these
-    tokens and EOS that the template writes after a turn, otherwise the first control token there. Returns None if there
-    is no such token, no template, or the template rejects a short chat.
+    `stated` are the tokens that end a completion according to the generation config. The end token is the first token
+    in `stated`, or EOS, that the template writes after a turn. If there is none, it is the first control token there.
+    Returns None if there is no such token or no template, or if the template rejects a short chat.
     """
     if not tokenizer.chat_template:
         return None

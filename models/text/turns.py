@@ -1,9 +1,10 @@
-"""Tokens between two turns: observations encoded as a chat template or plain text writes them. Torch-free.
+"""Tokens between two turns of the policy: observations encoded in the format of the chat template, or as plain text.
+Torch-free.
 
-A turn keeps exactly the tokens that were sampled, and the tokens after it depend only on the observation and the
-template: they are those that the template writes after a synthetic turn with a call of the same tool. Observations
-cannot inject control tokens: a separator is inserted after the first character of each control token in their text
-before the chat is rendered, and the pieces between separators are encoded separately.
+A turn keeps exactly the tokens that were sampled. The tokens after it depend only on the observation and the template:
+they are the tokens that the template writes after a synthetic turn that calls the same tool. Observations cannot inject
+control tokens: a separator is inserted after the first character of each control token in their text before the chat is
+rendered, and the pieces between separators are encoded separately.
 """
 
 import re
@@ -28,48 +29,51 @@ Chat = list[dict[str, object]]
 
 TURN: Final = "turn4k7q"
 REPLY: Final = "reply9x2v"
-"""Words that no template writes by itself. They mark a turn and its answer in rendered probe chats."""
+"""Words that no template writes by itself. They mark a turn and the reply to it when chats are rendered to examine a
+template."""
 QUESTION: Final = Message("user", "Hello.")
 _THOUGHTS: Final = "<think>\nthought\n</think>\n\n"
 _LEFT_OUT: Final = "\n[...]\n"
 _CHARACTERS_PER_TOKEN: Final = 64
-"""Upper bound on the characters of a token. Text beyond the limit can be omitted without encoding it first."""
+"""Assumed maximum number of characters per token. A text with more characters than this times the token limit is
+shortened without encoding it first."""
 _WAY_OUT: Final = "Set rollout.environment.history='per_turn', which gives each turn a prompt of its own."
 _TOOL_NAME: Final = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TurnFormat:
-    """Format in which observations follow turns, for one tokenizer and the tools that its prompts show."""
+    """Format of the tokens between turns, for one tokenizer and the tools that its prompts describe."""
 
     tokenizer: PreTrainedTokenizerFast
     ends: tuple[int, ...]
-    """Tokens that end a turn, ascending."""
+    """IDs of the tokens that end a turn, ascending."""
     tools: tuple[ToolSchema, ...]
-    """Schemas of the tools."""
+    """Schemas of the tools that prompts describe."""
     is_chat: bool
     """Whether prompts are chats. After plain-text prompts, observations are plain text too."""
     in_parts: bool
     """Whether the chat template requires contents as lists of parts."""
     control: re.Pattern[str] = field(repr=False)
-    """Pattern of control tokens: special tokens, and added tokens that the template writes."""
+    """Pattern for control tokens: special tokens, and added tokens that the template writes."""
     kwargs: Mapping[str, JsonValue] = field(default_factory=dict)
-    """Variables of the chat template by name."""
+    """Variables passed to the chat template, by name."""
 
     def with_arguments(self, arguments: TemplateArguments) -> "TurnFormat":
-        """Return the format for a prompt with these template arguments. Tools of the prompt replace the tools."""
+        """Return the format for a prompt with these template arguments. If they contain tools, these replace the tools
+        of the format."""
         if not arguments.tools and not arguments.kwargs:
             return self
         return replace(self, tools=arguments.tools or self.tools, kwargs=arguments.kwargs)
 
     def encode_observation(self, messages: Sequence[Message], *, ended: bool = True) -> tuple[int, ...]:
-        """Return the tokens after a turn: the messages, up to the start of the next turn.
+        """Return the tokens from the end of a turn to the start of the next turn: the messages of an observation in the
+        format of the template.
 
-        Messages have the role `tool`, with the name of the tool, or `user`. `ended` says whether the last token of the
-        turn is one of `ends`. If it is not, because a stop text ended the turn, the end token of the template comes
-        first. For plain text, only the texts of the messages are encoded.
-
-        Raises BadInput if the template does not support such messages, and ValueError if it rejects these.
+        Messages have the role `tool`, with the name of the tool, or `user`. `ended` is whether the last token of the
+        turn is one of `ends`. If not, because a stop text ended the turn, the end token of the template is inserted
+        first. For plain text, only the texts of the messages are encoded. Raises BadInput if the template does not
+        support such messages, and ValueError if it rejects these messages.
         """
         texts = [text_of(message.content) for message in messages]
         if not self.is_chat:
@@ -83,10 +87,8 @@ class TurnFormat:
         return tokens if ended or not end else (_token_id(self.tokenizer, end), *tokens)
 
     def shorten(self, text: str, max_tokens: int) -> str:
-        """Return the text with its middle removed if it has more than `most` tokens.
-
-        A marker of at most seven tokens replaces the removed text.
-        """
+        """Return the text. If it has more than `max_tokens` tokens, its middle is replaced by a marker of at most seven
+        tokens."""
         longest = max_tokens * _CHARACTERS_PER_TOKEN
         if len(text) <= longest and self.count_tokens(text) <= max_tokens:
             return text
@@ -101,24 +103,24 @@ class TurnFormat:
         return _drop_middle(text, low)
 
     def count_tokens(self, text: str) -> int:
-        """Return the number of tokens of a text, without tokens that a template adds."""
+        """Return the number of tokens of a text. Tokens that a template adds are not counted."""
         return len(self._encode(text))
 
     def render(self, chats: Sequence[Chat], *, generation_prompt: bool) -> list[str]:
-        """Render chats with the tools. Raises TemplateFailed if a chat cannot be rendered."""
+        """Render chats with the tools of this format. Raises TemplateFailed if a chat cannot be rendered."""
         return render_chats(
             chats, self.tokenizer, generation_prompt=generation_prompt, tools=self.tools, kwargs=self.kwargs
         )
 
     def encode_message(self, message: Message) -> dict[str, object]:
-        """Return a message in the format of the chat template."""
+        """Return a message in the format that the chat template requires."""
         if message.content is None:
             return message.encode()
         text = text_of(message.content)
         return replace(message, content=(text,) if self.in_parts else text).encode()
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        """Encode a text without control tokens."""
+        """Encode a text. Control tokens that occur in the text are encoded as ordinary text."""
         separator = separator_for(text)
         return self.encode_pieces(self.break_control_tokens(text, separator).split(separator))
 
@@ -127,7 +129,7 @@ class TurnFormat:
         return break_tokens(self.control, text, separator)
 
     def encode_pieces(self, pieces: Sequence[str], *, behind: str = "") -> tuple[int, ...]:
-        """Encode each piece separately, as it would be encoded after a token that ends a turn."""
+        """Encode each piece separately, in the way in which it is encoded after a token that ends a turn."""
         anchor = behind or str(self.tokenizer.eos_token)
         token_ids: list[int] = []
         for piece in pieces:
@@ -144,13 +146,12 @@ def turn_format(
     tools: Sequence[ToolSchema] = (),
     is_chat: bool = True,
 ) -> TurnFormat:
-    """Determine the format of a policy's turns from its tokenizer and chat template.
+    """Return the format of a policy's turns, determined from its tokenizer and chat template.
 
     `stated` are the tokens that end a completion according to the generation config. If the template ends the last turn
-    of a chat with neither one of them nor EOS, the control token that it writes there also ends turns, like Gemma's
-    `<end_of_turn>`.
-
-    Raises BadInput if prompts are chats but the tokenizer has no chat template or the template fails.
+    of a chat neither with one of them nor with EOS, the control token that it writes there also ends turns, like
+    Gemma's `<end_of_turn>`. Raises BadInput if prompts are chats but the tokenizer has no chat template or the template
+    fails.
     """
     if is_chat and not tokenizer.chat_template:
         raise BadInput("the policy's tokenizer has no chat template, but the messages of an environment need one")
@@ -169,14 +170,16 @@ def turn_format(
 
 
 def _find_own_end(form: TurnFormat) -> list[int]:
-    """Return the control token with which the template ends a last turn, or nothing if it is a known end token."""
+    """Return the control token with which the template ends the last turn of a chat. Empty if it is one of the known
+    end tokens."""
     closing = _render_closing(form)
     own = form.control.search(closing)
     return [] if own is None or _find_first_end(form, closing) else [_token_id(form.tokenizer, own[0])]
 
 
 def find_end_of_last_turn(form: TurnFormat) -> tuple[str, str] | None:
-    """Return the text that the template writes after the content of a last turn, and the token that ends the turn.
+    """Return the text that the template writes after the content of the last turn of a chat, and the token that ends
+    the turn.
 
     Returns None if the template writes no end token there. Raises BadInput if the template rejects a short chat.
     """
@@ -186,7 +189,8 @@ def find_end_of_last_turn(form: TurnFormat) -> tuple[str, str] | None:
 
 
 def _render_closing(form: TurnFormat) -> str:
-    """Return what the template writes after the content of a last turn. Raises BadInput if it rejects the chat."""
+    """Return the text that the template writes after the content of the last turn of a chat. Raises BadInput if it
+    rejects the chat."""
     chat = [form.encode_message(QUESTION), form.encode_message(Message("assistant", TURN))]
     try:
         [text] = form.render([chat], generation_prompt=False)
@@ -196,11 +200,11 @@ def _render_closing(form: TurnFormat) -> str:
 
 
 def check_template_appends(form: TurnFormat, *, role: str, where: str) -> None:
-    """Check that the template renders earlier messages unchanged when turns and messages of this role follow.
+    """Check that the template does not change earlier messages when turns and messages of this role follow.
 
-    Otherwise a policy would see other tokens than the sampled ones on which it was trained. The test turns contain
+    Otherwise the policy would read other tokens in later turns than those that were sampled. The test turns contain
     thoughts, because some templates remove these from earlier turns. The text after a turn must not depend on the
-    number of turns either. `where` is the start of the error message. Raises BadInput if the check fails.
+    number of turns either. The error message starts with `where`. Raises BadInput if the check fails.
     """
     if not form.is_chat:
         return
@@ -221,13 +225,13 @@ def check_template_appends(form: TurnFormat, *, role: str, where: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Rendered chat up to one of its messages."""
+    """Chat rendered up to one of its messages, to compare it with the same chat after more messages."""
 
     role: str
     alone: str
     """Chat without the prompt for the next turn and without the text after the end of a turn."""
     kept: str
-    """Text that must reappear in later steps: everything except the text after the end of a turn."""
+    """Text that must be unchanged after more messages: everything except the text after the end of a turn."""
     text: str
     """Whole rendered chat."""
 
@@ -254,7 +258,7 @@ def _render_growing_chat(form: TurnFormat, answer: Message) -> list[_Step]:
 
 
 def _describe_change(steps: Sequence[_Step], after: _Step) -> str:
-    """Return a description of the earlier message that changed, for an error message."""
+    """Return a description, for an error message, of the earlier message that the template changed."""
     same = len(commonprefix([steps[-1].kept, after.text]))  # noqa: RUF071 -- compares texts
     roles = [step.role for step in steps if len(step.alone) > same]
     return f"an earlier message with role {roles[0]!r}" if roles else "the beginning of a turn"
@@ -262,7 +266,8 @@ def _describe_change(steps: Sequence[_Step], after: _Step) -> str:
 
 # ---- synthetic chats
 def _render_answer(form: TurnFormat, messages: Sequence[Message]) -> tuple[str, str]:
-    """Render the text after a turn, and return it with the token that ends the turn (empty if there is none).
+    """Return the text that the template writes after a turn for these messages, and the token that ends the turn (empty
+    if there is none).
 
     Raises ValueError if the template rejects the messages.
     """
@@ -278,7 +283,8 @@ def _render_answer(form: TurnFormat, messages: Sequence[Message]) -> tuple[str, 
 
 
 def _find_synthetic_turn(form: TurnFormat, messages: Sequence[Message]) -> tuple[dict[str, object], str]:
-    """Return a synthetic turn that the template accepts before such messages, and the chat with marker answers.
+    """Return a synthetic turn after which the template accepts such messages, and the rendered chat, in which markers
+    replace the texts of the replies.
 
     Raises BadInput if there is no such turn.
     """
@@ -298,7 +304,7 @@ def _find_synthetic_turn(form: TurnFormat, messages: Sequence[Message]) -> tuple
 
 
 def _candidate_turns(form: TurnFormat, messages: Sequence[Message]) -> Iterator[dict[str, object]]:
-    """Yield candidate turns that the messages can answer: a turn with tool calls, then plain text."""
+    """Yield turns to which the messages could be replies: a turn with tool calls, then a turn with plain text."""
     names = [_tool_name(message) for message in messages if message.role == "tool"]
     if names:
         calls = [encode_call(name, {"of": TURN}, number=number) for number, name in enumerate(names)]
@@ -307,12 +313,13 @@ def _candidate_turns(form: TurnFormat, messages: Sequence[Message]) -> Iterator[
 
 
 def _build_chat(form: TurnFormat, turn: dict[str, object], messages: Sequence[Message]) -> Chat:
-    """Build the chat of a question, a turn and the messages that answer it."""
+    """Return a chat of a question, a turn, and the messages that reply to the turn."""
     return [form.encode_message(QUESTION), turn, *encode_answers(form, messages)]
 
 
 def encode_answers(form: TurnFormat, messages: Sequence[Message]) -> Chat:
-    """Return the answers to a turn in the format of chat templates. Messages of tools answer its calls in order."""
+    """Return the replies to a turn in the format of chat templates. Messages with the role `tool` get the ids of the
+    turn's calls, in order."""
     chat, numbers = Chat(), count()
     for message in messages:
         if message.role == "tool":
@@ -324,9 +331,10 @@ def encode_answers(form: TurnFormat, messages: Sequence[Message]) -> Chat:
 
 
 def _find_end_of_turn(form: TurnFormat, turn: dict[str, object], text: str) -> tuple[int, str]:
-    """Return the index after the end of the last synthetic turn, and the token that ends it (empty if there is none).
+    """Return the index after the end of the last synthetic turn in `text`, and the token that ends it (empty if there
+    is none).
 
-    The token is the first end token after the turn. If the template ends its last turn differently from earlier ones,
+    The token is the first end token after the turn. If the template ends its last turn differently from earlier turns,
     as GPT-OSS does, it is the first control token. Raises BadInput if no end token follows a turn with a call.
     """
     begin = text.rfind(TURN) + len(TURN)
@@ -352,7 +360,7 @@ def _find_first_end(form: TurnFormat, text: str) -> re.Match[str] | None:
 
 # ---- texts
 def text_of(content: Content) -> str:
-    """Return the text of a content. Raises ValueError if the content has an image."""
+    """Return the text of a message's content. Raises ValueError if the content contains an image."""
     parts = (content,) if isinstance(content, str) else content or ()
     if not all(isinstance(part, str) for part in parts):
         raise ValueError("an observation of an environment must be text, found an image")
@@ -360,12 +368,12 @@ def text_of(content: Content) -> str:
 
 
 def _tool_name(message: Message) -> str:
-    """Return the tool's name, or "unknown" if the name could contain a control token made up by the policy."""
+    """Return the name of the tool, or "unknown" if the name could contain a control token that the policy invented."""
     return message.name if _TOOL_NAME.fullmatch(message.name) else "unknown"
 
 
 def _drop_middle(text: str, num_kept: int) -> str:
-    """Return the text with only `num_kept` characters, from its start and its end, and a marker between them."""
+    """Return `num_kept` characters from the start and the end of the text, with a marker between them."""
     return text[: (num_kept + 1) // 2] + _LEFT_OUT + text[len(text) - num_kept // 2 :]
 
 

@@ -1,1 +1,1 @@
-"""Vision-language policies: preparation of images for prompts, and execution of vision towers."""
+"""Vision-language policies: preparation of images for prompts, and forward passes of vision towers."""

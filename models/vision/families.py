@@ -1,8 +1,9 @@
-"""Image placeholders of the families of vision-language models: the text that represents an image in a prompt.
+"""Image placeholders of the supported families of vision-language models: the text that represents an image in a
+prompt.
 
-A chat template writes one placeholder token for each image. The model reads many image tokens instead, surrounded by
-markers of its family. The functions of this module expand a placeholder into that text, with settings from the policy's
-directory. This module does not import torch.
+A chat template writes one placeholder token for each image. The model instead reads many image tokens, surrounded by
+markers of its family. The functions of this module return the text that replaces a placeholder, given the settings in
+the policy's directory. This module does not import torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,26 +24,26 @@ class ImageSize(NamedTuple):
 
 
 class ImageTokens(NamedTuple):
-    """Image token of a model with its number of patches, to size the vision tower's input for a prompt."""
+    """Image token of a model, with the factor by which the number of image patches in a prompt is computed."""
 
     token: int
     """ID of the image token. The model replaces the embeddings of these tokens by the outputs of the vision tower."""
     merges: int
-    """Number of patches that the vision tower merges into one output state, which is one image token."""
+    """Number of patches that the vision tower merges into one output state. Each state belongs to one image token."""
 
     def patches(self, tokens: NDArray[np.int32]) -> int:
-        """Return the number of patches of all images in a tokenized prompt."""
+        """Return the number of image patches of all images in a tokenized prompt."""
         return int(np.count_nonzero(tokens == self.token)) * self.merges
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Configuration, image processor and vocabulary from a policy's directory that the expansion of images needs."""
+    """Parts of a policy's directory that are needed to replace image placeholders."""
 
     config: Any
     """Configuration of the model (transformers' `PretrainedConfig`)."""
     images: Any
-    """Image processor of transformers."""
+    """Image processor of the model, from transformers."""
     token: Callable[[int], str]
     """Function that returns the text of a token ID."""
 
@@ -60,22 +61,23 @@ Merge = Callable[[Parts], int]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Rules by which one family of models writes images in prompts and preprocesses images."""
+    """Rules for the image tokens and the image preprocessing of one family of models."""
 
     image_text: ImageText
-    """Function that returns the text of all tokens of an image of a given size."""
+    """Function that returns the text of all tokens for an image of a given size."""
     around: tuple[str, str] = ("", "")
-    """Text that the chat template of the family writes before and after the placeholder of an image."""
+    """Texts that the family's chat template writes before and after the placeholder of an image."""
     options: Mapping[str, Setting] = field(default_factory=dict)
-    """Options that the family's own processor of transformers passes to its image processor, in addition to the
+    """Options that the processor class of this family in transformers passes to its image processor, in addition to the
     settings in the directory."""
     whole: Mapping[str, Setting] = field(default_factory=dict)
-    """Options that keep the image processor from splitting an image into crops."""
+    """Options with which the image processor does not split an image into crops."""
     placeholder: Callable[[Parts], str] = lambda parts: parts.image_token
-    """Function that returns the text of the placeholder token, which represents an image until it is expanded."""
+    """Function that returns the text of the placeholder token, which represents an image before it is replaced by image
+    tokens."""
     processor_arguments: ProcessorArguments = lambda parts: {}
-    """Function that returns the arguments that the family's own processor of transformers needs about the model. They
-    may be absent from the processor's settings in the directory."""
+    """Function that returns arguments about the model for the processor class of this family in transformers, because
+    its settings in the directory may lack them."""
     merges: Merge = lambda parts: 1
     """Function that returns the number of patches that the vision tower merges into one output state."""
 
@@ -158,4 +160,4 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "qwen3_vl": _MROPE,
     "smolvlm": _SPLITTING,
 }
-"""Rules of each supported family, by the `model_type` in config.json."""
+"""Rules of each supported family, keyed by the `model_type` in config.json."""

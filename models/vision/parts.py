@@ -1,4 +1,5 @@
-"""Parts of a vision-language model (vision tower, projector, language model), by the names of parameters and layers.
+"""Parts of a vision-language model (vision tower, projector, language model), determined from names of parameters and
+layers.
 
 This module does not import torch.
 """
@@ -15,7 +16,7 @@ _VISION: Final = ("visual.", "vision_tower.", "vision_model.")
 
 
 def part_of(name: str) -> Part:
-    """Return the part of a model that the parameter or layer with this name belongs to."""
+    """Return the part of the model to which the parameter or layer with this name belongs."""
     inner = name.removeprefix("model.") + "."
     if inner.startswith(_PROJECTOR):
         return "projector"
@@ -23,10 +24,9 @@ def part_of(name: str) -> Part:
 
 
 def frozen_names(names: Iterable[str], freeze: Iterable[Part], *, kind: str) -> list[str]:
-    """Return the names of the parameters that belong to the parts in `freeze` and therefore are not trained.
+    """Return the names of the parameters in the parts listed in `freeze`, which are not trained.
 
-    `kind` is the type of the model, for the error message. Raises BadInput if the model has no parameter in one of the
-    parts.
+    `kind` is the model's class in messages. Raises BadInput if the model has no parameter in one of the parts.
     """
     parts = {name: part_of(name) for name in names}
     for part in freeze:

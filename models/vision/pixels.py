@@ -17,8 +17,8 @@ from models.config.images import PixelLimits
 from models.vision.processor import SETTINGS, VisionProcessor, load_processor
 
 SIZED_BY_PIXELS: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""`model_type` of the models with an image processor that keeps the number of pixels of an image between a minimum and
-a maximum."""
+"""`model_type` of the models whose image processor resizes images to between a minimum and a maximum number of
+pixels."""
 _READ: Final = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", *SETTINGS)
 """Files of a policy's directory that `load_processor` reads."""
 
@@ -26,7 +26,7 @@ _READ: Final = ("config.json", "tokenizer.json", "tokenizer_config.json", "gener
 def limit_pixels(directory: Path, limits: PixelLimits) -> None:
     """Write the limits into the image processor's settings in a policy's directory.
 
-    Does nothing if no limit is set. Raises BadInput if the image processor of this model does not limit pixels.
+    Does nothing if no limit is set. Raises BadInput if the model's image processor has no such limits.
     """
     if not any(limits):
         return
@@ -55,10 +55,10 @@ def _limit(settings: dict[str, Any], limits: PixelLimits) -> None:
 
 
 def load_limited_processor(directory: Path, limits: PixelLimits) -> VisionProcessor | None:
-    """Load the image processor that a policy will have after an import with these limits.
+    """Load the image processor as it will be after a run has copied the policy with these limits.
 
     The directory itself is not changed. Returns None if the policy is text-only. Raises BadInput if the image processor
-    does not load or does not limit pixels.
+    does not load or has no such limits.
     """
     if not any(limits):
         return load_processor(directory)

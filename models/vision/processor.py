@@ -8,24 +8,24 @@ import json
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from io import BytesIO
 from pathlib import Path
 from typing import Any, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image
 from tokenizers import Tokenizer
 
 from infra.errors import BadInput
+from models.vision.color_conversion import decode_rgb
 from models.vision.families import FAMILIES, Family, ImageSize, ImageTokens, Parts, Setting
 
 SETTINGS: Final = ("preprocessor_config.json", "processor_config.json")
 BACKEND: Final = "pil"
-"""Backend of the image processor, on every machine. Without this setting transformers uses torchvision if it is
-installed, and torchvision computes slightly different pixels."""
+"""Backend of the image processor on every machine. Without this setting transformers would use torchvision if it is
+installed, which computes slightly different pixels."""
 _MEDIA_TOKENS: Final = ("image_token_id", "video_token_id", "audio_token_id", "boi_token_index")
-"""Keys of config.json that name a token that represents media instead of text."""
+"""Keys of config.json that contain IDs of tokens for images, videos or audio."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +33,14 @@ class PreparedImage:
     """Input arrays of the vision tower for one image. The names of the arrays depend on the family."""
 
     arrays: Mapping[str, NDArray[Any]]
-    """Arrays by the name of the model's argument, with one or more rows each, because an image may consist of several
-    frames or patches."""
+    """Arrays, keyed by argument names of the model. Each has one or more rows per image, because an image may consist
+    of several frames or patches."""
     tokens: int
-    """Number of states that the vision tower returns for the image, which equals its number of image tokens."""
+    """Number of image tokens of the image, which equals the number of states that the vision tower returns for it."""
 
 
 class VisionProcessor:
-    """Converter from images to prompt tokens and pixel arrays, with the settings of one policy directory."""
+    """Converter of images to prompt tokens and pixel arrays, for the policy of one directory."""
 
     def __init__(self, family: Family, parts: Parts, tokenizer: Tokenizer, *, ends: Set[int] = frozenset()) -> None:
         """Initialize the converter. `ends` are the IDs of the tokens that end a completion."""
@@ -50,26 +50,25 @@ class VisionProcessor:
         self._ends = ends
         self._spelt: dict[str, list[int]] = {}
         self.placeholder = family.placeholder(parts)
-        """Text of the placeholder token, which represents one image in a prompt before `expand`."""
+        """Text of the placeholder token, which represents one image in a prompt until `expand` replaces it."""
         self.shown = self.placeholder.join(family.around)
-        """Text that represents one image in a prompt without a chat template: the placeholder and the family's markers
-        around it."""
+        """Text that represents one image in a prompt without a chat template: the placeholder, with the family's
+        markers around it."""
         self.place_id = cast(int, tokenizer.token_to_id(self.placeholder))
         self.image_id: int = parts.config.image_token_id
-        """ID of the image token in the output of `expand`. The model replaces its embeddings by the vision tower's
-        states."""
+        """ID of the image token in the output of `expand`. The model replaces the embeddings of these tokens by outputs
+        of the vision tower."""
 
     @property
     def image_tokens(self) -> ImageTokens:
-        """Image token and merge factor, to count the image patches of a prompt."""
+        """Image token, with the factor for computing the number of image patches of a prompt."""
         return ImageTokens(self.image_id, self._family.merges(self._parts))
 
     @cached_property
     def banned(self) -> tuple[int, ...]:
-        """IDs of the tokens that the policy must never generate, in ascending order.
+        """IDs of the tokens that the policy must never generate, in ascending order. Their probability is set to 0.
 
-        These are the tokens that represent media, and the padding token unless it ends a completion. Their probability
-        is set to 0.
+        They are the tokens for images, videos and audio, and the padding token unless it ends completions.
         """
         config = self._parts.config
         named = {getattr(config, name, None) for name in _MEDIA_TOKENS}
@@ -77,7 +76,7 @@ class VisionProcessor:
         return tuple(sorted(token for token in named if token is not None and token not in self._ends))
 
     def expand(self, tokens: Sequence[int], sizes: Sequence[ImageSize]) -> list[int]:
-        """Replace the placeholder of each image by all tokens that the model reads for that image.
+        """Replace each image placeholder by all tokens that the model reads for the image.
 
         `sizes` are the sizes of the images in the order of their placeholders. Raises ValueError if the number of
         placeholders differs from the number of images.
@@ -98,9 +97,9 @@ class VisionProcessor:
         return expanded
 
     def collapse(self, tokens: Sequence[int], sizes: Sequence[ImageSize]) -> list[int]:
-        """Replace the tokens of each image by its placeholder, as the inverse of `expand`.
+        """Replace the tokens of each image by its placeholder. This is the inverse of `expand`.
 
-        Raises ValueError if the complete tokens of an image are not found in order.
+        Raises ValueError if the tokens of an image are incomplete, or the images are not in the order of `sizes`.
         """
         collapsed: list[int] = []
         begin = 0
@@ -118,39 +117,42 @@ class VisionProcessor:
 
     @property
     def processor_arguments(self) -> dict[str, Setting]:
-        """Arguments with which the family's own processor of transformers computes the same tokens and pixels."""
+        """Arguments with which the processor class of this family in transformers computes the same tokens and
+        pixels."""
         return {"backend": BACKEND, **self._family.processor_arguments(self._parts), **self._family.options}
 
     def encode_image(self, size: ImageSize) -> list[int]:
-        """Return the IDs of all tokens that represent an image of this size, including the family's markers."""
+        """Return the IDs of all tokens for an image of this size, including the family's markers."""
         text = self._family.image_text(self._parts, size)
         if text not in self._spelt:
             self._spelt[text] = self._encode(text)
         return self._spelt[text]
 
     def count_tokens(self, size: ImageSize) -> int:
-        """Return the number of image tokens of an image of this size, which is its number of tower states."""
+        """Return the number of image tokens for an image of this size, which equals the number of states from the
+        vision tower."""
         return self.encode_image(size).count(self.image_id)
 
     def prepare(self, encoded: bytes) -> PreparedImage:
-        """Decode an image and compute the arrays for the vision tower.
+        """Decode an image and compute the input arrays of the vision tower.
 
-        Raises ValueError if the bytes are not an image, or if a whole frame would be 0, which the model takes for
-        padding.
+        Raises ValueError if the bytes are not an image, or if every pixel of a frame would be 0, because the model
+        would treat the frame as padding.
         """
-        image = open_image(encoded)
+        image = decode_rgb(encoded)
         return self._prepare_image(image, tokens=self.count_tokens(ImageSize(*image.size)), options={})
 
     def check(self, encoded: bytes) -> None:
-        """Raise ValueError if the model would take a frame of the image for padding.
+        """Raise ValueError if the model would treat a frame of the image as padding.
 
-        Returns at once for settings under which no frame can become 0 in all channels, which are most settings.
+        Returns at once if no frame can become 0 in all channels under the policy's settings, which is the usual case.
         """
         if self._makes_zeros:
             self.prepare(encoded)
 
     def build_blank(self) -> PreparedImage:
-        """Return a small white image, which the vision tower reads in micro-batches without images."""
+        """Return a small white image. The vision tower processes it in micro-batches without images, because its
+        parameters need a gradient on every rank."""
         return self._prepare_image(Image.new("RGB", (64, 64), (255, 255, 255)), tokens=0, options=self._family.whole)
 
     def _prepare_image(self, image: Image.Image, *, tokens: int, options: Mapping[str, object]) -> PreparedImage:
@@ -166,7 +168,8 @@ class VisionProcessor:
         return PreparedImage(arrays, tokens)
 
     def _append(self, expanded: list[int], more: Sequence[int]) -> None:
-        """Append tokens to `expanded`, and encode newlines at the boundary as one run, as the tokenizer would."""
+        """Append tokens to `expanded`. A run of newlines across the boundary is encoded again as one run, as the
+        tokenizer would encode it."""
         begin, end = len(expanded), 0
         while begin and expanded[begin - 1] in self._newlines:
             begin -= 1
@@ -184,7 +187,7 @@ class VisionProcessor:
 
     @cached_property
     def _makes_zeros(self) -> bool:
-        """Whether a frame of one color may become 0 in all channels, in a family that drops such frames as padding."""
+        """Whether a frame of one color may become 0 in all channels, in a family that treats such frames as padding."""
         images = self._parts.images
         if "pixel_attention_mask" not in images.model_input_names:
             return False
@@ -194,7 +197,7 @@ class VisionProcessor:
 
     @cached_property
     def _newlines(self) -> dict[int, int]:
-        """Tokens that consist only of newlines, with their number of newlines.
+        """Number of newlines of each token that consists only of newlines, by token ID.
 
         Byte-level vocabularies write a newline as Ċ.
         """
@@ -204,10 +207,10 @@ class VisionProcessor:
 
 
 def load_processor(directory: Path) -> VisionProcessor | None:
-    """Load the image converter of a policy's directory, or return None if the policy is text-only.
+    """Load the image converter of a policy's directory. Return None if the policy is text-only.
 
-    Raises BadInput if the settings of the image processor are missing or do not load, or if the tokenizer lacks the
-    image tokens of config.json.
+    Raises BadInput if the settings of the image processor are missing or invalid, or if the tokenizer lacks the image
+    tokens in config.json.
     """
     kind = _kind(directory)
     if kind not in FAMILIES:
@@ -233,7 +236,7 @@ def load_processor(directory: Path) -> VisionProcessor | None:
 
 
 def is_vision_model(directory: Path) -> bool:
-    """Return whether the policy in a directory is a vision-language model of a supported family."""
+    """Return whether the directory contains a vision-language model of a supported family."""
     return _kind(directory) in FAMILIES
 
 
@@ -241,20 +244,8 @@ def _kind(directory: Path) -> str:
     return str(_settings(directory / "config.json").get("model_type"))
 
 
-def open_image(encoded: bytes) -> Image.Image:
-    """Decode an image to RGB and apply its EXIF rotation.
-
-    Raises ValueError if the bytes are not an image that can be decoded.
-    """
-    try:
-        with Image.open(BytesIO(encoded)) as image:
-            return ImageOps.exif_transpose(image).convert("RGB")
-    except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"the image cannot be decoded: {error}") from error
-
-
 def _build_processor(family: Family, parts: Parts, tokenizer: Tokenizer, directory: Path) -> VisionProcessor:
-    """Build the image converter, or raise BadInput if the tokenizer lacks an image token that config.json names."""
+    """Build the image converter. Raises BadInput if the tokenizer lacks an image token that config.json names."""
     for name in ("image_token_id", "boi_token_index"):
         token = getattr(parts.config, name, None)
         if token is not None and tokenizer.id_to_token(token) is None:
@@ -263,7 +254,7 @@ def _build_processor(family: Family, parts: Parts, tokenizer: Tokenizer, directo
 
 
 def _ends(directory: Path, tokenizer: Tokenizer) -> set[int]:
-    """Return the IDs of the tokens that end a completion, from the settings of the tokenizer and of generation."""
+    """Return the IDs of the tokens that end a completion, according to the tokenizer and generation_config.json."""
     named = _settings(directory / "tokenizer_config.json").get("eos_token")
     content = named.get("content") if isinstance(named, dict) else named
     stated = _settings(directory / "generation_config.json").get("eos_token_id")

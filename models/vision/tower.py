@@ -1,7 +1,8 @@
-"""Images in forward passes: the vision tower reads each distinct image of a batch once, and its outputs go to all rows.
+"""Images in forward passes: the vision tower encodes each distinct image of a batch once, for all rows that contain it.
 
-The positions of image tokens depend on the family. In most models the position of a token is its index. In models with
-multimodal rotary embeddings (M-RoPE) an image has positions in three dimensions and takes fewer positions than tokens.
+The positions of image tokens depend on the model family. In most models the position of a token is its index. In models
+with multimodal rotary embeddings (M-RoPE) an image has positions in three dimensions, and uses up fewer positions than
+it has tokens.
 
 Shapes: B rows, T padded width, P tokens of a prompt, S states of images, H hidden size.
 """
@@ -26,24 +27,24 @@ from models.vision.processor import PreparedImage, VisionProcessor
 T = TypeVar("T")
 
 PREPARED_BYTES: Final = 1 << 30
-"""Maximum size in bytes of the prepared images that a worker caches."""
+"""Maximum total size, in bytes, of the prepared images that a worker caches."""
 STATES_BYTES: Final = 1 << 30
-"""Maximum size in bytes of the cached outputs of a frozen vision tower."""
+"""Maximum total size, in bytes, of the cached outputs of a frozen vision tower."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageStates:
-    """Outputs of the vision tower (and projector) for one image."""
+    """Outputs of the vision tower and projector for one image."""
 
     states_SH: Tensor
-    """Output states of the tower, which replace the embeddings of the image tokens."""
+    """States that replace the embeddings of the image tokens."""
     deep: tuple[Tensor, ...]
-    """Additional states that Qwen3-VL adds after its first blocks (deepstack), each S x H. Empty for other families."""
+    """Additional states, each S x H, that Qwen3-VL adds to the hidden states after its first blocks (deepstack). Empty
+    for other families."""
     one_tensor: bool
-    """Whether the model takes the states of all images as one tensor instead of a list with one tensor for each
-    image."""
+    """Whether the model requires the states of all images as one tensor and not as a list with one tensor per image."""
     kind: type[Any]
-    """Class of the tower's output, which the model expects if there are deepstack states."""
+    """Class of the tower's output. A model with deepstack states requires its states in an object of this class."""
 
     @property
     def bytes(self) -> int:
@@ -52,11 +53,11 @@ class ImageStates:
 
 
 class VisionInputs:
-    """Vision-language preprocessing of a worker, with a cache of the images that it prepared last.
+    """Image preprocessing of a worker, with a cache of prepared images.
 
-    `source` is the storage of the encoded images. If `stays` is true, vision tower and projector are frozen. Then the
-    tower reads each image once and alone, so that its states do not depend on the other images of a batch, and these
-    states are cached too.
+    `source` returns the encoded images. If `is_frozen` is true, vision tower and projector are not trained. The tower
+    then encodes each image only once and alone, so that its states do not depend on the other images of a batch, and
+    these states are cached too.
     """
 
     def __init__(
@@ -70,13 +71,13 @@ class VisionInputs:
 
     @property
     def banned(self) -> tuple[int, ...]:
-        """IDs of the tokens whose probability is set to 0."""
+        """IDs of the tokens that the policy must never generate. Their probability is set to 0."""
         return self.processor.banned
 
     def prepare(self, digest: str) -> PreparedImage:
         """Return the input arrays of the vision tower for the image with this digest.
 
-        Raises BadInput if the image cannot be decoded or would be taken for padding.
+        Raises BadInput if the image cannot be decoded, or if the model would treat it as padding.
         """
         return self._prepared.get(digest, self._prepare)
 
@@ -99,7 +100,7 @@ class VisionInputs:
 
 
 class _Kept(Generic[T]):
-    """Cache of values computed from images that evicts the least recently used ones above a size limit in bytes.
+    """Cache of values computed from images. Above a size limit in bytes, the least recently used values are removed.
 
     The last value stays even if it alone exceeds the limit.
     """
@@ -109,7 +110,8 @@ class _Kept(Generic[T]):
         self._found: OrderedDict[str, T] = OrderedDict()
 
     def get(self, digest: str, make: Callable[[str], T]) -> T:
-        """Return the cached value for the image with this digest, or compute and cache it with `make`."""
+        """Return the cached value for the image with this digest. If there is none, compute it with `make` and cache
+        it."""
         if digest not in self._found:
             self._found[digest] = value = make(digest)
             self._bytes += self._size(value)
@@ -135,21 +137,21 @@ class ImageRows:
     """Images and positions of the rows of a batch, on the device of the model."""
 
     arrays: Mapping[str, Tensor]
-    """Arrays of the distinct images, concatenated, or of a blank image if no row has an image and the tower must run.
-    Empty if the states are known."""
+    """Input arrays of the distinct images, concatenated. Contains a blank image if no row has an image and the tower
+    must run. Empty if `states` are given."""
     states: tuple[ImageStates, ...]
     """Outputs of a frozen vision tower for the distinct images. Empty if the tower is trained."""
     sizes: tuple[int, ...]
-    """Number of states of each distinct image."""
+    """Number of tower states of each distinct image."""
     image_indices: tuple[int, ...]
-    """Index of the distinct image for each image of the rows, in the order of the rows. Empty if no row has an
+    """For each image of the rows, in the order of the rows, its index among the distinct images. Empty if no row has an
     image."""
     positions: Tensor
     """Position of each token, as B x T, or 3 x B x T for models with multimodal rotary embeddings."""
     offsets_B: Tensor
-    """Difference between the position of a row's next token and the row's number of tokens."""
+    """Position of the next token of each row, minus the number of tokens of the row."""
     image_BT: Tensor
-    """Whether each token is an image token, whose embedding is replaced by a state of the vision tower."""
+    """Whether each token is an image token. Its embedding is then replaced by a state of the vision tower."""
 
 
 def prepare_rows(
@@ -164,7 +166,7 @@ def prepare_rows(
 ) -> ImageRows:
     """Prepare the images and positions of the rows of a batch, padded to `width` tokens on one side.
 
-    If `runs_always` is true, a batch without images gets a blank one, so that the vision tower runs in every
+    If `runs_always` is true, a blank image is added to a batch without images, so that the vision tower runs in every
     micro-batch. Raises BadInput if an image cannot be prepared.
     """
     digests = list(dict.fromkeys(digest for each in inputs for digest in each.images))
@@ -202,7 +204,7 @@ def prepare_rows(
 
 
 def _prompt_positions(vision: VisionInputs, model: PreTrainedModel, each: ModelInput) -> tuple[Any, int]:
-    """Return the positions of a prompt's tokens, and the difference between the next position and the number of tokens.
+    """Return the positions of a prompt's tokens, and the position of the next token minus the number of tokens.
 
     The positions have shape 3 x P if the prompt has images and the model uses multimodal rotary embeddings, else P.
     """
@@ -234,17 +236,18 @@ def _on_device(images: Sequence[PreparedImage], model: PreTrainedModel, device: 
 
 @dataclass(frozen=True, slots=True)
 class TowerOutputs:
-    """Outputs of the vision tower for a batch, as arguments of the model's forward pass."""
+    """Outputs of the vision tower for a batch, prepared as arguments of the model's forward pass."""
 
     options: dict[str, Any]
     """Keyword arguments of the model's forward pass, in addition to tokens and attention mask."""
     zero_term: Tensor | None
-    """Sum of the blank image's states times 0. Adding this to the hidden states gives the tower's parameters a gradient
-    (of 0) in a batch without images. None if the rows have images or the tower does not run."""
+    """Sum of the blank image's states times 0, or None if there is no blank image. Adding it to the hidden states gives
+    the tower's parameters a gradient of 0 in a batch without images."""
 
 
 def encode_images(model: PreTrainedModel, rows: ImageRows) -> TowerOutputs:
-    """Run the vision tower over the distinct images of a batch and pass its outputs to the rows that contain them."""
+    """Run the vision tower on the distinct images of a batch, and assign its outputs to the rows that contain the
+    images."""
     options: dict[str, Any] = {"position_ids": rows.positions}
     if "token_type_ids" in inspect.signature(model.base_model.forward).parameters:
         options["token_type_ids"] = rows.image_BT.long()  # image tokens attend to each other in both directions
@@ -266,9 +269,9 @@ def encode_images(model: PreTrainedModel, rows: ImageRows) -> TowerOutputs:
 
 
 def _read(model: PreTrainedModel, arrays: Mapping[str, Tensor], sizes: Sequence[int] | None) -> tuple[ImageStates, ...]:
-    """Run the vision tower over images with these numbers of states, and return the states of each image.
+    """Run the vision tower on images, and return the states of each. `sizes` are the expected numbers of states.
 
-    With `sizes` None the arrays hold one image with any number of states. Raises BadInput if the number of states
+    If `sizes` is None, the arrays contain one image with any number of states. Raises BadInput if the number of states
     differs from the sum of `sizes`.
     """
     features = model.base_model.get_image_features(**arrays, return_dict=True)
@@ -289,10 +292,8 @@ def _flat(said: Any) -> Tensor:  # noqa: ANN401 -- a tensor of all images, or on
 
 
 def treats_images_as_text(model: PreTrainedModel) -> bool:
-    """Return whether the model treats image tokens like text.
-
-    This is the case if the position of each token is its index, and attention is causal.
-    """
+    """Return whether the model treats image tokens like text tokens: each token's position is its index, and attention
+    is causal."""
     looks_ahead = "token_type_ids" in inspect.signature(model.base_model.forward).parameters and _sees(model)
     return not _is_mrope(model) and not looks_ahead
 

@@ -33,6 +33,8 @@ files, and the run continues in the new place, because it records relative paths
 are these exceptions:
 
 - Relative paths on the command line start in the working directory.
+- A path that exists only in the working directory is used, with a warning. Relative paths started there before
+  version 0.2.
 - `store` and `tracking.directory`, to which a run writes, start in the working directory, like the `--store` of every
   command.
 - Parameters of a deployed run come from no file. All their paths start in the working directory of the run.

@@ -36,6 +36,12 @@ _COUNTED: Final = {
     "rollout.prompts": ("train_problems", "training problems"),
     "evaluation.problems": ("heldout_problems", "held-out problems"),
 }
+IMAGE_READINGS: Final = {
+    "rotated": "{} rotated upright as their EXIF orientation specifies",
+    "color with 16 bits": "{} in color with 16 bits, of which the upper 8 are read",
+    "CMYK": "{} in CMYK, converted without a color profile",
+}
+"""Texts about images that keep their bytes, by the kinds of `models.vision.color_conversion.READINGS`."""
 LIMITED_BY_PROMPTS: Final = ("rollout.shard_prompts", "update.minibatches")
 """Keys whose defaults are limited to `rollout.prompts` if that default was lowered."""
 
@@ -108,6 +114,23 @@ def with_data_sized_defaults(config: RunConfig, facts: Mapping[str, float]) -> t
     if (prompts := values.get("rollout.prompts")) is not None:
         values |= {key: prompts for key in unset_keys(config, LIMITED_BY_PROMPTS) if _value_of(config, key) > prompts}
     return _with_values(config, values), lines
+
+
+def describe_images(facts: Mapping[str, float], background: str, *, group: str = "images") -> str:
+    """Return how many images of a group were converted to RGB with 8 bits, and how many are read in another way than
+    their files suggest. Return an empty string if there are none.
+
+    `background` is the color on which transparent images were composed.
+    """
+    kinds = {name.partition("/")[2]: number for name, number in facts.items() if name.startswith(f"{group}/")}
+    total = kinds.pop("images", 0)
+    readings = [text.format(f"{kinds.pop(kind):,.0f}") for kind, text in IMAGE_READINGS.items() if kind in kinds]
+    parts = []
+    if kinds:
+        listed = ", ".join(f"{number:,.0f} {kind}" for kind, number in kinds.items())
+        parts.append(f"{sum(kinds.values()):,.0f} of {total:,.0f} converted to RGB with 8 bits: {listed}")
+    parts += [f"transparency on {background}"] if "transparent" in kinds else []
+    return "; ".join([*parts, *readings])
 
 
 def _suggest_heldout(config: RunConfig, num_problems: int) -> str:

@@ -1,11 +1,9 @@
 """Judges for whole runs, what servers of judges answer about images, and rollouts for judges."""
 
 import re
-from io import BytesIO
 from pathlib import Path
 
 import pyarrow as pa
-from PIL import Image
 
 from infra.store.shards import ShardRef, write_shard
 from infra.store.storage import open_store
@@ -13,6 +11,7 @@ from models.config.judges import DirectoryJudge, JudgeReward, VerdictConfig
 from models.judges.prompts import build_question_text
 from models.judges.verdicts import Answer, Judgement, read_verdict
 from models.records.schemas import ROLLOUT_SCHEMA
+from models.vision.color_conversion import decode_rgb
 from tests.support.chat_server import ChatRequest, Reply, reply_with
 
 JUDGE = (
@@ -48,7 +47,7 @@ def rollouts(home: Path, *completions: str, group: int = 2) -> ShardRef:
 
 def read_colour(image: bytes) -> str:
     """Return the colour of a picture's first pixel."""
-    pixel = Image.open(BytesIO(image)).convert("RGB").getpixel((0, 0))
+    pixel = decode_rgb(image).getpixel((0, 0))
     return {(255, 0, 0): "red", (0, 0, 255): "blue", (0, 128, 0): "green"}.get(pixel, "something else")
 
 

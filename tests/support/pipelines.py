@@ -2,14 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 
 import diffusers
 import numpy as np
 import torch
 from diffusers.utils import logging
-from PIL import Image
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
@@ -34,6 +32,7 @@ from models.records.model_input import ModelInput
 from models.records.pictures import Picture
 from models.records.versions import ModelVersion
 from models.text.tokenizer import load_tokenizer
+from models.vision.color_conversion import decode_rgb
 
 PROMPTS = ("red square left", "a blue disc above two green squares", "green disc")
 """Prompts of different lengths."""
@@ -360,4 +359,4 @@ def generate_with_diffusers(
 
 def pixels(completion: Completion) -> np.ndarray:
     """Decode a picture to numbers from 0 to 1."""
-    return np.asarray(Image.open(BytesIO(completion.picture.encoded)), np.float32) / 255
+    return np.asarray(decode_rgb(completion.picture.encoded), np.float32) / 255

@@ -1,12 +1,10 @@
 """Vision-language policies in a store, with samples and images for them."""
 
-from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import torch
-from PIL import Image
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
@@ -19,6 +17,7 @@ from models.records.model_input import ModelInput
 from models.records.schemas import MEDIA_SCHEMA, PROMPT_SCHEMA, SAMPLE_SCHEMA
 from models.records.versions import ModelVersion
 from models.records.work import UpdateWork
+from models.vision.color_conversion import decode_rgb
 from models.vision.families import ImageSize
 from models.vision.processor import load_processor
 from tests.support.vision import picture, write_seeing
@@ -58,7 +57,7 @@ def logits_of(directory: Path, tokens: list[int], image: bytes) -> Tensor:
     processor, model = load_processor(directory), AutoModelForImageTextToText.from_pretrained(directory).eval()
     options = {"do_pan_and_scan": False} if model.config.model_type == "gemma3" else {}
     seen = AutoImageProcessor.from_pretrained(directory, backend="pil")(
-        images=[Image.open(BytesIO(image)).convert("RGB")], return_tensors="pt", **options
+        images=[decode_rgb(image)], return_tensors="pt", **options
     )
     taken = ("pixel_values", "image_grid_thw", "pixel_attention_mask")
     arrays = {name: seen[name] for name in taken if name in seen}

@@ -95,6 +95,14 @@ def test_a_public_class_name_has_one_meaning():
     assert [name for name, count in Counter(names).items() if count > 1 and not name.startswith("_")] == []
 
 
+def test_one_file_opens_images_and_converts_them_to_rgb():
+    """Engines, trainer, rewards and reports read other pixels as soon as one of them decodes images itself."""
+    decoding = re.compile(r"Image\.open\(|\.convert\(\s*[\"']RGB|exif_transpose")
+    decoder = HOME / "models/vision/color_conversion.py"
+    found = [path.relative_to(HOME) for path in SOURCES if path != decoder and decoding.search(path.read_text())]
+    assert [str(path) for path in found] == ["models/data/images.py"]  # it converts to check that this is possible
+
+
 def test_no_code_tests_the_class_of_a_variant():
     """Code may use only what a variant states about itself: an `isinstance` test would miss classes of users."""
     for base in VARIANTS:

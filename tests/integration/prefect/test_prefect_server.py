@@ -83,7 +83,7 @@ def test_every_deployment_of_the_file_is_on_the_server(server):
 def test_the_form_describes_each_field_and_its_valid_values(server):
     schema = server.deployment("train/train")["parameter_openapi_schema"]
     rollout = schema["definitions"]["RolloutConfig"]["properties"]
-    assert rollout["group_size"]["description"].startswith("Completions per prompt; ")
+    assert rollout["group_size"]["description"].startswith("Completions per prompt. ")
     assert (rollout["group_size"]["minimum"], rollout["group_size"]["maximum"]) == (1, 1024)
     undescribed = [
         f"{model}.{name}"
@@ -95,7 +95,7 @@ def test_the_form_describes_each_field_and_its_valid_values(server):
     titles = {
         name: each["title"] for name, each in schema["definitions"].items() if "kind" in each.get("properties", {})
     }
-    assert titles["Grpo"] == "grpo: Reward minus the group's mean, over its standard deviation"
+    assert titles["Grpo"] == "grpo: Reward minus the group mean, divided by the standard deviation"
     for choice in schema["definitions"]["RunConfig"]["properties"]["algorithm"]["oneOf"]:
         assert ": " in titles[choice["$ref"].rpartition("/")[2]]
 

@@ -1,6 +1,7 @@
 """Arguments of tool calls are compared with the tool's schema, and the policy reads which argument is wrong."""
 
 from enum import Enum
+from typing import Literal
 
 import pytest
 
@@ -137,3 +138,17 @@ def test_other_texts_in_place_of_arguments_are_reported(arguments):
     [call] = check_arguments(hermes, SCHEMAS)(text).calls
     assert call.error.startswith("expected")
     assert not call.arguments
+
+
+def count_words(text: str, *, limit: int | None = None, units: Literal["words", "letters"] = "words"): ...
+
+
+def test_the_schema_of_a_function_without_a_docstring_follows_from_its_type_hints():
+    [schema] = build_schemas([count_words], skip_unknown=True)
+    properties = {
+        "text": {"type": "string"},
+        "limit": {"type": "integer", "nullable": True},
+        "units": {"type": "string", "enum": ["words", "letters"]},
+    }
+    assert schema["function"]["parameters"] == {"type": "object", "properties": properties, "required": ["text"]}
+    assert build_schemas([lambda text: text, count_words], skip_unknown=True) == [schema]

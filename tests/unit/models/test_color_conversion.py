@@ -8,12 +8,11 @@ from PIL import Image
 
 from infra.errors import BadInput
 from models.config.data import FileData
-from models.data.color_conversion import count_conversions
-from models.data.images import open_picture
+from models.data.images import open_picture, read_header
 from models.data.problems import load_problems
-from models.vision.processor import open_image
+from models.vision.color_conversion import count_conversions, decode_rgb
 from tests.support.data_files import write_lines
-from tests.support.pictures import picture
+from tests.support.pictures import picture, write_png, write_tiff
 
 RAMP = np.linspace(0, 1, 64).reshape(8, 8)
 SHADES = np.rint(RAMP * 255).astype(np.uint8)
@@ -53,6 +52,12 @@ def palette(background):
         (gray(RAMP * 1000 - 500, np.float32), SHADES),
         (gray(np.full((8, 8), 7.0), np.float32), np.zeros((8, 8))),
         (gray(np.where(RAMP < 0.5, np.nan, RAMP), np.float32), np.where(RAMP < 0.5, 0, SHADES)),
+        (write_tiff((RAMP * 4095).astype(int), bits=12), SHADES),
+        (write_tiff((RAMP * 65535).astype("<u2"), bits=16, photometric=0), 255 - SHADES),
+        (write_tiff((RAMP * 65535 - 32768).astype("<i2"), bits=16, sample_format=2), SHADES),
+        (write_tiff((RAMP * 4294967295).astype("<u4"), bits=32), SHADES),
+        (write_tiff((RAMP * 255 - 128).astype("i1"), bits=8, sample_format=2), SHADES),
+        (write_tiff(RAMP.astype("<f4"), bits=32, sample_format=3, photometric=0), 255 - SHADES),
     ],
 )
 def test_shades_beyond_8_bits_are_scaled(encoded, shades):
@@ -73,6 +78,19 @@ def test_shades_beyond_8_bits_are_scaled(encoded, shades):
         (encode(Image.new("1", (8, 8), 1)), (255, 255, 255)),
         (encode(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "TIFF"), (255, 0, 0)),
         (colored((1, 2, 3, 255)), (1, 2, 3)),
+        (encode(Image.new("YCbCr", (8, 8), (81, 90, 240)), "TIFF"), (238, 14, 13)),
+        (encode(Image.new("LAB", (8, 8), (128, 128, 128)), "TIFF"), (119, 119, 119)),
+        (encode(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "JPEG"), (255, 0, 0)),
+        (encode(Image.new("P", (8, 8), 0), transparency=bytes([0])), (255, 255, 255)),
+        (encode(Image.new("P", (8, 8), 0), "GIF", transparency=0), (255, 255, 255)),
+        (encode(Image.new("RGBA", (8, 8), CLEAR_RED), "WEBP", lossless=True), (255, 255, 255)),
+        (write_png([b"\x00\x0f" * 8] * 8, width=8, bits=16, color=0, tRNS=b"\x00\x0f"), (255, 255, 255)),
+        (write_png([b"\x12\x34" * 24] * 8, width=8, bits=16, color=2, tRNS=b"\x12\x34" * 3), (255, 255, 255)),
+        (write_png([b"\xf0\x00" * 24] * 8, width=8, bits=16, color=2), (240, 240, 240)),
+        (write_png([b"\x11" * 4] * 8, width=8, bits=4, color=0, tRNS=b"\0\1"), (255, 255, 255)),
+        (write_png([b"\x55" * 2] * 8, width=8, bits=2, color=0, tRNS=b"\0\1"), (255, 255, 255)),
+        (write_png([b"\0"] * 8, width=8, bits=1, color=0, tRNS=b"\0\0"), (255, 255, 255)),
+        (write_png([b"\x80\0\x80\0" * 8] * 8, width=8, bits=16, color=4), (191, 191, 191)),
     ],
 )
 def test_every_kind_of_color_becomes_rgb_on_white(encoded, pixel):
@@ -93,18 +111,38 @@ def test_problems_have_images_that_policies_read_without_loss(tmp_path):
     loaded = load_images(tmp_path, *images)
     assert loaded[2:] == [*images[2:]]
     for before, after in zip(images, loaded, strict=True):
-        assert np.array_equal(np.asarray(open_image(after)), np.asarray(open_picture(before)))
+        assert np.array_equal(np.asarray(decode_rgb(after)), np.asarray(open_picture(before)))
     assert count_conversions([*loaded, *loaded]) == {"images": 4, "16 bits": 1, "transparent": 1}
 
 
 def test_the_background_of_transparent_images_can_be_chosen(tmp_path):
     [image] = load_images(tmp_path, colored(CLEAR_RED), image_background="#102030")
-    assert open_image(image).getpixel((0, 0)) == (0x10, 0x20, 0x30)
+    assert decode_rgb(image).getpixel((0, 0)) == (0x10, 0x20, 0x30)
 
 
 def test_images_of_stored_runs_keep_their_bytes(tmp_path):
     images = [gray(RAMP * 65535, np.uint16), colored(CLEAR_RED)]
     assert load_images(tmp_path, *images, image_background="unconverted") == images
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "TIFF"])
+@pytest.mark.parametrize(("orientation", "corner"), [(1, (0, 0)), (3, (29, 9)), (6, (9, 0)), (8, (0, 29))])
+def test_the_size_and_the_pixels_of_an_image_are_upright(kind, orientation, corner):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image = Image.new("RGB", (30, 10))
+    image.paste("white", (0, 0, 2, 2))
+    encoded = encode(image, kind, exif=exif)
+    pixels = decode_rgb(encoded)
+    assert pixels.size == read_header(encoded, where="a").size == ((10, 30) if orientation in (6, 8) else (30, 10))
+    assert pixels.getpixel(corner)[0] > 200
+    assert count_conversions([encoded]).get("rotated", 0) == (orientation != 1)
+
+
+def test_images_that_are_read_differently_than_their_file_suggests_are_counted():
+    deep = write_png([b"\xf0\x00" * 24] * 8, width=8, bits=16, color=2)
+    inked = encode(Image.new("CMYK", (8, 8)), "JPEG")
+    assert count_conversions([deep, inked, picture("red")]) == {"images": 3, "color with 16 bits": 1, "CMYK": 1}
 
 
 def test_a_converted_image_is_upright_in_its_pixels(tmp_path):
@@ -114,10 +152,10 @@ def test_a_converted_image_is_upright_in_its_pixels(tmp_path):
     sideways.putpixel((0, 0), (255, 0, 0, 255))
     [image] = load_images(tmp_path, encode(sideways, exif=exif))
     assert Image.open(BytesIO(image)).size == (4, 8)
-    assert open_image(image).getpixel((3, 0)) == (255, 0, 0)
+    assert decode_rgb(image).getpixel((3, 0)) == (255, 0, 0)
 
 
 def test_a_truncated_image_that_needs_a_conversion_is_refused_with_its_row(tmp_path):
     noise = np.random.default_rng(0).integers(0, 65535, (64, 64))
-    with pytest.raises(BadInput, match=r"rows\.jsonl:1: image 1: the image cannot be decoded"):
+    with pytest.raises(BadInput, match=r"rows\.jsonl:1: images: image 1: the image cannot be decoded"):
         load_images(tmp_path, gray(noise, np.uint16, "PNG")[:2000])

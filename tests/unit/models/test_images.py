@@ -1,9 +1,11 @@
 """Images of problems are read from any kind of column, identify the problem, and are checked before training."""
 
 import base64
+import zlib
 from io import BytesIO
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,11 +17,11 @@ from models.config.data import FileData
 from models.config.texts import TextRules
 from models.config.training import WarmupConfig
 from models.data.examples import Example, warmup_examples
-from models.data.images import check_pixels, digest_of, read_header
+from models.data.images import check_pixels, data_address, digest_of, read_header
 from models.data.problems import ImagePlace, Message, Problem, identity, load_problems
 from models.text.tokenizer import enforce_prompt_length, tokenize_problems, train_tokenizer
 from tests.support.data_files import write_lines
-from tests.support.pictures import animation, claiming, picture
+from tests.support.pictures import animation, claiming, picture, write_png, write_tiff
 
 RED, BLUE = picture("red"), picture("blue")
 QUESTION = "What colour?"
@@ -95,7 +97,23 @@ def test_warm_up_examples_have_the_images_of_their_problems(folder):
     ("encoded", "reason"),
     [
         (b"no image at all", "cannot be decoded"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "cannot be decoded"),
+        (b"", "empty"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "PostScript document.*cannot be decoded"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "SVG drawing.*Convert"),
+        (b"<?xml version='1.0'?>\n<!-- a -->\n<svg/>", "SVG drawing.*Convert"),
+        (b"%PDF-1.7\n", "PDF document.*Convert"),
+        (b"\n<!DOCTYPE html><html>", "HTML page"),
+        (b"\0\0\0\x18ftypheic\0\0\0\0", "HEIC image.*Convert"),
+        (b"\0\0\0\x1cftypavif\0\0\0\0", "AVIF image.*Convert"),
+        (b"\x93NUMPY\1\0", "NumPy array"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Git LFS pointer.*git lfs pull"),
+        (base64.b64encode(RED), "Base64 text"),
+        (RED[:20], "PNG file cannot be decoded.*damaged"),
+        (write_tiff(np.zeros((8, 8)), bits=64, sample_format=3), "TIFF file cannot be decoded.*64-bit"),
+        (
+            write_png([bytes(8)] * 8, width=8, bits=8, color=0, zTXt=b"a\0\0" + zlib.compress(bytes(1 << 21))),
+            "PNG file",
+        ),
         (animation(), r"animation .*\b2\b"),
         (picture(size=(201, 1)), "201 x 1 .*200 times"),
         (claiming(0, 5), "cannot be decoded|pixels.* 0 x 5"),
@@ -106,6 +124,47 @@ def test_warm_up_examples_have_the_images_of_their_problems(folder):
 def test_an_image_that_no_model_can_use_is_refused(encoded, reason):
     with pytest.raises(BadInput, match=rf"^a\.jsonl:1: images: [^\n]*({reason})[^\n]*$"):
         read_header(encoded, where="a.jsonl:1: images")
+
+
+@pytest.mark.parametrize(
+    ("image", "reason"),
+    [
+        ("https://example.com/a.png", "URL"),
+        ("S3://bucket/a.png", "URL"),
+        ("/etc/passwd", "outside"),
+        ("../a.png", "outside"),
+        ("gone.png", "cannot be read: No such file"),
+        (r"C:\pictures\a.png", "cannot be read: No such file"),
+        ("", "expected the path of an image"),
+        ("a\0.png", "expected the path of an image"),
+        (base64.b64encode(RED * 40).decode(), "Base64"),
+        ("data:text/plain,hello", "data:image"),
+        ("data:image/png;base64,@@", "not valid base64"),
+        ("data:image/svg+xml;base64,PHN2Zy8+", "SVG"),
+        ({"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}, "expected an image"),
+        ({"bytes": None, "path": None}, "expected an image"),
+        (["red.png", None], "expected an image"),
+        ([["red.png"]], "expected an image"),
+        (7, "expected an image"),
+    ],
+)
+def test_a_value_that_is_no_image_is_refused_with_file_row_and_column(folder, image, reason):
+    with pytest.raises(BadInput, match=rf"a\.jsonl:1: images(\[\d\])?: [^\n]*({reason})[^\n]{{0,200}}$"):
+        load_problems(write_rows(folder, image), "train", 0)
+
+
+def test_the_content_and_not_the_name_decides_the_format_of_an_image(folder):
+    (folder / "a:b.png").write_bytes(picture("blue", kind="JPEG"))
+    upper = f"DATA:image/png;name=red.png;base64,{base64.b64encode(RED).decode()}"
+    [named, in_url] = load_problems(write_rows(folder, "a:b.png", upper), "train", 0)
+    assert read_header(named.images[0], where="").format == "JPEG"
+    assert in_url.images == (RED,)
+
+
+def test_a_photograph_with_previews_is_a_jpeg_file_for_judges(folder):
+    sink = BytesIO()
+    Image.new("RGB", (8, 8)).save(sink, "MPO", save_all=True, append_images=[Image.new("RGB", (4, 4))])
+    assert data_address(sink.getvalue()).startswith("data:image/jpeg;base64,")
 
 
 def test_a_truncated_image_is_refused_when_its_pixels_are_read():

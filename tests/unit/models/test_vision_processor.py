@@ -9,8 +9,9 @@ from PIL import Image
 from transformers import Idefics3Processor, LlavaProcessor
 
 from infra.errors import BadInput
+from models.vision.color_conversion import decode_rgb
 from models.vision.families import ImageSize
-from models.vision.processor import load_processor, open_image
+from models.vision.processor import load_processor
 from tests.support.policies import write_policy
 from tests.support.vision import FAMILIES, picture, tiny_tokenizer, write_seeing
 
@@ -50,7 +51,7 @@ def test_expanded_tokens_and_pixels_are_those_of_the_processor_in_transformers(
     processor, tokenizer = load_processor(directories[kind]), tiny_tokenizer()
     whole = theirs(FAMILIES[kind][1](), tokenizer, **settings)
     encoded, text = picture(2, width=width), "see <image> red"
-    expected = whole(images=[open_image(encoded)], text=[text], return_tensors="np")
+    expected = whole(images=[decode_rgb(encoded)], text=[text], return_tensors="np")
     assert processor.expand(tokenizer(text)["input_ids"], [ImageSize(width, 24)]) == expected["input_ids"][0].tolist()
     assert np.array_equal(processor.prepare(encoded).arrays["pixel_values"].ravel(), expected["pixel_values"].ravel())
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from infra.errors import BadInput, RunChanged
+from infra.errors import DeprecatedSpelling, RunChanged
 from infra.store.dependencies import record_dependencies, recorded_config
 from infra.store.garbage import depends_on
 from infra.store.inputs import PathNames
@@ -102,14 +102,16 @@ def test_options_of_a_user_class_can_have_paths_too(tmp_path, monkeypatch):
     assert config.identity()["data"]["options"]["where"] == "x"
 
 
-def test_a_path_that_exists_only_in_the_working_directory_is_refused_with_the_right_path(job, tmp_path):
+def test_a_path_that_exists_only_in_the_working_directory_is_used_with_a_warning_that_names_the_right_path(job):
     job.with_name("train.jsonl").rename("train.jsonl")
-    with pytest.raises(BadInput) as refused:
-        load_config(job)
-    assert str(refused.value).endswith(
-        f"'train.jsonl' does not exist in {job.parent}. Relative paths in a job file start in the folder of the file. "
-        "For train.jsonl in the working directory write '../../cwd/train.jsonl'"
-    )
+    with pytest.warns(DeprecatedSpelling) as warned:
+        config = load_config(job)
+    assert config.data.sources[0].path == Path.cwd() / "train.jsonl"
+    assert config.identity()["data"]["sources"][0]["path"] == "../../cwd/train.jsonl"
+    assert [str(each.message) for each in warned] == [
+        "'train.jsonl' exists only in the working directory. Relative paths in a job file start in the folder of the "
+        f"file, {job.parent}. Write '../../cwd/train.jsonl', because a later version will not read the other path."
+    ]
 
 
 def test_a_job_that_is_moved_with_its_files_continues_its_run(job, tmp_path, monkeypatch):

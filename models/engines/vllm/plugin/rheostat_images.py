@@ -3,10 +3,12 @@
 import asyncio
 import os
 from functools import lru_cache
-from io import BytesIO
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
 
 from blake3 import blake3
-from PIL import Image, ImageOps
+from PIL import Image
 from rheostat_requests import Picture, Prompt, Refused
 from vllm.inputs import TokensInput, TokensPrompt, tokens_input
 from vllm.inputs.engine import MultiModalInput
@@ -14,7 +16,20 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 KEPT = 64
 """Number of decoded images kept for the next prompt of their group. vLLM itself caches the results of preprocessing."""
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+DECODER = Path(__file__).parents[3] / "vision" / "color_conversion.py"
+"""File that decodes images in all processes. It imports nothing of the project, so it also runs in this environment."""
+
+
+def _load_decoder() -> ModuleType:
+    """Import the file that decodes images by its path."""
+    spec = spec_from_file_location("rheostat_color_conversion", DECODER)
+    assert spec is not None and spec.loader is not None, "the file exists"
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+decoder = _load_decoder()
 
 
 async def render(engine: AsyncLLM, prompt: Prompt) -> TokensInput | MultiModalInput:
@@ -45,7 +60,7 @@ async def render(engine: AsyncLLM, prompt: Prompt) -> TokensInput | MultiModalIn
 
 @lru_cache(maxsize=KEPT)
 def _read(picture: Picture) -> Image.Image:
-    """Decode an image as the trainer does: rotated according to its EXIF orientation and converted to RGB."""
+    """Decode an image as the trainer does. Raises Refused if this is not possible."""
     try:
         file = os.open(picture.path, os.O_RDONLY)
         try:
@@ -56,5 +71,8 @@ def _read(picture: Picture) -> Image.Image:
         raise Refused(f"image {picture.digest}: {picture.path}: {error.strerror}") from error
     if (digest := blake3(encoded).hexdigest()) != picture.digest:
         raise Refused(f"image {picture.digest}: {picture.path} contains other bytes, with digest {digest}")
-    with Image.open(BytesIO(encoded), formats=FORMATS) as image:
-        return ImageOps.exif_transpose(image).convert("RGB")
+    try:
+        image: Image.Image = decoder.decode_rgb(encoded)
+    except ValueError as error:
+        raise Refused(f"image {picture.digest}: {error}", status=422) from error
+    return image

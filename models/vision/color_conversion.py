@@ -1,0 +1,225 @@
+"""Decoding of images, and their conversion to RGB with 8 bits per channel, the format that policies and judges read.
+
+This is the only file that opens images, and it imports nothing of the project. The plugin that runs in vLLM's
+environment loads this file by its path, so the rollout engines (our own and vLLM), the trainer, judges, rewards and
+reports read the same pixels from the same bytes.
+
+Images are converted when problems are loaded. An image of which no shade and no transparency would be lost keeps its
+bytes. All images are read upright, as their EXIF orientation specifies.
+
+- 16 bits per channel: scaled from 0..65535, or from the range of the sample size of a TIFF file, such as 0..4095 for 12
+  bits. Pillow itself reads color images of 16 bits with their upper 8 bits.
+- 32-bit integers: scaled from 0..65535 if all values are within this range, otherwise from the image's own range.
+- Floating point: scaled from 0..1 if all values are within this range, otherwise from the image's own range. NaN and
+  infinite values become black.
+- Gray TIFF files in which 0 is white: inverted.
+- Transparent: composed on the background color.
+"""
+
+import warnings
+from collections import Counter
+from collections.abc import Iterable
+from io import BytesIO
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import ExifTags, Image, ImageColor, ImageFile, ImageOps
+from PIL.PngImagePlugin import PngImageFile, PngInfo
+from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, SAMPLEFORMAT, TiffImageFile
+
+FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""Supported formats in Pillow's names. Some formats beyond these contain programs."""
+NOTE: Final = "rheostat-converted"
+"""Key of the PNG text that names the conversion of an image."""
+FLOAT, INTEGER, SIXTEEN_BITS, TRANSPARENT = "floating point", "32 bits", "16 bits", "transparent"
+CONVERSIONS: Final = (SIXTEEN_BITS, INTEGER, FLOAT, TRANSPARENT)
+ROTATED, DEEP_COLOR, INK = "rotated", "color with 16 bits", "CMYK"
+READINGS: Final = (ROTATED, DEEP_COLOR, INK)
+"""Properties of images that keep their bytes, but are read in another way than their file may suggest."""
+UNSIGNED, SIGNED = 1, 2
+"""Values of the TIFF tag SampleFormat."""
+WHITE_IS_ZERO: Final = 0
+"""Value of the TIFF tag PhotometricInterpretation for images in which 0 is white."""
+KEY_FACTORS: Final = {"L;2": 85, "L;4": 17}
+"""Factor by which Pillow scales gray levels of PNG files with 2 and 4 bits, but not their transparent level."""
+SIDEWAYS: Final = (5, 6, 7, 8)
+"""EXIF orientations that swap width and height."""
+_PNG_ORIENTATION: Final = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")
+"""Chunk names in a PNG file that can contain an orientation."""
+
+
+# ---- opening
+
+
+def open_image(encoded: bytes) -> ImageFile.ImageFile:
+    """Open an image without decoding its pixels. Raises the exceptions of Pillow's decoders, of any kind."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # `read_header` refuses such images
+        image = Image.open(BytesIO(encoded), formats=FORMATS)
+    key = image.info.get("transparency")
+    if isinstance(image, PngImageFile) and image.tile and key is not None and image.mode in ("L", "RGB"):
+        # The key has the bit depth of the file, but the pixels have 8 bits.
+        bits = str(image.tile[0].args)
+        if bits in KEY_FACTORS:
+            image.info["transparency"] = key * KEY_FACTORS[bits]
+        elif bits == "RGB;16B":
+            image.info["transparency"] = tuple(level >> 8 for level in key)
+    return image
+
+
+def decode_rgb(encoded: bytes) -> Image.Image:
+    """Decode an image that was converted when it was loaded, upright and in mode RGB.
+
+    Raises ValueError if the image cannot be decoded.
+    """
+    try:
+        with open_image(encoded) as image:
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except Exception as error:  # decoders raise any kind of exception for unexpected bytes
+        raise ValueError(f"the image cannot be decoded: {describe_error(error)}") from error
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its class if the message is empty."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def find_orientation(image: ImageFile.ImageFile, encoded: bytes) -> int:
+    """Return the EXIF orientation of an opened image, 1 if it is upright."""
+    # Reading the orientation makes Pillow decode all pixels of a PNG file, because the file may store it at the end.
+    if image.format == "PNG" and not any(name in encoded for name in _PNG_ORIENTATION):
+        return 1
+    orientation = image.getexif().get(ExifTags.Base.Orientation)
+    return orientation if isinstance(orientation, int) and 1 <= orientation <= 8 else 1
+
+
+# ---- conversion
+
+
+class _GrayFormat(NamedTuple):
+    """Meaning of the gray levels of an image."""
+
+    kind: str
+    """Conversion of the image, one of `CONVERSIONS`."""
+    bits: int = 16
+    """Number of bits of a level."""
+    signed: bool | None = None
+    """Whether levels are signed, or None if Pillow decodes the sign."""
+    inverted: bool = False
+    """Whether 0 is white."""
+
+
+def _find_gray_format(image: Image.Image) -> _GrayFormat | None:
+    """Return the meaning of gray levels beyond 8 bits, or None for all other images."""
+    tags = image.tag_v2 if isinstance(image, TiffImageFile) else {}
+    sample, inverted = tags.get(SAMPLEFORMAT, (UNSIGNED,))[0], tags.get(PHOTOMETRIC_INTERPRETATION) == WHITE_IS_ZERO
+    bits = tags.get(BITSPERSAMPLE, (16,))[0]
+    if image.mode.startswith("I;16"):
+        return _GrayFormat(SIXTEEN_BITS, bits, inverted=inverted)
+    if image.mode == "I":
+        is_unsigned = bool(tags) and bits == 32 and sample == UNSIGNED
+        return _GrayFormat(INTEGER, signed=False if is_unsigned else None, inverted=inverted)
+    if image.mode == "F":
+        return _GrayFormat(FLOAT, inverted=inverted)
+    if image.mode == "L" and bits == 8 and sample == SIGNED:
+        return _GrayFormat(INTEGER, signed=True, inverted=inverted)
+    return None
+
+
+def find_conversion(image: Image.Image) -> str:
+    """Return the reason why an image needs a conversion, one of `CONVERSIONS`, or an empty string.
+
+    Only the pixels of images with an alpha channel are decoded, because many such images are opaque.
+    """
+    if (gray := _find_gray_format(image)) is not None:
+        return gray.kind
+    if not image.has_transparency_data:
+        return ""
+    return TRANSPARENT if image.convert("RGBA").getchannel("A").getextrema() != (255, 255) else ""
+
+
+def convert_to_rgb(image: Image.Image, background: str) -> Image.Image:
+    """Return an opened image upright and in mode RGB.
+
+    Transparent images are composed on `background`, a color in Pillow's notation.
+    """
+    gray, key = _find_gray_format(image), image.info.get("transparency")
+    upright = ImageOps.exif_transpose(image)
+    if gray is not None:
+        levels_YX = _read_levels(upright, gray)
+        shades = Image.fromarray(_scale(levels_YX, gray)).convert("RGB")
+        if isinstance(key, int) and gray.kind == SIXTEEN_BITS:
+            shades.putalpha(Image.fromarray(np.where(levels_YX == key, 0, 255).astype(np.uint8)))
+            return _compose(shades, background)
+        return shades
+    if find_conversion(upright) == TRANSPARENT:
+        return _compose(upright.convert("RGBA"), background)
+    return upright.convert("RGB")
+
+
+def _compose(layer: Image.Image, background: str) -> Image.Image:
+    """Return an image of mode RGBA on the background color, in mode RGB."""
+    ground = Image.new("RGBA", layer.size, (*ImageColor.getrgb(background)[:3], 255))
+    return Image.alpha_composite(ground, layer).convert("RGB")
+
+
+def _read_levels(image: Image.Image, gray: _GrayFormat) -> NDArray[np.float64]:
+    """Return the gray levels of an image."""
+    levels_YX = np.asarray(image)
+    if gray.signed is not None:
+        kind = "i" if gray.signed else "u"
+        levels_YX = levels_YX.view(np.dtype(f"{kind}{levels_YX.dtype.itemsize}"))
+    return levels_YX.astype(np.float64)
+
+
+def _scale(levels_YX: NDArray[np.float64], gray: _GrayFormat) -> NDArray[np.uint8]:
+    """Scale gray levels to 0..255."""
+    is_finite_YX = np.isfinite(levels_YX)
+    finite = levels_YX[is_finite_YX]
+    low, high = 0.0, 1.0 if gray.kind == FLOAT else float(2**gray.bits - 1)
+    if finite.size and (finite.min() < low or finite.max() > high):
+        low, high = float(finite.min()), float(finite.max())
+    shades_YX = np.where(is_finite_YX, levels_YX, high if gray.inverted else low) - low
+    shades_YX *= 255 / (high - low) if high > low else 0.0
+    return np.rint(255 - shades_YX if gray.inverted else shades_YX).astype(np.uint8)
+
+
+def encode_converted(image: Image.Image, background: str) -> bytes:
+    """Return an image that needs a conversion as an RGB PNG that names the conversion, upright (EXIF orientation)."""
+    note = PngInfo()
+    note.add_text(NOTE, find_conversion(image))
+    upright = convert_to_rgb(image, background)
+    upright.info.clear()
+    sink = BytesIO()
+    upright.save(sink, "PNG", optimize=False, compress_level=6, pnginfo=note)
+    return sink.getvalue()
+
+
+# ---- counts
+
+
+def count_conversions(images: Iterable[bytes]) -> dict[str, int]:
+    """Return the number of images, and of images of each kind in `CONVERSIONS` and `READINGS` that occurs.
+
+    Equal images count once.
+    """
+    distinct = set(images)
+    kinds = Counter(kind for encoded in distinct for kind in _list_kinds(encoded))
+    return {"images": len(distinct), **{kind: kinds[kind] for kind in (*CONVERSIONS, *READINGS) if kinds[kind]}}
+
+
+def _list_kinds(encoded: bytes) -> list[str]:
+    """Return how an image was converted, or in which ways it is read differently than its file may suggest."""
+    with open_image(encoded) as image:
+        if (note := image.info.get(NOTE)) is not None:
+            return [str(note)]
+        tags = image.tag_v2 if isinstance(image, TiffImageFile) else {}
+        bits = max(tags.get(BITSPERSAMPLE, (8,)))
+        is_deep = bits > 8 or (image.format == "PNG" and bool(image.tile) and ";16" in str(image.tile[0].args))
+        has_color = image.mode in ("RGB", "RGBA", "RGBX")
+        return [
+            *([ROTATED] if find_orientation(image, encoded) != 1 else []),
+            *([DEEP_COLOR] if is_deep and has_color else []),
+            *([INK] if image.mode == "CMYK" else []),
+        ]
