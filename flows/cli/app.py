@@ -20,6 +20,7 @@ from flows.cli import (
     rescore,
     retention,
     retriever,
+    rewards,
     runs,
     serving,
     soup,
@@ -48,6 +49,7 @@ GROUPS: Final[tuple[tuple[str, tuple[Command, ...]], ...]] = (
         (
             (init.init, "my-job"),
             (train.plan, "configs/judge.toml pools.workers=8"),
+            (rewards.rewards, "json_schema"),
             (prefect_api.server, "--port 4300"),
             (completion, "bash >> ~/.bashrc"),
         ),

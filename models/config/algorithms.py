@@ -30,7 +30,7 @@ class RewardKl(Settings):
     """Penalty on the divergence from the initial policy, subtracted from the reward of each token."""
 
     kind: Literal["k1", "k2", "k3"] = "k1"
-    """Estimator of the divergence per token."""
+    """Estimator of the KL divergence per token: k1, k2 or k3 (Schulman, "Approximating KL divergence")."""
     coefficient: Annotated[float, Field(gt=0)] = 1e-2
     """Factor of the penalty. With `adaptive`, the initial factor."""
     adaptive: AdaptiveKl | None = None

@@ -287,7 +287,8 @@ class DeduplicatedData(DataSource):
     retriever: Location
     """Directory of a sentence-transformers model, on this machine or at s3://bucket/name (docs/retrieval.md)."""
     similarity: Annotated[float, Field(gt=0, le=1), RenamedFrom("bound")] = 0.95
-    """Minimum cosine similarity to a held-out prompt from which a training problem is excluded."""
+    """Threshold of the cosine similarity. Training problems that are at least this similar to a held-out prompt are
+    excluded."""
 
     @model_validator(mode="after")
     def _require_unset_in_source(self) -> Self:

@@ -207,6 +207,7 @@ class JudgeReward(RewardTerm):
     """Reward computed from the verdict of a generative reward model (judge)."""
 
     implementation = "models.workers.judge:JudgeWorker"
+    example = '{ kind = "judge", model = { kind = "directory", path = "models/judge" } }'
 
     kind: Literal["judge"] = "judge"
     model: JudgeModelConfig
@@ -326,8 +327,8 @@ class TrainedRewardModel(ServedModel):
     batch_size: Positive = 32
     """Pairs per optimizer step."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
-    """Peak learning rate: linear warm-up over 5% of the steps, then cosine decay to a tenth. Use 1e-5 for pretrained
-    policies."""
+    """Peak learning rate. The rate rises linearly over the first 5% of the steps, then decays to a tenth (cosine). Use
+    1e-5 for pretrained policies."""
     centering: Annotated[float, Field(ge=0)] = 0.01
     """Factor of a loss term that keeps rewards around zero: the squared sum of the two rewards of a pair (arXiv
     2312.09244, section 3)."""
@@ -345,6 +346,7 @@ class ModelReward(RewardTerm):
     """Score of a discriminative reward model, a sequence classifier with one output."""
 
     implementation = "models.workers.reward_model:RewardModelWorker"
+    example = '{ kind = "model", model = { kind = "directory", path = "models/reward" } }'
 
     kind: Literal["model"] = "model"
     model: RewardModelConfig

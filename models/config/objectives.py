@@ -187,7 +187,7 @@ class KlPenalty(Settings):
     """Penalty in the loss on the divergence from the initial policy."""
 
     kind: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the divergence per token."""
+    """Estimator of the KL divergence per token: k1, k2 or k3 (Schulman, "Approximating KL divergence")."""
     coefficient: Annotated[float, Field(gt=0)] = 1e-3
     """Factor of the penalty in the loss. With `adaptive`, the initial factor."""
     adaptive: AdaptiveKl | None = None

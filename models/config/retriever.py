@@ -70,8 +70,8 @@ class EncoderConfig(Settings):
     batch_size: Annotated[int, Field(ge=2)] = 32
     """Queries per optimizer step. Each query is compared with the passages of all queries in the batch."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
-    """Peak learning rate: linear warm-up over 10% of the steps, then linear decay to 0. Use 2e-5 for pretrained
-    encoders."""
+    """Peak learning rate. The rate rises linearly over the first 10% of the steps, then falls linearly to 0. Use 2e-5
+    for pretrained encoders."""
 
     @model_validator(mode="after")
     def _require_divisible_heads(self) -> Self:

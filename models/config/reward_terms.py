@@ -19,6 +19,9 @@ StepAggregation = Literal["mean", "sum", "min"]
 class RewardTerm(Variant):
     """Fields common to all reward terms. The total reward is the weighted sum of the terms."""
 
+    example: ClassVar[str]
+    """Example of a table with this kind, in TOML, for `rheostat rewards`."""
+
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")] | None = None
     """Name of this term in columns and metrics. The default is its kind."""
     weight: float = 1.0
@@ -143,6 +146,7 @@ class NumericReward(BuiltInReward):
 
     implementation = "models.rewards.rules:numeric_reward"
     checks_references = True
+    example = '{ kind = "numeric" }'
 
     kind: Literal["numeric"] = "numeric"
     pattern: str = r"####\s*(-?[\d,]*\.?\d+)"
@@ -162,6 +166,7 @@ class MathReward(BuiltInReward):
 
     implementation = "models.rewards.mathematics:math_reward"
     checks_references = True
+    example = '{ kind = "math" }'
 
     kind: Literal["math"] = "math"
     version: Annotated[Literal[1, 2], Since("0.2.0", before=1)] = 2
@@ -173,6 +178,7 @@ class RegexReward(BuiltInReward):
     """Reward of 1 if the pattern is found in the completion, else 0."""
 
     implementation = "models.rewards.rules:pattern_reward"
+    example = '{ kind = "regex", pattern = "<think>.+</think>" }'
 
     kind: Literal["regex"] = "regex"
     pattern: str
@@ -184,6 +190,7 @@ class SimilarityReward(BuiltInReward):
     embeddings are computed by a retriever (docs/retrieval.md)."""
 
     implementation = "models.rewards.similarity:similarity_reward"
+    example = '{ kind = "similarity", retriever = "models/retriever" }'
 
     kind: Literal["similarity"] = "similarity"
     retriever: Location
@@ -206,6 +213,7 @@ class PaintingReward(BuiltInReward):
 
     implementation = "models.rewards.painting:painting_reward"
     checks_references = True
+    example = '{ kind = "painting" }'
 
     kind: Literal["painting"] = "painting"
 
@@ -223,6 +231,7 @@ class ClipReward(BuiltInReward):
     """
 
     implementation = "models.rewards.clip:clip_reward"
+    example = '{ kind = "clip", path = "models/pickscore", value = "logit" }'
 
     kind: Literal["clip"] = "clip"
     path: Location
@@ -269,6 +278,7 @@ class TargetReward(RuleReward):
     """
 
     brings_code = True
+    example = '{ kind = "target", target = "my_rewards:is_polite" }'
 
     kind: Literal["target"] = "target"
     target: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
@@ -311,11 +321,6 @@ class TargetReward(RuleReward):
         return self.aggregate
 
 
-BuiltInConfig = NumericReward | MathReward | RegexReward | SimilarityReward | PaintingReward | ClipReward
-
-RuleConfig = BuiltInConfig | TargetReward
-
-
 # ---- programs
 class CodeReward(RewardTerm):
     """Unit tests from the problem, run in a sandbox (bubblewrap) on the last code block of the completion.
@@ -323,6 +328,8 @@ class CodeReward(RewardTerm):
     The reference answer contains the tests: Python code in which each top-level `assert` is one test, or a JSON list of
     `{"input": …, "output": …}`, the text that the program reads on stdin and the text that it must write to stdout.
     """
+
+    example = '{ kind = "code", value = "share" }'
 
     kind: Literal["code"] = "code"
     value: Literal["all", "share"] = "all"
@@ -351,6 +358,8 @@ class CodeReward(RewardTerm):
 class EnvironmentReward(RewardTerm):
     """Reward that the environment returns for an episode. 0 if the environment returned no reward, missing if it
     failed."""
+
+    example = '{ kind = "environment" }'
 
     kind: Literal["environment"] = "environment"
     aggregate: Literal["sum", "last"] = "sum"

@@ -1,6 +1,6 @@
 """Configuration of scoring: the reward terms and their limits. Torch-free."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -9,14 +9,28 @@ from infra.store.inputs import Program
 from models.config.judges import ModelReward, ServedReward, TrainedRewardModel
 from models.config.reward_terms import (
     BuiltInReward,
+    ClipReward,
     CodeReward,
     EnvironmentReward,
+    MathReward,
     NumericReward,
-    RuleConfig,
+    PaintingReward,
+    RegexReward,
+    RewardTerm,
     RuleReward,
+    SimilarityReward,
+    TargetReward,
 )
+from models.config.text_rewards import TextReward
 
-RewardConfig = Annotated[RuleConfig | CodeReward | EnvironmentReward | ServedReward, Field(discriminator="kind")]
+BuiltInConfig = NumericReward | MathReward | RegexReward | TextReward | SimilarityReward | PaintingReward | ClipReward
+
+_AnyReward = BuiltInConfig | TargetReward | CodeReward | EnvironmentReward | ServedReward
+
+RewardConfig = Annotated[_AnyReward, Field(discriminator="kind")]
+
+REWARD_CLASSES: Final[tuple[type[RewardTerm], ...]] = get_args(_AnyReward)
+"""Configuration classes of all kinds of rewards."""
 
 
 class ScoringConfig(Settings):

@@ -20,7 +20,7 @@ class DynamicSampling(Settings):
     metric: str | None = None
     """Reward term that decides whether a group is informative. The default is the first term."""
     max_extra_waves: Annotated[int, Field(ge=0, le=64)] = 3
-    """Maximum number of waves after the first."""
+    """Maximum number of waves per iteration after the first wave."""
     margin: Annotated[float, Field(ge=1)] = 1.2
     """Safety factor of a wave's size. A wave has ceil(gap x ratio x margin) prompts: gap is the number of informative
     groups that are still missing, ratio the moving average of prompts per informative group."""

@@ -18,8 +18,8 @@ class WarmupConfig(Settings):
     batch_size: Positive = 32
     """Sequences per optimizer step."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-2
-    """Peak learning rate: linear warm-up over 5% of the steps, then cosine decay to a tenth. Use 1e-5 for pretrained
-    policies."""
+    """Peak learning rate. The rate rises linearly over the first 5% of the steps, then decays to a tenth (cosine). Use
+    1e-5 for pretrained policies."""
     worked_answer_fraction: Annotated[Fraction, RenamedFrom("worked_fraction")] = 0.3
     """Share of examples that train on the worked answer (with its reasoning), among problems that have one. The other
     examples train on an answer without reasoning, which is a random guess."""
@@ -33,8 +33,8 @@ class DpoConfig(Settings):
     batch_size: Positive = 32
     """Pairs per optimizer step."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
-    """Peak learning rate: linear warm-up over 5% of the steps, then cosine decay to a tenth. Use 5e-7 for pretrained
-    policies."""
+    """Peak learning rate. The rate rises linearly over the first 5% of the steps, then decays to a tenth (cosine). Use
+    5e-7 for pretrained policies."""
     beta: Annotated[float, Field(gt=0)] = 0.1
     """Strength of the KL constraint, β in the paper. Larger values keep the policy closer to its start."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
@@ -43,7 +43,7 @@ class DpoConfig(Settings):
 
 # ---- evaluation
 class HeldoutConfig(Settings):
-    """Number of held-out problems to evaluate, and the sampling of completions for them."""
+    """Settings for an evaluation on held-out problems: their number, and the sampling of completions."""
 
     problems: Positive = 256
     """Maximum number of held-out problems. The first ones are used."""

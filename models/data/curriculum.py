@@ -146,7 +146,7 @@ def read_parts(detail: Mapping[str, JsonValue]) -> tuple[Part, ...]:
 
 
 class _Parts(Settings):
-    """Parts as they are stored in a manifest."""
+    """Parts of the problems in the format in which a manifest stores them."""
 
     rows: tuple[int, ...] = ()
     weights: tuple[float, ...] = ()

@@ -1,7 +1,7 @@
 """Names of the image files to which the rows of a data file refer.
 
-They are found without decoding images and without reading images embedded in the rows. Invalid rows and paths outside
-the root are skipped here, because reading the problems reports them.
+They are found without decoding images and without reading images embedded in the rows. Invalid rows, and paths outside
+the root, are skipped, because reading the problems reports them.
 """
 
 import zlib
@@ -20,11 +20,11 @@ from models.data.rows import find_format, text_rows
 PATH, BYTES = "path", "bytes"
 """Field names of the image structs that `datasets` writes."""
 ROWS = 4096
-"""Number of table rows that are read at once."""
+"""Number of table rows that are read at a time."""
 
 
 def image_files(data: ProblemFile) -> Iterator[Path]:
-    """Yield the path of each referenced image file once, in the order of first use."""
+    """Yield the path of each image file that a row names, once, in the order of first use."""
     if data.images_column is None:
         return
     seen_paths: set[Path] = set()
@@ -39,7 +39,7 @@ def image_files(data: ProblemFile) -> Iterator[Path]:
 
 
 def _iterate_paths(path: Path, column: str) -> Iterator[str]:
-    """Yield the paths in a column. Image data embedded in the rows of a table is not read."""
+    """Yield the image paths in a column of a data file. Images embedded in the rows of a table are not read."""
     match find_format(path):
         case ".jsonl" | ".json" | ".csv":
             for _, row in text_rows(path, InputErrors(), name=str(path)):
@@ -58,7 +58,7 @@ def _iterate_paths(path: Path, column: str) -> Iterator[str]:
 
 
 def _paths_in_value(value: object) -> Iterator[str]:
-    """Yield the paths in the value of a row, which is an image, a list of images or None."""
+    """Yield the paths in one value of the image column: an image, a list of images or None."""
     for each in value if isinstance(value, list) else [value]:
         match each:
             case {"bytes": str() | None, "path": str(name)} | {"path": str(name)} | str(name):
@@ -66,7 +66,8 @@ def _paths_in_value(value: object) -> Iterator[str]:
 
 
 def _may_name(leaf: pq.ColumnSchema, column: str) -> bool:
-    """Return whether a leaf column of a Parquet file is the column's text or the path in its structs."""
+    """Return whether a leaf column of a Parquet file contains image paths: the texts of `column`, or the path field of
+    its structs."""
     parts = leaf.path.split(".")
     return parts[0] == column and parts[-1] != BYTES and bool(leaf.logical_type.type == "STRING")
 
@@ -83,7 +84,7 @@ def _iterate_batches(mapped: pa.MemoryMappedFile) -> Iterator[pa.RecordBatch]:
 
 
 def _iterate_texts(column: pa.Array) -> Iterator[str]:
-    """Yield the texts of a column of strings, of structs with a path, or of lists of either."""
+    """Yield the texts in an Arrow column of strings, of structs with a path, or of lists of these."""
     while pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
         column = column.flatten()
     if pa.types.is_struct(column.type):

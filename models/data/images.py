@@ -33,12 +33,12 @@ from models.vision.color_conversion import (
 from models.vision.families import ImageSize
 
 SEVERAL_FRAMES: Final = "MPO"
-"""Format of JPEG files from phones, in which the additional frames are previews of the first."""
+"""Format of JPEG files from phones. Their additional frames are previews of the first frame."""
 MAX_PIXELS: Final = Image.MAX_IMAGE_PIXELS or 2**26
-"""Maximum number of pixels of an image (Pillow's limit). A small file with more pixels may be an attack on the memory.
-"""
+"""Maximum number of pixels of an image (Pillow's limit). A small file with more pixels could be meant to exhaust the
+memory."""
 SHARD_BYTES: Final = 2**26
-"""Maximum size of the images in a media shard, in bytes. A larger image gets a separate shard."""
+"""Maximum total size of the images in a media shard, in bytes. A larger image gets a separate shard."""
 THUMBNAIL_BYTES: Final = 4096
 """Maximum size of a thumbnail in bytes."""
 MAX_ASPECT_RATIO: Final = 200
@@ -80,12 +80,12 @@ _DATA: Final = re.compile(r"data:image/[\w.+-]+(;[\w.+-]+=[\w.+-]+)*;base64,", r
 
 @dataclass(frozen=True, slots=True)
 class ImageHeader:
-    """Header data of an encoded image."""
+    """Information from the header of an encoded image."""
 
     digest: str
     """BLAKE3 digest of the encoded bytes."""
     format: str
-    """Format in Pillow's naming."""
+    """Image format, by Pillow's name."""
     size: ImageSize
     """Width and height in pixels, after the EXIF orientation is applied."""
 
@@ -132,7 +132,8 @@ def check_pixels(encoded: bytes, *, where: str) -> None:
 
 
 def data_address(encoded: bytes) -> str:
-    """Return an image as a URL `data:image/...;base64,...`, for use within a request or a page."""
+    """Return an image as a URL `data:image/...;base64,...`, which contains the image and can be embedded in requests
+    and pages."""
     with _open_image(encoded, where="image") as image:
         kind = Image.MIME["JPEG" if image.format == SEVERAL_FRAMES else image.format or ""]
     return f"data:{kind};base64,{base64.b64encode(encoded).decode()}"
@@ -151,7 +152,8 @@ def open_picture(encoded: bytes, *, background: str = "white") -> Image.Image:
 
 
 def convert_image(encoded: bytes, background: str, *, where: str) -> bytes:
-    """Return an image as it is, or as an RGB PNG if policies would lose shades or transparency of it.
+    """Return the encoded image unchanged, or converted to an RGB PNG if a policy would otherwise lose its shades or
+    transparency.
 
     Raises BadInput if the image cannot be decoded.
     """
@@ -163,7 +165,7 @@ def convert_image(encoded: bytes, background: str, *, where: str) -> bytes:
 
 
 def thumbnail(encoded: bytes) -> bytes:
-    """Return a small copy of an image for a page, of at most `THUMBNAIL_BYTES`.
+    """Return a small copy of an image, of at most `THUMBNAIL_BYTES`, to be embedded in a page.
 
     Tiny pictures are enlarged without smoothing.
     """
@@ -223,7 +225,7 @@ def _undecodable(error: Exception, *, where: str) -> BadInput:
 
 
 def media_tables(images: Iterable[bytes]) -> Iterator[pa.Table]:
-    """Yield the distinct images as tables of media shards, in the order of first use."""
+    """Yield tables for media shards that contain each distinct image once, in the order of first use."""
     rows: list[tuple[object, ...]] = []
     digests, shard_bytes = set[str](), 0
     for encoded in images:
@@ -249,7 +251,7 @@ def _build_media_table(rows: Sequence[tuple[object, ...]]) -> pa.Table:
 
 
 def read_images(row: Mapping[str, object], column: str, *, place: str, root: Path) -> tuple[bytes, ...]:
-    """Read the images in a column of a row, which holds one image, a list or None. Empty for None.
+    """Return the encoded images in a column of a row: one image, a list of images, or None for no images.
 
     Raises BadInput if an image cannot be read.
     """
@@ -262,7 +264,8 @@ def read_images(row: Mapping[str, object], column: str, *, place: str, root: Pat
 
 
 def _read_image(value: object, *, where: str, root: Path) -> bytes:
-    """Return the encoded image that a value contains or names. Raises BadInput if the image cannot be read."""
+    """Return the encoded image that a value contains, or to whose file it refers. Raises BadInput if the image cannot
+    be read."""
     match value:
         case bytes():
             encoded = value
@@ -295,9 +298,9 @@ def _decode_data_url(address: str, *, where: str) -> bytes:
 
 
 def _read_image_file(name: str, *, where: str, root: Path) -> bytes:
-    """Read a file below the root.
+    """Return the bytes of an image file below the directory `root`.
 
-    Raises BadInput if the path leaves the root through `..` or a link, or cannot be read.
+    Raises BadInput if the path leaves `root` through `..` or a link, or if the file cannot be read.
     """
     if _SCHEME.match(name):
         raise BadInput(

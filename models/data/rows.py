@@ -20,10 +20,10 @@ T = TypeVar("T", str, bytes, covariant=True)
 
 
 class LineReader(Protocol[T]):
-    """File that is read line by line: a buffered binary file or a text file."""
+    """File that can be read line by line: a buffered binary file or a text file."""
 
     def readline(self, size: int, /) -> T:
-        """Return the next line, at most `size` bytes or characters of it. Empty at the end of the file."""
+        """Return the next line, but at most `size` bytes or characters. Empty at the end of the file."""
         ...
 
 
@@ -34,7 +34,7 @@ MAX_LINE_MEBIBYTES: Final = 256
 MAX_ARRAY_MEBIBYTES: Final = 2048
 """Maximum size of a JSON array after decompression, in MiB, because an array is read as a whole."""
 READ_BYTES: Final = 2**20
-"""Size of one read, in bytes."""
+"""Number of bytes that are read at a time."""
 SUFFIXES: Final = (*TEXTS, ".parquet", ".arrow")
 
 
@@ -46,11 +46,11 @@ def read_rows(
     optional: Sequence[str] = (),
     version: int = 1,
 ) -> Iterator[FileRow]:
-    """Yield the rows of one file in order. Each row must have the given columns, and may have the optional ones.
+    """Yield the rows of a file in order. Each row must have the columns in `columns`, and may have those in `optional`.
 
     `version` is the version of the rules for reading (`ProblemFile.version`). Version 2 refuses repeated keys and
-    columns, and reads 32-bit floats and maps of tables as JSON has them. Invalid rows are added to `input_errors`.
-    Raises BadInput if the file cannot be read.
+    columns, and converts 32-bit floats and maps of tables to the values that JSON files would have. Invalid rows are
+    added to `input_errors`. Raises BadInput if the file cannot be read.
     """
     _check_is_no_hub_name(path)
     if find_format(path) not in SUFFIXES:
@@ -81,7 +81,7 @@ def read_rows(
 
 
 def _check_is_no_hub_name(path: Path) -> None:
-    """Raise BadInput with the next step if a path looks like the name of a dataset on the Hugging Face Hub."""
+    """Raise BadInput, with advice, if a path looks like the name of a dataset on the Hugging Face Hub."""
     if find_format(path) not in SUFFIXES and not is_remote(path) and not path.parent.exists():
         name = "/".join(path.parts[-2:])
         raise BadInput(
@@ -91,18 +91,20 @@ def _check_is_no_hub_name(path: Path) -> None:
 
 
 def is_table(path: Path) -> bool:
-    """Return whether a file is a Parquet or Arrow file, whose structs have the same fields in all rows."""
+    """Return whether a file is in Parquet or Arrow format. In these formats, structs have the same fields in all
+    rows."""
     return find_format(path) not in TEXTS
 
 
 def find_format(path: Path) -> str:
-    """Return the suffix that determines the format of a file, ignoring `.gz`."""
+    """Return the file name suffix that determines the format, without `.gz`."""
     inner = Path(path.stem).suffix
     return inner if path.suffix == ".gz" and inner in TEXTS else path.suffix
 
 
 def text_rows(path: Path, input_errors: InputErrors, *, name: str, version: int = 1) -> Iterator[FileRow]:
-    """Yield the rows of a text file. Values in CSV files are always text. `version` is as for `read_rows`."""
+    """Yield the rows of a text file. Values in CSV files are always text. `version` is the version of the rules for
+    reading."""
     with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as content:
         match find_format(path):
             case ".jsonl":
@@ -114,7 +116,8 @@ def text_rows(path: Path, input_errors: InputErrors, *, name: str, version: int 
 
 
 def _iterate_lines(content: LineReader[T], name: str) -> Iterator[T]:
-    """Yield the lines of a file. Raises BadInput if a line is longer than `MAX_LINE_MEBIBYTES`, as in a packed bomb."""
+    """Yield the lines of a file. Raises BadInput if a line is longer than `MAX_LINE_MEBIBYTES`, as in a decompression
+    bomb."""
     max_bytes = MAX_LINE_MEBIBYTES * 2**20
     for number in count(1):
         line = content.readline(max_bytes)
@@ -164,7 +167,7 @@ def _read_csv_rows(
 
 
 def _check_cells(place: str, cells: Sequence[str], header: Sequence[str] = ()) -> None:
-    """Raise BadInput if the bytes of a cell were not UTF-8. Such bytes are surrogates in the cells."""
+    """Raise BadInput if a cell contained bytes that are not UTF-8. Such bytes appear as surrogates in the cells."""
     for index, cell in enumerate(cells):
         if not cell.isascii():
             where = f"{place}: {header[index]}" if header else place

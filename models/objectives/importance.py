@@ -43,7 +43,7 @@ class Mismatch(NamedTuple):
     weight_N: Tensor
     """Ratio π_train / π_behavior, limited only by the clamp of log-ratios."""
     kl_N: Tensor
-    """k3 estimate of KL(behavior ‖ train)."""
+    """Estimate (k3) of the KL divergence KL(behavior ‖ train) at each token."""
 
 
 def mismatch(train_N: Tensor, behavior_N: Tensor) -> Mismatch:

@@ -1,4 +1,5 @@
-"""Reward of a CLIP model (arXiv 2103.00020): similarity of a picture and its prompt, or aesthetic quality.
+"""Rewards by CLIP models (arXiv 2103.00020): similarity of a picture and its prompt, or aesthetic quality of the
+picture.
 
 PickScore (arXiv 2305.01569) and HPS (arXiv 2306.09341) are CLIP models trained on human preferences. An aesthetic head
 uses only the embedding of the picture.
@@ -31,7 +32,8 @@ OFFLINE: Final = {"local_files_only": True, "trust_remote_code": False}
 
 
 def clip_reward(config: ClipReward) -> PictureReward:
-    """Build a reward for the last picture of a completion: its similarity to the prompt, or the output of a head.
+    """Return a reward function for the last picture of a completion: its similarity to the prompt, or the output of a
+    head.
 
     Pictures are scored one at a time in float32. Raises BadInput if the model or the head cannot be loaded.
     """
@@ -53,10 +55,10 @@ def clip_reward(config: ClipReward) -> PictureReward:
 
 
 class _Scorer:
-    """CLIP model with its image processor and tokenizer."""
+    """CLIP model with its image processor and tokenizer, which embeds texts and pictures."""
 
     def __init__(self, path: Path) -> None:
-        """Load and test the model. Raises BadInput if it cannot be loaded or does not match its processor."""
+        """Load the model and test it. Raises BadInput if it cannot be loaded or does not fit its image processor."""
         here = _find_directory(path)
         try:
             self._pixels = AutoImageProcessor.from_pretrained(str(here), backend=BACKEND, **OFFLINE)
@@ -75,12 +77,12 @@ class _Scorer:
             raise _unusable_model(path, f"the processor does not fit the model: {first_line(error)}") from error
 
     def text(self, text: str) -> Tensor:
-        """Embed a text as a unit vector. Text beyond the context of the model is truncated."""
+        """Return the embedding of a text as a unit vector. Text beyond the model's context is truncated."""
         tokens = self._tokenizer(text, truncation=True, max_length=self._length, return_tensors="pt")
         return _normalize(self._model.get_text_features(tokens["input_ids"], tokens["attention_mask"]).pooler_output[0])
 
     def image(self, image: Image.Image) -> Tensor:
-        """Embed a picture as a unit vector."""
+        """Return the embedding of a picture as a unit vector."""
         pixels = self._pixels(images=image, return_tensors="pt")["pixel_values"]
         return _normalize(self._model.get_image_features(pixels).pooler_output[0])
 
@@ -115,9 +117,9 @@ def _unusable_model(path: Path, fault: str) -> BadInput:
 
 
 def _load_head(path: Path, *, width: int) -> Callable[[Tensor], Tensor]:
-    """Load a head of linear layers without activations between them, like LAION's aesthetic predictors.
+    """Load a head that consists of linear layers without activations, like LAION's aesthetic predictors.
 
-    `width` is the size of the embedding. Raises BadInput if the layers do not lead from `width` numbers to one.
+    `width` is the size of the embedding. Raises BadInput if the layers do not map `width` numbers to one number.
     """
     where = f"reward 'clip': head {format_path(path)}"
     try:

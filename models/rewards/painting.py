@@ -1,4 +1,5 @@
-"""Reward that checks by the pixels whether a painting shows the requested color and place. Torch-free."""
+"""Reward that checks the pixels of a generated picture for a shape of the requested color at the requested place.
+Torch-free."""
 
 import math
 from collections.abc import Sequence
@@ -13,25 +14,27 @@ from models.data.paintings import COLOURS, GROUND, PLACES, SIDE
 from models.vision.color_conversion import decode_rgb
 
 REACH: Final = 0.14
-"""Maximum distance between the shape's center and the requested place, in widths. Places are at least 0.35 apart."""
+"""Maximum distance between the center of the shape and the requested place, in picture widths. Places are at least 0.35
+apart."""
 
 
 class PictureReward(Protocol):
-    """Reward function that judges the last picture of a completion."""
+    """Reward function that scores the last picture of a completion."""
 
     def __call__(self, prompt: str, completion: str, answer: str, /, *, images: Sequence[bytes] | None = None) -> float:
-        """Return the reward, or NaN if `images` is None, in which case only the reference is checked."""
+        """Return the reward. If `images` is None, only check the reference answer and return NaN."""
         ...
 
 
 def painting_reward(config: PaintingReward) -> PictureReward:
-    """Return a reward that is 1 if the picture shows one shape of the requested color at the requested place, else 0.
+    """Return a reward function: 1 if the picture shows one shape of the requested color at the requested place, else 0.
 
     The kind of shape is not checked.
     """
 
     def reward(prompt: str, completion: str, answer: str, *, images: Sequence[bytes] | None = None) -> float:
-        """Judge the last picture. Raises ValueError if there is no picture or the reference is invalid."""
+        """Return the reward of the last picture. Raises ValueError if there is no picture or the reference answer is
+        invalid."""
         colour, place = _read_motif(answer)
         if images is None:
             return math.nan
@@ -43,7 +46,7 @@ def painting_reward(config: PaintingReward) -> PictureReward:
 
 
 def _read_motif(answer: str) -> tuple[str, str]:
-    """Parse the color and the place from the reference. Raises ValueError if the reference is invalid."""
+    """Return the color and the place in a reference answer. Raises ValueError if the answer is invalid."""
     match answer.split():
         case [colour, _, place] if colour in COLOURS and place in PLACES:
             return colour, place
@@ -51,11 +54,10 @@ def _read_motif(answer: str) -> tuple[str, str]:
 
 
 def _pixels(encoded: bytes) -> NDArray[np.float64]:
-    """Decode a picture to shape (`SIDE`, `SIDE`, 3) with values from 0 to 255.
+    """Decode a picture to an array of shape (`SIDE`, `SIDE`, 3) with values from 0 to 255.
 
-    Larger pictures are averaged block by block.
-
-    Raises ValueError if the picture is not square or its side is not a multiple of `SIDE`.
+    Larger pictures are reduced by averaging blocks. Raises ValueError if the picture is not square or its side is not a
+    multiple of `SIDE`.
     """
     levels = np.asarray(decode_rgb(encoded), np.float64)
     height, width, _ = levels.shape
@@ -67,9 +69,9 @@ def _pixels(encoded: bytes) -> NDArray[np.float64]:
 
 
 def _detect_motif(pixels: NDArray[np.float64], colour: str, place: str) -> bool:
-    """Return whether the pixels that differ from the ground form one connected shape of this color at this place.
+    """Return whether the pixels that differ from the background form one connected shape of this color at this place.
 
-    A pixel belongs to the shape if it is nearer to one of the colors than to the ground.
+    A pixel belongs to the shape if its color is nearer to one of the colors than to the background.
     """
     to_colours = np.linalg.norm(pixels[..., None, :] - np.array([*COLOURS.values()]), axis=-1)
     is_shape_YX = to_colours.min(-1) < np.linalg.norm(pixels - GROUND, axis=-1)

@@ -1,4 +1,4 @@
-"""Rule rewards for numbers and patterns, and the protocols that users' reward functions implement."""
+"""Rule rewards for numbers and patterns, and the signatures of users' reward functions."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -9,15 +9,17 @@ from pydantic import Field, JsonValue, TypeAdapter
 
 from infra.errors import BadInput
 from infra.variants import implementation_of
-from models.config.reward_terms import BuiltInConfig, BuiltInReward, NumericReward, PatternSteps, RegexReward
+from models.config.reward_terms import BuiltInReward, NumericReward, PatternSteps, RegexReward
+from models.config.rewards import BuiltInConfig
 from models.rewards.answers import MAX_COMPLETION, to_latex, to_plain, unwrap
 from models.rewards.numerals import Numeral, is_same_value, read_leading_numeral
 
 
 class Reward(Protocol):
-    """Function that judges one completion. Higher is better, and the same arguments give the same number.
+    """Reward function that scores one completion. Higher is better, and the same arguments give the same number.
 
-    If it raises, hangs or returns something other than a finite number, the score is missing, never 0.
+    If the function raises, hangs or returns something other than a finite number, the score is missing; it never
+    becomes 0.
     """
 
     def __call__(self, prompt: str, completion: str, answer: str, /) -> float:
@@ -26,44 +28,45 @@ class Reward(Protocol):
 
 
 class StepReward(Protocol):
-    """Function that judges a completion step by step. It returns one number for each step."""
+    """Reward function that scores each step of a completion."""
 
     def __call__(self, prompt: str, completion: str, answer: str, /, *, steps: list[str]) -> Iterable[float]:
-        """Return the value of each step.
+        """Return one number for each step.
 
-        The steps concatenated are the completion; no step is empty unless the completion is.
+        The concatenation of the steps is the completion. No step is empty unless the completion is empty.
         """
         ...
 
 
 class TokenReward(Protocol):
-    """Function that judges a completion token by token. It returns one number for each token."""
+    """Reward function that scores each token of a completion."""
 
     def __call__(self, prompt: str, completion: str, answer: str, /, *, tokens: list[str]) -> Iterable[float]:
-        """Return the value of each token. The tokens concatenated are the completion.
+        """Return one number for each token. The concatenation of the tokens is the completion.
 
-        EOS and tokens that do not complete a character are empty texts.
+        EOS, and tokens that do not complete a character, are empty texts.
         """
         ...
 
 
 def numeric_reward(config: NumericReward) -> Reward:
-    """Return a reward that compares the last number of the completion with the reference: 1 if equal, else 0.
+    """Return a reward function that compares the number in the completion with the number in the reference: 1 if equal,
+    else 0.
 
-    Numbers are compared exactly, so `1,000` equals `1000.0`. A completion without a number is wrong. Raises BadInput if
-    the pattern is invalid.
+    Numbers are compared by value, so `1,000` equals `1000.0`. A completion without a number is wrong. Raises BadInput
+    if the pattern is invalid.
     """
     _check_pattern(config.pattern, groups=1)
     return _decimal_reward(config) if config.version == 1 else _number_reward(config)
 
 
 def _number_reward(config: NumericReward) -> Reward:
-    """Return version 2 of the reward, which reads numbers as people write them."""
+    """Return the reward function of version 2, which parses numbers as people write them."""
     pattern = re.compile(config.pattern)
     is_default = config.pattern == type(config).model_fields["pattern"].default
 
     def find(text: str) -> Numeral | None:
-        """Return the number after the last `####`, or in the last match of a user's pattern."""
+        """Return the number after the last `####`, or in the last match of a configured pattern."""
         if is_default:
             _, marker, rest = text[-MAX_COMPLETION:].rpartition("####")
             return _read_number(rest.partition("\n")[0].rpartition("=")[2]) if marker else None
@@ -83,12 +86,12 @@ def _number_reward(config: NumericReward) -> Reward:
 
 
 def _read_number(text: str) -> Numeral | None:
-    """Read the number that a text starts with, in any spelling. Returns None if there is none."""
+    """Return the number at the start of a text, in any notation, or None if there is none."""
     return read_leading_numeral(to_plain(to_latex(unwrap(text))))
 
 
 def _decimal_reward(config: NumericReward) -> Reward:
-    """Return version 1 of the reward, which reads plain decimals."""
+    """Return the reward function of version 1, which parses only plain decimals."""
     pattern = re.compile(config.pattern)
 
     def reward(prompt: str, completion: str, answer: str) -> float:
@@ -103,7 +106,7 @@ def _decimal_reward(config: NumericReward) -> Reward:
 
 
 def _last(pattern: re.Pattern[str], text: str) -> Decimal | None:
-    """Return the number in the last match of the pattern, or None if there is none."""
+    """Return the number in the last match of a pattern, or None if the pattern does not match a number."""
     matches = list(pattern.finditer(text))
     return _number(matches[-1][1] or "") if matches else None
 
@@ -118,7 +121,7 @@ def _number(text: str) -> Decimal | None:
 
 
 def pattern_reward(config: RegexReward) -> Reward:
-    """Return a reward that is 1 if the pattern occurs anywhere in the completion, else 0.
+    """Return a reward function: 1 if the pattern occurs anywhere in the completion, else 0.
 
     Raises BadInput if the pattern is invalid.
     """
@@ -132,26 +135,28 @@ def pattern_reward(config: RegexReward) -> Reward:
 
 
 class RewardMaker(Protocol):
-    """Function that builds a reward from its settings. It implements one kind of built-in reward."""
+    """Function that builds the reward function of one kind of built-in reward from its settings. `build_reward` calls
+    it."""
 
     def __call__(self, config: Any, /) -> Reward:  # noqa: ANN401 -- settings differ by kind
-        """Build the reward. Raises BadInput if the settings are invalid."""
+        """Return the reward function. Raises BadInput if the settings are invalid."""
         ...
 
 
 def build_reward(config: BuiltInReward) -> Reward:
-    """Build a reward. Raises BadInput if it cannot work, before any completion exists."""
+    """Build the function of a built-in reward. Raises BadInput if the function cannot work with these settings."""
     return cast(RewardMaker, implementation_of(config))(config)
 
 
 def load_reward(settings: JsonValue) -> Reward:
-    """Build a reward from settings as JSON, in the process that runs the reward."""
+    """Build the function of a built-in reward from settings in JSON, in the process that runs it."""
     adapter: TypeAdapter[BuiltInConfig] = TypeAdapter(Annotated[BuiltInConfig, Field(discriminator="kind")])
     return build_reward(adapter.validate_python(settings))
 
 
 def load_segmentation(settings: JsonValue) -> Callable[[str, str, str], list[int]]:
-    """Build a function that returns the lengths of a completion's steps, for a process that can be killed."""
+    """Return a function that divides completions into steps and returns their lengths. It runs in a process that can be
+    killed."""
     steps = PatternSteps.model_validate(settings)
 
     def cut(prompt: str, completion: str, answer: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Answers in words: choices, names, dates and times, compared as text and never as products of letters."""
+"""Answers in words: choices, names, dates and times. They are compared as text and never as products of variables."""
 
 import re
 import unicodedata
@@ -9,7 +9,7 @@ _NAMES: Final = re.compile(
     "theta|alpha|beta|gamma|delta|epsilon|lambda|mu|sigma|phi|omega|tau|rho|eta|zeta|pi|inf|infinity|oo",
     re.IGNORECASE,
 )
-"""Names of functions and letters that mathematics is written with. Within an answer they are no words."""
+"""Pattern for names of mathematical functions and letters, which do not count as words inside an answer."""
 
 _CONSTANTS: Final = re.compile("pi|inf|infinity|oo", re.IGNORECASE)
 
@@ -51,10 +51,10 @@ _TIME: Final = re.compile(
 
 
 def is_word(token: str) -> bool:
-    """Return whether letters are a word and not a product of variables or the name of a function.
+    """Return whether letters form a word and not a product of variables or the name of a function.
 
-    Words have two letters or more, one of them a vowel. Lower-case letters in the order of the alphabet with no others
-    than a to d and x to z, such as `abc` or `xy`, are a product. Letters of other scripts are words.
+    A word has two letters or more, at least one of them a vowel. Lower-case letters in alphabetical order, all of them
+    from a to d or x to z, such as `abc` or `xy`, are a product. Letters of other scripts are words.
     """
     if len(token) < 2 or not token.isalpha() or _NAMES.fullmatch(token):
         return False
@@ -66,13 +66,13 @@ def is_word(token: str) -> bool:
 
 
 def words_in(text: str) -> list[str]:
-    """Return the words of a text in order, without connectors such as "and", in lower case."""
+    """Return the words of a text in order and in lower case, without connectors such as "and"."""
     tokens = re.findall(r"[^\W\d_]+", re.sub(r"\\(?:begin|end)\{[^{}]*\}|\\[A-Za-z]+", " ", text))
     return [token.casefold() for token in tokens if is_word(token) and not _CONNECTORS.fullmatch(token.casefold())]
 
 
 def is_wordy(text: str) -> bool:
-    """Return whether a text consists of words only, or is one capital letter, such as a choice."""
+    """Return whether a text consists of words only, or of one capital letter, such as a choice."""
     letter = choice_of(text)
     if letter is not None and (letter.isupper() or text.startswith("(")):
         return True
@@ -108,13 +108,15 @@ def _code_key(text: str) -> str:
 
 
 def choice_of(text: str) -> str | None:
-    """Return the letter of a choice: `C`, `(C)`, `C)`, or a letter in brackets before the text of the choice."""
+    """Return the letter of a choice, written as `C`, `(C)`, `C)`, or as a letter in brackets before the text of the
+    choice."""
     match = _CHOICE.fullmatch(text)
     return None if match is None else next(group for group in match.groups() if group)
 
 
 def is_same_text(expected: str, given: str) -> bool:
-    """Compare two answers in words. The case of single letters matters, except for choices in brackets."""
+    """Return whether two answers in words are equal. Case matters only for single letters that are not choices in
+    brackets."""
     if date_of(expected) is not None or time_of(expected) is not None:
         return is_same_moment(expected, given)
     if is_code(expected):
@@ -127,12 +129,13 @@ def is_same_text(expected: str, given: str) -> bool:
 
 
 def _is_short(*texts: str) -> bool:
-    """Return whether one of these choices is a letter without the text of the choice."""
+    """Return whether at least one of these choices is only a letter without the text of the choice."""
     return any(len(re.findall(r"\w+", text)) == 1 for text in texts)
 
 
 def text_key(text: str) -> str:
-    """Return a text without case (except of single letters), accents' encoding, punctuation at its ends and "the"."""
+    """Return a text without differences in case (except of single letters), in the encoding of accents, in punctuation
+    at its ends, and in "the"."""
     text = unicodedata.normalize("NFKC", text.removeprefix("\\")).replace("’", "'")
     text = re.sub(r"[^\W\d_]{2,}", lambda word: word[0].casefold(), text)
     text = re.sub(r"\s*([-/,;:])\s*", r"\1", " ".join(text.split())).strip(" .,;:!?\"'")
@@ -140,7 +143,8 @@ def text_key(text: str) -> str:
 
 
 def is_same_moment(expected: str, given: str) -> bool:
-    """Compare two dates, or two times of day. A time without am or pm equals the same time with either."""
+    """Return whether two dates, or two times of day, are equal. An expected time without am or pm equals the same time
+    with am or pm."""
     dates = date_of(expected), date_of(given)
     if dates[0] is not None:
         return dates[0] == dates[1]
@@ -154,9 +158,9 @@ def is_same_moment(expected: str, given: str) -> bool:
 
 
 def date_of(text: str) -> tuple[str, int, int, int] | None:
-    """Return a date as its notation, year (0 if absent), month and day, or None if the text is no date.
+    """Return the date in a text as (notation, year or 0, month, day), or None if the text is not a date.
 
-    Dates with slashes or dots are only equal to dates in the same notation, because the order of their parts differs
+    Dates with slashes or dots are equal only to dates in the same notation, because the order of their parts differs
     between countries.
     """
     if match := _NUMERIC_DATE.fullmatch(text):
@@ -170,7 +174,8 @@ def date_of(text: str) -> tuple[str, int, int, int] | None:
 
 
 def time_of(text: str) -> tuple[int, tuple[int, int], str | None] | None:
-    """Return a time of day as hour (0 to 24), minute with second, and its half of the day, or None for other texts."""
+    """Return the time of day in a text as hour (0 to 24), minute with second, and am or pm, or None if the text is not
+    a time."""
     match = _TIME.fullmatch(text.strip())
     if match is None or not (match["minute"] or match["half"]):
         return None

@@ -237,7 +237,7 @@ class _Step:
 
 
 def _render_growing_chat(form: TurnFormat, answer: Message) -> list[_Step]:
-    """Render a chat of three turns and answers, message by message."""
+    """Render a chat of three turns and replies once after each message, and return all renderings."""
     turn, probe = _find_synthetic_turn(form, [answer])
     _find_end_of_turn(form, turn, probe)
     turn |= form.encode_message(Message("assistant", _THOUGHTS if "tool_calls" in turn else _THOUGHTS + TURN))

@@ -29,20 +29,21 @@ from PIL.PngImagePlugin import PngImageFile, PngInfo
 from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, SAMPLEFORMAT, TiffImageFile
 
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""Supported formats in Pillow's names. Some formats beyond these contain programs."""
+"""Supported image formats, by Pillow's names. Some of Pillow's other formats can contain programs."""
 NOTE: Final = "rheostat-converted"
-"""Key of the PNG text that names the conversion of an image."""
+"""Key of the PNG text entry that names the conversion of an image."""
 FLOAT, INTEGER, SIXTEEN_BITS, TRANSPARENT = "floating point", "32 bits", "16 bits", "transparent"
 CONVERSIONS: Final = (SIXTEEN_BITS, INTEGER, FLOAT, TRANSPARENT)
 ROTATED, DEEP_COLOR, INK = "rotated", "color with 16 bits", "CMYK"
 READINGS: Final = (ROTATED, DEEP_COLOR, INK)
-"""Properties of images that keep their bytes, but are read in another way than their file may suggest."""
+"""Properties of images that keep their bytes but are read differently than their file may suggest."""
 UNSIGNED, SIGNED = 1, 2
 """Values of the TIFF tag SampleFormat."""
 WHITE_IS_ZERO: Final = 0
 """Value of the TIFF tag PhotometricInterpretation for images in which 0 is white."""
 KEY_FACTORS: Final = {"L;2": 85, "L;4": 17}
-"""Factor by which Pillow scales gray levels of PNG files with 2 and 4 bits, but not their transparent level."""
+"""Factor by which Pillow scales the gray levels of PNG files with 2 and 4 bits. Pillow does not scale their transparent
+level."""
 SIDEWAYS: Final = (5, 6, 7, 8)
 """EXIF orientations that swap width and height."""
 _PNG_ORIENTATION: Final = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")
@@ -53,7 +54,7 @@ _PNG_ORIENTATION: Final = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")
 
 
 def open_image(encoded: bytes) -> ImageFile.ImageFile:
-    """Open an image without decoding its pixels. Raises the exceptions of Pillow's decoders, of any kind."""
+    """Open an image without decoding its pixels. May raise any exception of Pillow's decoders."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # `read_header` refuses such images
         image = Image.open(BytesIO(encoded), formats=FORMATS)
@@ -69,7 +70,7 @@ def open_image(encoded: bytes) -> ImageFile.ImageFile:
 
 
 def decode_rgb(encoded: bytes) -> Image.Image:
-    """Decode an image that was converted when it was loaded, upright and in mode RGB.
+    """Decode an image that was converted when it was loaded. The result is upright and in mode RGB.
 
     Raises ValueError if the image cannot be decoded.
     """
@@ -86,7 +87,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def find_orientation(image: ImageFile.ImageFile, encoded: bytes) -> int:
-    """Return the EXIF orientation of an opened image, 1 if it is upright."""
+    """Return the EXIF orientation of an opened image. 1 means upright."""
     # Reading the orientation makes Pillow decode all pixels of a PNG file, because the file may store it at the end.
     if image.format == "PNG" and not any(name in encoded for name in _PNG_ORIENTATION):
         return 1
@@ -98,16 +99,16 @@ def find_orientation(image: ImageFile.ImageFile, encoded: bytes) -> int:
 
 
 class _GrayFormat(NamedTuple):
-    """Meaning of the gray levels of an image."""
+    """Meaning of the gray levels that an image stores."""
 
     kind: str
     """Conversion of the image, one of `CONVERSIONS`."""
     bits: int = 16
-    """Number of bits of a level."""
+    """Number of bits of a gray level."""
     signed: bool | None = None
-    """Whether levels are signed, or None if Pillow decodes the sign."""
+    """Whether gray levels are signed, or None if Pillow already decodes the sign."""
     inverted: bool = False
-    """Whether 0 is white."""
+    """Whether level 0 means white and not black."""
 
 
 def _find_gray_format(image: Image.Image) -> _GrayFormat | None:
@@ -142,7 +143,7 @@ def find_conversion(image: Image.Image) -> str:
 def convert_to_rgb(image: Image.Image, background: str) -> Image.Image:
     """Return an opened image upright and in mode RGB.
 
-    Transparent images are composed on `background`, a color in Pillow's notation.
+    A transparent image is composed on `background`, a color in Pillow's notation.
     """
     gray, key = _find_gray_format(image), image.info.get("transparency")
     upright = ImageOps.exif_transpose(image)
@@ -159,7 +160,7 @@ def convert_to_rgb(image: Image.Image, background: str) -> Image.Image:
 
 
 def _compose(layer: Image.Image, background: str) -> Image.Image:
-    """Return an image of mode RGBA on the background color, in mode RGB."""
+    """Compose an RGBA image on the background color, and return it in mode RGB."""
     ground = Image.new("RGBA", layer.size, (*ImageColor.getrgb(background)[:3], 255))
     return Image.alpha_composite(ground, layer).convert("RGB")
 
@@ -174,7 +175,7 @@ def _read_levels(image: Image.Image, gray: _GrayFormat) -> NDArray[np.float64]:
 
 
 def _scale(levels_YX: NDArray[np.float64], gray: _GrayFormat) -> NDArray[np.uint8]:
-    """Scale gray levels to 0..255."""
+    """Scale gray levels to the range 0..255."""
     is_finite_YX = np.isfinite(levels_YX)
     finite = levels_YX[is_finite_YX]
     low, high = 0.0, 1.0 if gray.kind == FLOAT else float(2**gray.bits - 1)
@@ -186,7 +187,8 @@ def _scale(levels_YX: NDArray[np.float64], gray: _GrayFormat) -> NDArray[np.uint
 
 
 def encode_converted(image: Image.Image, background: str) -> bytes:
-    """Return an image that needs a conversion as an RGB PNG that names the conversion, upright (EXIF orientation)."""
+    """Convert an image to RGB and return it as a PNG, upright according to its EXIF orientation. A text entry names the
+    conversion."""
     note = PngInfo()
     note.add_text(NOTE, find_conversion(image))
     upright = convert_to_rgb(image, background)
@@ -200,7 +202,8 @@ def encode_converted(image: Image.Image, background: str) -> bytes:
 
 
 def count_conversions(images: Iterable[bytes]) -> dict[str, int]:
-    """Return the number of images, and of images of each kind in `CONVERSIONS` and `READINGS` that occurs.
+    """Return the number of images, and for each kind in `CONVERSIONS` and `READINGS` the number of images of this kind,
+    if any.
 
     Equal images count once.
     """
@@ -210,7 +213,8 @@ def count_conversions(images: Iterable[bytes]) -> dict[str, int]:
 
 
 def _list_kinds(encoded: bytes) -> list[str]:
-    """Return how an image was converted, or in which ways it is read differently than its file may suggest."""
+    """Return the kinds of conversion of an image, and the ways in which it is read differently than its file may
+    suggest."""
     with open_image(encoded) as image:
         if (note := image.info.get(NOTE)) is not None:
             return [str(note)]

@@ -48,7 +48,7 @@ def distance(one: dict, other: dict) -> float:
 
 def test_a_changed_zero_stage_is_refused_by_name_and_nothing_is_written(copied, reference):
     with pytest.raises(
-        RunChanged, match=r"pools\.threads was 1, is 2; update\.zero_stage was 0, is 2; --accept-change"
+        RunChanged, match=r"pools\.threads was 1, is 2; update\.zero_stage was 0, is 2\. Use --accept-change"
     ):
         copied.train("iterations=4", "pools.threads=2", "update.zero_stage=2")
     assert manifests_of(copied.run) == manifests_of(reference.run)

@@ -64,7 +64,7 @@ def test_show_prints_pass_at_k_next_to_the_accuracy(sampled):
     shares = told["pass_at"]
     assert told["samples"] == 3
     assert [*shares] == ["1", "2"]
-    line = f"8 problems of 3 samples, sampled), pass@1 {shares['1']:.3f}, pass@2 {shares['2']:.3f}"
+    line = f"8 problems with 3 completions each, sampled), pass@1 {shares['1']:.3f}, pass@2 {shares['2']:.3f}"
     assert line in sampled.command("show").output
 
 

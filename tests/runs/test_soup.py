@@ -133,7 +133,7 @@ def test_a_deleted_newest_record_of_a_soup_is_reported(soup, tmp_path):
     newest = max(tmp_path.glob("soups/soup/records/*.json"))
     newest.unlink()
     assert ["record 1 is missing" in problem for problem in verify_soup(str(tmp_path), "soup")] == [True]
-    with pytest.raises(Damaged, match=f"bring 'records/{newest.name}' back"):
+    with pytest.raises(Damaged, match=f"Restore 'records/{newest.name}' from a copy of the store"):
         latest_records(str(tmp_path), "soup")
 
 

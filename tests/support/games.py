@@ -76,7 +76,15 @@ class Bad(Echo):
 class Hostile(Echo):
     """Environment that misbehaves at the second turn or when it is closed, depending on the seed."""
 
-    MISDEEDS = ("hangs", "crashes", "raises", "returns a number", "says a number", "never ends", "pays in words")
+    MISDEEDS = (
+        "hangs",
+        "crashes",
+        "raises",
+        "returns a number",
+        "says a number",
+        "writes where answers go",
+        "pays in words",
+    )
     AT_THE_END = ("raises", "writes where answers go", "hangs")
 
     def step(self, turn):
@@ -91,17 +99,16 @@ class Hostile(Echo):
             os.kill(os.getpid(), signal.SIGSEGV)
         elif what == "raises":
             raise OSError("the backend is down")
-        elif what == "never ends":
-            return "and so on " * (1 << 21)
+        elif what == "writes where answers go":
+            for descriptor in range(3, 32):
+                with contextlib.suppress(OSError):
+                    os.write(descriptor, b"no answer")
+            return "an answer after something else"
         return {"returns a number": 5, "says a number": {"messages": [5]}, "pays in words": {"reward": "much"}}[what]
 
     def close(self):
         what = dict(enumerate(self.AT_THE_END, start=len(self.MISDEEDS))).get(self.seed % 10)
-        if what == "writes where answers go":
-            for descriptor in range(3, 32):
-                with contextlib.suppress(OSError):
-                    os.write(descriptor, b"an answer, after the end")
-        elif what is not None:
+        if what is not None:
             self.misdeed(what)
 
 

@@ -70,4 +70,4 @@ def test_a_judge_that_ignores_images_is_refused_even_if_all_other_checks_are_cac
     assert [*(place / "cache/rheostat/checks").iterdir()] != []
     verdict = json.loads(done.stdout)
     assert verdict["error"].startswith("reward eyes: the judge at ") and not verdict["is_down"]
-    assert "does not see" in verdict["error"]
+    assert "seems to ignore images" in verdict["error"]

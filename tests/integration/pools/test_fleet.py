@@ -79,7 +79,7 @@ class Shared:
         assert len(slots) == len(set(slots)) <= self.slots
         assert set(slots) <= set(range(self.slots))
         holding = [path.name.rpartition("-")[0] for path in (self.home / "awake").iterdir() if holds_memory(path)]
-        assert sum(self.widths[role] for role in holding) <= self.slots
+        assert sum(self.widths[role] for role in holding) <= self.slots, f"{sorted(holding)}, awake {self.awake}"
 
     def tell(self, moment, role):
         """Write the file that makes the next worker of a role do what the file name states. Return its path."""

@@ -141,7 +141,7 @@ async def test_workers_get_their_threads_and_the_drivers_directory(cluster):
             r"^role\d+\.raise_value_error raised ValueError: cannot digest 7\n",
         ),
         ("raise_damaged", object, Damaged, r"^shard 7 is torn\n"),
-        ("echo", str, WorkerFailed, "str, it returned int"),
+        ("echo", str, WorkerFailed, "must return str, but it returned int"),
     ],
 )
 async def test_an_error_in_a_worker_is_raised_once_with_its_traceback(pair, method, returns, error, message):
@@ -246,7 +246,7 @@ async def test_a_killed_workers_children_die_too(cluster):
             WorkerFailed,
             r"Unbuildable.*no weights at /nowhere",
         ),
-        ("Sleepy", {"start_seconds": 2}, WorkerLost, r"role\d+ worker .* not ready within 2 s"),
+        ("Sleepy", {"start_seconds": 2}, WorkerLost, r"role\d+ worker .* did not start within 2 s"),
     ],
 )
 async def test_a_worker_that_does_not_start_is_named_with_the_reason(cluster, target, settings, error, message):

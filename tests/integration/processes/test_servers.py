@@ -108,7 +108,7 @@ print(block.name, flush=True)
 OWNER = """
 import os, time
 from infra.processes.server import free_ports, start
-from tests.support.jobs import alive, kill, wait_for
+from tests.support.jobs import kill
 from tests.support.servers import FAMILY, SERVE, launch
 process, port = start(launch(FAMILY + SERVE), on_progress=lambda: None, ports=free_ports())
 if {forks} and os.fork() == 0:

@@ -150,7 +150,7 @@ def test_a_spent_budget_and_a_failed_retrain_are_notified(server, notifications)
     assert wait_for(lambda: len(notifications) >= 2), notifications
     failed, spent = sorted(notifications, key=lambda each: each["subject"], reverse=True)
     assert failed["subject"] == "retrain nightly-20261103: Failed" and "BudgetSpent" in failed["body"]
-    assert spent["subject"] == "nightly-20261103: budget spent" and spent["body"].startswith("budget.tokens 1: ")
+    assert spent["subject"] == "nightly-20261103: budget spent" and spent["body"].startswith("budget.tokens is 1, ")
 
 
 def test_a_run_emits_events_and_an_hour_without_events_is_notified(server, approved, notifications, tmp_path):

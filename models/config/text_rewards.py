@@ -1,0 +1,173 @@
+"""Configuration of ready-made rewards for texts: agreement with a reference, format, length, repetition and language.
+Torch-free."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, JsonValue, model_validator
+
+from models.config.reward_terms import BuiltInReward
+
+
+class ReferenceReward(BuiltInReward):
+    """Fields common to rewards that compare the completion with the words of the reference answer."""
+
+    checks_references = True
+
+    reference_separator: str | None = None
+    """Text that separates alternative references in an answer, such as `" ||| "`. The alternative with the highest
+    score counts. If not set, the whole answer is one reference."""
+
+
+class GradedReferenceReward(ReferenceReward):
+    """Reference reward whose score can have any value from 0 to 1."""
+
+    @property
+    def is_graded(self) -> bool:
+        """Whether the score can have more than two different values: always true."""
+        return True
+
+
+class ExactMatchReward(ReferenceReward):
+    """Reward of 1 if the completion is the reference answer, else 0. White space at both ends is ignored."""
+
+    implementation = "models.rewards.references:exact_match_reward"
+    example = '{ kind = "exact_match", normalize = "squad" }'
+
+    kind: Literal["exact_match"] = "exact_match"
+    normalize: Literal["nothing", "squad"] = "nothing"
+    """Normalization of both texts: "squad" ignores letter case, punctuation, English articles and the amount of white
+    space, as the evaluation of SQuAD does (arXiv 1606.05250)."""
+
+
+class F1Reward(GradedReferenceReward):
+    """F1 score of the words that completion and reference share, from 0 to 1, as in the evaluation of SQuAD (arXiv
+    1606.05250). Letter case, punctuation and English articles are ignored."""
+
+    implementation = "models.rewards.references:f1_reward"
+    example = '{ kind = "f1", reference_separator = " ||| " }'
+
+    kind: Literal["f1"] = "f1"
+
+
+class RougeReward(GradedReferenceReward):
+    """ROUGE score of the completion, from 0 to 1, by the package rouge-score (Lin 2004). Requires `pip install
+    'rheostat[texts]'`."""
+
+    implementation = "models.rewards.references:rouge_reward"
+    example = '{ kind = "rouge", variant = "rougeL" }'
+
+    kind: Literal["rouge"] = "rouge"
+    variant: Literal["rouge1", "rouge2", "rougeL", "rougeLsum"] = "rougeL"
+    """Unit of comparison: single words, pairs of words, the longest common subsequence, or this subsequence line by
+    line."""
+    value: Literal["f1", "precision", "recall"] = "f1"
+    """Score: share of the completion's units that the reference contains (precision), share of the reference's units
+    that the completion contains (recall), or their harmonic mean."""
+    stemming: bool = False
+    """Whether the endings of English words are removed before the comparison (Porter stemmer)."""
+
+
+class BleuReward(GradedReferenceReward):
+    """BLEU score of the completion, from 0 to 1, by the package sacrebleu (Papineni et al. 2002). Requires `pip install
+    'rheostat[texts]'`.
+
+    A completion with fewer than 4 words is compared by the longest word sequences that it has.
+    """
+
+    implementation = "models.rewards.references:bleu_reward"
+    example = '{ kind = "bleu" }'
+
+    kind: Literal["bleu"] = "bleu"
+    tokenize: Literal["13a", "intl", "char", "zh", "none"] = "13a"
+    """sacrebleu's division of texts into words. "char" compares characters, "zh" is for Chinese, and "none" divides at
+    white space."""
+
+
+class JsonSchemaReward(BuiltInReward):
+    """Reward of 1 if the completion is a JSON document that conforms to a JSON schema, else 0.
+
+    If the completion contains code blocks (three backticks), the last one is read, else the whole completion. A
+    repeated key of an object counts as invalid JSON.
+    """
+
+    implementation = "models.rewards.formats:json_schema_reward"
+    checks_references = True
+    example = '{ kind = "json_schema", json_schema = { type = "object", required = ["name"] } }'
+
+    kind: Literal["json_schema"] = "json_schema"
+    json_schema: dict[str, JsonValue] | None = None
+    """JSON schema for all problems. If not set, the reference answer of each problem is its schema, as JSON text. A
+    schema without `$schema` is read as draft 2020-12."""
+
+
+class LengthReward(BuiltInReward):
+    """Reward of 1 if the completion has an allowed length, falling linearly to 0 outside of the limits."""
+
+    implementation = "models.rewards.formats:length_reward"
+    example = '{ kind = "length", max_length = 200, margin = 100 }'
+
+    kind: Literal["length"] = "length"
+    unit: Literal["words", "characters", "lines"] = "words"
+    """Unit of length. Words are separated by white space. Lines without text are not counted."""
+    min_length: Annotated[int, Field(ge=0)] = 0
+    """Minimum length."""
+    max_length: Annotated[int, Field(ge=1)] | None = None
+    """Maximum length, or no maximum if not set."""
+    margin: Annotated[int, Field(ge=0)] = 0
+    """Distance from the limits at which the reward reaches 0. With 0, every length outside of the limits gets 0."""
+
+    @property
+    def is_graded(self) -> bool:
+        """Whether the score can have more than two different values: true if there is a margin of 2 or more."""
+        return self.margin > 1
+
+    @model_validator(mode="after")
+    def _require_limits(self) -> Self:
+        if not self.min_length and self.max_length is None:
+            raise ValueError("set min_length, max_length or both, because every length is allowed otherwise")
+        if self.max_length is not None and self.min_length > self.max_length:
+            raise ValueError(f"min_length is {self.min_length}, which is above max_length ({self.max_length})")
+        return self
+
+
+class RepetitionReward(BuiltInReward):
+    """Share of different word sequences among all word sequences of the completion, from 0 to 1 (distinct-n, arXiv
+    1510.03055). Repeated text lowers the score. A completion shorter than one sequence gets 1."""
+
+    implementation = "models.rewards.formats:repetition_reward"
+    example = '{ kind = "repetition", words = 4, weight = 0.2 }'
+
+    kind: Literal["repetition"] = "repetition"
+    words: Annotated[int, Field(ge=1)] = 4
+    """Number of words in a sequence."""
+
+    @property
+    def is_graded(self) -> bool:
+        """Whether the score can have more than two different values: always true."""
+        return True
+
+
+class LanguageReward(BuiltInReward):
+    """Reward of 1 if the completion is written in the wanted language, else 0, by the package py3langid. Requires `pip
+    install 'rheostat[texts]'`. A completion without letters gets 0."""
+
+    implementation = "models.rewards.formats:language_reward"
+    checks_references = True
+    example = '{ kind = "language", language = "en" }'
+
+    kind: Literal["language"] = "language"
+    language: Annotated[str, Field(pattern="^[a-z]{2,3}$")] | None = None
+    """ISO 639 code of the language, such as "en", for all problems. If not set, the reference answer of each problem is
+    the code."""
+
+
+TextReward = (
+    ExactMatchReward
+    | F1Reward
+    | RougeReward
+    | BleuReward
+    | JsonSchemaReward
+    | LengthReward
+    | RepetitionReward
+    | LanguageReward
+)

@@ -1,0 +1,158 @@
+"""Rewards for the form of a completion, without a reference text: JSON schema, length, repetition and language."""
+
+import json
+import re
+from functools import lru_cache
+from typing import Any, Final, cast
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError
+from jsonschema.validators import validator_for
+from pydantic import JsonValue
+from referencing import Registry
+
+from infra.errors import BadInput
+from infra.validation_errors import nearest
+from models.config.text_rewards import JsonSchemaReward, LanguageReward, LengthReward, RepetitionReward
+from models.rewards.packages import require_package
+from models.rewards.rules import Reward
+
+_CODE_BLOCK: Final = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
+_CACHED_SCHEMAS: Final = 256
+"""Maximum number of schemas of problems that a process keeps ready."""
+
+Validator = Any  # a class that jsonschema generates
+
+
+def json_schema_reward(config: JsonSchemaReward) -> Reward:
+    """Return a reward that is 1 if the completion is a JSON document that conforms to the schema, else 0.
+
+    Raises BadInput if `json_schema` is not a valid schema.
+    """
+    common = None
+    if config.json_schema is not None:
+        try:
+            common = _build_validator(config.json_schema)
+        except ValueError as error:
+            raise BadInput(f"reward {config.kind!r}: json_schema: {error}") from None
+    read = lru_cache(_CACHED_SCHEMAS)(_read_schema)
+
+    def reward(prompt: str, completion: str, answer: str) -> float:
+        """Return 1 or 0. Raises ValueError if the reference answer should be a schema but is not."""
+        validator = read(answer) if common is None else common
+        try:
+            document = _parse_json(_find_document(completion))
+        except (ValueError, RecursionError):
+            return 0.0
+        return float(validator.is_valid(document))
+
+    return reward
+
+
+def _read_schema(text: str) -> Validator:
+    """Return the validator of a schema in JSON text. Raises ValueError if the text is not a schema."""
+    try:
+        schema = _parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"the reference answer is not a JSON schema: {error}") from None
+    return _build_validator(schema)
+
+
+def _build_validator(schema: JsonValue) -> Validator:
+    """Return the validator of a schema. Addresses in `$ref` are not downloaded.
+
+    Raises ValueError if the schema is invalid.
+    """
+    if not isinstance(schema, dict | bool):
+        raise ValueError(f"a JSON schema must be an object, found {type(schema).__name__} {schema!r:.60}")
+    kind = validator_for(schema, default=Draft202012Validator)
+    try:
+        kind.check_schema(schema)
+    except SchemaError as error:
+        raise ValueError(f"not a valid JSON schema: {error.json_path}: {error.message}") from None
+    return kind(schema, registry=Registry())
+
+
+def _find_document(completion: str) -> str:
+    """Return the content of the last code block, or the whole completion if it has none."""
+    blocks = _CODE_BLOCK.findall(completion)
+    return cast(str, blocks[-1]) if blocks else completion
+
+
+def _parse_json(text: str) -> JsonValue:
+    """Parse JSON as its standard defines it. Raises ValueError for NaN, infinity and repeated keys too."""
+
+    def build_object(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
+        keys = [key for key, _ in pairs]
+        if len(set(keys)) < len(keys):
+            raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is repeated")
+        return dict(pairs)
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not a JSON value")
+
+    return cast(JsonValue, json.loads(text, object_pairs_hook=build_object, parse_constant=refuse))
+
+
+def length_reward(config: LengthReward) -> Reward:
+    """Return a reward that is 1 for an allowed length and falls linearly to 0 at `margin` outside of the limits."""
+
+    def reward(prompt: str, completion: str, answer: str) -> float:
+        """Return a number from 0 to 1."""
+        length = _measure(completion, config.unit)
+        excess = 0 if config.max_length is None else length - config.max_length
+        distance = max(config.min_length - length, excess, 0)
+        return max(0.0, 1 - distance / config.margin) if config.margin else float(distance == 0)
+
+    return reward
+
+
+def _measure(text: str, unit: str) -> int:
+    """Return the length of a text in words, characters or lines with text."""
+    if unit == "characters":
+        return len(text)
+    return len(text.split()) if unit == "words" else sum(bool(line.strip()) for line in text.splitlines())
+
+
+def repetition_reward(config: RepetitionReward) -> Reward:
+    """Return a reward that is the share of different word sequences among all word sequences of the completion."""
+
+    def reward(prompt: str, completion: str, answer: str) -> float:
+        """Return a number from 0 to 1."""
+        words = completion.split()
+        sequences = [tuple(words[at : at + config.words]) for at in range(len(words) - config.words + 1)]
+        return len(set(sequences)) / len(sequences) if sequences else 1.0
+
+    return reward
+
+
+def language_reward(config: LanguageReward) -> Reward:
+    """Return a reward that is 1 if the completion is written in the wanted language, else 0.
+
+    Raises BadInput if py3langid is not installed or does not know the language.
+    """
+    require_package("py3langid", "py3langid", f"reward {config.kind!r}")
+    from py3langid.langid import MODEL_FILE, LanguageIdentifier
+
+    identifier = LanguageIdentifier.from_model_file(MODEL_FILE)
+    known = sorted(str(label) for label in identifier.labels)
+
+    def check(language: str) -> str:
+        if language not in known:
+            raise ValueError(f"{language!r:.40} is no known language{nearest(language, known)}")
+        return language
+
+    if config.language is not None:
+        try:
+            check(config.language)
+        except ValueError as error:
+            raise BadInput(f"reward {config.kind!r}: language: {error}. Known: {', '.join(known)}") from None
+
+    def reward(prompt: str, completion: str, answer: str) -> float:
+        """Return 1 or 0. Raises ValueError if the reference answer should be a language but is not."""
+        language = check(answer.strip()) if config.language is None else config.language
+        if not any(character.isalpha() for character in completion):
+            return 0.0
+        return float(str(identifier.classify(completion)[0]) == language)
+
+    return reward

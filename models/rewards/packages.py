@@ -1,0 +1,11 @@
+"""Check that an optional package that a reward needs is installed."""
+
+import importlib.util
+
+from infra.errors import BadInput
+
+
+def require_package(module: str, package: str, where: str) -> None:
+    """Raise BadInput with the installation command if a package is not installed."""
+    if importlib.util.find_spec(module) is None:
+        raise BadInput(f"{where}: the package {package} is not installed. Run: pip install 'rheostat[texts]'")
