@@ -8,9 +8,12 @@ from transformers import PreTrainedTokenizerFast
 from models.config.texts import NOTE, TextRules
 from models.data.examples import Preference
 from models.data.problems import Problem, Prompt, TemplateArguments
+from models.text.chats import join_templates
 from models.text.control_tokens import ControlTokens
-from models.text.template_fields import count_unread_fields
+from models.text.template_fields import count_changes, fit_chats
+from models.text.tokenizer import renders_plain_text
 from models.text.turn_end import find_turn_end
+from models.text.unread_fields import count_unread_fields
 from models.vision.processor import VisionProcessor
 
 
@@ -23,8 +26,17 @@ def text_facts(
 ) -> dict[str, float]:
     """Return notes on the texts of problems. Each note is a key with the prefix `NOTE`; the values have no meaning."""
     contained = _describe_contained_tokens(problems, tokenizer, rules, processor)
-    unread = _describe_unread([(each.prompt, each.template) for each in problems], tokenizer, "prompts")
-    notes = (*contained, *_describe_end(problems, tokenizer, rules), *unread)
+    in_parts = processor is not None and bool(tokenizer.chat_template) and not renders_plain_text(tokenizer)
+    prompts = [(each.prompt, each.template) for each in problems]
+    unread = _describe_unread(prompts, tokenizer, "prompts", in_parts=in_parts)
+    shown = () if in_parts else _describe_changes(prompts, tokenizer)
+    notes = (
+        *contained,
+        *_describe_end(problems, tokenizer, rules),
+        *unread,
+        *shown,
+        *_describe_date(prompts, tokenizer),
+    )
     return {f"{NOTE}{note}": 1.0 for note in notes}
 
 
@@ -38,13 +50,44 @@ def preference_facts(
 
 
 def _describe_unread(
-    prompts: Sequence[tuple[Prompt, TemplateArguments]], tokenizer: PreTrainedTokenizerFast, what: str
+    prompts: Sequence[tuple[Prompt, TemplateArguments]],
+    tokenizer: PreTrainedTokenizerFast,
+    what: str,
+    *,
+    in_parts: bool = False,
 ) -> Iterator[str]:
-    """Yield a note if the chat template ignores some of the fields of messages, tools or variables. `what` names the
-    data."""
-    if unread := count_unread_fields(prompts, tokenizer):
+    """Yield a note if the chat template ignores some of the fields or contents of messages, tools or variables. `what`
+    names the data."""
+    if unread := count_unread_fields(prompts, tokenizer, in_parts=in_parts):
         fields = ", ".join(f"{name} ({rows:,} {what})" for name, rows in unread.items())
         yield f"The policy's chat template does not read {fields}, so the policy does not see these values."
+
+
+def _describe_changes(
+    prompts: Sequence[tuple[Prompt, TemplateArguments]], tokenizer: PreTrainedTokenizerFast
+) -> Iterator[str]:
+    """Yield a note if the chat template receives values in another form than the file has."""
+    chats = [(prompt, arguments) for prompt, arguments in prompts if not isinstance(prompt, str)]
+    if not tokenizer.chat_template:
+        return
+    encoded = [[message.encode() for message in prompt] for prompt, _ in chats]
+    if changes := count_changes(encoded, fit_chats(encoded, tokenizer, [arguments for _, arguments in chats])):
+        forms = ", ".join(f"{change} ({rows:,} prompts)" for change, rows in changes.items())
+        yield f"The policy's chat template would not show the form in the file, so it receives {forms}."
+
+
+def _describe_date(
+    prompts: Sequence[tuple[Prompt, TemplateArguments]], tokenizer: PreTrainedTokenizerFast
+) -> Iterator[str]:
+    """Yield a note if the chat template writes the present date into prompts."""
+    chats = [arguments for prompt, arguments in prompts if not isinstance(prompt, str)]
+    has_dates = all(any("date" in name for name in arguments.kwargs) for arguments in chats)
+    if not has_dates and "strftime_now" in join_templates(tokenizer):
+        yield (
+            "The policy's chat template can write the date on which a prompt is rendered (strftime_now). Prompts are "
+            "rendered once for a run, but runs of other days have other prompts. If the template reads a date from a "
+            "variable, set the variable in data.chat_template_kwargs."
+        )
 
 
 def _describe_contained_tokens(
