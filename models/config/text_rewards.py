@@ -9,7 +9,7 @@ from models.config.reward_terms import BuiltInReward
 
 
 class ReferenceReward(BuiltInReward):
-    """Fields common to rewards that compare the completion with the words of the reference answer."""
+    """Fields common to rewards that compare the completion, as a text, with the reference answer."""
 
     checks_references = True
 
@@ -101,7 +101,8 @@ class JsonSchemaReward(BuiltInReward):
 
 
 class LengthReward(BuiltInReward):
-    """Reward of 1 if the completion has an allowed length, falling linearly to 0 outside of the limits."""
+    """Reward of 1 if the length of the completion is within the limits. Outside of the limits the reward falls linearly
+    to 0."""
 
     implementation = "models.rewards.formats:length_reward"
     example = '{ kind = "length", max_length = 200, margin = 100 }'
@@ -110,11 +111,12 @@ class LengthReward(BuiltInReward):
     unit: Literal["words", "characters", "lines"] = "words"
     """Unit of length. Words are separated by white space. Lines without text are not counted."""
     min_length: Annotated[int, Field(ge=0)] = 0
-    """Minimum length."""
+    """Minimum length, in the configured unit."""
     max_length: Annotated[int, Field(ge=1)] | None = None
-    """Maximum length, or no maximum if not set."""
+    """Maximum length, in the configured unit. If not set, there is no maximum."""
     margin: Annotated[int, Field(ge=0)] = 0
-    """Distance from the limits at which the reward reaches 0. With 0, every length outside of the limits gets 0."""
+    """Distance from the limits, in the configured unit, at which the reward reaches 0. With 0, every length outside of
+    the limits gets 0."""
 
     @property
     def is_graded(self) -> bool:

@@ -1,4 +1,5 @@
-"""Rewards for the form of a completion, without a reference text: JSON schema, length, repetition and language."""
+"""Rewards that check a completion without comparing it with a reference text: JSON schema, length, repetition and
+language."""
 
 import json
 import re
@@ -19,13 +20,13 @@ from models.rewards.rules import Reward
 
 _CODE_BLOCK: Final = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 _CACHED_SCHEMAS: Final = 256
-"""Maximum number of schemas of problems that a process keeps ready."""
+"""Maximum number of JSON schemas from reference answers whose validators a process caches."""
 
 Validator = Any  # a class that jsonschema generates
 
 
 def json_schema_reward(config: JsonSchemaReward) -> Reward:
-    """Return a reward that is 1 if the completion is a JSON document that conforms to the schema, else 0.
+    """Return a reward function: 1 if the completion is a JSON document that conforms to the schema, else 0.
 
     Raises BadInput if `json_schema` is not a valid schema.
     """
@@ -50,7 +51,7 @@ def json_schema_reward(config: JsonSchemaReward) -> Reward:
 
 
 def _read_schema(text: str) -> Validator:
-    """Return the validator of a schema in JSON text. Raises ValueError if the text is not a schema."""
+    """Return a validator for a JSON schema given as JSON text. Raises ValueError if the text is not a schema."""
     try:
         schema = _parse_json(text)
     except ValueError as error:
@@ -59,7 +60,7 @@ def _read_schema(text: str) -> Validator:
 
 
 def _build_validator(schema: JsonValue) -> Validator:
-    """Return the validator of a schema. Addresses in `$ref` are not downloaded.
+    """Return a validator for a JSON schema. Addresses in `$ref` are not downloaded.
 
     Raises ValueError if the schema is invalid.
     """
@@ -80,7 +81,7 @@ def _find_document(completion: str) -> str:
 
 
 def _parse_json(text: str) -> JsonValue:
-    """Parse JSON as its standard defines it. Raises ValueError for NaN, infinity and repeated keys too."""
+    """Parse JSON strictly: NaN, infinity and repeated keys raise ValueError too."""
 
     def build_object(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
         keys = [key for key, _ in pairs]
@@ -95,7 +96,8 @@ def _parse_json(text: str) -> JsonValue:
 
 
 def length_reward(config: LengthReward) -> Reward:
-    """Return a reward that is 1 for an allowed length and falls linearly to 0 at `margin` outside of the limits."""
+    """Return a reward function: 1 if the length is within the limits, falling linearly to 0 at the distance `margin`
+    outside of them."""
 
     def reward(prompt: str, completion: str, answer: str) -> float:
         """Return a number from 0 to 1."""
@@ -115,7 +117,8 @@ def _measure(text: str, unit: str) -> int:
 
 
 def repetition_reward(config: RepetitionReward) -> Reward:
-    """Return a reward that is the share of different word sequences among all word sequences of the completion."""
+    """Return a reward function that computes the share of different word sequences among all word sequences of the
+    completion."""
 
     def reward(prompt: str, completion: str, answer: str) -> float:
         """Return a number from 0 to 1."""
@@ -127,7 +130,7 @@ def repetition_reward(config: RepetitionReward) -> Reward:
 
 
 def language_reward(config: LanguageReward) -> Reward:
-    """Return a reward that is 1 if the completion is written in the wanted language, else 0.
+    """Return a reward function: 1 if the completion is written in the configured language, else 0.
 
     Raises BadInput if py3langid is not installed or does not know the language.
     """

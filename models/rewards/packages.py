@@ -6,6 +6,6 @@ from infra.errors import BadInput
 
 
 def require_package(module: str, package: str, where: str) -> None:
-    """Raise BadInput with the installation command if a package is not installed."""
+    """Raise BadInput, with the installation command, if the module of an optional package cannot be found."""
     if importlib.util.find_spec(module) is None:
         raise BadInput(f"{where}: the package {package} is not installed. Run: pip install 'rheostat[texts]'")

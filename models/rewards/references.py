@@ -17,7 +17,7 @@ _ARTICLES: Final = re.compile(r"\b(a|an|the)\b")
 
 
 def exact_match_reward(config: ExactMatchReward) -> Reward:
-    """Return a reward that is 1 if completion and reference are the same text, else 0."""
+    """Return a reward function: 1 if completion and reference are the same text after normalization, else 0."""
     change = _normalize if config.normalize == "squad" else str
     return _compare_with_references(
         config, lambda completion, reference: float(change(completion) == change(reference))
@@ -25,7 +25,7 @@ def exact_match_reward(config: ExactMatchReward) -> Reward:
 
 
 def f1_reward(config: F1Reward) -> Reward:
-    """Return a reward that is the F1 score of the words that completion and reference share."""
+    """Return a reward function that computes the F1 score of the words that completion and reference have in common."""
 
     def compare(completion: str, reference: str) -> float:
         """Return the harmonic mean of precision and recall. Two texts without words are equal."""
@@ -39,7 +39,8 @@ def f1_reward(config: F1Reward) -> Reward:
 
 
 def rouge_reward(config: RougeReward) -> Reward:
-    """Return a reward that is the ROUGE score of the completion. Raises BadInput if rouge-score is not installed."""
+    """Return a reward function that computes the ROUGE score of the completion. Raises BadInput if rouge-score is not
+    installed."""
     require_package("rouge_score", "rouge-score", f"reward {config.kind!r}")
     from rouge_score.rouge_scorer import RougeScorer
 
@@ -54,21 +55,24 @@ def rouge_reward(config: RougeReward) -> Reward:
 
 
 def bleu_reward(config: BleuReward) -> Reward:
-    """Return a reward that is the sentence BLEU score divided by 100. Raises BadInput if sacrebleu is not installed."""
+    """Return a reward function that computes the sentence BLEU score divided by 100. Raises BadInput if sacrebleu is
+    not installed."""
     require_package("sacrebleu", "sacrebleu", f"reward {config.kind!r}")
     from sacrebleu.metrics.bleu import BLEU
 
     bleu = BLEU(tokenize=config.tokenize, effective_order=True)
 
     def compare(completion: str, reference: str) -> float:
-        """Return the score from 0 to 1. sacrebleu's rounding errors above 100 are removed."""
+        """Return the BLEU score, from 0 to 1. Values slightly above 1, which result from rounding in sacrebleu, become
+        1."""
         return min(float(bleu.sentence_score(completion, [reference]).score) / 100, 1.0)
 
     return _compare_with_references(config, compare)
 
 
 def _compare_with_references(config: ReferenceReward, compare: Compare) -> Reward:
-    """Return a reward that is the best score over the alternative references of an answer."""
+    """Return a reward function that compares the completion with each alternative reference and returns the best
+    score."""
 
     def reward(prompt: str, completion: str, answer: str) -> float:
         """Return the best score. Raises ValueError if there is no reference."""
@@ -82,6 +86,7 @@ def _compare_with_references(config: ReferenceReward, compare: Compare) -> Rewar
 
 
 def _normalize(text: str) -> str:
-    """Return lower-case words without punctuation and English articles, separated by single spaces (SQuAD)."""
+    """Return a text in lower case, without punctuation and English articles, with single spaces between words (as
+    SQuAD's evaluation does)."""
     bare = "".join(character for character in text.lower() if character not in string.punctuation)
     return " ".join(_ARTICLES.sub(" ", bare).split())

@@ -161,6 +161,11 @@ class ControlTokens:
                 return text[positions[0] :].split()[0][:40]
         return None
 
+    def find_special(self, completion: str) -> str | None:
+        """Return the first special token that a completion of a training example contains, or None."""
+        match = next(self.special.find(completion), None)
+        return None if match is None else match[0]
+
     def choose_marks(self, prompts: Sequence[Prompt], *, others: Sequence[str] = ()) -> Marks | None:
         """Return marks that do not occur in the prompts or in `others`, or None if no prompt has a control token."""
         texts = [each for prompt in prompts for each in self.texts_of(prompt)]

@@ -11,10 +11,11 @@ from transformers import PreTrainedTokenizerFast
 from infra.errors import BadInput
 from models.config.texts import TextRules
 from models.data.examples import Example, Preference
-from models.data.problems import Message
+from models.data.problems import NO_ARGUMENTS, Message, TemplateArguments
 from models.records.model_input import ModelInput
 from models.text.chats import TemplateFailed, render_chats
-from models.text.control_tokens import ControlTokens, Marks
+from models.text.control_tokens import ControlTokens, Marks, as_message
+from models.text.message_completions import WrittenCompletion, write_completion
 from models.text.template_fields import fit_chats
 from models.text.tokenizer import render, tokenize_prompts
 from models.text.turn_end import TurnEnd, find_turn_end
@@ -126,23 +127,27 @@ def encode(
     prompt: str,
     completion: str,
     messages: Sequence[Message] = (),
+    arguments: TemplateArguments = NO_ARGUMENTS,
 ) -> ModelInput:
     """Encode a prompt and its completion as the input of a reward model.
 
     Uses the template if there is one, else the tokenizer's chat template, else the plain concatenation. With
     `messages`, the messages of the prompt, control tokens in them and special tokens in the completion are ordinary
-    text, and the chat template receives the messages. Without, the chat template receives the prompt as a user message,
-    and control tokens in it become control tokens. Braces within the prompt or the completion are never filled in.
-    Raises ValueError if the chat template rejects the chat, or if there are no messages and the completion contains a
-    special token as text.
+    text, and the chat template receives the messages and `arguments`. Without messages, the chat template receives the
+    prompt as a user message, and control tokens in it become control tokens. Braces in the prompt or completion are
+    never treated as fields. Raises ValueError if the chat template rejects the chat, or if there are no messages and
+    the completion contains a special token as text.
     """
     control, chat = ControlTokens.of(tokenizer), (*messages, Message("assistant", completion))
+    given = arguments if messages else NO_ARGUMENTS
     if not messages:
         forged = [token for token in tokenizer.all_special_tokens if token in completion]
         if forged:  # the text would become the token, so a policy could end its turn and start another
             raise ValueError(f"the completion contains the special token {forged[0]!r}")
         chat = (Message("user", prompt), *chat)
-    marks = control.choose_marks([prompt, chat], others=[template or ""]) if messages else None
+    marks = None
+    if messages:
+        marks = control.choose_marks([prompt, chat, (as_message(given),)], others=[template or ""])
     if template is not None or not tokenizer.chat_template:
         texts = {"prompt": prompt, "completion": completion}
         if marks is not None:
@@ -151,9 +156,11 @@ def encode(
         filled = _FIELD.sub(lambda field: texts[field[1]], "{prompt}{completion}" if template is None else template)
         return ModelInput.from_prompt(control.encode([filled], marks, add_special_tokens=True)[0])
     marked = chat if marks is None else control.mark_prompt(chat, marks)
-    [turns] = fit_chats([[each.encode() for each in marked if isinstance(each, Message)]], tokenizer)
+    given = given if marks is None else control.mark_arguments(given, marks)
+    encoded = [each.encode() for each in marked if isinstance(each, Message)]
+    [turns] = fit_chats([encoded], tokenizer, [given])
     try:
-        [text] = render_chats([turns], tokenizer, generation_prompt=False)
+        [text] = render_chats([turns], tokenizer, generation_prompt=False, tools=given.tools, kwargs=given.kwargs)
     except TemplateFailed as error:
         raise ValueError(f"the chat template {error}") from error
     return ModelInput.from_prompt(control.encode([text], marks, add_special_tokens=False)[0])
@@ -200,12 +207,31 @@ def policy_pairs(
     """
     source = f"preferences from {preferences[0].source}" if preferences else "preferences"
     examples = [
-        Example(pair.prompt, text, template=pair.template)
-        for pair in preferences
-        for text in (pair.chosen, pair.rejected)
+        Example(pair.prompt, text, template=pair.template) for pair in preferences for text, _ in pair.completions
     ]
     inputs = example_inputs(examples, tokenizer, source=source, rules=rules, ends=ends)
+    messages = [(pair, message) for pair in preferences for _, message in pair.completions]
+    for row, (pair, message) in enumerate(messages):
+        if message is not None:
+            completion = _write_completion(pair, message, tokenizer, rules=rules, ends=ends)
+            inputs[row] = ModelInput.from_prompt(inputs[row].prompt).append_completion(completion.tokens)
     return _build_pairs(preferences, inputs, context=context)
+
+
+def _write_completion(
+    pair: Preference,
+    message: Message,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    rules: TextRules,
+    ends: Collection[int] = (),
+) -> WrittenCompletion:
+    """Return a completion of a pair as the chat template writes it. Raises BadInput with the row if it does not."""
+    assert not isinstance(pair.prompt, str), "only pairs of chats have messages as completions"
+    try:
+        return write_completion(pair.prompt, message, tokenizer, arguments=pair.template, rules=rules, ends=ends)
+    except BadInput as error:
+        raise BadInput(f"{pair.source}: {error}") from error
 
 
 def reward_pairs(
@@ -232,10 +258,15 @@ def reward_pairs(
     )
     for pair, prompt in zip(preferences, prompts, strict=True):
         messages = (Message("user", pair.prompt),) if isinstance(pair.prompt, str) else pair.prompt
-        messages = () if chat_prompt == "text" else messages
-        for completion in (pair.chosen, pair.rejected):
+        messages, arguments = ((), NO_ARGUMENTS) if chat_prompt == "text" else (messages, pair.template)
+        for text, message in pair.completions:
+            completion = text
+            if message is not None:
+                completion = _write_completion(pair, message, tokenizer, rules=TextRules()).text
             try:
-                model_input = encode(tokenizer, template, prompt=prompt, completion=completion, messages=messages)
+                model_input = encode(
+                    tokenizer, template, prompt=prompt, completion=completion, messages=messages, arguments=arguments
+                )
             except ValueError as error:
                 raise BadInput(f"{pair.source}: {error}") from error
             inputs.append(_mark_last_token(model_input, tokenizer.pad_token_id))

@@ -29,7 +29,7 @@ from models.data.problems import (
 from models.records.model_input import ModelInput
 from models.text.chats import TemplateFailed, render_chats
 from models.text.control_tokens import ControlTokens, as_message, count_appended_tokens
-from models.text.template_fields import fit_chats
+from models.text.template_fields import Chat, fit_chats
 from models.vision.processor import VisionProcessor
 
 EOS = "<|eos|>"
@@ -267,9 +267,11 @@ def render(
             f"{sources[rows[0]]}: the prompt is a chat, but the tokenizer has no chat template. Use plain text."
         )
     in_parts = processor is not None and bool(rows) and not renders_plain_text(tokenizer)
-    fitted = fit_chats([_turns(chat, counts[row], in_parts=in_parts) for row, chat in chats.items()], tokenizer)
-    turns = dict(zip(rows, fitted, strict=True))
     given = arguments or [NO_ARGUMENTS] * len(prompts)
+    encoded = [_turns(chat, counts[row], in_parts=in_parts) for row, chat in chats.items()]
+    turns: dict[int, Chat] = dict(zip(rows, encoded, strict=True))
+    if not in_parts:
+        turns = dict(zip(rows, fit_chats(encoded, tokenizer, [given[row] for row in rows]), strict=True))
     rendered: dict[int, str] = {}
     for alike in _group_by_arguments([(row, given[row]) for row in rows]):
         own, members = given[alike[0]], [turns[row] for row in alike]
