@@ -78,6 +78,11 @@ class ControlTokens:
             texts = [(self._pattern_for(each), text) for each in prompt for text in (*_texts_of(each), each.text)]
         return next((match[0] for pattern, text in texts if (match := pattern.search(text))), None)
 
+    def find_special(self, completion: str) -> str | None:
+        """Return the first special token that a completion of a training example contains, or None."""
+        match = self.special.search(completion)
+        return None if match is None else match[0]
+
     def break_prompt(self, prompt: Prompt, separator: str) -> Prompt:
         """Return the prompt with a separator inserted into each control token."""
         if isinstance(prompt, str):
