@@ -277,8 +277,8 @@ def _identify(
 
 def _convert_turn(turn: Message, convert: Callable[[str], str]) -> JsonValue:
     """Return the values that identify a message, without null fields and with every text converted."""
-    present = replace(turn, fields=cast(dict[str, JsonValue], map_texts(drop_absent(turn.fields), convert)))
-    return map_texts(present.values(), convert)
+    fields = map_texts(drop_absent(turn.fields), convert)
+    return map_texts(replace(turn, fields=cast(dict[str, JsonValue], fields)).values(), convert)
 
 
 def encode_columns(columns: Mapping[str, JsonValue]) -> str:
@@ -343,9 +343,7 @@ def add_system_message(prompt: Prompt, text: str) -> Prompt:
 HELDOUT_SHARE: Final = 0.1
 """Share of generated problems that are held out."""
 MAX_FRUITLESS_DRAWS: Final = 5000
-"""Number of samples in a row without a new problem after which sampling stops. About one sample in ten is a held-out
-problem.
-"""
+"""Number of samples in a row without a new problem after which sampling stops. One sample in ten is held out."""
 
 
 def sample_problems(draw: Callable[[str], Problem], *, split: str, wanted: int) -> list[Problem]:
