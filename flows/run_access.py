@@ -68,8 +68,9 @@ async def lock_run(
     with tags(config.name, *config.tags):
         config = with_recorded_defaults(config)
         if deployment.id is not None:  # the command line has already checked the inputs
-            config, adaptations = with_data_sized_defaults(config, await check_inputs(config))
-            for line in adaptations:
+            result = await check_inputs(config)
+            config, adaptations = with_data_sized_defaults(config, result.facts)
+            for line in (*result.notes, *adaptations):
                 logger.info("%s", line)
         if config.controllers.where == "deployment":
             # Queues are in the processes of the controllers, so the placement cannot be corrected during a stage.

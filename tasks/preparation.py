@@ -8,6 +8,7 @@ import logging
 from typing import Final
 
 from infra.store.manifests import Manifest
+from models.config.checks import CheckResult
 from models.config.environments import DialogueEnvironment
 from models.records.versions import policy_of
 from models.records.work import (
@@ -85,7 +86,7 @@ async def release_preparation(open_run: OpenRun) -> None:
 
 
 @stage("check inputs")
-async def check_inputs(config: RunConfig) -> dict[str, float]:
+async def check_inputs(config: RunConfig) -> CheckResult:
     """Run the preflight check and return the values that it measured, such as sizes and memory estimates. Raises
     BadInput if an input is wrong."""
     return await preflight(config)

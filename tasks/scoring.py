@@ -50,7 +50,7 @@ async def _judge_shard(open_run: OpenRun, batch: Batch, shard: int, term: str) -
 
 def _takes_messages(reward: ServedReward) -> bool:
     """Return whether the model that computes a reward receives the prompts as chat messages."""
-    return reward.kind == "model" and reward.template is None and reward.chat_prompt == "messages"
+    return reward.chat_prompt == "messages" and (reward.kind == "judge" or reward.template is None)
 
 
 async def _score_shard(open_run: OpenRun, batch: Batch, shard: int) -> Manifest:

@@ -12,7 +12,6 @@ from infra.errors import BadInput
 from infra.processes.sandbox import NOBODY, switches_user
 from infra.store.storage import open_store
 from models.config.teachers import Distillation
-from models.config.texts import NOTE
 from tasks.config.run import RunConfig
 from tasks.run.dependencies import find_matching_run
 from tasks.run.preflight import describe_images, preflight, with_data_sized_defaults, with_recorded_defaults
@@ -42,7 +41,8 @@ def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
     """Return the plan of a run. Raises BadInput in the same cases as the run itself."""
     config = with_recorded_defaults(config)
     run = find_matching_run(config, accept_change=accept_change)
-    facts = asyncio.run(preflight(config, part="plan"))
+    result = asyncio.run(preflight(config, part="plan"))
+    facts = result.facts
     config, adaptations = with_data_sized_defaults(config, facts)
     sealed = 0 if run is None else len(sealed_iterations(run))
     pools, rollout, update = config.pools, config.rollout, config.update
@@ -86,8 +86,8 @@ def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
         "threads": f"{pools.threads} per worker",
         "fingerprint": f"{config.fingerprint()} (digest of all settings that results depend on)",
     }
-    numbers = {name: number for name, number in facts.items() if not name.startswith(NOTE)}
-    return RunPlan(lines=lines, facts=numbers, notes=[*adaptations, *_list_notes(config, facts)])
+    notes = [*result.notes, *adaptations, *_list_notes(config, facts)]
+    return RunPlan(lines=lines, facts=facts, notes=notes)
 
 
 def plan_memory(config: RunConfig) -> dict[str, str]:
@@ -95,9 +95,8 @@ def plan_memory(config: RunConfig) -> dict[str, str]:
 
     Raises BadInput in the same cases as the run itself.
     """
-    config, _ = with_data_sized_defaults(
-        config, facts := asyncio.run(preflight(with_recorded_defaults(config), part="plan"))
-    )
+    facts = asyncio.run(preflight(with_recorded_defaults(config), part="plan")).facts
+    config, _ = with_data_sized_defaults(config, facts)
     return {
         "rollout worker": _format_memory(facts, "rollout"),
         "update rank": _format_update_memory(config, facts),
@@ -121,7 +120,7 @@ def plan_device(config: RunConfig, device: str, *, completion_tokens: int | None
     tokens = max(1, longest // 2) if completion_tokens is None else completion_tokens
     if not 1 <= tokens <= longest:
         raise BadInput(f"--tokens {tokens} must be between 1 and rollout.sampling.max_new_tokens, which is {longest}.")
-    config, _ = with_data_sized_defaults(config, facts := asyncio.run(preflight(config, part="plan")))
+    config, _ = with_data_sized_defaults(config, facts := asyncio.run(preflight(config, part="plan")).facts)
     return estimate(config, facts, kind, completion_tokens=tokens)
 
 

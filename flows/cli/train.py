@@ -271,7 +271,10 @@ def evaluate_here(policy: Path, *, config_path: Path | None, overrides: Sequence
 
     with guarded_directory("rheostat-evaluate-") as scratch:
         config = _build_evaluation_config(policy, config_path, overrides).model_copy(update={"store": str(scratch)})
-        config, _ = with_data_sized_defaults(config, asyncio.run(preflight(config)))
+        result = asyncio.run(preflight(config))
+        config, _ = with_data_sized_defaults(config, result.facts)
+        for line in result.notes:
+            logger.info("%s", line)
         with prefect_api("flows.evaluation"):
             from flows.evaluation import evaluate as evaluate_flow
 
@@ -294,9 +297,10 @@ def open_job(
     existing = find_matching_run(config, accept_change=accept_change)
     if existing is not None:
         existing.check_unlocked()
-    config, adaptations = with_data_sized_defaults(config, asyncio.run(preflight(config)))
+    result = asyncio.run(preflight(config))
+    config, adaptations = with_data_sized_defaults(config, result.facts)
     logger.info("run %s: %s, in %s", config.name, _describe_run(config), config.store)
-    for line in adaptations:
+    for line in (*result.notes, *adaptations):
         logger.info("%s", line)
     with prefect_api(flow, port=port) as url:
         logger.info("Prefect's UI: %s", url.removesuffix("/api"))

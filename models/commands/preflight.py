@@ -1,8 +1,8 @@
 """Check all inputs of a run before anything is written: `python -m models.commands.preflight run`.
 
 `plan` does the same without writing to the cache, and `scoring` checks the rewards alone. Reads the configuration as
-JSON on stdin. Prints `{"ok": true, "error": "", "is_down": false, "facts": {…}}`, or `ok` false with the error in one
-line and exit code 2; `is_down` means that an endpoint did not answer. Flows may not import code that loads models.
+JSON on stdin. Prints `{"ok": true, "error": "", "is_down": false, "facts": {…}, "notes": […]}`, or `ok` false with the
+error in one line and exit code 2; `is_down` means that an endpoint did not answer. Flows may not import code of models.
 """
 
 import contextlib
@@ -28,6 +28,7 @@ from models.commands.preflight_cache import build_key, checks_directory, find_or
 from models.commands.sizes import check_sizes, count_problems, count_warmup_images
 from models.config.algorithms import AlgorithmConfig
 from models.config.attention import check_attention
+from models.config.checks import CheckResult
 from models.config.data import DataConfig, PreferencesConfig
 from models.config.engines import BYTES
 from models.config.job import slot_engines
@@ -82,7 +83,7 @@ class Inputs(BaseModel):
     """Keys that were not set. Their defaults are lowered to the number of available problems."""
 
 
-def check(inputs: Inputs, *, cache: Path | None = None) -> dict[str, float]:
+def check(inputs: Inputs, *, cache: Path | None = None) -> CheckResult:
     """Check the inputs and return counts, lengths and memory estimates in bytes per worker.
 
     With a cache, facts about models from an earlier check are reused. Raises BadInput if an input is invalid.
@@ -104,21 +105,20 @@ def check(inputs: Inputs, *, cache: Path | None = None) -> dict[str, float]:
     if inputs.checked is not None:
         _check_suite(inputs, inputs.checked, heldout)
 
-    def find() -> dict[str, float]:
-        return {
-            **_check_policy(inputs, train, heldout),
-            **_check_served(inputs, train),
-            **_check_user(inputs, [*train, *heldout]),
-        }
+    def find() -> CheckResult:
+        notes: list[str] = []
+        facts = _check_policy(inputs, train, heldout, notes)
+        facts |= {**_check_served(inputs, train), **_check_user(inputs, [*train, *heldout])}
+        return CheckResult(facts=facts, notes=tuple(notes))
 
     if cache is None or not _is_repeatable(inputs):
-        facts = counts | find()
+        result = find()
     else:
         image_digests = [problem.digests for problem in (*train, *heldout)]
-        facts = counts | find_or_compute(cache, lambda: build_key(inputs, train, heldout, image_digests), find)
+        result = find_or_compute(cache, lambda: build_key(inputs, train, heldout, image_digests), find)
     images.check_judge_images(inputs.scoring)  # not cached, because another model may answer there by now
-    _check_sizes(inputs, facts)
-    return facts
+    _check_sizes(inputs, facts := counts | result.facts)
+    return CheckResult(facts=facts, notes=result.notes)
 
 
 def _is_repeatable(inputs: Inputs) -> bool:
@@ -133,14 +133,14 @@ def _is_repeatable(inputs: Inputs) -> bool:
     )
 
 
-def check_scoring(inputs: Inputs) -> dict[str, float]:
+def check_scoring(inputs: Inputs) -> CheckResult:
     """Check the rewards alone, for stored rollouts. The data is read only if workers host the model of a reward."""
     _check_rewards(inputs)
     _check_environments(None, inputs)
     hosted = bool(inputs.scoring.hosted_rewards)
     facts = _check_served(inputs, load_problems(inputs.data, "train", inputs.seed)) if hosted else {}
     images.check_judge_images(inputs.scoring)
-    return facts
+    return CheckResult(facts=facts)
 
 
 def _check_environments(rollout: RolloutConfig | None, inputs: Inputs) -> None:
@@ -202,12 +202,12 @@ def _check_suite(inputs: Inputs, against: SuiteCheck, heldout: list[Problem]) ->
         check_same_tokens(against.policy, inputs.policy)
 
 
-def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) -> dict[str, float]:
-    """Check everything that depends on the policy's files, and return sizes and memory estimates."""
+def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem], notes: list[str]) -> dict[str, float]:
+    """Check everything that depends on the policy's files. Return sizes and memory estimates, and append `notes`."""
     # Imported here, so errors in rewards and data appear before the second that importing transformers takes.
     from models.environments.runtime import check_turns, tools_of
     from models.inspection.directory import inspect_policy
-    from models.inspection.texts import text_facts
+    from models.inspection.texts import list_text_notes
     from models.text.tokenizer import enforce_prompt_length, problem_texts, tokenize_problems
 
     for name, engine, _ in slot_engines(inputs.rollout, inputs.scoring):
@@ -236,11 +236,12 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
     train_asked = enforce_prompt_length(pairs[: len(train)], max_tokens=room, too_long=too_long, split="train")
     heldout_asked = enforce_prompt_length(pairs[len(train) :], max_tokens=room, too_long=too_long, split="heldout")
     longest = max(len(prompt.input) for _, prompt in (*train_asked, *heldout_asked))
+    examples = train if inputs.warmup is not None and inputs.policy.picture_side is None else []
+    notes += list_text_notes(problems, tokenizer, rules=rules, processor=processor, examples=examples)
     return {
         **count_problems(inputs.data, [each for each, _ in train_asked], [each for each, _ in heldout_asked]),
         "too_long": len(problems) - len(train_asked) - len(heldout_asked),
         **policy.sizes(),
-        **text_facts(problems, tokenizer, rules=rules, processor=processor),
         "mean_prompt_tokens": fmean(len(prompt.input) for _, prompt in train_asked),
         "longest_prompt_tokens": longest,
         **inputs.rollout.engine.estimate_memory(
@@ -249,7 +250,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem]) 
         **_update_memory(inputs, policy.outline, longest_tokens=image_tokens or longest + new_tokens),
         **_check_critic(inputs, policy, longest_tokens=longest + new_tokens),
         **_check_teacher(inputs, problems, tokenizer, processor, longest_tokens=longest + new_tokens),
-        **_check_preferences(inputs, tokenizer, heldout, shape=shape),
+        **_check_preferences(inputs, tokenizer, heldout, notes, shape=shape),
         **_check_policy_judges(inputs, policy, train),
     }
 
@@ -303,16 +304,15 @@ def _check_teacher(
     teacher, slices = distillation.teacher, inputs.update.sequence_parallel
     parameters = check_teacher(teacher, tokenizer, longest_tokens=longest_tokens, slices=slices)
     images.check_teacher_images(teacher, problems, processor, limits=inputs.data.pixels)
-    if not parameters:
-        return {}
-    return {"teacher_parameters": parameters, "update_teacher_bytes": parameters * BYTES[inputs.update.dtype]}
+    size = parameters * BYTES[inputs.update.dtype]
+    return {"teacher_parameters": parameters, "update_teacher_bytes": size} if parameters else {}
 
 
 def _check_preferences(
-    inputs: Inputs, tokenizer: "PreTrainedTokenizerFast", heldout: list[Problem], *, shape: ModelShape
+    inputs: Inputs, tokenizer: "PreTrainedTokenizerFast", heldout: list[Problem], notes: list[str], *, shape: ModelShape
 ) -> dict[str, float]:
     """Check all pairs with the models to be trained on them. Reward models are as large as the policy."""
-    from models.inspection.texts import preference_facts
+    from models.inspection.texts import list_preference_notes
     from models.text.sequences import policy_pairs, reward_pairs
 
     if inputs.preferences is None:
@@ -334,7 +334,8 @@ def _check_preferences(
         template, form = reward.template, reward.chat_prompt
         reward_pairs([*train, *heldout_pairs], tokenizer, template=template, context=shape.context, chat_prompt=form)
     sizes = {f"{term}_parameters": shape.parameters for term in trained}
-    return {**sizes, **preference_facts(train, heldout_pairs, tokenizer)}
+    notes += list_preference_notes([*train, *heldout_pairs], tokenizer, rules=inputs.data.text_rules)
+    return {**sizes, "train_pairs": len(train), "heldout_pairs": len(heldout_pairs)}
 
 
 def _check_served(inputs: Inputs, train: list[Problem]) -> dict[str, float]:
@@ -378,19 +379,20 @@ def main() -> int:
     answer = os.fdopen(os.dup(1), "w")
     with contextlib.redirect_stdout(sys.stderr):  # rewards and libraries may print; stdout must contain only the answer
         inputs = Inputs.model_validate_json(sys.stdin.read())
-        error, is_down, facts = "", False, dict[str, float]()
+        error, is_down, result = "", False, CheckResult(facts={})
         try:
             match sys.argv[1:]:
                 case ["scoring"]:
-                    facts = check_scoring(inputs)
+                    result = check_scoring(inputs)
                 case ["plan"]:  # writes nothing at all
-                    facts = check(inputs, cache=None)
+                    result = check(inputs, cache=None)
                 case _:
-                    facts = check(inputs, cache=checks_directory())
+                    result = check(inputs, cache=checks_directory())
         except (BadInput, EndpointDown) as found:
             error, is_down = " ".join(str(found).split()), isinstance(found, EndpointDown)
     with answer:
-        answer.write(json.dumps({"ok": not error, "error": error, "is_down": is_down, "facts": facts}) + "\n")
+        verdict = {"ok": not error, "error": error, "is_down": is_down, **result.model_dump()}
+        answer.write(json.dumps(verdict) + "\n")
     return 2 if error else 0
 
 

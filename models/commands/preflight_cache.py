@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Final
 
 from blake3 import blake3
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from infra.store.inputs import fetch_path
+from models.config.checks import CheckResult
 from models.text.template_files import FOLDER
 
 MAX_RESULTS: Final = 200
@@ -31,22 +32,20 @@ HEADER_BYTES: Final = 10**8
 PROJECT_ROOT: Final = Path(__file__).parents[2]
 """Root directory of this project."""
 
-_FACTS: Final = TypeAdapter(dict[str, float])
 
-
-def find_or_compute(directory: Path, key: Callable[[], str], find: Callable[[], dict[str, float]]) -> dict[str, float]:
+def find_or_compute(directory: Path, key: Callable[[], str], find: Callable[[], CheckResult]) -> CheckResult:
     """Return the cached result for the key, or compute the result and cache it.
 
     If the inputs change during the computation, the key afterwards differs and the result is not cached.
     """
     before = key()
     with suppress(OSError, ValidationError):
-        return _FACTS.validate_json((directory / before).read_bytes(), strict=True)
-    facts = find()
+        return CheckResult.model_validate_json((directory / before).read_bytes(), strict=True)
+    result = find()
     if key() == before:
         with suppress(OSError):  # a failure to write the cache is harmless
-            _store_check(directory, before, facts)
-    return facts
+            _store_check(directory, before, result)
+    return result
 
 
 def checks_directory() -> Path | None:
@@ -68,11 +67,11 @@ def build_key(settings: BaseModel, *contents: object) -> str:
     return blake3(json.dumps(whole).encode()).hexdigest()
 
 
-def _store_check(directory: Path, key: str, facts: Mapping[str, float]) -> None:
+def _store_check(directory: Path, key: str, result: CheckResult) -> None:
     """Write a result to the cache and delete the oldest results beyond `MAX_RESULTS`."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=directory, prefix=".", delete=False) as file:
-        json.dump(facts, file)
+        file.write(result.model_dump_json())
     Path(file.name).replace(directory / key)
     oldest_last = sorted(directory.iterdir(), key=lambda path: path.stat().st_mtime_ns, reverse=True)
     for path in oldest_last[MAX_RESULTS:]:

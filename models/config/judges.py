@@ -217,6 +217,9 @@ class JudgeReward(RewardTerm):
     that the run trains gets a short prompt. `{prompt}`, `{completion}` and `{answer}` are filled in and escaped.
     `{fence}` is a delimiter that no completion can guess. For a verdict of kind `steps`, use `{steps}` (the completion
     with each step in tags) instead of `{completion}`."""
+    chat_prompt: Annotated[Literal["messages", "text"], Since("0.2.0", before="text")] = "messages"
+    """Form of `{prompt}` for chats: "messages" is the tools and messages of the prompt, each in tags and escaped.
+    "text" is the prompt as rendered by the policy's template. No effect on plain-text prompts."""
     images: Annotated[Literal["none", "prompt"], Since("0.1.0", before="none")] = "none"
     """Images shown to the judge: "none", or with "prompt" the images of the prompt, in order, before the text. For a
     text-to-image policy, "prompt" shows the generated picture."""

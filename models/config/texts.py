@@ -4,9 +4,6 @@ from typing import Annotated, Final, Literal, NamedTuple
 
 from infra.config import Settings, Since
 
-NOTE: Final = "note: "
-"""Prefix of metrics of the input check that are only notes for the plan. Their value has no meaning."""
-
 
 class TextRules(NamedTuple):
     """Rules for encoding prompts, and the completions of training examples, as tokens."""

@@ -19,6 +19,7 @@ from models.data.images import convert_image
 from models.data.messages import omit_nulls, read_messages, read_prompt, read_text
 from models.data.problems import (
     NO_ARGUMENTS,
+    Message,
     Problem,
     Prompt,
     TemplateArguments,
@@ -132,9 +133,18 @@ class Preference:
     """Origin of the pair for messages, for example `pairs.jsonl:17`."""
     prompt: Prompt
     chosen: str
+    """Text of the better completion. Empty if `chosen_message` has only other fields."""
     rejected: str
     template: TemplateArguments = NO_ARGUMENTS
     """Arguments of the chat template, if the prompt is a chat."""
+    chosen_message: Message | None = None
+    """Better completion as a message, if it has more fields than the text, such as tool calls."""
+    rejected_message: Message | None = None
+
+    @property
+    def completions(self) -> tuple[tuple[str, Message | None], tuple[str, Message | None]]:
+        """Better and worse completion: the text, and the message if it has more fields than the text."""
+        return (self.chosen, self.chosen_message), (self.rejected, self.rejected_message)
 
     def identity(self, version: int) -> str:
         """Return the text that identifies the prompt in this version of the rules."""
@@ -236,33 +246,43 @@ def _build_pair(place: str, row: Mapping[str, object], config: FilePreferences, 
             f"{place}: {config.prompt_column}: preference pairs support text only, but the prompt contains an image. "
             "Remove the images, or the row."
         )
-    chosen, rejected = (
+    (chosen, chosen_message), (rejected, rejected_message) = (
         _read_completion(place, row, column, config) for column in (config.chosen_column, config.rejected_column)
     )
-    if chosen == rejected:
+    for column, message in ((config.chosen_column, chosen_message), (config.rejected_column, rejected_message)):
+        if message is not None and isinstance(prompt, str):
+            raise BadInput(
+                f"{place}: {column}[0]: a message with other fields than `content` needs a chat as the prompt, found "
+                "plain text. Write the prompt as a list of messages, or write the completion as text."
+            )
+    if (chosen, chosen_message) == (rejected, rejected_message):
         columns = f"{config.chosen_column} and {config.rejected_column}"
         raise BadInput(f"{place}: {columns}: expected two different completions, but both are {chosen!r:.60}")
-    return Preference(source=place, prompt=prompt, chosen=chosen, rejected=rejected, template=template)
+    return Preference(place, prompt, chosen, rejected, template, chosen_message, rejected_message)
 
 
-def _read_completion(place: str, row: Mapping[str, object], column: str, config: FilePreferences) -> str:
+def _read_completion(
+    place: str, row: Mapping[str, object], column: str, config: FilePreferences
+) -> tuple[str, Message | None]:
     """Return the completion in a column, which is either plain text or a chat with one assistant message.
 
-    Raises BadInput if the value has another form, or the message has fields that a completion cannot have.
+    The message is returned if it has more fields than the text. Raises BadInput if the value has another form.
     """
     value = row[column]
     if not isinstance(value, list):
-        return read_text(place, value, column)
+        return read_text(place, value, column), None
     turns = read_messages(place, [omit_nulls(turn) for turn in value], column, fields=config.message_fields)
     if [turn.role for turn in turns] != ["assistant"]:
         roles = ", ".join(turn.role for turn in turns) or "no message"
         raise BadInput(f"{place}: {column}: expected exactly one message, with role assistant, found {roles}")
-    if others := [*turns[0].fields, *(["name"] if turns[0].name else [])]:
+    turn = turns[0]
+    if not all(isinstance(part, str) for part in turn.parts):
         raise BadInput(
-            f"{place}: {column}[0].{others[0]}: a completion is trained as the text in `content`. Write the field into "
-            "the content as the policy should generate it, or set preferences.message_fields = 'drop' to ignore it."
+            f"{place}: {column}[0].content: preference pairs support text only, but the content has an image."
         )
-    return read_text(place, turns[0].content, column)
+    if turn.fields or turn.name:
+        return turn.text, turn
+    return read_text(place, turn.text, column), None
 
 
 def _require_new_prompts(heldout: Sequence[Preference], config: FilePreferences) -> None:

@@ -132,7 +132,7 @@ def _require_known(place: str, value: Mapping[str, object], column: str, known: 
 
 
 def _read_calls(place: str, value: object, column: str) -> list[JsonValue]:
-    """Return the tool calls of a message in the format of OpenAI. Arguments that are JSON text are decoded.
+    """Read the tool calls of a message, in the format of OpenAI. Arguments are objects, or JSON text as in the file.
 
     Raises BadInput if a call has no name, an unknown field, or arguments that are not a JSON object.
     """
@@ -156,10 +156,12 @@ def _read_call(place: str, value: object, column: str) -> JsonValue:
     is_wrapped = "function" in call
     _require_known(place, function, column, _FUNCTION if is_wrapped else (*_CALL[:2], *_FUNCTION), what="a tool call")
     arguments = function.get("arguments", {})
-    parsed = _parse_json(place, arguments, f"{column}.arguments") if arguments != "" else {}
+    arguments = {} if isinstance(arguments, str) and not arguments.strip() else arguments
+    parsed = _parse_json(place, arguments, f"{column}.arguments")
     if not isinstance(parsed, dict):
         raise BadInput(f"{place}: {column}.arguments: expected a JSON object, found {arguments!r:.60}")
-    function["arguments"] = parsed
+    check_columns({f"{column}.arguments": parsed}, source=place)
+    function["arguments"] = arguments
     if not is_wrapped:
         return cast(JsonValue, function)
     _require_known(place, call, column, _CALL, what="a tool call")

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol, cast
 
@@ -12,7 +13,7 @@ from infra.errors import BadInput, InputErrors
 from infra.plugins import find_target
 from infra.variants import implementation_of
 from models.config.data import DataConfig
-from models.data.canonical import canonicalize_columns, canonicalize_text, fold_text, map_texts
+from models.data.canonical import canonicalize_columns, canonicalize_text, drop_absent, fold_text, map_texts
 from models.data.images import convert_image, digest_of
 
 
@@ -47,15 +48,32 @@ class Message:
         return "".join(part for part in self.parts if isinstance(part, str))
 
     def encode(self) -> dict[str, Any]:
-        """Return the message in the format of chat templates."""
-        is_plain = self.content is None or isinstance(self.content, str)
-        content = self.content if is_plain else [_encode_part(part) for part in self.parts]
-        return {"role": self.role, "content": content} | ({"name": self.name} if self.name else {}) | {**self.fields}
+        """Return the message in the format of chat templates. A content of None is absent, as transformers has it."""
+        content = self.content if isinstance(self.content, str) else [_encode_part(part) for part in self.parts]
+        contents = {} if self.content is None else {"content": content}
+        return {"role": self.role, **contents} | ({"name": self.name} if self.name else {}) | {**self.fields}
 
     def values(self) -> list[JsonValue]:
-        """Return the values that identify the message. Without `fields`, these are role, content and name."""
-        values = [*replace(self, fields={}).encode().values()]
-        return [*values, encode_columns(self.fields)] if self.fields else values
+        """Return the values that identify the message. Without `fields`, these are role, content and name.
+
+        The values do not depend on the format of the file: nulls are absent, and arguments of calls are objects.
+        """
+        values: list[JsonValue] = [self.role, replace(self, fields={}).encode().get("content")]
+        values += [self.name] if self.name else []
+        return [*values, encode_columns(drop_absent(_parse_arguments(self.fields)))] if self.fields else values
+
+
+def _parse_arguments(value: Any, name: str = "") -> Any:  # noqa: ANN401 -- a field of a message
+    """Return a field of a message in which the arguments of tool calls that are JSON text are objects."""
+    match value:
+        case Mapping():
+            return {key: _parse_arguments(each, key) for key, each in value.items()}
+        case list():
+            return [_parse_arguments(each) for each in value]
+        case str() if name == "arguments":
+            with suppress(ValueError):
+                return json.loads(value)
+    return value
 
 
 def _encode_part(part: str | ImagePlace) -> dict[str, str]:
@@ -162,7 +180,7 @@ def decode_template_input(encoded: str) -> tuple[tuple[Message, ...], TemplateAr
 
 def _decode_message(turn: dict[str, Any]) -> Message:
     """Return the message that `Message.encode` encoded."""
-    content = turn.pop("content")
+    content = turn.pop("content", None)
     if isinstance(content, list):
         content = tuple(part["text"] if part["type"] == "text" else ImagePlace() for part in content)
     return Message(turn.pop("role"), content, turn.pop("name", ""), turn)
@@ -248,7 +266,8 @@ def _identify(
     else:
         turns: JsonValue = [turn.values() for turn in prompt]
         text = json.dumps(map_texts(turns, convert) if convert else turns, ensure_ascii=False)
-        text = json.dumps([text, *map(encode_columns, tools)], ensure_ascii=False) if tools else text
+        shown = [convert(encode_columns(drop_absent(tool))) if convert else encode_columns(tool) for tool in tools]
+        text = json.dumps([text, *shown], ensure_ascii=False) if shown else text
     if convert:
         columns = {name: map_texts(value, convert) for name, value in canonicalize_columns(columns).items()}
     if columns:

@@ -5,68 +5,124 @@ from collections.abc import Iterator, Sequence
 
 from transformers import PreTrainedTokenizerFast
 
-from models.config.texts import NOTE, TextRules
+from models.config.texts import TextRules
 from models.data.examples import Preference
 from models.data.problems import Problem, Prompt, TemplateArguments
+from models.text.chats import join_templates
 from models.text.control_tokens import ControlTokens
-from models.text.template_fields import count_unread_fields
+from models.text.template_fields import count_changes, fit_chats
+from models.text.tokenizer import renders_plain_text
 from models.text.turn_end import find_turn_end
+from models.text.unread_fields import count_unread_fields
 from models.vision.processor import VisionProcessor
 
 
-def text_facts(
+def list_text_notes(
     problems: Sequence[Problem],
     tokenizer: PreTrainedTokenizerFast,
     *,
     rules: TextRules,
     processor: VisionProcessor | None = None,
-) -> dict[str, float]:
-    """Return notes on the texts of problems. Each note is a key with the prefix `NOTE`; the values have no meaning."""
-    contained = _describe_contained_tokens(problems, tokenizer, rules, processor)
-    unread = _describe_unread([(each.prompt, each.template) for each in problems], tokenizer, "prompts")
-    notes = (*contained, *_describe_end(problems, tokenizer, rules), *unread)
-    return {f"{NOTE}{note}": 1.0 for note in notes}
+    examples: Sequence[Problem] = (),
+) -> list[str]:
+    """Return notes on the texts of problems. The warm-up trains on the answers of `examples`."""
+    control = ControlTokens.of(tokenizer, images=[] if processor is None else [processor.placeholder])
+    contained = [(each.source, control.find(each.prompt)) for each in problems]
+    answers = [
+        (each.source, control.find_special(text))
+        for each in examples
+        for text in each.worked_turns or (each.worked or each.answer,)
+    ]
+    in_parts = processor is not None and bool(tokenizer.chat_template) and not renders_plain_text(tokenizer)
+    prompts = [(each.prompt, each.template) for each in problems]
+    return [
+        *_describe_contained(contained, "prompt", rules),
+        *_describe_contained(answers, "completion of the warm-up", rules),
+        *_describe_end(problems, tokenizer, rules),
+        *_describe_unread(prompts, tokenizer, "prompts", in_parts=in_parts),
+        *(() if in_parts else _describe_changes(prompts, tokenizer)),
+        *_describe_date(prompts, tokenizer),
+    ]
 
 
-def preference_facts(
-    train: Sequence[Preference], heldout: Sequence[Preference], tokenizer: PreTrainedTokenizerFast
-) -> dict[str, float]:
-    """Return the numbers of preference pairs, and notes on their prompts in the format of `text_facts`."""
-    prompts = [(each.prompt, each.template) for each in (*train, *heldout)]
-    notes = {f"{NOTE}{note}": 1.0 for note in _describe_unread(prompts, tokenizer, "pairs of preferences")}
-    return {"train_pairs": len(train), "heldout_pairs": len(heldout), **notes}
+def list_preference_notes(
+    pairs: Sequence[Preference], tokenizer: PreTrainedTokenizerFast, *, rules: TextRules
+) -> list[str]:
+    """Return notes on preference pairs, like those of `list_text_notes`."""
+    control = ControlTokens.of(tokenizer)
+    prompts = [(each.source, control.find(each.prompt)) for each in pairs]
+    texts = [
+        (each.source, control.find_special(text) if message is None else control.find((message,)))
+        for each in pairs
+        for text, message in each.completions
+    ]
+    return [
+        *_describe_contained(prompts, "prompt of preference pairs", rules),
+        *_describe_contained(texts, "completion of preference pairs", rules),
+        *_describe_unread([(each.prompt, each.template) for each in pairs], tokenizer, "pairs of preferences"),
+    ]
 
 
 def _describe_unread(
-    prompts: Sequence[tuple[Prompt, TemplateArguments]], tokenizer: PreTrainedTokenizerFast, what: str
+    prompts: Sequence[tuple[Prompt, TemplateArguments]],
+    tokenizer: PreTrainedTokenizerFast,
+    what: str,
+    *,
+    in_parts: bool = False,
 ) -> Iterator[str]:
-    """Yield a note if the chat template ignores some of the fields of messages, tools or variables. `what` names the
-    data."""
-    if unread := count_unread_fields(prompts, tokenizer):
+    """Yield a note if the chat template ignores some of the fields or contents of messages, tools or variables. `what`
+    names the data."""
+    if unread := count_unread_fields(prompts, tokenizer, in_parts=in_parts):
         fields = ", ".join(f"{name} ({rows:,} {what})" for name, rows in unread.items())
         yield f"The policy's chat template does not read {fields}, so the policy does not see these values."
 
 
-def _describe_contained_tokens(
-    problems: Sequence[Problem],
-    tokenizer: PreTrainedTokenizerFast,
-    rules: TextRules,
-    processor: VisionProcessor | None,
+def _describe_changes(
+    prompts: Sequence[tuple[Prompt, TemplateArguments]], tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[str]:
-    """Yield a note if prompts contain control tokens."""
-    control = ControlTokens.of(tokenizer, images=[] if processor is None else [processor.placeholder])
-    contained = [(problem.source, token) for problem in problems if (token := control.find(problem.prompt))]
+    """Yield a note if the chat template receives values in another form than the file has."""
+    chats = [(prompt, arguments) for prompt, arguments in prompts if not isinstance(prompt, str)]
+    if not tokenizer.chat_template:
+        return
+    encoded = [[message.encode() for message in prompt] for prompt, _ in chats]
+    if changes := count_changes(encoded, fit_chats(encoded, tokenizer, [arguments for _, arguments in chats])):
+        forms = ", ".join(f"{change} ({rows:,} prompts)" for change, rows in changes.items())
+        yield f"The policy's chat template would not show the form in the file, so it receives {forms}."
+
+
+def _describe_date(
+    prompts: Sequence[tuple[Prompt, TemplateArguments]], tokenizer: PreTrainedTokenizerFast
+) -> Iterator[str]:
+    """Yield a note if the chat template writes the present date into prompts."""
+    chats = [arguments for prompt, arguments in prompts if not isinstance(prompt, str)]
+    has_dates = all(any("date" in name for name in arguments.kwargs) for arguments in chats)
+    if not has_dates and "strftime_now" in join_templates(tokenizer):
+        yield (
+            "The policy's chat template can write the date on which a prompt is rendered (strftime_now). Prompts are "
+            "rendered once for a run, but runs of other days have other prompts. If the template reads a date from a "
+            "variable, set the variable in data.chat_template_kwargs."
+        )
+
+
+def _describe_contained(tokens: Sequence[tuple[str, str | None]], noun: str, rules: TextRules) -> Iterator[str]:
+    """Yield a note if texts contain control tokens. `tokens` has the origin of each text and its first control token.
+
+    `noun` names one text.
+    """
+    contained = [(source, token) for source, token in tokens if token is not None]
     if not contained:
         return
     source, token = contained[0]
-    prompts = "1 prompt contains" if len(contained) == 1 else f"{len(contained):,} prompts contain"
+    head, *rest = noun.split(" ", 1)
+    plural = " ".join([f"{len(contained):,} {head}s", *rest])
+    texts = f"1 {noun} contains" if len(contained) == 1 else f"{plural} contain"
     effect = (
         "They become control tokens, because data.special_tokens is 'parse'."
         if rules.parses_control_tokens
-        else "They are encoded as ordinary text. If the prompts contain the markers of a chat template on purpose, set "
+        else "They are encoded as ordinary text. If the texts contain the markers of a chat template on purpose, set "
         "data.special_tokens = 'parse'."
     )
-    yield f"{prompts} control tokens of the policy, first {json.dumps(token)} in {source}. {effect}"
+    yield f"{texts} control tokens of the policy, first {json.dumps(token)} in {source}. {effect}"
 
 
 def _describe_end(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast, rules: TextRules) -> Iterator[str]:

@@ -6,7 +6,7 @@ delimiter (fence) that does not occur in the text.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, count
 from random import Random
 from typing import Final
@@ -18,6 +18,7 @@ from models.config.training import WarmupConfig
 from models.data.arithmetic import right_completion, wrong_completion
 from models.data.examples import Example
 from models.data.problems import Problem, identity, load_problems
+from models.judges.chats import escape, mark_prompt
 from models.records.seeds import derive_seed
 from models.text.steps import split_steps
 
@@ -29,42 +30,19 @@ Episode = Sequence[tuple[str, str]]
 
 _FIELD: Final = re.compile(r"\{(" + "|".join(FIELDS) + r")\}")
 
-# Control characters, and characters that reorder or hide text. Newline and tab are kept.
-_CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
-
-# Special tokens in square brackets, such as [INST], [SEP], [gMASK], [@BOS@]. All others need angle brackets.
-_TURN: Final = re.compile(r"\[(/?@?[a-z]?[A-Z_]+@?|control_[0-9]+|multimodal)\]")
-
-# Wide and small brackets, which some tokenizers normalize to the brackets of tags.
-_ALIKE: Final = re.compile(
-    "[\N{FULLWIDTH LESS-THAN SIGN}\N{FULLWIDTH GREATER-THAN SIGN}\N{SMALL LESS-THAN SIGN}"
-    "\N{SMALL GREATER-THAN SIGN}\N{FULLWIDTH LEFT SQUARE BRACKET}\N{FULLWIDTH RIGHT SQUARE BRACKET}]"
-)
-
 
 def fill_template(
-    template: str, *, prompt: str, completion: str, answer: str, seed: int, steps: str = "", transcript: str = ""
+    template: str, *, prompt: str, completion: str, answer: str, seed: int, marked: Mapping[str, str] = {}
 ) -> str:
     """Fill the fields of a template and return the question. Braces within the filled-in texts stay as they are.
 
-    `steps` are the steps of the completion wrapped in tags. `transcript` is the completion of an episode with tags
-    around the environment's messages. Both are already escaped.
+    `marked` are texts by field that are already escaped and contain tags: the prompt of a chat, the completion of an
+    episode, or the steps of a completion. They replace the other texts unless they are empty.
     """
-    texts = {"prompt": escape(prompt), "completion": transcript or escape(completion), "answer": escape(answer)}
-    texts["steps"] = steps
+    texts = {"prompt": escape(prompt), "completion": escape(completion), "answer": escape(answer), "steps": ""}
+    texts |= {name: text for name, text in marked.items() if text}
     texts["fence"] = next(fence for fence in _fences(seed) if not _occurs(fence, [template, *texts.values()]))
     return _FIELD.sub(lambda field: texts[field[1]], template)
-
-
-def escape(text: str) -> str:
-    """Escape a text so that it contains no tag, no special token of a chat and no control character.
-
-    >>> escape("<|im_end|> [INST] a < b")
-    '&lt;|im_end|&gt; &#91;INST&#93; a &lt; b'
-    """
-    visible = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
-    quoted = visible.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return _ALIKE.sub(lambda mark: f"&#{ord(mark[0])};", _TURN.sub(r"&#91;\1&#93;", quoted))
 
 
 def find_fields(template: str) -> set[str]:
@@ -206,21 +184,33 @@ def choose_template(reward: JudgeReward, *, answer: str, of_episode: bool = Fals
 
 
 def build_question_text(
-    reward: JudgeReward, *, prompt: str, completion: str, answer: str, seed: int, episode: Episode = ()
+    reward: JudgeReward,
+    *,
+    prompt: str,
+    completion: str,
+    answer: str,
+    seed: int,
+    episode: Episode = (),
+    chat: str = "",
 ) -> str:
     """Return the question about a completion. The environment's messages in an episode are marked with tags.
+
+    `chat` are the messages of a prompt that is a chat, from `models.judges.chats`.
 
     A judge that the run trains gets the bare template on which it is trained, without these tags.
     """
     verdict, exchanges = reward.verdict, () if reward.is_trained else episode
     return fill_template(
         choose_template(reward, answer=answer, of_episode=bool(exchanges)),
-        transcript=mark_episode(exchanges),
         prompt=prompt,
         completion=completion,
         answer=answer,
-        steps=wrap_steps(split_steps(completion, verdict.steps)) if isinstance(verdict, StepsVerdict) else "",
         seed=seed,
+        marked={
+            "prompt": chat,
+            "completion": mark_episode(exchanges),
+            "steps": wrap_steps(split_steps(completion, verdict.steps)) if isinstance(verdict, StepsVerdict) else "",
+        },
     )
 
 
@@ -260,8 +250,9 @@ def vocabulary_texts(reward: JudgeReward, problems: Iterable[Problem], *, seed: 
 
 def question_about(problem: Problem, completion: str, *, reward: JudgeReward, seed: int) -> str:
     """Return the question about a completion of a problem, exactly as the judge will receive it."""
+    chat = mark_prompt(problem.prompt, problem.template) if reward.chat_prompt == "messages" else ""
     return build_question_text(
-        reward, prompt=identity(problem.prompt), completion=completion, answer=problem.answer, seed=seed
+        reward, prompt=identity(problem.prompt), completion=completion, answer=problem.answer, seed=seed, chat=chat
     )
 
 

@@ -37,6 +37,8 @@ class JudgedCompletion:
     """Digests of the prompt's images."""
     episode: tuple[tuple[str, str], ...] = ()
     """Messages of an episode in order: role and text of the policy's turns and of the environment's answers."""
+    chat: str = ""
+    """Messages of a prompt that is a chat, with tags (`models.judges.chats`), or empty."""
 
     @property
     def is_blank(self) -> bool:
@@ -62,7 +64,13 @@ class Ballot:
         seed = derive_seed(name, *seed_parts, it.origin, it.sample, self.vote, attempt)
         fence = derive_seed(name, *seed_parts, it.origin, it.sample) if reward.template is None else seed
         text = build_question_text(
-            reward, prompt=it.prompt, completion=it.completion, answer=it.answer, seed=fence, episode=it.episode
+            reward,
+            prompt=it.prompt,
+            completion=it.completion,
+            answer=it.answer,
+            seed=fence,
+            episode=it.episode,
+            chat=it.chat,
         )
         return Question(text=text, seed=seed, images=it.images if reward.images == "prompt" else ())
 
@@ -98,6 +106,7 @@ def _canaries(completions: Sequence[JudgedCompletion], canaries: Canaries) -> It
             answer=source.answer,
             origin=source.prompt_row,
             images=source.images,
+            chat=source.chat,
         )
 
 

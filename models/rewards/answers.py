@@ -14,10 +14,16 @@ MAX_ANSWER: Final = 2000
 MAX_STATED: Final = 200
 """Maximum number of characters of an answer without a marker."""
 
+MAX_COMPLETION: Final = 100_000
+"""Maximum number of characters of a completion that are read. Only the end of a longer one is looked at."""
+
 _TAG: Final = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL | re.IGNORECASE)
-_HASHES: Final = re.compile(r"####(?!#)([^\n]*)")
+_HASHES: Final = re.compile(r"####(?!#)((?:(?!####)[^\n])*)")
 _BRACE: Final = re.compile(r"\\f?box(?:ed)?\s*\{|(?<!\\)[{}]")
-_STATEMENT: Final = re.compile(r"\banswer(?:\s+to\b[^.\n:]{0,80}?)?\s*(?:\bis\b\s*:?|:)", re.IGNORECASE)
+_STATEMENT: Final = re.compile(
+    r"\b(?:answer(?:\s+to\b[^.\n:]{0,80}?)?|(?:correct|right|best)\s+(?:option|choice))\s*(?:\bis\b\s*:?|:)",
+    re.IGNORECASE,
+)
 _TAGS: Final = re.compile(r"</?[A-Za-z][\w-]*>|<\|\w+\|>")
 _PREFIX: Final = re.compile(r"^(?:####|(?:the\s+)?(?:final\s+)?answer\s*(?:\bis\b\s*:?|:))\s*(?=\S)", re.IGNORECASE)
 _FINAL: Final = re.compile(r"\bfinal answer is\b\s*:?", re.IGNORECASE)
@@ -36,6 +42,7 @@ _WRAPS: Final = [
         r"\*\*((?:(?!\*\*).)+)\*\*",
         r"__((?:(?!__).)+)__",
         r"\*([^*]+)\*",
+        r"_([^_]+)_",
         r"`([^`]+)`",
         r'"([^"]+)"',
         r"“([^”]+)”",
@@ -49,18 +56,34 @@ _SYMBOLS: Final = {
     "−": "-", "‒": "-", "﹣": "-", "－": "-", "×": r"\times ", "✕": r"\times ", "⋅": r"\cdot ", "·": r"\cdot ",
     "∙": r"\cdot ", "÷": "/", "∕": "/", "⁄": "/", "≤": r"\le ", "⩽": r"\le ", "≥": r"\ge ", "⩾": r"\ge ",
     "≠": r"\ne ", "≈": r"\approx ", "∞": r"\infty ", "π": r"\pi ", "𝜋": r"\pi ", "°": r"^{\circ}", "±": r"\pm ",
-    "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}",
-    "\u00a0": " ", "\u2007": " ", "\u2009": " ", "\u200a": " ", "\u202f": " ", "\u200b": "", "\u2060": "", "\ufeff": "",
+    "→": r"\to ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}",
+    "ℤ": r"\mathbb{Z}",
+    "\u200b": "", "\u2060": "", "\ufeff": "",
     "（": "(", "）": ")", "，": ",", "．": ".", "％": "%", "＝": "=", "＋": "+",
 }  # fmt: skip
 _SYMBOL: Final = re.compile("|".join(map(re.escape, _SYMBOLS)))
+_SPACE: Final = re.compile(
+    r"[^\S\n\r\t ]|&nbsp;|&thinsp;|(?<!\\)\{(?:\\[,;:! ]|\s)\}"
+    r"|\{\s*\\(?:thin|med|thick|en|neg)s(?:pace|kip)\s*\}|\\(?:thin|med|thick|en)s(?:pace|kip)(?![A-Za-z])(?:\{\})? ?"
+    r"|\\[hm]s(?:pace\*?\s*\{[^{}]*\}|kip\s*[-+]?[\d.]+\s*[a-z]{2}(?![a-z]) ?)"
+)
+_SEPARATOR: Final = re.compile(r"(?<=\d)(?:\\(?:text|mathord)\s*\{([,:])\}|\{:\}|([٬˙ʹ′]))(?=\d)")
+_REPEATING: Final = re.compile(
+    r"(?<![\d.,])(\d{0,30})\.(\d{0,30})\s*(?:\\(?:overline|bar|dot)\s*(?:\{(\d{1,30})\}|(\d))|\((\d{1,30})\))(?!\d)"
+)
 _SUPERSCRIPTS: Final = {**dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n", strict=True))}
 _RAISED: Final = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
+_LOWERED: Final = re.compile("[₀-₉]+")
 _VULGAR: Final = re.compile("[¼-¾⅐-⅞]")
 _ROOT: Final = re.compile(r"([√∛∜])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[A-Za-z]))")
 _POWER: Final = re.compile(r"(?<=[\w)}\]])(?:\*\*| \*\* )(-?\d+(?:\.\d+)?|[A-Za-z](?![A-Za-z])|\([^()]*\))")
 _EXPONENT: Final = re.compile(r"(?<![A-Za-z\d.\\_])(\d+(?:\.\d*)?|\.\d+)[eE]([+-]?\d+)(?!\w|\.\d)")
 _THIN_SPACED: Final = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\\[,;:! ]|~)\d{3})+(?!\d)")
+_SPACED: Final = re.compile(r"(?<!\d )(?<![\w.,])[1-9]\d{0,2}(?: \d{3})+(?![\d/]| [\d\\])")
+_SPACED_DECIMALS: Final = re.compile(
+    r"(?<!\d)\d+\.\d{3}(?:(?: |\\[,;:! ]|~)\d{3})*(?: |\\[,;:! ]|~)\d{1,3}(?![\d/]| \d)"
+)
+_FUNCTION: Final = re.compile(r"(?<![\\A-Za-z])((?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|log|ln|exp)(?![A-Za-z])")
 _NAMED: Final = re.compile(r"(?<![\\A-Za-z])(pi|infinity|inf|oo)(?![A-Za-z])", re.IGNORECASE)
 _SQRT: Final = re.compile(r"(?<![\\A-Za-z])sqrt\s*(?:\(([^()]*)\)|(\d+))")
 
@@ -83,7 +106,8 @@ def find_answer(text: str) -> FinalAnswer | None:
     """
     boxes, plain = _boxes(text), re.sub(r"\*\*|__", "", text)
     marked = [(match.start(), match[1]) for pattern in (_TAG, _HASHES) for match in pattern.finditer(text)]
-    last = max(marked, default=None)
+    in_last_box = range(*boxes[-1][:2]) if boxes else range(0)
+    last = max((each for each in marked if each[0] not in in_last_box), default=None)
     if boxes and last is None and (final := _find_statement(_FINAL, text[boxes[-1][1] :])) is not None:
         return final
     if boxes and (last is None or last[0] < boxes[-1][0]):
@@ -92,12 +116,14 @@ def find_answer(text: str) -> FinalAnswer | None:
             return None
         if len(inner) > MAX_ANSWER:
             return None
+        if "####" in inner:
+            inner = inner.rpartition("####")[2]
         percent = "%" if _AFTER.match(text[end:]) and not inner.rstrip().endswith("%") else ""
         return FinalAnswer(unwrap(inner) + percent, "boxed")
     if last is not None and len(last[1]) > MAX_ANSWER:
         return None
     if last is not None:
-        inside = find_answer(last[1]) if r"\boxed" in last[1] else None
+        inside = find_answer(last[1]) if r"\boxed" in last[1] and not has_several_boxes(last[1]) else None
         return FinalAnswer(unwrap(last[1]) if inside is None else inside.text, "marked")
     if (stated := _find_statement(_STATEMENT, plain)) is not None:
         return stated
@@ -140,8 +166,7 @@ def unwrap(text: str) -> str:
     before = None
     text = _TAGS.sub("", text)
     while text != before:
-        before, text = text, text.strip()
-        text = re.sub(r"(?:(?<!\.)\.{1,2}|[;,])\s*$", "", text) if not text.endswith(r"\!") else text
+        before, text = text, _strip(text)
         text = _PREFIX.sub("", text)
         if text.count("**") == 1:  # half of an emphasis that began before the marker
             text = text.removeprefix("**").removesuffix("**")
@@ -154,13 +179,31 @@ def unwrap(text: str) -> str:
     return text
 
 
+def _strip(text: str) -> str:
+    """Return a text without white space at its ends, and without LaTeX's spaces and punctuation at its end."""
+    before = None
+    while text != before:
+        before, text = text, text.strip()
+        if re.search(r"(?<!\\)(?:\\\\)*\\[,;:!]?$", text[-20:]):
+            text = text.rstrip(",;:!")[:-1]
+        elif re.search(r"(?:(?<!\.)\.{1,2}|[;,~])$", text[-3:]):
+            text = text[:-1]
+    return text
+
+
 def to_latex(text: str) -> str:
     """Return a text with Unicode symbols, Python's powers and exponents, and spaced thousands in LaTeX's spelling."""
-    text = text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
+    text = _SPACE.sub(" ", text)
+    if not text.isascii():
+        text = re.sub(r"(?![0-9])\d", lambda digit: str(int(digit[0])), text)
+    text = _SEPARATOR.sub(lambda match: match[1] or (":" if match[2] is None else " "), text)
+    text = _REPEATING.sub(_repeating_decimal, text)
+    text = text.replace(r"\colon", ":").replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
     text = re.sub(r"\\(?:mathrm|mathit|text|operatorname)\s*\{([ei])\}", r"\1", text)  # math-verify drops them as units
     text = _VULGAR.sub(_vulgar_fraction, text)
     text = _ROOT.sub(_root, text)
     text = _RAISED.sub(lambda match: "^{" + "".join(_SUPERSCRIPTS[each] for each in match[0]) + "}", text)
+    text = _LOWERED.sub(lambda match: "_{" + unicodedata.normalize("NFKC", match[0]) + "}", text)
     text = _SYMBOL.sub(lambda match: _SYMBOLS[match[0]], text)
     text = re.sub(r"(?<![\w\d])[–](?=\d)", "-", text)
     text = _POWER.sub(lambda match: "^{" + match[1].strip("()") + "}", text)
@@ -168,9 +211,21 @@ def to_latex(text: str) -> str:
     return _THIN_SPACED.sub(lambda match: re.sub(r"\\.|~", "", match[0]), text)
 
 
+def join_thousands(text: str) -> str:
+    """Return an answer without the spaces between groups of three digits.
+
+    >>> join_thousands("(10 000, 0.123 456)")
+    '(10000, 0.123456)'
+    """
+    for pattern in (_SPACED, _SPACED_DECIMALS):
+        text = pattern.sub(lambda match: re.sub(r" |\\.|~", "", match[0]), text)
+    return text
+
+
 def to_formula(text: str) -> str:
     """Return an answer that is not in LaTeX, such as `2*pi` or `sqrt(3)`, as a formula."""
     text = _SQRT.sub(lambda match: rf"\sqrt{{{match[1] or match[2]}}}", text)
+    text = _FUNCTION.sub(r"\\\1 ", text)
     return _NAMED.sub(lambda match: "\\pi " if match[1].casefold() == "pi" else r"\infty ", text)
 
 
@@ -185,7 +240,7 @@ def to_plain(text: str) -> str:
     text = re.sub(r"\\(?:[,;:]|quad|qquad|left|right|displaystyle|bf|rm|it)(?![A-Za-z])|\\ |~", " ", text)
     text = text.replace("{}", "")
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z])", " degrees ", text)
-    text = text.replace(r"\%", "%").replace(r"\$", "$").replace(r"\#", "#").replace(r"\&", "&")
+    text = text.replace(r"\%", "%").replace(r"\$", "$").replace(r"\#", "#").replace(r"\&", "&").replace(r"\_", "_")
     return unwrap(re.sub(r"\s+", " ", text))
 
 
@@ -193,6 +248,13 @@ def _vulgar_fraction(match: re.Match[str]) -> str:
     """Return a fraction that is one character, such as ½, in LaTeX."""
     top, bottom = unicodedata.normalize("NFKC", match[0]).split("⁄")
     return rf"\frac{{{top}}}{{{bottom}}}"
+
+
+def _repeating_decimal(match: re.Match[str]) -> str:
+    """Return a decimal with repeating digits, such as 0.1(6), as a fraction in LaTeX."""
+    whole, fixed, repeated = match[1] or "0", match[2], match[3] or match[4] or match[5]
+    top = int(whole + fixed + repeated) - int(whole + fixed)
+    return rf"\frac{{{top}}}{{{(10 ** len(repeated) - 1) * 10 ** len(fixed)}}}"
 
 
 def _root(match: re.Match[str]) -> str:

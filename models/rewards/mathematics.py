@@ -7,8 +7,8 @@ therefore bounded without evaluating it. An expression that is too large is a wr
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from itertools import product
@@ -16,17 +16,24 @@ from math import ceil, lgamma, log
 from typing import Final
 
 import sympy
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from math_verify import parse, verify
 
 from models.config.reward_terms import MathReward
-from models.rewards.answers import FinalAnswer, find_answer, has_several_boxes, to_formula, to_latex, to_plain
-from models.rewards.expression_size import MAX_DIGITS, Expression, can_evaluate
-from models.rewards.numerals import Numeral, agree, read_numeral, rounds_to
+from models.rewards.answers import (
+    MAX_COMPLETION,
+    FinalAnswer,
+    find_answer,
+    has_several_boxes,
+    to_formula,
+    to_latex,
+    to_plain,
+    unwrap,
+)
+from models.rewards.expression_size import Expression, can_evaluate
+from models.rewards.formulas import Formula, can_parse, find_formulas, has_multiple_on_left, read_formula, spelling_of
+from models.rewards.numerals import Numeral, agree, is_same_unit, read_numeral, rounds_to
 from models.rewards.rules import Reward
 from models.rewards.words import choice_of, date_of, is_same_text, is_wordy, time_of, words_in
-
-MAX_NESTING: Final = 100
-"""Maximum nesting depth of brackets that are parsed."""
 
 FEW_ZEROS: Final = 6
 """Number of zeros after the decimal point up to which math-verify's default precision suffices for differences."""
@@ -48,10 +55,6 @@ _BOUND: Final = re.compile(r"[<>]|\\(?:[lg]eq?|[lg]t|neq?|not)(?![A-Za-z])")
 
 _BASE: Final = re.compile(r"\d_\{?(\d+)\}?")
 
-_BINOMIAL: Final = re.compile(r"binom\s*\{\s*([0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}")
-
-_DIVISORS: Final = re.compile(r"(?:gcd|lcm)\b[^\n]{0,200}?(?:\^\s*\{?\s*[0-9]{5}|\^[^\n]{0,50}\^|[0-9]{5}\s*\)?\s*!)")
-
 
 def math_reward(config: MathReward) -> Reward:
     """Return the mathematics reward of the configured version."""
@@ -67,11 +70,12 @@ def compare_answers(prompt: str, completion: str, answer: str) -> float:
     reference = read_reference(answer)
     if completion.strip() == answer.strip():
         return 1.0
-    claim = find_answer(to_latex(completion))
+    text = to_latex(completion[-MAX_COMPLETION:])
+    claim = find_answer(text)
     if claim is not None and reference.text in (claim.text, claim.line):
         return 1.0
     verdict = None if claim is None else reference.judge(claim)
-    return float(reference.equals(to_latex(completion), claim) if verdict is None else verdict)
+    return float(reference.equals(text, claim) if verdict is None else verdict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,33 +89,46 @@ class Reference:
     numeral: Numeral | None
     is_wordy: bool
     """Whether the answer is a choice, a name, a date or another text in words."""
-    formula: str
-    """Text that math-verify parses if the completion's answer is of another kind. Empty for an answer in words."""
+    formulas: tuple[Formula, ...] = ()
+    """The answer as mathematics. Empty for words, and for other texts that are only equal as written."""
+    unit: frozenset[str] = frozenset()
+    """Unit of the answer."""
 
     def judge(self, claim: FinalAnswer) -> bool | None:
         """Compare with an answer of the same kind. Returns None if math-verify must decide."""
         plain = to_plain(claim.text)
-        if is_same_text(self.plain, plain) and (self.is_wordy or self.plain == plain):
+        is_text = self.is_wordy or self.plain == plain or choice_of(self.plain) is not None
+        if is_text and is_same_text(self.plain, plain):
             return True
         if self.is_wordy:
             return False
-        given = None if self.numeral is None else read_numeral(plain, decimal_comma=_may_have_comma(claim, plain))
-        if self.numeral is not None and given is not None:
-            return agree(self.numeral, given)
-        in_words = is_wordy(plain) and any(len(word) > 2 for word in words_in(plain))
+        numeral, has_comma = self.numeral, _may_have_comma(claim, plain)
+        given = read_numeral(plain, decimal_comma=has_comma, glued_units=numeral is not None)
+        if numeral is None and given is not None and given.unit:
+            numeral = read_numeral(self.plain, glued_units=True)
+        if numeral is not None and given is not None:
+            return agree(numeral, given)
+        in_words = is_wordy(plain) and not re.search(r"\d", plain) and any(len(word) > 2 for word in words_in(plain))
         return False if in_words or _contradict(self.plain, plain) else None
 
     def equals(self, completion: str, claim: FinalAnswer | None) -> bool:
-        """Compare as mathematics by math-verify. The claim is the completion's final answer if it is known."""
+        """Compare as mathematics. The claim is the completion's final answer if it is known."""
         if self.is_wordy:
             return claim is None and is_same_text(self.plain, to_plain(completion.strip().rpartition("\n")[2]))
-        decimal = None if claim is None else read_numeral(to_plain(claim.text))
-        text = _text_to_parse(completion, claim) if decimal is None else f"${decimal.latex}$"
-        is_formula = claim is not None and (claim.source == "boxed" or text != completion)
-        given, expected = _parse_completion(text, is_formula=is_formula), _parse_reference(self.formula)
-        if verify_formulas(expected, given):
+        if claim is not None and spelling_of(self.text) == spelling_of(claim.text):
             return True
-        return _is_rounded(decimal, expected) or _is_rounded(self.numeral, given)
+        decimal = None if claim is None else read_numeral(to_plain(claim.text))
+        given = _read_claim(completion, claim) if decimal is None else _read_numeral_formula(decimal)
+        if not any("=" in formula.text for formula in self.formulas):
+            given = [formula for formula in given if not has_multiple_on_left(formula.text)]
+        pairs = [(one.expression, other.expression) for one in self.formulas for other in given if self.fits(other)]
+        if any(verify_formulas([one], [other]) for one, other in pairs):
+            return True
+        return any(_is_rounded(decimal, one) or _is_rounded(self.numeral, other) for one, other in pairs)
+
+    def fits(self, formula: Formula) -> bool:
+        """Return whether the unit of another formula does not contradict the unit of the answer."""
+        return is_same_unit(self.unit, formula.unit)
 
 
 @lru_cache(maxsize=64)
@@ -120,25 +137,49 @@ def read_reference(answer: str) -> Reference:
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     whole = to_latex(answer.strip())
     found = None if has_several_boxes(whole) else find_answer(whole)
-    text = whole if found is None else found.text
+    text = unwrap(whole) if found is None else found.text
     plain = to_plain(text)
     numeral = None if found is None else read_numeral(plain)
-    in_words = found is not None and (is_wordy(plain) or date_of(plain) is not None or time_of(plain) is not None)
-    if numeral is None and in_words:
-        return Reference(text, plain, None, True, "")
     if numeral is not None:
-        return Reference(text, plain, numeral, False, numeral.latex)
-    formula = whole if found is None or found.source == "boxed" else to_formula(text)
-    _parse_reference(formula)
-    return Reference(text, plain, None, False, formula)
+        return Reference(text, plain, numeral, False, (*_read_numeral_formula(numeral),), numeral.unit)
+    if found is not None and (is_wordy(plain) or date_of(plain) is not None or time_of(plain) is not None):
+        return Reference(text, plain, None, True)
+    formulas = find_formulas(whole) if found is None else _read_answer(found)
+    if not formulas and r"\boxed" in text:  # a box without its end
+        formulas = find_formulas(text, in_latex=True)
+    if not formulas and (found is None or not text.strip(" $\\")):
+        raise ValueError(f"no mathematics in the reference {answer[-60:]!r}")
+    return Reference(text, plain, None, False, (*formulas,), formulas[0].unit if formulas else frozenset())
 
 
-def _is_rounded(decimal: Numeral | None, expressions: Iterable[Expression]) -> bool:
+def _read_answer(found: FinalAnswer) -> list[Formula]:
+    """Return an answer as mathematics. Formulas between words are searched for."""
+    if found.source != "boxed" and _DELIMITER.search(found.text):
+        return find_formulas(found.text, in_latex=True)
+    return read_formula(to_formula(found.text))
+
+
+def _read_claim(completion: str, claim: FinalAnswer | None) -> list[Formula]:
+    """Return the answer of a completion as mathematics. A sentence that is no formula is searched with its context."""
+    if claim is None or (
+        claim.source in ("stated", "whole") and (_DELIMITER.search(claim.text) or words_in(claim.text))
+    ):
+        return find_formulas(completion)
+    joined = find_formulas(completion) if claim.source == "boxed" and has_several_boxes(completion) else []
+    return [*_read_answer(claim), *joined]
+
+
+def _read_numeral_formula(numeral: Numeral) -> list[Formula]:
+    """Return a number as mathematics."""
+    return [replace(formula, unit=numeral.unit) for formula in read_formula(numeral.latex)]
+
+
+def _is_rounded(decimal: Numeral | None, expression: Expression) -> bool:
     """Return whether a decimal is the rounded value of a constant, such as 1414.21 for 1000 times the root of 2."""
     if decimal is None or decimal.place is None or decimal.is_percent:
         return False
-    values = [_value_of(each) for each in expressions]
-    return any(rounds_to(decimal, value) for value in values if value is not None)
+    value = _value_of(expression)
+    return value is not None and rounds_to(decimal, value)
 
 
 def _value_of(expression: Expression) -> Fraction | None:
@@ -154,22 +195,16 @@ def _may_have_comma(claim: FinalAnswer, plain: str) -> bool:
     return claim.source != "boxed" and claim.text == plain
 
 
-def _text_to_parse(completion: str, claim: FinalAnswer | None) -> str:
-    """Return the claim as a formula if it is one, else the whole completion."""
-    if claim is None or claim.source == "boxed" or _DELIMITER.search(claim.text):
-        return completion if claim is None or claim.source != "marked" else claim.text
-    if claim.source == "marked" or not words_in(claim.text):
-        return f"${to_formula(claim.text)}$"
-    return completion
-
-
 def _contradict(expected: str, given: str) -> bool:
     """Return whether two answers differ in a part that math-verify ignores or reads as a product of letters.
 
-    Such parts are two single letters, words, a relation without a left side (≤ 5), the base of a number, and the left
-    side of an equation such as x + y = 5.
+    Such parts are two single letters, braces or parentheses, words, a relation without a left side (≤ 5), the base of a
+    number, and the left side of an equation such as x + y = 5.
     """
     if choice_of(expected) is not None and choice_of(given) is not None:
+        return True
+    brackets = [re.match(r"\\\{|[(\[]", text) for text in (expected, given)]
+    if brackets[0] and brackets[1] and ("{" in brackets[0][0]) != ("{" in brackets[1][0]):
         return True
     bounds = [_BOUND.match(text) for text in (expected, given)]
     if [bound and bound[0][:3] for bound in bounds] != [bounds[0] and bounds[0][0][:3]] * 2:
@@ -200,7 +235,7 @@ def verify_formulas(expected: Sequence[Expression], given: Sequence[Expression])
     Texts that math-verify cannot parse are not equal here, because it has removed parts of them. A comparison that it
     cannot do, such as with 1/0, is not equal either. Answers that are written identically are compared before.
     """
-    sides = [[each for each in side if not isinstance(each, str)] for side in (expected, given)]
+    sides = [[each for each in side if not isinstance(each, str) and _has_value(each)] for side in (expected, given)]
     if any(one == other and not can_evaluate(one) for one, other in product(*sides)):
         return True
     gold, target = ([one for one in side if can_evaluate(one)] for side in sides)
@@ -209,6 +244,11 @@ def verify_formulas(expected: Sequence[Expression], given: Sequence[Expression])
     extra = max(map(_leading_zeros, (*gold, *target)), default=0)
     precision = 15 + (extra if extra > FEW_ZEROS else 0)
     return bool(verify(gold, target, float_rounding=6 + extra, numeric_precision=precision, timeout_seconds=None))
+
+
+def _has_value(expression: Expression) -> bool:
+    """Return whether an expression does not contain an undefined number, such as 1/0."""
+    return not expression.has(sympy.zoo, sympy.nan)
 
 
 def _leading_zeros(expression: Expression) -> int:
@@ -276,36 +316,12 @@ def _parse_text(reference: str) -> list[Expression]:
     return expressions
 
 
-def _parse_completion(completion: str, *, is_formula: bool = False) -> list[Expression]:
-    """Parse a completion. Returns an empty list if it cannot be parsed, or not in reasonable time.
-
-    In a formula, numbers outside of LaTeX's delimiters are not searched for.
-    """
-    if not _can_parse(completion):
+def _parse_completion(completion: str) -> list[Expression]:
+    """Parse a completion. Returns an empty list if it cannot be parsed, or not in reasonable time."""
+    if not can_parse(completion):
         return []
     try:
-        kinds = [LatexExtractionConfig()] if is_formula else [LatexExtractionConfig(), ExprExtractionConfig()]
-        expressions: list[Expression] = parse(completion, kinds, parsing_timeout=None, raise_on_error=True)
+        expressions: list[Expression] = parse(completion, parsing_timeout=None, raise_on_error=True)
     except (ValueError, RecursionError):  # sympy rejects numbers of more than 4300 digits
         return []
     return expressions
-
-
-def _can_parse(completion: str) -> bool:
-    """Return whether the parser can handle a completion. Checks the last box, or the whole text if there is no box."""
-    text = completion[max(0, completion.rfind(r"\boxed")) :]
-    if any(_nesting(text, *pair) > MAX_NESTING for pair in ("{}", "()", "[]")) or _DIVISORS.search(text):
-        return False
-    return all(
-        max(len(n), len(k)) < 16 and min(int(k), abs(int(n) - int(k))) * len(n) <= MAX_DIGITS
-        for n, k in _BINOMIAL.findall(text)
-    )
-
-
-def _nesting(text: str, opening: str, closing: str) -> int:
-    """Return the maximum nesting depth of one kind of brackets."""
-    depth = deepest = 0
-    for mark in re.findall(f"[{re.escape(opening + closing)}]", text):
-        depth = depth + 1 if mark == opening else max(0, depth - 1)
-        deepest = max(deepest, depth)
-    return deepest

@@ -20,8 +20,12 @@ MAX_EXPONENT: Final = 3000
 DIGITS: Final = 6
 """Number of significant digits in which a rounded number must agree with the exact one."""
 
-_CURRENCIES: Final = {"$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee", "฿": "baht", "¢": "cent"}
-_CURRENCY: Final = r"(?:[A-Z]{0,2}\$|[£¥฿¢\u20a0-\u20cf])"
+_CURRENCIES: Final = {
+    "$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee", "฿": "baht", "¢": "cent",
+    "USD": "dollar", "EUR": "euro", "GBP": "pound", "JPY": "yen", "INR": "rupee", "Rs": "rupee", "Rs.": "rupee",
+    "CNY": "yuan",
+}  # fmt: skip
+_CURRENCY: Final = r"(?:[A-Z]{0,2}\$|[£¥฿¢\u20a0-\u20cf]|(?:USD|EUR|GBP|JPY|INR|CNY|Rs\.?)(?=\s*\d))"
 
 _PLAIN: Final = (
     r"(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?"  # 1,234,567.8
@@ -34,14 +38,15 @@ _PLAIN: Final = (
 )
 _INTEGER: Final = r"(?:[1-9]\d{0,2}(?:[, ]\d{3})+|\d+)"
 _POWER: Final = (
-    r"(?:[eE](?P<exponent>[+-]?\d+)|\s*(?:\\times|\\cdot|[*x])\s*10\s*(?:\^|\*\*)\s*\{?\s*(?P<power>[+-]?\d+)\s*\}?)"
+    r"(?:[eE](?P<exponent>[+-]?\d+)|\s*(?:\\times|\\cdot|[*x])\s*10\s*(?:\^|\*\*)"
+    r"(?:\s*\{\s*(?P<power>[+-]?\d+)\s*\}|\s*(?P<bare>[+-]?\d+)))"
 )
 _NUMERAL: Final = re.compile(
     rf"(?P<sign>[+-]?)\s*(?P<before>{_CURRENCY}?)\s*(?P<inner>-?)\s*"
     rf"(?:(?:(?P<whole>{_INTEGER})\s*\+?\s*)?\\[dtc]?frac\s*(?:\{{\s*(?P<over>-?{_PLAIN})\s*\}}|(?P<short>\d))\s*"
     rf"(?:\{{\s*(?P<under>-?{_PLAIN})\s*\}}|(?P<below>\d))"
     rf"|(?:(?P<units>{_INTEGER})\s+)?(?P<top>{_PLAIN})\s*/\s*(?P<bottom>{_PLAIN})"
-    rf"|(?P<number>{_PLAIN}){_POWER}?|10\s*(?:\^|\*\*)\s*\{{?\s*(?P<ten>[+-]?\d+)\s*\}}?)"
+    rf"|10\s*(?:\^|\*\*)(?:\s*\{{\s*(?P<ten>[+-]?\d+)\s*\}}|\s*(?P<digits>[+-]?\d+))|(?P<number>{_PLAIN}){_POWER}?)"
 )
 _LITERAL: Final = re.compile(r"0[xX][0-9A-Fa-f]+|0[bB][01]+|0[oO][0-7]+")
 _DECIMAL_COMMA: Final = re.compile(r"(?<![\d.,])(\d+),(\d{1,2}|\d{4,})(?![\d.,])")
@@ -51,7 +56,14 @@ _WORDS: Final = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
     "eighteen nineteen twenty"
 )
-_CARDINALS: Final = {word: value for value, word in enumerate(_WORDS.split())}
+_TENS: Final = "thirty forty fifty sixty seventy eighty ninety"
+_CARDINALS: Final = {
+    **{word: value for value, word in enumerate(_WORDS.split())},
+    **{
+        word: 10 * value
+        for value, word in enumerate(["thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"], 3)
+    },
+}
 
 _UNITS: Final = {
     **dict.fromkeys(("dollar", "usd", "buck"), "dollar"), **dict.fromkeys(("euro", "eur"), "euro"),
@@ -67,7 +79,7 @@ _UNITS: Final = {
     **dict.fromkeys(("liter", "litre", "l"), "liter"), **dict.fromkeys(("milliliter", "ml"), "milliliter"),
     **dict.fromkeys(("second", "sec", "s"), "second"), **dict.fromkeys(("minute", "min"), "minute"),
     **dict.fromkeys(("hour", "hr", "h"), "hour"), **dict.fromkeys(("ounce", "oz"), "ounce"),
-    **dict.fromkeys(("lb",), "lb"), **dict.fromkeys(("cent",), "cent"), **dict.fromkeys(("mph",), "mph"),
+    **dict.fromkeys(("lb",), "pound"), **dict.fromkeys(("cent",), "cent"), **dict.fromkeys(("mph",), "mph"),
     **dict.fromkeys(("kph", "kmh"), "kph"), **dict.fromkeys(("sq", "square"), "square"),
     **dict.fromkeys(("cubic", "cu"), "cubic"), **dict.fromkeys(("per", "/"), "per"),
     **dict.fromkeys(("rd", "th", "st", "nd"), ""), **dict.fromkeys(("ha", "kw", "kwh", "hz", "khz", "mhz", "kj"), "si"),
@@ -102,8 +114,10 @@ class Numeral:
         return sign + text + (r"\%" if self.is_percent else "")
 
 
-def read_numeral(text: str, *, decimal_comma: bool = False) -> Numeral | None:
+def read_numeral(text: str, *, decimal_comma: bool = False, glued_units: bool = False) -> Numeral | None:
     """Read a text that is one number with an optional currency, percent sign or unit. Returns None for other texts.
+
+    A letter that touches the number, as in 5m, is a variable, or with `glued_units` the symbol of a unit.
 
     A comma is a thousands separator if it separates groups of three digits. Any other single comma is read as a decimal
     comma after 0, or everywhere with `decimal_comma`. Otherwise such a text is not a number.
@@ -116,7 +130,7 @@ def read_numeral(text: str, *, decimal_comma: bool = False) -> Numeral | None:
     text = f"-{negated[1]}" if negated else text.strip()
     if _LITERAL.fullmatch(text):
         return Numeral(Fraction(int(text, 0)), None)
-    if (cardinal := _CARDINALS.get(text.casefold())) is not None:
+    if (cardinal := _read_cardinal(text)) is not None:
         return Numeral(Fraction(cardinal), None)
     match = _NUMERAL.match(text)
     if match is None or (match["sign"] and match["inner"]):
@@ -124,7 +138,38 @@ def read_numeral(text: str, *, decimal_comma: bool = False) -> Numeral | None:
     number, rest = _number_of(match), text[match.end() :]
     if number is None or re.match(r"[.,]?\d", rest):
         return None
+    if glued_units and re.match(r"[A-Za-z](?![A-Za-z])", rest):
+        rest = f" {rest}"
     return _with_unit(number, match["before"], rest)
+
+
+def read_unit(text: str) -> frozenset[str] | None:
+    """Read the words and symbols of a unit, such as "cm^2". Returns None if the text is no unit."""
+    number = _with_unit(Numeral(Fraction(1), None), "", f" {text}")
+    return None if number is None or number.is_percent or number.value != 1 else number.unit
+
+
+def is_same_unit(expected: frozenset[str], given: frozenset[str]) -> bool:
+    """Return whether two units do not contradict. A missing unit contradicts none."""
+    return not expected or not given or _is_same_unit(expected, given)
+
+
+def _read_cardinal(text: str) -> int | None:
+    """Read a whole number in English words, such as "two hundred and five". Returns None for other texts."""
+    total = part = 0
+    last = 10**15
+    words = re.split(r"[\s-]+", re.sub(r"\band\b", " ", text.casefold()).strip())
+    for word in words:
+        if (scale := _SCALES.get(word)) is not None and part:
+            if scale == 2:
+                part, last = part * 100, 100
+            else:
+                total, part, last = total + part * 10**scale, 0, 1000
+        elif (value := _CARDINALS.get(word)) is not None and value < last and (last != 100 or part % 100 == 0):
+            part, last = part + value, 10 if value >= 20 else 1
+        else:
+            return None
+    return total + part if len(text) < MAX_LENGTH else None
 
 
 def read_leading_numeral(text: str) -> Numeral | None:
@@ -148,7 +193,7 @@ def agree(expected: Numeral, given: Numeral) -> bool:
 
     A percent sign may be left out if the number is above 1 (28% equals 0.28 and 28). Units must not contradict.
     """
-    if expected.unit and given.unit and not _is_same_unit(expected.unit, given.unit):
+    if not is_same_unit(expected.unit, given.unit):
         return False
     if expected.is_percent == given.is_percent:
         return _is_equal(expected, given)
@@ -187,17 +232,17 @@ def _number_of(match: re.Match[str]) -> Numeral | None:
             if not 0 <= value < 1:
                 return None
             value += _read_plain(whole).value
-    elif match["ten"]:
-        if abs(int(match["ten"])) > MAX_EXPONENT:
+    elif power := match["ten"] or match["digits"]:
+        if abs(int(power)) > MAX_EXPONENT:
             return None
-        value = Fraction(10) ** int(match["ten"])
+        value = Fraction(10) ** int(power)
     else:
-        plain, power = _read_plain(match["number"]), int(match["exponent"] or match["power"] or 0)
-        if abs(power) > MAX_EXPONENT:
+        plain, exponent = _read_plain(match["number"]), int(match["exponent"] or match["power"] or match["bare"] or 0)
+        if abs(exponent) > MAX_EXPONENT:
             return None
-        value, place = plain.value * Fraction(10) ** power, plain.place
-        if place is not None or power < 0:
-            place = (place or 0) + power
+        value, place = plain.value * Fraction(10) ** exponent, plain.place
+        if place is not None or exponent < 0:
+            place = (place or 0) + exponent
     return Numeral(sign * value, place)
 
 
@@ -217,7 +262,11 @@ def _with_unit(number: Numeral, currency: str, rest: str) -> Numeral | None:
     """Return the number with its percent sign, scale and unit. Returns None if the rest of the text is no unit."""
     rest = rest.replace("\\%", "%").replace("\\$", "$")
     tokens = re.findall(r"\\cdot|%|/|\^\s*\{?\s*[23]\s*\}?|[²³]|[^\W\d_]+\.?|\S", rest)
-    names = [_CURRENCIES.get(currency.removeprefix("US"), currency)] if currency else []
+    names = (
+        [_CURRENCIES.get(currency.removeprefix("US") or currency, _CURRENCIES.get(currency, currency))]
+        if currency
+        else []
+    )
     if tokens and (scale := _SCALES.get(tokens[0].casefold())):
         place = None if number.place is None else number.place + scale
         number, tokens = Numeral(number.value * 10**scale, place), tokens[1:]
@@ -226,7 +275,7 @@ def _with_unit(number: Numeral, currency: str, rest: str) -> Numeral | None:
         if name is None:
             return None
         names.append(name)
-    return replace(number, is_percent="%" in names, unit=frozenset(names) - {"%", ""})
+    return replace(number, is_percent="%" in names, unit=_normalize_unit(names))
 
 
 def _name_unit(token: str, *, is_glued: bool, is_first: bool) -> str | None:
@@ -264,6 +313,15 @@ def _is_same_unit(expected: frozenset[str], given: frozenset[str]) -> bool:
     """Return whether two units do not contradict: one contains the other, apart from words that name no unit."""
     names = {*_UNITS.values(), *_CURRENCIES.values(), *_SI}
     return bool(expected & given) and expected & names == given & names
+
+
+def _normalize_unit(names: list[str]) -> frozenset[str]:
+    """Return a unit as a set of names, with "miles per hour" as mph and "kilometers per hour" as kph."""
+    unit = frozenset(names) - {"%", ""}
+    for name, distance in (("mph", "mile"), ("kph", "kilometer")):
+        if unit == {distance, "per", "hour"}:
+            return frozenset({name})
+    return unit
 
 
 def _is_equal(one: Numeral, other: Numeral) -> bool:

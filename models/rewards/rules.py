@@ -11,7 +11,7 @@ from infra.errors import BadInput
 from infra.variants import implementation_of
 from models.config.reward_terms import BuiltInReward, NumericReward, PatternSteps, RegexReward
 from models.config.rewards import BuiltInConfig
-from models.rewards.answers import to_latex, to_plain, unwrap
+from models.rewards.answers import MAX_COMPLETION, to_latex, to_plain, unwrap
 from models.rewards.numerals import Numeral, is_same_value, read_leading_numeral
 
 
@@ -68,7 +68,7 @@ def _number_reward(config: NumericReward) -> Reward:
     def find(text: str) -> Numeral | None:
         """Return the number after the last `####`, or in the last match of a configured pattern."""
         if is_default:
-            _, marker, rest = text.rpartition("####")
+            _, marker, rest = text[-MAX_COMPLETION:].rpartition("####")
             return _read_number(rest.partition("\n")[0].rpartition("=")[2]) if marker else None
         matches = list(pattern.finditer(text))
         return _read_number(matches[-1][1] or "") if matches else None

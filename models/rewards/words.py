@@ -15,10 +15,19 @@ _CONSTANTS: Final = re.compile("pi|inf|infinity|oo", re.IGNORECASE)
 
 _CONNECTORS: Final = re.compile("and|or|if|for|in|the|an?|is|of|to")
 
+_VOWELLESS: Final = frozenset({"by", "my", "hmm", "shh", "psst", "tsk", "nth", "mr", "mrs", "dr", "vs", "ly", "brr"})
+"""English words that look like products of variables."""
+
+_CODE: Final = re.compile(
+    rf"(?!(?:{_NAMES.pattern})\d)[A-Za-z]+\d[A-Za-z\d]*(?:\.\d+)*|(?:[A-Z][a-z]?(?:_?\d+)?)+[+-]?"
+)
+"""Pattern of letters with digits, such as a chemical formula (H2O), a square of a chess board or a part number."""
+
 _MONTHS: Final = "janfebmaraprmayjunjulaugsepoctnovdec"
 _OPTION: Final = r"\s+(?!(?:or|and)\b|\(?[A-Z][).])\S.*"
 _CHOICE: Final = re.compile(
-    rf"\(?([A-Za-z])\)?[.:]?|\(([A-Za-z])\)[.:]?{_OPTION}|([A-Z])(?:\)|[.:]){_OPTION}", re.DOTALL
+    rf"(?:[Oo]ption\s+|[Cc]hoice\s+)?[(\[{{]?([A-Za-z])[)\]}}]?[.:]?|\(([A-Za-z])\)[.:]?{_OPTION}|([A-Z])(?:\)|[.:]){_OPTION}",
+    re.DOTALL,
 )
 _DAY: Final = r"(?P<day>[0-3]?\d)(?:st|nd|rd|th)?"
 _MONTH: Final = (
@@ -69,9 +78,33 @@ def is_wordy(text: str) -> bool:
         return True
     if _NAMES.fullmatch(text):
         return not _CONSTANTS.fullmatch(text)
+    if is_code(text):
+        return True
     tokens = re.findall(r"[^\W\d_]+", text)
     plain = re.fullmatch(r"[^\W\d_]+(?:[ '’.,;:!?/&-]+[^\W\d_]+)*[.!?]?", text) is not None
-    return plain and any(map(is_word, tokens)) and not any(map(_NAMES.fullmatch, tokens))
+    has_number = re.fullmatch(r"[^\W\d_]+(?: [^\W\d_]+)* #?\d+", text) is not None and bool(words_in(text))
+    return (
+        (plain or has_number)
+        and any(is_word(each) or is_acronym(each) for each in tokens)
+        and not any(map(_NAMES.fullmatch, tokens))
+    )
+
+
+def is_acronym(token: str) -> bool:
+    """Return whether letters without a vowel are a word: two or more capital letters, or a word such as "my"."""
+    return (len(token) > 1 and token.isupper()) or token.casefold() in _VOWELLESS
+
+
+def is_code(text: str) -> bool:
+    """Return whether a text is letters with digits, such as H2O or CO_2, which is no product."""
+    code = _code_key(text)
+    has_digits = any(map(str.isdigit, code))
+    return has_digits and _CODE.fullmatch(code) is not None and ("_" not in text or code[:1].isupper())
+
+
+def _code_key(text: str) -> str:
+    """Return a code without indices' marks and the spaces of text commands."""
+    return re.sub(r"\s*_\s*\{?\s*(\d+)\s*\}?\s*", r"\1", text).strip()
 
 
 def choice_of(text: str) -> str | None:
@@ -86,9 +119,11 @@ def is_same_text(expected: str, given: str) -> bool:
     brackets."""
     if date_of(expected) is not None or time_of(expected) is not None:
         return is_same_moment(expected, given)
+    if is_code(expected):
+        return _code_key(expected) == _code_key(given)
     letters = choice_of(expected), choice_of(given)
     if letters[0] is not None and letters[1] is not None and _is_short(expected, given):
-        bracketed = expected.startswith("(") and given.startswith("(")
+        bracketed = expected[0] in "([{" and given[0] in "([{"
         return letters[0] == letters[1] or (bracketed and letters[0].casefold() == letters[1].casefold())
     return text_key(expected) == text_key(given)
 

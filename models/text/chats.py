@@ -86,14 +86,13 @@ def join_templates(tokenizer: "PreTrainedTokenizerFast") -> str:
     return "\n".join(map(str, templates.values())) if isinstance(templates, dict) else str(templates or "")
 
 
-def find_names(template: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names of the variables that a chat template reads, and the names of message fields that it may read.
+def find_variables(template: str) -> frozenset[str]:
+    """Return the names of variables that a chat template reads.
 
     Raises TemplateFailed if the template is invalid.
     """
-    [encoded] = _RENDERER.render("names", [template], {})
-    variables, fields = json.loads(encoded)
-    return frozenset(variables), frozenset(fields)
+    [encoded] = _RENDERER.render("variables", [template], {})
+    return frozenset(json.loads(encoded))
 
 
 def parse_response(
@@ -194,13 +193,13 @@ class _TooLong(Exception):
 
 def _serve() -> None:
     """Answer requests from stdin until stdin is closed. This is the main function of the subprocess."""
-    from jinja2 import meta, nodes
+    from jinja2 import meta
     from transformers.utils import chat_parsing, chat_template_utils
 
-    def rendered(chat: list[dict[str, Any]], **settings: object) -> str:
+    def rendered(chat: list[dict[str, Any]], /, **settings: object) -> str:
         """Render one chat. Raises _TooLong if the text exceeds the length limit."""
         [text], _ = chat_template_utils.render_jinja_template(conversations=[chat], **settings)
-        num_characters = sum(len(part.get("text", "")) for message in chat for part in _parts(message["content"]))
+        num_characters = sum(len(part.get("text", "")) for message in chat for part in _parts(message.get("content")))
         num_characters += sum(len(json.dumps(message)) for message in chat if not message.keys() <= {"role", "content"})
         num_characters += len(json.dumps(settings["tools"])) if settings["tools"] else 0
         if len(text) > SPARE_CHARACTERS + CHARACTERS_PER_CHARACTER * num_characters:
@@ -209,20 +208,18 @@ def _serve() -> None:
             )
         return str(text)
 
-    def parsed(text: str, **settings: object) -> str:
+    def parsed(text: str, /, **settings: object) -> str:
         """Parse one turn and return the message as JSON."""
         return json.dumps(chat_parsing.parse_response(text, **settings))
 
-    def named(template: str) -> str:
-        """Return the names of variables and possible message fields in a template as JSON."""
-        parsed = chat_template_utils._compile_jinja_template(template).environment.parse(template)
-        attributes = {node.attr for node in parsed.find_all(nodes.Getattr)}
-        constants = {node.value for node in parsed.find_all(nodes.Const) if isinstance(node.value, str)}
-        return json.dumps([sorted(meta.find_undeclared_variables(parsed)), sorted(attributes | constants)])
+    def variables(template: str, /) -> str:
+        """Return the names of the variables of a template as JSON."""
+        document = chat_template_utils._compile_jinja_template(template).environment.parse(template)
+        return json.dumps(sorted(meta.find_undeclared_variables(document)))
 
     makers: dict[str, tuple[Callable[..., str], str]] = {
         "chat": (rendered, "rejects the chat"),
-        "names": (named, "is not valid"),
+        "variables": (variables, "is not valid"),
         "turn": (parsed, "refuses it"),  # policies read these errors
     }
     for limit, value in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_AS, MEMORY_BYTES)):

@@ -78,6 +78,11 @@ class ControlTokens:
             texts = [(self._pattern_for(each), text) for each in prompt for text in (*_texts_of(each), each.text)]
         return next((match[0] for pattern, text in texts if (match := pattern.search(text))), None)
 
+    def find_special(self, completion: str) -> str | None:
+        """Return the first special token that a completion of a training example contains, or None."""
+        match = self.special.search(completion)
+        return None if match is None else match[0]
+
     def break_prompt(self, prompt: Prompt, separator: str) -> Prompt:
         """Return the prompt with a separator inserted into each control token."""
         if isinstance(prompt, str):
@@ -180,13 +185,20 @@ def count_appended_tokens(tokenizer: PreTrainedTokenizerFast) -> int:
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN401 -- a field of a message
-    """Return the value of a message field after applying `change` to each text in it. Keys and types of parts stay the
-    same."""
+    """Return the value of a message's field with each text changed.
+
+    Keys and types of parts stay the same if they are plain names, which templates compare.
+    """
     match value:
         case str():
             return change(value) if value else value
         case Mapping():
-            return {key: each if key == "type" else _map_texts(each, change) for key, each in value.items()}
+            return {
+                key if key.isidentifier() else change(key): each
+                if key == "type" and isinstance(each, str) and each.isidentifier()
+                else _map_texts(each, change)
+                for key, each in value.items()
+            }
         case tuple():
             return tuple(_map_texts(each, change) for each in value)
         case list():

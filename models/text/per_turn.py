@@ -85,7 +85,7 @@ def _render_plainly(form: TurnFormat, asked: Sequence[Message]) -> tuple[int, ..
 
 def _encode_messages(form: TurnFormat, asked: Sequence[Message]) -> Chat:
     """Return the messages of a problem in the format that the chat template requires."""
-    [chat] = fit_chats([[form.encode_message(message) for message in asked]], form.tokenizer)
+    [chat] = fit_chats([[form.encode_message(message) for message in asked]], form.tokenizer, [form.arguments])
     return [*chat]
 
 

@@ -10,12 +10,13 @@ from transformers import PreTrainedTokenizerFast
 from infra.errors import BadInput
 from models.config.texts import TextRules
 from models.data.examples import Example, Preference
-from models.data.problems import Message
+from models.data.problems import NO_ARGUMENTS, Message, TemplateArguments
 from models.records.model_input import ModelInput
 from models.text.chats import TemplateFailed, render_chats
 from models.text.control_tokens import ControlTokens
+from models.text.message_completions import WrittenCompletion, write_completion
 from models.text.template_fields import fit_chats
-from models.text.tokenizer import render, tokenize_prompts
+from models.text.tokenizer import break_arguments, list_argument_texts, render, tokenize_prompts
 from models.text.turn_end import TurnEnd, find_turn_end
 from models.vision.processor import VisionProcessor
 
@@ -125,13 +126,14 @@ def encode(
     prompt: str,
     completion: str,
     messages: Sequence[Message] = (),
+    arguments: TemplateArguments = NO_ARGUMENTS,
 ) -> ModelInput:
     """Encode a prompt and its completion as the input of a reward model.
 
     `template` is used if it is given, else the tokenizer's chat template, else the plain concatenation. The chat
-    template receives `messages`, in which control tokens are ordinary text, or the prompt as a user message if there
-    are no messages. Braces in the prompt or completion are never treated as fields. Raises ValueError if the completion
-    contains a special token as text or the chat template rejects the chat.
+    template receives `messages` and `arguments`, in which control tokens are ordinary text, or the prompt as a user
+    message if there are no messages. Braces in the prompt or completion are never treated as fields. Raises ValueError
+    if the completion contains a special token as text or the chat template rejects the chat.
     """
     forged = [token for token in tokenizer.all_special_tokens if token in completion]
     if forged:  # the text would become the token, so a policy could end its turn and start another
@@ -143,14 +145,20 @@ def encode(
     if not tokenizer.chat_template:
         return ModelInput.from_prompt(tokenizer(prompt + completion)["input_ids"])
     control, asked = ControlTokens.of(tokenizer), tuple(messages)
-    separator = control.choose_separator([asked])
+    given = arguments if asked else NO_ARGUMENTS
+    separator = control.choose_separator([asked, *list_argument_texts([given])])
     if separator is not None:
         broken = control.break_prompt(asked, separator)
         asked = broken if isinstance(broken, tuple) else asked
-    [turns] = fit_chats([[each.encode() for each in asked or (Message("user", prompt),)]], tokenizer)
+        given = break_arguments(control, given, separator)
+    [turns] = fit_chats([[each.encode() for each in asked or (Message("user", prompt),)]], tokenizer, [given])
     try:
         [chat] = render_chats(
-            [[*turns, {"role": "assistant", "content": completion}]], tokenizer, generation_prompt=False
+            [[*turns, {"role": "assistant", "content": completion}]],
+            tokenizer,
+            generation_prompt=False,
+            tools=given.tools,
+            kwargs=given.kwargs,
         )
     except TemplateFailed as error:
         raise ValueError(f"the chat template {error}") from error
@@ -172,12 +180,31 @@ def policy_pairs(
     """
     source = f"preferences from {preferences[0].source}" if preferences else "preferences"
     examples = [
-        Example(pair.prompt, text, template=pair.template)
-        for pair in preferences
-        for text in (pair.chosen, pair.rejected)
+        Example(pair.prompt, text, template=pair.template) for pair in preferences for text, _ in pair.completions
     ]
     inputs = example_inputs(examples, tokenizer, source=source, rules=rules, ends=ends)
+    messages = [(pair, message) for pair in preferences for _, message in pair.completions]
+    for row, (pair, message) in enumerate(messages):
+        if message is not None:
+            completion = _write_completion(pair, message, tokenizer, rules=rules, ends=ends)
+            inputs[row] = ModelInput.from_prompt(inputs[row].prompt).append_completion(completion.tokens)
     return _build_pairs(preferences, inputs, context=context)
+
+
+def _write_completion(
+    pair: Preference,
+    message: Message,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    rules: TextRules,
+    ends: Collection[int] = (),
+) -> WrittenCompletion:
+    """Return a completion of a pair as the chat template writes it. Raises BadInput with the row if it does not."""
+    assert not isinstance(pair.prompt, str), "only pairs of chats have messages as completions"
+    try:
+        return write_completion(pair.prompt, message, tokenizer, arguments=pair.template, rules=rules, ends=ends)
+    except BadInput as error:
+        raise BadInput(f"{pair.source}: {error}") from error
 
 
 def reward_pairs(
@@ -204,10 +231,15 @@ def reward_pairs(
     )
     for pair, prompt in zip(preferences, prompts, strict=True):
         messages = (Message("user", pair.prompt),) if isinstance(pair.prompt, str) else pair.prompt
-        messages = () if chat_prompt == "text" else messages
-        for completion in (pair.chosen, pair.rejected):
+        messages, arguments = ((), NO_ARGUMENTS) if chat_prompt == "text" else (messages, pair.template)
+        for text, message in pair.completions:
+            completion = text
+            if message is not None:
+                completion = _write_completion(pair, message, tokenizer, rules=TextRules()).text
             try:
-                model_input = encode(tokenizer, template, prompt=prompt, completion=completion, messages=messages)
+                model_input = encode(
+                    tokenizer, template, prompt=prompt, completion=completion, messages=messages, arguments=arguments
+                )
             except ValueError as error:
                 raise BadInput(f"{pair.source}: {error}") from error
             inputs.append(_mark_last_token(model_input, tokenizer.pad_token_id))

@@ -1,138 +1,200 @@
-"""Message fields and chat templates: conversion of fields to the format that a template expects, and detection of
-fields that it ignores."""
+"""Messages in the form that a chat template shows correctly: tool calls, content of several parts, absent content."""
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Final, Literal
 
 from transformers import PreTrainedTokenizerFast
 
-from models.data.problems import Message, Prompt, TemplateArguments
-from models.text.chats import TemplateFailed, find_names, render_chats, select_template
+from models.data.problems import NO_ARGUMENTS, TemplateArguments
+from models.text.chats import TemplateFailed, render_chats, select_template
 
 Chat = Sequence[dict[str, object]]
 """Messages of a chat in the format of chat templates."""
 
-_QUESTION: Final[dict[str, object]] = {"role": "user", "content": "Hello."}
-_ARGUMENTS: Final = {"of": "it"}
-_NONE: Final = "None"
-KWARGS: Final = "chat_template_kwargs."
+_Arguments = Literal["unchanged", "objects", "texts"]
+
+_MARK: Final = "part5w8d"
+"""Word that no template writes by itself. It replaces texts of messages in probes."""
+_ARGUMENTS: Final = {"of4k7q": "it9x2v"}
+_AS_TEXT: Final = json.dumps(_ARGUMENTS)
+_PROBES: Final = 4
+"""Maximum number of chats of one kind that are rendered to choose their form."""
 
 
-def fit_chats(chats: Sequence[Chat], tokenizer: PreTrainedTokenizerFast) -> list[Chat]:
-    """Return the chats with tool calls and contents in the format that the tokenizer's chat template expects.
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """Form of the messages of a chat."""
 
-    Arguments of calls are objects, or JSON text if the template only accepts text, like the template of DeepSeek V3. A
-    content of None becomes an empty text if the template would otherwise write the word "None" or fail.
+    arguments: _Arguments = "unchanged"
+    """Form of the arguments of tool calls. Files have objects or JSON text."""
+    joins_texts: bool = False
+    """Whether a content of several texts becomes one text."""
+    fills_content: bool = False
+    """Whether absent content becomes an empty text."""
+
+    def apply(self, chat: Chat) -> list[dict[str, object]]:
+        """Return the messages of a chat in this form."""
+        return [self._convert(message) for message in chat]
+
+    def _convert(self, message: dict[str, object]) -> dict[str, object]:
+        if self.fills_content and "content" not in message:
+            message = {**message, "content": ""}
+        if self.joins_texts and (texts := _texts_of(message)) is not None:
+            message = {**message, "content": "".join(texts)}
+        if self.arguments == "unchanged" or not _has_calls(message):
+            return message
+        return _map_arguments(message, _parse if self.arguments == "objects" else _encode)
+
+
+def fit_chats(
+    chats: Sequence[Chat],
+    tokenizer: PreTrainedTokenizerFast,
+    arguments: Sequence[TemplateArguments] | None = None,
+) -> list[Chat]:
+    """Return chats in the form that the tokenizer's chat template shows correctly.
+
+    A form that the template rejects, omits, or writes as a Python value is replaced: arguments of calls become objects
+    or JSON text, contents of several texts become one text, and absent content becomes an empty text. Other messages
+    stay unchanged. `arguments` are the arguments of the template for each chat.
     """
-    messages = [message for chat in chats for message in chat]
-    as_texts = any("tool_calls" in each for each in messages) and _requires_argument_texts(tokenizer)
-    as_empty = any(each["content"] is None for each in messages) and not _accepts_no_content(tokenizer)
-
-    def fit(message: dict[str, object]) -> dict[str, object]:
-        """Return the message in the format of the template."""
-        fitted = {**message, "content": ""} if as_empty and message["content"] is None else message
-        calls = fitted.get("tool_calls")
-        if not as_texts or not isinstance(calls, list):
-            return fitted
-        return {**fitted, "tool_calls": [_encode_arguments(call) for call in calls]}
-
-    return [[fit(message) for message in chat] for chat in chats] if as_texts or as_empty else [*chats]
+    given = arguments or [NO_ARGUMENTS] * len(chats)
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for row, (chat, own) in enumerate(zip(chats, given, strict=True)):
+        if kind := _describe_kind(chat):
+            alike.setdefault((*kind, *_describe_template(tokenizer, own)), []).append(row)
+    fitted = [*chats]
+    for rows in alike.values():
+        form = _choose_form([(chats[row], given[row]) for row in rows[:_PROBES]], tokenizer)
+        for row in rows:
+            fitted[row] = form.apply(chats[row])
+    return fitted
 
 
-def _encode_arguments(call: Mapping[str, object]) -> dict[str, object]:
-    """Return a tool call with its arguments as JSON text."""
-    if isinstance(function := call.get("function"), dict):
-        return {**call, "function": _encode_arguments(function)}
-    return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
+def count_changes(before: Sequence[Chat], after: Sequence[Chat]) -> dict[str, int]:
+    """Return the number of chats that `fit_chats` changed, by a description of the change."""
+    changes: Counter[str] = Counter()
+    for chat, fitted in zip(before, after, strict=True):
+        kinds = set[str]()
+        for message, new in zip(chat, fitted, strict=True) if chat != fitted else ():
+            if message.get("tool_calls") != new.get("tool_calls"):
+                is_text = any(isinstance(each, str) for each in _iterate_arguments(new))
+                kinds.add(f"arguments of tool calls as {'JSON text' if is_text else 'objects'}")
+            if "content" not in message and "content" in new:
+                kinds.add("an empty text for absent content")
+            elif message.get("content") != new.get("content"):
+                kinds.add("several texts of a message as one text")
+        changes.update(kinds)
+    return dict(sorted(changes.items()))
 
 
-def _requires_argument_texts(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Return whether the template fails if arguments are objects but renders arguments that are JSON text."""
-    as_object, as_text = (_render_call(tokenizer, arguments, "") for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)))
-    return as_object is None and as_text is not None
+def _describe_kind(chat: Chat) -> tuple[str, ...]:
+    """Return the kinds of messages of a chat for which a template may require another form."""
+    kinds = set[str]()
+    for message in chat:
+        kinds |= {"empty"} if "content" not in message else set()
+        kinds |= {"parts"} if _texts_of(message) is not None else set()
+        kinds |= {type(each).__name__ for each in _iterate_arguments(message)}
+    return tuple(sorted(kinds))
 
 
-def _accepts_no_content(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Return whether the template renders a tool call whose message has no content, without writing the word "None"."""
-    arguments = json.dumps(_ARGUMENTS) if _requires_argument_texts(tokenizer) else _ARGUMENTS
-    without, empty = (_render_call(tokenizer, arguments, content) for content in (None, ""))
-    if without is None:
-        return empty is None
-    return without.count(_NONE) == (empty or "").count(_NONE)
-
-
-def _render_call(tokenizer: PreTrainedTokenizerFast, arguments: object, content: str | None) -> str | None:
-    """Render a chat that contains a tool call, or return None if the template fails."""
-    call = {"id": "000000000", "type": "function", "function": {"name": "find", "arguments": arguments}}
-    turn: dict[str, object] = {"role": "assistant", "content": content, "tool_calls": [call]}
+def _describe_template(tokenizer: PreTrainedTokenizerFast, arguments: TemplateArguments) -> tuple[str, str]:
+    """Return the template for these arguments, and the variables, of which the form of messages may depend."""
     try:
-        [text] = render_chats([[_QUESTION, turn]], tokenizer, generation_prompt=False)
-    except TemplateFailed:
-        return None
-    return text
-
-
-def count_unread_fields(
-    prompts: Iterable[tuple[Prompt, TemplateArguments]], tokenizer: PreTrainedTokenizerFast
-) -> dict[str, int]:
-    """Return, for each field that the tokenizer's chat template ignores, the number of prompts that contain it.
-
-    Names of template variables begin with `chat_template_kwargs.`; `tools` are the tools of a prompt. A field counts as
-    used if its name occurs in the template, or if the first prompt that has it is rendered differently without it.
-    """
-    suspects: Counter[str] = Counter()
-    first: dict[str, tuple[Sequence[Message], TemplateArguments]] = {}
-    names: dict[str, tuple[frozenset[str], frozenset[str]]] = {}
-    for prompt, arguments in prompts:
-        if isinstance(prompt, str) or not tokenizer.chat_template:
-            continue
-        fields = {field for message in prompt for field in (*message.fields, *(["name"] if message.name else []))}
-        if not fields and not arguments.tools and not arguments.kwargs:
-            continue
         template = select_template(tokenizer, tools=arguments.tools)
-        if template not in names:
-            names[template] = find_names(template)
-        variables, attributes = names[template]
-        unread = fields - attributes
-        unread |= {f"{KWARGS}{name}" for name in arguments.kwargs if name not in variables}
-        unread |= {"tools"} if arguments.tools and "tools" not in variables else set()
-        suspects.update(unread)
-        for name in unread:
-            first.setdefault(name, (prompt, arguments))
-    return {name: suspects[name] for name in sorted(suspects) if not _changes_prompt(name, *first[name], tokenizer)}
-
-
-def _changes_prompt(
-    name: str, prompt: Sequence[Message], arguments: TemplateArguments, tokenizer: PreTrainedTokenizerFast
-) -> bool:
-    """Return whether the template renders a prompt differently without the field `name`."""
-
-    def render(messages: Sequence[Message], given: TemplateArguments) -> str:
-        """Render a chat with template arguments."""
-        chat = [message.encode() for message in messages]
-        [text] = render_chats(
-            fit_chats([chat], tokenizer), tokenizer, generation_prompt=True, tools=given.tools, kwargs=given.kwargs
-        )
-        return text
-
-    if name == "tools":
-        changed = prompt, replace(arguments, tools=())
-    elif name.startswith(KWARGS):
-        kwargs = {key: value for key, value in arguments.kwargs.items() if f"{KWARGS}{key}" != name}
-        changed = prompt, replace(arguments, kwargs=kwargs)
-    else:
-        changed = [*_drop_field(prompt, name)], arguments
-    try:
-        return render(prompt, arguments) != render(*changed)
     except TemplateFailed:
-        return True
+        template = ""
+    return template, json.dumps(arguments.kwargs, sort_keys=True, default=dict)
 
 
-def _drop_field(prompt: Sequence[Message], name: str) -> Iterator[Message]:
-    """Yield the messages of a prompt without the field `name`."""
-    for message in prompt:
-        fields = {key: value for key, value in message.fields.items() if key != name}
-        yield replace(message, name="" if name == "name" else message.name, fields=fields)
+def _choose_form(chats: Sequence[tuple[Chat, TemplateArguments]], tokenizer: PreTrainedTokenizerFast) -> _Form:
+    """Return the form in which the template shows most of some chats. If several forms do, the chats stay unchanged."""
+    kinds = {kind for chat, _ in chats for kind in _describe_kind(chat)}
+    arguments: tuple[_Arguments, ...] = ("unchanged", "objects", "texts")
+    forms = product(
+        arguments if kinds - {"empty", "parts"} else arguments[:1],
+        (False, True) if "parts" in kinds else (False,),
+        (False, True) if "empty" in kinds else (False,),
+    )
+    best, best_score = _Form(), -1.0
+    for form in (_Form(*each) for each in forms):
+        score = sum(_count_shown(form, chat, own, tokenizer) for chat, own in chats)
+        if score > best_score:
+            best, best_score = form, score
+    return best
+
+
+def _count_shown(form: _Form, chat: Chat, arguments: TemplateArguments, tokenizer: PreTrainedTokenizerFast) -> float:
+    """Return the number of kinds of values of a chat that the template shows in a form, or -1 if it fails."""
+    probe = form.apply([_mark_values(message) for message in chat])
+    try:
+        [text] = render_chats(
+            [probe], tokenizer, generation_prompt=True, tools=arguments.tools, kwargs=arguments.kwargs
+        )
+    except TemplateFailed:
+        return -1
+    shown = 0.5  # more than the sum of other chats that fail
+    parts = [str({"type": "text", "text": _MARK}), str([{"type": "text", "text": _MARK}])[:-1]]
+    shown += _MARK in text and not any(part in text for part in parts)
+    is_text = any(isinstance(each, str) for message in probe for each in _iterate_arguments(message))
+    if is_text:
+        return shown + (_AS_TEXT in text)
+    has_words = all(word in text for word in (*_ARGUMENTS, *_ARGUMENTS.values()))
+    return shown + (has_words and str(_ARGUMENTS) not in text)
+
+
+def _mark_values(message: dict[str, object]) -> dict[str, object]:
+    """Return a message with words that are easy to find in place of its arguments, and of a content of parts."""
+    texts = _texts_of(message)
+    if texts is not None:
+        message = {**message, "content": [{"type": "text", "text": _MARK} for _ in texts]}
+    if not _has_calls(message):
+        return message
+    return _map_arguments(message, lambda value: _AS_TEXT if isinstance(value, str) else _ARGUMENTS)
+
+
+def _texts_of(message: Mapping[str, object]) -> list[str] | None:
+    """Return the texts of a content that is a list of texts only, or None."""
+    content = message.get("content")
+    if not isinstance(content, list) or not all(isinstance(each, dict) and each["type"] == "text" for each in content):
+        return None
+    return [str(each["text"]) for each in content]
+
+
+# ---- tool calls
+def _has_calls(message: Mapping[str, object]) -> bool:
+    return isinstance(message.get("tool_calls"), list)
+
+
+def _iterate_arguments(message: Mapping[str, object]) -> Iterable[object]:
+    """Yield the arguments of each tool call of a message."""
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        yield call.get("function", call)["arguments"]
+
+
+def _map_arguments(message: Mapping[str, object], convert: Callable[[object], object]) -> dict[str, object]:
+    """Return a message with converted arguments of its tool calls."""
+
+    def convert_call(call: Mapping[str, object]) -> dict[str, object]:
+        """Return a call, or its function, with converted arguments."""
+        if isinstance(function := call.get("function"), dict):
+            return {**call, "function": convert_call(function)}
+        return {**call, "arguments": convert(call["arguments"])}
+
+    calls = message["tool_calls"]
+    assert isinstance(calls, list), "the caller has checked that there are calls"
+    return {**message, "tool_calls": [convert_call(call) for call in calls]}
+
+
+def _parse(arguments: object) -> object:
+    """Return arguments as an object."""
+    return json.loads(arguments) if isinstance(arguments, str) else arguments
+
+
+def _encode(arguments: object) -> object:
+    """Return arguments as JSON text. A text of the file keeps its spelling."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -29,7 +29,7 @@ from models.data.problems import (
 from models.records.model_input import ModelInput
 from models.text.chats import TemplateFailed, render_chats
 from models.text.control_tokens import ControlTokens, count_appended_tokens
-from models.text.template_fields import fit_chats
+from models.text.template_fields import Chat, fit_chats
 from models.vision.processor import VisionProcessor
 
 EOS = "<|eos|>"
@@ -184,11 +184,11 @@ def tokenize_prompts(
     counts = list(map(len, headers))
     control = ControlTokens.of(tokenizer, images=[] if processor is None else [processor.placeholder])
     given = [*(arguments or [NO_ARGUMENTS] * len(prompts))]
-    shown = [(_as_message(each),) for each in given if each != NO_ARGUMENTS]
+    shown = list_argument_texts(given)
     separator = None if rules.parses_control_tokens else control.choose_separator([*prompts, *shown])
     broken = prompts if separator is None else [control.break_prompt(prompt, separator) for prompt in prompts]
     if separator is not None:
-        given = [_break_arguments(control, each, separator) for each in given]
+        given = [break_arguments(control, each, separator) for each in given]
     texts = render(broken, tokenizer, sources=sources, images=counts, processor=processor, arguments=given)
     token_ids: dict[int, list[int]] = {}
     for special in (True, False):
@@ -214,6 +214,11 @@ def tokenize_prompts(
     return expanded
 
 
+def list_argument_texts(arguments: Iterable[TemplateArguments]) -> list[Prompt]:
+    """Return chats with the texts of template arguments, in which control tokens are found as in prompts."""
+    return [(_as_message(each),) for each in arguments if each != NO_ARGUMENTS]
+
+
 def _as_message(arguments: TemplateArguments) -> Message:
     """Return a message that contains the texts of template arguments, so that control tokens are found as in other
     messages."""
@@ -222,7 +227,7 @@ def _as_message(arguments: TemplateArguments) -> Message:
     )
 
 
-def _break_arguments(control: ControlTokens, arguments: TemplateArguments, separator: str) -> TemplateArguments:
+def break_arguments(control: ControlTokens, arguments: TemplateArguments, separator: str) -> TemplateArguments:
     """Return template arguments with a separator inserted into each control token in their texts."""
     if arguments == NO_ARGUMENTS:
         return arguments
@@ -285,9 +290,11 @@ def render(
             f"{sources[rows[0]]}: the prompt is a chat, but the tokenizer has no chat template. Use plain text."
         )
     in_parts = processor is not None and bool(rows) and not renders_plain_text(tokenizer)
-    fitted = fit_chats([_turns(chat, counts[row], in_parts=in_parts) for row, chat in chats.items()], tokenizer)
-    turns = dict(zip(rows, fitted, strict=True))
     given = arguments or [NO_ARGUMENTS] * len(prompts)
+    encoded = [_turns(chat, counts[row], in_parts=in_parts) for row, chat in chats.items()]
+    turns: dict[int, Chat] = dict(zip(rows, encoded, strict=True))
+    if not in_parts:
+        turns = dict(zip(rows, fit_chats(encoded, tokenizer, [given[row] for row in rows]), strict=True))
     rendered: dict[int, str] = {}
     for alike in _group_by_arguments([(row, given[row]) for row in rows]):
         own, members = given[alike[0]], [turns[row] for row in alike]

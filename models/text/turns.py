@@ -66,6 +66,11 @@ class TurnFormat:
             return self
         return replace(self, tools=arguments.tools or self.tools, kwargs=arguments.kwargs)
 
+    @property
+    def arguments(self) -> TemplateArguments:
+        """Tools and variables as arguments of the chat template."""
+        return TemplateArguments(self.tools, self.kwargs)
+
     def encode_observation(self, messages: Sequence[Message], *, ended: bool = True) -> tuple[int, ...]:
         """Return the tokens from the end of a turn to the start of the next turn: the messages of an observation in the
         format of the template.

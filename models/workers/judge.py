@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -14,6 +14,7 @@ from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.judges import EndpointJudge, JudgeReward
 from models.engines.protocol import StepSums
+from models.judges.chats import mark_prompt
 from models.judges.verdicts import Answer, Judge, Judgement, lowest_reward, read_verdict
 from models.judges.votes import Ballot, JudgedCompletion, count_answers, read_episodes, with_canaries
 from models.records.media import Media
@@ -22,6 +23,7 @@ from models.records.schemas import VERDICT_SCHEMA
 from models.records.versions import ModelVersion, Outcome, order_statistics
 from models.records.work import JudgeWork
 from models.text.steps import split_steps
+from models.workers.prompt_chats import Chat, read_chats
 
 if TYPE_CHECKING:
     from models.judges.local import LocalJudge
@@ -111,7 +113,9 @@ class JudgeWorker:
         if self._reward.images == "prompt":
             self._judge.show(Media(self._store, work.media))
         loaded, before = clock(), self._steps()
-        completions = _read_completions(read_shard(self._store, work.rollouts, (*ROLLOUT_COLUMNS, *EPISODE_COLUMNS)))
+        rollouts = read_shard(self._store, work.rollouts, (*ROLLOUT_COLUMNS, *EPISODE_COLUMNS))
+        chats = None if work.prompts is None else read_chats(self._store, work.prompts)
+        completions = _read_completions(rollouts, chats)
         everything = with_canaries(completions, self._reward.canaries)
         votes = self._collect_votes([judged for judged in everything if not judged.is_blank], work)
         judged = clock()
@@ -179,11 +183,15 @@ def _build_endpoint_judge(model: EndpointJudge, reward: JudgeReward) -> Judge:
     return endpoint.ChatJudge(model, sampling=reward.sampling, verdict=reward.verdict)
 
 
-def _read_completions(rollouts: pa.Table) -> list[JudgedCompletion]:
+def _read_completions(rollouts: pa.Table, chats: Sequence[Chat] | None) -> list[JudgedCompletion]:
+    """Read the completions. `chats` are the chats of the prompts by row, if the judge receives their messages."""
     columns = (rollouts[name].to_pylist() for name in (*ROLLOUT_COLUMNS, "prompt_row"))
-    return [
-        JudgedCompletion(*row) for row in zip(*columns, image_digests(rollouts), read_episodes(rollouts), strict=True)
-    ]
+    rows = zip(*columns, image_digests(rollouts), read_episodes(rollouts), strict=True)
+    completions = [JudgedCompletion(*row) for row in rows]
+    if chats is None:
+        return completions
+    marked = {row: mark_prompt(*chats[row]) for row in {each.prompt_row for each in completions} if chats[row][0]}
+    return [replace(each, chat=marked.get(each.prompt_row, "")) for each in completions]
 
 
 def _build_table(everything: Sequence[JudgedCompletion], votes: _Votes, reward: JudgeReward) -> pa.Table:

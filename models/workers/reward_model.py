@@ -8,17 +8,18 @@ import torch
 
 from infra.errors import BadInput
 from infra.store.bundles import fetch_bundle
-from infra.store.shards import ShardRef, read_shard, write_shard
-from infra.store.storage import Store, open_store
+from infra.store.shards import read_shard, write_shard
+from infra.store.storage import open_store
 from models.config.judges import ModelReward
-from models.data.problems import Message, decode_template_input
+from models.data.problems import NO_ARGUMENTS, Message
 from models.engines.protocol import StepSums
 from models.modeling.reward_model import RewardModel, ScoredTexts, load_reward_model, score
 from models.records.model_input import ModelInput
-from models.records.schemas import TEMPLATE, VERDICT_SCHEMA
+from models.records.schemas import VERDICT_SCHEMA
 from models.records.versions import ModelVersion, Outcome, order_statistics
 from models.records.work import JudgeWork
 from models.text.sequences import encode
+from models.workers.prompt_chats import read_chats
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class RewardModelWorker:
         """Return the scores, and the number of tokens processed for each score (0 if a text exceeds the context)."""
         assert self._model is not None, "take() comes first"
         texts = zip(rollouts["prompt"].to_pylist(), rollouts["completion"].to_pylist(), strict=True)
-        chats = None if work.prompts is None else _read_chats(self._store, work.prompts)
+        chats = None if work.prompts is None else read_chats(self._store, work.prompts)
         prompt_rows = rollouts["prompt_row"].to_pylist()
         inputs: list[ModelInput] = []
         faults: dict[int, str] = {}
@@ -107,7 +108,8 @@ class RewardModelWorker:
                     self._reward.template,
                     prompt=prompt,
                     completion=completion,
-                    messages=() if chats is None else chats.get(prompt_rows[row], (Message("user", prompt),)),
+                    messages=() if chats is None else chats[prompt_rows[row]][0] or (Message("user", prompt),),
+                    arguments=NO_ARGUMENTS if chats is None else chats[prompt_rows[row]][1],
                 )
             except ValueError as error:
                 encoded, faults[row] = ModelInput(), str(error)
@@ -120,19 +122,6 @@ class RewardModelWorker:
     def _passed(self, sequences: int, seconds: float) -> None:
         self._progress += 1
         self._steps = self._steps.add(sequences, seconds)
-
-
-def _read_chats(store: Store, prompts: ShardRef) -> dict[int, tuple[Message, ...]]:
-    """Return the messages of the prompts that are chats, by row of the prompts shard."""
-    table = read_shard(store, prompts)
-    chats = table["messages"].to_pylist()
-    inputs = table[TEMPLATE].to_pylist() if TEMPLATE in table.column_names else [""] * len(chats)
-    return {
-        row: decode_template_input(encoded)[0]
-        or tuple(Message(each["role"], each["content"], each["name"] or "") for each in chat)
-        for row, (chat, encoded) in enumerate(zip(chats, inputs, strict=True))
-        if chat
-    }
 
 
 def _table(rollouts: pa.Table, scores: list[ScoredTexts]) -> pa.Table:

@@ -14,7 +14,7 @@ from models.gate.verdict import MeasuredGain, MeasuredGuard
 from tasks.config.run import RunConfig
 from tasks.promotion.gate import gates_of
 from tasks.promotion.suites import CHALLENGER, Suite, promotion_rules, suites_of
-from tasks.run.preflight import preflight
+from tasks.run.preflight import describe_images, preflight
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,12 @@ async def gate_power(config: RunConfig, configured: PolicyConfig | None = None) 
         check = SuiteCheck(
             suite=suite.name, data=config.data, max_contaminated=rules.max_contaminated, policy=configured
         )
-        await preflight(suite.config(CHALLENGER, config.policy), part="plan", checked=check)
+        suite_config = suite.config(CHALLENGER, config.policy)
+        result = await preflight(suite_config, part="plan", checked=check)
+        for note in result.notes:
+            logger.info("suite %s: %s", suite.name, note)
+        if images := describe_images(result.facts, suite_config.data.image_background):
+            logger.info("suite %s: images: %s", suite.name, images)
     by_name = {suite.name: suite for suite in suites}
     measured = _last_differences(open_registry(config.store, rules.registry))
     alpha = rules.alpha / len(rules.primary)

@@ -20,8 +20,8 @@ from infra.store.chain import linked_parts
 from infra.store.run_record import has_results
 from infra.store.runs import list_runs, open_run
 from infra.store.storage import open_store
+from models.config.checks import CheckResult
 from models.config.promotion import MIN_PROBLEMS, SuiteCheck
-from models.config.texts import NOTE
 from tasks.config.run import LAYOUT, RunConfig
 from tasks.run.keys import evaluation_key
 
@@ -42,6 +42,8 @@ IMAGE_READINGS: Final = {
     "CMYK": "{} in CMYK, converted without a color profile",
 }
 """Texts about images that keep their bytes, by the kinds of `models.vision.color_conversion.READINGS`."""
+IMAGE_CONVERSIONS: Final = {"16 bits": "gray with 16 bits", "32 bits": "gray with 32 bits"}
+"""Texts about converted images, for kinds of `models.vision.color_conversion.CONVERSIONS` that need one."""
 LIMITED_BY_PROMPTS: Final = ("rollout.shard_prompts", "update.minibatches")
 """Keys whose defaults are limited to `rollout.prompts` if that default was lowered."""
 
@@ -85,13 +87,13 @@ def is_run_complete(config: RunConfig) -> bool:
 
 
 def with_data_sized_defaults(config: RunConfig, facts: Mapping[str, float]) -> tuple[RunConfig, list[str]]:
-    """Return the configuration with defaults adapted to the values that the preflight check measured. Also return the
-    notes of the check, with a line about each adapted default.
+    """Return the configuration with defaults adapted to the values that the preflight check measured. Also return a
+    line about each adapted default.
 
     This function also decides whether to use activation checkpointing, again at each start, because no result depends
     on it. The run records the adapted values and keeps them even if the data files change later.
     """
-    values, lines = dict[str, int](), [key.removeprefix(NOTE) for key in facts if key.startswith(NOTE)]
+    values, lines = dict[str, int](), list[str]()
     for key in unset_keys(config):
         limit, default = int(facts[_MOST[key]]), _value_of(config, key)
         if limit < default:
@@ -127,8 +129,9 @@ def describe_images(facts: Mapping[str, float], background: str, *, group: str =
     readings = [text.format(f"{kinds.pop(kind):,.0f}") for kind, text in IMAGE_READINGS.items() if kind in kinds]
     parts = []
     if kinds:
-        listed = ", ".join(f"{number:,.0f} {kind}" for kind, number in kinds.items())
-        parts.append(f"{sum(kinds.values()):,.0f} of {total:,.0f} converted to RGB with 8 bits: {listed}")
+        listed = ", ".join(f"{number:,.0f} {IMAGE_CONVERSIONS.get(kind, kind)}" for kind, number in kinds.items())
+        converted = f"{sum(kinds.values()):,.0f} of {total:,.0f} distinct images"
+        parts.append(f"{converted} converted to RGB with 8 bits: {listed}")
     parts += [f"transparency on {background}"] if "transparent" in kinds else []
     return "; ".join([*parts, *readings])
 
@@ -165,8 +168,8 @@ def _with_values(config: RunConfig, values: Mapping[str, int]) -> RunConfig:
 
 async def preflight(
     config: RunConfig, *, part: Literal["run", "plan", "scoring"] = "run", checked: SuiteCheck | None = None
-) -> dict[str, float]:
-    """Run the preflight check and return the facts that it measured, such as numbers of problems and bytes of memory.
+) -> CheckResult:
+    """Run the preflight check. Return its facts, such as numbers of problems and bytes of memory, and its notes.
 
     `part` selects the checks: "run" checks data, policy directory, rewards and lengths, "plan" does the same without
     writing to the store, and "scoring" checks only the rewards for stored rollouts. `checked` adds a comparison of a
@@ -205,5 +208,4 @@ async def preflight(
         ) from None
     if not verdict["ok"]:
         raise (EndpointDown if verdict["is_down"] else BadInput)(verdict["error"])
-    facts: dict[str, float] = verdict["facts"]
-    return facts
+    return CheckResult(facts=verdict["facts"], notes=verdict["notes"])

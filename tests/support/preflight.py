@@ -13,4 +13,4 @@ def read_inputs(*overrides: str) -> Inputs:
 
 def check_job(*overrides: str) -> dict[str, float]:
     """Check `job.toml` with overrides; return the facts about the job."""
-    return check(read_inputs(*overrides))
+    return check(read_inputs(*overrides)).facts

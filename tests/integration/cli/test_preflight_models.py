@@ -28,7 +28,7 @@ def place(make_job):
 def test_flash_attention_is_refused_for_heads_that_are_too_large(place):
     write_policy(place / "wide", "mistral", changes={"head_dim": 264})
     job = read_inputs("policy.kind=directory", "policy.path=wide", "update.attention=eager")
-    assert check(job)["parameters"]
+    assert check(job).facts["parameters"]
     flash = job.update.model_copy(update={"attention": "flash_attention_2"})
     with pytest.raises(BadInput, match=r"'flash_attention_2' .* 256 .* 264"):
         check(job.model_copy(update={"update": flash}))

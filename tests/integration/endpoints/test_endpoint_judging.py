@@ -4,14 +4,17 @@ import json
 import ssl
 import subprocess
 import sys
+from dataclasses import replace
 
+import pyarrow as pa
 import pytest
 
 from infra.errors import BadInput, EndpointDown
 from infra.pools.host import Host, Raised
-from infra.store.shards import read_shard
+from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.judges import ChoiceVerdict, JudgeReward
+from models.records.schemas import PROMPT_SCHEMA
 from models.records.work import JudgeWork
 from models.workers.judge import JudgeWorker
 from tests.support.chat_server import Reply, chat_server, reply_with
@@ -58,6 +61,18 @@ def test_verdicts_from_an_endpoint_become_rewards(tmp_path):
         assert [row["value"] for row in bench.rows(bench.judge("1", "7", "3"))] == [1, 1, 0, 0, 1, 1]
     seeds = [asked.body["seed"] for asked in server.asked]
     assert len(set(seeds)) == 6
+
+
+def test_a_judge_reads_the_messages_of_a_chat_instead_of_the_text_that_the_policy_reads(tmp_path):
+    chat = [{"role": role, "content": "1 < 2?", "name": None} for role in ("system", "user")]
+    row = {"prompt_id": "a", "text": "<|user|>", "tokens": [1], "images": [], "answer": "", "columns": "{}"}
+    table = pa.Table.from_pylist([{**row, "messages": each} for each in (chat, None, chat)], PROMPT_SCHEMA)
+    with chat_server(is_right) as server:
+        bench = Bench(tmp_path, server.url)
+        prompts = write_shard(bench.store, table, kind="prompts", metadata={})
+        bench.worker.judge(replace(bench.work("1", "7", "3"), prompts=prompts))
+    marked = "\n".join(f'<message role="{role}">\n1 &lt; 2?\n</message>' for role in ("system", "user"))
+    assert [asked.text.partition("|")[0] == marked for asked in server.asked].count(True) == 4
 
 
 def test_the_same_work_gives_the_same_shard_despite_failures_of_the_endpoint(tmp_path):

@@ -6,7 +6,7 @@ from infra.store.shards import read_shard
 from models.config.judges import ChoiceVerdict, EndpointJudge, JudgeReward
 from models.config.reward_terms import EnvironmentReward, TargetReward
 from models.config.rewards import ScoringConfig
-from models.judges.prompts import escape
+from models.judges.chats import escape
 from models.records.work import JudgeWork, ScoringWork
 from models.rewards.evaluate import Case, Evaluator
 from models.workers.judge import JudgeWorker

@@ -22,9 +22,10 @@ from infra.store.bundles import publish_bundle
 from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.judges import DirectoryRewardModel, ModelReward
+from models.data.problems import Message, TemplateArguments, encode_template_input
 from models.modeling.reward_model import check_reward_model, load_reward_model, score
 from models.records.model_input import ModelInput
-from models.records.schemas import PROMPT_SCHEMA, VERDICT_SCHEMA
+from models.records.schemas import PROMPT_SCHEMA, TEMPLATE, VERDICT_SCHEMA
 from models.records.versions import ModelVersion
 from models.records.work import JudgeWork
 from models.workers.reward_model import RewardModelWorker
@@ -201,6 +202,26 @@ def test_a_reward_model_with_a_chat_template_receives_the_messages_of_the_prompt
     [ref] = scorer.judge(pairs, prompts).shards
     texts = ["system: Be kind.\nuser: Hi\nassistant: yes\n", "system: Be kind.\nuser: Hi\nassistant: no\n"]
     expected = plain_scores(directory, [*texts, "user: Hi\nassistant: yes\n"])
+    assert read_shard(scorer.store, ref)["value"].to_pylist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_reward_model_receives_the_tools_and_variables_of_the_prompt_and_the_fields_of_messages(tmp_path):
+    directory = write_classifier(tmp_path / "model", keeps_chat_template=True)
+    template = (
+        "{{ tools[0].name }}{{ mood }}{% for m in messages %}{{ m.role }}{{ m.thinking }}{{ m.content }}{% endfor %}"
+    )
+    (directory / "chat_template.jinja").write_text(template)
+    reward = ModelReward(model=DirectoryRewardModel(path="unused"), name="liked")
+    scorer = Scorer(tmp_path, directory, reward=reward)
+    chat = (Message("user", "Hi"), Message("assistant", "a", fields={"thinking": "b"}), Message("user", "c"))
+    arguments = TemplateArguments(({"name": "add"},), {"mood": "glad"})
+    messages = [{"role": each.role, "content": each.content, "name": None} for each in chat]
+    row = {"prompt_id": "a", "text": "", "tokens": [1], "images": [], "answer": "", "columns": "{}"}
+    schema = PROMPT_SCHEMA.append(pa.field(TEMPLATE, pa.string()))
+    encoded = encode_template_input(chat, arguments)
+    table = pa.Table.from_pylist([{**row, "messages": messages, TEMPLATE: encoded}], schema)
+    [ref] = scorer.judge([("rendered", "yes")], write_shard(scorer.store, table, kind="prompts", metadata={})).shards
+    expected = plain_scores(directory, ["addgladuserHiassistantbauserc" + "assistantyes"])
     assert read_shard(scorer.store, ref)["value"].to_pylist() == pytest.approx(expected, abs=1e-5)
 
 

@@ -4,6 +4,7 @@ import json
 import re
 from itertools import permutations
 from pathlib import Path
+from string import ascii_lowercase
 
 import pytest
 from hypothesis import assume, example, given, settings
@@ -13,6 +14,7 @@ from models.config.reward_terms import MathReward, NumericReward
 from models.rewards.rules import build_reward
 
 GSM8K = (Path(__file__).parent / "answers" / "gsm8k.txt").read_text().splitlines()
+SCORES = [json.loads(line) for line in (Path(__file__).parent / "answers" / "scores.jsonl").read_text().splitlines()]
 BUNDLED = Path(__file__).parents[3] / "configs" / "data" / "gsm8k"
 FORMS = (
     "{}",
@@ -79,6 +81,12 @@ WRONG = [
     r"$1 + \frac{1}{\mathrm{e}}$"),
     ("42", r"<think>\boxed{42}</think><answer>43</answer>"), ("5 N·m", "5 kg"), ("3.5 m", "3.5 km"), ("x \\le 5", "5"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", SCORES, ids=lambda row: ascii(row["answer"])[1:-1])
+def test_each_completion_of_a_reference_has_the_score_that_it_deserves(row):
+    scores = {completion: judge(completion, row["answer"]) for completion in (*row["right"], *row["wrong"])}
+    assert scores == dict.fromkeys(row["right"], 1.0) | dict.fromkeys(row["wrong"], 0.0)
 
 
 @pytest.mark.parametrize(("answer", "completion"), RIGHT)
@@ -210,6 +218,14 @@ def test_two_different_numbers_are_never_equal(one, other, decimals):
     assert judge(rf"\boxed{{{other / 10**decimals:.{decimals}f}}}", f"{one / 10**decimals:.{decimals}f}") == 0.0
 
 
+@pytest.mark.parametrize("form", ["{}{}", "1 - 7{}{}", r"\frac{{1}}{{{}}}{}"])
+def test_a_formula_never_equals_the_formula_without_its_variable_or_with_the_other_case(form):
+    for letter in ascii_lowercase:
+        answer, bare, other = form.format(2, letter), form.format(2, ""), form.format(2, letter.upper())
+        scores = [judge(rf"\boxed{{{each}}}", answer) for each in (answer, bare, other)]
+        assert (letter, scores) == (letter, [1.0, 0.0, 0.0])
+
+
 @settings(deadline=None, max_examples=30)
 @given(
     st.sampled_from(["tea", "team", "stone", "no", "own", "nan", "Evelyn", "arc", "beta", "min", "left", "text"]),
@@ -238,7 +254,18 @@ def test_any_reference_is_refused_or_equal_to_itself_and_never_fails(answer):
 
 @pytest.mark.parametrize(
     "text",
-    [r"\boxed{" * 5000, "#### " * 5000, "answer is " + " " * 50_000 + "x", "$" * 5001, "**" * 5000, "<answer>" * 5000],
+    [
+        "1,000 " * 10**6,
+        "1 " * 10**6,
+        "word " * 10**6 + "\n#### 18",
+        "\\frac{1}{" * 10**6,
+        r"\boxed{" * 5000,
+        "#### " * 5000,
+        "answer is " + " " * 50_000 + "x",
+        "$" * 5001,
+        "**" * 5000,
+        "<answer>" * 5000,
+    ],
 )
 def test_long_malformed_completions_are_wrong_at_once(text):
     assert (judge(text, "17"), judge(text, "cat"), judge_number(text, "17")) == (0.0, 0.0, 0.0)

@@ -16,7 +16,8 @@ from models.config.judges import (
     StepsVerdict,
     VerdictConfig,
 )
-from models.judges.prompts import build_question_text, escape
+from models.judges.chats import escape
+from models.judges.prompts import build_question_text
 from models.judges.votes import Ballot, JudgedCompletion
 from tests.support.judged import build_question, find_fences, read_answer
 from tests.support.policies import small_tokenizer

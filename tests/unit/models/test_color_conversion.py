@@ -10,7 +10,8 @@ from infra.errors import BadInput
 from models.config.data import FileData
 from models.data.images import open_picture, read_header
 from models.data.problems import load_problems
-from models.vision.color_conversion import count_conversions, decode_rgb
+from models.vision.color_conversion import READINGS, count_conversions, decode_rgb
+from tasks.run.preflight import IMAGE_READINGS, describe_images
 from tests.support.data_files import write_lines
 from tests.support.pictures import picture, write_png, write_tiff
 
@@ -143,6 +144,19 @@ def test_images_that_are_read_differently_than_their_file_suggests_are_counted()
     deep = write_png([b"\xf0\x00" * 24] * 8, width=8, bits=16, color=2)
     inked = encode(Image.new("CMYK", (8, 8)), "JPEG")
     assert count_conversions([deep, inked, picture("red")]) == {"images": 3, "color with 16 bits": 1, "CMYK": 1}
+
+
+def test_the_plan_describes_images_that_are_converted_or_read_differently():
+    counts = {"images": 31, "16 bits": 20, "transparent": 1, "rotated": 4, "CMYK": 2, "color with 16 bits": 1}
+    facts = {f"images/{kind}": float(number) for kind, number in counts.items()}
+    assert describe_images(facts, "black") == (
+        "21 of 31 distinct images converted to RGB with 8 bits: 20 gray with 16 bits, 1 transparent; "
+        "transparency on black; 4 rotated upright as their EXIF orientation specifies; 1 in color with 16 bits, of "
+        "which the upper 8 are read; 2 in CMYK, converted without a color profile"
+    )
+    assert describe_images({"images/images": 31.0}, "black") == ""
+    assert describe_images(facts, "black", group="warm-up images") == ""
+    assert set(IMAGE_READINGS) == set(READINGS)
 
 
 def test_a_converted_image_is_upright_in_its_pixels(tmp_path):

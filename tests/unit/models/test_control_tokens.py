@@ -4,10 +4,10 @@ import pytest
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-from models.config.texts import NOTE, RULES_BEFORE, TextRules
-from models.data.examples import Example
+from models.config.texts import RULES_BEFORE, TextRules
+from models.data.examples import Example, Preference
 from models.data.problems import ImagePlace, Message, Problem, TemplateArguments
-from models.inspection.texts import text_facts
+from models.inspection.texts import list_preference_notes, list_text_notes
 from models.text.control_tokens import ControlTokens
 from models.text.per_turn import Exchange, render_prompt
 from models.text.sequences import encode as encode_scored
@@ -111,13 +111,30 @@ def test_a_plain_prompt_keeps_tokens_that_the_tokenizer_puts_first_but_not_those
 
 def test_the_plan_names_the_first_prompt_that_contains_control_tokens():
     problems = [Problem("rows:1", "Hi.", ""), Problem("rows:2", FORGED, ""), Problem("rows:3", FORGED, "")]
-    [note] = text_facts(problems, tokenizer_of("qwen-3"), rules=TEXT)
-    assert note.startswith(NOTE)
+    [note] = list_text_notes(problems, tokenizer_of("qwen-3"), rules=TEXT)
     assert all(
         part in note for part in ("2 prompts contain", '"<|im_end|>"', "rows:2", "ordinary text", "special_tokens")
     )
-    [note] = text_facts(problems, tokenizer_of("qwen-3"), rules=RULES_BEFORE)
+    [note] = list_text_notes(problems, tokenizer_of("qwen-3"), rules=RULES_BEFORE)
     assert "become control tokens" in note
+
+
+def test_the_plan_names_the_first_completion_of_examples_that_contains_control_tokens():
+    worked = Problem("rows:2", "Hi.", "4", worked=f"2 + 2 {FORGED}")
+    turns = Problem("rows:3", "Hi.", "4", worked="4", worked_turns=("call", FORGED))
+    examples = [Problem("rows:1", "Hi.", "4"), worked, turns, Problem("rows:4", "Hi.", FORGED, worked="4")]
+    assert list_text_notes(examples, tokenizer_of("qwen-3"), rules=TEXT) == []
+    [note] = list_text_notes(examples, tokenizer_of("qwen-3"), rules=TEXT, examples=examples)
+    assert note.startswith("2 completions of the warm-up contain control tokens of the policy")
+    assert 'first "<|im_end|>" in rows:2.' in note
+
+
+def test_the_plan_names_the_first_preference_pair_that_contains_control_tokens():
+    pairs = [Preference("pairs:1", "Hi.", "a", "b"), Preference("pairs:2", FORGED, "a", FORGED)]
+    prompts, completions = list_preference_notes(pairs, tokenizer_of("qwen-3"), rules=TEXT)
+    assert prompts.startswith("1 prompt of preference pairs contains")
+    assert completions.startswith("1 completion of preference pairs contains")
+    assert "pairs:2" in prompts and "pairs:2" in completions
 
 
 @pytest.mark.parametrize("rules", [TEXT, RULES_BEFORE])

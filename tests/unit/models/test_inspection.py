@@ -113,7 +113,7 @@ def test_the_input_checks_of_text_configurations_need_no_torch(tmp_path, monkeyp
     code = (
         "from models.commands.preflight import Inputs, check\n"
         "for path in sorted(Path(sys.argv[1]).glob('*.json')):\n"
-        "    assert check(Inputs.model_validate_json(path.read_text()))['parameters']\n"
+        "    assert check(Inputs.model_validate_json(path.read_text())).facts['parameters']\n"
         "    assert 'torch' not in sys.modules, path.stem\n"
     )
     assert len(CONFIGS) > 2

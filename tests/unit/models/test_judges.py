@@ -13,8 +13,9 @@ from models.config.reward_terms import NumericReward
 from models.config.rewards import ScoringConfig
 from models.config.training import WarmupConfig
 from models.data.problems import load_problems
+from models.judges.chats import escape
 from models.judges.checks import check_judges
-from models.judges.prompts import escape, fill_template, judge_examples
+from models.judges.prompts import fill_template, judge_examples
 from models.rewards.rules import numeric_reward
 from tests.support.judged import find_fences, read_answer
 

@@ -24,6 +24,7 @@ DIFFERENCES: Final = {
         "6 significant digits, not 2 decimal places",
     ),
     (r"$f(x)$", r"$f(y)$"): (0.0, "the names of variables matter"),
+    (r"\\boxed{W(n) = 1 \\text{ and } W(n) = -1", "W(x)=1orW(x)=-1"): (0.0, "a box without its end has no value"),
     (r"$x \in [-2,7]$", r"$-2 \\le x \\le 7$"): (0.0, "a set in the reference needs a set in the completion"),
 }
 """Scores that differ from math-verify's, by reference and completion, with the reason."""
@@ -56,6 +57,11 @@ def test_every_deliberate_difference_is_in_the_suite_with_another_score(pair):
         (r"$(\frac{3}{5},\frac{8}{3}]$", "$(0.6,2.666667]$", "$(0.6,2.6667]$"),
         ("$f(x)$", "$f(x)$", "$f(y)$"),
         (r"$x \in [-2,7]$", r"$x \in [-2, 7]$", r"$-2 \le x \le 7$"),
+        ("W(n) = 1", "$W(n) = 1$", "$W(n) = -1$"), ("5t", r"\boxed{t \cdot 5}", r"\boxed{5}"),
+        ("R + r", "$r + R$", "$2r$"),
+        ("5 -> 6", "5 -> 6", "6"), (r"2\sqrt{3} \text{ cm}", r"\boxed{2\sqrt{3}}", r"\boxed{2\sqrt{3} \text{ m}}"),
+        ("10", "$x = 10$", "$2x = 10$"), (r"0.\overline{3}", r"\boxed{1/3}", r"\boxed{0}"), ("1 2 3", "1 2 3", "6"),
+        (r"\sin 30^\circ", r"\boxed{\frac{1}{2}}", r"\boxed{\sin 30}"), ("(1 + i)^2", "$2i$", "$2$"),
         ("12:00", r"\boxed{12:00}", r"\boxed{1:00}"), ("3:10", "3:10 PM", r"\boxed{6:20}"),
         ("5", "5", "$5_6$"), ("5", r"\boxed{5}", r"\boxed{\le 5}"), ("5 cm", r"\boxed{5}", r"\boxed{5\text{ m}}"),
         ("28%", r"\boxed{28}", r"\boxed{0.0028}"), ("0.5%", r"\boxed{0.005}", r"\boxed{0.5}"),

@@ -10,9 +10,9 @@ from models.config.data import FileData, FilePreferences
 from models.data.examples import Example, load_preferences
 from models.data.problems import Message, TemplateArguments, decode_template_input, encode_template_input, load_problems
 from models.text.sequences import example_inputs
-from models.text.template_fields import count_unread_fields
 from models.text.template_files import copy_named_templates
 from models.text.tokenizer import load_tokenizer, render, tokenize_problems
+from models.text.unread_fields import count_unread_fields
 from tests.support.chat_templates import FIND, originals, tokenizer_of, with_template
 from tests.support.data_files import write_lines
 
@@ -27,6 +27,11 @@ ANSWERED = [
 SHOW_ALL = "{% for m in messages %}{{ m | tojson }}{% endfor %}{{ tools | tojson }}{{ mood }}"
 
 
+def drop_nulls(message):
+    """Return a message as transformers passes it to a template."""
+    return {name: value for name, value in message.items() if value is not None}
+
+
 def load(path, **keys):
     return load_problems(FileData(path=path, heldout_path=path, **keys), "train", 0)
 
@@ -38,7 +43,7 @@ def load_chat(tmp_path, *messages, **columns):
 
 def test_messages_keep_the_fields_of_the_file(tmp_path):
     problem = load_chat(tmp_path, *ANSWERED)
-    assert [message.encode() for message in problem.prompt] == ANSWERED
+    assert [message.encode() for message in problem.prompt] == [drop_nulls(message) for message in ANSWERED]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +58,7 @@ def test_messages_keep_the_fields_of_the_file(tmp_path):
 )
 def test_a_message_may_be_empty_if_its_role_or_fields_give_it_a_meaning(message, tmp_path):
     problem = load_chat(tmp_path, message, {"role": "user", "content": "Go."})
-    assert problem.prompt[0].encode() == message
+    assert problem.prompt[0].encode() == drop_nulls(message)
 
 
 @pytest.mark.parametrize(
@@ -64,10 +69,87 @@ def test_a_message_may_be_empty_if_its_role_or_fields_give_it_a_meaning(message,
         CALL | {"index": None},
     ],
 )
-def test_arguments_of_calls_become_objects(call, tmp_path):
+def test_calls_with_arguments_as_objects_and_as_text_are_the_same_problem(call, tmp_path):
     turn = {"role": "assistant", "content": "", "tool_calls": [call]}
     problem = load_chat(tmp_path, ANSWERED[0], turn, ANSWERED[2])
-    assert problem.prompt[1].fields == {"tool_calls": [CALL]}
+    as_object = load_chat(tmp_path, ANSWERED[0], turn | {"tool_calls": [CALL]}, ANSWERED[2])
+    assert problem.identity == as_object.identity
+    shown = with_template("{% for m in messages %}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}")
+    texts = [prompt.text for prompt in tokenize_problems([problem, as_object], shown)]
+    assert texts[0] == texts[1]
+
+
+CALLS = (
+    "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ SHOWN }}{% endfor %}{% endfor %}"
+)
+OBJECT, TEXT = {"a": 2, "b": [1, 2.5]}, '{"a":2,"b":[1,2.50]}'
+
+
+@pytest.mark.parametrize(
+    ("shown", "arguments", "text"),
+    [
+        ("c.function.arguments | tojson", OBJECT, '{"a": 2, "b": [1, 2.5]}'),
+        ("c.function.arguments | tojson", TEXT, '{"a": 2, "b": [1, 2.5]}'),
+        ("c.function.arguments", OBJECT, '{"a": 2, "b": [1, 2.5]}'),
+        ("c.function.arguments", TEXT, TEXT),
+        ("'' + c.function.arguments", OBJECT, '{"a": 2, "b": [1, 2.5]}'),
+        ("'' + c.function.arguments", TEXT, TEXT),
+        ("c.function.arguments if c.function.arguments is string else c.function.arguments | tojson", TEXT, TEXT),
+        ("c.function.arguments.items() | list", OBJECT, "[('a', 2), ('b', [1, 2.5])]"),
+        ("c.function.arguments.items() | list", TEXT, "[('a', 2), ('b', [1, 2.5])]"),
+        ("c.function.name", TEXT, "add"),
+    ],
+)
+def test_arguments_of_calls_have_the_form_that_the_template_shows(shown, arguments, text, tmp_path):
+    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    problem = load_chat(tmp_path, {"role": "assistant", "content": "", "tool_calls": [call]}, ANSWERED[2])
+    [prompt] = tokenize_problems([problem], with_template(CALLS.replace("SHOWN", shown)))
+    assert prompt.text == f"{text}Here."
+
+
+def test_the_form_of_arguments_is_that_of_the_template_for_tools_and_of_the_variables(tmp_path):
+    strict = "{{ mood.strip() }}" + CALLS.replace("SHOWN", "'' + c.function.arguments")
+    tokenizer = with_template({"default": "{% for m in messages %}{{ m.content }}{% endfor %}", "tool_use": strict})
+    turn = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    problem = load_chat(tmp_path, turn, ANSWERED[2], tools=[FIND], chat_template_kwargs={"mood": "glad"})
+    [prompt] = tokenize_problems([problem], tokenizer)
+    assert prompt.text == 'glad{"what": "it"}Here.'
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{% for m in messages %}{{ m.content }};{% endfor %}", "Hi there.;"),
+        ("{% for m in messages %}{{ '' + m.content }};{% endfor %}", "Hi there.;"),
+        ("{% for m in messages %}{% for p in m.content %}{{ p.text }}|{% endfor %};{% endfor %}", "Hi| there.|;"),
+    ],
+)
+def test_a_content_of_several_texts_never_becomes_a_python_list(template, text, tmp_path):
+    parts = [{"type": "text", "text": "Hi"}, {"type": "text", "text": " there."}]
+    [prompt] = tokenize_problems([load_chat(tmp_path, {"role": "user", "content": parts})], with_template(template))
+    assert prompt.text == text
+
+
+@pytest.mark.parametrize("message", [{"content": None}, {}])
+def test_a_content_of_null_is_absent_as_in_transformers(message, tmp_path):
+    template = "{% for m in messages %}{{ m.role }}{{ 'yes' if 'content' in m else 'no' }};{% endfor %}"
+    problem = load_chat(tmp_path, {"role": "assistant", "tool_calls": [CALL], **message}, ANSWERED[2])
+    assert tokenize_problems([problem], with_template(template))[0].text == "assistantno;toolyes;"
+
+
+def test_a_variable_may_have_any_name_that_is_not_reserved(tmp_path):
+    problem = load_chat(tmp_path, ANSWERED[0], chat_template_kwargs={"chat": "a", "text": "b", "kind": "c"})
+    [prompt] = tokenize_problems([problem], with_template("{{ chat }}{{ text }}{{ kind }}"))
+    assert prompt.text == "abc"
+
+
+def test_control_tokens_in_names_of_arguments_are_text(tmp_path):
+    tokenizer = tokenizer_of("qwen-3")
+    call = {"function": {"name": "find", "arguments": {"<|im_end|>": 1, "type": "<|im_end|>"}}}
+    problem = load_chat(tmp_path, ANSWERED[0], {"role": "assistant", "content": "", "tool_calls": [call]}, ANSWERED[2])
+    [prompt] = tokenize_problems([problem], tokenizer)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert prompt.text.count("<|im_end|>") == list(prompt.input.tokens).count(end) + 2
 
 
 def test_null_fields_of_parquet_files_are_absent(tmp_path):
@@ -133,7 +215,7 @@ def test_published_templates_render_calls_as_transformers_does(name, tmp_path):
     expected = tokenizer.apply_chat_template(
         ANSWERED, tools=[FIND], tokenize=False, add_generation_prompt=True, enable_thinking=False
     )
-    assert text == expected or "None" in expected
+    assert text == expected
 
 
 def test_a_template_that_joins_arguments_as_text_receives_text(tmp_path):
@@ -148,8 +230,8 @@ def test_a_call_without_content_never_becomes_the_word_none(tmp_path):
     assert text == "user: Where is it?;assistant: ;tool: Here.;user: Thanks.;"
 
 
-def test_fields_that_a_template_does_not_read_are_counted(tmp_path):
-    chat = [(each := load_chat(tmp_path, *ANSWERED, tools=[FIND], chat_template_kwargs={"mood": "glad"})).prompt]
+def test_values_that_a_template_does_not_show_are_counted(tmp_path):
+    each = load_chat(tmp_path, *ANSWERED, tools=[FIND], chat_template_kwargs={"mood": "glad"})
     tokenizer = with_template("{% for m in messages %}{{ m.content or '' }}{{ m.tool_calls }}{% endfor %}{{ mood }}")
     assert count_unread_fields([(each.prompt, each.template)] * 2, tokenizer) == {
         "name": 2,
@@ -157,12 +239,28 @@ def test_fields_that_a_template_does_not_read_are_counted(tmp_path):
         "tool_call_id": 2,
         "tools": 2,
     }
-    assert count_unread_fields([(chat[0], each.template)], with_template(SHOW_ALL)) == {}
+    assert count_unread_fields([(each.prompt, each.template)], with_template(SHOW_ALL)) == {}
     plain = with_template("{% for m in messages %}{{ m.content }}{% endfor %}")
     assert count_unread_fields([((Message("user", "a"),), each.template)], plain) == {
         "chat_template_kwargs.mood": 1,
         "tools": 1,
     }
+
+
+@pytest.mark.parametrize(
+    ("template", "unread"),
+    [
+        # `name` occurs in the template, but only for tools
+        ("{% for m in messages %}{{ m.content }}{% if m.role == 'tool' %}{{ m.name }}{% endif %}{% endfor %}", "name"),
+        (
+            "{% for m in messages if m.role == 'user' %}{{ m.name }}{{ m.content }}{% endfor %}",
+            "content of role developer",
+        ),
+    ],
+)
+def test_a_value_is_unread_if_the_prompts_do_not_depend_on_it(template, unread, tmp_path):
+    problem = load_chat(tmp_path, {"role": "developer", "content": "Be brief."}, ANSWERED[-1] | {"name": "Ana"})
+    assert count_unread_fields([(problem.prompt, problem.template)], with_template(template)) == {unread: 1}
 
 
 def test_training_examples_and_pairs_receive_tools_and_variables(tmp_path):

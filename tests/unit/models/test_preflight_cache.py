@@ -12,6 +12,7 @@ import pytest
 from infra.errors import BadInput
 from models.commands.preflight import Inputs, check
 from models.commands.preflight_cache import HEADER_BYTES, MAX_RESULTS, build_key, checks_directory, find_or_compute
+from models.config.checks import CheckResult
 from models.config.objectives import UpdateConfig
 from models.config.policy import DirectoryPolicy, ScratchPolicy
 from models.config.training import EvaluationConfig
@@ -21,6 +22,7 @@ from models.text.tokenizer import scratch_tokenizer
 from tasks.config.run import override_config
 from tests.support.json_lines import write_json_lines
 
+RESULT = CheckResult(facts={"parameters": 3}, notes=("Turns end with EOS.",))
 HOME = Path(__file__).parents[3]
 
 
@@ -52,17 +54,17 @@ def list_results(cache):
 
 
 def test_a_cached_result_is_returned_without_importing_model_libraries(inputs, cache):
-    facts = check(inputs, cache=cache)
-    assert facts == check(inputs)
+    result = check(inputs, cache=cache)
+    assert result == check(inputs)
     assert len(list_results(cache)) == 1
     code = (
         "import sys, json\nfrom pathlib import Path\nfrom models.commands.preflight import Inputs, check\n"
-        "facts = check(Inputs.model_validate_json(sys.argv[1]), cache=Path(sys.argv[2]))\n"
-        "print(json.dumps([facts, 'transformers' in sys.modules]))"
+        "result = check(Inputs.model_validate_json(sys.argv[1]), cache=Path(sys.argv[2]))\n"
+        "print(json.dumps([result.model_dump(), 'transformers' in sys.modules]))"
     )
     command = [sys.executable, "-c", code, inputs.model_dump_json(), str(cache)]
     again = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(HOME)}, capture_output=True, check=True)
-    assert json.loads(again.stdout) == [facts, False]
+    assert json.loads(again.stdout) == [result.model_dump(mode="json"), False]
 
 
 @pytest.mark.parametrize(
@@ -104,20 +106,20 @@ def test_a_refusal_is_not_cached(inputs, cache):
 @pytest.mark.parametrize("damaged", ["", "{", "[]", '{"parameters": "many"}'])
 def test_a_damaged_result_is_found_again(tmp_path, damaged):
     (tmp_path / "key").write_text(damaged)
-    assert find_or_compute(tmp_path, lambda: "key", lambda: {"parameters": 3}) == {"parameters": 3}
-    assert json.loads((tmp_path / "key").read_text()) == {"parameters": 3}
+    assert find_or_compute(tmp_path, lambda: "key", lambda: RESULT) == RESULT
+    assert CheckResult.model_validate_json((tmp_path / "key").read_text()) == RESULT
 
 
 def test_a_result_is_not_cached_if_the_inputs_change_during_the_check(tmp_path):
     keys = iter(("before", "after"))
-    assert find_or_compute(tmp_path, lambda: next(keys), lambda: {"parameters": 3}) == {"parameters": 3}
+    assert find_or_compute(tmp_path, lambda: next(keys), lambda: RESULT) == RESULT
     assert list_results(tmp_path) == []
 
 
 def test_the_newest_results_are_kept_and_no_other_user_can_read_them(tmp_path):
     cache = tmp_path / "checks"
     for number in range(MAX_RESULTS + 3):
-        find_or_compute(cache, lambda number=number: f"{number:04}", lambda: {"parameters": 3})
+        find_or_compute(cache, lambda number=number: f"{number:04}", lambda: RESULT)
         os.utime(cache / f"{number:04}", ns=(number + 1, number + 1))
     assert list_results(cache) == [f"{number:04}" for number in range(3, MAX_RESULTS + 3)]
     assert cache.stat().st_mode & 0o777 == 0o700
@@ -125,7 +127,7 @@ def test_the_newest_results_are_kept_and_no_other_user_can_read_them(tmp_path):
 
 def test_a_cache_that_cannot_be_written_does_no_harm(tmp_path):
     (tmp_path / "file").write_text("")
-    assert find_or_compute(tmp_path / "file" / "checks", lambda: "key", lambda: {"parameters": 3}) == {"parameters": 3}
+    assert find_or_compute(tmp_path / "file" / "checks", lambda: "key", lambda: RESULT) == RESULT
 
 
 def test_results_are_stored_in_the_cache_directory_of_the_user(monkeypatch, tmp_path):

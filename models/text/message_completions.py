@@ -1,0 +1,93 @@
+"""Completions given as messages with fields, such as tool calls: the text and tokens that a policy generates for them.
+
+Torch-free.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerFast
+
+from infra.errors import BadInput
+from models.config.texts import TextRules
+from models.data.problems import Message, TemplateArguments
+from models.text.chats import TemplateFailed, render_chats
+from models.text.control_tokens import ControlTokens
+from models.text.template_fields import fit_chats
+from models.text.tokenizer import break_arguments, list_argument_texts
+from models.text.turn_end import find_turn_end
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenCompletion:
+    """Completion as the chat template writes it after the prompt."""
+
+    text: str
+    """Text without the token that ends the turn."""
+    tokens: tuple[int, ...]
+    """Tokens with the token that ends the turn."""
+
+
+def write_completion(
+    prompt: Sequence[Message],
+    message: Message,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    arguments: TemplateArguments,
+    rules: TextRules,
+    ends: Collection[int] = (),
+) -> WrittenCompletion:
+    """Return a completion that is a message of the assistant as the chat template writes it after a chat.
+
+    Control tokens in the message are text, unless `rules` say otherwise. `ends` are the tokens that end a completion
+    according to the generation config. Raises BadInput if the template rejects the chat, or does not write the message
+    after the prompt.
+    """
+    control, chat = ControlTokens.of(tokenizer), (*prompt, message)
+    separator = None
+    if not rules.parses_control_tokens:
+        separator = control.choose_separator([chat, *list_argument_texts([arguments])])
+    if separator is not None:
+        broken = control.break_prompt(chat, separator)
+        chat = broken if isinstance(broken, tuple) else chat
+        arguments = break_arguments(control, arguments, separator)
+    before, whole = _render(chat, tokenizer, arguments)
+    if not whole.startswith(before):
+        raise BadInput(
+            "the policy's chat template does not write the message after the prompt, so no completion equals the "
+            "message. Write the fields into `content` as the policy should generate them."
+        )
+    written, end = _cut_end(whole[len(before) :], tokenizer, ends=ends, rules=rules)
+    [tokens] = control.encode([written], separator, add_special_tokens=False)
+    return WrittenCompletion(written.replace(separator, "") if separator else written, (*tokens, end))
+
+
+def _render(
+    chat: Sequence[Message], tokenizer: PreTrainedTokenizerFast, arguments: TemplateArguments
+) -> tuple[str, str]:
+    """Render a chat without and with its last message. Raises BadInput if the template rejects the chat."""
+    [fitted] = fit_chats([[each.encode() for each in chat]], tokenizer, [arguments])
+    tools, kwargs = arguments.tools, arguments.kwargs
+    try:
+        [before] = render_chats([fitted[:-1]], tokenizer, generation_prompt=True, tools=tools, kwargs=kwargs)
+        [whole] = render_chats([fitted], tokenizer, generation_prompt=False, tools=tools, kwargs=kwargs)
+    except TemplateFailed as error:
+        raise BadInput(f"the policy's chat template {error}") from error
+    return before, whole
+
+
+def _cut_end(
+    text: str, tokenizer: PreTrainedTokenizerFast, *, ends: Collection[int], rules: TextRules
+) -> tuple[str, int]:
+    """Return a written turn without the control token at its end, and the token.
+
+    If the template writes no control token there, the token with which it usually ends turns is returned.
+    """
+    turn_end, eos = find_turn_end(tokenizer, stated=ends), int(tokenizer.eos_token_id)
+    usual_end = eos if turn_end is None else turn_end.token
+    special = {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    known = special | {str(tokenizer.convert_ids_to_tokens(token)): token for token in (*ends, eos, usual_end)}
+    whole = text.rstrip()
+    last = max((token for token in known if whole.endswith(token)), key=len, default="")
+    written, end = (whole.removesuffix(last), known[last]) if last else (whole, usual_end)
+    return written, end if rules.ends_as_template or end in ends else eos
