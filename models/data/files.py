@@ -1,6 +1,6 @@
-"""Problems read from the rows of files, with plain-text or chat prompts.
+"""Problems from the rows of files, as texts or chats.
 
-Each error message names the place in the file.
+Each error message names its place in the file.
 """
 
 from collections.abc import Collection, Mapping
@@ -30,11 +30,11 @@ from models.data.problems import (
 from models.data.rows import find_format, is_table, read_rows
 
 MISSING_IN_CSV: Final = ("nan", "NaN", "-nan", "-NaN")
-"""Texts in CSV files that mean a missing number, because all values in CSV files are texts."""
+"""Answers that mean a missing number in CSV files, in which all values are texts."""
 
 
 def file_problems(data: ProblemFile, split: str, seed: int) -> list[Problem]:
-    """Read the problems of a split in file order, with the template applied.
+    """Read the problems of a split in file order and apply the template.
 
     Raises BadInput if the template has no `{prompt}`, a row is invalid or the split is empty.
     """
@@ -96,7 +96,7 @@ def read_problems(path: Path, data: ProblemFile) -> list[Problem]:
 def _build_problem(
     place: str, row: Mapping[str, object], data: ProblemFile, prompt: Prompt, *, root: Path, missing: Collection[str]
 ) -> Problem:
-    """Return the problem in a row, given its prompt. `missing` are the texts that mean a missing answer.
+    """Build a problem from a row and its prompt. `missing` are the texts that mean a missing answer.
 
     Raises BadInput if the row is invalid.
     """
@@ -117,10 +117,9 @@ def _build_problem(
 
 
 def _read_answer(place: str, value: object, data: ProblemFile, missing: Collection[str]) -> str:
-    """Return the reference answer as text. Numbers are converted to text; other values must be non-blank text.
+    """Return the reference answer as text. Numbers are converted, other values must be non-blank text.
 
-    Raises BadInput for other values, and in version 2 of the rules for NaN and infinity, which often mean missing
-    values.
+    Raises BadInput for other values, and in version 2 for NaN and infinity, which often stand for missing values.
     """
     column = data.answer_column or ""
     if data.version == 1:
@@ -145,6 +144,6 @@ def _read_answer(place: str, value: object, data: ProblemFile, missing: Collecti
 
 
 def _apply_template(problem: Problem, data: ProblemFile) -> Problem:
-    """Return the problem with its prompt inserted into the template, and with the configured system message added."""
+    """Fill the prompt into the template and add the system message, if one is configured."""
     prompt = fill_prompt(problem.prompt, data.template)
     return replace(problem, prompt=prompt if data.system is None else add_system_message(prompt, data.system))

@@ -1,5 +1,4 @@
-"""Problems (tasks for the policy), their division into splits, and the interface of the sources that generate or read
-them."""
+"""Problems with their splits, and the interfaces of the sources that generate or read them."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,32 +19,32 @@ from models.data.images import convert_image, digest_of
 
 @dataclass(frozen=True, slots=True)
 class ImagePlace:
-    """Placeholder, in the content of a message, for the next image of the problem."""
+    """Placeholder for the next image of the problem in the content of a message."""
 
 
 Content = str | tuple[str | ImagePlace, ...] | None
-"""Content of a message: text, or a sequence of texts and images. None for a message that only contains tool calls."""
+"""Content of a message: text, or a sequence of texts and images. None for a message that only calls tools."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Message of a chat."""
+    """One turn of a chat."""
 
     role: str
     content: Content
     name: str = ""
-    """Name of the tool or person that wrote the message, or an empty string."""
+    """Name of the tool or person that the message comes from, or an empty string."""
     fields: Mapping[str, JsonValue] = field(default_factory=dict, hash=False)
-    """Other fields that chat templates use, such as `tool_calls`, by name (`models.data.messages.FIELDS`)."""
+    """Other fields that chat templates read, such as `tool_calls`, by name (`models.data.messages.FIELDS`)."""
 
     @property
     def parts(self) -> tuple[str | ImagePlace, ...]:
-        """Texts and images of the content, in order."""
+        """Texts and images of the content in their order."""
         return (self.content,) if isinstance(self.content, str) else self.content or ()
 
     @property
     def text(self) -> str:
-        """Text of the message. Images are omitted."""
+        """Text of the message without images."""
         return "".join(part for part in self.parts if isinstance(part, str))
 
     def encode(self) -> dict[str, Any]:
@@ -78,58 +77,59 @@ def _parse_arguments(value: Any, name: str = "") -> Any:  # noqa: ANN401 -- a fi
 
 
 def _encode_part(part: str | ImagePlace) -> dict[str, str]:
-    """Return a text or image of a message in the format of chat templates."""
+    """Return a part of a content in the format of chat templates."""
     return {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
 
 
 Prompt = str | tuple[Message, ...]
-"""Prompt: plain text, or a chat that the tokenizer's chat template renders."""
+"""Prompt as plain text, or as a chat that the tokenizer's template renders."""
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateArguments:
-    """Arguments that the chat template receives for one prompt, in addition to the messages."""
+    """Arguments of the chat template for one prompt, in addition to its messages."""
 
     tools: tuple[Mapping[str, JsonValue], ...] = field(default=(), hash=False)
-    """JSON schemas of the tools that the prompt describes."""
+    """JSON schemas of the tools that the prompt shows."""
     kwargs: Mapping[str, JsonValue] = field(default_factory=dict, hash=False)
-    """Variables for the chat template, by name, such as `enable_thinking`."""
+    """Variables of the template by name, such as `enable_thinking`."""
 
     def with_default_tools(self, tools: Sequence[Mapping[str, JsonValue]]) -> "TemplateArguments":
-        """Return the arguments, with these tools added if the prompt does not define tools."""
+        """Return the arguments with these tools if the prompt has no tools of its own."""
         return self if self.tools or not tools else replace(self, tools=tuple(tools))
 
 
 NO_ARGUMENTS: Final = TemplateArguments()
-"""Template arguments of a prompt without tools and variables."""
+"""Template arguments of a prompt that shows no tools and sets no variables."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Task for the policy, with the reference data from which rewards are computed."""
+    """Task for the policy, with the reference data for rewards."""
 
     source: str
-    """Origin of the problem in messages, such as `train.jsonl:17`."""
+    """Origin of the problem for messages, for example `train.jsonl:17`."""
     prompt: Prompt
     answer: str
     """Reference answer, or an empty string if the data has no answers."""
     worked: str | None = None
-    """Worked solution, which ends in the answer, or None if there is none."""
+    """Worked solution that ends in the answer."""
     worked_turns: tuple[str, ...] = ()
-    """Worked solution of an episode: turns of the policy, alternating with replies of the environment."""
+    """Worked solution of an episode: turns of the policy, alternating with the answers of the environment."""
     images: tuple[bytes, ...] = field(default=(), repr=False)
-    """Encoded images of the prompt, in order."""
+    """Encoded images of the prompt in their order."""
     columns: Mapping[str, JsonValue] = field(default_factory=dict, hash=False)
     """Columns that an environment receives in addition to the prompt and the answer."""
     template: TemplateArguments = NO_ARGUMENTS
     """Arguments of the chat template, if the prompt is a chat."""
     part: int = 0
-    """Index of the part of the source to which the problem belongs, if parts are sampled by weight
-    (`DataSource.weights`)."""
+    """Number of the part of its source that contains the problem, if parts are sampled by weight
+    (`DataSource.weights`).
+    """
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """Digests of the images of the prompt."""
+        """Digests of the images."""
         return tuple(map(digest_of, self.images))
 
     images_column: str = ""
@@ -144,20 +144,19 @@ class Problem:
 
     @property
     def identity(self) -> str:
-        """Text by which the problem is identified in hashes and comparisons: its prompt, images, columns and tools."""
+        """Text that identifies the problem in hashes and comparisons: its prompt, images, columns and tools."""
         tools, version = self.template.tools, self.identity_version
         return identity(self.prompt, self.digests, self.columns, tools=tools, version=version)
 
     @property
     def split_key(self) -> str:
-        """Text whose hash assigns the problem to a split. Problems that are nearly the same have the same text."""
+        """Text whose hash assigns the problem to a split. Problems that are nearly the same have the same key."""
         tools, version = self.template.tools, self.identity_version
         return split_key(self.prompt, self.digests, self.columns, tools=tools, version=version)
 
 
 def encode_template_input(prompt: Prompt, arguments: TemplateArguments) -> str:
-    """Return a chat and its template arguments as JSON. Return an empty text if role, content and name are
-    sufficient."""
+    """Return a chat with its template arguments as JSON, or an empty text if role, content and name say everything."""
     if isinstance(prompt, str):
         return ""
     if not any(each.fields or each.content is None for each in prompt) and arguments == NO_ARGUMENTS:
@@ -171,8 +170,7 @@ def encode_template_input(prompt: Prompt, arguments: TemplateArguments) -> str:
 
 
 def decode_template_input(encoded: str) -> tuple[tuple[Message, ...], TemplateArguments]:
-    """Return the messages and template arguments from the JSON of `encode_template_input`. Both are empty for an empty
-    text."""
+    """Return the messages and template arguments that `encode_template_input` encoded. Nothing for an empty text."""
     if not encoded:
         return (), NO_ARGUMENTS
     document = json.loads(encoded)
@@ -181,7 +179,7 @@ def decode_template_input(encoded: str) -> tuple[tuple[Message, ...], TemplateAr
 
 
 def _decode_message(turn: dict[str, Any]) -> Message:
-    """Return a message from the format of `Message.encode`."""
+    """Return the message that `Message.encode` encoded."""
     content = turn.pop("content", None)
     if isinstance(content, list):
         content = tuple(part["text"] if part["type"] == "text" else ImagePlace() for part in content)
@@ -189,7 +187,7 @@ def _decode_message(turn: dict[str, Any]) -> Message:
 
 
 class ProblemSource(Protocol):
-    """Function that generates or reads the problems of one kind of data source. `load_problems` calls it.
+    """Function that generates or reads problems. It implements one kind of data source.
 
     The same arguments give the same problems in the same order, and no problem is in both splits.
     """
@@ -200,24 +198,22 @@ class ProblemSource(Protocol):
 
 
 class ExclusionFilter(Protocol):
-    """Function that finds the training problems that a source excludes, such as near-duplicates. `find_exclusions`
-    calls it."""
+    """Function that finds the training problems that a source excludes, such as near-duplicates."""
 
     def __call__(self, data: Any, seed: int, /) -> dict[str, str]:  # noqa: ANN401 -- own settings class
-        """Return the reason for each excluded problem, keyed by the problem's origin (`Problem.source`)."""
+        """Return the reason for each excluded problem, by the origin of the problem."""
         ...
 
 
 def find_exclusions(data: DataConfig, seed: int) -> dict[str, str]:
-    """Return the reason for each training problem that the source excludes, keyed by the problem's origin
-    (`Problem.source`)."""
+    """Return the training problems that a source excludes: the reason by the origin of the problem."""
     if not data.exclusion_filter:
         return {}
     return cast(ExclusionFilter, find_target(data.exclusion_filter, where=f"data {data.label!r}"))(data, seed)
 
 
 def is_heldout(text: str, share: float) -> bool:
-    """Return whether a text is assigned to the held-out split. `share` is the expected share of held-out texts.
+    """Return whether a text belongs to the held-out split. `share` is the expected share of held-out texts.
 
     The result depends only on the text and the share, so a problem never changes its split.
     """
@@ -264,8 +260,7 @@ def _identify(
     *,
     convert: Callable[[str], str] | None,
 ) -> str:
-    """Return prompt, images, columns and tools as one text. `convert` is applied to every text in them if it is
-    given."""
+    """Join prompt, images, columns and tools to one text. Without `convert`, values are used unchanged."""
     if isinstance(prompt, str):
         text = convert(prompt) if convert else prompt
     else:
@@ -286,7 +281,7 @@ def encode_columns(columns: Mapping[str, JsonValue]) -> str:
 
 
 def check_columns(columns: Mapping[str, JsonValue], *, source: str) -> None:
-    """Raise BadInput if the value of a column cannot be represented in JSON."""
+    """Raise BadInput if a column is not a JSON value."""
     for name, value in columns.items():
         try:
             encode_columns({name: value}).encode()
@@ -297,22 +292,21 @@ def check_columns(columns: Mapping[str, JsonValue], *, source: str) -> None:
 
 
 def check_places(prompt: Prompt, images: int, *, source: str) -> None:
-    """Raise BadInput if a chat contains image placeholders, but not exactly `images`, the number of images of the
-    problem."""
+    """Raise BadInput if a chat has image placeholders, but not as many as there are images."""
     places = count_image_places(prompt)
     if places and places != images:
         raise BadInput(f"{source}: the messages have placeholders for {places} images, but the row has {images}")
 
 
 def count_image_places(prompt: Prompt) -> int:
-    """Return the number of image placeholders in a prompt. 0 if the prompt does not say where its images are."""
+    """Return the number of image placeholders in a prompt. 0 if the prompt does not place its images."""
     if isinstance(prompt, str):
         return 0
     return sum(isinstance(part, ImagePlace) for turn in prompt for part in turn.parts)
 
 
 def add_image_places(prompt: tuple[Message, ...], images: int) -> tuple[Message, ...]:
-    """Return a chat with missing image placeholders added before the text of the first user message.
+    """Add the missing image placeholders before the text of the first user message.
 
     The content of every returned message is a tuple of parts, or None.
     """
@@ -327,31 +321,31 @@ def add_image_places(prompt: tuple[Message, ...], images: int) -> tuple[Message,
 
 
 def fill_prompt(prompt: Prompt, template: str) -> Prompt:
-    """Return the template with a plain-text prompt inserted.
+    """Insert plain text into the template.
 
-    Chats are returned unchanged, because the tokenizer's chat template renders them.
+    Chats are returned unchanged, because the tokenizer's template renders them.
     """
     return template.replace("{prompt}", prompt) if isinstance(prompt, str) else prompt
 
 
 def add_system_message(prompt: Prompt, text: str) -> Prompt:
-    """Return the chat with a system message added, unless it has one. Plain text becomes the user message of a new
-    chat."""
+    """Add a system message to a chat that has none. Plain text becomes the user message of a new chat."""
     chat = (Message("user", prompt),) if isinstance(prompt, str) else prompt
     return chat if chat[0].role == "system" else (Message("system", text), *chat)
 
 
 HELDOUT_SHARE: Final = 0.1
-"""Share of generated problems that are assigned to the held-out split."""
+"""Share of generated problems that are held out."""
 MAX_FRUITLESS_DRAWS: Final = 5000
-"""Maximum number of samples in a row without a new problem, after which sampling stops. About one sample in ten is a
-held-out problem."""
+"""Number of samples in a row without a new problem after which sampling stops. About one sample in ten is a held-out
+problem.
+"""
 
 
 def sample_problems(draw: Callable[[str], Problem], *, split: str, wanted: int) -> list[Problem]:
-    """Generate `wanted` distinct problems of a split. `draw` generates one problem, given its origin for messages.
+    """Generate distinct problems of a split. `draw` receives the origin for messages.
 
-    Returns fewer problems if no new one is found in `MAX_FRUITLESS_DRAWS` samples.
+    Returns fewer than `wanted` problems if no new ones are found in `MAX_FRUITLESS_DRAWS` samples.
     """
     problems: dict[str, Problem] = {}
     fruitless = 0
@@ -366,7 +360,7 @@ def sample_problems(draw: Callable[[str], Problem], *, split: str, wanted: int) 
 
 
 def load_problems(data: DataConfig, split: str, seed: int) -> list[Problem]:
-    """Return the problems of the split `train` or `heldout` in a fixed order. No prompt is in both splits.
+    """Load the `train` or `heldout` problems in a fixed order. No prompt is in both splits.
 
     Raises BadInput if the source fails or returns something other than `Problem` objects.
     """
