@@ -127,8 +127,8 @@ def read_numeral(text: str, *, decimal_comma: bool = False, glued_units: bool = 
         return None
     if decimal_comma:
         text = _DECIMAL_COMMA.sub(r"\1.\2", text)
-    negated = re.fullmatch(r"-\s*\(([^()]*)\)", text.strip())
-    text = f"-{negated[1]}" if negated else text.strip()
+    bracketed = re.fullmatch(r"(-?)\s*\(([^()]*)\)", text.strip())
+    text = f"{bracketed[1]}{bracketed[2]}" if bracketed else text.strip()
     if _LITERAL.fullmatch(text):
         return Numeral(Fraction(int(text, 0)), None)
     if (cardinal := _read_cardinal(text)) is not None:
@@ -184,7 +184,9 @@ def read_leading_numeral(text: str) -> Numeral | None:
     if match is None or (match["sign"] and match["inner"]):
         return None
     number, rest = _number_of(match), text[match.end() :]
-    if number is None or re.match(r"\s*(?:[-+*/^=<>]|\\times|\\cdot|\\div|,\s*-?\d|[.,]?\s*\d)", rest):
+    if number is None or re.match(
+        r"\s*(?:(?:or|and)\s+[-$\d]|[-+*/^=<>]|\\times|\\cdot|\\div|,\s*-?\d|[.,]?\s*\d)", rest
+    ):
         return None
     words = re.match(r"\s*(%|\\%|percent\b|pct\b|hundred\b|thousand\b|million\b|billion\b|trillion\b)?", rest)
     return _with_unit(number, match["before"], (words[1] or "") if words else "")
