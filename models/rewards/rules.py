@@ -12,7 +12,7 @@ from infra.variants import implementation_of
 from models.config.reward_terms import BuiltInReward, NumericReward, PatternSteps, RegexReward
 from models.config.rewards import BuiltInConfig
 from models.rewards.answers import MAX_COMPLETION, to_latex, to_plain, unwrap
-from models.rewards.numerals import Numeral, is_same_value, read_leading_numeral
+from models.rewards.numerals import Numeral, is_same_value, read_leading_numeral, read_numeral
 
 
 class Reward(Protocol):
@@ -69,7 +69,7 @@ def _number_reward(config: NumericReward) -> Reward:
         """Return the number after the last `####`, or in the last match of a configured pattern."""
         if is_default:
             _, marker, rest = text[-MAX_COMPLETION:].rpartition("####")
-            return _read_number(rest.partition("\n")[0].rpartition("=")[2]) if marker else None
+            return _read_number(rest.lstrip().partition("\n")[0].rpartition("=")[2]) if marker else None
         matches = list(pattern.finditer(text))
         return _read_number(matches[-1][1] or "") if matches else None
 
@@ -87,7 +87,8 @@ def _number_reward(config: NumericReward) -> Reward:
 
 def _read_number(text: str) -> Numeral | None:
     """Return the number at the start of a text, in any notation, or None if there is none."""
-    return read_leading_numeral(to_plain(to_latex(unwrap(text))))
+    plain = to_plain(to_latex(unwrap(text)))
+    return read_numeral(plain, decimal_comma=True) or read_leading_numeral(plain)
 
 
 def _decimal_reward(config: NumericReward) -> Reward:
