@@ -12,7 +12,7 @@ from typing import IO, Final, Protocol, TypeVar, cast
 
 from infra.errors import BadInput, InputErrors
 from infra.store.inputs import fetch_path, format_path, is_remote
-from infra.user_files import describe_irregular
+from infra.user_files import FETCH_LFS, describe_irregular, is_lfs_pointer
 from models.data.json_rows import FileRow, check_unique_columns, decode_text, read_json_array, read_json_lines
 from models.data.tables import read_table_rows, require_columns
 
@@ -71,6 +71,8 @@ def read_rows(
     if kind:
         raise BadInput(f"{name}: expected a file, but the path is {kind}")
     try:
+        if is_lfs_pointer(here):
+            raise BadInput(f"{name} {FETCH_LFS}.")
         if find_format(path) not in TEXTS:
             yield from read_table_rows(here, columns, input_errors, optional=optional, name=name, version=version)
             return
