@@ -1,7 +1,7 @@
-"""Canonical forms of prompts and columns, in which equal problems from different files are equal.
+"""Canonical forms of prompts and columns, so that the same problem read from files of different formats is equal.
 
 File formats write the same value in different ways. Parquet gives every struct of a column the same fields, with null
-in the absent ones. Data frames store integers next to missing values as floats. CSV stores text only.
+in the absent fields. Data frames store integers as floats if a value of the column is missing. CSV stores only text.
 """
 
 import re
@@ -14,7 +14,7 @@ from typing import Final
 from pydantic import JsonValue
 
 MAX_DIGITS: Final = 400
-"""Maximum number of zeros that are written out before or after the digits of a number. Every float has fewer."""
+"""Maximum number of zeros that are written before or after the digits of a number. No float needs more."""
 _BOOLEANS: Final = {"True": True, "true": True, "False": False, "false": False}
 
 
@@ -39,7 +39,7 @@ def fold_text(text: str) -> str:
 
 
 def drop_absent(columns: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """Return columns without null values and null fields, at every depth, and with integers for integral floats."""
+    """Return columns without null values and null fields, at every depth, and with integral floats as integers."""
     return {name: _drop_nulls(value) for name, value in columns.items() if value is not None}
 
 
@@ -56,17 +56,17 @@ def _drop_nulls(value: JsonValue) -> JsonValue:
 
 
 def canonicalize_columns(columns: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """Return the columns of a row with the values that JSON has for them, whatever the format of the file.
+    """Return the columns of a row with the values that they would have in a JSON file, whatever the format of the file.
 
-    A text that is the usual spelling of a number or a truth value is that value, because CSV stores text only. Empty
-    texts and nulls are absent.
+    Because CSV stores only text, a text that looks like a number or a truth value becomes that value. Empty texts and
+    nulls are removed.
     """
     read = {name: _read_scalar(value) if isinstance(value, str) else value for name, value in columns.items()}
     return {name: value for name, value in drop_absent(read).items() if value != ""}
 
 
 def _read_scalar(text: str) -> JsonValue:
-    """Return the number or truth value that a text spells as Python writes it, or else the text."""
+    """Return the number or truth value if the text is exactly as Python writes it, else the text."""
     if text in _BOOLEANS:
         return _BOOLEANS[text]
     for kind in (int, float):
@@ -80,7 +80,8 @@ def _read_scalar(text: str) -> JsonValue:
 
 
 def map_texts(value: JsonValue, convert: Callable[[str], str]) -> JsonValue:
-    """Return a part of a chat or of columns with every text converted. A list of text parts only is one text."""
+    """Return a part of a chat or of columns after applying `convert` to every text in it. A list of only text parts
+    counts as one text."""
     match value:
         case str():
             return convert(value)
@@ -102,7 +103,7 @@ def write_number(value: bool | int | float | Decimal) -> str:
     """Return a finite number as people write it, without an exponent: 1e16 is 10000000000000000.
 
     Truth values are written as in JSON. Floats keep their decimal point. Trailing zeros of a Decimal are dropped,
-    because decimal columns of tables fill all values up to the same number of digits.
+    because decimal columns of tables pad all values to the same number of digits.
     """
     if isinstance(value, bool):
         return "true" if value else "false"

@@ -1,6 +1,6 @@
-"""Problems from the rows of files, as texts or chats.
+"""Problems read from the rows of files, with plain-text or chat prompts.
 
-Each error message names its place in the file.
+Each error message names the place in the file.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ from models.data.rows import is_table, read_rows
 
 
 def file_problems(data: ProblemFile, split: str, seed: int) -> list[Problem]:
-    """Read the problems of a split in file order and apply the template.
+    """Read the problems of a split in file order, with the template applied.
 
     Raises BadInput if the template has no `{prompt}`, a row is invalid or the split is empty.
     """
@@ -108,9 +108,10 @@ def _build_problem(place: str, row: Mapping[str, object], data: ProblemFile, pro
 
 
 def _read_answer(place: str, value: object, data: ProblemFile) -> str:
-    """Return the reference answer as text. Numbers are converted, other values must be non-blank text.
+    """Return the reference answer as text. Numbers are converted to text; other values must be non-blank text.
 
-    Raises BadInput for other values, and in version 2 for NaN and infinity, which often stand for missing values.
+    Raises BadInput for other values, and in version 2 of the rules for NaN and infinity, which often mean missing
+    values.
     """
     column = data.answer_column or ""
     if data.version == 1:
@@ -129,6 +130,6 @@ def _read_answer(place: str, value: object, data: ProblemFile) -> str:
 
 
 def _apply_template(problem: Problem, data: ProblemFile) -> Problem:
-    """Fill the prompt into the template and add the system message, if one is configured."""
+    """Return the problem with its prompt inserted into the template, and with the configured system message added."""
     prompt = fill_prompt(problem.prompt, data.template)
     return replace(problem, prompt=prompt if data.system is None else add_system_message(prompt, data.system))

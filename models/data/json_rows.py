@@ -1,4 +1,4 @@
-"""Rows of JSON files, and the checks of keys and encodings that all file formats share."""
+"""Rows of JSON files, and the checks of keys and encodings that all file formats have in common."""
 
 import json
 import re
@@ -12,27 +12,27 @@ from typing import Final
 from infra.errors import BadInput, InputErrors
 
 FileRow = tuple[str, Mapping[str, object]]
-"""Place of the row for messages, and the columns of the row."""
+"""Row of a data file: its place in the file (for messages), and its columns."""
 
 FLOAT_CHARACTERS: Final = 15
-"""Maximum length of a number in plain decimals that a float always stores exactly enough to print it again."""
+"""Maximum length of a decimal number that a float always stores exactly enough to print the same number again."""
 _SEPARATORS: Final = re.compile(r"[\s,]*")
 _UTF16_MARKS: Final = (b"\xff\xfe", b"\xfe\xff")
 
 
 class RepeatedKey(ValueError):
-    """Raised when an object of a JSON file has a key twice."""
+    """Raised when an object in a JSON file contains a key twice."""
 
 
 class LongNumber(float):
-    """Number of a JSON file that a float does not represent, such as 1e400 or a number of 30 digits."""
+    """Number in a JSON file that a float cannot represent exactly, such as 1e400 or a number of 30 digits."""
 
     literal: str
-    """Spelling of the number in the file."""
+    """Number as written in the file."""
 
 
 def read_json_lines(lines: Iterable[bytes], name: str, input_errors: InputErrors, *, version: int) -> Iterator[FileRow]:
-    """Yield the objects of a JSON lines file. Blank lines are skipped."""
+    """Yield the rows of a JSON Lines file. Blank lines are skipped. Invalid rows are added to `input_errors`."""
     for number, line in enumerate(lines, start=1):
         if not line.strip() or (number == 1 and line.strip() == BOM_UTF8):
             continue
@@ -44,7 +44,7 @@ def read_json_lines(lines: Iterable[bytes], name: str, input_errors: InputErrors
 
 
 def _parse_json_line(place: str, line: bytes, *, encoding: str, version: int) -> object:
-    """Parse a JSON line. Raises BadInput if it is not valid JSON in UTF-8 or an object has a key twice."""
+    """Parse one line as JSON. Raises BadInput if it is not valid JSON in UTF-8 or an object contains a key twice."""
     try:
         return _parse_json(line.decode(encoding).strip(), version=version)
     except UnicodeDecodeError as error:
@@ -57,14 +57,15 @@ def _parse_json_line(place: str, line: bytes, *, encoding: str, version: int) ->
 
 
 def _parse_json(text: str, *, version: int) -> object:
-    """Parse a JSON document. Version 2 refuses repeated keys and keeps the spelling of numbers that floats lack."""
+    """Parse a JSON document. Version 2 of the rules refuses repeated keys, and keeps numbers that floats cannot
+    represent as written."""
     if version == 1:
         return json.loads(text)
     return json.loads(text, object_pairs_hook=_build_object, parse_float=_read_float)
 
 
 def _build_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return an object of a JSON document. Raises RepeatedKey if a key is repeated."""
+    """Return a JSON object, given its key-value pairs. Raises RepeatedKey if a key occurs twice."""
     row = dict(pairs)
     if len(row) < len(pairs):
         key, times = Counter(key for key, _ in pairs).most_common(1)[0]
@@ -84,7 +85,7 @@ def _read_float(text: str) -> float:
 
 
 def read_json_array(content: bytes, name: str, input_errors: InputErrors, *, version: int) -> Iterator[FileRow]:
-    """Yield the objects of a JSON array. Raises BadInput if the file is not a JSON array in UTF-8."""
+    """Yield the objects of a JSON array as rows. Raises BadInput if the file is not a JSON array in UTF-8."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -119,7 +120,8 @@ def _check_row(place: str, row: Mapping[str, object], *, version: int) -> Mappin
 
 
 def _find_repeated_keys(text: str) -> dict[int, str]:
-    """Return the faults of a JSON array by the index of the row: an object of the row has a key twice."""
+    """Return the repeated keys in a JSON array: an error message for each row that contains a key twice, by row
+    index."""
     decoder, number, faults = json.JSONDecoder(), 0, dict[int, str]()
     at = _skip_separators(text, text.find("[") + 1)
     while text[at] != "]":
@@ -139,7 +141,7 @@ def _skip_separators(text: str, at: int) -> int:
 
 
 def _require_object(place: str, row: object) -> Mapping[str, object]:
-    """Return a row if it is a JSON object. Raises BadInput if not."""
+    """Return a row if it is a JSON object. Raises BadInput otherwise."""
     if not isinstance(row, dict):
         raise BadInput(f"{place}: expected a JSON object, found {type(row).__name__}")
     return row
@@ -158,7 +160,7 @@ def check_unique_columns(place: str, names: Sequence[str]) -> None:
 
 # ---- encodings
 def decode_text(place: str, content: bytes) -> str:
-    """Decode a text in UTF-8. Raises BadInput with the place if the bytes are not UTF-8."""
+    """Decode bytes in UTF-8. Raises BadInput, with the place in the file, if they are not UTF-8."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -172,7 +174,8 @@ def _refuse_encoding(place: str, content: bytes, error: UnicodeDecodeError) -> B
 
 
 def _find_undecodable(content: bytes) -> list[str | int]:
-    """Return the path of the first text of a JSON document whose bytes are not UTF-8. Empty if there is none."""
+    """Return the path to the first text in a JSON document whose bytes are not UTF-8. Empty if there is no such
+    text."""
     try:
         document = json.loads(content.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "surrogateescape"))
         return next(_iterate_undecodable(document, []), [])
@@ -192,5 +195,5 @@ def _iterate_undecodable(value: object, path: list[str | int]) -> Iterator[list[
 
 
 def _join_path(parts: Sequence[str | int]) -> str:
-    """Return the name of a value in a row, such as `prompt[0].content`."""
+    """Return the name of a value in a row as text, such as `prompt[0].content`."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")

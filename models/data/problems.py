@@ -1,4 +1,4 @@
-"""Problems with their splits, and the interfaces of the sources that generate or read them."""
+"""Problems (tasks for the policy), their splits, and the interface of the sources that generate or read them."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,32 +19,32 @@ from models.data.images import convert_image, digest_of
 
 @dataclass(frozen=True, slots=True)
 class ImagePlace:
-    """Placeholder for the next image of the problem in the content of a message."""
+    """Placeholder, in the content of a message, for the next image of the problem."""
 
 
 Content = str | tuple[str | ImagePlace, ...] | None
-"""Content of a message: text, or a sequence of texts and images. None for a message that only calls tools."""
+"""Content of a message: text, or a sequence of texts and images. None for a message with only tool calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a chat."""
+    """Message of a chat."""
 
     role: str
     content: Content
     name: str = ""
-    """Name of the tool or person that the message comes from, or an empty string."""
+    """Name of the tool or person that wrote the message, or an empty string."""
     fields: Mapping[str, JsonValue] = field(default_factory=dict, hash=False)
-    """Other fields that chat templates read, such as `tool_calls`, by name (`models.data.messages.FIELDS`)."""
+    """Other fields that chat templates use, such as `tool_calls`, by name (`models.data.messages.FIELDS`)."""
 
     @property
     def parts(self) -> tuple[str | ImagePlace, ...]:
-        """Texts and images of the content in their order."""
+        """Texts and images of the content, in order."""
         return (self.content,) if isinstance(self.content, str) else self.content or ()
 
     @property
     def text(self) -> str:
-        """Text of the message without images."""
+        """Text of the message. Images are omitted."""
         return "".join(part for part in self.parts if isinstance(part, str))
 
     def encode(self) -> dict[str, Any]:
@@ -77,25 +77,25 @@ def _parse_arguments(value: Any, name: str = "") -> Any:  # noqa: ANN401 -- a fi
 
 
 def _encode_part(part: str | ImagePlace) -> dict[str, str]:
-    """Return a part of a content in the format of chat templates."""
+    """Return a text or image of a message in the format of chat templates."""
     return {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
 
 
 Prompt = str | tuple[Message, ...]
-"""Prompt as plain text, or as a chat that the tokenizer's template renders."""
+"""Prompt: plain text, or a chat that the tokenizer's chat template renders."""
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateArguments:
-    """Arguments of the chat template for one prompt, in addition to its messages."""
+    """Arguments that the chat template receives for one prompt, in addition to the messages."""
 
     tools: tuple[Mapping[str, JsonValue], ...] = field(default=(), hash=False)
-    """JSON schemas of the tools that the prompt shows."""
+    """JSON schemas of the tools that the prompt describes."""
     kwargs: Mapping[str, JsonValue] = field(default_factory=dict, hash=False)
-    """Variables of the template by name, such as `enable_thinking`."""
+    """Variables for the chat template, by name, such as `enable_thinking`."""
 
     def with_default_tools(self, tools: Sequence[Mapping[str, JsonValue]]) -> "TemplateArguments":
-        """Return the arguments with these tools if the prompt has no tools of its own."""
+        """Return the arguments, with these tools added if the prompt does not define tools."""
         return self if self.tools or not tools else replace(self, tools=tuple(tools))
 
 
@@ -105,31 +105,30 @@ NO_ARGUMENTS: Final = TemplateArguments()
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Task for the policy, with the reference data for rewards."""
+    """Task for the policy, with the reference data from which rewards are computed."""
 
     source: str
-    """Origin of the problem for messages, for example `train.jsonl:17`."""
+    """Origin of the problem in messages, such as `train.jsonl:17`."""
     prompt: Prompt
     answer: str
     """Reference answer, or an empty string if the data has no answers."""
     worked: str | None = None
-    """Worked solution that ends in the answer."""
+    """Worked solution, which ends in the answer, or None if there is none."""
     worked_turns: tuple[str, ...] = ()
-    """Worked solution of an episode: turns of the policy, alternating with the answers of the environment."""
+    """Worked solution of an episode: turns of the policy, alternating with replies of the environment."""
     images: tuple[bytes, ...] = field(default=(), repr=False)
-    """Encoded images of the prompt in their order."""
+    """Encoded images of the prompt, in order."""
     columns: Mapping[str, JsonValue] = field(default_factory=dict, hash=False)
     """Columns that an environment receives in addition to the prompt and the answer."""
     template: TemplateArguments = NO_ARGUMENTS
     """Arguments of the chat template, if the prompt is a chat."""
     part: int = 0
-    """Number of the part of its source that contains the problem, if parts are sampled by weight
-    (`DataSource.weights`).
-    """
+    """Index of the part of its source that contains the problem, if parts are sampled by weight
+    (`DataSource.weights`)."""
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """Digests of the images."""
+        """Digests of the images of the prompt."""
         return tuple(map(digest_of, self.images))
 
     images_column: str = ""
@@ -144,13 +143,13 @@ class Problem:
 
     @property
     def identity(self) -> str:
-        """Text that identifies the problem in hashes and comparisons: its prompt, images, columns and tools."""
+        """Text by which the problem is identified in hashes and comparisons: its prompt, images, columns and tools."""
         tools, version = self.template.tools, self.identity_version
         return identity(self.prompt, self.digests, self.columns, tools=tools, version=version)
 
     @property
     def split_key(self) -> str:
-        """Text whose hash assigns the problem to a split. Problems that are nearly the same have the same key."""
+        """Text whose hash assigns the problem to a split. Problems that are nearly the same have the same text."""
         tools, version = self.template.tools, self.identity_version
         return split_key(self.prompt, self.digests, self.columns, tools=tools, version=version)
 
@@ -187,7 +186,7 @@ def _decode_message(turn: dict[str, Any]) -> Message:
 
 
 class ProblemSource(Protocol):
-    """Function that generates or reads problems. It implements one kind of data source.
+    """Function that generates or reads the problems of one kind of data source. `load_problems` calls it.
 
     The same arguments give the same problems in the same order, and no problem is in both splits.
     """
@@ -201,7 +200,7 @@ class ExclusionFilter(Protocol):
     """Function that finds the training problems that a source excludes, such as near-duplicates."""
 
     def __call__(self, data: Any, seed: int, /) -> dict[str, str]:  # noqa: ANN401 -- own settings class
-        """Return the reason for each excluded problem, by the origin of the problem."""
+        """Return the reason for each excluded problem, keyed by the problem's origin (`Problem.source`)."""
         ...
 
 
@@ -260,7 +259,8 @@ def _identify(
     *,
     convert: Callable[[str], str] | None,
 ) -> str:
-    """Join prompt, images, columns and tools to one text. Without `convert`, values are used unchanged."""
+    """Return prompt, images, columns and tools as one text. `convert` is applied to every text in them if it is
+    given."""
     if isinstance(prompt, str):
         text = convert(prompt) if convert else prompt
     else:
@@ -287,7 +287,7 @@ def encode_columns(columns: Mapping[str, JsonValue]) -> str:
 
 
 def check_columns(columns: Mapping[str, JsonValue], *, source: str) -> None:
-    """Raise BadInput if a column is not a JSON value."""
+    """Raise BadInput if the value of a column cannot be represented in JSON."""
     for name, value in columns.items():
         try:
             encode_columns({name: value}).encode()
@@ -312,7 +312,7 @@ def count_image_places(prompt: Prompt) -> int:
 
 
 def add_image_places(prompt: tuple[Message, ...], images: int) -> tuple[Message, ...]:
-    """Add the missing image placeholders before the text of the first user message.
+    """Return a chat with missing image placeholders added before the text of the first user message.
 
     The content of every returned message is a tuple of parts, or None.
     """
@@ -327,15 +327,16 @@ def add_image_places(prompt: tuple[Message, ...], images: int) -> tuple[Message,
 
 
 def fill_prompt(prompt: Prompt, template: str) -> Prompt:
-    """Insert plain text into the template.
+    """Return the template with a plain-text prompt inserted.
 
-    Chats are returned unchanged, because the tokenizer's template renders them.
+    Chats are returned unchanged, because the tokenizer's chat template renders them.
     """
     return template.replace("{prompt}", prompt) if isinstance(prompt, str) else prompt
 
 
 def add_system_message(prompt: Prompt, text: str) -> Prompt:
-    """Add a system message to a chat that has none. Plain text becomes the user message of a new chat."""
+    """Return the chat with a system message added, unless it has one. Plain text becomes the user's message of a
+    chat."""
     chat = (Message("user", prompt),) if isinstance(prompt, str) else prompt
     return chat if chat[0].role == "system" else (Message("system", text), *chat)
 
@@ -364,7 +365,7 @@ def sample_problems(draw: Callable[[str], Problem], *, split: str, wanted: int) 
 
 
 def load_problems(data: DataConfig, split: str, seed: int) -> list[Problem]:
-    """Load the `train` or `heldout` problems in a fixed order. No prompt is in both splits.
+    """Return the problems of the split `train` or `heldout` in a fixed order. No prompt is in both splits.
 
     Raises BadInput if the source fails or returns something other than `Problem` objects.
     """

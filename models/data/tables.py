@@ -12,7 +12,7 @@ from infra.errors import BadInput, InputErrors
 from models.data.json_rows import FileRow, check_unique_columns
 
 ROWS: Final = 4096
-"""Number of rows that are converted at once."""
+"""Number of rows that are converted at a time."""
 
 
 def read_table_rows(
@@ -49,7 +49,7 @@ def read_table_rows(
 def _read_batch(
     batch: pa.RecordBatch, input_errors: InputErrors, *, name: str, start: int, version: int
 ) -> Iterator[FileRow]:
-    """Yield the rows of a batch whose first row has the number `start` in the file."""
+    """Yield the rows of a record batch. `start` is the number of its first row in the file."""
     maps = "strict" if version > 1 else None
     try:
         rows: list[Mapping[str, object]] = batch.to_pylist(maps_as_pydicts=maps)
@@ -70,7 +70,7 @@ def _read_batch(
 
 
 def _read_cell(place: str, value: pa.Scalar, maps: str | None) -> object:
-    """Return one value. Raises BadInput if a text is not UTF-8 or a key is repeated."""
+    """Return the value of one cell. Raises BadInput if a text is not UTF-8 or a key is repeated."""
     try:
         return value.as_py(maps_as_pydicts=maps)
     except UnicodeDecodeError as error:
@@ -80,7 +80,8 @@ def _read_cell(place: str, value: pa.Scalar, maps: str | None) -> object:
 
 
 def _shorten_floats(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Convert 32-bit floats to the 64-bit floats of their decimal spelling, so 0.1 is 0.1 as in a JSON file."""
+    """Convert 32-bit floats to the 64-bit floats with the same decimal notation, so that 0.1 is equal to 0.1 in a JSON
+    file."""
     kind = values.type
     if pa.types.is_dictionary(kind) and pa.types.is_float32(kind.value_type):
         values = values.cast(kind.value_type)
