@@ -3,7 +3,7 @@ BIN := $(VENV)/bin
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 
-.PHONY: demo sandbox test test-smoke test-system test-gpu test-slow test-s3 chaos faults mutants nightly test-vllm vllm check bench bench-vllm bench-gpu bench-ddpo reality curves docs screenshots site format
+.PHONY: demo sandbox test test-models models-page test-smoke test-system test-gpu test-slow test-s3 chaos faults mutants nightly test-vllm vllm check bench bench-vllm bench-gpu bench-ddpo reality curves docs screenshots site format
 .DEFAULT_GOAL := test
 
 $(VENV)/.base: pyproject.toml constraints.txt infra/environments/install.sh
@@ -43,6 +43,12 @@ test-system: $(VENV)/.dev  ## whole runs, real clusters, ranks and servers, most
 
 test-slow: $(VENV)/.dev  ## the long tests: real kills, the demo on several seeds, GSM8K
 	@$(BIN)/python -m pytest -m "slow and not vllm and not gpu" $(ARGS)
+
+test-models: $(VENV)/.dev  ## two iterations of every family of models from a tiny random directory, compared with plain transformers
+	@$(BIN)/python -m pytest $(PARALLEL) -m "models and not slow" tests/models $(ARGS)
+
+models-page: $(VENV)/.dev vllm  ## docs/models.md, written again from the stored results of test-models and vLLM's list of models
+	@$(BIN)/python -m tests.models.page
 
 test-s3: export RHEOSTAT_REQUIRE_S3 := 1
 test-s3: $(VENV)/.dev  ## the store's promises and whole runs on S3 servers: moto's, and Ceph's, which it installs where it may

@@ -1,4 +1,4 @@
-"""Text files that users name on the command line, such as configurations, or lists of points or prompts."""
+"""Files of users: their kind, and the content of text files that users name on the command line."""
 
 import stat
 from pathlib import Path
@@ -8,6 +8,10 @@ from infra.errors import BadInput
 
 MAX_MEBIBYTES: Final = 256
 """Maximum size in MiB of a text file. A larger file is not read."""
+
+LFS_POINTER: Final = b"version https://git-lfs"
+"""First bytes of the text that Git stores in place of a large file (Git LFS), until the file is downloaded."""
+FETCH_LFS: Final = "is a Git LFS pointer, not the file itself. Run `git lfs pull` in its directory"
 
 _KINDS: Final = (
     (stat.S_ISDIR, "a directory"),
@@ -26,6 +30,12 @@ def describe_irregular(path: Path) -> str:
     """
     mode = path.stat().st_mode
     return next((name for is_kind, name in _KINDS if is_kind(mode)), "")
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Return whether a file contains only a reference to the actual file, which `git lfs pull` downloads."""
+    with path.open("rb") as file:
+        return file.read(len(LFS_POINTER)) == LFS_POINTER
 
 
 def read_text_file(path: Path, *, label: str) -> str:

@@ -49,8 +49,8 @@ async def _judge_shard(open_run: OpenRun, batch: Batch, shard: int, term: str) -
 
 
 def _takes_messages(reward: ServedReward) -> bool:
-    """Return whether the model that computes a reward receives the prompts as chat messages."""
-    return reward.chat_prompt == "messages" and (reward.kind == "judge" or reward.template is None)
+    """Return whether the model that computes a reward needs the messages of prompts that are chats."""
+    return reward.chat_prompt == "messages"
 
 
 async def _score_shard(open_run: OpenRun, batch: Batch, shard: int) -> Manifest:

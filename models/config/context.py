@@ -6,11 +6,14 @@ from collections.abc import Iterator, Mapping
 def usable_context(longest: int | None, config: Mapping[str, object]) -> int | None:
     """Return the maximum sequence length of a model. `longest` is the limit in the text part of its config.json.
 
-    A longrope model (arXiv 2402.13753) scales positions by short factors up to the context length of its first
-    training, and by long factors beyond. transformers chooses the factors by the longest sequence of a forward pass,
-    vLLM by `max_model_len`. With long factors, log-probs would therefore depend on the other sequences of a forward
-    pass, so such a model is limited to the length for which its short factors are used.
+    MPT has the name `max_seq_len` for this limit. A longrope model (arXiv 2402.13753) scales positions by short factors
+    up to the context length of its first training, and by long factors beyond. transformers chooses the factors by the
+    longest sequence of a forward pass, vLLM by `max_model_len`. With long factors, log-probs would therefore depend on
+    the other sequences of a forward pass, so such a model is limited to the length for which its short factors are
+    used. Returns None if there is no limit.
     """
+    if longest is None and isinstance(limit := config.get("max_seq_len"), int):
+        longest = limit
     original = longrope_context(config)
     return longest if longest is None or original is None else min(longest, original)
 

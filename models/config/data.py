@@ -197,7 +197,8 @@ class ProblemFile(ChatFile, FileRules, ImageFileSettings):
     these columns are different problems."""
     template: str = "{prompt}"
     """Template that turns plain text into a prompt; `{prompt}` is replaced by the text of the column. Chat messages are
-    formatted by the tokenizer's chat template instead."""
+    formatted by the tokenizer's chat template instead. Markers such as `<|im_start|>` in this template are ordinary
+    text, unless `special_tokens` is "parse"."""
     system: Annotated[Annotated[str, Field(min_length=1)] | None, Since("0.1.0", before=None)] = None
     """System message added at the start of each chat that has none. If set, a plain-text prompt becomes a chat with one
     user message."""

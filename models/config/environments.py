@@ -14,6 +14,7 @@ from infra.renamed import RenamedFrom
 from infra.store.inputs import Location, Program
 from infra.variants import Variant
 from models.config.engines import SamplingConfig
+from models.config.file_rules import FileRules
 from models.config.users import UserModelConfig
 
 if TYPE_CHECKING:
@@ -214,7 +215,7 @@ class PythonEnvironment(EnvironmentSettings):
         return self.run.where
 
 
-class SearchEnvironment(EnvironmentSettings):
+class SearchEnvironment(FileRules, EnvironmentSettings):
     """The policy's tool `search(query)`, which searches a file of passages with a retriever. A turn without a tool call
     ends the episode."""
 

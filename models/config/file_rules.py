@@ -1,8 +1,14 @@
 """Configuration of the rules for reading files of problems and preferences. Torch-free."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal, TypeVar
+
+from pydantic import JsonValue
 
 from infra.config import Settings, Since
+
+AnySettings = TypeVar("AnySettings", bound=Settings)
+CURRENT_RULES: Final = 2
+"""Newest version of the rules."""
 
 
 class FileRules(Settings):
@@ -11,4 +17,35 @@ class FileRules(Settings):
     version: Annotated[Literal[1, 2], Since("0.2.0", before=1)] = 2
     """Version of the rules. In version 2, the split is independent of the file format, of letter case, white space and
     Unicode normalization; numeric answers are written without exponents; repeated keys or columns, and answers that are
-    NaN or infinite, are refused. Runs that began before this key existed use version 1."""
+    NaN or infinite, are refused. Runs that began before this key existed use version 1, and so do retrains of a
+    champion from such a run."""
+
+
+def find_file_version(data: JsonValue) -> int | None:
+    """Return the lowest version of the rules in a recorded `[data]` table, or None if it reads no files.
+
+    A recorded file without a version is read by version 1.
+    """
+    if not isinstance(data, dict):
+        return None
+    sources = data.get("sources", data.get("source", []))
+    nested = [find_file_version(each) for each in (sources if isinstance(sources, list) else [sources])]
+    versions = [version for version in nested if version is not None]
+    if "path" in data and "prompt_column" in data:
+        version = data.get("version", 1)
+        versions.append(version if isinstance(version, int) else CURRENT_RULES)
+    return min(versions, default=None)
+
+
+def with_file_version(data: AnySettings, version: Literal[1, 2]) -> AnySettings:
+    """Return a `[data]` table in which every file is read by this version of the rules."""
+    update: dict[str, object] = {}
+    if isinstance(data, FileRules):
+        update["version"] = version
+    for name in ("source", "sources"):
+        value = getattr(data, name, None)
+        if isinstance(value, Settings):
+            update[name] = with_file_version(value, version)
+        elif isinstance(value, tuple):
+            update[name] = tuple(with_file_version(each, version) for each in value)
+    return data.model_copy(update=update)

@@ -12,6 +12,7 @@ from models.config.endpoints import Endpoint
 from models.config.engines import EngineConfig, EngineSettings, SamplingConfig, TransformersEngine
 from models.config.policy import ScratchPolicy, VisionScratchPolicy
 from models.config.reward_terms import BlankLines, Granularity, RewardTerm, Segmentation, StepAggregation
+from models.config.texts import AppendedTokens, ContinuingModel
 from models.config.training import WarmupConfig
 
 
@@ -128,14 +129,14 @@ class ServedModel(Variant):
         return False
 
 
-class JudgeModel(ServedModel):
+class JudgeModel(ContinuingModel, ServedModel):
     """Fields common to all judge models."""
 
     uses_chat_template: ClassVar[bool] = True
     """Whether the judge's prompt is formatted as a chat if the model has a chat template."""
 
 
-class DirectoryJudge(JudgeModel):
+class DirectoryJudge(AppendedTokens, JudgeModel):
     """A causal language model directory in Hugging Face format; the run stores a copy of it."""
 
     implementation = "models.modeling.initial:write_judge"
@@ -360,7 +361,9 @@ class ModelReward(RewardTerm):
     chat_prompt: Annotated[Literal["messages", "text"], Since("0.2.0", before="text")] = "messages"
     """Form in which the reward model's chat template receives the prompt of a chat: "messages" passes the messages of
     the prompt, followed by the completion as the assistant's message. "text" passes the prompt, as rendered by the
-    policy's template, as one user message. No effect on plain-text prompts, or if `template` is set."""
+    policy's template, as one user message. With "messages", control tokens in prompts and completions are ordinary
+    text, also if `template` is set; those that `template` itself contains are control tokens. With "text", control
+    tokens in prompts become control tokens, and a completion that contains a special token gets no score."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of weights and activations."""
     batch_tokens: Positive = 16384

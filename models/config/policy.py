@@ -157,6 +157,9 @@ class DirectoryPolicy(PolicySource):
     path: Location
     """Directory with config.json, safetensors and tokenizer, and preprocessor_config.json for a vision-language model,
     on this machine or at s3://bucket/name."""
+    context: Annotated[Positive | None, Since("0.2.0", before=None)] = None
+    """Maximum sequence length in tokens, for models such as Bloom whose config.json sets none. Stored as
+    `max_position_embeddings` in the run's copy of the policy."""
 
 
 SUM_ERROR: Final = 1e-6

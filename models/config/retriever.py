@@ -9,6 +9,7 @@ from pydantic import Field, JsonValue, model_validator
 from infra.config import PoolsConfig, Positive, Settings, encode_recorded
 from infra.store.inputs import Location, PathNames
 from infra.variants import Variant
+from models.config.file_rules import FileRules
 
 RETRIEVERS: Final = "retrievers"
 """Folder of a store that contains the retrievers, next to the runs."""
@@ -31,7 +32,7 @@ class TemplatedPairs(PairSource):
     """Number of generated facts. Each fact is one passage and has one query."""
 
 
-class PairFile(PairSource):
+class PairFile(FileRules, PairSource):
     """Pairs from a file of JSON, CSV, Parquet or Arrow. The passages of all rows are the corpus that is searched."""
 
     implementation = "models.retrieval.pairs:file_pairs"

@@ -36,7 +36,8 @@ class TextSettings(Settings):
     """Encoding of control tokens, such as `<|im_end|>`, that occur in a prompt or in the completion of an example:
     "text" encodes them as ordinary text, so only the chat template can insert control tokens. "parse" encodes them as
     control tokens, for prompts that already contain the markers of a template. Control tokens are special tokens, and
-    added tokens that the chat template writes."""
+    added tokens with punctuation that the chat template writes. The same rule applies to `template` and `system` of a
+    file, because they are part of the prompt."""
     turn_end: Annotated[Literal["template", "eos"], Since("0.2.0", before="eos")] = "template"
     """Token that ends a turn of the assistant. With "template", the token with which the chat template ends an
     assistant turn also ends completions, and warm-up and DPO on chats train this token. Tokens that the tokenizer
@@ -47,3 +48,25 @@ class TextSettings(Settings):
     def text_rules(self) -> TextRules:
         """Rules for encoding prompts and completions."""
         return TextRules(self.special_tokens, self.turn_end)
+
+
+class ContinuingModel(Settings):
+    """Model other than the policy that continues plain texts: a simulated user or a judge."""
+
+    @property
+    def text_rules(self) -> TextRules:
+        """Rules for encoding the texts."""
+        return RULES_BEFORE
+
+
+class AppendedTokens(ContinuingModel):
+    """Setting of models that come with a tokenizer of their own."""
+
+    appended_tokens: Annotated[Literal["drop", "keep"], Since("0.2.0", before="keep")] = "drop"
+    """Tokens, such as EOS, that the model's tokenizer appends to plain texts: "drop" removes them, so that the model
+    continues the text, "keep" does not. They have no effect on chats."""
+
+    @property
+    def text_rules(self) -> TextRules:
+        """Rules for encoding the texts, which do not end with appended tokens unless `appended_tokens` is "keep"."""
+        return RULES_BEFORE if self.appended_tokens == "keep" else RULES_BEFORE._replace(turn_end="template")

@@ -10,6 +10,7 @@ from infra.variants import Variant
 from models.config.endpoints import Endpoint
 from models.config.engines import SamplingConfig, TransformersEngine
 from models.config.policy import ScratchPolicy
+from models.config.texts import RULES_BEFORE, AppendedTokens, TextRules
 from models.config.training import WarmupConfig
 
 
@@ -39,12 +40,17 @@ class UserModel(Variant):
         """Settings for the supervised training of the simulated user, or None if the run does not train it."""
         return None
 
+    @property
+    def text_rules(self) -> TextRules:
+        """Rules for encoding dialogues."""
+        return RULES_BEFORE
+
     def find_conflicts(self, sampling: SamplingConfig) -> Iterator[str]:
         """Yield one line per sampling parameter that the simulated user does not support."""
         yield from ()
 
 
-class DirectoryUser(UserModel):
+class DirectoryUser(AppendedTokens, UserModel):
     """A causal language model directory in Hugging Face format; the run stores a copy of it."""
 
     implementation = "models.modeling.initial:copy_user"
@@ -60,6 +66,11 @@ class DirectoryUser(UserModel):
     def local_engine(self) -> TransformersEngine:
         """Engine that runs the model in the rollout workers."""
         return self.engine
+
+    @property
+    def text_rules(self) -> TextRules:
+        """Rules for encoding dialogues: control tokens in their messages are ordinary text."""
+        return RULES_BEFORE if self.appended_tokens == "keep" else TextRules()
 
 
 class TrainedUser(UserModel):

@@ -4,6 +4,7 @@ File formats write the same value in different ways. Parquet gives every struct 
 in the absent ones. Data frames store integers next to missing values as floats. CSV stores text only.
 """
 
+import re
 import unicodedata
 from collections.abc import Callable, Mapping
 from decimal import Decimal
@@ -17,17 +18,24 @@ MAX_DIGITS: Final = 400
 _BOOLEANS: Final = {"True": True, "true": True, "False": False, "false": False}
 
 
+_INVISIBLE: Final = re.compile("[\u00ad\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufe0e\ufe0f\ufeff]")
+"""Characters without a width, such as byte order marks, soft hyphens and direction marks."""
+_OUTER: Final = re.compile(rf"^(?:\s|{_INVISIBLE.pattern})+|(?:\s|{_INVISIBLE.pattern})+$")
+
+
 def canonicalize_text(text: str) -> str:
-    """Return a text in Unicode normalization form C without outer white space."""
-    return unicodedata.normalize("NFC", text).strip()
+    """Return a text in Unicode normalization form C without outer white space and outer characters without a width."""
+    return _OUTER.sub("", unicodedata.normalize("NFC", text))
 
 
 def fold_text(text: str) -> str:
-    """Return a text without differences in letter case, white space and Unicode normalization.
+    """Return a text without differences in letter case, white space, Unicode normalization and invisible characters.
 
-    Example: two texts that differ only in a line break or in "Café" and "CAFÉ" are folded to the same text.
+    Example: two texts that differ only in a line break or in "Café" and "CAFÉ" are folded to the same text. Full-width
+    letters and ligatures are folded to plain letters.
     """
-    return unicodedata.normalize("NFC", " ".join(unicodedata.normalize("NFC", text).casefold().split()))
+    folded = unicodedata.normalize("NFKC", _INVISIBLE.sub("", text)).casefold()
+    return unicodedata.normalize("NFKC", " ".join(folded.split()))
 
 
 def drop_absent(columns: Mapping[str, JsonValue]) -> dict[str, JsonValue]:

@@ -1,4 +1,4 @@
-"""Training data used before the first iteration: worked examples, and preferences between completions of a prompt.
+"""Data for training before the first iteration: worked examples, and preferences between two completions of a prompt.
 
 The data is generated from problems or read from a file.
 """
@@ -34,18 +34,17 @@ from models.data.rows import is_table, read_rows
 
 
 class Example(NamedTuple):
-    """Prompt with the completion that warm-up (supervised fine-tuning) trains on."""
+    """Prompt with the completion on which warm-up (supervised fine-tuning) trains."""
 
     prompt: Prompt
     completion: str
     images: tuple[bytes, ...] = ()
-    """Images of the prompt, encoded."""
+    """Encoded images of the prompt."""
     verdict: str = ""
-    """Verdict at the end of the completion. It weighs as much in the loss as the text before it."""
+    """Verdict at the end of a judge's completion. It has the same weight in the loss as all text before it."""
     continuation: tuple[str, ...] = ()
-    """Remaining parts of an episode, alternating the environment's message and the next turn. Only turns are trained
-    on.
-    """
+    """Rest of an episode after the first turn: alternately a message of the environment and a turn. Only turns are
+    trained on."""
     template: TemplateArguments = NO_ARGUMENTS
     """Arguments of the chat template, if the prompt is a chat."""
 
@@ -53,9 +52,9 @@ class Example(NamedTuple):
 def warmup_examples(
     data: DataConfig, warmup: WarmupConfig, seed: int, *, among: Callable[[list[Problem]], list[Problem]] | None = None
 ) -> list[Example]:
-    """Sample the examples of all warm-up steps in training order: the training problems, reshuffled in each epoch.
+    """Return the examples of all warm-up steps in training order: the training problems, reshuffled in each epoch.
 
-    `among` selects from the training problems. Raises BadInput if the data has no answers.
+    `among`, if given, selects some of the training problems. Raises BadInput if the data has no answers.
     """
     problems = load_problems(data, "train", seed)
     problems = problems if among is None else among(problems)
@@ -77,7 +76,8 @@ def warmup_examples(
 
 
 class PictureSource(Protocol):
-    """Function that generates or reads pictures for warm-up. The same arguments give the same pictures."""
+    """Function that generates or reads pictures for warm-up. The same arguments give the same pictures.
+    `picture_examples` calls it."""
 
     def __call__(self, data: Any, count: int, seed: int, /) -> list[tuple[str, bytes]]:  # noqa: ANN401 -- settings differ by kind
         """Return pairs of a caption and an encoded picture."""
@@ -85,7 +85,7 @@ class PictureSource(Protocol):
 
 
 MAX_PICTURES: Final = 4096
-"""Maximum number of distinct pictures in a warm-up, which repeats them."""
+"""Maximum number of distinct pictures for a warm-up. A longer warm-up repeats them."""
 
 
 def picture_examples(data: DataConfig, warmup: WarmupConfig, seed: int) -> list[tuple[str, bytes]]:
@@ -113,10 +113,11 @@ def picture_examples(data: DataConfig, warmup: WarmupConfig, seed: int) -> list[
 
 
 def _imitated(problem: Problem, data: DataConfig, worked_fraction: float, rng: Random) -> tuple[str, ...]:
-    """Return the completion to train on: a worked solution, its turns, or a plausible but mostly wrong guess.
+    """Return the completion on which warm-up trains: a worked solution, its turns, or a plausible but mostly wrong
+    guess.
 
-    `worked_fraction` is the probability of the worked solution. The answer alone is returned if there is no worked
-    solution.
+    `worked_fraction` is the probability of the worked solution. If the problem has no worked solution, the answer alone
+    is returned.
     """
     if problem.worked is None:
         return (problem.answer,)
@@ -127,10 +128,10 @@ def _imitated(problem: Problem, data: DataConfig, worked_fraction: float, rng: R
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Preference between two completions of a prompt."""
+    """Preference pair: a better and a worse completion of the same prompt."""
 
     source: str
-    """Origin of the pair for messages, for example `pairs.jsonl:17`."""
+    """Origin of the pair in messages, such as `pairs.jsonl:17`."""
     prompt: Prompt
     chosen: str
     """Text of the better completion. Empty if `chosen_message` has only other fields."""
@@ -147,34 +148,36 @@ class Preference:
         return (self.chosen, self.chosen_message), (self.rejected, self.rejected_message)
 
     def identity(self, version: int) -> str:
-        """Return the text that identifies the prompt in this version of the rules."""
+        """Return the text that identifies the prompt. `version` is the version of the rules for reading files."""
         return identity(self.prompt, tools=self.template.tools, version=version)
 
     def split_key(self, version: int) -> str:
-        """Return the text whose hash assigns the prompt to a split in this version of the rules."""
+        """Return the text whose hash assigns the prompt to a split. `version` is the version of the rules for reading
+        files."""
         return split_key(self.prompt, tools=self.template.tools, version=version)
 
 
 class PreferenceSource(Protocol):
-    """Function that generates or reads preference pairs. The same arguments give the same pairs in the same order."""
+    """Function that generates or reads preference pairs. The same arguments give the same pairs in the same order.
+    `load_preferences` calls it."""
 
     def __call__(self, preferences: Any, data: DataConfig, split: str, seed: int, /) -> list[Preference]:  # noqa: ANN401 -- differs
-        """Return the `train` or `heldout` pairs."""
+        """Return the preference pairs of the split `train` or `heldout`."""
         ...
 
 
 def load_preferences(preferences: Preferences, data: DataConfig, *, split: str, seed: int) -> list[Preference]:
-    """Load the `train` or `heldout` pairs in a fixed order. No prompt is in both splits."""
+    """Return the preference pairs of the split `train` or `heldout` in a fixed order. No prompt is in both splits."""
     return cast(PreferenceSource, implementation_of(preferences))(preferences, data, split, seed)
 
 
 def arithmetic_preferences(
     preferences: ArithmeticPreferences, data: DataConfig, split: str, seed: int
 ) -> list[Preference]:
-    """Generate pairs that prefer the worked answer of a problem to a wrong completion.
+    """Generate pairs of the worked answer to a problem and a wrong completion.
 
-    The problems are reshuffled each time all have been used. Raises BadInput if the data source cannot supply such
-    pairs.
+    The problems are reshuffled after all have been used. Raises BadInput if such pairs cannot be built from the data
+    source.
     """
     for reason in preferences.find_conflicts(data):
         raise BadInput(reason)
@@ -239,7 +242,7 @@ def _read_pairs(path: Path, config: FilePreferences) -> list[Preference]:
 
 
 def _build_pair(place: str, row: Mapping[str, object], config: FilePreferences, *, is_table: bool) -> Preference:
-    """Build a pair from a row. Raises BadInput if the row is invalid."""
+    """Return the preference pair in a row. Raises BadInput if the row is invalid."""
     prompt, template = read_prompt(place, row, config, is_table=is_table)
     if count_image_places(prompt):
         raise BadInput(

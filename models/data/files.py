@@ -3,12 +3,12 @@
 Each error message names its place in the file.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from decimal import Decimal
 from itertools import islice
 from pathlib import Path
-from typing import Final, cast
+from typing import cast
 
 from pydantic import JsonValue
 
@@ -27,10 +27,7 @@ from models.data.problems import (
     fill_prompt,
     is_heldout,
 )
-from models.data.rows import find_format, is_table, read_rows
-
-MISSING_IN_CSV: Final = ("nan", "NaN", "-nan", "-NaN")
-"""Answers that mean a missing number in CSV files, in which all values are texts."""
+from models.data.rows import is_table, read_rows
 
 
 def file_problems(data: ProblemFile, split: str, seed: int) -> list[Problem]:
@@ -75,12 +72,11 @@ def read_problems(path: Path, data: ProblemFile) -> list[Problem]:
     columns, optional = list(dict.fromkeys(filter(None, named))), data.optional_chat_columns
     root = data.images_root or path.parent
     problems, input_errors = list[Problem](), InputErrors()
-    missing = MISSING_IN_CSV if find_format(path) == ".csv" else ()
     rows = read_rows(path, columns, input_errors, optional=optional, version=data.version)
     for place, row in islice(rows, data.limit):
         with input_errors.collect(place):
             prompt, template = read_prompt(place, row, data, is_table=is_table(path), is_chat=data.system is not None)
-            problem = _build_problem(place, row, data, prompt, root=root, missing=missing)
+            problem = _build_problem(place, row, data, prompt, root=root)
             problems.append(replace(problem, template=template))
     input_errors.check()
     if not problems:
@@ -93,14 +89,9 @@ def read_problems(path: Path, data: ProblemFile) -> list[Problem]:
     return problems
 
 
-def _build_problem(
-    place: str, row: Mapping[str, object], data: ProblemFile, prompt: Prompt, *, root: Path, missing: Collection[str]
-) -> Problem:
-    """Build a problem from a row and its prompt. `missing` are the texts that mean a missing answer.
-
-    Raises BadInput if the row is invalid.
-    """
-    answer = _read_answer(place, row[data.answer_column], data, missing) if data.answer_column else ""
+def _build_problem(place: str, row: Mapping[str, object], data: ProblemFile, prompt: Prompt, *, root: Path) -> Problem:
+    """Build a problem from a row and its prompt. Raises BadInput if the row is invalid."""
+    answer = _read_answer(place, row[data.answer_column], data) if data.answer_column else ""
     images = read_images(row, data.images_column, place=place, root=root) if data.images_column else ()
     check_places(prompt, len(images), source=place)
     columns = {column: cast(JsonValue, row[column]) for column in data.environment_columns}
@@ -116,7 +107,7 @@ def _build_problem(
     )
 
 
-def _read_answer(place: str, value: object, data: ProblemFile, missing: Collection[str]) -> str:
+def _read_answer(place: str, value: object, data: ProblemFile) -> str:
     """Return the reference answer as text. Numbers are converted, other values must be non-blank text.
 
     Raises BadInput for other values, and in version 2 for NaN and infinity, which often stand for missing values.
@@ -134,13 +125,7 @@ def _read_answer(place: str, value: object, data: ProblemFile, missing: Collecti
                 "a missing answer. Fill in the answer, or remove the row."
             )
         return write_number(value)
-    text = read_text(place, value, column)
-    if text.strip() in missing:
-        raise BadInput(
-            f"{place}: {column}: expected an answer, found {text.strip()!r}, which stands for a missing number in CSV "
-            "files. Fill in the answer, or remove the row."
-        )
-    return text
+    return read_text(place, value, column)
 
 
 def _apply_template(problem: Problem, data: ProblemFile) -> Problem:

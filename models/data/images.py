@@ -19,6 +19,7 @@ from PIL import Image, ImageFile
 
 from infra.errors import BadInput
 from infra.store.inputs import fetch_path, format_path, is_remote
+from infra.user_files import FETCH_LFS, LFS_POINTER
 from models.records.schemas import MEDIA_SCHEMA
 from models.vision.color_conversion import (
     FORMATS,
@@ -43,8 +44,6 @@ THUMBNAIL_BYTES: Final = 4096
 """Maximum size of a thumbnail in bytes."""
 MAX_ASPECT_RATIO: Final = 200
 """Maximum ratio of the longer side to the shorter one, the limit of Qwen's image processors."""
-LFS_POINTER: Final = b"version https://git-lfs"
-"""Start of a file that Git LFS writes instead of a large file."""
 SIGNATURES: Final = {
     "PNG": re.compile(rb"\x89PNG"),
     "JPEG": re.compile(rb"\xff\xd8"),
@@ -201,7 +200,7 @@ def _describe_unsupported(encoded: bytes) -> str:
     if not encoded:
         return "the image is empty (0 bytes). Expected the bytes of an image file"
     if start.startswith(LFS_POINTER):
-        return "the file is a Git LFS pointer instead of an image. Run `git lfs pull` in its repository"
+        return f"the image {FETCH_LFS}"
     for name, pattern in UNSUPPORTED.items():
         if pattern.match(start):
             return f"the file is {name}, which cannot be decoded as an image. Convert it to one of {supported}"

@@ -2,6 +2,7 @@
 
 import json
 import re
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
@@ -33,12 +34,13 @@ class LongNumber(float):
 def read_json_lines(lines: Iterable[bytes], name: str, input_errors: InputErrors, *, version: int) -> Iterator[FileRow]:
     """Yield the objects of a JSON lines file. Blank lines are skipped."""
     for number, line in enumerate(lines, start=1):
-        if not line.strip():
+        if not line.strip() or (number == 1 and line.strip() == BOM_UTF8):
             continue
         place = f"{name}:{number}"
         with input_errors.collect(place):
             encoding = "utf-8-sig" if number == 1 else "utf-8"
-            yield place, _require_object(place, _parse_json_line(place, line, encoding=encoding, version=version))
+            row = _require_object(place, _parse_json_line(place, line, encoding=encoding, version=version))
+            yield place, _check_row(place, row, version=version)
 
 
 def _parse_json_line(place: str, line: bytes, *, encoding: str, version: int) -> object:
@@ -106,7 +108,14 @@ def read_json_array(content: bytes, name: str, input_errors: InputErrors, *, ver
         with input_errors.collect(place):
             if number in repeated_keys:
                 raise BadInput(f"{place}: {repeated_keys[number]}")
-            yield place, _require_object(place, row)
+            yield place, _check_row(place, _require_object(place, row), version=version)
+
+
+def _check_row(place: str, row: Mapping[str, object], *, version: int) -> Mapping[str, object]:
+    """Return the row. Version 2 raises BadInput if two keys differ only in outer white space."""
+    if version > 1:
+        check_unique_columns(place, list(row))
+    return row
 
 
 def _find_repeated_keys(text: str) -> dict[int, str]:
@@ -137,12 +146,13 @@ def _require_object(place: str, row: object) -> Mapping[str, object]:
 
 
 def check_unique_columns(place: str, names: Sequence[str]) -> None:
-    """Raise BadInput if a column is listed twice."""
-    for column, times in Counter(names).items():
+    """Raise BadInput if a column is listed twice. Outer white space of names is ignored."""
+    for column, times in Counter(name.strip() for name in names).items():
         if times > 1:
+            named = {repr(name): None for name in names if name.strip() == column}
             raise BadInput(
-                f"{place}: the file has {times} columns {column!r}, so a value could be read from the wrong one. "
-                "Rename or remove all but one."
+                f"{place}: the file has {times} columns {' and '.join(named)}, so a value could be read from the wrong "
+                "one. Rename or remove all but one."
             )
 
 

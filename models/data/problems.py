@@ -264,8 +264,8 @@ def _identify(
     if isinstance(prompt, str):
         text = convert(prompt) if convert else prompt
     else:
-        turns: JsonValue = [turn.values() for turn in prompt]
-        text = json.dumps(map_texts(turns, convert) if convert else turns, ensure_ascii=False)
+        turns: JsonValue = [_convert_turn(turn, convert) if convert else turn.values() for turn in prompt]
+        text = json.dumps(turns, ensure_ascii=False)
         shown = [convert(encode_columns(drop_absent(tool))) if convert else encode_columns(tool) for tool in tools]
         text = json.dumps([text, *shown], ensure_ascii=False) if shown else text
     if convert:
@@ -273,6 +273,12 @@ def _identify(
     if columns:
         return json.dumps([text, list(images), encode_columns(columns)], ensure_ascii=False)
     return json.dumps([text, list(images)], ensure_ascii=False) if images else text
+
+
+def _convert_turn(turn: Message, convert: Callable[[str], str]) -> JsonValue:
+    """Return the values that identify a message, without null fields and with every text converted."""
+    fields = map_texts(drop_absent(turn.fields), convert)
+    return map_texts(replace(turn, fields=cast(dict[str, JsonValue], fields)).values(), convert)
 
 
 def encode_columns(columns: Mapping[str, JsonValue]) -> str:
@@ -337,9 +343,7 @@ def add_system_message(prompt: Prompt, text: str) -> Prompt:
 HELDOUT_SHARE: Final = 0.1
 """Share of generated problems that are held out."""
 MAX_FRUITLESS_DRAWS: Final = 5000
-"""Number of samples in a row without a new problem after which sampling stops. About one sample in ten is a held-out
-problem.
-"""
+"""Number of samples in a row without a new problem after which sampling stops. One sample in ten is held out."""
 
 
 def sample_problems(draw: Callable[[str], Problem], *, split: str, wanted: int) -> list[Problem]:

@@ -5,14 +5,14 @@ import gzip
 import io
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import IO, Final, Protocol, TypeVar, cast
 
 from infra.errors import BadInput, InputErrors
 from infra.store.inputs import fetch_path, format_path, is_remote
-from infra.user_files import describe_irregular
+from infra.user_files import FETCH_LFS, describe_irregular, is_lfs_pointer
 from models.data.json_rows import FileRow, check_unique_columns, decode_text, read_json_array, read_json_lines
 from models.data.tables import read_table_rows, require_columns
 
@@ -33,6 +33,8 @@ MAX_LINE_MEBIBYTES: Final = 256
 """Maximum length of a line after decompression, in MiB."""
 MAX_ARRAY_MEBIBYTES: Final = 2048
 """Maximum size of a JSON array after decompression, in MiB, because an array is read as a whole."""
+MISSING_IN_CSV: Final = frozenset(("nan", "NaN", "-nan", "-NaN", "<NA>", "NaT", "#N/A", "inf", "-inf"))
+"""Texts that data frames and spreadsheets write to CSV files for missing values and infinite numbers."""
 READ_BYTES: Final = 2**20
 """Number of bytes that are read at a time."""
 SUFFIXES: Final = (*TEXTS, ".parquet", ".arrow")
@@ -69,15 +71,31 @@ def read_rows(
     if kind:
         raise BadInput(f"{name}: expected a file, but the path is {kind}")
     try:
+        if is_lfs_pointer(here):
+            raise BadInput(f"{name} {FETCH_LFS}.")
         if find_format(path) not in TEXTS:
             yield from read_table_rows(here, columns, input_errors, optional=optional, name=name, version=version)
             return
+        is_csv = version > 1 and find_format(path) == ".csv"
         for place, row in text_rows(here, input_errors, name=name, version=version):
             with input_errors.collect(place):
                 require_columns(place, columns, list(row))
+                if is_csv:
+                    _check_present(place, {column: row[column] for column in columns})
                 yield place, row
     except (OSError, EOFError, zlib.error) as error:
         raise BadInput(f"{name}: the file cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _check_present(place: str, values: Mapping[str, object]) -> None:
+    """Raise BadInput if a value of a CSV file is the text that data frames write for a missing value."""
+    for column, value in values.items():
+        if isinstance(value, str) and value.strip() in MISSING_IN_CSV:
+            raise BadInput(
+                f"{place}: {column}: expected a value, found {value.strip()!r}, which stands for a missing value or an "
+                "infinite number in CSV files. Fill in the value, or remove the row. If the text is meant, write the "
+                "file as JSON lines."
+            )
 
 
 def _check_is_no_hub_name(path: Path) -> None:
@@ -170,5 +188,5 @@ def _check_cells(place: str, cells: Sequence[str], header: Sequence[str] = ()) -
     """Raise BadInput if a cell contained bytes that are not UTF-8. Such bytes appear as surrogates in the cells."""
     for index, cell in enumerate(cells):
         if not cell.isascii():
-            where = f"{place}: {header[index]}" if header else place
+            where = f"{place}: {header[index]}" if header else f"{place}, column {index + 1}"
             decode_text(where, cell.encode("utf-8", "surrogateescape"))

@@ -53,7 +53,7 @@ def _read_batch(
     maps = "strict" if version > 1 else None
     try:
         rows: list[Mapping[str, object]] = batch.to_pylist(maps_as_pydicts=maps)
-    except (ValueError, KeyError):  # a text is not UTF-8, or a struct has a field twice
+    except (ValueError, KeyError, OverflowError):  # a text is not UTF-8, a struct has a field twice, a date is too late
         for index in range(batch.num_rows):
             place = f"{name} row {start + index}"
             with input_errors.collect(place):
@@ -75,24 +75,32 @@ def _read_cell(place: str, value: pa.Scalar, maps: str | None) -> object:
         return value.as_py(maps_as_pydicts=maps)
     except UnicodeDecodeError as error:
         raise BadInput(f"{place}: expected text in UTF-8, but {error}. Write the file with text in UTF-8.") from error
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, OverflowError) as error:
         raise BadInput(f"{place}: the value cannot be read: {error.args[0]}") from error
 
 
 def _shorten_floats(values: pa.ChunkedArray) -> pa.ChunkedArray:
     """Convert 32-bit floats to the 64-bit floats of their decimal spelling, so 0.1 is 0.1 as in a JSON file."""
     kind = values.type
+    if pa.types.is_dictionary(kind) and pa.types.is_float32(kind.value_type):
+        values = values.cast(kind.value_type)
+        kind = kind.value_type
     if _replace_floats(kind, pa.float64()) == kind:
         return values
     return values.cast(_replace_floats(kind, pa.string())).cast(_replace_floats(kind, pa.float64()))
 
 
 def _replace_floats(kind: pa.DataType, replacement: pa.DataType) -> pa.DataType:
-    """Return a type in which the 32-bit floats of lists and structs, at any depth, have another type."""
+    """Return a type in which the 32-bit floats of lists, maps and structs, at any depth, have another type."""
     if pa.types.is_float32(kind):
         return replacement
-    if pa.types.is_list(kind):
-        return pa.list_(kind.value_field.with_type(_replace_floats(kind.value_type, replacement)))
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        inner = kind.value_field.with_type(_replace_floats(kind.value_type, replacement))
+        if pa.types.is_fixed_size_list(kind):
+            return pa.list_(inner, kind.list_size)
+        return pa.list_(inner) if pa.types.is_list(kind) else pa.large_list(inner)
+    if pa.types.is_map(kind):
+        return pa.map_(kind.key_type, kind.item_field.with_type(_replace_floats(kind.item_type, replacement)))
     if pa.types.is_struct(kind):
         return pa.struct([field.with_type(_replace_floats(field.type, replacement)) for field in kind])
     return kind

@@ -134,7 +134,7 @@ def _build_user(settings: DialogueEnvironment) -> tuple[SimulatedUser, LocalUser
     if model.endpoint is not None:
         return RemoteUser(model.endpoint, settings.sampling), None
     assert model.local_engine is not None, "a model in this process has an engine"
-    user = LocalUser(model.local_engine, settings.sampling, chats=model.uses_chat_template)
+    user = LocalUser(model.local_engine, settings.sampling, chats=model.uses_chat_template, rules=model.text_rules)
     return user, user
 
 

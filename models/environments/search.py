@@ -23,13 +23,13 @@ from models.retrieval.encoders import Retriever
 class Index:
     """Index of the N passages of a file, embedded in D dimensions."""
 
-    def __init__(self, retriever: Path, corpus: Path, column: str) -> None:
-        """Read and embed the passages.
+    def __init__(self, retriever: Path, corpus: Path, column: str, version: int) -> None:
+        """Read and embed the passages. `version` is the version of the rules for reading (`FileRules.version`).
 
         Raises BadInput if the retriever cannot be loaded or the file has no passages.
         """
         input_errors, self.passages = InputErrors(), list[str]()
-        for place, row in read_rows(corpus, [column], input_errors):
+        for place, row in read_rows(corpus, [column], input_errors, version=version):
             with input_errors.collect(place):
                 self.passages.append(read_text(place, row[column], column))
         input_errors.check()
@@ -81,7 +81,8 @@ class SearchTool:
 
     def _index(self) -> Index:
         """Return the shared index, loading it at the first call in the process."""
-        return load_index(self._settings.retriever, self._settings.corpus, self._settings.text_column)
+        settings = self._settings
+        return load_index(settings.retriever, settings.corpus, settings.text_column, settings.version)
 
     def _tool(self) -> Callable[[str], str]:
         def search(query: str) -> str:

@@ -11,6 +11,7 @@ from pydantic import JsonValue
 from transformers import PreTrainedTokenizerFast
 
 from models.config.engines import SamplingConfig, TransformersEngine
+from models.config.texts import RULES_BEFORE, TextRules
 from models.config.users import EndpointUser
 from models.data.problems import Prompt
 from models.endpoints.client import EndpointClient, EndpointRequest
@@ -55,11 +56,13 @@ class LocalUser:
     The same weights, transcripts and seeds give bit-identical replies, regardless of earlier calls.
     """
 
-    def __init__(self, engine: TransformersEngine, sampling: SamplingConfig, *, chats: bool) -> None:
+    def __init__(
+        self, engine: TransformersEngine, sampling: SamplingConfig, *, chats: bool, rules: TextRules = RULES_BEFORE
+    ) -> None:
         self._settings = engine
         # created by the first `load`: building an engine imports torch, and checks run without torch
         self._engine: Engine | None = None
-        self._sampling, self._chats = sampling, chats
+        self._sampling, self._chats, self._rules = sampling, chats, rules
         self._tokenizer: PreTrainedTokenizerFast | None = None
         self._context: int | None = None
 
@@ -95,7 +98,7 @@ class LocalUser:
         """
         assert self._engine is not None, "the model must be loaded before a reply"
         assert self._tokenizer is not None, "the model must be loaded before a reply"
-        inputs = user_inputs(transcripts, self._tokenizer, chats=self._chats)
+        inputs = user_inputs(transcripts, self._tokenizer, chats=self._chats, rules=self._rules)
         room = self._sampling.max_new_tokens
         fits = [self._context is None or len(each) + room <= self._context for each in inputs]
         requests = [
@@ -119,11 +122,16 @@ class LocalUser:
 
 
 def user_inputs(
-    transcripts: Sequence[Transcript], tokenizer: PreTrainedTokenizerFast, *, chats: bool
+    transcripts: Sequence[Transcript],
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    chats: bool,
+    rules: TextRules = RULES_BEFORE,
 ) -> list[ModelInput]:
     """Tokenize dialogues, with the tokenizer's chat template if `chats` is set and the tokenizer has one.
 
     Special tokens that the policy wrote out as text are broken up by a space, so they are tokenized as plain text.
+    `rules` apply to all other control tokens.
 
     Raises BadInput if the chat template rejects a dialogue.
     """
@@ -132,7 +140,8 @@ def user_inputs(
     broken = [_break_special_tokens(each, special_pattern) for each in transcripts]
     in_chat = chats and bool(tokenizer.chat_template)
     prompts: list[Prompt] = [each.messages if in_chat else each.text for each in broken]
-    tokenized = tokenize_prompts(prompts, tokenizer, sources=["dialogue for the simulated user"] * len(prompts))
+    sources = ["dialogue for the simulated user"] * len(prompts)
+    tokenized = tokenize_prompts(prompts, tokenizer, sources=sources, rules=rules)
     return [each.input for each in tokenized]
 
 

@@ -111,7 +111,7 @@ def inspect_vision_scratch(policy: VisionScratchPolicy, texts: Iterable[str]) ->
 
 def inspect_import(policy: DirectoryPolicy, texts: Iterable[str]) -> Inspected:
     """Describe the policy in the configured directory."""
-    return inspect_directory(fetch_path(policy.path), is_trained=True)
+    return inspect_directory(fetch_path(policy.path), is_trained=True, context=policy.context)
 
 
 def inspect_merge(policy: MergePolicy, texts: Iterable[str]) -> Inspected:
@@ -129,18 +129,20 @@ def inspect_decoder(decoder: DecoderSizes, tokenizer: PreTrainedTokenizerFast) -
     return Inspected(decoder.shape(), decoder.outline(), tokenizer, decoder.critic)
 
 
-def inspect_directory(directory: Path, *, is_trained: bool = False) -> Inspected:
-    """Describe the model in a directory.
+def inspect_directory(directory: Path, *, is_trained: bool = False, context: int | None = None) -> Inspected:
+    """Describe the model in a directory. `context` is the maximum sequence length if config.json sets none.
 
     Raises BadInput if the model cannot generate, or if `is_trained` is set and the model cannot be trained.
     """
     check_untrusted_files(directory)
-    plain = read_plain(directory)
-    inspected = _inspect_built(directory, is_trained=is_trained) if plain is None else inspect_decoder(*plain)
+    plain = read_plain(directory) if context is None else None
+    inspected = (
+        _inspect_built(directory, is_trained=is_trained, context=context) if plain is None else inspect_decoder(*plain)
+    )
     return replace(inspected, load_processor=partial(load_limited_processor, directory))
 
 
-def _inspect_built(directory: Path, *, is_trained: bool) -> Inspected:
+def _inspect_built(directory: Path, *, is_trained: bool, context: int | None) -> Inspected:
     """Describe a model by building it on the `meta` device, for directories that are not plain."""
     from models.modeling.adapters import outline
     from models.modeling.critic import build_meta_critic
@@ -160,7 +162,7 @@ def _inspect_built(directory: Path, *, is_trained: bool) -> Inspected:
         check_not_quantized(directory)
     config, tokenizer, parameters = check_directory(directory)
     model = meta_policy(directory)
-    shape = policy_shape(config, parameters=parameters, source=str(directory))
+    shape = policy_shape(config, parameters=parameters, source=str(directory), context=context)
     experts = count_experts(model)
     replays = bool(experts) and can_replay(model)
     shape = replace(shape, experts=experts, replays_experts=replays, slices=supports_sequence_parallelism(model))

@@ -252,7 +252,12 @@ def _check_room(
     texts = [question_about(p, p.worked or p.answer, reward=reward, seed=0) for p in problems]
     images = [p.images if reward.images == "prompt" else () for p in problems]
     questions = tokenize_questions(
-        texts, images, found.tokenizer, chat=reward.model.uses_chat_template, processor=processor
+        texts,
+        images,
+        found.tokenizer,
+        chat=reward.model.uses_chat_template,
+        processor=processor,
+        rules=reward.model.text_rules,
     )
     longest = max(len(question.input) for question in questions)
     if longest + room > found.shape.context:

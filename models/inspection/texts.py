@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from transformers import PreTrainedTokenizerFast
 
@@ -15,6 +16,9 @@ from models.text.tokenizer import renders_plain_text
 from models.text.turn_end import find_turn_end
 from models.text.unread_fields import count_unread_fields
 from models.vision.processor import VisionProcessor
+
+MISSING_WORDS: Final = frozenset(("none", "null", "na", "n/a", "nan", "nil", "missing", "inf", "infinity", "-infinity"))
+"""Answers, in lower case, that data frames and programs write for missing values."""
 
 
 def list_text_notes(
@@ -38,6 +42,7 @@ def list_text_notes(
     return [
         *_describe_contained(contained, "prompt", rules),
         *_describe_contained(answers, "completion of the warm-up", rules),
+        *_describe_missing(problems),
         *_describe_end(problems, tokenizer, rules),
         *_describe_unread(prompts, tokenizer, "prompts", in_parts=in_parts),
         *(() if in_parts else _describe_changes(prompts, tokenizer)),
@@ -123,6 +128,17 @@ def _describe_contained(tokens: Sequence[tuple[str, str | None]], noun: str, rul
         "data.special_tokens = 'parse'."
     )
     yield f"{texts} control tokens of the policy, first {json.dumps(token)} in {source}. {effect}"
+
+
+def _describe_missing(problems: Sequence[Problem]) -> Iterator[str]:
+    """Yield a note if answers are words that data frames write for missing values."""
+    suspects = [problem for problem in problems if problem.answer.strip().casefold() in MISSING_WORDS]
+    if suspects:
+        answers = "1 answer is a word" if len(suspects) == 1 else f"{len(suspects):,} answers are words"
+        yield (
+            f"{answers} that often stands for a missing value, first {json.dumps(suspects[0].answer)} in "
+            f"{suspects[0].source}. It is the reference answer. If the answer is missing, remove the row."
+        )
 
 
 def _describe_end(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast, rules: TextRules) -> Iterator[str]:

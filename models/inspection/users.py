@@ -80,7 +80,8 @@ def _check(environment: DialogueEnvironment, found: Inspected, *, problems: Sequ
     """
     model, room = environment.model, environment.sampling.max_new_tokens
     transcripts = _first_turns(environment, problems)
-    longest = max(len(each) for each in user_inputs(transcripts, found.tokenizer, chats=model.uses_chat_template))
+    chats, rules = model.uses_chat_template, model.text_rules
+    longest = max(len(each) for each in user_inputs(transcripts, found.tokenizer, chats=chats, rules=rules))
     if longest + room > found.shape.context:
         raise BadInput(
             f"instructions have up to {longest} tokens and a reply up to {room}, but the context of the simulated user "

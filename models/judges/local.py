@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from infra.errors import BadInput
 from models.config.engines import EngineConfig, SamplingConfig
 from models.config.judges import ChoiceVerdict, LogprobVerdict, VerdictConfig
+from models.config.texts import RULES_BEFORE, TextRules
 from models.engines.protocol import Completion, Request, StepSums, VisionEngine, build_engine
 from models.engines.requests import context_of
 from models.engines.sampling import sample_uniforms
@@ -37,12 +38,20 @@ class LocalJudge:
     """
 
     def __init__(
-        self, engine: EngineConfig, sampling: SamplingConfig, *, verdict: VerdictConfig, chat: bool, threads: int
+        self,
+        engine: EngineConfig,
+        sampling: SamplingConfig,
+        *,
+        verdict: VerdictConfig,
+        chat: bool,
+        threads: int,
+        rules: TextRules = RULES_BEFORE,
     ) -> None:
         torch.set_num_threads(threads)
         self._engine = build_engine(engine)
         self._sampling = sampling
         self._verdict = verdict
+        self._rules = rules
         self._chat = chat  # use a chat turn if the tokenizer has a chat template
         self._tokenizer: PreTrainedTokenizerFast | None = None
         self._processor: VisionProcessor | None = None
@@ -155,6 +164,7 @@ class LocalJudge:
             self._tokenizer,
             chat=self._chat,
             processor=self._processor,
+            rules=self._rules,
         )
         return {read: tokenized.input for read, tokenized in zip(reads, tokenized_questions, strict=True)}
 

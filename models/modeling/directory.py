@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import (
 
 from infra.errors import BadInput
 from infra.store.bundles import CONTENTS
+from models.config.context import usable_context
 from models.modeling.merging import check_fits, find_base, is_adapter, load_merged, read_adapter
 from models.modeling.policy import load_policy
 from models.modeling.weight_files import StoredWeight, read_stored_weights
@@ -124,6 +125,18 @@ def _is_equal(directory: Path, one: StoredWeight, other: StoredWeight, *, names:
         with safe_open(directory / weight.file, framework="pt") as opened:
             tensors.append(opened.get_tensor(name))
     return bool(torch.equal(*tensors))
+
+
+def record_context(target: Path, context: int) -> None:
+    """Write the maximum sequence length into the config.json of a copied policy that sets none."""
+    path = target / "config.json"
+    config, text = _read_object(path), _causal_config(target).get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    if usable_context(longest if isinstance(longest, int) else None, text.to_dict()) is not None:
+        return
+    part = config.get("text_config")
+    (part if isinstance(part, dict) else config)["max_position_embeddings"] = context
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _record_pad_token(target: Path) -> None:

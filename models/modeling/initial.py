@@ -27,7 +27,7 @@ from models.config.users import DirectoryUser, TrainedUser, UserModel
 from models.data.problems import Problem, load_problems
 from models.environments.user_view import user_texts
 from models.judges.prompts import vocabulary_texts
-from models.modeling.directory import check_directory, copy_directory, copy_policy
+from models.modeling.directory import check_directory, copy_directory, copy_policy, record_context
 from models.modeling.policy import build_scratch, save_policy
 from models.modeling.reward_model import check_reward_model
 from models.modeling.vision_scratch import build_vision_scratch, save_vision_scratch, vision_tokenizer
@@ -77,7 +77,10 @@ def write_vision_scratch(policy: VisionScratchPolicy, directory: Path, *, texts:
 
 def write_import(policy: DirectoryPolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
     """Copy the policy from the configured directory into the run's directory, and return its number of parameters."""
-    return _copy(fetch_path(policy.path), directory)
+    parameters = _copy(fetch_path(policy.path), directory)
+    if policy.context is not None:
+        record_context(directory, policy.context)
+    return parameters
 
 
 def write_merged_policy(policy: MergePolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:

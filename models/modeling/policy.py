@@ -162,22 +162,32 @@ def trains_vision(model: PreTrainedModel) -> bool:
     return any(each.requires_grad and part_of(name) != "language" for name, each in model.named_parameters())
 
 
-def policy_shape(config: PretrainedConfig, *, parameters: int, source: str) -> ModelShape:
+def policy_shape(config: PretrainedConfig, *, parameters: int, source: str, context: int | None = None) -> ModelShape:
     """Return the sizes of a model that determine its memory use and its maximum sequence length, read from its
     configuration.
 
-    `source` names the model in messages. Raises BadInput if the configuration contains no context length.
+    `source` names the model in messages, and `context` is the maximum sequence length for a configuration that
+    contains none. Raises BadInput if neither is set, or if they differ.
     """
     text = config.get_text_config()
-    longest = getattr(text, "max_position_embeddings", None)
-    context = usable_context(longest if isinstance(longest, int) else None, text.to_dict())
-    if context is None:
-        raise BadInput(f"policy {source}: config.json has no max_position_embeddings, so the context is unknown")
     heads = getattr(text, "num_attention_heads", None)
     if not isinstance(heads, int):
         raise BadInput(
             f"policy {source}: config.json has no single number of attention heads (num_attention_heads). Models "
-            "without attention, or with another number of heads in each layer, are not supported"
+            "without attention, or with another number of heads in each layer, are not supported. Use another model."
+        )
+    longest = getattr(text, "max_position_embeddings", None)
+    usable = usable_context(longest if isinstance(longest, int) else None, text.to_dict())
+    if None not in (usable, context) and usable != context:
+        raise BadInput(
+            f"policy.context is {context}, but config.json in {source} sets {usable}. Remove policy.context."
+        )
+    context = context or usable
+    if context is None:
+        raise BadInput(
+            f"policy {source}: config.json sets no maximum sequence length (max_position_embeddings). Set "
+            "policy.context to the length in tokens on which the model was trained. For a model other than the policy, "
+            "add max_position_embeddings to config.json."
         )
     return ModelShape(
         parameters=parameters,

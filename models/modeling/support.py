@@ -9,11 +9,12 @@ import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, get_args, get_type_hints
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
+from transformers.utils import ModelOutput
 
 from infra.errors import BadInput
 from models.modeling.merging import find_base, is_adapter
@@ -46,9 +47,16 @@ def check_trainable(model: PreTrainedModel, *, source: str) -> None:
 
 def describe_decoding_conflict(model: PreTrainedModel) -> str:
     """Return the reason why the engine `transformers` cannot decode with a model, or "" if no reason is known."""
-    if "past_key_values" not in inspect.signature(model.forward).parameters:
+    if "past_key_values" not in inspect.signature(model.forward).parameters or not _returns_cache(model):
         return "its class has no cache of keys and values (past_key_values)"
     return _find_error(model, lambda tokens_BT: _decode_one_token(model, tokens_BT))
+
+
+def _returns_cache(model: PreTrainedModel) -> bool:
+    """Return False if the annotation of a model's forward pass names an output without a cache (RecurrentGemma)."""
+    output = get_type_hints(type(model).forward).get("return")
+    kinds = [kind for kind in (output, *get_args(output)) if isinstance(kind, type) and issubclass(kind, ModelOutput)]
+    return not kinds or any("past_key_values" in getattr(kind, "__dataclass_fields__", ()) for kind in kinds)
 
 
 def check_not_quantized(directory: Path) -> None:

@@ -14,11 +14,11 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from infra.errors import BadInput
+from infra.user_files import FETCH_LFS, is_lfs_pointer
 
 FLOATS: Final = ("F64", "F32", "BF16", "F16")
 """Floating-point dtypes in which weights may be stored, by their names in safetensors files."""
 SAME_CHECKPOINT: Final = "take config.json and all safetensors files from the same checkpoint"
-_POINTER: Final = b"version https://git-lfs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +59,8 @@ def read_header(path: Path, *, where: str) -> dict[str, StoredWeight]:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 -- it is no mapping
             return {n: StoredWeight(path.name, s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}
     except (SafetensorError, OSError) as error:
-        with path.open("rb") as file:
-            is_pointer = file.read(len(_POINTER)) == _POINTER
-        problem = "is a Git LFS pointer" if is_pointer else f"is damaged or not complete ({error})"
-        remedy = "run `git lfs pull` in its directory" if is_pointer else "copy or download the file again"
-        raise BadInput(f"{where}: {path.name} {problem}: {remedy}") from error
+        damage = f"is damaged or not complete ({error}): copy or download the file again"
+        raise BadInput(f"{where}: {path.name} {FETCH_LFS if is_lfs_pointer(path) else damage}") from error
 
 
 def check_loaded_weights(

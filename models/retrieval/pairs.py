@@ -1,7 +1,7 @@
 """Pairs of queries and passages, generated from a template or read from a file."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
@@ -12,6 +12,7 @@ from infra.config import Settings
 from infra.errors import BadInput, InputErrors
 from infra.variants import implementation_of
 from models.config.retriever import PairFile, RetrieverConfig, TemplatedPairs
+from models.data.canonical import fold_text
 from models.data.messages import read_text
 from models.data.problems import is_heldout
 from models.data.rows import read_rows
@@ -60,9 +61,9 @@ def load_pairs(config: RetrieverConfig) -> PairSet:
     return pair_set
 
 
-def _split(pairs: Sequence[Pair], fraction: float) -> PairSet:
-    """Split pairs by a hash of the passage. `fraction` is the share of held-out passages."""
-    heldout = [is_heldout(pair.passage, fraction) for pair in pairs]
+def _split(pairs: Sequence[Pair], fraction: float, *, key: Callable[[str], str] = str) -> PairSet:
+    """Split pairs by a hash of the key of the passage. `fraction` is the share of held-out passages."""
+    heldout = [is_heldout(key(pair.passage), fraction) for pair in pairs]
     return PairSet(
         train=tuple(pair for pair, is_held_out in zip(pairs, heldout, strict=True) if not is_held_out),
         heldout=tuple(pair for pair, is_held_out in zip(pairs, heldout, strict=True) if is_held_out),
@@ -73,7 +74,7 @@ def _split(pairs: Sequence[Pair], fraction: float) -> PairSet:
 def file_pairs(source: PairFile, seed: int, fraction: float) -> PairSet:
     """Read the pairs in file order. Raises BadInput if a row is invalid or a file has no pairs."""
     if source.heldout_path is None:
-        return _split(_read(source.path, source), fraction)
+        return _split(_read(source.path, source), fraction, key=str if source.version == 1 else fold_text)
     return PairSet(train=_read(source.path, source), heldout=_read(source.heldout_path, source))
 
 
@@ -81,7 +82,7 @@ def _read(path: Path, source: PairFile) -> tuple[Pair, ...]:
     """Read all pairs of a file. Raises BadInput if a row is invalid or the file has no pairs."""
     columns = [source.query_column, source.passage_column, *filter(None, [source.negatives_column])]
     pairs, input_errors = list[Pair](), InputErrors()
-    for place, row in read_rows(path, columns, input_errors):
+    for place, row in read_rows(path, columns, input_errors, version=source.version):
         with input_errors.collect(place):
             query, passage = (read_text(place, row[column], column) for column in columns[:2])
             pairs.append(Pair(query=query, passage=passage, negatives=_negatives(place, row, columns[2:])))

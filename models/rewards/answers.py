@@ -1,4 +1,4 @@
-"""Final answers in texts: their places, and one spelling for what people write in several ways."""
+"""Final answers in texts: where they are, and one common spelling for notations that people write in several ways."""
 
 import re
 import unicodedata
@@ -9,10 +9,10 @@ Source = Literal["marked", "boxed", "stated", "whole"]
 """Place of an answer: after `####` or in <answer>, in \\boxed, after "the answer is", or as the only line."""
 
 MAX_ANSWER: Final = 2000
-"""Maximum number of characters of a final answer. A longer one is not looked at apart from the text around it."""
+"""Maximum number of characters of a final answer. A longer answer is not separated from the text around it."""
 
 MAX_STATED: Final = 200
-"""Maximum number of characters of an answer without a marker."""
+"""Maximum number of characters of an answer that is not marked."""
 
 MAX_COMPLETION: Final = 100_000
 """Maximum number of characters of a completion that are read. Only the end of a longer one is looked at."""
@@ -90,7 +90,7 @@ _SQRT: Final = re.compile(r"(?<![\\A-Za-z])sqrt\s*(?:\(([^()]*)\)|(\d+))")
 
 @dataclass(frozen=True, slots=True)
 class FinalAnswer:
-    """Text of a final answer and its place."""
+    """Text of a final answer, and the kind of place at which it was found."""
 
     text: str
     source: Source
@@ -132,7 +132,8 @@ def find_answer(text: str) -> FinalAnswer | None:
 
 
 def _find_statement(pattern: re.Pattern[str], text: str) -> FinalAnswer | None:
-    """Return the rest of the last sentence that states the answer, or None if there is none or it is long."""
+    """Return the rest of the last sentence that states the answer. Return None if there is no such sentence or the rest
+    is long."""
     starts = [match.end() for match in pattern.finditer(text)]
     line = text[starts[-1] :].lstrip().partition("\n")[0] if starts else ""
     stated = _SENTENCE.match(line[: 2 * MAX_STATED])
@@ -142,14 +143,14 @@ def _find_statement(pattern: re.Pattern[str], text: str) -> FinalAnswer | None:
 
 
 def has_several_boxes(text: str) -> bool:
-    """Return whether a text has boxes with different contents and no other marker after them."""
+    """Return whether a text has boxes with different contents and no other marker of an answer after them."""
     boxes = _boxes(text)
     after = text[boxes[-1][1] :] if boxes else ""
     return len({inner.strip() for _, _, inner in boxes}) > 1 and not _HASHES.search(after)
 
 
 def _boxes(text: str) -> list[tuple[int, int, str]]:
-    """Return start, end and content of each box with balanced braces. Nested boxes are part of the outer one."""
+    """Return start, end and content of each box whose braces are balanced. A nested box is part of the outer box."""
     opened, boxes = list[re.Match[str]](), list[tuple[int, int, str]]()
     for brace in _BRACE.finditer(text):
         if brace[0] != "}":
@@ -162,7 +163,8 @@ def _boxes(text: str) -> list[tuple[int, int, str]]:
 
 
 def unwrap(text: str) -> str:
-    """Return an answer without delimiters of mathematics, emphasis, quotes, text commands and a final full stop."""
+    """Return an answer without the delimiters of mathematics, emphasis, quotes, text commands and a final full stop
+    around it."""
     before = None
     text = _TAGS.sub("", text)
     while text != before:
@@ -192,7 +194,8 @@ def _strip(text: str) -> str:
 
 
 def to_latex(text: str) -> str:
-    """Return a text with Unicode symbols, Python's powers and exponents, and spaced thousands in LaTeX's spelling."""
+    """Return a text in which Unicode symbols, Python's powers and exponents, and spaced thousands are written in
+    LaTeX."""
     text = _SPACE.sub(" ", text)
     if not text.isascii():
         text = re.sub(r"(?![0-9])\d", lambda digit: str(int(digit[0])), text)
@@ -230,7 +233,8 @@ def to_formula(text: str) -> str:
 
 
 def to_plain(text: str) -> str:
-    """Return an answer without text commands, spaces of LaTeX and styling, for comparing it as a number or as words."""
+    """Return an answer without text commands, LaTeX spaces and styling, so that it can be compared as a number or as
+    words."""
     before = None
     while text != before:
         before = text
@@ -245,7 +249,7 @@ def to_plain(text: str) -> str:
 
 
 def _vulgar_fraction(match: re.Match[str]) -> str:
-    """Return a fraction that is one character, such as ½, in LaTeX."""
+    """Return the LaTeX notation of a fraction that is a single character, such as ½."""
     top, bottom = unicodedata.normalize("NFKC", match[0]).split("⁄")
     return rf"\frac{{{top}}}{{{bottom}}}"
 
@@ -258,6 +262,6 @@ def _repeating_decimal(match: re.Match[str]) -> str:
 
 
 def _root(match: re.Match[str]) -> str:
-    """Return a root that is written with a root sign in LaTeX."""
+    """Return the LaTeX notation of a root that is written with a root sign."""
     degree = {"√": "", "∛": "[3]", "∜": "[4]"}[match[1]]
     return rf"\sqrt{degree}{{{match[2] or match[3] or match[4]}}}"

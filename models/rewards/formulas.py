@@ -1,8 +1,8 @@
-"""Formulas in LaTeX: reading a whole text as one formula, and separating its unit.
+"""Formulas in LaTeX: parsing a whole text as one formula, and separating its unit.
 
-math-verify searches a text for mathematics and ignores what it cannot read: units and other words, single letters such
-as the t of 5t, the case of letters, and everything but a number if the text is no formula. A final answer is read here
-instead, as a whole or not at all. The grammar is that of latex2sympy, which math-verify uses too.
+math-verify searches a text for mathematics and ignores what it cannot parse: units and other words, single letters such
+as the t of 5t, the case of letters, and everything but a number if the text is not a formula. Here a final answer is
+parsed as a whole or not at all. The grammar is that of latex2sympy, which math-verify uses too.
 """
 
 import re
@@ -21,7 +21,7 @@ from models.rewards.expression_size import MAX_DIGITS, Expression, can_evaluate
 from models.rewards.numerals import read_unit
 
 MAX_NESTING: Final = 100
-"""Maximum nesting depth of brackets that are parsed."""
+"""Maximum nesting depth of brackets in a text that is parsed."""
 
 MAX_FORMULA_NESTING: Final = 30
 """Maximum nesting depth of brackets in a final answer."""
@@ -30,7 +30,8 @@ MAX_FORMULA: Final = 1000
 """Maximum number of characters of a formula."""
 
 MAX_SEARCHED: Final = 20_000
-"""Maximum number of characters at the end of a text that are searched, because the search takes quadratic time."""
+"""Maximum number of characters that are searched, counted from the end of a text. The time for the search grows with
+the square of this number."""
 
 _NORMALIZATION: Final = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all", equations=False
@@ -43,7 +44,8 @@ _UNIT: Final = re.compile(
     re.DOTALL,
 )
 _ROW: Final = re.compile(r"\d\s+\.?\d|\d\.\d+\.\d|\.\d+\.\d")
-"""Pattern of numbers in a row, such as 2 3 or 192.168.0.1, which a formula would read as a product."""
+"""Pattern for several numbers in a row, such as 2 3 or 192.168.0.1. A parser of formulas would read them as a
+product."""
 
 _ARGUMENTS: Final = re.compile(r"\\(?:[dtc]?frac|t?binom)\s*\d\s*\d|[_^]\s*\d")
 _DEGREES: Final = re.compile(
@@ -63,7 +65,7 @@ _MULTIPLE: Final = re.compile(r"\d+(?:\.\d+)?\s*(?:\\cdot\s*|\*\s*)?\\?[a-zA-Z]|
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """Formula with its text and its unit."""
+    """Parsed formula, with its text and its unit."""
 
     text: str
     expression: Expression
@@ -71,14 +73,14 @@ class Formula:
 
 
 def read_formula(text: str) -> list[Formula]:
-    """Read a whole text as one formula with an optional unit. Returns an empty list if it is none."""
+    """Parse a whole text as one formula with an optional unit. Returns an empty list if the text is not a formula."""
     bare, unit = split_unit(text)
     expression = parse_formula(bare)
     return [] if expression is None else [Formula(bare, expression, unit)]
 
 
 def find_formulas(text: str, *, in_latex: bool = False) -> list[Formula]:
-    """Search a text for its last formula as math-verify does. With `in_latex`, only between delimiters of LaTeX."""
+    """Find the last formula in a text as math-verify does. With `in_latex`, search only between LaTeX delimiters."""
     text = text[-MAX_SEARCHED:]
     if not can_parse(text):
         return []
@@ -94,7 +96,8 @@ def find_formulas(text: str, *, in_latex: bool = False) -> list[Formula]:
 
 
 def spelling_of(text: str) -> str:
-    """Return a formula without spaces and sizes of brackets, for comparing two formulas as they are written."""
+    """Return a formula without spaces and without commands for the size of brackets, so that two formulas can be
+    compared as text."""
     text = re.sub(r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\[,;:! ]|~", " ", text)
     text = re.sub(r"\{(\w)\}", r" \1 ", text)
     return re.sub(r"(?<![0-9A-Za-z]) | (?![0-9A-Za-z])", "", re.sub(r"\s+", " ", text))
@@ -102,9 +105,10 @@ def spelling_of(text: str) -> str:
 
 @lru_cache(maxsize=64)
 def parse_formula(text: str) -> Expression | None:
-    """Parse a whole text as one formula in LaTeX. Returns None if it is none, or has words or symbols without meaning.
+    """Parse a whole text as one formula in LaTeX. Returns None if it is not a formula, or contains words or symbols
+    without meaning.
 
-    Lower and upper case letters are different variables.
+    Lower-case and upper-case letters are different variables.
     """
     text = _flip_chain(_DECIMAL_POWER.sub(_use_fraction, _DEGREES.sub(_use_radians, join_thousands(text))))
     if (
@@ -139,13 +143,14 @@ def split_unit(text: str) -> tuple[str, frozenset[str]]:
 
 
 def has_multiple_on_left(text: str) -> bool:
-    """Return whether a text is an equation of a multiple or a power of a variable, such as 2x = 10."""
+    """Return whether a text is an equation with a multiple or a power of a variable on its left side, such as 2x =
+    10."""
     left, equals, _ = text.partition("=")
     return bool(equals) and _MULTIPLE.fullmatch(left.strip(" $")) is not None
 
 
 def _with_imaginary_unit(text: str, expression: Expression) -> Expression:
-    """Return an expression with the imaginary unit instead of the variable i, unless i is an index."""
+    """Return an expression in which the variable i is replaced by the imaginary unit, unless i is an index."""
     is_index = re.search(r"\\(?:sum|prod|int)", text) is not None
     if (
         is_index

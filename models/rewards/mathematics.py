@@ -1,7 +1,7 @@
-"""Mathematics reward: reference and completion are parsed by math-verify and compared.
+"""Mathematics reward: the final answers of reference and completion are compared, mostly by math-verify.
 
 A completion may contain expressions that no machine can evaluate, such as 9^(9^9). The size of a parsed expression is
-therefore bounded without evaluating it. An expression that is too large is a wrong answer.
+therefore estimated before anything is evaluated. An expression that is too large is a wrong answer.
 """
 
 import logging
@@ -36,22 +36,22 @@ from models.rewards.rules import Reward
 from models.rewards.words import choice_of, date_of, is_same_text, is_wordy, time_of, words_in
 
 FEW_ZEROS: Final = 6
-"""Number of zeros after the decimal point up to which math-verify's default precision suffices for differences."""
+"""Maximum number of zeros directly after the decimal point for which math-verify's default precision is sufficient."""
 
 MAX_ZEROS: Final = 10_000
-"""Maximum number of decimal places after the decimal point before the first digit that are compared."""
+"""Maximum number of zeros directly after the decimal point of numbers that are compared."""
 
 _DELIMITER: Final = re.compile(r"(?<!\\)(?:\$|\\\(|\\\[)|\\boxed|\n")
-"""Pattern of the delimiters of mathematics in text. A reference without any of them is parsed as a formula."""
+"""Pattern for delimiters of mathematics in a text. A reference without delimiters is parsed as one formula."""
 
 # Escaped dollar signs, pound, yen and baht signs, and Unicode's block of currency symbols.
 _CURRENCY: Final = re.compile(r"\\\$|[£¥฿\u20a0-\u20cf]")
 
 _SPACED: Final = re.compile(r"(-?[0-9]{1,3})((?:(?: |\\,|\\ |~)[0-9]{3})+)((?:\.[0-9]+)?)")
-"""Pattern of a number with spaces between thousands, which a formula would read as multiplication."""
+"""Pattern for a number with spaces between thousands. A parser of formulas would read the spaces as multiplication."""
 
 _BOUND: Final = re.compile(r"[<>]|\\(?:[lg]eq?|[lg]t|neq?|not)(?![A-Za-z])")
-"""Pattern of a relation without its left side, such as "≤ 5", which math-verify would read as 5."""
+"""Pattern for a relation without a left side, such as "≤ 5". math-verify would read it as 5."""
 
 _BASE: Final = re.compile(r"\d_\{?(\d+)\}?")
 
@@ -80,12 +80,12 @@ def compare_answers(prompt: str, completion: str, answer: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Reference answer, read as every kind that it can be."""
+    """Reference answer, prepared for comparison as each kind of answer that it can be."""
 
     text: str
-    """Final answer in the spelling of LaTeX, without delimiters."""
+    """Final answer in LaTeX notation, without delimiters."""
     plain: str
-    """Final answer without LaTeX's text commands and spaces."""
+    """Final answer without LaTeX text commands and spaces."""
     numeral: Numeral | None
     is_wordy: bool
     """Whether the answer is a choice, a name, a date or another text in words."""
@@ -95,7 +95,8 @@ class Reference:
     """Unit of the answer."""
 
     def judge(self, claim: FinalAnswer) -> bool | None:
-        """Compare with an answer of the same kind. Returns None if math-verify must decide."""
+        """Return whether a completion's final answer is equal to the reference, or None if only math-verify can
+        decide."""
         plain = to_plain(claim.text)
         is_text = self.is_wordy or self.plain == plain or choice_of(self.plain) is not None
         if is_text and is_same_text(self.plain, plain):
@@ -133,7 +134,7 @@ class Reference:
 
 @lru_cache(maxsize=64)
 def read_reference(answer: str) -> Reference:
-    """Read a reference. Raises ValueError if it contains no answer."""
+    """Parse a reference answer. Raises ValueError if the text contains no answer."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     whole = to_latex(answer.strip())
     found = None if has_several_boxes(whole) else find_answer(whole)
@@ -183,7 +184,7 @@ def _is_rounded(decimal: Numeral | None, expression: Expression) -> bool:
 
 
 def _value_of(expression: Expression) -> Fraction | None:
-    """Return the value of a real constant to 30 digits, or None for other expressions."""
+    """Return the value of a real constant to 30 digits, or None for any other expression."""
     if not isinstance(expression, sympy.Expr) or not expression.is_number or not can_evaluate(expression):
         return None
     value = expression.evalf(30)
@@ -191,7 +192,8 @@ def _value_of(expression: Expression) -> Fraction | None:
 
 
 def _may_have_comma(claim: FinalAnswer, plain: str) -> bool:
-    """Return whether a comma in an answer may be a decimal comma: it is in plain text, as in "The answer is 3,5"."""
+    """Return whether a comma in an answer may be a decimal comma, because the answer is plain text, as in "The answer
+    is 3,5"."""
     return claim.source != "boxed" and claim.text == plain
 
 
@@ -219,21 +221,23 @@ def _contradict(expected: str, given: str) -> bool:
 
 
 def _has_sum_on_left(text: str) -> bool:
-    """Return whether a text is an equation with a sum on its left side, apart from arguments and indices."""
+    """Return whether a text is an equation with a sum on its left side. Sums in arguments and indices do not count."""
     left, equals, _ = text.partition("=")
     return bool(equals) and re.search(r"[\w)}]\s*[-+]", re.sub(r"\([^()]*\)|\{[^{}]*\}", "", left)) is not None
 
 
 def _tokens_of(text: str) -> list[str]:
-    """Return the numbers and words of a text in order."""
+    """Return the numbers and words in a text, in order."""
     return re.findall(r"\d+(?:\.\d+)?|[^\W\d_]{2,}", text.casefold())
 
 
 def verify_formulas(expected: Sequence[Expression], given: Sequence[Expression]) -> bool:
-    """Compare parsed mathematics by math-verify, in 6 significant digits of the smallest constant.
+    """Return whether math-verify finds two lists of parsed expressions equal, in 6 significant digits of the smallest
+    constant.
 
-    Texts that math-verify cannot parse are not equal here, because it has removed parts of them. A comparison that it
-    cannot do, such as with 1/0, is not equal either. Answers that are written identically are compared before.
+    Texts that math-verify cannot parse never count as equal here, because it has removed parts of them. A comparison
+    that it cannot do, such as with 1/0, does not count as equal either. Answers that are written identically are
+    compared earlier.
     """
     sides = [[each for each in side if not isinstance(each, str) and _has_value(each)] for side in (expected, given)]
     if any(one == other and not can_evaluate(one) for one, other in product(*sides)):
@@ -252,7 +256,7 @@ def _has_value(expression: Expression) -> bool:
 
 
 def _leading_zeros(expression: Expression) -> int:
-    """Return the number of decimal places before the first digit of the smallest constant in an expression."""
+    """Return the number of zeros directly after the decimal point of the smallest constant in an expression."""
     if isinstance(expression, str):
         return 0
     parts = expression.flat() if isinstance(expression, sympy.MatrixBase) else [expression]
@@ -261,7 +265,8 @@ def _leading_zeros(expression: Expression) -> int:
 
 
 def _log10(expression: Expression) -> float | None:
-    """Return log10 of the size of a number, power, product or factorial of numbers, or None for anything else."""
+    """Return log10 of the absolute value of a number, or of a power, product or factorial of numbers. Return None for
+    anything else."""
     match expression:
         case sympy.Rational() | sympy.Float() if expression.is_finite and expression:
             number = sympy.Rational(expression)

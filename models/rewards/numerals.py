@@ -1,6 +1,7 @@
-"""Numbers as people write them in answers: thousands separators, currencies, percents, fractions, exponents, units.
+"""Numbers as people write them in answers: with thousands separators, currencies, percent signs, fractions, exponents
+and units.
 
-`read_numeral` reads a text that is one number, and `agree` compares two of them. Nothing here evaluates mathematics.
+`read_numeral` parses a text that is one number, and `agree` compares two numbers. Mathematics is never evaluated here.
 """
 
 import re
@@ -15,10 +16,10 @@ MAX_LENGTH: Final = 1000
 """Maximum number of characters of a text that is read as a number."""
 
 MAX_EXPONENT: Final = 3000
-"""Maximum power of ten of a number in scientific notation. Larger ones are not read as numbers."""
+"""Maximum power of ten of a number in scientific notation. Texts with larger exponents are not treated as numbers."""
 
 DIGITS: Final = 6
-"""Number of significant digits in which a rounded number must agree with the exact one."""
+"""Minimum number of significant digits in which a rounded number must agree with an exact one."""
 
 _CURRENCIES: Final = {
     "$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee", "฿": "baht", "¢": "cent",
@@ -90,18 +91,18 @@ _NO_UNIT: Final = re.compile("and|or|to|by|from|of|for|if|is|in|when|with|mod|th
 
 @dataclass(frozen=True, slots=True)
 class Numeral:
-    """Number with the precision and the unit with which it was written."""
+    """Parsed number, with the precision and the unit with which it was written."""
 
     value: Fraction
     place: int | None
-    """Power of ten of the last written digit, or None for an integer or a fraction, which is exact."""
+    """Power of ten of the last written digit. None for an integer or a fraction, which is exact."""
     is_percent: bool = False
     unit: frozenset[str] = frozenset()
-    """Words after the number, in the singular."""
+    """Words that follow the number, in the singular."""
 
     @property
     def latex(self) -> str:
-        """The number alone in LaTeX, as math-verify reads it."""
+        """LaTeX text of the number without its unit, for math-verify."""
         sign, size = "-" if self.value < 0 else "", abs(self.value)
         if self.place is None:
             text = f"{size.numerator}" if size.denominator == 1 else rf"\frac{{{size.numerator}}}{{{size.denominator}}}"
@@ -173,9 +174,10 @@ def _read_cardinal(text: str) -> int | None:
 
 
 def read_leading_numeral(text: str) -> Numeral | None:
-    """Read the number at the start of a text, such as "18 apples in all". Returns None if there is none.
+    """Parse the number at the start of a text, such as "18 apples in all". Returns None if the text does not start with
+    a number.
 
-    Returns None too if an operator, a comma or another number follows, because the text is then not one number.
+    Also returns None if an operator, a comma or another number follows, because the text is then not one number.
     """
     text = _DECIMAL_COMMA.sub(r"\1.\2", text[:MAX_LENGTH].strip())
     match = _NUMERAL.match(text)
@@ -193,7 +195,8 @@ def read_leading_numeral(text: str) -> Numeral | None:
 def agree(expected: Numeral, given: Numeral) -> bool:
     """Return whether two numbers are equal: exactly, or in `DIGITS` significant digits if one is a rounded decimal.
 
-    A percent sign may be left out if the number is above 1 (28% equals 0.28 and 28). Units must not contradict.
+    A percent sign may be omitted if the number is above 1 (28% equals 0.28 and 28). Units must not contradict each
+    other.
     """
     if not is_same_unit(expected.unit, given.unit):
         return False
@@ -207,18 +210,18 @@ def agree(expected: Numeral, given: Numeral) -> bool:
 
 
 def is_same_value(expected: Numeral, given: Numeral) -> bool:
-    """Return whether two numbers are exactly equal. Units are ignored, percent signs are read as in `agree`."""
+    """Return whether two numbers are exactly equal. Units are ignored, and percent signs are treated as in `agree`."""
     exact = [replace(each, place=None, unit=frozenset()) for each in (expected, given)]
     return agree(*exact)
 
 
 def rounds_to(given: Numeral, value: Fraction) -> bool:
-    """Return whether a decimal is the rounded value of a constant, in at least `DIGITS` significant digits."""
+    """Return whether a decimal is the constant `value` after rounding to at least `DIGITS` significant digits."""
     return given.place is not None and _is_equal(given, Numeral(value, None))
 
 
 def _number_of(match: re.Match[str]) -> Numeral | None:
-    """Return the number that was matched, without its unit, or None if it is too large or divides by zero."""
+    """Return the matched number without its unit, or None if the number is too large or has the denominator 0."""
     sign = -1 if "-" in (match["sign"], match["inner"]) else 1
     place: int | None = None
     if match["over"] or match["short"] or match["top"]:
@@ -249,7 +252,7 @@ def _number_of(match: re.Match[str]) -> Numeral | None:
 
 
 def _read_plain(text: str) -> Numeral:
-    """Read digits with separators."""
+    """Return the number that digits with separators represent."""
     sign, text = (-1, text[1:]) if text.startswith("-") else (1, text)
     if re.fullmatch(r"0,\d+|[1-9]\d{0,2}(?:\.\d{3})+,\d+", text):
         text = text.replace(".", "").replace(",", ".")
@@ -261,7 +264,8 @@ def _read_plain(text: str) -> Numeral:
 
 
 def _with_unit(number: Numeral, currency: str, rest: str) -> Numeral | None:
-    """Return the number with its percent sign, scale and unit. Returns None if the rest of the text is no unit."""
+    """Return the number with its percent sign, scale word and unit. Returns None if the rest of the text is not a
+    unit."""
     rest = rest.replace("\\%", "%").replace("\\$", "$")
     tokens = re.findall(r"\\cdot|%|/|\^\s*\{?\s*[23]\s*\}?|[²³]|[^\W\d_]+\.?|\S", rest)
     names = (
@@ -281,9 +285,9 @@ def _with_unit(number: Numeral, currency: str, rest: str) -> Numeral | None:
 
 
 def _name_unit(token: str, *, is_glued: bool, is_first: bool) -> str | None:
-    """Return the name of a part of a unit, empty for punctuation, or None if the part does not belong to a unit.
+    """Return the name of one part of a unit, an empty text for punctuation, or None if the part is not part of a unit.
 
-    A letter that touches the number is a variable, as in 5m. A power needs a unit before it.
+    A letter directly after the number is a variable, as in 5m. A power needs a unit before it.
     """
     word = token.rstrip(".").casefold()
     if token in _CURRENCIES:
@@ -302,17 +306,18 @@ def _name_unit(token: str, *, is_glued: bool, is_first: bool) -> str | None:
 
 
 def _known_unit(word: str) -> str | None:
-    """Return the name of a unit, or None if the word is not in the table."""
+    """Return the name of a unit in the table of units, or None."""
     return _UNITS.get(word, _UNITS.get(_singular(word)))
 
 
 def _singular(word: str) -> str:
-    """Return a word without the s of the plural."""
+    """Return a word without a plural s."""
     return word[:-1] if len(word) > 2 and word.endswith("s") and not word.endswith("ss") else word
 
 
 def _is_same_unit(expected: frozenset[str], given: frozenset[str]) -> bool:
-    """Return whether two units do not contradict: one contains the other, apart from words that name no unit."""
+    """Return whether two units do not contradict each other: one contains the other, apart from words that are not
+    units."""
     names = {*_UNITS.values(), *_CURRENCIES.values(), *_SI}
     return bool(expected & given) and expected & names == given & names
 
@@ -339,7 +344,8 @@ def _is_equal(one: Numeral, other: Numeral) -> bool:
 
 
 def _rounding_place(number: Numeral) -> int:
-    """Return the power of ten of the last written digit, or of digit number `DIGITS` if fewer are written."""
+    """Return the power of ten of the last written digit, or of the digit number `DIGITS` if fewer digits are
+    written."""
     assert number.place is not None
     first = _magnitude(abs(number.value))
     return min(number.place, first - DIGITS + 1)

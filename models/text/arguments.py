@@ -25,7 +25,9 @@ logger = logging.getLogger(__name__)
 
 _TYPES: Final = ("array", "boolean", "integer", "null", "number", "object", "string")
 _DATA_KEYS: Final = ("const", "default", "enum", "examples")
-"""Keywords of JSON Schema whose values are data and not schemas."""
+"""Keywords of JSON Schema whose values are data, not schemas."""
+_NAMED_SCHEMAS: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords of JSON Schema whose values are objects of schemas by name."""
 _OPEN_KEYS: Final = ("$ref", "additionalProperties", "allOf", "anyOf", "oneOf", "patternProperties")
 """Keywords by which a schema accepts arguments that are not listed under `properties`."""
 _MAX_PROBLEMS: Final = 3
@@ -58,6 +60,8 @@ def _check_call(call: Call, validators: Mapping[str, Validator]) -> Call:
         return call
     try:
         errors = [*validators[call.name].iter_errors(dict(call.arguments))]
+    except OverflowError:  # an integer of hundreds of digits in a comparison with a float
+        return replace(call, error=f"{call.name}: arguments: a number is too large")
     except Exception:  # a schema can contain references and patterns that only fail when they are used
         logger.warning("tool %r: its schema cannot be applied, so its arguments are not checked", call.name)
         return call
@@ -105,13 +109,22 @@ def _normalize(schema: JsonValue) -> JsonValue:
         return [_normalize(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    normalized = {key: each if key in _DATA_KEYS else _normalize(each) for key, each in schema.items()}
+    normalized = {key: _normalize_keyword(key, each) for key, each in schema.items()}
     if isinstance(normalized.get("type"), str) and normalized["type"] not in _TYPES:
         del normalized["type"]
     if normalized.get("nullable") is True:
         del normalized["nullable"]
         return {"anyOf": [normalized, {"type": "null"}]}
     return normalized
+
+
+def _normalize_keyword(key: str, value: JsonValue) -> JsonValue:
+    """Return the value of a keyword in the terms of JSON Schema. The keys of named schemas are names, not keywords."""
+    if key in _DATA_KEYS:
+        return value
+    if key in _NAMED_SCHEMAS and isinstance(value, dict):
+        return {name: _normalize(each) for name, each in value.items()}
+    return _normalize(value)
 
 
 # ---- messages
@@ -129,7 +142,7 @@ def _describe_errors(error: ValidationError) -> Iterator[str]:
     elif error.validator == "additionalProperties" and error.validator_value is False:
         for name in error.instance:
             if name not in properties:
-                known = ", ".join(properties) or "none"
+                known = f"{', '.join(properties) or 'none':.200}"
                 hint = nearest_name(name, properties)
                 yield f"{_format_path((*path, name))}: no such argument{hint}{'' if hint else f'; expected {known}'}"
     elif error.validator in ("anyOf", "oneOf") and error.context:
@@ -178,7 +191,7 @@ def _format_path(path: Argument) -> str:
     'items[2].name'
     """
     parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in path]
-    return "".join(parts).removeprefix(".") or "arguments"
+    return f"{''.join(parts).removeprefix('.') or 'arguments':.200}"
 
 
 def _quote(value: object) -> str:

@@ -1,30 +1,37 @@
 """Control tokens that occur in texts: detection, and encoding as ordinary text. Torch-free.
 
-A tokenizer encodes each special token that occurs in a text as its id, no matter who wrote the text. A user could
-therefore end a turn and begin another. To prevent this, a separator is inserted into each control token in a text
-before the chat is rendered, so only control tokens without a separator come from the chat template. The rendered text
-is then encoded by a copy of the tokenizer in which control tokens have other names, after the control tokens from the
-template have been renamed in the text. The result is the same as if the tokenizer did not know the control tokens in
-users' texts.
+A tokenizer turns each special token that it finds in a text into its id, no matter who wrote the text. A user could
+therefore end a turn and begin another. Here only a chat template writes control tokens. Before a chat is rendered, the
+first character of each control token in a text is replaced by a mark, a character without a meaning. Templates can
+therefore cut, compare, repeat or encode texts as usual. The control tokens that the tokenizer finds in the rendered
+chat are those of the template. The chat is then encoded by a copy of the tokenizer in which control tokens have other
+names, and only the control tokens of the template are renamed in the chat. The result has the same ids, and the same
+tokens around them, as if the control tokens in texts were unknown to the tokenizer.
 """
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import Any, Final
+from itertools import chain, count
+from typing import Any, Final, cast
 
-from tokenizers import Tokenizer
+from pydantic import JsonValue
+from tokenizers import Encoding, Tokenizer
+from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from models.data.problems import Message, Prompt
+from models.data.problems import NO_ARGUMENTS, Message, Prompt, TemplateArguments
 from models.text.chats import join_templates
 
 PRIVATE_USE: Final = range(0xE000, 0xF900)
-"""Code points of private-use characters, which have no meaning, from which separators are chosen."""
-_ALIASES: Final = range(0xF0000, 0xFFFFE)
-"""Code points of private-use characters that replace control tokens while a text is encoded."""
+"""Characters without a meaning, from which separators and marks are chosen."""
+_ALIASES: Final = (range(0x2800, 0x2900), range(0x1D000, 0x1D0F6), range(0x1F030, 0x1F094))
+"""Symbols that replace control tokens while a text is encoded. No usual normalizer changes or removes them."""
+
+
+_BYTE: Final = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def separator_for(text: str) -> str:
@@ -37,17 +44,74 @@ def break_tokens(pattern: re.Pattern[str], text: str, separator: str) -> str:
     return re.sub(f"(?=(?:{pattern.pattern})).", rf"\g<0>{separator}", text, flags=re.DOTALL)
 
 
-def control_token_pattern(
-    tokenizer: PreTrainedTokenizerFast, *, template: str = "", others: Sequence[str] = ()
-) -> re.Pattern[str]:
-    """Return a pattern that matches special tokens, added tokens that `template` contains, and `others`.
+def control_token_pattern(tokenizer: PreTrainedTokenizerFast, *, template: str = "") -> re.Pattern[str]:
+    """Return the pattern of special tokens, and of added tokens that `template` contains, of more than one character.
 
-    Tokens that consist of one character are excluded.
+    Texts of environments are split at these tokens.
     """
     added = (token for token in tokenizer.added_tokens_decoder.values() if token.special or token.content in template)
-    contents = {token.content for token in added} | set(others)
-    control = sorted((each for each in contents if len(each) > 1), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, control)) or "(?!)")
+    return _join({token.content for token in added if len(token.content) > 1})
+
+
+def _join(contents: set[str], flags: int = 0) -> re.Pattern[str]:
+    """Return the pattern of any of these texts. The longest match comes first."""
+    return re.compile("|".join(map(re.escape, sorted(contents, key=len, reverse=True))) or "(?!)", flags)
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Marks that replace the first characters of control tokens in texts."""
+
+    marks: Mapping[str, str]
+    """Mark of each first character."""
+
+    def restore(self, text: str) -> str:
+        """Return the text with the first characters in place of their marks."""
+        return text.translate({ord(mark): character for character, mark in self.marks.items()})
+
+    def decode(self, text: str) -> str:
+        """Return a rendered text in which marks that a template wrote as JSON escapes are marks again."""
+        for character, mark in self.marks.items():
+            original = mark if character.isascii() else _escape(character)
+            text = text.replace(_escape(mark), original)
+        return text
+
+    def occur_in(self, text: str) -> bool:
+        """Return whether the text contains a mark."""
+        return any(mark in text for mark in self.marks.values())
+
+
+def _escape(character: str) -> str:
+    """Return the JSON escape of a character, or the character itself if JSON does not escape it."""
+    return json.dumps(character)[1:-1]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSet:
+    """Set of control tokens that texts may contain."""
+
+    contents: frozenset[str]
+    exact: re.Pattern[str]
+    any_case: re.Pattern[str]
+    """Pattern that ignores letter case, because a template may change the case of a text."""
+    starts: re.Pattern[str]
+    """Pattern of the first characters."""
+
+    @staticmethod
+    def of(contents: set[str]) -> "TokenSet":
+        """Return the set of these tokens. Tokens of white space only are left out."""
+        named = {content for content in contents if content.strip()}
+        starts = "".join(re.escape(character) for each in named for character in {each[0].lower(), each[0].upper()})
+        return TokenSet(
+            frozenset(named), _join(named), _join(named, re.IGNORECASE), re.compile(f"[{starts}]" if starts else "(?!)")
+        )
+
+    def find(self, text: str, *, any_case: bool = False) -> Iterator[re.Match[str]]:
+        """Yield the matches in a text, including nested ones."""
+        pattern = self.any_case if any_case else self.exact
+        for start in self.starts.finditer(text):
+            if (match := pattern.match(text, start.start())) is not None:
+                yield match
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,62 +119,138 @@ class ControlTokens:
     """Control tokens of a tokenizer, and the encoding of texts that contain them."""
 
     tokenizer: PreTrainedTokenizerFast = field(repr=False)
-    pattern: re.Pattern[str]
-    """Pattern for all control tokens: special tokens, and added tokens that the chat template writes."""
-    special: re.Pattern[str]
-    """Pattern for special tokens only. Turns of the assistant may contain other control tokens, such as `<think>`,
-    because policies generate them."""
+    all: TokenSet
+    """Special tokens, and added tokens that the chat template writes, such as `<think>`. Added words without any
+    punctuation, and white space, are ordinary text."""
+    special: TokenSet
+    """Special tokens. Turns of the assistant may contain the other control tokens, because policies generate them."""
+    normalized_ids: frozenset[int]
+    """Ids of control tokens that the tokenizer finds in normalized texts. Other spellings, such as full-width letters,
+    may become these tokens."""
 
     @staticmethod
     def of(tokenizer: PreTrainedTokenizerFast, *, images: Sequence[str] = ()) -> "ControlTokens":
         """Return the control tokens of a tokenizer. `images` are the texts of its image tokens."""
-        return ControlTokens(
-            tokenizer,
-            control_token_pattern(tokenizer, template=join_templates(tokenizer), others=images),
-            control_token_pattern(tokenizer, others=images),
-        )
+        template, added = join_templates(tokenizer), tokenizer.added_tokens_decoder
+        special = {token.content for token in added.values() if token.special} | set(images)
+        written = {
+            token.content
+            for token in added.values()
+            if len(token.content) > 1 and token.content in template and re.search(r"[^\w\s]", token.content)
+        }
+        tokens = TokenSet.of(special | written)
+        backend = tokenizer.backend_tokenizer
+        # models other than BPE find every entry of their vocabulary in a normalized text
+        entries = set() if isinstance(backend.model, BPE) else backend.get_vocab(with_added_tokens=False).keys()
+        normalized = {
+            number
+            for number, token in added.items()
+            if token.content in tokens.contents and (token.normalized or token.content in entries)
+        }
+        has_normalizer = backend.normalizer is not None
+        ids = frozenset(normalized - {tokenizer.unk_token_id}) if has_normalizer else frozenset[int]()
+        return ControlTokens(tokenizer, tokens, TokenSet.of(special), ids)
 
+    # ---- detection
     def find(self, prompt: Prompt) -> str | None:
-        """Return the first control token that occurs in a prompt, or None."""
-        if isinstance(prompt, str):
-            texts = [(self.pattern, prompt)]
-        else:
-            texts = [(self._pattern_for(each), text) for each in prompt for text in (*_texts_of(each), each.text)]
-        return next((match[0] for pattern, text in texts if (match := pattern.search(text))), None)
+        """Return the first control token that a prompt contains, or None."""
+        for tokens, text in self.texts_of(prompt):
+            if (match := next(tokens.find(text), None)) is not None:
+                return match[0]
+            if positions := self._find_normalized(text):
+                return text[positions[0] :].split()[0][:40]
+        return None
 
     def find_special(self, completion: str) -> str | None:
         """Return the first special token that a completion of a training example contains, or None."""
-        match = self.special.search(completion)
+        match = next(self.special.find(completion), None)
         return None if match is None else match[0]
 
-    def break_prompt(self, prompt: Prompt, separator: str) -> Prompt:
-        """Return the prompt with a separator inserted into each control token."""
-        if isinstance(prompt, str):
-            return break_tokens(self.pattern, prompt, separator)
-        return tuple(self._break_message(each, separator) for each in prompt)
-
-    def choose_separator(self, prompts: Sequence[Prompt]) -> str | None:
-        """Return a character that does not occur in the prompts, or None if no prompt contains a control token."""
-        if not any(map(self.find, prompts)):
+    def choose_marks(self, prompts: Sequence[Prompt], *, others: Sequence[str] = ()) -> Marks | None:
+        """Return marks that do not occur in the prompts or in `others`, or None if no prompt has a control token."""
+        texts = [each for prompt in prompts for each in self.texts_of(prompt)]
+        firsts = {text[place] for tokens, text in texts for place in self._find_places(tokens, text)}
+        if not firsts:
             return None
-        return separator_for("".join(text for prompt in prompts for text in _texts_of_prompt(prompt)))
+        everything = "".join([*(text for _, text in texts), *others])
+        free = (each for each in map(chr, PRIVATE_USE) if each not in everything and _escape(each) not in everything)
+        return Marks(dict(zip(sorted(firsts), free, strict=False)))
 
-    def encode(self, texts: Sequence[str], separator: str | None, *, add_special_tokens: bool) -> list[list[int]]:
-        """Encode texts. A control token that contains `separator` is encoded as ordinary text.
+    def texts_of(self, prompt: Prompt) -> Iterator[tuple[TokenSet, str]]:
+        """Yield all texts of a prompt, each with the control tokens that it must not become."""
+        if isinstance(prompt, str):
+            yield self.all, prompt
+            return
+        for message in prompt:
+            tokens, texts = self._tokens_for(message), list[str]()
+            _map_message(message, lambda text, texts=texts: texts.append(text) or text)  # type: ignore[misc]
+            yield from ((tokens, text) for text in texts)
 
-        If `separator` is None, the tokenizer itself encodes the texts.
+    def _find_places(self, tokens: TokenSet, text: str) -> set[int]:
+        """Return the indices of the first characters of control tokens in a text, in any letter case."""
+        return {match.start() for match in tokens.find(text, any_case=True)} | set(self._find_normalized(text))
+
+    def _find_normalized(self, text: str) -> list[int]:
+        """Return the indices of the first characters of control tokens that only appear after normalization."""
+        if not self.normalized_ids:
+            return []
+        encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+        spans = ((begin, end) for begin, end, _ in _find_spans(encoding, self.normalized_ids))
+        places = (begin + len(text[begin:end]) - len(text[begin:end].lstrip()) for begin, end in spans)
+        return [place for place in places if place < len(text)]
+
+    def _tokens_for(self, message: Message) -> TokenSet:
+        """Return the control tokens that the texts of a message must not become."""
+        return self.special if message.role == "assistant" else self.all
+
+    # ---- marks
+    def mark_prompt(self, prompt: Prompt, marks: Marks) -> Prompt:
+        """Replace the first character of each control token that a prompt contains by its mark."""
+        if isinstance(prompt, str):
+            return self.mark_text(prompt, marks)
+        return tuple(self._mark_message(each, marks) for each in prompt)
+
+    def mark_text(self, text: str, marks: Marks, *, tokens: TokenSet | None = None) -> str:
+        """Replace the first character of each control token in a text by its mark."""
+        characters = [*text]
+        for place in self._find_places(tokens or self.all, text):
+            characters[place] = marks.marks[text[place]]
+        return "".join(characters)
+
+    def _mark_message(self, message: Message, marks: Marks) -> Message:
+        """Mark the control tokens that a message contains, also across parts of its content."""
+        tokens = self._tokens_for(message)
+        return _map_message(message, lambda text: self.mark_text(text, marks, tokens=tokens))
+
+    def mark_arguments(self, arguments: TemplateArguments, marks: Marks) -> TemplateArguments:
+        """Mark the control tokens that the texts of template arguments contain."""
+        if arguments == NO_ARGUMENTS:
+            return arguments
+        fields = self._mark_message(as_message(arguments), marks).fields
+        return TemplateArguments(tuple(cast(Any, fields["tools"])), cast(dict[str, JsonValue], fields["kwargs"]))
+
+    # ---- encoding
+    def encode(self, texts: Sequence[str], marks: Marks | None, *, add_special_tokens: bool) -> list[list[int]]:
+        """Encode texts. Every control token with a mark is ordinary text.
+
+        Texts without a mark are encoded by the tokenizer itself.
         """
         if not texts:
             return []
-        broken = [row for row, text in enumerate(texts) if separator is not None and separator in text]
         token_ids: list[list[int]] = self.tokenizer([*texts], add_special_tokens=add_special_tokens)["input_ids"]
-        if separator is not None and broken:
-            tokenizer, aliases = self._rename(texts)
+        decoded = [text if marks is None else marks.decode(text) for text in texts]
+        marked = [row for row, text in enumerate(decoded) if marks is not None and marks.occur_in(text)]
+        if marks is not None and marked:
+            tokenizer, aliases = self._rename("".join(decoded[row] for row in marked))
+            encodings = self.tokenizer.backend_tokenizer.encode_batch(
+                [decoded[row] for row in marked], add_special_tokens=False
+            )
             prepared = [
-                self.pattern.sub(lambda token: aliases[token[0]], texts[row]).replace(separator, "") for row in broken
+                marks.restore(_replace_tokens(decoded[row], encoding, aliases))
+                for row, encoding in zip(marked, encodings, strict=True)
             ]
             encoded = tokenizer.encode_batch(prepared, add_special_tokens=add_special_tokens)
-            for row, encoding in zip(broken, encoded, strict=True):
+            for row, encoding in zip(marked, encoded, strict=True):
                 token_ids[row] = encoding.ids
         return token_ids
 
@@ -119,63 +259,47 @@ class ControlTokens:
 
         Special tokens in completions are encoded as ordinary text.
         """
-        joined = [text + closing for text, closing in texts]
-        if not any(self.special.search(text) for text, _ in texts):
-            return self.encode(joined, None, add_special_tokens=False)
-        separator, own = separator_for("".join(joined)), replace(self, pattern=self.special)
-        broken = [break_tokens(self.special, text, separator) + closing for text, closing in texts]
-        return own.encode(broken, separator, add_special_tokens=False)
+        own = replace(self, all=self.special)
+        marks = own.choose_marks([text for text, _ in texts], others=[closing for _, closing in texts])
+        if marks is None:
+            return self.encode([text + closing for text, closing in texts], None, add_special_tokens=False)
+        marked = [own.mark_text(text, marks) + closing for text, closing in texts]
+        return own.encode(marked, marks, add_special_tokens=False)
 
-    def _rename(self, texts: Sequence[str]) -> tuple[Tokenizer, dict[str, str]]:
-        """Return a copy of the tokenizer in which control tokens have other names, and the new names by token.
+    def _rename(self, text: str) -> tuple[Tokenizer, dict[int, tuple[str, str]]]:
+        """Return a copy of the tokenizer with other names for control tokens, and old and new name by id.
 
-        Each new name is a character that occurs in none of the texts.
+        Each new name is a character that does not occur in the text. There are at most some hundred such characters, so
+        only control tokens that the text may contain get one.
         """
-        added = {token.content for token in self.tokenizer.added_tokens_decoder.values()}
-        tokens = sorted(filter(self.pattern.fullmatch, added))
-        used = set().union(*texts)
-        free = (character for character in map(chr, _ALIASES) if character not in used)
-        aliases = dict(zip(tokens, free, strict=False))
-        return _rename_tokens(self.tokenizer, tuple(aliases.items())), aliases
-
-    def _break_message(self, message: Message, separator: str) -> Message:
-        """Return the message with a separator inserted into each control token, including tokens that span several
-        parts of its content."""
-        pattern = self._pattern_for(message)
-        in_parts = not isinstance(message.content, str) and pattern.search(message.text) is not None
-        between = separator if in_parts else ""
-        broken = {
-            each.name: _map_texts(
-                getattr(message, each.name), lambda text: break_tokens(pattern, text, separator) + between
-            )
-            for each in fields(message)
-            if each.name != "role"
-        }
-        return replace(message, **broken)
-
-    def _pattern_for(self, message: Message) -> re.Pattern[str]:
-        """Return the pattern for control tokens that must be encoded as ordinary text in the texts of this message."""
-        return self.special if message.role == "assistant" else self.pattern
+        added = {token.content: number for number, token in self.tokenizer.added_tokens_decoder.items()}
+        tokens = sorted(self.all.contents & added.keys())
+        free = (character for character in map(chr, chain(*_ALIASES)) if character not in text)
+        folded = text.casefold()
+        needed = [each for each in tokens if each.casefold() in folded or added[each] in self.normalized_ids]
+        aliases = dict(zip(needed, free, strict=False))
+        return _rename_tokens(
+            self.tokenizer, tuple(aliases.items()), tuple(each for each in tokens if each not in aliases)
+        ), {added[token]: (token, alias) for token, alias in aliases.items()}
 
 
-def _texts_of_prompt(prompt: Prompt) -> list[str]:
-    """Return all texts of a prompt."""
-    return [prompt] if isinstance(prompt, str) else [text for each in prompt for text in _texts_of(each)]
+def _find_spans(encoding: Encoding, ids: Any) -> Iterator[tuple[int, int, int]]:  # noqa: ANN401 -- a container of ids
+    """Yield the first and last index of each token with one of these ids in the encoded text, and its id."""
+    for number, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
+        if number in ids and begin < end:
+            yield begin, end, number
 
 
-def _texts_of(message: Message) -> list[str]:
-    """Return all texts of a message except its role."""
-    texts = list[str]()
-
-    def add(text: str) -> str:
-        """Collect a text and return it unchanged."""
-        texts.append(text)
-        return text
-
-    for each in fields(message):
-        if each.name != "role":
-            _map_texts(getattr(message, each.name), add)
-    return texts
+def _replace_tokens(text: str, encoding: Encoding, aliases: Mapping[int, tuple[str, str]]) -> str:
+    """Return the text with the control tokens that the tokenizer found in it replaced by their aliases."""
+    pieces, at = list[str](), 0
+    for begin, end, number in _find_spans(encoding, aliases):
+        token, alias = aliases[number]
+        found = text[begin:end]
+        token = token if token in found else found.strip()  # the span may include white space around the token
+        pieces += [text[at:begin], found.replace(token, alias, 1)]
+        at = end
+    return "".join([*pieces, text[at:]])
 
 
 def count_appended_tokens(tokenizer: PreTrainedTokenizerFast) -> int:
@@ -184,21 +308,46 @@ def count_appended_tokens(tokenizer: PreTrainedTokenizerFast) -> int:
     return next((number for number, special in enumerate(reversed(mask)) if not special), 0)
 
 
-def _map_texts(value: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN401 -- a field of a message
-    """Return the value of a message's field with each text changed.
+# ---- texts of messages
+def as_message(arguments: TemplateArguments) -> Message:
+    """Return a message with the texts of template arguments, in which control tokens are found as in other messages."""
+    return Message(
+        "user", "", fields={"tools": [dict(tool) for tool in arguments.tools], "kwargs": {**arguments.kwargs}}
+    )
 
-    Keys and types of parts stay the same if they are plain names, which templates compare.
+
+def _map_message(message: Message, change: Callable[[str], str]) -> Message:
+    """Return a message with each text changed. Texts of adjacent parts of the content are changed as one text.
+
+    The change must keep the length of a text.
     """
+    others = (each.name for each in fields(message) if each.name != "content")
+    values = {name: _map_texts(getattr(message, name), change) for name in others}
+    return replace(message, content=_map_content(message, change), **values)
+
+
+def _map_content(message: Message, change: Callable[[str], str]) -> Any:  # noqa: ANN401 -- the content of a message
+    """Return the content of a message with its text changed. The change sees the texts of all parts as one text."""
+    if not isinstance(message.content, tuple):
+        return change(message.content) if message.content else message.content
+    changed, at = change(message.text), 0
+    parts = list[Any]()
+    for part in message.content:
+        if isinstance(part, str):
+            parts.append(changed[at : at + len(part)])
+            at += len(part)
+        else:
+            parts.append(part)
+    return tuple(parts)
+
+
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN401 -- a field of a message
+    """Return the value of a message's field with each text changed, including keys."""
     match value:
         case str():
             return change(value) if value else value
         case Mapping():
-            return {
-                key if key.isidentifier() else change(key): each
-                if key == "type" and isinstance(each, str) and each.isidentifier()
-                else _map_texts(each, change)
-                for key, each in value.items()
-            }
+            return {change(str(key)): _map_texts(each, change) for key, each in value.items()}
         case tuple():
             return tuple(_map_texts(each, change) for each in value)
         case list():
@@ -207,25 +356,36 @@ def _map_texts(value: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN401
             return value
 
 
+# ---- copies of tokenizers
 @lru_cache(maxsize=4)
-def _rename_tokens(tokenizer: PreTrainedTokenizerFast, renamed: tuple[tuple[str, str], ...]) -> Tokenizer:
-    """Return a copy of a tokenizer in which added tokens have other names but the same ids.
+def _rename_tokens(
+    tokenizer: PreTrainedTokenizerFast, renamed: tuple[tuple[str, str], ...], hidden: tuple[str, ...]
+) -> Tokenizer:
+    """Return a copy of a tokenizer in which added tokens have other names and the same ids.
 
-    `renamed` contains pairs of old and new names. Copies are cached, because copying a large vocabulary takes a second.
+    `renamed` are pairs of old and new name, `hidden` are tokens that no text contains. Copies are cached, because
+    copying a large vocabulary takes a second.
     """
-    names = dict(renamed)
     document = json.loads(tokenizer.backend_tokenizer.to_str())
     document["truncation"] = document["padding"] = None
+    taken = {token["content"] for token in document["added_tokens"]} | {name for _, name in renamed}
+    unused = (name for name in (f"\U000f0000{number}\U000f0001" for number in count()) if name not in taken)
+    names = dict(renamed) | dict(zip(hidden, unused, strict=False))
     for token in document["added_tokens"]:
-        # A name is a single character without a meaning, which no normalizer may change.
-        if token["content"] in names:
-            token.update(content=names[token["content"]], normalized=False, single_word=False)
+        if token["content"] in hidden:
+            token["normalized"] = False  # a normalizer could remove the private-use characters
+        token["content"] = names.get(token["content"], token["content"])
     model = document["model"]
+    if model.get("byte_fallback"):  # these tokens encode unknown characters
+        names = {token: name for token, name in names.items() if not _BYTE.fullmatch(token)}
     vocabulary = model.get("vocab")
     if isinstance(vocabulary, dict):
         model["vocab"] = {names.get(token, token): number for token, number in vocabulary.items()}
     elif isinstance(vocabulary, list):  # unigram: pairs of token and score
         model["vocab"] = [[names.get(token, token), score] for token, score in vocabulary]
+    if model.get("merges"):  # a merge could build a control token from ordinary text
+        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+        model["merges"] = [pair for pair in pairs if not names.keys() & {*pair, "".join(pair)}]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
     return Tokenizer.from_str(json.dumps(document))

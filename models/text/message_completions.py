@@ -12,9 +12,8 @@ from infra.errors import BadInput
 from models.config.texts import TextRules
 from models.data.problems import Message, TemplateArguments
 from models.text.chats import TemplateFailed, render_chats
-from models.text.control_tokens import ControlTokens
+from models.text.control_tokens import ControlTokens, as_message
 from models.text.template_fields import fit_chats
-from models.text.tokenizer import break_arguments, list_argument_texts
 from models.text.turn_end import find_turn_end
 
 
@@ -44,13 +43,13 @@ def write_completion(
     after the prompt.
     """
     control, chat = ControlTokens.of(tokenizer), (*prompt, message)
-    separator = None
+    marks = None
     if not rules.parses_control_tokens:
-        separator = control.choose_separator([chat, *list_argument_texts([arguments])])
-    if separator is not None:
-        broken = control.break_prompt(chat, separator)
-        chat = broken if isinstance(broken, tuple) else chat
-        arguments = break_arguments(control, arguments, separator)
+        marks = control.choose_marks([chat, (as_message(arguments),)])
+    if marks is not None:
+        marked = control.mark_prompt(chat, marks)
+        chat = marked if isinstance(marked, tuple) else chat
+        arguments = control.mark_arguments(arguments, marks)
     before, whole = _render(chat, tokenizer, arguments)
     if not whole.startswith(before):
         raise BadInput(
@@ -58,8 +57,8 @@ def write_completion(
             "message. Write the fields into `content` as the policy should generate them."
         )
     written, end = _cut_end(whole[len(before) :], tokenizer, ends=ends, rules=rules)
-    [tokens] = control.encode([written], separator, add_special_tokens=False)
-    return WrittenCompletion(written.replace(separator, "") if separator else written, (*tokens, end))
+    [tokens] = control.encode([written], marks, add_special_tokens=False)
+    return WrittenCompletion(marks.restore(marks.decode(written)) if marks else written, (*tokens, end))
 
 
 def _render(

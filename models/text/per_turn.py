@@ -4,15 +4,15 @@ turns.
 Control tokens in texts from an environment are always encoded as ordinary text, as in `models.text.turns`. Torch-free.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 from infra.errors import BadInput
-from models.data.problems import Message
+from models.data.problems import Message, Prompt, TemplateArguments
 from models.text.calls import Call, ParsedTurn, encode_call
 from models.text.chats import TemplateFailed
-from models.text.control_tokens import ControlTokens, separator_for
+from models.text.control_tokens import ControlTokens, Marks, as_message, separator_for
 from models.text.template_fields import fit_chats
 from models.text.turns import (
     QUESTION,
@@ -47,39 +47,58 @@ def render_prompt(
     `asked` are the messages of the problem. Control tokens in them are encoded in the same way as in `prompt`, the
     tokens before the first turn. Raises ValueError if the chat template rejects the chat.
     """
-    control = ControlTokens.of(form.tokenizer)
-    is_text = control.find(tuple(asked)) is not None and _render_plainly(form, asked) != tuple(prompt)
+    control, arguments = ControlTokens.of(form.tokenizer), TemplateArguments(form.tools, form.kwargs)
     observations = [text_of(message.content) for exchange in exchanges for message in exchange.observations]
-    mark = separator_for(
-        "".join(
-            [*observations, *(f"{each.text}{each.fields}" for each in asked), *(str(each.turn) for each in exchanges)]
-        )
-    )
-    problem = control.break_prompt(tuple(asked), mark) if is_text else asked
+    others = [*observations, *(str(each.turn) for each in exchanges)]
+    asked_prompts: list[Prompt] = [tuple(asked), (as_message(arguments),)]
+    marks = control.choose_marks([*asked_prompts, *map(_as_user, observations)], others=others)
+    is_text = control.choose_marks(asked_prompts) is not None and _render_plainly(form, asked) != tuple(prompt)
+    if marks is not None and is_text:
+        return _render_marked(form, asked, exchanges, control, marks)
+    mark = separator_for("".join([*others, *(f"{each.text}{each.fields}" for each in asked)]))
+    chat = _encode_messages(form, asked)
+    for exchange in exchanges:
+        chat += _encode_exchange(form, exchange, lambda text: form.break_control_tokens(text, mark))
+    first, *pieces = _render_chat(form, chat).split(mark)
+    return (*form.tokenizer(first, add_special_tokens=False)["input_ids"], *form.encode_pieces(pieces))
+
+
+def _as_user(text: str) -> Prompt:
+    """Return a text of an environment as a chat, to find its control tokens."""
+    return (Message("user", text),)
+
+
+def _render_marked(
+    form: TurnFormat, asked: Sequence[Message], exchanges: Sequence[Exchange], control: ControlTokens, marks: Marks
+) -> tuple[int, ...]:
+    """Return the tokens of a chat whose problem contains control tokens as ordinary text."""
+    problem = control.mark_prompt(tuple(asked), marks)
+    arguments = control.mark_arguments(TemplateArguments(form.tools, form.kwargs), marks)
+    marked_form = replace(form, tools=arguments.tools, kwargs=arguments.kwargs)
     chat = _encode_messages(form, [message for message in problem if isinstance(message, Message)])
     for exchange in exchanges:
-        broken = [
-            Message(each.role, form.break_control_tokens(text_of(each.content), mark), each.name)
-            for each in exchange.observations
-        ]
-        chat += [dict(exchange.turn), *encode_answers(form, broken)]
+        chat += _encode_exchange(form, exchange, lambda text: control.mark_text(text, marks))
+    return tuple(control.encode([_render_chat(marked_form, chat)], marks, add_special_tokens=False)[0])
+
+
+def _encode_exchange(form: TurnFormat, exchange: Exchange, change: Callable[[str], str]) -> Chat:
+    """Return a turn and the answers of the environment, with the texts of the answers changed."""
+    answers = [Message(each.role, change(text_of(each.content)), each.name) for each in exchange.observations]
+    return [dict(exchange.turn), *encode_answers(form, answers)]
+
+
+def _render_chat(form: TurnFormat, chat: Chat) -> str:
+    """Render a chat up to its next turn. Raises ValueError if the chat template rejects the chat."""
     try:
         [text] = form.render([chat], generation_prompt=True)
     except TemplateFailed as error:
         raise ValueError(f"the policy's chat template {first_error_line(error)}") from error
-    if is_text:
-        return tuple(control.encode([text], mark, add_special_tokens=False)[0])
-    first, *pieces = text.split(mark)
-    return (*form.tokenizer(first, add_special_tokens=False)["input_ids"], *form.encode_pieces(pieces))
+    return text
 
 
 def _render_plainly(form: TurnFormat, asked: Sequence[Message]) -> tuple[int, ...]:
-    """Return the tokens of a problem's messages. Control tokens that occur in the messages are encoded as control
-    tokens."""
-    try:
-        [text] = form.render([_encode_messages(form, asked)], generation_prompt=True)
-    except TemplateFailed as error:
-        raise ValueError(f"the policy's chat template {first_error_line(error)}") from error
+    """Return the tokens of a problem's messages if every control token that they contain becomes a control token."""
+    text = _render_chat(form, _encode_messages(form, asked))
     return tuple(form.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

@@ -1,5 +1,6 @@
 """Encoding of texts as model inputs: examples to train on, texts to score, and pairs of completions. Torch-free."""
 
+import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +14,10 @@ from models.data.examples import Example, Preference
 from models.data.problems import NO_ARGUMENTS, Message, TemplateArguments
 from models.records.model_input import ModelInput
 from models.text.chats import TemplateFailed, render_chats
-from models.text.control_tokens import ControlTokens
+from models.text.control_tokens import ControlTokens, Marks, as_message
 from models.text.message_completions import WrittenCompletion, write_completion
 from models.text.template_fields import fit_chats
-from models.text.tokenizer import break_arguments, list_argument_texts, render, tokenize_prompts
+from models.text.tokenizer import render, tokenize_prompts
 from models.text.turn_end import TurnEnd, find_turn_end
 from models.vision.processor import VisionProcessor
 
@@ -130,39 +131,65 @@ def encode(
 ) -> ModelInput:
     """Encode a prompt and its completion as the input of a reward model.
 
-    `template` is used if it is given, else the tokenizer's chat template, else the plain concatenation. The chat
-    template receives `messages` and `arguments`, in which control tokens are ordinary text, or the prompt as a user
-    message if there are no messages. Braces in the prompt or completion are never treated as fields. Raises ValueError
-    if the completion contains a special token as text or the chat template rejects the chat.
+    Uses the template if there is one, else the tokenizer's chat template, else the plain concatenation. With
+    `messages`, the messages of the prompt, control tokens in them and special tokens in the completion are ordinary
+    text, and the chat template receives the messages and `arguments`. Without messages, the chat template receives the
+    prompt as a user message, and control tokens in it become control tokens. Braces in the prompt or completion are
+    never treated as fields. Raises ValueError if the chat template rejects the chat, or if there are no messages and
+    the completion contains a special token as text.
     """
-    forged = [token for token in tokenizer.all_special_tokens if token in completion]
-    if forged:  # the text would become the token, so a policy could end its turn and start another
-        raise ValueError(f"the completion contains the special token {forged[0]!r}")
-    texts = {"prompt": prompt, "completion": completion}
-    if template is not None:
-        filled = _FIELD.sub(lambda field: texts[field[1]], template)
-        return ModelInput.from_prompt(tokenizer(filled)["input_ids"])
-    if not tokenizer.chat_template:
-        return ModelInput.from_prompt(tokenizer(prompt + completion)["input_ids"])
-    control, asked = ControlTokens.of(tokenizer), tuple(messages)
-    given = arguments if asked else NO_ARGUMENTS
-    separator = control.choose_separator([asked, *list_argument_texts([given])])
-    if separator is not None:
-        broken = control.break_prompt(asked, separator)
-        asked = broken if isinstance(broken, tuple) else asked
-        given = break_arguments(control, given, separator)
-    [turns] = fit_chats([[each.encode() for each in asked or (Message("user", prompt),)]], tokenizer, [given])
+    control, chat = ControlTokens.of(tokenizer), (*messages, Message("assistant", completion))
+    given = arguments if messages else NO_ARGUMENTS
+    if not messages:
+        forged = [token for token in tokenizer.all_special_tokens if token in completion]
+        if forged:  # the text would become the token, so a policy could end its turn and start another
+            raise ValueError(f"the completion contains the special token {forged[0]!r}")
+        chat = (Message("user", prompt), *chat)
+    marks = None
+    if messages:
+        marks = control.choose_marks([prompt, chat, (as_message(given),)], others=[template or ""])
+    if template is not None or not tokenizer.chat_template:
+        texts = {"prompt": prompt, "completion": completion}
+        if marks is not None:
+            texts["prompt"] = _mark_rendered(control, prompt, messages, marks)
+            texts["completion"] = control.mark_text(completion, marks, tokens=control.special)
+        filled = _FIELD.sub(lambda field: texts[field[1]], "{prompt}{completion}" if template is None else template)
+        return ModelInput.from_prompt(control.encode([filled], marks, add_special_tokens=True)[0])
+    marked = chat if marks is None else control.mark_prompt(chat, marks)
+    given = given if marks is None else control.mark_arguments(given, marks)
+    encoded = [each.encode() for each in marked if isinstance(each, Message)]
+    [turns] = fit_chats([encoded], tokenizer, [given])
     try:
-        [chat] = render_chats(
-            [[*turns, {"role": "assistant", "content": completion}]],
-            tokenizer,
-            generation_prompt=False,
-            tools=given.tools,
-            kwargs=given.kwargs,
-        )
+        [text] = render_chats([turns], tokenizer, generation_prompt=False, tools=given.tools, kwargs=given.kwargs)
     except TemplateFailed as error:
         raise ValueError(f"the chat template {error}") from error
-    return ModelInput.from_prompt(control.encode([chat], separator, add_special_tokens=False)[0])
+    return ModelInput.from_prompt(control.encode([text], marks, add_special_tokens=False)[0])
+
+
+def _mark_rendered(control: ControlTokens, prompt: str, messages: Sequence[Message], marks: Marks) -> str:
+    """Mark the control tokens in a rendered prompt that its messages contain.
+
+    The control tokens that the policy's chat template wrote stay. If a message with control tokens does not occur in
+    the rendered prompt as it is, all control tokens of the prompt are marked.
+    """
+    if [(each.role, each.content) for each in messages] == [("user", prompt)]:
+        return control.mark_text(prompt, marks)
+    for tokens, text in sorted(control.texts_of(tuple(messages)), key=lambda each: len(each[1]), reverse=True):
+        marked = control.mark_text(text, marks, tokens=tokens)
+        if marked == text:
+            continue
+        forms = [(change(text), change(marked)) for change in (str, str.strip, _encode_text)]
+        found = next((form for form in forms if form[0] in prompt), None)
+        if found is not None:
+            prompt = prompt.replace(*found)
+        elif not any(form in prompt for _, form in forms):
+            return control.mark_text(prompt, marks)
+    return prompt
+
+
+def _encode_text(text: str) -> str:
+    """Return a text as JSON, without the quotes."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def policy_pairs(

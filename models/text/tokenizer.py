@@ -28,7 +28,7 @@ from models.data.problems import (
 )
 from models.records.model_input import ModelInput
 from models.text.chats import TemplateFailed, render_chats
-from models.text.control_tokens import ControlTokens, count_appended_tokens
+from models.text.control_tokens import ControlTokens, as_message, count_appended_tokens
 from models.text.template_fields import Chat, fit_chats
 from models.vision.processor import VisionProcessor
 
@@ -184,20 +184,20 @@ def tokenize_prompts(
     counts = list(map(len, headers))
     control = ControlTokens.of(tokenizer, images=[] if processor is None else [processor.placeholder])
     given = [*(arguments or [NO_ARGUMENTS] * len(prompts))]
-    shown = list_argument_texts(given)
-    separator = None if rules.parses_control_tokens else control.choose_separator([*prompts, *shown])
-    broken = prompts if separator is None else [control.break_prompt(prompt, separator) for prompt in prompts]
-    if separator is not None:
-        given = [break_arguments(control, each, separator) for each in given]
-    texts = render(broken, tokenizer, sources=sources, images=counts, processor=processor, arguments=given)
+    shown = [(as_message(each),) for each in given if each != NO_ARGUMENTS]
+    marks = None if rules.parses_control_tokens else control.choose_marks([*prompts, *shown])
+    marked = prompts if marks is None else [control.mark_prompt(prompt, marks) for prompt in prompts]
+    if marks is not None:
+        given = [control.mark_arguments(each, marks) for each in given]
+    texts = render(marked, tokenizer, sources=sources, images=counts, processor=processor, arguments=given)
     token_ids: dict[int, list[int]] = {}
     for special in (True, False):
         rows = [row for row, prompt in enumerate(prompts) if isinstance(prompt, str) == special]
-        encoded = control.encode([texts[row] for row in rows], separator, add_special_tokens=special)
+        encoded = control.encode([texts[row] for row in rows], marks, add_special_tokens=special)
         num_appended = count_appended_tokens(tokenizer) if rows and special and rules.ends_as_template else 0
         token_ids |= zip(rows, (tokens[: len(tokens) - num_appended] for tokens in encoded), strict=True)
-    if separator is not None:
-        texts = [text.replace(separator, "") for text in texts]
+    if marks is not None:
+        texts = [marks.restore(marks.decode(text)) for text in texts]
     prompt_texts = [prompt if isinstance(prompt, str) else text for prompt, text in zip(prompts, texts, strict=True)]
     if processor is None:
         return [TokenizedPrompt(text, ModelInput.from_prompt(token_ids[row])) for row, text in enumerate(prompt_texts)]
@@ -214,30 +214,6 @@ def tokenize_prompts(
     return expanded
 
 
-def list_argument_texts(arguments: Iterable[TemplateArguments]) -> list[Prompt]:
-    """Return chats with the texts of template arguments, in which control tokens are found as in prompts."""
-    return [(_as_message(each),) for each in arguments if each != NO_ARGUMENTS]
-
-
-def _as_message(arguments: TemplateArguments) -> Message:
-    """Return a message that contains the texts of template arguments, so that control tokens are found as in other
-    messages."""
-    return Message(
-        "user", "", fields={"tools": [dict(tool) for tool in arguments.tools], "kwargs": {**arguments.kwargs}}
-    )
-
-
-def break_arguments(control: ControlTokens, arguments: TemplateArguments, separator: str) -> TemplateArguments:
-    """Return template arguments with a separator inserted into each control token in their texts."""
-    if arguments == NO_ARGUMENTS:
-        return arguments
-    broken = control.break_prompt((_as_message(arguments),), separator)
-    message = broken[0]
-    assert isinstance(message, Message), "a chat stays a chat"
-    tools, kwargs = message.fields["tools"], message.fields["kwargs"]
-    return TemplateArguments(tuple(cast(list[ToolSchema], tools)), cast(dict[str, JsonValue], kwargs))
-
-
 def tokenize_questions(
     texts: Sequence[str],
     images: Sequence[Sequence[bytes]],
@@ -245,6 +221,7 @@ def tokenize_questions(
     *,
     chat: bool,
     processor: VisionProcessor | None,
+    rules: TextRules = RULES_BEFORE,
 ) -> list[TokenizedPrompt]:
     """Tokenize judge prompts, each with its images.
 
@@ -254,7 +231,7 @@ def tokenize_questions(
     turns: list[Prompt] = [(Message("user", text),) if in_turns else text for text in texts]
     sources = ["question for the judge"] * len(turns)
     # Texts in questions are escaped, and the judge's own template may contain control tokens.
-    return tokenize_prompts(turns, tokenizer, sources=sources, images=images, processor=processor, rules=RULES_BEFORE)
+    return tokenize_prompts(turns, tokenizer, sources=sources, images=images, processor=processor, rules=rules)
 
 
 def _read_headers(images: Sequence[bytes], *, source: str) -> list[ImageHeader]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from infra.errors import BadInput
+from infra.user_files import FETCH_LFS, is_lfs_pointer
 
 MAX_BYTES: Final = {
     **dict.fromkeys(("config.json", "generation_config.json", "adapter_config.json"), 2**24),
@@ -78,7 +79,7 @@ def missing_directory_error(what: str, path: Path) -> BadInput:
 
 
 def check_untrusted_files(directory: Path) -> None:
-    """Raise BadInput for links out of a directory, excessive sizes and names of code.
+    """Raise BadInput for links out of a directory, Git LFS pointers, excessive sizes and names of code.
 
     A missing directory is accepted.
     """
@@ -86,12 +87,9 @@ def check_untrusted_files(directory: Path) -> None:
         return
     _check_links(directory)
     for name, limit in MAX_BYTES.items():
-        path = directory / name
-        if path.is_file() and (size := path.stat().st_size) > limit:
-            raise BadInput(f"{path}: the file may have at most {limit} bytes, found {size}")
+        _check_file(directory / name, limit)
     for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
-        if path.is_file() and (size := path.stat().st_size) > (limit := MAX_BYTES["chat_template.jinja"]):
-            raise BadInput(f"{path}: the file may have at most {limit} bytes, found {size}")
+        _check_file(path, MAX_BYTES["chat_template.jinja"])
     path = directory / "config.json"
     if not path.is_file():
         return
@@ -110,6 +108,16 @@ def check_untrusted_files(directory: Path) -> None:
 
 
 # ---- links
+
+
+def _check_file(path: Path, limit: int) -> None:
+    """Raise BadInput for a file with more bytes than the limit, or a Git LFS pointer. A missing file is accepted."""
+    if not path.is_file():
+        return
+    if (size := path.stat().st_size) > limit:
+        raise BadInput(f"{path}: the file may have at most {limit} bytes, found {size}")
+    if is_lfs_pointer(path):
+        raise BadInput(f"{path} {FETCH_LFS}.")
 
 
 def _check_links(directory: Path) -> None:

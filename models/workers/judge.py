@@ -173,7 +173,12 @@ def _build_local_judge(reward: JudgeReward, threads: int) -> "LocalJudge":
 
     assert reward.engine is not None, "a model that is not behind an endpoint has an engine"
     return LocalJudge(
-        reward.engine, reward.sampling, verdict=reward.verdict, chat=reward.model.uses_chat_template, threads=threads
+        reward.engine,
+        reward.sampling,
+        verdict=reward.verdict,
+        chat=reward.model.uses_chat_template,
+        threads=threads,
+        rules=reward.model.text_rules,
     )
 
 

@@ -4,21 +4,25 @@ leave out.
 A draft is decided once, when the retrain is triggered first, and is reused if the retrain is triggered again.
 """
 
+import logging
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import date
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
-from infra.config import Settings
+from infra.config import Settings, Since
 from infra.errors import BadInput
 from infra.store.checksums import seal, unseal
 from infra.store.registry import RETRAINS, Registry, open_registry
-from infra.store.runs import list_runs
+from infra.store.runs import list_runs, open_run
+from models.config.file_rules import CURRENT_RULES, find_file_version, with_file_version
 from models.config.promotion import PromotionConfig
 from tasks.config.run import RunConfig, validate_again
 from tasks.views.run_list import read_run_line
+
+logger = logging.getLogger(__name__)
 
 TRAINED_IDS: Final = "learnt"
 """Folder of a registry with the ids of the problems that its policies were trained on."""
@@ -35,6 +39,9 @@ class Draft(Settings):
     """Directory of the champion's policy. Empty if there was no champion."""
     without: str
     """File with the ids of the prompts that the retrain leaves out. Empty if none are left out."""
+    data_version: Annotated[int | None, Since("0.2.0", before=None)] = None
+    """Version of the rules by which the champion's run read its files of problems (`FileRules.version`), or None if
+    the run read no files or its record was deleted."""
 
     @property
     def exclude_ids_key(self) -> str:
@@ -43,11 +50,15 @@ class Draft(Settings):
 
     def start_config(self, config: RunConfig) -> RunConfig:
         """Return the configuration of the retrain's run. It starts from the champion and skips training on data (SFT,
-        DPO), which the champion has already had."""
+        DPO), which the champion has already had. If the champion's files were read by version 1 of the rules, the
+        retrain reads its files by version 1 too, or else training problems could become held-out problems."""
         if not self.policy:
             return config
         excluded = Path(self.without) if self.without else config.data.exclude_ids_path
         data = config.data.model_copy(update={"exclude_ids_path": excluded})
+        if self.data_version == 1 and find_file_version(data.model_dump(mode="json")) == CURRENT_RULES:
+            data = with_file_version(data, 1)
+            logger.info("data.version = 1 for run %s, because the champion was trained by these rules", self.run)
         start = {"policy": config.policy.with_path(Path(self.policy)), "warmup": None, "dpo": None}
         return validate_again(config.model_copy(update={"data": data, **start}), source=f"retrain {self.run}")
 
@@ -117,7 +128,19 @@ def _create_draft(config: RunConfig, promotion: PromotionConfig, registry: Regis
             "one of them."
         )
     without = registry.store.locate(trained_ids_key(champion.run)) if promotion.problems == "new" else ""
-    return Draft(run=config.name, champion=champion.number, policy=policy, without=without)
+    version = _find_data_version(config.store, registry, champion.run)
+    return Draft(run=config.name, champion=champion.number, policy=policy, without=without, data_version=version)
+
+
+def _find_data_version(store: str, registry: Registry, run: str) -> int | None:
+    """Return the version of the rules by which a run read its files of problems, from its record or its draft.
+
+    Return None if the run read no files, or if neither is known.
+    """
+    if run in list_runs(store):
+        return find_file_version(open_run(store, run).record.config.get("data"))
+    draft = read_draft(registry, run)
+    return None if draft is None else draft.data_version
 
 
 def draft_key(run: str) -> str:

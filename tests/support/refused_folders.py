@@ -20,6 +20,7 @@ from models.modeling.critic import build_meta_critic, critic_from_policy
 from models.modeling.directory import check_directory
 from models.modeling.policy import build_scratch, save_policy
 from tests.support.environments import leave_vllm
+from tests.support.model_families import write_family
 from tests.support.pictures import animation, picture
 from tests.support.policies import ARCHITECTURES, DECODER, LONGROPE, TINY, VOCABULARY, small_tokenizer, write_policy
 from tests.support.vision import write_seeing
@@ -82,6 +83,7 @@ def _write_longrope(path: Path) -> None:
         write_policy(path, "phi3", changes=LONGROPE)
 
 
+_FAMILIES = ("bloom", "mamba", "minimax", "modernbert-decoder", "recurrent_gemma")
 _MODELS = {
     "chat": _write_chat_model,
     "classifier": _write_classifier,
@@ -92,6 +94,7 @@ _MODELS = {
     "longrope": _write_longrope,
     "phimoe": _write_phimoe,
     "policy": write_policy,
+    **{family: partial(write_family, family) for family in _FAMILIES},
 }
 
 
@@ -102,8 +105,8 @@ def add_chat_models(place: Path) -> None:
 
 
 def add_other_models(place: Path) -> None:
-    """Write policies and a critic that a setting does not fit."""
-    for name in ("convolutions", "critic", "longrope", "one key-value head", "phimoe", "policy"):
+    """Write policies and a critic that a setting does not fit, and policies of families that need settings."""
+    for name in ("convolutions", "critic", "longrope", "one key-value head", "phimoe", "policy", *_FAMILIES):
         copy_model(name, place / name)
 
 

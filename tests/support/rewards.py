@@ -117,6 +117,11 @@ def even(prompt: str, completion: str, answer: str) -> float:
     return float(len(completion) % 2 == 0)
 
 
+def mean_letter(prompt: str, completion: str, answer: str) -> float:
+    """Return the mean code of the characters, which differs among completions of a random policy."""
+    return sum(map(ord, completion)) / max(1, len(completion))
+
+
 def stepwise(prompt: str, completion: str, answer: str, *, steps: list[str], scale: float = 1.0) -> list[float]:
     """Return each step as a number, or do the harm that the first step names."""
     harm = steps[0].strip()

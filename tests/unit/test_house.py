@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -178,6 +179,14 @@ def test_the_page_on_faults_names_existing_tests_and_only_runs_that_ended_as_exp
     rows = re.findall(r"\| (\d+) \| (\d+) \| [\d.]+ \|$", page, re.MULTILINE)
     assert len(rows) > 40
     assert [row for row in rows if row[0] != row[1]] == []
+
+
+def test_the_page_on_models_has_a_row_for_every_family_of_make_test_models():
+    families = tomllib.loads((HOME / "tests/models/families.toml").read_text())
+    rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", (HOME / "docs/models.md").read_text(), re.MULTILINE)
+    assert [family for family, _ in rows if family != "model_type"] == [*families]
+    refused = {family for family, keys in families.items() if "refused" in keys}
+    assert [(family, result) for family, result in rows if result.startswith("refused") and family not in refused] == []
 
 
 def test_no_machine_leaves_its_paths_in_the_repository():

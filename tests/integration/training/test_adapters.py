@@ -146,6 +146,7 @@ def test_the_merged_directory_and_the_adapter_next_to_its_base_are_policies(adap
     ("changes", "message"),
     [
         ({"use_dora": True}, "sets use_dora, but only LoRA and rsLoRA"),
+        ({"bias": "all"}, "sets bias = 'all', but only LoRA and rsLoRA"),
         ({"peft_type": "IA3"}, "sets peft_type"),
         ({"r": 0}, "adapter_config.json .*greater than or equal to 1"),
     ],

@@ -19,8 +19,12 @@ from transformers import (
 
 from infra.errors import BadInput
 from models.config.lora import LoraConfig
+from models.config.policy import DirectoryPolicy
+from models.engines.requests import context_of
+from models.inspection.directory import inspect_directory, inspect_import
 from models.modeling.adapters import adapted_layers
 from models.modeling.directory import copy_policy
+from models.modeling.initial import write_import
 from models.modeling.logprobs import TokenLogprobs
 from models.modeling.merging import load_merged
 from models.modeling.policy import load_policy
@@ -28,6 +32,7 @@ from models.modeling.support import check_trainable, describe_decoding_conflict
 from models.modeling.trunk import find_trunk
 from models.text.tokenizer import find_chosen_pad_token, load_tokenizer
 from tests.support.families import SHAPE, batch, compute_results
+from tests.support.model_families import write_family
 from tests.support.policies import small_tokenizer, write_policy
 
 SMALL = {name: size for name, size in SHAPE.items() if name != "num_hidden_layers"} | {"bos_token_id": None}
@@ -113,6 +118,23 @@ def test_a_tokenizer_without_pad_token_pads_with_an_unused_token_or_with_eos(spe
     copy_policy(source, target)
     assert find_chosen_pad_token(load_tokenizer(target)) is None
     assert load_tokenizer(target).pad_token == expected
+
+
+def test_the_context_of_a_policy_without_one_is_stored_in_the_copy(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    write_family("bloom", source)
+    target.mkdir()
+    policy = DirectoryPolicy(path=source, context=512)
+    assert inspect_import(policy, ()).shape.context == 512
+    write_import(policy, target, texts=(), seed=0)
+    assert context_of(target) == 512
+    assert inspect_directory(target, is_trained=True).shape.context == 512
+    assert inspect_import(DirectoryPolicy(path=target, context=512), ()).shape.context == 512
+
+
+def test_the_context_of_mpt_is_read_under_the_name_that_its_configuration_has(tmp_path):
+    write_family("mpt", tmp_path / "policy")
+    assert inspect_directory(tmp_path / "policy", is_trained=True).shape.context == 512
 
 
 @pytest.mark.parametrize("differs", [True, False])

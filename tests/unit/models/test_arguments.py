@@ -57,6 +57,16 @@ SERVER = [
     {"function": {"name": "remote", "parameters": {"properties": {"a": {"$ref": "http://127.0.0.1:9/schema"}}}}},
     {"function": {"name": "invalid", "parameters": {"type": 3}}},
     {"function": {"name": "plain"}},
+    {
+        "name": "named",
+        "parameters": {
+            "properties": {
+                "enum": {"type": "integer", "nullable": True},
+                "type": {"type": "string"},
+                "share": {"type": "number", "multipleOf": 0.1},
+            }
+        },
+    },
     {"function": {"name": "open", "parameters": {"properties": {}, "additionalProperties": {"type": "integer"}}}},
 ]
 
@@ -85,6 +95,7 @@ RIGHT = {"place": None, "unit": "C", "tags": [], "options": {}}
         ("invalid", {"a": 1}),
         ("plain", {"a": 1}),
         ("open", {"a": 1}),
+        ("named", {"enum": None, "type": "x"}),
         ("unknown tool", {"a": 1}),
     ],
 )
@@ -117,6 +128,9 @@ def test_arguments_that_the_schema_allows_pass(name, arguments):
         ("find", {"item": {}}, "find: item.name: expected string, found nothing"),
         ("find", {"pages": 1}, "find: pages: no such argument, did you mean 'page'?"),
         ("open", {"a": "x"}, 'open: a: expected integer, found "x"'),
+        ("named", {"enum": "x"}, 'named: enum: expected integer or null, found "x"'),
+        ("named", {"share": 10**400}, "named: arguments: a number is too large"),
+        ("add", {"a": 1, "x" * 1000: 2}, f"add: {'x' * 200}: no such argument; expected a, b"),
         ("add", {"a": "x" * 1000}, f'add: a: expected integer, found "{"x" * 59}'),
     ],
 )

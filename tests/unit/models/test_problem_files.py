@@ -75,6 +75,46 @@ def test_absent_fields_that_parquet_fills_with_null_do_not_move_the_split(tmp_pa
     assert load_splits(tmp_path / "b.parquet", "tests") == lines
 
 
+def test_null_fields_of_tool_calls_and_tools_do_not_move_the_split(tmp_path):
+    def build_row(number, others):
+        function = {"name": "find", "arguments": {"of": f"Box {number}", **others}}
+        call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
+        prompt = [{"role": "user", "content": "Hi."}, call, {"role": "tool", "content": "a"}]
+        return {"prompt": prompt, "answer": "1", "tools": [{"name": "find", **others}]}
+
+    splits = [
+        load_splits(write_lines(tmp_path / f"{name}.jsonl", *(build_row(n, others) for n in range(100))))
+        for name, others in (("a", {}), ("b", {"page": None}))
+    ]
+    assert [{identity for _, identity in split} for split in splits[0]] == [
+        {identity for _, identity in split} for split in splits[1]
+    ]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.float32(),
+        pa.list_(pa.float32()),
+        pa.large_list(pa.float32()),
+        pa.list_(pa.float32(), 1),
+        pa.map_(pa.string(), pa.float32()),
+        pa.struct({"a": pa.list_(pa.float32())}),
+        pa.dictionary(pa.int8(), pa.float32()),
+    ],
+    ids=str,
+)
+def test_a_32_bit_float_of_a_table_is_the_number_that_json_has(tmp_path, kind):
+    is_nested = pa.types.is_struct(kind)
+    value = {"a": [0.1]} if is_nested else [0.1] if "list" in str(kind) else 0.1
+    value = {"a": 0.1} if pa.types.is_map(kind) else value
+    stored = [("a", 0.1)] if pa.types.is_map(kind) else value
+    column = pa.array([stored], kind) if "dict" not in str(kind) else pa.array([0.1], pa.float32()).dictionary_encode()
+    pq.write_table(pa.table({"prompt": ["a"], "answer": ["1"], "size": column}), tmp_path / "a.parquet")
+    data = FileData(path=tmp_path / "a.parquet", heldout_path=tmp_path / "a.parquet", environment_columns=("size",))
+    assert load_problems(data, "train", 0)[0].columns == {"size": value}
+
+
 def test_maps_of_tables_are_objects_as_in_json(tmp_path):
     table = pa.table({"prompt": ["a"], "answer": ["1"], "facts": pa.array([[("x", 1)]], pa.map_("string", "int64"))})
     pq.write_table(table, tmp_path / "a.parquet")
@@ -91,6 +131,9 @@ TWINS = {
     "a line break": lambda text: text.replace(" ", "\r\n"),
     "several spaces": lambda text: text.replace(" ", "   "),
     "letter case": str.upper,
+    "compatibility forms": lambda text: text.translate({ord("0") + n: 0xFF10 + n for n in range(10)}),
+    "zero-width characters": lambda text: text.replace("caf", "caf\u200b"),
+    "a byte order mark": lambda text: f"\ufeff{text}",
 }
 
 

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from infra.errors import BadInput
 from infra.store.manifests import Manifest
 from models.config.retriever import EncoderConfig, PairFile, RetrieverConfig, TemplatedPairs
 from models.retrieval.loss import TeacherScores, dense_scores, divergence, late_scores, loss_terms
 from models.retrieval.measure import retrieval_of
-from models.retrieval.pairs import WORDS, Pair, load_pairs
+from models.retrieval.pairs import WORDS, Pair, file_pairs, load_pairs
 from models.retrieval.training import PairBatch
 from tasks.retriever import should_teach
 from tests.support.json_lines import write_json_lines
@@ -145,3 +146,28 @@ def test_pairs_of_a_file_are_its_rows(tmp_path):
         Pair(query=f"q{n}", passage=f"p{n}", negatives=("x", f"p{n + 1}")) for n in range(30)
     }
     assert sorted(pairs.passages) == sorted(["x", *(f"p{n}" for n in range(31))])
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_near_twins_of_passages_are_on_the_same_side_except_in_runs_with_version_1(tmp_path, version):
+    rows = [{"query": f"q{n}", "passage": text} for n in range(60) for text in (f"Passage {n}", f"  PASSAGE\t{n}")]
+    source = PairFile(path=write_json_lines(tmp_path / "pairs.jsonl", rows), version=version)
+    pairs = load_pairs(RetrieverConfig(pairs=source, encoder=EncoderConfig(batch_size=4), heldout_fraction=0.5))
+    train, heldout = ({pair.query for pair in part} for part in (pairs.train, pairs.heldout))
+    assert bool(train & heldout) == (version == 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        ('{"query": "a", "passage": "b", "passage": "c"}', ("pairs.jsonl:1", "'passage'", "2 times")),
+        ('{"query": "a", "passage": "b", " query": "c"}', ("pairs.jsonl:1", "'query' and ' query'")),
+    ],
+)
+def test_pairs_with_repeated_keys_are_refused_except_in_runs_with_version_1(tmp_path, content, parts):
+    (tmp_path / "pairs.jsonl").write_text(content)
+    source = PairFile(path=tmp_path / "pairs.jsonl")
+    with pytest.raises(BadInput) as refused:
+        file_pairs(source, 0, 0.5)
+    assert all(part in str(refused.value) for part in parts)
+    assert file_pairs(source.model_copy(update={"version": 1, "heldout_path": source.path}), 0, 0.5).train

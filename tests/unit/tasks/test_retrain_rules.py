@@ -1,0 +1,60 @@
+"""Retrains read files of problems by the rules by which the champion's run read them."""
+
+import pytest
+
+from infra.store.registry import open_registry
+from infra.store.runs import create_run
+from models.config.file_rules import find_file_version
+from tasks.config.run import override_config
+from tasks.promotion.draft import draft_retrain
+from tests.support.champions import append_record
+
+RULES = {"registry": "assistant", "problems": "all", "primary": {"suite": "heldout", "min_gain": 0}}
+FILE = {"kind": "file", "path": "a.jsonl", "prompt_column": "prompt"}
+
+
+def draft_config(tmp_path, champion, data):
+    """Return the configuration of a retrain whose champion was trained with the `champion` table as its data."""
+    settings = {"name": "job-20261109", "store": str(tmp_path / "store"), "promotion": RULES, "data": data}
+    config = override_config(settings, [], source="job")
+    if champion is not None:
+        create_run(config.store, "first", {"data": champion})
+    append_record(open_registry(config.store, "assistant"), tmp_path, "a", run="first")
+    draft = draft_retrain(config)
+    return config, draft, draft.start_config(config)
+
+
+@pytest.mark.parametrize(
+    ("champion", "version"),
+    [
+        (FILE, 1),
+        (FILE | {"version": 1}, 1),
+        (FILE | {"version": 2}, 2),
+        ({"kind": "mixture", "sources": [FILE | {"version": 2}, FILE]}, 1),
+        ({"kind": "deduplicated", "source": FILE}, 1),
+        ({"kind": "arithmetic"}, 2),
+        (None, 2),
+    ],
+    ids=["before the key", "version 1", "version 2", "mixture", "deduplicated", "generated", "deleted run"],
+)
+def test_a_retrain_reads_files_by_the_rules_of_the_run_of_the_champion(tmp_path, champion, version):
+    _, _, started = draft_config(tmp_path, champion, {"kind": "file", "path": "a.jsonl"})
+    assert started.data.version == version
+
+
+def test_every_file_of_a_mixture_is_read_by_the_rules_of_the_champion(tmp_path):
+    sources = [{"path": "a.jsonl"}, {"path": "b.jsonl"}]
+    _, _, started = draft_config(tmp_path, FILE, {"kind": "mixture", "sources": sources})
+    assert [source.version for source in started.data.sources] == [1, 1]
+
+
+def test_the_draft_keeps_the_rules_if_the_run_of_the_champion_is_deleted_later(tmp_path):
+    config, draft, _ = draft_config(tmp_path, FILE, {"kind": "file", "path": "a.jsonl"})
+    registry = open_registry(config.store, "assistant")
+    append_record(registry, tmp_path, "b", run=config.name)
+    following = draft_retrain(config.model_copy(update={"name": "job-20261110"}))
+    assert (draft.data_version, following.data_version) == (1, 1)
+
+
+def test_generated_data_has_no_rules_for_files():
+    assert find_file_version({"kind": "arithmetic", "train_problems": 3}) is None
