@@ -127,7 +127,7 @@ def read_numeral(text: str, *, decimal_comma: bool = False, glued_units: bool = 
         return None
     if decimal_comma:
         text = _DECIMAL_COMMA.sub(r"\1.\2", text)
-    bracketed = re.fullmatch(r"(-?)\s*\(([^()]*)\)", text.strip())
+    bracketed = re.fullmatch(r"(-?)\s*\(([^(),]*)\)", text.strip())
     text = f"{bracketed[1]}{bracketed[2]}" if bracketed else text.strip()
     if _LITERAL.fullmatch(text):
         return Numeral(Fraction(int(text, 0)), None)
