@@ -176,7 +176,7 @@ INSTALL: Final = {
 
 
 class VllmEngine(EngineSettings):
-    """A vLLM server in a separate Python environment. Each worker starts, monitors and stops its own server, or uses
+    """Servers of vLLM in a separate Python environment. Each worker starts, monitors and stops its own server, or uses
     servers that already run.
 
     The server loads weights from verified local files without restarting and reports the digest of the weights that it
