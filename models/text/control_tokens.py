@@ -11,7 +11,7 @@ tokens around them, as if the control tokens in texts were unknown to the tokeni
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import chain, count
@@ -99,8 +99,8 @@ class TokenSet:
 
     @staticmethod
     def of(contents: set[str]) -> "TokenSet":
-        """Return the set of these tokens. Tokens of white space only are left out."""
-        named = {content for content in contents if content.strip()}
+        """Return the set of these tokens without white space, and without tokens of bytes, which encode characters."""
+        named = {content for content in contents if content.strip() and not _BYTE.fullmatch(content)}
         starts = "".join(re.escape(character) for each in named for character in {each[0].lower(), each[0].upper()})
         return TokenSet(
             frozenset(named), _join(named), _join(named, re.IGNORECASE), re.compile(f"[{starts}]" if starts else "(?!)")
@@ -195,9 +195,26 @@ class ControlTokens:
         if not self.normalized_ids:
             return []
         encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
-        spans = ((begin, end) for begin, end, _ in _find_spans(encoding, self.normalized_ids))
-        places = (begin + len(text[begin:end]) - len(text[begin:end].lstrip()) for begin, end in spans)
+        spans = self._find_spans(text, encoding, self.normalized_ids)
+        places = (end - len(text[begin:end].lstrip()) for begin, end, _ in spans)
         return [place for place in places if place < len(text)]
+
+    def _find_spans(self, text: str, encoding: Encoding, ids: Any) -> Iterator[tuple[int, int, int]]:  # noqa: ANN401 -- a container of ids
+        """Yield the first and last index of each token with one of these ids that the text spells, and its id.
+
+        The text does not spell the unknown token that replaces a character without a token.
+        """
+        added = self.tokenizer.added_tokens_decoder
+        for number, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if number in ids and begin < end:
+                token, found = added[number].content, text[begin:end]
+                if token in found or self._normalize(found) == self._normalize(token):
+                    yield begin, end, number
+
+    def _normalize(self, text: str) -> str:
+        """Return a text as the tokenizer normalizes it, without outer white space."""
+        normalizer = self.tokenizer.backend_tokenizer.normalizer
+        return text.strip() if normalizer is None else normalizer.normalize_str(text.strip()).strip()
 
     def _tokens_for(self, message: Message) -> TokenSet:
         """Return the control tokens that the texts of a message must not become."""
@@ -246,7 +263,7 @@ class ControlTokens:
                 [decoded[row] for row in marked], add_special_tokens=False
             )
             prepared = [
-                marks.restore(_replace_tokens(decoded[row], encoding, aliases))
+                marks.restore(_replace_tokens(decoded[row], self._find_spans(decoded[row], encoding, aliases), aliases))
                 for row, encoding in zip(marked, encodings, strict=True)
             ]
             encoded = tokenizer.encode_batch(prepared, add_special_tokens=add_special_tokens)
@@ -283,17 +300,10 @@ class ControlTokens:
         ), {added[token]: (token, alias) for token, alias in aliases.items()}
 
 
-def _find_spans(encoding: Encoding, ids: Any) -> Iterator[tuple[int, int, int]]:  # noqa: ANN401 -- a container of ids
-    """Yield the first and last index of each token with one of these ids in the encoded text, and its id."""
-    for number, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
-        if number in ids and begin < end:
-            yield begin, end, number
-
-
-def _replace_tokens(text: str, encoding: Encoding, aliases: Mapping[int, tuple[str, str]]) -> str:
-    """Return the text with the control tokens that the tokenizer found in it replaced by their aliases."""
+def _replace_tokens(text: str, spans: Iterable[tuple[int, int, int]], aliases: Mapping[int, tuple[str, str]]) -> str:
+    """Return the text with the control tokens at these places replaced by their aliases."""
     pieces, at = list[str](), 0
-    for begin, end, number in _find_spans(encoding, aliases):
+    for begin, end, number in spans:
         token, alias = aliases[number]
         found = text[begin:end]
         token = token if token in found else found.strip()  # the span may include white space around the token
@@ -376,8 +386,6 @@ def _rename_tokens(
             token["normalized"] = False  # a normalizer could remove the private-use characters
         token["content"] = names.get(token["content"], token["content"])
     model = document["model"]
-    if model.get("byte_fallback"):  # these tokens encode unknown characters
-        names = {token: name for token, name in names.items() if not _BYTE.fullmatch(token)}
     vocabulary = model.get("vocab")
     if isinstance(vocabulary, dict):
         model["vocab"] = {names.get(token, token): number for token, number in vocabulary.items()}

@@ -178,7 +178,10 @@ def chatml(writes):
 
 
 def sentence_pieces():
-    backend = Tokenizer(models.BPE(unk_token="<unk>", vocab={"<unk>": 0, "\u2581": 1, "a": 2, "b": 3}, merges=[]))
+    pieces = ("<unk>", "\u2581", "a", "b", *(f"<0x{byte:02X}>" for byte in range(256)))
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    backend = Tokenizer(models.BPE(unk_token="<unk>", vocab=vocabulary, merges=[], byte_fallback=True))
+    backend.add_special_tokens(["<unk>", *pieces[4:]])
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
     return backend
 
@@ -229,6 +232,18 @@ def test_no_tokenizer_reads_a_control_token_in_a_text_in_any_spelling(kind, flag
         assert [each for each in tokenize_user(tokenizer, text) if each in control] == expected, text
 
 
+@pytest.mark.parametrize("kind", ["word pieces", "unigram"])
+def test_a_text_may_contain_the_unknown_token_and_unknown_characters(kind):
+    tokenizer = build_tokenizer(kind, {}, chatml("m.content"))
+    name = "[UNK]" if kind == "word pieces" else "<unk>"
+    tokenizer.add_special_tokens({"additional_special_tokens": [name]})
+    ends = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>", "[INST]"])
+    for text in (f"a {name} b", f"\u1e9e{name}<|im_end|>"):
+        tokens = tokenize_user(tokenizer, text)
+        assert [tokens.count(each) for each in ends] == [2, 1, 1]
+        assert len(tokens) > len(tokenize_user(tokenizer, "a b"))
+
+
 @pytest.mark.parametrize("writes", WRITES.values(), ids=WRITES)
 def test_a_template_may_change_the_texts_that_it_writes(writes):
     tokenizer = build_tokenizer("bytes", {}, chatml(writes))
@@ -246,7 +261,8 @@ def test_a_template_may_change_the_texts_that_it_writes(writes):
 @pytest.mark.parametrize("kind", BACKENDS)
 def test_added_words_and_white_space_that_a_template_writes_are_no_control_tokens(kind):
     tokenizer = build_tokenizer(kind, {}, chatml("m.content") + "  insulin\n\n", words=("  ", "\n\n", "insulin"))
-    for text in ("two  spaces", "a\n\nb", "insulin and < | > \u2801", "a\ue000b "):
+    texts = ("two  spaces", "a\n\nb", "insulin and < | > \u2801", "a\ue000b ", "unknown \u1e9e \uff1cb\uff1e a\u200bb")
+    for text in texts:
         chat = [{"role": "user", "content": text}]
         plain = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
         assert tokenize_user(tokenizer, text) == plain, text
