@@ -39,6 +39,8 @@ def to_number(value: object) -> float:
         raise InvalidValue("expected a finite float, found a number above the largest float") from None
     except ValueError:  # a signaling NaN
         raise InvalidValue(f"expected a finite float, found {plain!r:.40}") from None
+    except TypeError:  # numpy registers some types as real numbers that have no value as a float
+        raise InvalidValue(f"expected a float, found {describe_type(value)}") from None
     if not math.isfinite(number):
         raise InvalidValue(f"expected a finite float, found {number}")
     return number
@@ -55,7 +57,12 @@ def _to_scalar(value: Any) -> Any:  # noqa: ANN401 -- a user's object
         return value
     if getattr(value, "mask", None) is not None and bool(value.mask):
         return math.nan  # the number under a mask is not the value
-    return value.item() if hasattr(value, "item") else value
+    if not hasattr(value, "item"):
+        return value
+    try:
+        return value.item()
+    except RuntimeError:  # a tensor of torch without data (device "meta")
+        return value
 
 
 def has_no_dimensions(value: object) -> bool:

@@ -8,7 +8,7 @@ from models.data.problems import Message, TemplateArguments, decode_template_inp
 from models.records.schemas import TEMPLATE
 
 Chat = tuple[tuple[Message, ...], TemplateArguments]
-"""Messages of a prompt, none for plain text, and the arguments of the chat template."""
+"""Messages of a prompt (None for plain text), and the arguments of the chat template."""
 
 
 def read_chats(store: Store, prompts: ShardRef) -> list[Chat]:

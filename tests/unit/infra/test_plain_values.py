@@ -33,6 +33,8 @@ NO_NUMBERS = [
     (torch.zeros(1), "expected a float, found torch.Tensor of shape (1,)"),
     (np.array("0.5"), "expected a float, found numpy.ndarray of shape ()"),
     (np.complex128(1), "expected a float, found numpy.complex128 of shape ()"),
+    (np.timedelta64(3, "s"), "expected a float, found numpy.timedelta64 of shape ()"),
+    (torch.empty((), device="meta"), "expected a float, found torch.Tensor of shape ()"),
     (np.ma.masked, "expected a finite float, found nan"),
     ("0.5", "expected a float, found str"),
     (None, "expected a float, found NoneType"),
