@@ -264,8 +264,8 @@ def _all_reports(open_run: OpenRun) -> list[IterationReport]:
 
 
 async def _read_excerpts(open_run: OpenRun, iteration: Iteration) -> Excerpts:
-    """Return the first completion of each of some prompts. A worker reads and shortens them, because this process loads
-    no payload."""
+    """Return the first completion of each of the first prompts, shortened. A worker reads the completions, so that the
+    driver's process loads no rollouts."""
     shards, pictures = list[ScoredShard](), list[ShardRef]()
     for rollouts, scores in zip(
         iteration.shard_manifests("rollout"), iteration.shard_manifests("scoring"), strict=True

@@ -52,7 +52,7 @@ class ScoredGroups:
     """Rewards of all completions, and the group to which each completion belongs."""
 
     prompts_G: Integers
-    """Prompt row of each group, in ascending order."""
+    """Row number of each group's prompt in the list of prompts, in ascending order."""
     group_N: Integers
     """Index of the group of each completion. Completions of different groups may be interleaved."""
     lengths_N: Integers

@@ -174,7 +174,8 @@ class GroupRelative(Algorithm):
 
     @property
     def compares_by(self) -> str:
-        """`pkg.mod:function` that computes advantages within groups under the current settings."""
+        """Import string `pkg.mod:function` of the function that computes the advantages of completions within their
+        groups."""
         return self.relative
 
     def functions(self) -> dict[str, tuple[str, ...]]:
@@ -206,8 +207,8 @@ class Grpo(GroupRelative):
 
     @property
     def compares_by(self) -> str:
-        """`pkg.mod:function` that computes advantages with the configured standard deviation, of the group or of the
-        batch."""
+        """Import string `pkg.mod:function` of the function that computes advantages. It depends on `std`, which selects
+        the standard deviation of the group or of the batch."""
         return self.relative if self.std == "group" else "models.algorithms.group_relative:grpo_over_batch"
 
 

@@ -48,11 +48,11 @@ class SoupConfig(Settings):
     search_share: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Share of the iterations after which one of the candidates is selected."""
     grid: Annotated[int, Field(ge=2, le=101)] = 11
-    """Number of values, from 0 to 1, of each reward's share in a preference. Every preference on this grid is
-    evaluated."""
+    """Number of evenly spaced weights from 0 to 1 that each reward can have in a preference. A policy is evaluated for
+    every preference on this grid, whose weights sum to 1."""
     corners: Literal["merge", "expert"] = "merge"
-    """Policy for a preference that contains only one reward: "merge" is a merge as for other preferences, "expert" is a
-    policy trained on this reward alone."""
+    """Policy for a preference that gives all weight to one reward: "merge" is a merge of the backbones, as for every
+    other preference, "expert" is a policy that was trained on this reward alone."""
     extrapolate: Annotated[float, Field(ge=0)] = 0.0
     """Factor e of an extrapolation from the initial policy beyond the merge: (1 + e) x merge - e x initial policy."""
     statistics_prompts: Positive = 64

@@ -60,7 +60,7 @@ class ContinuingModel(Settings):
 
 
 class AppendedTokens(ContinuingModel):
-    """Setting of models that come with a tokenizer of their own."""
+    """Key `appended_tokens`, for models that use another tokenizer than the policy: judges and simulated users."""
 
     appended_tokens: Annotated[Literal["drop", "keep"], Since("0.2.0", before="keep")] = "drop"
     """Tokens, such as EOS, that the model's tokenizer appends to plain texts: "drop" removes them, so that the model

@@ -330,7 +330,7 @@ def _check_disjoint(rollouts: Sequence[pa.Table]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """Masks of the completions that are trained on, and of those that are kept without weight in the loss."""
+    """Masks that select the completions of the training samples, and the completions without weight in the loss."""
 
     informative_G: Mask
     kept_N: Mask

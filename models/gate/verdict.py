@@ -60,7 +60,7 @@ class MeasuredGuard(Settings):
     """Measured result of a guard suite, on which the challenger must not lose `margin` or more to the champion."""
 
     suite: str
-    """Name of the suite."""
+    """Name of the evaluation suite whose problems were measured."""
     margin: float
     """Loss that the guard must exclude: the lower bound of the difference must be above minus this margin."""
     difference: PairedDifference

@@ -73,7 +73,10 @@ class DrawnPictures(Protocol):
 
 
 class Gallery:
-    """Images of the current work unit, for models that stay loaded between work units."""
+    """Access to the images of the work unit that a worker is running.
+
+    A model that stays loaded keeps one object of this class, whose source of images changes with every work unit.
+    """
 
     def __init__(self) -> None:
         self.source: ImageSource | None = None

@@ -33,11 +33,13 @@ def combine_results(
     starts: Sequence[Sequence[int] | None],
     failures: Sequence[str | None],
 ) -> list[Scores]:
-    """Combine the results of rule rewards and of the other reward terms for each completion, in the order of the terms.
+    """Return the scores of all reward terms for each completion.
 
-    `starts` contains the character index at which each token of a completion starts, or None if the tokens do not
-    decode to the completion. `failures` contains the error of each completion's environment: if an episode has failed,
-    all its results are missing.
+    `ruled` contains the results of the rewards that are functions, one item per completion. `others` contains the
+    results of judges, reward models, programs and environments by the name of the reward term. `starts` contains the
+    character index at which each token of a completion starts, or None if the tokens do not decode to the completion.
+    `failures` contains the error of each completion's environment: if an episode has failed, all its results are
+    missing.
     """
     nothing = (None,) * len(scoring.terms)
     return [

@@ -45,9 +45,9 @@ def break_tokens(pattern: re.Pattern[str], text: str, separator: str) -> str:
 
 
 def control_token_pattern(tokenizer: PreTrainedTokenizerFast, *, template: str = "") -> re.Pattern[str]:
-    """Return the pattern of special tokens, and of added tokens that `template` contains, of more than one character.
+    """Return a regular expression that matches the control tokens at which texts of environments are split.
 
-    Texts of environments are split at these tokens.
+    These are the special tokens, and the added tokens that `template` contains, if they have more than one character.
     """
     added = (token for token in tokenizer.added_tokens_decoder.values() if token.special or token.content in template)
     return _join({token.content for token in added if len(token.content) > 1})

@@ -79,7 +79,8 @@ class RetrieverWorker:
         return self._outcome(ref, find(model, pairs).ranks_B, terms, seconds)
 
     def train_cross_encoder(self, work: CrossEncoderWork) -> Outcome:
-        """Train a cross-encoder, and measure the ranks after it reorders the best passages of a dual encoder."""
+        """Train a cross-encoder. Then reorder the best passages of a dual encoder with the cross-encoder, and measure
+        their ranks."""
         from models.retrieval.measure import find, rerank
         from models.retrieval.training import train_teacher
 

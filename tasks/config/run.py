@@ -86,7 +86,7 @@ class RunConfig(Settings):
     algorithm: AlgorithmConfig = Grpo()
     """Algorithm that computes advantages from rewards."""
     update: UpdateConfig = UpdateConfig()
-    """Training of the policy from advantages."""
+    """Settings of the policy update: loss, optimizer and parallelism."""
     pools: PoolsConfig = PoolsConfig()
     """Worker processes."""
     placement: PlacementConfig = AdaptivePlacement()

@@ -24,7 +24,7 @@ PROMPT_ID = re.compile(r"[0-9a-f]{16}")
 
 
 class PromptUsage(Settings):
-    """Use of the given prompts in the training of one run."""
+    """Iterations and training samples of one run that used the prompts in question."""
 
     run: str
     """Name of the run."""
@@ -41,7 +41,7 @@ class PromptUsage(Settings):
     problems."""
 
     def text(self) -> str:
-        """Return the use of the prompts as text."""
+        """Return the run, its iterations and the number of samples as one line for `rheostat lineage`."""
         if self.gone:
             return f"run {self.run} (from the registry's list, because the prompts of the run are deleted)"
         count = "samples deleted" if self.samples is None else f"{self.samples} samples"
@@ -51,7 +51,7 @@ class PromptUsage(Settings):
 
 
 class PromptLearner(Settings):
-    """Promoted policy that was trained on given prompts."""
+    """Promoted policy that was trained on at least one of the prompts in question."""
 
     registry: str
     """Name of the registry."""

@@ -27,7 +27,7 @@ be forgotten were removed. missing: the data is gone although there is no tombst
 
 
 class TracedPart(Settings):
-    """Shard or bundle that a manifest names."""
+    """Stored data of a stage (a data file or a folder such as the weights), and whether the data still exist."""
 
     name: str
     """Name of the part: `shard`, or the name of a bundle such as `weights`."""

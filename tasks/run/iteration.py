@@ -269,7 +269,7 @@ class Iteration:
         return self.run.require(self.stage_key(stage))
 
     def shard_manifests(self, stage: str) -> list[Manifest]:
-        """Return the manifests of a stage for each shard of each batch, in order."""
+        """Return the manifests of a stage of this iteration, one per shard, ordered by batch and shard."""
         return [manifest for batch in self.batches for manifest in batch.stage_manifests(stage)]
 
     def shards(self) -> Iterator[tuple[Batch, int]]:

@@ -83,7 +83,7 @@ def write_mergekit(store: str, terms: Sequence[str], target: Path) -> None:
 
 
 def mergekit_page(parents: Sequence[Parent]) -> str:
-    """Return the sum as YAML for mergekit's `linear` merge, in float32 and without normalizing the weights."""
+    """Return a mergekit configuration (YAML) that computes the same weighted sum of the parents in float32."""
     models = [(json.dumps(_mergekit_name(parent.path)), parent) for parent in parents]
     lines = [MERGEKIT, "merge_method: linear", "models:"]
     for name, parent in models:

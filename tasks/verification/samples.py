@@ -169,8 +169,12 @@ def _check_continued(run: Run, manifest: Manifest, before: ShardRef) -> Iterator
 
 
 def _staleness_bounds(iteration: Iteration) -> dict[int | None, int]:
-    """Return the maximum number of policy versions between a sample's first token and its training, by prompt. The key
-    None holds the value for all other prompts."""
+    """Return the maximum staleness of training samples by the row of their prompt. The key None holds the maximum for
+    all prompts without a key.
+
+    The staleness is the number of policy versions between the version that generated a sample's first token and the
+    version that trains on the sample.
+    """
     partial = iteration.rollout.partial
     cut = partial.max_staleness if partial is not None else iteration.rollout.staleness
     return {None: cut} | {row: cut + 1 for groups in iteration.start_state.leftover_groups for row in groups.rows}

@@ -52,7 +52,7 @@ CREDIT: Final = """
 
 
 def _iteration_tables(run: Run) -> Iterator[pa.Table]:
-    """Yield one table with the metrics in a run's seals and the costs of its iterations."""
+    """Yield a single table with a row for each finished iteration: its metrics, seconds per stage and costs."""
     rows: list[dict[str, object]] = []
     for number, sealed in enumerate(sealed_iterations(run), start=1):
         provenance, metrics = sealed.provenance, {name.replace("/", "_"): each for name, each in sealed.metrics.items()}

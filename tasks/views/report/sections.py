@@ -131,7 +131,7 @@ def evaluations(description: RunDescription) -> str:
 
 
 def slots(pictures: Sequence[SlotsPicture], decisions: Sequence[PlacedDecision]) -> PageSection:
-    """Return the section with the pictures of some iterations' workers and the list of placement decisions."""
+    """Return the report section about placement: diagrams of the worker slots over time, and a table of decisions."""
     figures_html = "".join(f'<figure class="wide"><h3>{each.batch}</h3>{each.svg}</figure>' for each in pictures)
     rows = [
         {
