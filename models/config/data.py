@@ -184,8 +184,8 @@ class ProblemFile(ChatFile, FileRules, ImageFileSettings):
     """A file of problems and the settings for reading it."""
 
     path: Location
-    """File of training problems: .jsonl, .json with an array, .csv (each of these also compressed as .gz), .parquet or
-    .arrow, on this machine or at s3://bucket/name."""
+    """File of training problems, on this machine or at s3://bucket/name: .jsonl, .json with an array, .csv or .tsv
+    (each also compressed as .gz or .zst), .parquet, .arrow or .feather."""
     heldout_path: Location | None = None
     """File of evaluation problems. If not set, `heldout_fraction` of the training file is kept for evaluation."""
     heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1

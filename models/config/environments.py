@@ -225,8 +225,8 @@ class SearchEnvironment(FileRules, EnvironmentSettings):
     retriever: Location
     """Directory of a sentence-transformers model, on this machine or at s3://bucket/name (docs/retrieval.md)."""
     corpus: Location
-    """File of passages: .jsonl, .json with an array or .csv (each of these also compressed as .gz), .parquet or
-    .arrow."""
+    """File of passages: .jsonl, .json with an array, .csv or .tsv (each also compressed as .gz or .zst),
+    .parquet, .arrow or .feather."""
     text_column: str = "text"
     """Column with the text of a passage."""
     passages: Annotated[int, Field(ge=1, le=100)] = 3

@@ -39,8 +39,8 @@ class PairFile(FileRules, PairSource):
 
     kind: Literal["file"] = "file"
     path: Location
-    """File of training pairs: .jsonl, .json with an array or .csv (each of these also compressed as .gz), .parquet or
-    .arrow."""
+    """File of training pairs: .jsonl, .json with an array, .csv or .tsv (each also compressed as .gz or .zst),
+    .parquet, .arrow or .feather."""
     heldout_path: Location | None = None
     """File of pairs for the evaluation. If not set, `heldout_fraction` of the training file is kept for evaluation."""
     query_column: str = "query"

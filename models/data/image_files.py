@@ -41,7 +41,7 @@ def image_files(data: ProblemFile) -> Iterator[Path]:
 def _iterate_paths(path: Path, column: str) -> Iterator[str]:
     """Yield the image paths in a column of a data file. Images embedded in the rows of a table are not read."""
     match find_format(path):
-        case ".jsonl" | ".json" | ".csv":
+        case ".jsonl" | ".json" | ".csv" | ".tsv":
             for _, row in text_rows(path, InputErrors(), name=str(path)):
                 yield from _paths_in_value(row.get(column))
         case ".parquet":
@@ -50,7 +50,7 @@ def _iterate_paths(path: Path, column: str) -> Iterator[str]:
             leaf_paths = [leaf.path for leaf in leaves if _may_name(leaf, column)]
             for batch in file.iter_batches(ROWS, columns=leaf_paths) if leaf_paths else ():
                 yield from _iterate_texts(batch.column(0))
-        case ".arrow":
+        case ".arrow" | ".feather":
             with pa.memory_map(str(path)) as mapped:
                 for batch in _iterate_batches(mapped):
                     if column in batch.schema.names:

@@ -1,4 +1,4 @@
-"""Rows of JSON, CSV, Parquet and Arrow files, each with its place in the file for messages."""
+"""Rows of JSON, CSV, TSV, Parquet and Arrow files, each with its place in the file for messages."""
 
 import csv
 import gzip
@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import IO, Final, Protocol, TypeVar, cast
+
+import pyarrow as pa
 
 from infra.errors import BadInput, InputErrors
 from infra.store.inputs import fetch_path, format_path, is_remote
@@ -27,17 +29,21 @@ class LineReader(Protocol[T]):
         ...
 
 
-TEXTS: Final = (".jsonl", ".json", ".csv")
-"""Suffixes of text files, which may be followed by `.gz`."""
+TEXTS: Final = (".jsonl", ".json", ".csv", ".tsv")
+"""Suffixes of text files, which may be followed by a suffix in `PACKED`."""
+PACKED: Final = (".gz", ".zst")
+"""Suffixes of compressed text files."""
+DELIMITERS: Final = {".csv": ",", ".tsv": "\t"}
+"""Separators of columns, by the suffix of the file."""
 MAX_LINE_MEBIBYTES: Final = 256
 """Maximum length of a line after decompression, in MiB."""
 MAX_ARRAY_MEBIBYTES: Final = 2048
 """Maximum size of a JSON array after decompression, in MiB, because an array is read as a whole."""
 MISSING_IN_CSV: Final = frozenset(("nan", "NaN", "-nan", "-NaN", "<NA>", "NaT", "#N/A", "inf", "-inf"))
-"""Texts that data frames and spreadsheets write to CSV files for missing values and infinite numbers."""
+"""Texts that data frames and spreadsheets write to CSV and TSV files for missing values and infinite numbers."""
 READ_BYTES: Final = 2**20
 """Number of bytes that are read at a time."""
-SUFFIXES: Final = (*TEXTS, ".parquet", ".arrow")
+SUFFIXES: Final = (*TEXTS, ".parquet", ".arrow", ".feather")
 
 
 def read_rows(
@@ -56,7 +62,7 @@ def read_rows(
     """
     _check_is_no_hub_name(path)
     if find_format(path) not in SUFFIXES:
-        packed = ", ".join(f"{suffix}.gz" for suffix in TEXTS)
+        packed = ", ".join(f"{suffix}{packing}" for packing in PACKED for suffix in TEXTS)
         raise BadInput(
             f"{path}: files with the suffix {path.suffix!r} cannot be read. Use one of {', '.join(SUFFIXES)}, {packed}."
         )
@@ -76,7 +82,7 @@ def read_rows(
         if find_format(path) not in TEXTS:
             yield from read_table_rows(here, columns, input_errors, optional=optional, name=name, version=version)
             return
-        is_csv = version > 1 and find_format(path) == ".csv"
+        is_csv = version > 1 and find_format(path) in DELIMITERS
         for place, row in text_rows(here, input_errors, name=name, version=version):
             with input_errors.collect(place):
                 require_columns(place, columns, list(row))
@@ -93,8 +99,8 @@ def _check_present(place: str, values: Mapping[str, object]) -> None:
         if isinstance(value, str) and value.strip() in MISSING_IN_CSV:
             raise BadInput(
                 f"{place}: {column}: expected a value, found {value.strip()!r}, which stands for a missing value or an "
-                "infinite number in CSV files. Fill in the value, or remove the row. If the text is meant, write the "
-                "file as JSON lines."
+                "infinite number in CSV and TSV files. Fill in the value, or remove the row. If the text is meant, use "
+                "JSON lines."
             )
 
 
@@ -115,22 +121,30 @@ def is_table(path: Path) -> bool:
 
 
 def find_format(path: Path) -> str:
-    """Return the file name suffix that determines the format, without `.gz`."""
+    """Return the file name suffix that determines the format, without the suffix of a compression."""
     inner = Path(path.stem).suffix
-    return inner if path.suffix == ".gz" and inner in TEXTS else path.suffix
+    return inner if path.suffix in PACKED and inner in TEXTS else path.suffix
 
 
 def text_rows(path: Path, input_errors: InputErrors, *, name: str, version: int = 1) -> Iterator[FileRow]:
-    """Yield the rows of a text file. Values in CSV files are always text. `version` is the version of the rules for
-    reading."""
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as content:
+    """Yield the rows of a text file. Values in CSV and TSV files are always text. `version` is the version of the rules
+    for reading."""
+    with _open(path) as content:
         match find_format(path):
             case ".jsonl":
                 yield from read_json_lines(_iterate_lines(content, name), name, input_errors, version=version)
             case ".json":
                 yield from read_json_array(_read_whole(content, name), name, input_errors, version=version)
-            case _:
-                yield from _read_csv_rows(content, name, input_errors, version=version)
+            case suffix:
+                delimiter = DELIMITERS[suffix]
+                yield from _read_csv_rows(content, name, input_errors, version=version, delimiter=delimiter)
+
+
+def _open(path: Path) -> io.BufferedIOBase:
+    """Open a text file, which may be compressed, for reading bytes."""
+    if path.suffix == ".zst":
+        return io.BufferedReader(cast(io.RawIOBase, pa.input_stream(str(path), compression="zstd")))
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
 
 
 def _iterate_lines(content: LineReader[T], name: str) -> Iterator[T]:
@@ -162,12 +176,13 @@ def _read_whole(content: io.BufferedIOBase, name: str) -> bytes:
 
 
 def _read_csv_rows(
-    content: io.BufferedIOBase, name: str, input_errors: InputErrors, *, version: int
+    content: io.BufferedIOBase, name: str, input_errors: InputErrors, *, version: int, delimiter: str
 ) -> Iterator[FileRow]:
-    """Yield the rows of a CSV file with a header line. Raises BadInput if the file is not CSV in UTF-8."""
+    """Yield the rows of a CSV or TSV file with a header line. Raises BadInput if the file is not such a file in
+    UTF-8."""
     csv.field_size_limit(sys.maxsize)  # instead of 128 KiB
     text = io.TextIOWrapper(cast(IO[bytes], content), encoding="utf-8-sig", errors="surrogateescape", newline="")
-    rows = csv.reader(_iterate_lines(text, name), strict=True)
+    rows = csv.reader(_iterate_lines(text, name), strict=True, delimiter=delimiter)
     try:
         header = next(rows, [])
         _check_cells(f"{name}:1: the header", header)
@@ -181,7 +196,9 @@ def _read_csv_rows(
                 _check_cells(place, row, header)
                 yield place, dict(zip(header, row, strict=True))
     except csv.Error as error:
-        raise BadInput(f"{name}:{rows.line_num}: the file is not valid CSV in UTF-8: {error}") from error
+        raise BadInput(
+            f"{name}:{rows.line_num}: the file is not valid {'CSV' if delimiter == ',' else 'TSV'} in UTF-8: {error}"
+        ) from error
 
 
 def _check_cells(place: str, cells: Sequence[str], header: Sequence[str] = ()) -> None:

@@ -106,9 +106,9 @@ def write_arrow(path: Path, table: pa.Table, open_writer) -> Path:
     return path
 
 
-def write_csv(path: Path, rows: list[dict[str, str]]) -> Path:
+def write_csv(path: Path, rows: list[dict[str, str]], *, delimiter: str = ",") -> Path:
     with path.open("w", encoding="utf-8-sig", newline="") as file:  # with a byte order mark, as spreadsheets save it
-        writer = csv.DictWriter(file, rows[0].keys())
+        writer = csv.DictWriter(file, rows[0].keys(), delimiter=delimiter)
         writer.writeheader()
         writer.writerows(rows)
     return path
@@ -120,21 +120,34 @@ def compress(path: Path) -> Path:
     return target
 
 
+def compress_zstd(path: Path) -> Path:
+    target = path.with_name(f"{path.name}.zst")
+    with pa.output_stream(target, compression="zstd") as packed:
+        packed.write(path.read_bytes())
+    return target
+
+
 def test_every_format_gives_the_same_problems_compressed_or_not(tmp_path):
-    rows = [row | {"prompt": f'{row["prompt"]}\nSay "one", two.'} for row in number_problems(30)]
+    rows = [row | {"prompt": f'{row["prompt"]}\nSay\t"one", two.'} for row in number_problems(30)]
     table = pa.Table.from_pylist(rows)
     pq.write_table(table, tmp_path / "c.parquet")
     (tmp_path / "f.json").write_text(json.dumps(rows, indent=2))
-    texts = [write_lines(tmp_path / "a.jsonl", *rows), tmp_path / "f.json", write_csv(tmp_path / "g.csv", rows)]
+    texts = [
+        write_lines(tmp_path / "a.jsonl", *rows),
+        tmp_path / "f.json",
+        write_csv(tmp_path / "g.csv", rows),
+        write_csv(tmp_path / "h.tsv", rows, delimiter="\t"),
+    ]
     paths = [
-        *(path for text in texts for path in (text, compress(text))),
+        *(path for text in texts for path in (text, compress(text), compress_zstd(text))),
         tmp_path / "c.parquet",
         write_arrow(tmp_path / "d.arrow", table, pa.ipc.new_file),
         write_arrow(tmp_path / "e.arrow", table, pa.ipc.new_stream),
+        write_arrow(tmp_path / "i.feather", table, pa.ipc.new_file),
     ]
     contents = [[(p.prompt, p.answer) for p in load_problems(FileData(path=path), "train", 0)] for path in paths]
     assert contents[0]
-    assert contents.count(contents[0]) == len(paths) == 9
+    assert contents.count(contents[0]) == len(paths) == 16
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.csv.gz", "a.json.gz"])
