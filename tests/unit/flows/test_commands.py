@@ -102,7 +102,7 @@ def _words(node: ast.AST) -> list[str]:
     [
         (
             "rheostat re",
-            {"retrain", "registry", "refuse", "reward-model", "rescore", "recredit", "report", "retriever"},
+            {"retrain", "registry", "refuse", "reward-model", "rescore", "recredit", "report", "retriever", "rewards"},
         ),
         ("rheostat engine ", {"install", "check", "serve"}),
         ("rheostat engine install ", {"vllm"}),

@@ -116,6 +116,6 @@ def test_all_kinds_are_listed_with_a_valid_example(capsys):
 
 def test_the_list_of_kinds_can_be_limited_to_one(capsys):
     rewards("length")
-    assert capsys.readouterr().out.startswith("length\n    Reward of 1 if the completion has an allowed length")
+    assert capsys.readouterr().out.startswith("length\n    Reward of 1 if the length of the completion")
     with pytest.raises(BadInput, match=r"'lenght' is not a kind of reward.*did you mean 'length'"):
         rewards("lenght")
