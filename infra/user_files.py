@@ -10,7 +10,7 @@ MAX_MEBIBYTES: Final = 256
 """Maximum size in MiB of a text file. A larger file is not read."""
 
 LFS_POINTER: Final = b"version https://git-lfs"
-"""First bytes of the text that Git stores in place of a large file (Git LFS), until the file is downloaded."""
+"""First bytes of a Git LFS pointer: the text file that stands in a checkout until Git LFS downloads the large file."""
 FETCH_LFS: Final = "is a Git LFS pointer, not the file itself. Run `git lfs pull` in its directory"
 
 _KINDS: Final = (

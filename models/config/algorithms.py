@@ -39,7 +39,7 @@ class RewardKl(Settings):
 
 # ---- algorithms
 class CriticConfig(Settings):
-    """Value model (critic): a sequence classifier with one output. It predicts a value at every token and is trained
+    """Value model (critic): a sequence classifier with one output. The critic predicts a value at every token and is trained
     together with the policy."""
 
     path: LocalPath | None = None

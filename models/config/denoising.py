@@ -27,7 +27,7 @@ class Sampler(Variant):
 
 
 class SdeSampler(Sampler):
-    """Flow-GRPO's stochastic differential equation (arXiv 2505.05470, eq. 9). Its noise decreases towards the end of
+    """Flow-GRPO's stochastic differential equation (arXiv 2505.05470, eq. 9). The noise decreases towards the end of
     the denoising."""
 
     implementation = "models.denoising.samplers:sde"

@@ -108,7 +108,7 @@ def _build_problem(place: str, row: Mapping[str, object], data: ProblemFile, pro
 
 
 def _read_answer(place: str, value: object, data: ProblemFile) -> str:
-    """Return the reference answer as text. Numbers are converted to text; other values must be non-blank text.
+    """Return the reference answer as text. Numbers are converted to text. All other values must be non-blank text.
 
     Raises BadInput for other values, and in version 2 of the rules for NaN and infinity, which often mean missing
     values.

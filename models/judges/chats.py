@@ -68,7 +68,7 @@ def _mark_content(message: Message) -> str:
 
 
 def _mark_fields(message: Message) -> Iterator[str]:
-    """Yield each field of a message in tags. Every tool call has tags of its own."""
+    """Yield each field of a message in tags. Every tool call has a separate pair of tags."""
     for name, value in message.fields.items():
         values: Sequence[JsonValue] = value if isinstance(value, list) else [value]
         for each in values:

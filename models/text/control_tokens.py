@@ -66,7 +66,7 @@ class Marks:
     """Mark of each first character."""
 
     def restore(self, text: str) -> str:
-        """Return the text with the first characters in place of their marks."""
+        """Replace each mark in a text by the first character of the control token that it stands for."""
         return text.translate({ord(mark): character for character, mark in self.marks.items()})
 
     def decode(self, text: str) -> str:

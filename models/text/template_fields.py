@@ -102,7 +102,8 @@ def _describe_kind(chat: Chat) -> tuple[str, ...]:
 
 
 def _describe_template(tokenizer: PreTrainedTokenizerFast, arguments: TemplateArguments) -> tuple[str, str]:
-    """Return the template for these arguments, and the variables, of which the form of messages may depend."""
+    """Return the template that these arguments select, and the template variables as JSON text. Both can determine the
+    form of messages."""
     try:
         template = select_template(tokenizer, tools=arguments.tools)
     except TemplateFailed:
