@@ -65,8 +65,8 @@ def soup_settings(config: RunConfig) -> SoupConfig:
 
 
 def beta_of(soup: SoupConfig) -> float:
-    """Return the parameter β, which sets how much the backbones' reward mixes differ, if no search for the best β is
-    configured."""
+    """Return β, the share of a backbone's main reward in its mix of rewards, for a soup that does not search for the
+    best β."""
     return 1.0 if soup.method == "rewarded" else soup.beta
 
 
