@@ -66,8 +66,8 @@ def deletions(store: str, name: str) -> list[Tombstone]:
 
 
 def missing_states(store: str, name: str) -> list[str]:
-    """Return the keys of the optimizer states that the newest version needs but that are not stored yet, for example
-    because the run was interrupted."""
+    """Return the keys of optimizer states that the run's records name but the store does not contain, for example
+    because the run was interrupted while it wrote them."""
     run = open_known_run(store, name)
     if find_tombstone(run) is not None:
         return []
