@@ -197,8 +197,7 @@ async def _summarise_last(open_run: OpenRun) -> None:
 
 @stage("report")
 async def report_run(open_run: OpenRun) -> RunSummary:
-    """Return the final summary of a run. Also publish it in Prefect with the learning curves, the table of all
-    iterations and some rollouts."""
+    """Return the final summary of a run, and publish it in Prefect with curves, all iterations and some rollouts."""
     open_run.prefect_pages.cancel_renewal()
     run, reports, evaluations = open_run.run, _all_reports(open_run), evaluations_of(open_run.run)
     last = policy_of(policy_after(run, len(reports)))
