@@ -1,4 +1,5 @@
-"""Generation and scoring of one batch by controllers, at the same time or one after the other."""
+"""Generation and scoring of one batch, at the same time or one after the other. Each controller works on separate
+shards of the batch."""
 
 import asyncio
 

@@ -92,8 +92,8 @@ def _find_prompts(run: Run, key: str, ids: frozenset[str], shards: Mapping[Shard
 
 
 def _rewrite_shard(run: Run, ref: ShardRef, prompts: Prompts, *, delete: bool) -> int:
-    """Erase the prompts and completions from a shard if `delete` is true, and store the result in place of the
-    shard. Return the number of rows that contain them."""
+    """Erase the prompts and completions from a shard if `delete` is true, and replace the shard by the result. Return
+    the number of rows that contain them."""
     if not prompts.ids:
         return 0
     emptied, rows = erase_prompts(read_shard(run.store, ref), prompts)

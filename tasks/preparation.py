@@ -170,7 +170,8 @@ async def commit_initial_policy(open_run: OpenRun) -> Manifest:
 async def _train_and_log(
     open_run: OpenRun, key: StageKey, what: str, *, course: str, method: str, work: object, parents: list[Manifest]
 ) -> Manifest:
-    """Train a model on the update ranks and log the losses. If the result is already stored, only log it."""
+    """Train a model on the update ranks (SFT, DPO or pairs) and log the losses. If the result is already stored, only
+    log it."""
     existing = open_run.run.find(key)
     if existing is None:
         logger.info("%s: %s", what, course)

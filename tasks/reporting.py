@@ -90,8 +90,8 @@ def find_remaining_iterations(open_run: OpenRun) -> tuple[range, range]:
 
 
 async def report_iteration(open_run: OpenRun, number: int) -> None:
-    """Log one line about an iteration and its new warnings, and send the Prefect event. Prefect's pages are updated at
-    most every few seconds."""
+    """Log one line about an iteration with its new warnings, and send the Prefect event. Only the newest iterations are
+    read. Prefect's pages are updated at most every few seconds."""
     total = open_run.settings.iterations
     reports = _newest_reports(open_run, number, limit=LINE_ROWS)
     recent = [each.seconds["total"] for each in reports]

@@ -1,4 +1,4 @@
-"""Generation stage: generates the completions of a batch on rollout workers."""
+"""Generation stage: one task generates the completions for all shards that are assigned to a controller."""
 
 from collections.abc import Sequence
 

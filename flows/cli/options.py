@@ -78,7 +78,7 @@ class Display:
 
     @property
     def verbosity(self) -> Verbosity:
-        """How much a command prints. Raises BadInput if both --quiet and --verbose are given."""
+        """Amount of output of a command. Raises BadInput if both --quiet and --verbose are given."""
         if self.quiet and self.verbose:
             raise BadInput("--quiet and --verbose cannot be combined. Use only one of them.")
         return "quiet" if self.quiet else "verbose" if self.verbose else "normal"

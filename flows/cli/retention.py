@@ -37,7 +37,7 @@ Delete = Annotated[bool, Parameter(help="delete; without this option nothing is 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How much was deleted from one folder of a run, or would be deleted."""
+    """Number and size of the objects that are deleted from one folder of a run, or would be deleted."""
 
     objects: int
     bytes: int
@@ -55,7 +55,7 @@ class Collected:
     deleted: bool = False
     """Whether the objects were deleted and not only listed."""
     kinds: dict[str, Kind] = field(default_factory=dict)
-    """How much is deleted, by the folder that contains the objects."""
+    """Number and size of the deleted objects, by the folder that contains them."""
     skipped: str = ""
     """Reason why the run was skipped, or an empty string."""
     is_damaged: bool = False

@@ -45,7 +45,7 @@ def _describe(reward: type) -> str:
 
 
 def _first_sentence(text: str) -> str:
-    """Return the first sentence of a text, on one line."""
+    """Return the first sentence of a text (up to a full stop that a capital letter follows), on one line."""
     words = " ".join(text.split("\n\n")[0].split()).split(" ")
     for at, word in enumerate(words[:-1]):
         if word.endswith(".") and words[at + 1][0].isupper():

@@ -36,7 +36,7 @@ class _ChangeResult:
 
 @dataclass(frozen=True, slots=True)
 class RoleLoad:
-    """How busy a role is, for placement decisions. Only work that this process has requested is counted."""
+    """Load of a role, for placement decisions: slots, workers, and waiting and running work of this process."""
 
     role: str
     slots: int

@@ -24,7 +24,8 @@ whole parts of a run were deleted."""
 
 
 class WorkInputs:
-    """Downloader of the data (shards and folders with weights) that the work units of one worker need."""
+    """Downloader of the data (shards and folders with weights) that the work units of one worker need. The run stays
+    locked while the worker is alive."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -62,8 +63,8 @@ class WorkInputs:
 
     @cached_property
     def _tombstones(self) -> frozenset[str]:
-        """Names of the run's records of deletions. They can be cached, because no process deletes shards while a worker
-        of the run is alive."""
+        """Names of the run's tombstones (records of deletions). They can be cached, because no process adds tombstones
+        of single shards while the run is locked."""
         return frozenset(self._store.children("manifests/retention"))
 
 

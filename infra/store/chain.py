@@ -109,7 +109,8 @@ class Chain:
 
 
 def check_chain(run: Run) -> Iterator[str]:
-    """Check that no record that the chain of a run lists is missing or changed. Yield one line per problem."""
+    """Check the chain (list of finished parts) of a run: whether a chain record, or a manifest or journal entry that it
+    lists, is missing or changed. Yield one line per problem."""
     return _check_links(run, {manifest.digest for manifest in run.manifests()})
 
 

@@ -71,7 +71,8 @@ class Epoch:
 
 
 def newest_epoch(store: Objects) -> int:
-    """Return the number of the newest epoch of a run, or 0 if no process has locked the run yet."""
+    """Return the number of the newest epoch of a run, or 0 if none has begun. Each process that locks the run to write
+    begins one."""
     names = store.children(LEASES.rstrip("/"))
     return max((int(lease[1]) for name in names if (lease := _LEASE.fullmatch(name))), default=0)
 

@@ -37,7 +37,7 @@ _BUNDLED = re.compile(r"(([a-z_]+)/[0-9a-f]{16})/.+")
 
 def find_garbage(run: Run, *, whole_run: bool = False) -> dict[str, list[Entry]]:
     """Return the objects of a run that are no longer needed (garbage), by kind such as "shards". With `whole_run`,
-    return all shards, policies and optimizer states.
+    objects that are needed are returned too.
 
     An object is kept if a manifest names it. The manifest may be committed, or pending (computed but not committed
     yet). Raises Damaged if a manifest cannot be read or a record is missing, because needed objects would then look

@@ -37,7 +37,7 @@ ManifestKey = Annotated[str, AfterValidator(_checked_key)]
 
 
 class Provenance(Settings):
-    """Who computed a result, when, where, and how long it took. The digest of a result does not depend on
+    """Origin of a result: who computed it, when, where, and how long it took. The digest of a result does not depend on
     these values."""
 
     epoch: int = 0
@@ -113,7 +113,7 @@ class Manifest(Settings):
     """Additional information about the result, for the stages that read it. It depends only on the inputs
     of the stage."""
     provenance: Provenance = Field(default_factory=provenance_here)
-    """Who computed the result and when. The digest does not depend on it."""
+    """Origin of the result: who computed it and when. The digest does not depend on it."""
 
     @property
     def digest(self) -> str:

@@ -43,7 +43,7 @@ class RegistryRecord(Settings):
     run: str
     """Name of the run that trained the policy."""
     iteration: int
-    """Number of iterations after which the run had trained this policy."""
+    """Number of iterations after which the run produced this policy."""
     previous: int = 0
     """Number of the record that defined the previous champion, or 0 if there was no champion."""
     gate: JsonValue = None

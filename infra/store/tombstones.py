@@ -50,8 +50,7 @@ class Tombstone(Settings):
     """Record of a deletion in the form that is shown to users."""
 
     what: str
-    """What was deleted: `run` for the whole run, the name of a part such as `it-0003`, or the key of a
-    bundle or shard."""
+    """Deleted data: `run` for the whole run, the name of a part such as `it-0003`, or the key of a bundle or shard."""
     why: str
     """Command or rule that caused the deletion."""
     who: str

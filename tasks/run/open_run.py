@@ -92,8 +92,8 @@ MAX_STORE_REQUESTS = 32
 
 
 class RunRef(Settings):
-    """Small, serializable reference to a run, which flows receive in place of the run. This process, or the process
-    that calls the flow, has locked the run."""
+    """Small, serializable reference to a run that flows receive as a parameter. This process, or the process that calls
+    the flow, has locked the run."""
 
     store: str
     """Directory or address of the store that contains the run."""
@@ -137,7 +137,7 @@ class OpenRun:
         self.chain = Chain(run)
         """Verifiable list of finished iterations and evaluations, to which each one is appended."""
         self.commits = CommitNotifier()
-        """Notifier for stages that wait for results of other stages."""
+        """Notifier that wakes stages which wait for results of other controllers."""
         self.slots_lock = asyncio.Lock()
         """Lock for using the worker slots: while a batch is generated and scored, or during an update on the same
         machines."""
@@ -248,7 +248,8 @@ class OpenRun:
         return {"rollout": (), "scoring": ("scoring", *elsewhere)}.get(controller, (controller,))
 
     def commit_in_background(self, commits: Coroutine[object, object, None]) -> None:
-        """Store results in the background that this process uses already. `wait_for_commits` waits for the end."""
+        """Run a coroutine in the background that stores results which this process already uses. `wait_for_commits`
+        waits until they are stored."""
         self._background_commit = asyncio.create_task(commits, name="settle")
 
     async def wait_for_commits(self) -> None:

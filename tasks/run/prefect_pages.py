@@ -1,4 +1,4 @@
-"""Record of which iterations a run's pages in Prefect already show, so that the pages are updated only if necessary."""
+"""Record of the iterations that a run's pages in Prefect already show, so that pages are updated only if necessary."""
 
 import asyncio
 from collections.abc import Coroutine

@@ -39,8 +39,8 @@ def newest_with_state(run: Run, number: int) -> int:
 
 
 def is_due(run: Run, number: int, *, every: int) -> bool:
-    """Return whether the update of an iteration must store its optimizer state. `every` is the maximum number of
-    versions from one stored state to the next."""
+    """Return whether the update of an iteration must store its optimizer state, so that at most `every` versions are
+    between two stored states. Updates without optimizer steps never store a state."""
     return number - newest_with_state(run, number - 1) >= every
 
 

@@ -154,8 +154,8 @@ def merge_points(
 
 
 def soup_parents(config: RunConfig, backbones: Sequence[str], weights: Sequence[float]) -> tuple[MergeParent, ...]:
-    """Return the backbones with their weights for a merge. With `soup.extrapolate`, the start policy is included with a
-    weight of its own."""
+    """Return the backbones with their weights for a merge. With `soup.extrapolate`, the start policy and its weight are
+    included."""
     alpha = soup_settings(config).extrapolate
     scaled, of_start = extrapolate_weights(weights, alpha)
     start = [(policy_directory(start_run(config), 0), of_start)] if alpha else []

@@ -134,8 +134,8 @@ class TrackerSync:
             self.watchdog.pause()
 
     def close(self) -> None:
-        """Close the tracker after all points have arrived. If the run is finished, its final policy is registered
-        there."""
+        """Close the tracker after all points have arrived. If the run is finished, the tracker also receives its final
+        policy."""
         try:
             self.watchdog.begin()
             if self._mirror is not None:

@@ -28,7 +28,7 @@ class DecisionLine(Settings):
     batch: str
     """Iteration, later batch of an iteration, or evaluation, for example `it-0003`, `it-0003/wave-2` or `eval-0010`."""
     moment: str
-    """When the decision was made: `plan` before the batch, or `drain-0001` while the batch was running."""
+    """Time of the decision: `plan` before the batch, or `drain-0001` while the batch was running."""
     sentence: str
     """Sentence for the user that states the decision and its reason."""
     predicted_seconds: float

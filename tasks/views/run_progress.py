@@ -27,7 +27,7 @@ RECENT_ITERATIONS = 5
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What a run is doing now, such as generating rollouts, and how far it is."""
+    """Current activity of a run, such as generating rollouts, and how much of it is done."""
 
     description: str
     done: int = 0
