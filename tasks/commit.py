@@ -90,8 +90,8 @@ def _environment_seconds(rollouts: Sequence[Manifest]) -> dict[str, float]:
 
 
 def retire_policies(open_run: OpenRun, iteration: Iteration) -> int:
-    """Delete the files of policies that the retention settings no longer keep after an iteration. Return the number of
-    deleted bundles (sets of model files).
+    """Delete the model files of policies that the retention settings no longer keep after an iteration. Return the
+    number of deleted bundles (folders with model files).
 
     The first call of a process examines all versions, because a run may be resumed with other retention settings. Later
     calls examine only the version that the iteration made too old. The version from which an update would start after a

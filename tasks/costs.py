@@ -43,8 +43,8 @@ def check_budget(open_run: OpenRun) -> None:
 
 
 async def record_costs(open_run: OpenRun, number: int) -> bool:
-    """Compute the costs of an iteration for its seal. Return whether the run must end after it because of the
-    budget."""
+    """Compute the costs of an iteration, which its last record (seal) will contain. Return whether the run must end
+    after the iteration because of the budget."""
     iteration, settings = Iteration(open_run.run, number), open_run.settings
     costs = iteration_costs(open_run, iteration, await read_reservation(open_run))
     open_run.account.unsealed[number] = costs

@@ -30,7 +30,8 @@ from tasks.run.stages import commit_decision, run_once, stage
 logger = logging.getLogger(__name__)
 
 MAX_SHOWN_PROBLEMS: Final = 3
-"""Maximum number of left-out problems per data source that the log names. The manifest lists all left-out problems."""
+"""Maximum number of left-out problems per data source that the log names. The stored record of the prompts lists all of
+them."""
 
 
 @stage("initial policy", retries=2)

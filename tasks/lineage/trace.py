@@ -1,4 +1,5 @@
-"""Origin of a run's policy, traced through the manifests and their parents, the run's record and the run's journal.
+"""Origin of a run's policy: all results that led to the policy, found through the records (manifests) in which each
+stage names the results that it used.
 
 Nothing is measured again and no shard is read. Deleted data is listed as deleted.
 """

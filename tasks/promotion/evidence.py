@@ -97,6 +97,5 @@ def prompt_identities(run: Run, split: str) -> Iterator[tuple[str, str]]:
 
 
 def _read_columns(run: Run, manifests: Sequence[Manifest], names: list[str]) -> pa.Table:
-    """Return some columns of the shards that these manifests name as one table. Rows are sorted by problem, then by
-    sample."""
+    """Return some columns of a stage's stored tables as one table. Rows are sorted by problem, then by sample."""
     return pa.concat_tables(read_shard(run.store, manifest.shards[0]).select(names) for manifest in manifests)

@@ -25,7 +25,7 @@ from tasks.views.metrics import Accuracy, run_costs
 
 
 class SuiteResult(Settings):
-    """Accuracies of champion and challenger on one evaluation suite."""
+    """Accuracies of the champion and of the new policy (challenger) on one evaluation suite."""
 
     digest: str
     """Digest of the suite's problems. Suites with the same problems have the same digest."""
@@ -45,10 +45,10 @@ class GateResult(GateVerdict):
     """Measured differences, guards (suites that must not get worse) and limits, or None if scores were missing for most
     problems."""
     opponent: int
-    """Number of the champion's registry record that the challenger was compared with. 0 means the run's initial policy.
-    """
+    """Number of the registry record of the champion that the new policy was compared with, or 0 for the run's initial
+    policy."""
     fingerprint: str
-    """Fingerprint of the configuration of the challenger's run."""
+    """Fingerprint of the configuration with which the new policy was trained."""
     suites: dict[str, SuiteResult]
     """Accuracies on each suite, by name of the suite."""
 
@@ -101,8 +101,8 @@ def gates_of(registry: Registry) -> Iterator[GateResult]:
 
 
 def _warn_of_reuse(name: str, past: int, alpha: float) -> str:
-    """Describe how likely it is that a challenger which is no better passes, for a suite whose problems were used in
-    `past` earlier retrains."""
+    """Return a warning with the probability that a policy which is no better passes by chance. It grows with the number
+    of earlier retrains (`past`) that were compared on the same problems."""
     chance = 1 - (1 - alpha) ** (past + 1)
     gates = "one earlier gate" if past == 1 else f"{past} earlier gates"
     return (

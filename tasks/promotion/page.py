@@ -1,4 +1,4 @@
-"""Page in Prefect that shows a gate's verdict with all measurements."""
+"""Page in Prefect that shows whether a retrained policy may replace the champion, with all measurements."""
 
 from collections.abc import Iterator, Mapping, Sequence
 

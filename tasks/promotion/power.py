@@ -88,8 +88,8 @@ def _rule_power(
 
 
 def _last_differences(registry: Registry) -> dict[str, PairedDifference]:
-    """Return the last measured difference of champion and challenger for each rule, by label. Comparisons in which all
-    scores were equal are skipped."""
+    """Return, for each promotion rule by label, the last measured difference between champion and new policy.
+    Comparisons in which all scores were equal are skipped."""
     differences: dict[str, PairedDifference] = {}
     for gate in gates_of(registry):
         if gate.evidence is not None:

@@ -56,8 +56,8 @@ def find_verdict(config: RunConfig) -> RegistryRecord | None:
 
 @stage("promotion")
 async def record_verdict(config: RunConfig, draft: Draft, gate: GateResult) -> RegistryRecord | None:
-    """Record in the registry whether a challenger is promoted. If it is promoted or proposed, copy its files there
-    first.
+    """Record in the registry whether a retrained policy becomes the champion. If it does, or if a person has to approve
+    it, its files are copied to the registry first.
 
     Returns None if the champion changed meanwhile, because the challenger was not compared with the new champion.
     """

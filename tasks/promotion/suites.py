@@ -139,7 +139,7 @@ def policies_to_compare(config: RunConfig, opponent: Opponent) -> dict[str, Poli
 
 
 def policy_directory(config: RunConfig, iterations: int) -> str:
-    """Return the directory of the policy, or of its adapter, after a number of iterations of a configured run."""
+    """Return the directory of a run's policy (or of its adapter) after a number of iterations."""
     run = open_run(config.store, config.name)
     policy = policy_of(policy_after(run, iterations))
     return directory_of(run, policy.adapter or policy.weights)

@@ -96,7 +96,7 @@ class BatchPlan(Settings):
 
     @classmethod
     def read(cls, manifest: Manifest) -> Self:
-        """Read a plan from the manifest that stores it."""
+        """Read a plan from its stored record (manifest)."""
         return read_recorded(cls, manifest.detail)
 
     @property
@@ -165,7 +165,7 @@ class Batch:
 
     @property
     def prompts(self) -> Manifest:
-        """Stored record (manifest) of all prompts of the batch's split. The plan selects rows of them."""
+        """Stored record (manifest) of the prompts from which the plan selects rows."""
         return self.run.require(PROMPTS[self.plan.split])
 
     @property

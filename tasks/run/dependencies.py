@@ -177,7 +177,7 @@ def relayout_iteration(run: Run) -> int:
 
 
 def next_iteration(run: Run) -> int:
-    """Return the number of the first iteration that is not sealed."""
+    """Return the number of the first iteration that is not complete."""
     numbers = iteration_numbers(run.folders())
     return 1 + sum(run.has(StageKey.of(iteration_key(number), "seal")) for number in numbers)
 

@@ -80,7 +80,8 @@ class CarryOver(Settings):
         return [row for group_rows in rows for row in group_rows]
 
     def detail(self) -> dict[str, JsonValue]:
-        """Return the state as JSON for the `detail` field of a seal. `carry_over_before` reads it."""
+        """Return the state as JSON to be stored in the last record (seal) of an iteration, from which
+        `carry_over_before` reads it."""
         return self.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude={"cursor"}) | {
             "cursor": self.cursor.model_dump(mode="json")
         }
@@ -175,8 +176,8 @@ class Iteration:
 
     @cached_property
     def start_state(self) -> CarryOver:
-        """State that the iteration starts from. The state is read from the previous iteration's seal, or computed if
-        that seal is not written yet.
+        """State that the iteration starts from. It is read from the last record (seal) of the previous iteration, or
+        computed if that record is not written yet.
 
         With `rollout.staleness`, the previous iteration may not be generated yet. No groups are taken over in this
         case.

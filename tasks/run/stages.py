@@ -1,5 +1,5 @@
-"""Functions shared by all stages. A stage first looks for its result in the store. If there is none, workers do the
-work, and the result is stored by committing its manifest (record)."""
+"""Functions shared by all stages of a run. A stage first looks for its result in the store. If there is none, workers
+do the work, and the result is stored by committing its manifest (record)."""
 
 import asyncio
 import logging

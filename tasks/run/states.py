@@ -15,7 +15,7 @@ from tasks.run.keys import StageKey
 from tasks.run.reverts import policy_after, version_before
 
 STATES = ("state", "critic_state")
-"""Names of the optimizer states of policy and critic among the files (bundles) of a stored result."""
+"""Names under which a stored result lists the optimizer states of the policy and of the critic."""
 
 
 def states_of(version: Manifest) -> list[BundleRef]:

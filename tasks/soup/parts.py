@@ -51,7 +51,8 @@ class PreferencePoint:
 
     preference: tuple[float, ...]
     weights: tuple[float, ...]
-    """Weights with which the backbones are merged. Empty if the policy is not a merge."""
+    """Weights with which the backbones (policies trained on mixes of rewards) are merged. Empty if the policy is not a
+    merge."""
     policy: PolicyConfig
     side: str
     """Kind of the policy, such as "expert" or "oracle", for the name of its evaluation run."""
@@ -80,8 +81,8 @@ def start_run(config: RunConfig) -> RunConfig:
 def backbone_run(
     config: RunConfig, statistics: Statistics, mix: Sequence[float], *, iterations: int | None = None
 ) -> RunConfig:
-    """Return the configuration of the run that trains a backbone on a mix of standardized rewards, starting from the
-    start policy. `iterations` is by default the configured number."""
+    """Return the configuration of the run that trains one backbone, which is the start policy trained on one mix of
+    standardized rewards. `iterations` is by default the configured number."""
     places, rewards = dict(zip(soup_settings(config).terms, range(len(mix)), strict=True)), []
     for term, reward in zip(config.scoring.terms, config.scoring.rewards, strict=True):
         if (place := places.get(term)) is not None:
@@ -122,7 +123,7 @@ def oracle_runs(config: RunConfig, statistics: Statistics) -> list[RunConfig]:
 
 
 def search_iterations(config: RunConfig) -> int:
-    """Return the number of iterations that backbones are trained for while different β are compared."""
+    """Return for how many iterations policies are trained to compare different values of β."""
     return max(1, ceil(config.iterations * soup_settings(config).search_share))
 
 
@@ -136,8 +137,8 @@ def grid_of(config: RunConfig) -> list[tuple[float, ...]]:
 def merge_points(
     config: RunConfig, statistics: Statistics, beta: float, *, search: bool = False
 ) -> Iterator[PreferencePoint]:
-    """Yield the policy to evaluate for each preference: the merge of the backbones, or the expert if the preference is
-    for one reward only and the soup has experts."""
+    """Yield one policy to evaluate for each preference: usually the merge of the backbones. For a preference for one
+    reward only, it is the policy trained on this reward (expert) if the soup has experts."""
     iterations = search_iterations(config) if search else config.iterations
     runs = backbone_runs(config, statistics, beta, iterations=iterations)
     backbones = [policy_directory(run, iterations) for run in runs]
@@ -154,8 +155,8 @@ def merge_points(
 
 
 def soup_parents(config: RunConfig, backbones: Sequence[str], weights: Sequence[float]) -> tuple[MergeParent, ...]:
-    """Return the backbones with their weights for a merge. With `soup.extrapolate`, the start policy and its weight are
-    included."""
+    """Return the policies to merge, with their weights: the backbones, and with `soup.extrapolate` the start policy
+    too."""
     alpha = soup_settings(config).extrapolate
     scaled, of_start = extrapolate_weights(weights, alpha)
     start = [(policy_directory(start_run(config), 0), of_start)] if alpha else []

@@ -53,8 +53,8 @@ class SoupPoint(Settings):
 
     preference: tuple[float, ...]
     weights: tuple[float, ...]
-    """Weights with which the backbones are merged. Empty if the policy was trained for the preference (expert or
-    oracle)."""
+    """Weights with which the backbones (policies trained on mixes of rewards) are merged. Empty if the policy was
+    trained for the preference (expert or oracle)."""
     run: str
     """Name of the run that evaluated the policy."""
     rewards: tuple[float, ...]

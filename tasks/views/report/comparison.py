@@ -49,7 +49,7 @@ class ComparedRun(Settings):
     run: str
     """Name of the run."""
     iterations: int
-    """Number of sealed iterations."""
+    """Number of completed iterations."""
     before: Accuracy | None
     """First held-out evaluation, or None if the run has no evaluation yet."""
     after: Accuracy | None
@@ -69,7 +69,8 @@ class PairedRuns(Settings):
     challenger: str
     """Name of the run that the user named second. A positive difference means that this run is better."""
     difference: PairedDifference | None
-    """Difference of accuracy challenger − champion with its test, or None if the two runs cannot be compared."""
+    """Difference of the accuracies, second run minus first run, with its test. None if the two runs cannot
+    be compared."""
     why: str = ""
     """Reason why the two runs cannot be compared. Empty if `difference` is set."""
 
