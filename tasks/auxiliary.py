@@ -72,8 +72,8 @@ async def score_tokens(open_run: OpenRun, iteration: Iteration) -> Manifest:
 
 
 def auxiliary_manifests(open_run: OpenRun, iteration: Iteration) -> list[Manifest]:
-    """Return the stored result of the stage that computed scores by reference model, critic and teacher. The list has
-    one item, or none if the algorithm needs no such scores."""
+    """Return the stored scores by reference model, critic and teacher, as a list with one item. The list is empty if
+    the algorithm needs no such scores."""
     return [iteration.stage_manifest("estimates")] if required_models(open_run.settings.algorithm).any else []
 
 

@@ -304,7 +304,7 @@ class RunConfig(Settings):
         return self.normalize(identity)
 
     def normalize(self, recorded: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-        """Return a recorded identity without newer keys whose value means "as before this key existed"."""
+        """Return a recorded identity without newer keys that have the value "as before this key existed"."""
         return encode_recorded(recorded, self.model_copy(update={"alarms": self.revert_alarms}))
 
     def layout(self) -> dict[str, int]:

@@ -101,8 +101,8 @@ async def reserve_update_machines(open_run: OpenRun, iteration: Iteration) -> As
 
 
 def record_measurements(open_run: OpenRun, batch: Batch) -> None:
-    """Add the measured durations of a finished training batch to the run's placement state, and write the batch's
-    duration to the journal."""
+    """Add the measured durations of a finished training batch to the measurements for placement decisions, and write
+    the duration of any batch to the journal."""
     plan, placement_state = batch.plan, open_run.placement
     if placement_state is None:
         return
@@ -264,7 +264,8 @@ def _queue_depths(inputs: DrainInputs) -> JsonValue:
 
 
 class _Stage:
-    """Progress of a running stage, for placement decisions: the remaining work, and the workers that may still move."""
+    """State of a running stage, for placement decisions: the remaining work, and the workers that may still move to
+    another role."""
 
     def __init__(
         self, open_run: OpenRun, placement_state: PlacementState, plan: BatchPlan, fleet: Fleet, planned: Plan

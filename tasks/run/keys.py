@@ -140,7 +140,7 @@ PROMPTS = {split: StageKey.parse(f"prompts/{split}") for split in ("train", "hel
 """Keys of the prompts, by split ("train" or "heldout")."""
 
 TEACHER = StageKey.parse("teacher/model")
-"""Key of the teacher model."""
+"""Key under which the teacher model is stored."""
 
 
 USER_BASE, USER = (StageKey.parse(f"user/{stage}") for stage in ("base", "model"))

@@ -75,7 +75,8 @@ class RecreditTerms(Settings):
 
 
 class DerivedSummary(Settings):
-    """One re-scoring or re-credit of a run, with the iterations for which it is complete."""
+    """New scores (re-scoring) or new advantages (re-credit) that were computed for a run, and the iterations that are
+    complete."""
 
     kind: Kind
     """Whether new scores ("rescore") or new advantages ("recredit") were computed."""

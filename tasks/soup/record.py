@@ -45,7 +45,7 @@ class SoupPart(Settings):
     path: str
     """Directory with the files of the policy, or of its adapter if the policy has one."""
     digest: str
-    """Digest of the policy."""
+    """Digest of the policy's weights."""
 
 
 class SoupPoint(Settings):

@@ -186,7 +186,7 @@ class FinishedCompletion:
     begun: int
     """Policy version that generated the first token of the completion."""
     samples: int
-    """Number of training samples that are made from the completion."""
+    """Number of training samples that the completion gives, which is above 1 if each turn has a separate prompt."""
 
 
 def finished_completions(run: Run, rollouts: Manifest) -> dict[Name, FinishedCompletion]:

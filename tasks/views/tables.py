@@ -88,7 +88,8 @@ def _policy_tables(run: Run) -> Iterator[pa.Table]:
 
 
 def _sample_tables(run: Run) -> Iterator[pa.Table]:
-    """Yield tables with a row for each training sample and its advantages, for the run itself and its re-credits."""
+    """Yield tables with a row for each training sample and its advantages: those that the run trained on, and
+    advantages that were computed again (re-credits)."""
     for number, name, prefix in _stored_iterations(run, "recredit"):
         credit = run.require(StageKey.of(iteration_key(number), "credit").with_prefix(prefix))
         values = {"run": run.name, "iteration": number, "name": name}
@@ -100,7 +101,8 @@ def _sample_tables(run: Run) -> Iterator[pa.Table]:
 
 
 def _score_tables(run: Run) -> Iterator[pa.Table]:
-    """Yield tables with a row for each reward term of each completion, for the run itself and its re-scorings."""
+    """Yield tables with a row for each reward term of each completion: scores that the run trained on, and scores that
+    were computed again (re-scorings)."""
     own = read_recorded(ScoringConfig, run.record.config["scoring"])
     for number, name, prefix in _stored_iterations(run, "rescore"):
         again = None if name is None else rescoring_terms(run, name)
@@ -138,8 +140,9 @@ def _verdicts_by_completion(table: pa.Table) -> Mapping[tuple[int, int], list[di
 
 
 def _stored_iterations(run: Run, kind: Kind) -> Iterator[tuple[int, str | None, str]]:
-    """Yield (iteration, name, prefix of keys) for each completed iteration whose shards are stored. The run's own
-    iterations have no name and no prefix. Those of each re-scoring or re-credit follow with its name."""
+    """Yield (iteration, name, prefix of keys) for each completed iteration whose shards are stored. The run itself
+    comes first and has no name and no prefix. After that, the same iteration is yielded for each re-scoring or
+    re-credit, with its name."""
     numbers = range(1, len(sealed_iterations(run)) + 1)
     deleted, derived = (
         iterations_without_rollouts(run, numbers),

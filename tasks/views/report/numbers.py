@@ -68,8 +68,8 @@ class ChartPlan(Settings):
 def columns_of(
     reports: Sequence[IterationReport], seals: Sequence[Manifest], evaluations: Sequence[Accuracy]
 ) -> Columns:
-    """Return all numbers of a run's iterations and evaluations as columns: those of `rheostat show --json` and further
-    metrics."""
+    """Return all numbers of a run's iterations and evaluations as columns: the numbers in `rheostat show --json`, and
+    further metrics."""
     length = 1 + max([report.iteration for report in reports] + [accuracy.number for accuracy in evaluations] + [0])
     columns = Columns()
 
