@@ -1,5 +1,5 @@
-"""Controllers, which are sub-flows that each perform one role of a run (rollout, scoring or update). They run in this
-process or as flow runs of separate deployments.
+"""Controllers: sub-flows that each perform one role of a run (rollout, scoring or update) by sending work to workers.
+They run in this process or as flow runs of separate deployments.
 
 The holder is the process that has locked the run. It sends work requests (some shards of a batch) to each controller. A
 controller serves a fixed number of iterations and is then replaced by a new one.
@@ -32,11 +32,13 @@ from tasks.run.work_queue import (
 )
 
 Role = Flow[Concatenate[RunRef, ...], Coroutine[object, object, int | State[int]]]
-"""Flow of a role. With a batch it works on that batch. Without a batch it serves the requests of a run's holder."""
+"""Flow that performs one role of a run. With a batch it works on this batch and ends. Without a batch it serves the
+work requests of the process that has locked the run."""
 
 
 class Controllers:
-    """Controllers of an open run. Each one starts with its first request and is replaced after a span of iterations.
+    """All controllers of an open run. Each controller starts with its first work request, serves a number of iterations
+    (`controllers.iterations_per_flow_run`), and is then replaced.
 
     Creating flow runs is the largest cost of using Prefect. So a controller's flow run serves many batches.
     """
@@ -44,8 +46,8 @@ class Controllers:
     def __init__(self, group: asyncio.TaskGroup, open_run: OpenRun, *, deployed: FlowRuns | None) -> None:
         self._group, self._open_run, self._deployed = group, open_run, deployed
         self._around = contextvars.copy_context()
-        """Context of the flow that holds the run. It makes all controllers sub-flows of this flow, whichever task sends
-        the first request."""
+        """Context of the flow that has locked the run. Controllers are started in it, so they become sub-flows of this
+        flow."""
         self._serving: dict[tuple[str, int | None], ControllerSpan] = {}
 
     def send(self, role: Role, number: int | None, request: BatchRequest) -> None:
@@ -88,8 +90,8 @@ _SPAN: contextvars.ContextVar[ControllerSpan] = contextvars.ContextVar("controll
 
 @asynccontextmanager
 async def open_controllers(open_run: OpenRun) -> AsyncIterator[None]:
-    """Run the block with controllers available for the run that this flow holds. An error of one controller stops the
-    other controllers and the flow."""
+    """Run the block with controllers available, so that `run_on_controller` can be called in it. An error of one
+    controller stops the other controllers and the flow."""
     try:
         async with AsyncExitStack() as stack:
             deployed = None
@@ -108,7 +110,7 @@ async def open_controllers(open_run: OpenRun) -> AsyncIterator[None]:
 
 
 async def serve_requests(open_run: OpenRun, run_batch: RunBatch) -> int:
-    """Serve the requests to a controller until there are no more requests. Return the number of served requests."""
+    """Do the requested work until no more requests come. Return the number of requests. Called by a controller."""
     count, controller_span = 0, _SPAN.get(None)
     works = _received_work(open_run, run_batch) if controller_span is None else _queued_work(controller_span, run_batch)
     async with asyncio.TaskGroup() as group:
@@ -126,8 +128,8 @@ async def _queued_work(
 
 
 async def _received_work(open_run: OpenRun, perform: RunBatch) -> AsyncIterator[Coroutine[object, object, None]]:
-    """Yield a coroutine for each request that the holder sends to this controller process. Work that is already in the
-    store is not repeated."""
+    """Yield a coroutine for each work request that arrives from the process that has locked the run. Work whose result
+    is stored already is not repeated."""
 
     async def carry_out(batch: str, shards: Shards) -> None:
         await perform(batch, shards)
@@ -150,10 +152,10 @@ def controller_name() -> str:
 async def run_on_controller(
     role: Role, open_run: OpenRun, *, batch: str, controller: int | None = None, shards: Shards = None
 ) -> None:
-    """Let a role's controller work on a batch, as a sub-flow of this run or in a run of its deployment, and wait for
-    it.
+    """Let a controller of a role work on a batch, and wait until its work is done.
 
-    `controller` is its number among the controllers that share the batch. `shards` are the shards that it works on.
+    `controller` is the number of the controller if several controllers share the batch. `shards` are the shards that it
+    works on, by default all.
     """
     request = BatchRequest(batch, shards)
     _CONTROLLERS.get().send(role, controller, request)

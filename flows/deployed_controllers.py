@@ -1,5 +1,5 @@
-"""Controllers in separate processes. Each is a flow run of a deployment and serves requests of the run's holder (the
-process that has locked the run)."""
+"""Controllers in separate processes. Each is a flow run of a Prefect deployment and serves work requests of the run's
+holder (the process that has locked the run)."""
 
 import asyncio
 import logging
@@ -43,7 +43,7 @@ FINAL_STATES = (StateType.COMPLETED, StateType.FAILED, StateType.CRASHED, StateT
 
 @dataclass(slots=True)
 class FlowRuns:
-    """Flow runs of controllers that this process has started, with the final states known so far."""
+    """Flow runs of controllers that this process has started, with the final states of those that have ended."""
 
     client: PrefectClient
     _open: set[UUID] = field(default_factory=set)
@@ -84,22 +84,22 @@ class FlowRuns:
 
 @asynccontextmanager
 async def connect_to_prefect() -> AsyncIterator[FlowRuns]:
-    """Connect to Prefect to start flow runs."""
+    """Connect to Prefect's API during the block, to start flow runs there."""
     async with get_client() as client:
         yield FlowRuns(client)
 
 
 @dataclass(slots=True)
 class _OpenRequest:
-    """Request that is not finished, with the keys of the manifests that are still missing, in reverse order."""
+    """Work request that is not finished, with the keys of the results that are still missing, in reverse order."""
 
     request: BatchRequest
     missing: list[StageKey]
 
 
 class DeployedController:
-    """Controller in a separate flow run, as managed by the holder of the run. If the flow run is lost, a new one
-    replaces it."""
+    """Controller in a separate flow run, as seen by the process that has locked the run. If the flow run is lost, a new
+    one replaces it."""
 
     def __init__(
         self, role: str, open_run: OpenRun, number: int | None, *, controller_span: ControllerSpan, flow_runs: FlowRuns
@@ -108,15 +108,15 @@ class DeployedController:
         self._span, self._started = controller_span, flow_runs
         self._open_requests: list[_OpenRequest] = []
         self._last_progress = time.monotonic()
-        """Time of the last request, or of the last detected progress."""
+        """Time of the last request or stored result, in seconds of the monotonic clock."""
         self._parts = 0
-        """Number of times that progress was detected."""
+        """Number of times that new results were detected. If it grows, the flow run is making progress."""
         self._is_over = False
-        """Whether there will be no more requests."""
+        """Whether the last request was passed on."""
 
     async def serve(self) -> None:
-        """Pass on all requests. Raises WorkerFailed if a request fails, WorkerLost if too many flow runs in a row are
-        lost."""
+        """Pass on all work requests until the last one is finished. Raises WorkerFailed if a request fails, and
+        WorkerLost if too many flow runs in a row are lost."""
         lost_runs, progress, max_lost = 0, 0, self._open_run.settings.pools.max_restarts
         while self._open_requests or not self._is_over:
             try:
@@ -130,7 +130,7 @@ class DeployedController:
                 logger.warning("%s; attempt %d of %d was lost", lost, lost_runs, max_lost + 1)
 
     async def _follow(self) -> None:
-        """Send the requests to one flow run until it has ended."""
+        """Start a flow run and pass on requests to it until it has ended."""
         open_run = self._open_run
         for pool in open_run.get_controller_pools(self._role):  # started here: workers end with their parent
             await open_run.get_pool(pool)
@@ -150,14 +150,13 @@ class DeployedController:
                 outbox.close()
 
     def _first_iteration(self) -> int:
-        """Return the number of the first iteration that a new flow run must serve."""
+        """Return the number of the first iteration for which a new flow run has to work."""
         return max(
             self._span.first, *(_iteration_of(open_request.request) for open_request in self._open_requests[:1]), 1
         )
 
     def _check_commits(self) -> None:
-        """Check which manifests were committed since the last check, and notify the tasks that wait for finished
-        requests."""
+        """Check which results were stored since the last check, and wake the tasks whose requests are finished."""
         for open_request in self._open_requests:
             before = len(open_request.missing)
             while open_request.missing and self._open_run.run.has(open_request.missing[-1]):
@@ -186,13 +185,13 @@ class DeployedController:
                 outbox.put(_build_message(request))
 
     def _keys_of(self, request: BatchRequest) -> list[StageKey]:
-        """Return the keys of the manifests that complete a request, in reverse order."""
+        """Return the keys of all results that a request produces, in reverse order."""
         if request.shards is None:
             return [StageKey.of(request.batch, self._role)]
         return [StageKey.of(request.batch, self._role, shard) for shard in reversed(request.shards)]
 
     async def _has_ended(self, child: FlowRun, outbox: Outbox) -> bool:
-        """Return whether there are no more requests and the flow run has ended.
+        """Return whether all requests are finished and the flow run has ended.
 
         Raises WorkerLost if the flow run is lost, WorkerFailed if it failed.
         """

@@ -1,5 +1,5 @@
-"""Generation and scoring of one batch. Each controller works on separate shards of the batch. Generation and scoring
-run at the same time or one after the other."""
+"""Generation and scoring of one batch, at the same time or one after the other. Each controller works on separate
+shards of the batch."""
 
 import asyncio
 
@@ -13,7 +13,8 @@ from tasks.run.open_run import OpenRun
 
 
 async def generate_and_score(open_run: OpenRun, batch: Batch) -> None:
-    """Generate and score every shard of a batch. The failure of one controller stops the others."""
+    """Generate and score all completions of a batch, with workers assigned as the placement policy decides. The failure
+    of one controller stops the others."""
     async with open_run.slots_lock:
         plan = await place_stage(open_run, batch)
         if plan.mode == "colocated":
@@ -24,7 +25,7 @@ async def generate_and_score(open_run: OpenRun, batch: Batch) -> None:
 
 
 async def generate_then_score(open_run: OpenRun, batch: Batch) -> None:
-    """Generate with all workers first, and score with all workers after that."""
+    """Generate all completions with all worker slots, and then score them with all worker slots."""
     async with asyncio.TaskGroup() as group:
         start_rollout(group, open_run, batch)
     async with asyncio.TaskGroup() as group:
@@ -43,12 +44,13 @@ async def score_while_generating(open_run: OpenRun, batch: Batch, plan: Plan) ->
 
 
 def start_rollout(group: asyncio.TaskGroup, open_run: OpenRun, batch: Batch) -> None:
-    """Start one task per rollout controller, each with its slice of the shards."""
+    """Let each rollout controller generate a part of the batch's shards. Starts one task per controller."""
     for number, shards in enumerate(slice_shards(batch.shards, controllers=open_run.settings.controllers.count)):
         group.create_task(run_on_controller(rollout, open_run, batch=batch.key, controller=number, shards=shards))
 
 
 def start_scoring(group: asyncio.TaskGroup, open_run: OpenRun, batch: Batch) -> None:
-    """Start one task per scoring controller. Each scores the shards that one rollout controller generates."""
+    """Let each scoring controller score the shards that one rollout controller generates. Starts one task per
+    controller."""
     for number, shards in enumerate(slice_shards(batch.shards, controllers=open_run.settings.controllers.count)):
         group.create_task(run_on_controller(scoring, open_run, batch=batch.key, controller=number, shards=shards))

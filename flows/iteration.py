@@ -22,13 +22,13 @@ from tasks.run.stages import tag_tasks
 from tasks.tracking.follow import track_iteration, update_metrics_file
 
 CLOSE_AFTER_SECONDS = 0.05
-"""Delay in seconds before an iteration is sealed, so that pending requests reach the workers before sealing uses the
-CPU."""
+"""Delay in seconds before an iteration is marked as complete (sealed). Pending requests first reach the workers,
+because sealing uses the CPU."""
 
 
 async def generate_iteration(open_run: OpenRun, number: int) -> None:
-    """Generate and score the rollouts of an iteration, batch by batch. Work that is already in the store is not
-    repeated."""
+    """Generate and score the completions of an iteration, batch by batch, until enough groups have unequal rewards.
+    Work whose result is stored already is not repeated."""
     this = Iteration(open_run.run, number)
     with tag_tasks(this.key):
         wave: Batch | None = plan_iteration(open_run, this)
@@ -48,9 +48,10 @@ async def train_iteration(open_run: OpenRun, number: int) -> None:
 
 
 async def close_iteration(open_run: OpenRun, number: int, thread: Executor) -> None:
-    """Seal a trained iteration, delete the policies and rollouts that are now too old, and report the iteration.
+    """Mark a trained iteration as complete (seal), delete the policies and rollouts that are now too old, and report
+    the iteration.
 
-    The next iteration runs meanwhile. It does not need the seal, because it continues from the same manifests.
+    The next iteration runs meanwhile. It does not need the seal, because it reads the results of the stages directly.
     """
     this = Iteration(open_run.run, number)
     with tag_tasks(this.key):

@@ -1,4 +1,4 @@
-"""Measurement of held-out accuracy, both for initial policies and for policies after a number of iterations."""
+"""Held-out accuracy of policies before the first iteration and after any iteration."""
 
 from prefect import flow
 
@@ -12,14 +12,15 @@ from tasks.views.metrics import Accuracy
 
 
 async def measure_policy(open_run: OpenRun, policy: str) -> Accuracy | None:
-    """Measure the policy with this manifest key. Return None if the rewards need models, which do not exist at this
-    stage."""
+    """Measure the held-out accuracy of a policy before the first iteration. `policy` is the key of the stored policy.
+    Return None if a reward needs a model, because reward models do not exist yet."""
     return None if open_run.settings.scoring.model_rewards else await measure_heldout_accuracy(open_run.ref, policy)
 
 
 @flow(name="measurement", flow_run_name="held-out accuracy of {policy}")
 async def measure_heldout_accuracy(run: RunRef, policy: str) -> Accuracy:
-    """Generate and score one completion for each held-out problem."""
+    """Generate and score completions for the held-out problems, and store the accuracy. `policy` is the key of the
+    policy."""
     open_run = get_open_run(run)
     batch = plan_measurement(open_run, policy)
     await generate_and_score(open_run, batch)

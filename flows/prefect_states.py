@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def install_state_handling() -> None:
-    """Install the handling of cancellations and bad input in this process. Repeated calls have no effect."""
+    """Make Prefect report cancellations and bad input correctly in this process. Repeated calls have no effect."""
     for engine in (flow_engine, task_engine):
         engine.exception_to_crashed_state = _build_state  # type: ignore[attr-defined]
     for name in ("prefect.flow_runs", "prefect.task_runs", "prefect.engine", "asyncio"):

@@ -1,4 +1,4 @@
-"""Training before the first iteration: sub-flows for the policy and its reward models.
+"""Training before the first iteration, as sub-flows for the policy and for reward models.
 
 The flows that users start are in separate modules. On import Prefect creates a form of the whole configuration for each
 flow, which takes a third of a second.
@@ -12,19 +12,19 @@ from tasks.run.open_run import RunRef, get_open_run
 
 @flow(name="fine-tuning", flow_run_name="fine-tuning")
 async def run_fine_tuning(run: RunRef) -> None:
-    """Train the initial policy on worked examples."""
+    """Train the initial policy on worked examples, before reinforcement learning."""
     await fine_tune_policy(get_open_run(run))
 
 
 @flow(name="preference-learning", flow_run_name="preference learning")
 async def run_preference_training(run: RunRef) -> None:
-    """Train the policy on preferences after its warm-up."""
+    """Train the policy on pairs of better and worse completions, after its warm-up if there is one."""
     await train_policy_on_preferences(get_open_run(run))
 
 
 @flow(name="reward-modelling", flow_run_name="reward modelling")
 async def train_reward_models(run: RunRef) -> None:
-    """Create and train every model behind a reward that runs in worker slots."""
+    """Build or copy the model of each reward that is computed in worker slots, and train it if the run trains it."""
     open_run = get_open_run(run)
     for term in open_run.settings.scoring.hosted_rewards:
         base = await make_reward_model(open_run, term)

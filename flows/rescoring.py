@@ -1,4 +1,4 @@
-"""Flows that score stored rollouts again with other rewards, or credit them again with another algorithm.
+"""Flows that compute new scores with other rewards, or new advantages with another algorithm, from stored rollouts.
 
 Nothing is generated.
 """
@@ -47,7 +47,7 @@ async def rescore(request: Rescoring) -> None:
 
 @flow(name="recredit", flow_run_name="{request.config.name} {request.name}")
 async def recredit(request: Recredit) -> None:
-    """Compute the credit of the selected iterations of a run again. If started again, only missing iterations are
+    """Compute new advantages for the selected iterations of a run. If started again, only missing iterations are
     computed."""
     derived = DerivedResult("recredit", request.name)
     async with reopen_run(request.config) as open_run:

@@ -1,5 +1,5 @@
 """Flow for scheduled retraining. Each retrain is a new run of the job, followed by the decision whether its policy
-becomes champion."""
+becomes the champion."""
 
 from datetime import date
 
@@ -20,7 +20,8 @@ from tasks.promotion.suites import find_opponent, policies_to_compare, suites_of
 
 
 def _build_name() -> str:
-    """Return the name of the day's run, for the flow run that Prefect is about to start."""
+    """Return the name of the run, which ends with the day, as the name of the flow run that Prefect is
+    about to start."""
     parameters = flow_run.parameters
     return with_date(parameters["config"], parameters["day"] or flow_run.scheduled_start_time).name
 

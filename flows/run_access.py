@@ -50,7 +50,7 @@ flows."""
 _VALUES: Final = TypeAdapter(dict[str, str])
 
 BatchWork = Callable[[OpenRun, Batch, Sequence[int]], Awaitable[object]]
-"""Function that performs the work of a role, such as scoring, for the given shards of a batch."""
+"""Function that does the work of one role, such as scoring, for some shards of a batch."""
 
 
 @asynccontextmanager
@@ -99,7 +99,7 @@ async def lock_run(
 
 @contextmanager
 def _report_run(open_run: OpenRun) -> Iterator[None]:
-    """Report to Prefect that a run has started (with the number of completed iterations), and later how it ended."""
+    """Send Prefect events about a run: now that it has started, and at the end of the block how it ended."""
     run = open_run.run
     emit_of_run(run.name, "run.started", iterations=next_iteration(run) - 1)
     outcome = "stopped"
@@ -115,7 +115,8 @@ def _report_run(open_run: OpenRun) -> Iterator[None]:
 
 @asynccontextmanager
 async def reopen_run(config: RunConfig) -> AsyncIterator[OpenRun]:
-    """Lock an existing run for this process to derive more from it with `config`. The recorded configuration is kept.
+    """Lock an existing run and open it with the settings in `config`, to compute something new from its stored results.
+    The recorded configuration is kept.
 
     Raises RunLocked if another process holds the run.
     """
@@ -128,7 +129,8 @@ async def reopen_run(config: RunConfig) -> AsyncIterator[OpenRun]:
 
 @asynccontextmanager
 async def join_run(ref: RunRef) -> AsyncIterator[OpenRun]:
-    """Open the run for a controller: use the run that this process has open, or join the run from a separate process.
+    """Open the run for a controller. If this process has the run open, that one is used, otherwise the process joins
+    the run of another process.
 
     If several tasks of a controller fail together, the first cause is raised, and its message is shown in the flow's
     state.
@@ -143,12 +145,13 @@ async def join_run(ref: RunRef) -> AsyncIterator[OpenRun]:
 async def run_controller(
     run: RunRef, batch: str | None, *, work: BatchWork, slots: Role | None = None
 ) -> int | State[int]:
-    """Perform a role's work for one batch, or for all requests of the run's holder. Return the number of batches.
+    """Do a role's work for one batch, or for all requests of the process that has locked the run. Return the number of
+    batches.
 
-    `slots` is the role whose workers use the worker slots. If a single batch is requested and no process holds the run,
-    this function assigns the slots. If the controller no longer receives messages from the holder, the flow run ends as
-    crashed. The holder, if it still runs, then starts a successor. Raises BadInput if no batch is given and no process
-    holds the run.
+    `slots` is the role whose workers use the worker slots. If a single batch is requested and no process has locked the
+    run, this function assigns the slots. If the controller no longer receives messages, the flow run ends as crashed,
+    and the process that has locked the run starts a successor if it is still alive. Raises BadInput if no batch is
+    given and no process has locked the run.
     """
     if batch is None and run.epoch is None and not is_open(run):
         raise BadInput(
@@ -169,7 +172,7 @@ async def run_controller(
 
 
 async def _carry_out(open_run: OpenRun, work: BatchWork, batch: str, shards: Shards) -> None:
-    """Perform the work for some shards of a planned batch, or for all shards if `shards` is None."""
+    """Do a role's work for some shards of a planned batch, or for all shards if `shards` is None."""
     planned = Batch.read(open_run.run, batch)
     with tag_tasks(batch):
         await work(open_run, planned, planned.shards if shards is None else shards)
@@ -201,7 +204,7 @@ async def _join(ref: RunRef) -> AsyncIterator[OpenRun]:
 
 
 async def _prepare_process() -> None:
-    """Install error handling, configure logging, and load keys from Prefect."""
+    """Prepare this process for running flows: error handling, logging, and keys from Prefect's Secret blocks."""
     install_state_handling()
     log_visibly("prefect", *PACKAGES)
     await _load_secrets()

@@ -27,7 +27,8 @@ async def scoring(run: RunRef, batch: str | None = None, controller: int = 0, fi
 
 
 async def judge_and_score(open_run: OpenRun, batch: Batch, shards: Sequence[int]) -> None:
-    """Judge shards by every model-based reward and then score them, each as soon as it is generated."""
+    """Compute the verdicts of judges and reward models for some shards, and then the scores. Each shard is processed as
+    soon as its completions are generated."""
     async with asyncio.TaskGroup() as group:
         for term in open_run.settings.scoring.model_rewards:
             group.create_task(judge_shards(open_run, batch, shards, term))

@@ -58,8 +58,8 @@ async def soup(config: RunConfig, accept_change: bool = False) -> SoupRecord:
 
 
 async def _search(config: RunConfig, statistics: Statistics, accept_change: bool) -> dict[float, float]:
-    """Train the backbones of every candidate beta for a part of the iterations. Return the hypervolume of each beta's
-    front, the best first."""
+    """Train policies for each value of β in `soup.candidates` for a part of the iterations, to find the best β. Return
+    the hypervolume of the measured rewards by β, the best first. Empty if no candidates are configured."""
     iterations, points = search_iterations(config), dict[float, list[PreferencePoint]]()
     for beta in soup_settings(config).candidates if soup_settings(config).mixes else ():
         await _train(backbone_runs(config, statistics, beta, iterations=iterations), accept_change)

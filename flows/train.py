@@ -43,10 +43,11 @@ async def train(config: RunConfig, accept_change: bool = False) -> RunSummary:
 
 
 async def run_iterations(open_run: OpenRun) -> None:
-    """Run the remaining iterations. First seal (mark as complete) iterations that were trained but interrupted before
-    their seal.
+    """Run the remaining iterations of a run, with evaluations, until the configured number is reached or an alarm or
+    the budget ends the run.
 
-    A single thread seals iterations, so seals stay in order. The run stays locked until this thread has ended.
+    Iterations that were trained but not marked as complete (sealed) before an interruption are sealed first. A single
+    thread seals iterations, so seals stay in order. The run stays locked until this thread has ended.
     """
     config, (unclosed, remaining) = open_run.settings, find_remaining_iterations(open_run)
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="book-keeping") as thread:

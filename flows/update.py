@@ -26,5 +26,6 @@ async def update(run: RunRef, batch: str | None = None, first: int = 1) -> int |
 
 
 async def train_policy(open_run: OpenRun, batch: Batch, shards: Sequence[int]) -> None:
-    """Train the ranks on all samples of an iteration, whose credit must be in the store. `shards` is not used."""
+    """Train the policy on all samples of an iteration, on all update ranks. The samples must be stored. `shards` is not
+    used."""
     await update_policy(open_run, Iteration(open_run.run, batch.plan.number))

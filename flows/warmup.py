@@ -1,5 +1,5 @@
-"""Preparation of a run: the initial policy and its supervised training, the prompts, and the models for rewards and
-credit."""
+"""Preparation of a run before the first iteration: initial policy with its supervised training, prompts, and other
+models."""
 
 from prefect import flow
 
@@ -17,7 +17,8 @@ from tasks.run.open_run import RunRef, get_open_run
 
 @flow(name="warmup", flow_run_name="warm-up")
 async def prepare_run(run: RunRef) -> None:
-    """Create version 0 of the policy, both splits of the prompts, the reward models, the teacher and the critic."""
+    """Create everything that the first iteration needs: version 0 of the policy, the prompts, and, if configured,
+    reward models, teacher and critic."""
     open_run = get_open_run(run)
     await prepare_policy_and_prompts(open_run)
     if uses_fine_tuning(open_run):

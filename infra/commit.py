@@ -12,14 +12,14 @@ _WRITTEN = Path(__file__).with_name("commit.txt")
 
 
 def find_commit() -> str:
-    """Return the first 12 digits of the commit, followed by `-dirty` if there are uncommitted changes. Return "" if the
-    commit is unknown."""
+    """Return the commit of this installation or checkout: 12 digits, and `-dirty` if there are uncommitted changes.
+    Return "" if the commit is unknown."""
     return _WRITTEN.read_text().strip() if _WRITTEN.exists() else describe_checkout(Path(__file__).parents[1])
 
 
 def describe_checkout(home: Path) -> str:
-    """Return the commit of a checkout in the same form as `find_commit`. Return "" if the directory is not a checkout
-    or git fails."""
+    """Return the commit of the git checkout in `home`, in the same form as `find_commit`. Return "" if the directory is
+    not a checkout or git fails."""
     if not (home / ".git").exists():
         return ""
     command = ["git", "-C", str(home), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]

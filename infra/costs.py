@@ -21,11 +21,12 @@ class Cost(Settings):
     worker_seconds: float = 0.0
     """Seconds for which workers were reserved, summed over all workers. Includes both busy and idle time."""
     busy_seconds: float = 0.0
-    """Seconds that workers spent on work whose results were committed. This is a part of `worker_seconds`."""
+    """Seconds that workers spent on work whose results were stored. This is a part of `worker_seconds`."""
     gpu_seconds: float = 0.0
     """Seconds for which GPUs were reserved for workers, summed over all GPUs."""
     bytes: int = 0
-    """Total size in bytes of the shards and bundles that were added to the store."""
+    """Total size in bytes of the data that was added to the store: tables (shards), and folders such as
+    model weights."""
     judge_calls: int = 0
     """Number of responses from reward models and judges, including canary requests and retries."""
     price: float = 0.0
@@ -47,7 +48,7 @@ class Cost(Settings):
         return self.gpu_seconds / HOUR
 
     def cells(self) -> dict[str, str]:
-        """Return the costs as formatted table cells, by column name."""
+        """Return the costs as formatted table cells, by column heading."""
         return {
             "prompt tokens": f"{self.prompt_tokens:,}",
             "generated": f"{self.written_tokens:,}",
@@ -74,20 +75,21 @@ class Cost(Settings):
 
 
 def total(costs: Iterable[Cost]) -> Cost:
-    """Return the sum of several costs."""
+    """Add several costs: return a `Cost` in which each field is the sum over `costs`."""
     each = [cost.model_dump() for cost in costs]
     return Cost.model_validate({name: sum(cost[name] for cost in each) for name in Cost.model_fields})
 
 
 class Account:
-    """Running total of the costs of a run, kept by the process that drives the run."""
+    """Running total of the costs of a run, kept by the process that trains it, to end the run at the limit of its
+    budget."""
 
     def __init__(self) -> None:
         self.spent = Cost()
-        """Total costs so far."""
+        """Total costs of the run so far."""
         self.unsealed: dict[int, Mapping[str, Cost]] = {}
-        """Costs of iterations that are not sealed: the update is done, but the iteration's final commit is not. By
-        iteration, then by role."""
+        """Costs of iterations whose update is done but whose final record is not written yet, by iteration and then by
+        role."""
         self._since = time.monotonic()
 
     def seconds_since_last_call(self) -> float:
@@ -96,5 +98,5 @@ class Account:
         return self._since - before
 
     def add(self, costs: Mapping[str, Cost]) -> None:
-        """Add the costs of several roles to the total."""
+        """Add costs, given by role, to the total."""
         self.spent = total([self.spent, *costs.values()])

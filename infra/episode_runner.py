@@ -123,7 +123,7 @@ def _reward(value: object) -> float | None:
 
 
 def shorten_step(step: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a step whose messages together are not too large to be sent. The middle of longer texts is removed.
+    """Return a step whose messages together are small enough to be sent. The middle of long texts is removed.
 
     Raises NoStep if the step has too many messages.
     """
@@ -138,7 +138,7 @@ def shorten_step(step: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _size_of(message: Mapping[str, str]) -> int:
-    """Return the bytes of a message as JSON."""
+    """Return the size of a message as JSON, in bytes."""
     return len(json.dumps(message))
 
 
@@ -202,7 +202,7 @@ def _refuse_result(value: object) -> object:
 
 
 def build_schemas(tools: Sequence[Any], *, skip_unknown: bool = False) -> list[dict[str, Any]]:
-    """Return the schemas of tools for chat templates, derived from type hints and docstrings.
+    """Return descriptions of tools (JSON schemas) for chat templates, derived from type hints and docstrings.
 
     Tools that are schemas already are returned unchanged. With `skip_unknown`, docstrings are not required, and tools
     whose type hints are not sufficient are left out. Otherwise raises ValueError if a schema cannot be derived.
@@ -228,7 +228,8 @@ def _schemas_from_type_hints(tool: Callable[..., object], library: Any) -> list[
 
     @functools.wraps(tool)
     def documented(*args: object, **kwargs: object) -> object:
-        """Stand for the tool, because the library derives no schema without a docstring for each parameter."""
+        """Call the tool. This wrapper gets a generated docstring, because the library needs one with every
+        parameter."""
         return tool(*args, **kwargs)
 
     try:
@@ -248,7 +249,7 @@ def _schemas_from_type_hints(tool: Callable[..., object], library: Any) -> list[
 
 
 class LiveEpisodes:
-    """Environment objects of the unfinished episodes in this process."""
+    """Environment objects of the unfinished episodes in this process, so that each turn is processed only once."""
 
     def __init__(self, make: Callable[[], Any], role: str) -> None:
         self._make, self._role = make, role

@@ -56,8 +56,8 @@ MAX_OTHER_PLACES: Final = 3
 
 
 class InputErrors:
-    """Collector of input errors at several locations, such as the lines of a file. All errors are reported together in
-    one line."""
+    """Collector of the input errors at several places, such as the lines of a file, to report them together in one
+    line."""
 
     def __init__(self) -> None:
         self._places: dict[str, list[str]] = {}
@@ -65,7 +65,7 @@ class InputErrors:
 
     @contextmanager
     def collect(self, place: str) -> Iterator[None]:
-        """Run the block. If it raises BadInput, store the error as the problem of this location."""
+        """Run the block that reads one place of the input. If it raises BadInput, keep the error and continue."""
         try:
             yield
         except BadInput as error:
@@ -76,7 +76,7 @@ class InputErrors:
                 places += [place] if len(places) <= MAX_OTHER_PLACES else []
 
     def check(self) -> None:
-        """Raise BadInput with all stored problems and their locations. Do nothing if there are no problems."""
+        """Raise BadInput that lists all collected errors with their places. Do nothing if there are none."""
         if not self._count:
             return
         lines = [
@@ -115,7 +115,7 @@ class HolderLost(RheostatError):
 
 
 class Conflict(RheostatError):
-    """Raised when two different results are committed under the same manifest key."""
+    """Raised when two different results are committed under the same key of a run."""
 
 
 class ClusterFailed(RheostatError):
@@ -181,7 +181,8 @@ class AlarmStopped(RheostatError):
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """Return the error itself. For an exception group, return its first error, preferably an error of Rheostat."""
+    """Return the error to report to the user. For an exception group, this is its first error, preferably an error of
+    Rheostat. Any other error is returned unchanged."""
     while isinstance(error, BaseExceptionGroup):
         ours, _ = error.split(RheostatError)
         error = (ours or error).exceptions[0]

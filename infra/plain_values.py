@@ -47,7 +47,7 @@ def to_number(value: object) -> float:
 
 
 def _is_number(value: object) -> bool:
-    """Whether a value is a real number of Python or decimal, or a scalar that numpy registers as one."""
+    """Return whether a value is a real number: a number of Python or decimal, or a number type of numpy."""
     return isinstance(value, (numbers.Real, Decimal))
 
 
@@ -66,7 +66,7 @@ def _to_scalar(value: Any) -> Any:  # noqa: ANN401 -- a user's object
 
 
 def has_no_dimensions(value: object) -> bool:
-    """Whether a value is an array, a tensor or a scalar of numpy with the shape ()."""
+    """Return whether a value is an array, tensor or numpy scalar with the shape ()."""
     shape = getattr(value, "shape", None)
     return isinstance(shape, tuple) and not shape
 
@@ -103,12 +103,12 @@ def to_json_value(value: Any) -> Any:  # noqa: ANN401 -- a user's object
 
 
 def _to_key(key: object) -> object:
-    """Return the key of a mapping, with numbers of numpy, torch and decimal as Python's."""
+    """Return the key of a mapping for JSON. Numbers of numpy, torch and decimal become Python numbers."""
     return to_json_value(key) if has_no_dimensions(key) or isinstance(key, (Decimal, Fraction)) else key
 
 
 def _to_json_number(value: Any) -> int | float | bool:  # noqa: ANN401 -- a number of any library
-    """Return a number as an int if its type or its spelling has no decimal places, else as a float."""
+    """Return a number for JSON: as an int if its type or its notation has no decimal places, otherwise as a float."""
     if isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, Decimal):

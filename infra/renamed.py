@@ -24,7 +24,7 @@ _KIND: Final = "kind"
 
 @dataclass(frozen=True, slots=True)
 class RenamedFrom:
-    """Annotation of a renamed key, added to the type of the key.
+    """Annotation for a configuration key that was renamed. It is added to the type of the key.
 
     Example: `exclude_ids_path: Annotated[Location | None, RenamedFrom("without")] = None`.
     """
@@ -35,8 +35,8 @@ class RenamedFrom:
 
 @dataclass(frozen=True, slots=True)
 class RenamedValue:
-    """Annotation of a key with a renamed value, added to the type of the key. Each renamed value has a separate
-    annotation."""
+    """Annotation for a configuration key with a renamed value. It is added to the type of the key, once for each
+    renamed value."""
 
     old: str
     """Old name of the value, which stored runs contain."""
@@ -62,8 +62,7 @@ class Renames:
 
 
 def find_renames(model: type[BaseModel]) -> Renames:
-    """Return the renamed keys and values of a configuration class, which are read from the annotations of its
-    fields."""
+    """Collect the renamed keys and values of a configuration class from the annotations of its fields."""
     fields = model.model_fields
     kinds = {name: _renamed_kinds(field_models(field)) for name, field in fields.items()}
     values = {name: _renamed_values(field) for name, field in fields.items()}
@@ -92,7 +91,7 @@ def _renamed_kinds(models: Sequence[type[BaseModel]]) -> dict[str, str]:
 
 
 Report = Callable[[str, str], None]
-"""Function that is called for each renamed key or value in a document, with its old and its present name."""
+"""Function that is called for each old name in a document, with the old and the present name."""
 
 
 def read_names(
@@ -118,7 +117,7 @@ def read_names(
 
 
 def _rename_kind(value: object, kinds: Mapping[str, str], name: str, report: Report) -> object:
-    """Return a table, or a list of tables, with the present name of the value of `kind`."""
+    """Return a table, or a list of tables, in which an old value of `kind` is replaced by its present name."""
     if isinstance(value, list | tuple) and kinds:
         return [_rename_kind(each, kinds, name, report) for each in value]
     if not isinstance(value, Mapping) or not isinstance(kind := value.get(_KIND), str) or kind not in kinds:

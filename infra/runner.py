@@ -144,7 +144,7 @@ def compute_value(
 
 
 def one_line(message: str) -> str:
-    """Return a message as one line of at most 200 characters, in which memory addresses are masked.
+    """Return a message as one line of at most 200 characters, with memory addresses masked.
 
     The message is stored in a shard. Therefore the same inputs must give the same message.
     """
@@ -180,7 +180,7 @@ def _numbers(result: object, part: str, expected: int) -> list[float]:
 
 
 def frame(content: object) -> bytes:
-    """Encode content as a frame (length and JSON) for the pipe."""
+    """Encode content for the pipe: its length, then the content as JSON."""
     body = json.dumps(content).encode()
     return len(body).to_bytes(LENGTH_BYTES, "big") + body
 
@@ -202,8 +202,8 @@ def _write(pipe: int, content: bytes) -> None:
 
 
 def _load(function: Mapping[str, Any]) -> tuple[Callable[..., object], list[str]]:
-    """Import a function, and check that it accepts the parameters (prompt, completion, answer, **options) and the
-    parameter for parts.
+    """Import a function, and check that it accepts prompt, completion, answer, the options, and the parameter for
+    parts.
 
     Also return which of the parameters `images` and `messages` the function has. Raises InvalidTarget if the parameters
     are wrong.
@@ -232,8 +232,8 @@ def _extra_parameters(function: Callable[..., object]) -> list[str]:
 
 
 def _forget(name: str) -> None:
-    """Remove a module from this process if the user has a module with the same name, so that the user's module is
-    imported."""
+    """Remove a module from this process if the user has a module of the same name, so that importing it loads the
+    user's module."""
     loaded = getattr(sys.modules.get(name), "__spec__", None)
     if loaded is not None and loaded.has_location:
         before = sys.modules.pop(name)

@@ -64,8 +64,8 @@ def limit(limits: Mapping[str, int], *, lasts: bool = False) -> None:
 
 
 def run_program(order: Mapping[str, Any], limits: Mapping[str, int], hidden: Iterable[int]) -> dict[str, str]:
-    """Run this Python with the arguments, files and input of a program. Return its output, and a description of the end
-    if the program failed."""
+    """Run Python with the arguments, files and input of a program. Return the output, and a description of the end if
+    the program failed, under the keys "output" and "ending"."""
     for name, text in order["files"].items():
         Path(FOLDER, name).write_text(text, encoding="utf-8", errors="replace")
     input_file = os.memfd_create("input")
@@ -134,8 +134,7 @@ def run_in_fork(
 
 
 def _describe_excess(limits: Mapping[str, int]) -> str | None:
-    """Return a description of the limit that all processes of a call together exceed, or None if they exceed no
-    limit."""
+    """Describe the limit that the processes of a call exceed together, or return None if they exceed no limit."""
     others = _others()
     if len(others) > limits["processes"]:
         return f"its process started more than {limits['processes']}"
@@ -172,7 +171,7 @@ def decode_result(written: bytes, status: int | None, reason: str | None) -> lis
 
 
 def describe_end(status: int) -> str:
-    """Return a description of how a process ended, computed from its exit status."""
+    """Describe how a process ended, from its exit status."""
     if os.WIFSIGNALED(status):
         return f"{KILLED}{signal_name(os.WTERMSIG(status))}"
     return f"its process ended with exit code {os.WEXITSTATUS(status)}"

@@ -159,7 +159,7 @@ def _check_command(app: App, words: Sequence[str]) -> None:
 
 
 def command_names(app: App) -> list[str]:
-    """Return the names of all commands of an app."""
+    """Return the names of all commands of an app, without its options."""
     return [name for name in app if not name.startswith("-")]
 
 

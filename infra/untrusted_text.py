@@ -90,7 +90,8 @@ def redact(text: str, *secrets: str) -> str:
 
 
 def _spans(text: str, secret: str) -> Iterator[_Span]:
-    """Yield the spans of a text that contain a secret in any encoding. Nested escapes are decoded level by level."""
+    """Yield (first, last) for each part of a text that contains a secret in any encoding. Nested escapes are decoded
+    level by level."""
     data = secret.encode("utf-8", "replace")
     needles = [secret]
     dense = [_base64_core(data, before) for before in range(3)]

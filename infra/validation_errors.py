@@ -17,8 +17,8 @@ NAMES = 20  # names that are listed if none is similar
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> str:
-    """Return all problems of a configuration in one line. Unknown keys are listed first, because they often cause the
-    other problems."""
+    """Explain all problems of an invalid configuration in one line. Unknown keys come first, because they often cause
+    the other problems."""
     errors = error.errors()
     # A list with wrong items is also reported as too short. Only the innermost problem helps.
     inner = {problem["loc"][:depth] for problem in errors for depth in range(1, len(problem["loc"]))}
@@ -30,8 +30,7 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """Return the text `; did you mean 'x'?` with the most similar known name, or an empty string if no known name is
-    similar."""
+    """Return a suggestion `; did you mean 'x'?` with the most similar known name, or "" if no known name is similar."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -94,8 +93,8 @@ def _translate(message: str) -> str:
 
 
 def _locate(location: Sequence[int | str], root: type[BaseModel]) -> tuple[str, Models, Models]:
-    """Return the dotted key of an error without union tags, the models that can contain its last part, and all variants
-    of the innermost union."""
+    """Find out what an error is about: return the dotted key without union tags, the models that can contain the last
+    part of the key, and all variants of the innermost union."""
     models: Models = [root]
     variants: Models = [root]
     key: list[str] = []
@@ -111,7 +110,7 @@ def _locate(location: Sequence[int | str], root: type[BaseModel]) -> tuple[str, 
 
 
 def _variants_at(location: Sequence[int | str], root: type[BaseModel]) -> Models:
-    """Return the models of the union at a location in the configuration."""
+    """Return the models that a table at this location in the configuration can have."""
     _, models, _ = _locate([*location, ""], root)
     return models
 

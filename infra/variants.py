@@ -42,8 +42,8 @@ class Variant(Settings):
         return self.label
 
     def ships_with(self, package: str) -> bool:
-        """Whether the class and its implementation both belong to a top-level package, whose tests check that they
-        match."""
+        """Return whether the class and its implementation both belong to a top-level package, whose tests check that
+        they match."""
         return all(name.startswith(f"{package}.") for name in (type(self).__module__, self.implementation))
 
 
@@ -77,7 +77,7 @@ class Target(Settings):
 
 @dataclass(frozen=True)
 class OneOf:
-    """Annotation of a field that lists the variants (alternative configuration classes) that its value can have.
+    """Annotation of a setting that lists the classes (variants) from which users can choose with `kind`.
 
     The last variant is a `Target`, which represents any user's class.
     """

@@ -17,8 +17,8 @@ from tasks.run.stages import run_once, stage
 
 
 def find_stored_teacher(settings: RunConfig) -> TeacherDirectory | None:
-    """Return the teacher whose model is stored in the run, or None if there is no teacher or it is served by an
-    endpoint."""
+    """Return the configured distillation teacher if the run copies its model into the store. Return None if there
+    is no teacher, or if an endpoint serves the teacher."""
     distillation = settings.algorithm.distillation
     return None if distillation is None else distillation.teacher.local_model
 
@@ -51,8 +51,8 @@ async def compute_auxiliary_scores(open_run: OpenRun, iteration: Iteration) -> N
 
 @stage("{iteration.key} estimates", retries=2)
 async def score_tokens(open_run: OpenRun, iteration: Iteration) -> Manifest:
-    """Compute auxiliary scores on the update ranks for every token that the credit stage reads. This includes surplus
-    groups of the previous iteration."""
+    """Compute per-token scores by the reference model, the critic and the teacher on the update ranks, for all
+    completions that the credit stage reads. They include surplus groups (left over from the previous iteration)."""
     needs, scored, policy = required_models(open_run.settings.algorithm), iteration.scored_rollouts(), iteration.policy
     reference = iteration.initial_policy if needs.reference else None
     critic = iteration.critic if needs.critic else None
@@ -72,7 +72,8 @@ async def score_tokens(open_run: OpenRun, iteration: Iteration) -> Manifest:
 
 
 def auxiliary_manifests(open_run: OpenRun, iteration: Iteration) -> list[Manifest]:
-    """Return the manifest of the iteration's auxiliary scores, or an empty list if the algorithm needs none."""
+    """Return the stored scores by reference model, critic and teacher, as a list with one item. The list is empty if
+    the algorithm needs no such scores."""
     return [iteration.stage_manifest("estimates")] if required_models(open_run.settings.algorithm).any else []
 
 

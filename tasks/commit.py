@@ -26,8 +26,8 @@ from tasks.run.states import newest_with_state, updates_since_state
 
 
 def seal_iteration(open_run: OpenRun, iteration: Iteration) -> Manifest:
-    """Commit the seal of an iteration, which marks it as complete. The seal lists the manifests and metrics of the
-    iteration and the state that the next iteration starts from."""
+    """Commit the seal of an iteration: the last manifest, which marks the iteration as complete. The seal lists the
+    other manifests of the iteration, its metrics, and the state with which the next iteration starts."""
     plans = [batch.plan_manifest for batch in iteration.batches]
     rollouts, scores = iteration.shard_manifests("rollout"), iteration.shard_manifests("scoring")
     auxiliary, credit, update = auxiliary_manifests(open_run, iteration), iteration.credit, iteration.update
@@ -70,8 +70,8 @@ def seal_iteration(open_run: OpenRun, iteration: Iteration) -> Manifest:
 
 
 def _scoring_seconds_after(scores: Sequence[Manifest], rollouts: Sequence[Manifest]) -> float:
-    """Return the seconds from the last committed rollouts to the last committed scores. During this time the iteration
-    only waits for scoring."""
+    """Return the seconds between the last committed rollouts and the last committed scores. The run spends this
+    time waiting for rewards only."""
     last = [
         max((datetime.fromisoformat(m.provenance.created) for m in manifests), default=None)
         for manifests in (scores, rollouts)
@@ -80,8 +80,8 @@ def _scoring_seconds_after(scores: Sequence[Manifest], rollouts: Sequence[Manife
 
 
 def _environment_seconds(rollouts: Sequence[Manifest]) -> dict[str, float]:
-    """Return the seconds spent on generation, on waiting for environments, and by environments on their responses, each
-    summed over shards."""
+    """Return the time that environments added to generation, in seconds summed over shards: "environment" (waiting
+    for environments), "answering" (their responses) and "generating". Empty for runs without environments."""
     seconds_of_shards = [m.provenance.seconds for m in rollouts if "environment" in m.provenance.seconds]
     names = (
         {"environment": "environment", "answering": "answering", "generating": "generate"} if seconds_of_shards else {}
@@ -90,8 +90,8 @@ def _environment_seconds(rollouts: Sequence[Manifest]) -> dict[str, float]:
 
 
 def retire_policies(open_run: OpenRun, iteration: Iteration) -> int:
-    """Delete the files of policies that the retention settings no longer keep after an iteration. Return the number of
-    deleted bundles (sets of model files).
+    """Delete the model files of policies that the retention settings no longer keep after an iteration. Return the
+    number of deleted bundles (folders with model files).
 
     The first call of a process examines all versions, because a run may be resumed with other retention settings. Later
     calls examine only the version that the iteration made too old. The version from which an update would start after a
@@ -150,7 +150,8 @@ def _is_continued(run: Run, number: int) -> bool:
 
 
 def _retire_shards(run: Run, number: int) -> None:
-    """Write a tombstone for an iteration and delete its shards. Iterations never share a shard."""
+    """Delete the rollout, score and sample shards of an iteration, and record the deletion in a tombstone.
+    Iterations never share a shard."""
     derived = [DerivedResult(line.kind, line.name) for line in list_derived_results(run)]
     keys = [iteration_key(number), *(each.iteration_key(number) for each in derived)]
     below = tuple(f"{key}/" for key in keys)
@@ -160,8 +161,8 @@ def _retire_shards(run: Run, number: int) -> None:
 
 
 def retire_bundles(run: Run, bundles: Collection[BundleRef]) -> list[BundleRef]:
-    """Write tombstones for bundles and delete their files. Return the bundles that are kept because a live process
-    reads them.
+    """Delete the files of policies, critics and optimizer states (bundles), and record the deletion in tombstones.
+    Return the bundles whose files are kept for now, because a live process reads them.
 
     The files of the kept bundles stay until a later call or `rheostat gc` deletes them. If a call was interrupted, the
     next call finishes its work.
@@ -191,7 +192,8 @@ def _loadable_version(run: Run, number: int) -> int:
 
 
 def _bundles_of(run: Run, version: int) -> list[BundleRef]:
-    """Return the bundles of a policy and its critic, and of the policy that replaced them after an alarm.
+    """Return references to the stored files of a policy version and its critic. After a revert, the files of the
+    policy that replaced this version are included.
 
     The initial critic has a separate manifest. Raises Damaged if the policy in the iteration's seal is a different one.
     """

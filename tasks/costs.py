@@ -17,7 +17,8 @@ from tasks.views.metrics import run_costs, sealed_iterations
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Number of reserved worker slots and the duration of the reservation."""
+    """Number of worker slots that this process has reserved, and for how long. Reserved slots cost money even if
+    they are idle."""
 
     seconds: float = 0.0
     slots: int = 0
@@ -42,8 +43,8 @@ def check_budget(open_run: OpenRun) -> None:
 
 
 async def record_costs(open_run: OpenRun, number: int) -> bool:
-    """Compute the costs of an iteration for its seal. Return whether the run must end after it because of the
-    budget."""
+    """Compute the costs of an iteration, which its last record (seal) will contain. Return whether the run must end
+    after the iteration because of the budget."""
     iteration, settings = Iteration(open_run.run, number), open_run.settings
     costs = iteration_costs(open_run, iteration, await read_reservation(open_run))
     open_run.account.unsealed[number] = costs
@@ -52,7 +53,7 @@ async def record_costs(open_run: OpenRun, number: int) -> bool:
 
 
 def iteration_costs(open_run: OpenRun, iteration: Iteration, reservation: Reservation) -> dict[str, Cost]:
-    """Return the costs of an iteration after its update, by role."""
+    """Return the costs of an iteration, by role ("rollout", "scoring", "update"). Call this after the update."""
     trained = [*auxiliary_manifests(open_run, iteration), iteration.update]
     known_bundles = {bundle.key for bundle in iteration.policy.bundles.values()}
     return compute_costs(
@@ -69,8 +70,9 @@ def compute_costs(
     trained: Sequence[Manifest] = (),
     known: Set[str] = frozenset(),
 ) -> dict[str, Cost]:
-    """Return the costs of some batches and of their credit and update stages, by role. Bundles in `known` existed
-    before and are not counted as new data.
+    """Return the costs of evaluating or training on some batches, by role: "rollout", "scoring" and "update".
+    `credit` and `trained` are the results of the later stages. Stored files in `known` existed before and are not
+    counted as new data.
 
     A worker counts as reserved while this process holds it. If its recorded working time is longer, the working time
     counts, which includes the work of an earlier process that was killed. The time of slots shared by rollout and
@@ -127,7 +129,8 @@ def _update_cost(trained: Sequence[Manifest], *, ranks: int, known: Set[str]) ->
 
 
 def _judge_costs(open_run: OpenRun, batches: Sequence[Batch]) -> tuple[list[Cost], list[Cost]]:
-    """Return the costs of judging per reward, for models in worker slots and for models elsewhere."""
+    """Return the costs of judges and reward models, one for each reward: first for models in worker slots, then for
+    models at endpoints."""
     hosted: list[Cost] = []
     elsewhere: list[Cost] = []
     prices = open_run.settings.budget.prices.judges
@@ -146,7 +149,8 @@ def _judge_costs(open_run: OpenRun, batches: Sequence[Batch]) -> tuple[list[Cost
 
 
 def _working_cost(manifests: Sequence[Manifest], *, workers: int = 1, known: Set[str] = frozenset()) -> Cost:
-    """Return the working time for these manifests, if each was made by `workers` workers, and the bytes of new data."""
+    """Return the seconds that workers needed to produce these results, and the bytes of new data. Each result
+    occupied `workers` workers."""
     shards = [shard.bytes for manifest in manifests for shard in manifest.shards]
     bundles = [bundle for manifest in manifests for bundle in manifest.bundles.values() if bundle.key not in known]
     return Cost(

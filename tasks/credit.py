@@ -18,7 +18,7 @@ from tasks.update import reward_coefficient
 
 @stage("{iteration.key} credit", retries=2)
 async def assign_credit(open_run: OpenRun, iteration: Iteration) -> Manifest:
-    """Compute the training samples from the rewards of all batches of an iteration.
+    """Compute the training samples (completions with advantages) from the rewards of all batches of an iteration.
 
     Raises Quarantined if too many answers of a judge are unusable, or too many known-bad completions pass a judge.
     """
@@ -42,7 +42,8 @@ async def compute_credit(
     dynamic: DynamicSampling | None,
     kl_coefficient: float,
 ) -> Manifest:
-    """Compute training samples from scored rollouts with the configured algorithm, and commit them under `key`."""
+    """Compute training samples from scored rollouts with the configured algorithm, and store them as the result
+    named `key`."""
     settings, auxiliary = open_run.settings, auxiliary_manifests(open_run, iteration)
     work = CreditWork(
         iteration=iteration.number,

@@ -1,4 +1,4 @@
-"""Results of held-out evaluations."""
+"""Accuracy of held-out evaluations: computed from the scores of all problems, then stored and logged."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -20,12 +20,12 @@ logger = logging.getLogger(__name__)
 
 
 def is_summarized(batch: Batch) -> bool:
-    """Return whether an evaluation's accuracy is committed."""
+    """Return whether the accuracy of an evaluation is already stored in the run."""
     return batch.run.find(StageKey.of(batch.key, "summary")) is not None
 
 
 async def summarize_evaluation(open_run: OpenRun, batch: Batch) -> Accuracy:
-    """Commit the accuracy of an evaluated policy, log it, and return it."""
+    """Store the accuracy and costs of an evaluation after all problems are scored, log the accuracy, and return it."""
     is_stored = is_summarized(batch)
     costs = {} if is_stored else compute_costs(open_run, [batch], await read_reservation(open_run))
     open_run.account.add(costs)
@@ -42,7 +42,7 @@ async def summarize_evaluation(open_run: OpenRun, batch: Batch) -> Accuracy:
 
 
 def summarize_measurement(open_run: OpenRun, batch: Batch) -> Accuracy:
-    """Commit, log and return the accuracy of a policy that was evaluated before the first iteration."""
+    """Store, log and return the accuracy of a policy that was evaluated before the first iteration."""
     accuracy = _commit_accuracy(open_run, batch, {})
     logger.info("held-out accuracy of %s: %s", batch.plan.policy, accuracy.line())
     return accuracy
@@ -61,8 +61,8 @@ def _commit_accuracy(open_run: OpenRun, batch: Batch, costs: Mapping[str, Cost])
 
 
 def _sum_scores(scores: Sequence[Manifest], term: str) -> dict[str, float]:
-    """Return the accuracy, the sum of squared scores and the number of problems for an evaluation with one completion
-    per problem."""
+    """Return the metrics "accuracy", "squares" (sum of squared scores) and "problems" (number of problems with a
+    score), for an evaluation with one completion per problem."""
     total = sum(m.metrics[f"term_{term}_sum"] for m in scores)
     squares = sum(m.metrics[f"term_{term}_squares"] for m in scores)
     problems = int(sum(m.metrics["count"] - m.metrics["missing"] for m in scores))
@@ -70,7 +70,8 @@ def _sum_scores(scores: Sequence[Manifest], term: str) -> dict[str, float]:
 
 
 def _average_problems(open_run: OpenRun, batch: Batch, term: str) -> dict[str, float]:
-    """Return the metrics of `_sum_scores` for evaluations with several completions per problem.
+    """Return the metrics "accuracy", "squares" and "problems" for an evaluation with several completions per
+    problem.
 
     Scores are averaged per problem first, because completions of one problem are not independent.
     """

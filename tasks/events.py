@@ -32,9 +32,9 @@ RunEvent = Literal[
 
 
 _newest: Final[dict[str, Event | None]] = {}
-"""Last event that this process sent about each run. Each event names the previous event of the run as its predecessor.
-Otherwise Prefect's server could show the start of a short run after its end, because it processes unrelated events in
-parallel."""
+"""Last event that this process sent about each run, by name of the run. Each event names the previous event of the
+run as its predecessor. Otherwise Prefect's server could show the start of a short run after its end, because it
+processes unrelated events in parallel."""
 
 
 def emit_of_run(name: str, event: RunEvent, **payload: str | float | None) -> None:
@@ -51,8 +51,8 @@ def emit_record(registry: str, record: RegistryRecord) -> None:
 
 
 def send_record(registry: str, record: RegistryRecord) -> str | None:
-    """Send an event about a new record to the configured API from outside a flow. Return None, or the reason of a
-    failure, after at most `TELL_SECONDS`."""
+    """Send an event about a new registry record to Prefect's API, for commands that run no flow. Return None on
+    success, or the reason for the failure, after at most `TELL_SECONDS`."""
     problems = [f"no answer within {TELL_SECONDS:g} s"]
 
     def tell() -> None:
@@ -71,7 +71,8 @@ def send_record(registry: str, record: RegistryRecord) -> str | None:
 
 
 def _build_event(registry: str, record: RegistryRecord) -> Event:
-    """Return the event of a record. Its resource is the registry, `rheostat.registry.NAME`."""
+    """Build the event of a registry record. Its resource, by which automations select events, is the registry:
+    `rheostat.registry.NAME`."""
     resource = {"prefect.resource.id": f"rheostat.registry.{registry}", "prefect.resource.name": registry}
     payload = record.model_dump(mode="json", exclude={"gate", "bundle"})
     return Event.model_validate({"event": f"rheostat.registry.{record.kind}", "resource": resource, "payload": payload})

@@ -23,7 +23,7 @@ WHY = "rheostat forget"
 
 
 class Forgotten(Settings):
-    """Report of the data that was removed from a run, or would be."""
+    """Report of `rheostat forget` on one run: how much data was removed, or would be removed with --delete."""
 
     run: str
     """Name of the run."""
@@ -69,7 +69,8 @@ def remove_prompts(run: Run, ids: frozenset[str], *, delete: bool) -> Forgotten:
 
 
 def _find_shards(run: Run) -> dict[ShardRef, str]:
-    """Return the split of every stored shard. A replaced shard is represented by its replacement."""
+    """Return all stored shards, each with the split of its prompts: "train" or "heldout". For a shard that was
+    rewritten, the new shard is returned."""
     manifests = [each for each in [*complete_manifests(run), *run.leftover_manifests()] if not is_replacement(each)]
     needed_shards = needed_objects(manifests).shards
     return {
@@ -82,7 +83,8 @@ def _split_of(key: StageKey) -> str:
 
 
 def _find_prompts(run: Run, key: str, ids: frozenset[str], shards: Mapping[ShardRef, str]) -> Prompts:
-    """Return the prompts of one split whose ids are in `ids`."""
+    """Return which of the prompts with these ids are in a split of the run. `key` is the result that stores the
+    split."""
     manifest = run.find(key)
     if manifest is None or manifest.shards[0] not in shards:
         return Prompts(frozenset(), frozenset())
@@ -90,7 +92,8 @@ def _find_prompts(run: Run, key: str, ids: frozenset[str], shards: Mapping[Shard
 
 
 def _rewrite_shard(run: Run, ref: ShardRef, prompts: Prompts, *, delete: bool) -> int:
-    """Replace the shard if it contains data of the prompts and `delete` is true. Return the number of affected rows."""
+    """Erase the prompts and completions from a shard if `delete` is true, and replace the shard by the result. Return
+    the number of rows that contain them."""
     if not prompts.ids:
         return 0
     emptied, rows = erase_prompts(read_shard(run.store, ref), prompts)
@@ -106,8 +109,8 @@ def _list_exports(run: Run) -> list[str]:
 
 
 def _rewrite_export(run: Run, key: str, prompts: Prompts, *, delete: bool) -> int:
-    """Rewrite the exported file if it contains data of the prompts and `delete` is true. Return the number of affected
-    rows."""
+    """Erase the prompts and completions from an exported Parquet file if `delete` is true. Return the number of
+    rows that contain them."""
     file = pq.ParquetFile(run.store.local_path(key))
     groups = range(file.num_row_groups)
     rows = sum(erase_prompts(file.read_row_group(group), prompts)[1] for group in groups)

@@ -1,5 +1,5 @@
-"""Planning of batches. A plan lists the prompts and shards of a batch and the policy to use, and is committed before
-work on the batch starts."""
+"""Plans of batches. A plan lists the prompts, their division into shards, and the policy that generates
+completions. It is stored before work on the batch starts, so a resumed run does the same work."""
 
 from math import floor
 
@@ -14,7 +14,8 @@ from tasks.run.stages import commit_decision
 
 
 def plan_iteration(open_run: OpenRun, iteration: Iteration) -> Batch:
-    """Plan the first batch of an iteration: groups continued from the previous iteration, and the next prompts."""
+    """Plan the first batch of an iteration. It contains groups whose generation continues from the previous
+    iteration, and the next prompts of the stream."""
     rollout, before = open_run.settings.rollout, iteration.start_state
     gap = max(0, rollout.prompts - before.num_leftover)
     ema = (before.sampling or DynamicSamplingState()).ema
@@ -25,8 +26,8 @@ def plan_iteration(open_run: OpenRun, iteration: Iteration) -> Batch:
 
 
 def plan_next_wave(open_run: OpenRun, iteration: Iteration, batch: Batch) -> Batch | None:
-    """Plan another batch if the iteration has too few informative groups and may have more batches (dynamic sampling of
-    DAPO, arXiv 2503.14476).
+    """Plan another batch if too few groups of the iteration have unequal rewards and the limit on batches is not
+    reached (dynamic sampling of DAPO, arXiv 2503.14476).
 
     Return None if no batch is needed or possible.
     """
@@ -50,8 +51,8 @@ def plan_next_wave(open_run: OpenRun, iteration: Iteration, batch: Batch) -> Bat
 
 
 def plan_wave(open_run: OpenRun, iteration: Iteration, wave: int, num_wanted: int) -> Batch:
-    """Plan a batch with up to `num_wanted` prompts, the next ones in the stream. Prompts that the iteration already
-    uses are skipped."""
+    """Plan a batch with up to `num_wanted` prompts, which come next in the stream. Prompts that are already in use
+    in the iteration are skipped."""
     settings, before = open_run.settings, iteration.start_state
     earlier = [batch.plan for batch in iteration.batches[: wave - 1]]
     taken_rows = {*before.rows(), *(row for plan in earlier for row in plan.rows)}
@@ -80,12 +81,14 @@ def plan_wave(open_run: OpenRun, iteration: Iteration, wave: int, num_wanted: in
 
 
 def plan_evaluation(open_run: OpenRun, number: int) -> Batch:
-    """Plan the evaluation of the policy after `number` iterations on the first held-out problems."""
+    """Plan the evaluation of the policy that the run has after `number` iterations. It uses the first held-out
+    problems."""
     return _plan_heldout(open_run, evaluation_key(number), number, policy=policy_key(open_run.run, number))
 
 
 def plan_measurement(open_run: OpenRun, policy: str) -> Batch:
-    """Plan the evaluation of an initial policy (before the first iteration) on the first held-out problems."""
+    """Plan the evaluation of a policy before the first iteration, for example before and after the warm-up. It uses
+    the first held-out problems."""
     return _plan_heldout(open_run, evaluation_key(0, policy=policy), 0, policy=policy)
 
 

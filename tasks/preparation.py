@@ -30,12 +30,13 @@ from tasks.run.stages import commit_decision, run_once, stage
 logger = logging.getLogger(__name__)
 
 MAX_SHOWN_PROBLEMS: Final = 3
-"""Maximum number of left-out problems per data source that the log names. The manifest lists all left-out problems."""
+"""Maximum number of left-out problems per data source that the log names. The stored record of the prompts lists all of
+them."""
 
 
 @stage("initial policy", retries=2)
 async def make_policy(open_run: OpenRun) -> Manifest:
-    """Build or import the initial policy."""
+    """Build or import the policy from which all training starts, according to [policy]."""
     settings = open_run.settings
     work = PolicyWork(policy=settings.policy, data=settings.data, seed=settings.seed)
     return await run_once(open_run, BASE, role="preparation", method="make_policy", work=work)
@@ -43,7 +44,7 @@ async def make_policy(open_run: OpenRun) -> Manifest:
 
 @stage("prompts {split}", retries=2)
 async def make_prompts(open_run: OpenRun, base: Manifest, split: str) -> Manifest:
-    """Render and tokenize one split of the data."""
+    """Render and tokenize the prompts of one split ("train" or "heldout"), and log which problems were left out."""
     settings = open_run.settings
     work = PromptWork(
         data=settings.data,
@@ -72,7 +73,7 @@ async def make_prompts(open_run: OpenRun, base: Manifest, split: str) -> Manifes
 
 
 def start_pools(open_run: OpenRun) -> None:
-    """Start the workers that later stages need, in parallel. A finished run needs none."""
+    """Start the workers that the remaining stages of the run need, in parallel. A finished run needs no workers."""
     if open_run.run.find(PROMPTS["heldout"]) is None:
         open_run.start_pools("preparation")
     if open_run.run.find(StageKey.policy(open_run.settings.iterations)) is None:
@@ -93,7 +94,8 @@ async def check_inputs(config: RunConfig) -> CheckResult:
 
 
 async def prepare_policy_and_prompts(open_run: OpenRun) -> None:
-    """Create the initial policy, both splits of the prompts, and the model of the simulated user in dialogues."""
+    """Store everything that generation needs: the policy, the prompts of both splits, and the simulated user of
+    dialogues if the run hosts its model."""
     base = await make_policy(open_run)
     await make_prompts(open_run, base, "train")
     await make_prompts(open_run, base, "heldout")
@@ -120,7 +122,7 @@ def uses_preference_training(open_run: OpenRun) -> bool:
 
 @stage("fine-tuning of the policy", retries=2)
 async def fine_tune_policy(open_run: OpenRun) -> Manifest:
-    """Train the policy with supervised fine-tuning (warm-up), and commit it."""
+    """Train the policy on examples before reinforcement learning (supervised warm-up), and store the result."""
     settings = open_run.settings
     assert settings.warmup is not None, "fine_tune_policy needs [warmup]"
     base = open_run.run.require(BASE)
@@ -137,7 +139,7 @@ async def fine_tune_policy(open_run: OpenRun) -> Manifest:
 
 @stage("preferences of the policy", retries=2)
 async def train_policy_on_preferences(open_run: OpenRun) -> Manifest:
-    """Train the policy with direct preference optimization, and commit it."""
+    """Train the policy on pairs of completions with direct preference optimization, and store the result."""
     settings = open_run.settings
     assert settings.dpo is not None and settings.preferences is not None, (
         "train_policy_on_preferences needs [dpo] and [preferences]"
@@ -156,7 +158,8 @@ async def train_policy_on_preferences(open_run: OpenRun) -> Manifest:
 
 @stage("policy 0")
 async def commit_initial_policy(open_run: OpenRun) -> Manifest:
-    """Commit version 0, which is the policy after all training on data."""
+    """Store the policy with which reinforcement learning starts as version 0. It is the policy after SFT and DPO,
+    if configured."""
     trained = open_run.run.require(
         DPO if uses_preference_training(open_run) else SFT if uses_fine_tuning(open_run) else BASE
     )
@@ -168,8 +171,8 @@ async def commit_initial_policy(open_run: OpenRun) -> Manifest:
 async def _train_and_log(
     open_run: OpenRun, key: StageKey, what: str, *, course: str, method: str, work: object, parents: list[Manifest]
 ) -> Manifest:
-    """Train a model on the update ranks with SFT, DPO or pairs, and log the result. If the result is already stored, it
-    is reused."""
+    """Train a model on the update ranks (SFT, DPO or pairs) and log the losses. If the result is already stored, only
+    log it."""
     existing = open_run.run.find(key)
     if existing is None:
         logger.info("%s: %s", what, course)
@@ -179,8 +182,8 @@ async def _train_and_log(
 
 
 def describe_losses(trained: Manifest) -> str:
-    """Return a line of text with some losses over the course of training, and the accuracy on held-out pairs if there
-    are any."""
+    """Describe a finished training in one line: some losses from first to last, the duration, and the accuracy on
+    held-out pairs if there are any."""
     losses, metrics = losses_of(trained), trained.metrics
     stride = -(-len(losses) // MAX_SHOWN_LOSSES)
     course = " ".join(f"{loss:.3f}" for loss in [*losses[:-1:stride], losses[-1]])
@@ -192,7 +195,7 @@ def describe_losses(trained: Manifest) -> str:
 
 
 def losses_of(trained: Manifest) -> list[float]:
-    """Return the training loss at a few points, from the first step to the last."""
+    """Return the training losses that were recorded at a few steps, from the first step to the last."""
     losses = trained.detail["losses"]
     assert isinstance(losses, list)
     return [loss for loss in losses if isinstance(loss, float)]
@@ -200,7 +203,8 @@ def losses_of(trained: Manifest) -> list[float]:
 
 @stage("{term}", retries=2)
 async def make_reward_model(open_run: OpenRun, term: str, prefix: str = "") -> Manifest:
-    """Build or copy the base model of a served reward. `prefix` selects the keys of a re-scoring."""
+    """Store the model with which a judge or reward model starts: built, copied, or the run's initial policy.
+    `prefix` is set if the rewards are computed again for an existing run (re-scoring)."""
     settings = open_run.settings
     reward, key = settings.scoring.model_rewards[term], StageKey.reward_model(term, is_base=True).with_prefix(prefix)
     if reward.model.begins_as_policy:
@@ -212,7 +216,8 @@ async def make_reward_model(open_run: OpenRun, term: str, prefix: str = "") -> M
 
 @stage("{term} training", retries=2)
 async def train_reward_model(open_run: OpenRun, term: str, base: Manifest, prefix: str = "") -> Manifest:
-    """Commit the model of a served reward: the trained model if the run trains it, otherwise `base`."""
+    """Store the model that scores completions for one reward: trained if the run trains it, otherwise equal to
+    `base`."""
     settings = open_run.settings
     reward, key = settings.scoring.model_rewards[term], StageKey.reward_model(term).with_prefix(prefix)
     work = order_training(
@@ -232,14 +237,14 @@ def find_dialogue_with_stored_user(settings: RunConfig) -> DialogueEnvironment |
 
 @stage("user", retries=2)
 async def make_user(open_run: OpenRun, dialogue: DialogueEnvironment) -> Manifest:
-    """Build or copy the model of the simulated user."""
+    """Store the model with which the simulated user starts, built or copied as configured."""
     work = UserPreparation(environment=dialogue, data=open_run.settings.data, seed=open_run.settings.seed)
     return await run_once(open_run, USER_BASE, role="preparation", method="make_user", work=work)
 
 
 @stage("user training", retries=2)
 async def train_user(open_run: OpenRun, dialogue: DialogueEnvironment, base: Manifest) -> Manifest:
-    """Commit the model of the simulated user: the trained model if the run trains it, otherwise `base`."""
+    """Store the model of the simulated user: trained if the run trains it, otherwise equal to `base`."""
     settings, warmup = open_run.settings, dialogue.model.training
     if warmup is None:
         return commit_decision(open_run, USER, parents=[base], bundles=base.bundles, detail={"version": 0})

@@ -1,4 +1,4 @@
-"""Report at the end of a run: written by a separate process and linked in Prefect."""
+"""Creation of the HTML report at the end of a run, in a separate process, with a link in Prefect."""
 
 import asyncio
 import json
@@ -16,7 +16,8 @@ logger = logging.getLogger(__name__)
 
 
 async def publish_report(open_run: OpenRun) -> str | None:
-    """Create the run's report in a separate process, because this one loads no payload, and link it in Prefect.
+    """Create the HTML report of a run in a separate process, so that this process loads no completions, and link it in
+    Prefect.
 
     Return the location of the report, or None if it failed. A failure is logged and does not stop the run.
     """

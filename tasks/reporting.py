@@ -1,4 +1,4 @@
-"""Output for the users of a run: a log line per iteration, Prefect artifacts, the plot and the final summary.
+"""Progress and results of a run for its users: log lines, Prefect artifacts, plots and the final summary.
 
 Training on data is reported with losses, held-out pairs and held-out accuracy.
 """
@@ -63,7 +63,7 @@ SAMPLE_ROWS = 12  # rows of the rollouts table, one completion per prompt
 SAMPLE_CHARACTERS = 2000  # characters of each text in the rollouts table
 
 Draw = Callable[[Run, str], Coroutine[object, object, bytes]]
-"""Function that draws the curves of a run, stores them under a key, and returns them."""
+"""Function that plots the learning curves of a run, stores the PNG under a key, and returns its bytes."""
 
 
 def find_remaining_iterations(open_run: OpenRun) -> tuple[range, range]:
@@ -90,8 +90,8 @@ def find_remaining_iterations(open_run: OpenRun) -> tuple[range, range]:
 
 
 async def report_iteration(open_run: OpenRun, number: int) -> None:
-    """Log one line about an iteration with its new warnings, and send the event for the iteration. Only the newest
-    seals are read. Prefect's pages are updated at most every few seconds."""
+    """Log one line about an iteration with its new warnings, and send the Prefect event. Only the newest iterations are
+    read. Prefect's pages are updated at most every few seconds."""
     total = open_run.settings.iterations
     reports = _newest_reports(open_run, number, limit=LINE_ROWS)
     recent = [each.seconds["total"] for each in reports]
@@ -155,8 +155,8 @@ async def update_summary(open_run: OpenRun, number: int, *, draw: Draw, max_seco
 
 
 def _describe_progress(open_run: OpenRun, number: int) -> tuple[str, list[str]]:
-    """Return the progress of the run as text, and its warnings. Only the newest iterations are read, so the time does
-    not grow with the length of the run."""
+    """Return a text about the newest iterations and evaluations, and a list of warnings. Older iterations are not read,
+    so the time does not grow with the length of the run."""
     reports = _newest_reports(open_run, number, limit=TABLE_ROWS)
     text = progress_text(reports, evaluations_of(open_run.run), total=open_run.settings.iterations)
     return text, summarize_warnings([report.warnings for report in reports], first=reports[0].iteration)
@@ -197,7 +197,7 @@ async def _summarise_last(open_run: OpenRun) -> None:
 
 @stage("report")
 async def report_run(open_run: OpenRun) -> RunSummary:
-    """Draw the learning curves, and publish the summary, the full table and some rollouts."""
+    """Return the final summary of a run, and publish it in Prefect with curves, all iterations and some rollouts."""
     open_run.prefect_pages.cancel_renewal()
     run, reports, evaluations = open_run.run, _all_reports(open_run), evaluations_of(open_run.run)
     last = policy_of(policy_after(run, len(reports)))
@@ -285,18 +285,18 @@ async def _read_excerpts(open_run: OpenRun, iteration: Iteration) -> Excerpts:
 
 
 class TrainedModel(Settings):
-    """Model after training on data."""
+    """Model that a run trained on data with SFT, DPO or pairs of completions, and how well the training went."""
 
     name: str
     """Name of the model: `policy`, or the reward term that it scores."""
     path: str
     """Directory of the model, in Hugging Face format."""
     digest: str
-    """Digest of its weights."""
+    """Digest of the model's weights."""
     losses: list[float]
     """Training loss at a few points, from the first step to the last."""
     pair_accuracy: float | None
-    """Share of held-out pairs in which the model prefers the better completion, or None if it was not trained on
+    """Fraction of held-out pairs in which the model prefers the better completion, or None if it was not trained on
     pairs."""
     pairs: int
     """Number of held-out pairs."""
@@ -304,7 +304,7 @@ class TrainedModel(Settings):
     """Duration of the training in seconds."""
 
     def line(self) -> str:
-        """Return a line of text about the model."""
+        """Describe the losses, the duration and the accuracy on pairs in one line for the terminal."""
         pairs = (
             "" if self.pair_accuracy is None else f", accuracy {self.pair_accuracy:.3f} on {self.pairs} held-out pairs"
         )
@@ -312,23 +312,23 @@ class TrainedModel(Settings):
 
 
 class TrainedPolicy(Settings):
-    """Policy that was trained on data."""
+    """Result of `rheostat sft` or `rheostat dpo`: the trained policy, and its accuracy before and after."""
 
     run: str
     """Name of the run."""
     path: str
-    """Location of the run."""
+    """Directory or address of the run in the store."""
     policy: TrainedModel
     """Final policy, with its directory, its losses and the duration of the training."""
     before: Accuracy | None
-    """Held-out accuracy before the training, or None if no rule decides which answers are correct."""
+    """Held-out accuracy before the training, or None if no reward decides which answers are correct."""
     after: Accuracy | None
     """Held-out accuracy after the training."""
     plot: str
     """Location of the PNG with the loss curve."""
 
     def text(self) -> str:
-        """Return the result as text."""
+        """Describe losses, accuracies and locations of the result, as lines for the terminal."""
         lines = [self.policy.line()]
         if self.before is not None and self.after is not None:
             lines += [f"held-out accuracy before {self.before.line()}", f"                  after  {self.after.line()}"]
@@ -337,26 +337,27 @@ class TrainedPolicy(Settings):
 
 
 class TrainedRewards(Settings):
-    """Reward models that a run trained."""
+    """Result of `rheostat reward-model`: all reward models that a run trained."""
 
     run: str
     """Name of the run."""
     path: str
-    """Location of the run."""
+    """Directory or address of the run in the store."""
     models: tuple[TrainedModel, ...]
     """Reward models, one for each trained reward."""
     plot: str
     """Location of the PNG with the loss curves."""
 
     def text(self) -> str:
-        """Return the results as text."""
+        """Describe losses, accuracy and directory of each reward model, as lines for the terminal."""
         lines = [f"{model.line()}\n         {model.path}" for model in self.models]
         return "\n".join((*lines, f"plot     {self.plot}", f"run      {self.path}"))
 
 
 @stage("report on {key}")
 async def report_policy(open_run: OpenRun, key: str, before: Accuracy | None, after: Accuracy | None) -> TrainedPolicy:
-    """Return the result of training the policy that was committed under a key, and draw its loss."""
+    """Return the result of training a policy with SFT or DPO. `key` names the stored result. A plot of the loss is
+    stored in the run."""
     policy = _describe_model(open_run, "policy", open_run.run.require(key))
     plot = _draw_losses(open_run, key, [policy])
     return TrainedPolicy(
@@ -366,7 +367,7 @@ async def report_policy(open_run: OpenRun, key: str, before: Accuracy | None, af
 
 @stage("report on reward models")
 async def report_rewards(open_run: OpenRun) -> TrainedRewards:
-    """Return the results of the reward models that the run trained, and draw their losses."""
+    """Return the results of training reward models. A plot of their losses is stored in the run."""
     trained = [
         _describe_model(open_run, term, open_run.reward_model(term))
         for term, reward in open_run.settings.scoring.hosted_rewards.items()

@@ -39,16 +39,16 @@ logger = logging.getLogger(__name__)
 
 @stage("begin {derived.name}")
 async def begin_rescoring(open_run: OpenRun, derived: DerivedResult) -> None:
-    """Store the rewards that a re-scoring uses. Raises RunChanged if this re-scoring was begun with other rewards or
-    other code."""
+    """Store the rewards with which stored rollouts are scored again. Raises RunChanged if a re-scoring of this name was
+    begun with other rewards or other code."""
     scoring = open_run.settings.scoring
     _commit_terms(open_run, derived, RescoringTerms(scoring=scoring), rescoring_dependencies(scoring))
 
 
 @stage("begin {derived.name}")
 async def begin_recredit(open_run: OpenRun, derived: DerivedResult, scores: str | None) -> None:
-    """Store the algorithm and the source of scores that a re-credit uses. Raises RunChanged if this re-credit was begun
-    with another algorithm, other scores or other code."""
+    """Store the algorithm, and the source of the scores, with which advantages are computed again. Raises RunChanged if
+    a re-credit of this name was begun with another algorithm, other scores or other code."""
     algorithm = open_run.settings.algorithm
     terms = RecreditTerms(algorithm=algorithm, scores=scores)
     _commit_terms(open_run, derived, terms, recredit_dependencies(algorithm))
@@ -65,15 +65,15 @@ def _commit_terms(
 async def find_remaining_iterations(
     open_run: OpenRun, derived: DerivedResult, numbers: tuple[int, ...]
 ) -> list[Iteration]:
-    """Return the iterations among `numbers` that the re-scoring or re-credit has not completed yet."""
+    """Return the iterations among `numbers` for which new scores or advantages are not complete yet."""
     done = sealed_numbers(open_run.run, derived)
     return [Iteration(open_run.run, number) for number in numbers if number not in done]
 
 
 @stage("judges of the run")
 async def reuse_reward_models(open_run: OpenRun, derived: DerivedResult) -> list[str]:
-    """Reuse the run's reward models for rewards that have not changed. Return the names of rewards whose model is not
-    available."""
+    """Reuse the run's reward models for rewards whose configuration is unchanged. Return the names of the rewards whose
+    model must be built again."""
     own_rewards = read_recorded(ScoringConfig, open_run.run.record.config["scoring"]).hosted_rewards
     missing = []
     for term, reward in open_run.settings.scoring.hosted_rewards.items():
@@ -111,8 +111,8 @@ async def start_reward_models(open_run: OpenRun, derived: DerivedResult) -> None
 async def seal_rescoring(
     open_run: OpenRun, derived: DerivedResult, iteration: Iteration, start_time: float
 ) -> Manifest:
-    """Mark an iteration as completely re-scored by committing its seal. The seal contains a comparison of old and new
-    rewards.
+    """Compare the new rewards of an iteration with the stored rewards, and mark the iteration as complete. The
+    comparison is stored in the last manifest (seal).
 
     Raises Quarantined if too many answers of a judge are unusable, or too many known-bad completions pass a judge.
     """
@@ -145,7 +145,7 @@ async def seal_rescoring(
 async def recompute_credit(
     open_run: OpenRun, derived: DerivedResult, iteration: Iteration, scores: str | None
 ) -> Manifest:
-    """Compute training samples from an iteration's stored rollouts, with the configured algorithm.
+    """Compute training samples with new advantages from an iteration's stored rollouts, with the configured algorithm.
 
     `scores` names the re-scoring whose scores are used. None uses the run's own scores.
     """
@@ -166,8 +166,8 @@ async def recompute_credit(
 async def seal_recredit(
     open_run: OpenRun, derived: DerivedResult, iteration: Iteration, new: Manifest, start_time: float
 ) -> Manifest:
-    """Mark an iteration as completely re-credited by committing its seal. The seal contains a comparison of new and
-    stored advantages."""
+    """Compare the new advantages of an iteration with the stored ones, and mark the iteration as complete. The
+    comparison is stored in the last manifest (seal)."""
     stored = iteration.credit
     work = ComparisonWork(stored=stored.shards, new=new.shards)
     compared = await open_run.perform("scoring", "compare_advantages", work)
@@ -197,8 +197,9 @@ async def seal_recredit(
 
 
 def _kl_coefficient(open_run: OpenRun, iteration: Iteration) -> float:
-    """Return the KL coefficient for an iteration. If the re-credit has the same KL penalty as the run, return the value
-    that the run used. Otherwise return the configured initial value, or 0 if there is no KL penalty."""
+    """Return the coefficient of the KL penalty for computing advantages again. With the same KL settings as in the run,
+    the result is the value that the run used in this iteration. Otherwise it is the configured initial value, or 0
+    without a KL penalty."""
     kl = open_run.settings.algorithm.reward_kl
     if kl is None:
         return 0.0

@@ -24,12 +24,13 @@ logger = logging.getLogger(__name__)
 
 FILES: Final = "files"
 PAIRS, TEACHER, CHOSEN = "pairs", "cross-encoder", "chosen"
-"""Keys of manifests. The key of a student is the name of its training method."""
+"""Keys under which results are stored in a retriever's run. The result of a student has the name of its training method
+as key."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenRetriever:
-    """Retriever that is locked by this process, with the worker that trains its models."""
+    """Retriever whose stored results are locked by this process, with the worker that trains its models."""
 
     config: RetrieverConfig
     run: Run
@@ -86,18 +87,18 @@ def find_finished(config: RetrieverConfig) -> TrainedRetriever | None:
 
 
 def first_training_method(config: RetrieverConfig) -> Terms:
-    """Return the training method of the first student."""
+    """Return the training method of the first student, which depends on the configured method."""
     return "dual" if config.method == "dual" else "self-distillation"
 
 
 def trains_teacher(config: RetrieverConfig) -> bool:
-    """Return whether a cross-encoder is trained."""
+    """Return whether the configured method trains a cross-encoder, either as a teacher or to compare with."""
     return config.method in ("checked", "cascade")
 
 
 @stage("pairs", retries=2)
 async def make_pairs(opened: OpenRetriever) -> Manifest:
-    """Create or read the training pairs."""
+    """Create the training pairs, or return them if they are stored already."""
     return await _run_once(opened, PAIRS, "make_pairs", opened.config)
 
 
@@ -128,7 +129,7 @@ def should_teach(config: RetrieverConfig, student: Manifest, teacher: Manifest) 
 async def select_retriever(
     opened: OpenRetriever, students: Sequence[Manifest], teacher: Manifest | None = None
 ) -> TrainedRetriever:
-    """Record the last trained student as the final retriever, with the reason for this choice."""
+    """Record the last trained student as the final retriever, with the reason for the choice, and return it."""
     chosen, run = students[-1], opened.run
     method, others = opened.config.method, () if teacher is None else (teacher,)
     decision = f"method {method!r}"
@@ -152,7 +153,8 @@ async def select_retriever(
 async def _run_once(
     opened: OpenRetriever, key: str, method: str, work: object, *, parents: Sequence[Manifest] = ()
 ) -> Manifest:
-    """Return the manifest under `key` if it exists. Otherwise let the worker do the work and commit its result."""
+    """Return the stored result with this key. If there is none yet, call `method` of the worker and store
+    the result."""
     if (done_before := opened.run.find(key)) is not None:
         return done_before
     done = await opened.pool.run(method, work, returns=Outcome)
@@ -196,7 +198,8 @@ def _store_of(config: RetrieverConfig) -> str:
 
 
 def _find_existing(config: RetrieverConfig) -> Run | None:
-    """Return the run of a retriever that has results, or None. Raises RunChanged if its configuration differs."""
+    """Return the stored results of a retriever as a run, or None if there are none. Raises RunChanged if they were made
+    with another configuration."""
     if config.name not in list_runs(_store_of(config)):
         return None
     run = open_run(_store_of(config), config.name)

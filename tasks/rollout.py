@@ -1,4 +1,4 @@
-"""Generation stage. One task generates the completions for all shards that are assigned to a controller."""
+"""Generation stage: one task generates the completions for all shards that are assigned to a controller."""
 
 from collections.abc import Sequence
 
@@ -15,8 +15,8 @@ from tasks.run.stages import run_concurrently, run_once, stage
 
 @stage("{batch.key} generate", retries=2)
 async def generate_shards(open_run: OpenRun, batch: Batch, shards: Sequence[int]) -> None:
-    """Generate completions for the prompts of some shards on the rollout workers. Each shard is committed as soon as it
-    is complete."""
+    """Generate completions for the prompts of some shards on the rollout workers. The completions of each shard are
+    stored as soon as all of them are generated."""
     await run_concurrently(_generate_shard(open_run, batch, shard) for shard in shards)
 
 
@@ -44,7 +44,8 @@ async def _generate_shard(open_run: OpenRun, batch: Batch, shard: int) -> Manife
 
 
 def _denoising_of(open_run: OpenRun, batch: Batch) -> DenoisingConfig | None:
-    """Return the denoising settings for generating images. Evaluations may use a different number of steps."""
+    """Return the settings for generating images with a diffusion policy, or None for other policies. Evaluations may
+    use another number of steps."""
     settings, plan = open_run.settings, batch.plan
     denoising, steps = settings.rollout.denoising, settings.evaluation.steps
     if denoising is None or plan.split == "train" or steps is None:

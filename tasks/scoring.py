@@ -1,5 +1,5 @@
-"""Scoring stage. One task computes the verdicts of a reward model, and another task computes the scores, each for the
-shards of one controller."""
+"""Scoring stage: judges and reward models first compute verdicts (one per completion), and scoring workers then combine
+verdicts and rules to rewards. Each controller does this for its shards."""
 
 from collections.abc import Sequence
 
@@ -19,13 +19,15 @@ PAUSES_SECONDS = [5.0, 15.0, 30.0, 60.0]
 
 @stage("{batch.key} {term}", retries=len(PAUSES_SECONDS), pauses_seconds=PAUSES_SECONDS)
 async def judge_shards(open_run: OpenRun, batch: Batch, shards: Sequence[int], term: str) -> None:
-    """Judge shards with a served reward model, each shard as soon as it is generated, and commit the verdicts."""
+    """Let the model of one reward judge the completions of some shards, each shard as soon as it is generated, and
+    store the verdicts."""
     await run_concurrently(_judge_shard(open_run, batch, shard, term) for shard in shards)
 
 
 @stage("{batch.key} score", retries=2)
 async def score_shards(open_run: OpenRun, batch: Batch, shards: Sequence[int]) -> None:
-    """Score shards on the scoring workers, each shard as soon as it is generated and judged, and commit the scores."""
+    """Compute the rewards of some shards on the scoring workers, each shard as soon as it is generated and judged, and
+    store the scores."""
     await run_concurrently(_score_shard(open_run, batch, shard) for shard in shards)
 
 
@@ -49,7 +51,7 @@ async def _judge_shard(open_run: OpenRun, batch: Batch, shard: int, term: str) -
 
 
 def _takes_messages(reward: ServedReward) -> bool:
-    """Return whether the model that computes a reward needs the messages of prompts that are chats."""
+    """Return whether the model that computes a reward receives chat prompts as messages, not as rendered text."""
     return reward.chat_prompt == "messages"
 
 
@@ -75,8 +77,8 @@ async def _score_shard(open_run: OpenRun, batch: Batch, shard: int) -> Manifest:
 
 
 def _max_missing(open_run: OpenRun, batch: Batch) -> int | None:
-    """Return how many more scores may be missing before the iteration fails. Return None if the batch is only a part of
-    its iteration or belongs to no iteration."""
+    """Return how many more scores of an iteration may be missing before the iteration fails. Return None if no such
+    limit applies to the batch, because it is no training batch or only a part of its iteration."""
     plan, settings = batch.plan, open_run.settings
     parts = settings.rollout.dynamic or settings.rollout.partial
     if plan.split != "train" or plan.rescoring or parts is not None:
@@ -87,7 +89,7 @@ def _max_missing(open_run: OpenRun, batch: Batch) -> int | None:
 
 
 def _tokenizer_of(open_run: OpenRun) -> BundleRef | None:
-    """Return the bundle of the initial policy, which contains the tokenizer, if rewards score steps or tokens.
-    Otherwise return None."""
+    """Return the stored files of the initial policy, which contain the tokenizer, if rewards for steps or tokens need
+    it. Otherwise return None."""
     process = open_run.settings.scoring.process_terms
     return policy_of(open_run.run.require(StageKey.policy(0))).weights if process else None

@@ -1,4 +1,4 @@
-"""Update stage, which runs the optimizer steps of an iteration as one task on all ranks.
+"""Update stage: trains the policy on the samples of an iteration, in one task on all update ranks.
 
 The coefficient of a KL penalty is either constant, or adapted after each iteration to the measured divergence. It
 depends only on stored metrics.
@@ -56,8 +56,8 @@ def adapt_coefficient(measured: Mapping[str, float], *, adaptive: AdaptiveKl, di
 
 @stage("{iteration.key} update", retries=2)
 async def update_policy(open_run: OpenRun, iteration: Iteration) -> Manifest:
-    """Train the policy on the iteration's samples, on the update ranks. The new policy is committed when its files are
-    durable (fsync).
+    """Train the policy on the samples of an iteration, and return the record of the new policy. The record is committed
+    as soon as the files of the policy are durable (fsync).
 
     The optimizer state is stored later. If the state is lost, it is recomputed from the previous stored state and the
     training samples since then.

@@ -41,7 +41,7 @@ def completion(shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(name="
 
 
 Command = tuple[Callable[..., int | None], str]
-"""Function of a command, and the arguments of its example."""
+"""Function that implements a command, and the arguments of the example in its help."""
 
 GROUPS: Final[tuple[tuple[str, tuple[Command, ...]], ...]] = (
     (
@@ -160,7 +160,8 @@ def app() -> App:
 
 
 def _add_commands(parent: App, words: str, commands: Sequence[Command], *, group: Group | None = None) -> None:
-    """Add commands to an app in their order. `words` calls the app, and `group` is their heading in its help."""
+    """Add commands to an app in this order. `words` is what a user types before the name of a command, and `group` is
+    the heading of the commands in the help."""
     for place, (function, example) in enumerate(commands):
         name = function.__name__.replace("_", "-")
         parent.command(

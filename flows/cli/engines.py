@@ -133,7 +133,8 @@ def engine_config(overrides: Sequence[str]) -> "VllmEngine":
 
 
 def _usage_lines(server: "Server", config: "VllmEngine", *, variable: str, shows_key: bool) -> list[str]:
-    """Return the lines that explain how a run can use this server."""
+    """Return the lines to print after the server has started: its address, its key, and the command of a run that uses
+    it."""
     keys = {"kind": "vllm", "base_urls": f'["{server.url}"]', "api_key_variable": variable}
     keys |= {name: getattr(config, name) for name in ("dtype", "logprobs") if name in config.model_fields_set}
     overrides = [f"rollout.engine.{name}={value}" for name, value in keys.items()]

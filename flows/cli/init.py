@@ -96,7 +96,7 @@ def marked(prompt: str, completion: str, answer: str, *, mark: str) -> float:
 HELDOUT: Final = 128
 PROBLEMS: Final = 1536
 MARKED: Final = 0.2
-"""Share of the problems whose answer has the mark."""
+"""Fraction of the example problems whose answer ends with the mark."""
 STEPS: Final = 3
 LARGEST: Final = 20
 LARGEST_STEP: Final = 5
@@ -113,7 +113,7 @@ DEPLOYMENT_FILES: Final = {
     "configs": "example jobs",
 }
 SHOWN: Final = 6
-"""Maximum number of file names in a message."""
+"""Maximum number of existing files that an error message names."""
 
 
 def init(folder: Folder, /, *, deployments: Deployments = False) -> None:
@@ -183,7 +183,7 @@ def _print_files(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def _read_deployment_files() -> dict[str, bytes]:
-    """Return the files for deployments, by their names, from this package."""
+    """Return the files for deployments, by path in the new folder."""
     package = Path(infra.__file__).parent
     sources = [package / "automations.yaml", package / "notifications.yaml", package / "deploy" / "prefect.yaml"]
     examples = package / "deploy" / "configs"

@@ -36,12 +36,12 @@ OpenLineage = Annotated[
 ]
 
 Tree = tuple[str, "list[Tree]"]
-"""Tree of text lines: a line and the list of its branches, which are trees too."""
+"""Node of a tree to print: a line of text and the list of its branches, which are trees too."""
 WAY = ("seal", "update", "credit", "scoring", "rollout", "plan")
 SHORT = 16
 """Number of digits of a digest in a tree."""
 STATE_WORDS = {"there": "stored", "deleted": "deleted", "rewritten": "rewritten", "missing": "missing"}
-"""Words for the states of stored data."""
+"""Words that the output uses for the states of stored data."""
 
 
 def lineage(
@@ -80,7 +80,7 @@ def lineage(
 
 
 def draw_tree(tree: Tree) -> Iterator[str]:
-    """Yield the lines of a tree, drawn with branches."""
+    """Yield the lines of a tree, with lines that connect the branches."""
     text, below = tree
     yield text
     for number, branch in enumerate(below, start=1):
@@ -149,8 +149,8 @@ def _shorten_version(version: str) -> str:
 
 
 def _count_iterations(run: "TracedRun") -> list[Tree]:
-    """Return one line with the number of manifests of all iterations, and one with the state of their shards and
-    policies."""
+    """Summarize all iterations in two lines: how many results of each stage are stored, and whether their data still
+    exist."""
     manifests = [each for number in run.iterations for each in run.of(number)]
     counts = Counter(each.stage.stage for each in manifests)
     states = Counter(STATE_WORDS[part.state] for each in manifests for part in each.parts)
@@ -166,8 +166,8 @@ def _build_iteration(run: "TracedRun", number: int) -> Tree:
 
 
 def _stage_position(stage: str) -> int:
-    """Return the sort position of a stage, counted backward from the seal to the prompts. Auxiliary scores have the
-    same position as credit."""
+    """Return the position at which a stage is listed: the last stage of an iteration (seal) comes first. Auxiliary
+    scores have the same position as credit."""
     return WAY.index(stage) if stage in WAY else WAY.index("credit")
 
 

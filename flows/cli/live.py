@@ -35,7 +35,8 @@ SPARKS: Final = "▁▂▃▄▅▆▇█"
 
 @contextmanager
 def show_run(store: str, name: str, *, iterations: int, verbosity: Verbosity, as_json: bool) -> Iterator[None]:
-    """Run the block and show the run that this process trains: live on a terminal, else as plain lines."""
+    """Show the run that this process trains during the block: as a live page on a terminal, otherwise as
+    plain lines."""
     terminal = console()
     if as_json or verbosity != "normal" or not terminal.is_terminal or terminal.is_dumb_terminal:
         log_progress(quiet=as_json, verbosity=verbosity)
@@ -95,17 +96,17 @@ def print_line(terminal: "Console", line: str, level: int = logging.INFO) -> Non
 
 
 class _Page(threading.Thread):
-    """Thread that updates the page until the run has ended. Failed reads are retried."""
+    """Thread that updates the live page of a run until the run has ended. Failed reads are repeated."""
 
     def __init__(self, live: "Live", watcher: "ProgressReader") -> None:
         super().__init__(name="live page", daemon=True)
         self._live, self._watcher = live, watcher
         self._ended, self._began = threading.Event(), time.monotonic()
         self.what = CHECKING
-        """Current activity before there is a run to read."""
+        """Text to show before there is a run to read."""
 
     def run(self) -> None:
-        """Read the run and update the page, repeatedly."""
+        """Read the progress of the run and update the page, again and again."""
         from rich.text import Text
 
         pause = REMOTE_SECONDS if self._watcher.store.startswith("s3://") else LOOK_SECONDS
@@ -125,7 +126,7 @@ class _Page(threading.Thread):
 
 
 def draw_page(status: "RunProgress", *, seconds: float) -> "RenderableType":
-    """Return the page: progress, current activity, and additional metrics of the last iteration."""
+    """Draw the live page: progress, current activity, and some metrics of the last iteration."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
@@ -157,7 +158,7 @@ def draw_page(status: "RunProgress", *, seconds: float) -> "RenderableType":
 
 
 def draw_sparkline(values: Sequence[float | None]) -> str:
-    """Return the newest values as a row of bars, scaled between their minimum and maximum."""
+    """Draw the newest values as a row of bars, scaled between their minimum and maximum."""
     known = [value for value in values[-BAR:] if value is not None]
     low, span = min(known, default=0.0), (max(known, default=0.0) - min(known, default=0.0)) or 1.0
     return "".join(SPARKS[round((value - low) / span * (len(SPARKS) - 1))] for value in known)
@@ -203,8 +204,8 @@ def watch_run(store: str, run: str) -> None:
 
 
 def _follow_until_end(watcher: "ProgressReader", terminal: "Console", live: "Live | None") -> "RunProgress":
-    """Print new results and update the page at each read. Return after two reads without a process that trains the
-    run."""
+    """Print new results and update the page after each read. Return the last progress when the run is finished, or when
+    two reads in a row find no process that trains the run."""
     pause = REMOTE_SECONDS if watcher.store.startswith("s3://") else LOOK_SECONDS
     iterations, evaluations, absences, began = 0, 0, 0, time.monotonic()
     while True:

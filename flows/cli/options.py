@@ -19,7 +19,8 @@ DEFAULT_STORE = "./runs"
 
 
 def format_next_steps(steps: Mapping[str, str]) -> str:
-    """Return suggested commands by their purpose, one per line, or on two lines if command and purpose do not fit."""
+    """Format suggested commands, each with its purpose, for the end of a command's output. Keys of `steps` are
+    purposes."""
     return "next     " + "\n         ".join(
         line if len(line := f"{command}    {what}") <= WIDTH - 9 else f"{what}:\n           {command}"
         for what, command in steps.items()
@@ -27,7 +28,7 @@ def format_next_steps(steps: Mapping[str, str]) -> str:
 
 
 def _known_runs(context: CompletionContext) -> list[str]:
-    """Return the names of the runs for shell completion, from the store given so far."""
+    """Return the names of the runs for shell completion, from the store that was typed so far."""
     from infra.store.runs import list_runs
 
     return list_runs(context["store"].value or DEFAULT_STORE)
@@ -66,7 +67,7 @@ Verbosity = Literal["quiet", "normal", "verbose"]
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True)
 class Display:
-    """Options for the output of a command while it runs."""
+    """Options that control what a command prints while it runs."""
 
     quiet: Annotated[bool, Parameter(help="print only warnings and the result")] = False
     verbose: Annotated[bool, Parameter(help="print the logs of workers in threads too, without a live page")] = False
@@ -77,7 +78,7 @@ class Display:
 
     @property
     def verbosity(self) -> Verbosity:
-        """Amount of output. Raises BadInput if both --quiet and --verbose are given."""
+        """Amount of output of a command. Raises BadInput if both --quiet and --verbose are given."""
         if self.quiet and self.verbose:
             raise BadInput("--quiet and --verbose cannot be combined. Use only one of them.")
         return "quiet" if self.quiet else "verbose" if self.verbose else "normal"
@@ -110,7 +111,7 @@ class LineHandler(logging.Handler):
             self.handleError(record)
 
     def suffix(self, record: logging.LogRecord) -> str:
-        """Return the remaining time of the run as text if the record contains it, otherwise an empty string."""
+        """Return the predicted remaining time of the run ("  eta 0:05:00") if the record contains it, otherwise ""."""
         return f"  eta {record.eta}" if hasattr(record, "eta") else ""
 
 
@@ -126,7 +127,7 @@ def log_progress(*, quiet: bool, verbosity: Verbosity = "normal") -> None:
 
 
 def attach_handler(handler: logging.Handler) -> None:
-    """Attach a handler to the loggers of all packages, and stop propagation to other handlers."""
+    """Send log records of all packages to a handler, and to no other handler."""
     for package in PACKAGES:
         logger = logging.getLogger(package)
         logger.addHandler(handler)
@@ -135,6 +136,6 @@ def attach_handler(handler: logging.Handler) -> None:
 
 
 def detach_handler(handler: logging.Handler) -> None:
-    """Detach a handler from the loggers of all packages."""
+    """Stop sending log records of all packages to a handler."""
     for package in PACKAGES:
         logging.getLogger(package).removeHandler(handler)

@@ -1,4 +1,4 @@
-"""Output of commands: rows of tables, and rollouts as text."""
+"""Tables and texts that commands print, such as the metrics of a run or its rollouts."""
 
 import sys
 from collections import Counter
@@ -20,11 +20,11 @@ from tasks.views.runs import RecreditedIteration, RescoredIteration, RunDescript
 Rows = list[dict[str, str]]
 
 CELL = 60
-"""Maximum characters of a text in a table."""
+"""Maximum number of characters of a text in a table."""
 
 
 def iteration_rows(description: RunDescription) -> Rows:
-    """Return a table of the learning metrics of a run's iterations, at most 100 characters wide."""
+    """Return the learning metrics of a run, one row per iteration. The table is at most 100 characters wide."""
     reports = description.iterations
     has_other_rewards = any(report.reward != report.accuracy for report in reports)
     return [
@@ -51,7 +51,7 @@ def _sum_known(*values: float | None) -> float | None:
 
 
 def term_lines(description: RunDescription) -> list[str]:
-    """Return a table of the mean rewards by term and iteration, or no lines if there is only one term."""
+    """Return a table with the mean of each reward term per iteration, as lines. Empty if the run has only one term."""
     rows = [
         {"iteration": str(report.iteration), **{term: format_number(mean) for term, mean in report.terms.items()}}
         for report in description.iterations
@@ -62,7 +62,7 @@ def term_lines(description: RunDescription) -> list[str]:
 
 
 def work_lines(description: RunDescription) -> list[str]:
-    """Return a table of the seconds per stage and the resulting policies of a run's iterations."""
+    """Return a table with the seconds of each stage and the digest of the policy per iteration, as lines."""
     reports = description.iterations
     stage_names = [
         name for name in (reports[0].stages if reports else {}) if any(each.stages[name] for each in reports)
@@ -83,20 +83,20 @@ def work_lines(description: RunDescription) -> list[str]:
 
 
 def episode_lines(description: RunDescription) -> list[str]:
-    """Return a table of episode statistics by iteration, or no lines if the run has no environment."""
+    """Return a table with statistics of episodes per iteration, as lines. Empty if the run has no environment."""
     reports = [(report.iteration, report.episodes) for report in description.iterations]
     rows = [{"iteration": str(number), **episodes.cells()} for number, episodes in reports if episodes is not None]
     return ["episodes:", *table(rows).splitlines()] if rows else []
 
 
 def cost_lines(costs: Mapping[str, Cost]) -> list[str]:
-    """Return a table of the costs of a run by role and in total, or no lines if costs were not counted."""
+    """Return a table with the costs of each role and their sum, as lines. Empty if no costs were recorded."""
     rows = [{"cost of": role, **cost.cells()} for role, cost in {**costs, "total": total(costs.values())}.items()]
     return table(rows).splitlines() if costs else []
 
 
 def decision_rows(lines: Sequence[DecisionLine]) -> Rows:
-    """Return a table of the placement decisions of a run."""
+    """Return the predicted and measured durations of placement decisions, one row per decision."""
     return [
         {
             "batch": line.batch,
@@ -111,7 +111,7 @@ def decision_rows(lines: Sequence[DecisionLine]) -> Rows:
 
 
 def decision_text(lines: Sequence[DecisionLine]) -> str:
-    """Return placement decisions as text: figures in columns, then the sentence that explains the decision."""
+    """Return one line per placement decision: batch, durations, and the sentence that explains the decision."""
     rows = table(decision_rows(lines), width=WIDTH).splitlines()
     sentences = ["decision", *(line.sentence for line in lines)]
     texts = [f"{row}  {sentence}" for row, sentence in zip(rows, sentences, strict=True)] if lines else []
@@ -119,7 +119,7 @@ def decision_text(lines: Sequence[DecisionLine]) -> str:
 
 
 def assumption_rows(inputs: PlanInputs) -> Rows:
-    """Return a table of the inputs of a placement plan."""
+    """Return the assumptions or measurements behind a placement decision, one row per role."""
     return [
         {
             "role": role,
@@ -136,7 +136,7 @@ def assumption_rows(inputs: PlanInputs) -> Rows:
 
 
 def rescored_rows(lines: Sequence[RescoredIteration]) -> Rows:
-    """Return a table of new rewards next to the stored ones."""
+    """Return new rewards next to the stored ones, one row per iteration."""
     return [
         {
             "iteration": str(line.iteration),
@@ -152,7 +152,7 @@ def rescored_rows(lines: Sequence[RescoredIteration]) -> Rows:
 
 
 def recredited_rows(lines: Sequence[RecreditedIteration]) -> Rows:
-    """Return a table of new advantages compared with those on which the run was trained."""
+    """Return statistics of new advantages and their correlation with the stored ones, one row per iteration."""
     return [
         {
             "iteration": str(line.iteration),
@@ -167,8 +167,8 @@ def recredited_rows(lines: Sequence[RecreditedIteration]) -> Rows:
 
 
 def rollout_text(sample: RolloutPreview) -> str:
-    """Return a prompt with its completion, below a line with reward and length. The completion is bold on a
-    terminal."""
+    """Return the text to print for a completion: a line with reward and length, then the prompt and the completion,
+    which is bold on a terminal."""
     bold, plain = ("\x1b[1m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
     reward = "missing" if sample.reward is None else f"{sample.reward:g}"
     answer = f", answer {_last_line(sample.answer)}" if sample.answer else ""
@@ -187,7 +187,7 @@ def _describe_image(image: ShownImage) -> str:
 
 
 def _describe_turn(number: int, turn: TurnRecord) -> str:
-    """Return a line about a turn: its tokens, calls, reward and failure."""
+    """Describe a turn of an episode in one line: tokens, tool calls, reward and failure."""
     parts = [f"{turn.tokens} tokens generated", f"{turn.observation} tokens of observation"]
     parts += [f"{turn.calls} calls ({turn.errors} could not be parsed)"] if turn.calls else []
     parts += [f"reward {turn.reward:g}"] if turn.reward is not None else []
@@ -196,7 +196,7 @@ def _describe_turn(number: int, turn: TurnRecord) -> str:
 
 
 def answer_rows(answer: Sequence[Mapping[str, object]]) -> Rows:
-    """Return a query's result as a table, with long texts shortened."""
+    """Return the rows of a query's result as text, with long values shortened."""
     return [{_format_cell(name): _format_cell(value) for name, value in row.items()} for row in answer]
 
 
@@ -214,7 +214,7 @@ def _last_line(text: str) -> str:
 
 
 def deletion_lines(stones: Sequence[Tombstone]) -> list[str]:
-    """Return one line for each reason of deletions in a run."""
+    """Describe what was deleted from a run in one line for each reason."""
     lines = []
     for why, is_replaced in sorted({(stone.why, stone.is_replaced) for stone in stones}):
         same = [stone for stone in stones if (stone.why, stone.is_replaced) == (why, is_replaced)]
@@ -224,8 +224,7 @@ def deletion_lines(stones: Sequence[Tombstone]) -> list[str]:
 
 
 def _describe_parts(stones: Sequence[Tombstone]) -> str:
-    """Return a text about the data that these tombstones deleted: whole runs, bundles by kind, or rollouts of
-    iterations."""
+    """Describe what these deletions removed, for example "2 policies and rollouts of 3 iterations"."""
     if stones[0].what == WHOLE_RUN:
         return "rollouts, samples and policies"
     kinds = Counter(stone.what.partition("/")[0] for stone in stones)

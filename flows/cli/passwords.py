@@ -15,7 +15,7 @@ PROFILE: Final = "rheostat"
 
 
 def configured_password() -> str | None:
-    """Return the `NAME:PASSWORD` that the user has set for Prefect's server, else for its clients, or None."""
+    """Return the `NAME:PASSWORD` that the user has configured for Prefect's server or clients, or None."""
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_SERVER_API_AUTH_STRING
 
     own = PREFECT_SERVER_API_AUTH_STRING.value() or PREFECT_API_AUTH_STRING.value() or None

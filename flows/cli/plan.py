@@ -1,4 +1,4 @@
-"""Plan of a run: sizes, workers and memory, computed before anything is written."""
+"""Summary of what a run would do (sizes, workers and memory), computed before anything is written."""
 
 import asyncio
 from collections.abc import Iterator, Mapping
@@ -21,24 +21,26 @@ from tasks.views.placement import first_placement
 
 
 class RunPlan(Settings):
-    """Plan of a run."""
+    """Summary of what a run would do, which `rheostat train --dry-run` prints."""
 
     lines: dict[str, str]
-    """Facts as text, by label."""
+    """Descriptions of the run's parts as text, by label such as "policy"."""
     facts: dict[str, float]
-    """Numbers counted and estimated by the input check. Bytes are per worker."""
+    """Numbers that the input check counted or estimated, by name. Numbers of bytes are per worker."""
     notes: list[str] = []
-    """Notes to read before the run starts: replaced defaults, and settings that will not work as configured."""
+    """Sentences that the user should read before the run starts: changed defaults, and settings that will not work as
+    configured."""
 
     def text(self) -> str:
-        """Return the plan as text: one line per fact, then the notes."""
+        """Return the summary as lines of text, followed by the notes."""
         width = max(map(len, self.lines))
         lines = [f"{name.ljust(width)}  {value}" for name, value in self.lines.items()]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
 def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
-    """Return the plan of a run. Raises BadInput in the same cases as the run itself."""
+    """Check a job and summarize what its run would do, without writing anything. Raises BadInput in the same cases as
+    the run itself."""
     config = with_recorded_defaults(config)
     run = find_matching_run(config, accept_change=accept_change)
     result = asyncio.run(preflight(config, part="plan"))
@@ -91,7 +93,7 @@ def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
 
 
 def plan_memory(config: RunConfig) -> dict[str, str]:
-    """Return the peak memory of a worker of each role, and the memory of this machine.
+    """Return a text about the peak memory of a worker for each role, and about the memory of this machine.
 
     Raises BadInput in the same cases as the run itself.
     """
@@ -105,7 +107,7 @@ def plan_memory(config: RunConfig) -> dict[str, str]:
 
 
 def plan_device(config: RunConfig, device: str, *, completion_tokens: int | None) -> DeviceEstimate:
-    """Return an estimate of the shortest possible iteration on a number of accelerators of this kind.
+    """Estimate the shortest possible time of an iteration, and the memory, on accelerators of this kind.
 
     Without `completion_tokens`, completions are assumed to have half of their maximum length. Raises BadInput if the
     accelerator is unknown, the number of tokens is out of range, or the policy is a text-to-image policy, and in the
@@ -125,7 +127,7 @@ def plan_device(config: RunConfig, device: str, *, completion_tokens: int | None
 
 
 def _describe_controllers(config: RunConfig) -> str:
-    """Return the number of controllers of each role, and where they run."""
+    """Describe how many controllers each role has, and where they run."""
     count, where = config.controllers.count, config.controllers.where
     place = "sub-flows of this process" if where == "nested" else "runs of Prefect deployments"
     return f"{count} per role, {where}: {place} that give work to the workers"
@@ -140,13 +142,13 @@ def _describe_lengths(config: RunConfig, facts: dict[str, float]) -> str:
 
 
 def _describe_images(config: RunConfig, facts: Mapping[str, float], group: str) -> dict[str, str]:
-    """Return the line about the images of a group that are read differently than their files suggest, if any are."""
+    """Describe how many images of a group are read differently than their files suggest. Empty if there are none."""
     text = describe_images(facts, config.data.image_background, group=group)
     return {group: text} if text else {}
 
 
 def _list_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
-    """Yield notes on settings that will not work as configured, or probably not as intended."""
+    """Yield sentences about settings that will not work as configured, or probably not as the user intends."""
     pools, minibatches, prompts = config.pools, config.update.minibatches, config.rollout.prompts
     slots, ranks = pools.workers.min_slots * pools.gpus_per_worker, pools.update_ranks * pools.gpus_per_update_rank
     needed_gpus = slots + ranks if pools.dedicated_update_resources else max(slots, ranks)
@@ -198,7 +200,7 @@ def _list_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
 
 
 def _list_sandboxed(config: RunConfig) -> list[str]:
-    """Return the settings that run code in a sandbox."""
+    """Return the names of the settings that make the run execute code in a sandbox."""
     scoring, environment = config.scoring, config.rollout.environment
     settings = [f"reward {term!r}" for term in scoring.code_rewards]
     if scoring.sandbox == "bubblewrap" and any(rule.brings_code for rule in scoring.rules):
@@ -240,12 +242,12 @@ def _describe_waves(config: RunConfig) -> str:
 
 
 def _describe_slots(pools: PoolsConfig) -> str:
-    """Return the number of worker slots, or the range of an elastic cluster."""
+    """Describe the number of worker slots, which is a range if the cluster is elastic."""
     return f"{pools.workers.max}" if pools.workers.min is None else f"{pools.workers.min} to {pools.workers.max}"
 
 
 def _describe_sharing(config: RunConfig) -> str:
-    """Return which roles share the slots, and how the first stage would assign them."""
+    """Describe which roles share the worker slots, and how the first decision assigns them."""
     if not config.scoring.hosted_rewards:
         return ", all for rollout"
     return f", {config.placement.kind}: {first_placement(config).decision.reason}"
@@ -279,7 +281,8 @@ def _format_update_memory(config: RunConfig, facts: dict[str, float]) -> str:
 
 
 def _format_memory(facts: dict[str, float], role: str, *, offloaded: tuple[str, ...] = ()) -> str:
-    """Return the estimated peak memory of one worker with its parts. Offloaded parts are listed separately."""
+    """Describe the estimated peak memory of one worker and its parts. Parts that are offloaded to the machine's memory
+    are listed separately."""
     parts = {name: value / 2**20 for name, value in peak_memory_by_part(facts, role).items()}
     offloaded_parts = {name: parts.pop(name) for name in offloaded}
     detail = " + ".join(f"{name} {value:,.1f}" for name, value in parts.items())

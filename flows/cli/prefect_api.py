@@ -98,8 +98,8 @@ def set_defaults() -> None:
 
 @contextmanager
 def configured_api() -> Iterator[str | None]:
-    """Run the block with the configured Prefect API and its stored password. Yields its URL, or None if none is
-    configured."""
+    """Run the block with the Prefect API that the user has configured, and its stored password. Yields the URL of the
+    API, or None if no API is configured."""
     set_defaults()
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
@@ -197,12 +197,12 @@ def _check_reachable(url: str) -> None:
 
 
 def find_own_server() -> WatchedServer | None:
-    """Return the server that this process has started, or None if there is none."""
+    """Return the Prefect server that this process has started, or None if it uses a configured server."""
     return _SERVING.get()
 
 
 def _drain(serving: WatchedServer) -> None:
-    """Send the logs and events that Prefect has buffered, before the server stops."""
+    """Send the logs and events that Prefect has buffered in this process. Call this before the server stops."""
     from prefect.events.worker import EventsWorker
     from prefect.logging.handlers import APILogWorker
 
@@ -240,7 +240,8 @@ def _query_health(url: str) -> int | None:
 
 
 def _open_listener(port: int | None) -> socket.socket:
-    """Return a socket that listens on the requested port, or else on Prefect's default port or any free port.
+    """Return a socket that listens on the requested port. Without a requested port, try Prefect's default port, and
+    then any free port.
 
     Raises BadInput if the requested port is not free.
     """
@@ -260,7 +261,7 @@ CANCEL_SECONDS = 1.0
 
 
 def run_flow(flow: "Coroutine[object, object, R]") -> R:
-    """Run a flow to its end. If several controllers fail together, raise the first cause.
+    """Run a flow to its end and return its result. If several controllers fail together, the first cause is raised.
 
     SIGTERM cancels the flow like Ctrl-C. Both end in a KeyboardInterrupt with the signal's number.
     """
@@ -295,7 +296,7 @@ async def _run_cancellable(
     on_signal: Callable[[int], None],
     failed: Callable[[str], None],
 ) -> R:
-    """Await a flow. SIGTERM and the failure of the job's own server cancel it."""
+    """Await a flow so that SIGTERM, or a failure of the server that this process has started, cancels it."""
     from prefect.utilities import engine
 
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
@@ -325,7 +326,8 @@ async def _run_cancellable(
 
 
 def _find_cause(error: BaseException, serving: WatchedServer | None) -> BaseException:
-    """Return the error to report, which is the API's error if the API has failed, and the first cause otherwise."""
+    """Return the error that explains a failed flow to the user: the failure of Prefect's API if it failed, otherwise
+    the first cause."""
     import httpx
     from prefect.exceptions import PrefectException
 

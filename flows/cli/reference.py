@@ -12,7 +12,7 @@ from infra.terminal import command_names
 
 README: Final = Path(__file__).parents[2] / "README.md"
 PAGE: Final = README.parent / "docs/commands.md"
-"""Reference of all commands and options."""
+"""Page with all commands and their options."""
 SHOWN: Final = (
     "init",
     "train",
@@ -27,19 +27,20 @@ SHOWN: Final = (
     "rescore",
     "server",
 )
-"""Commands that README.md lists. The others are in the reference."""
+"""Commands that the table in README.md lists. The other commands are only in docs/commands.md."""
 BEGIN, END = "<!-- commands: written by `make docs` -->\n", "<!-- end of commands -->\n"
 
 
 def commands_of(app: App, *words: str) -> Iterator[tuple[tuple[str, ...], App]]:
-    """Yield every command with the words that call it. A command with actions is replaced by its actions."""
+    """Yield every command with the words that a user types to call it. For a command with actions, the actions are
+    yielded instead."""
     for name in command_names(app):
         actions = command_names(app[name])
         yield from commands_of(app[name], *words, name) if actions else [((*words, name), app[name])]
 
 
 def replace_table(page: str) -> str:
-    """Return README.md with a new table of commands."""
+    """Return the text of README.md with its table of commands replaced by a current one."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     titles = {function.__name__: title for title, commands in GROUPS for function, _ in commands}
@@ -48,14 +49,14 @@ def replace_table(page: str) -> str:
 
 
 def reference() -> str:
-    """Return docs/commands.md: every command with its arguments, options and defaults."""
+    """Return the text of docs/commands.md: every command with its arguments, options and defaults."""
     page = app().generate_docs(output_format="markdown", recursive=True)
     page = re.sub(r"(?m)^(rheostat .*?) -m [\w.]+", r"\1", page)  # cyclopts adds the module that `python -m` runs
     return page.replace("# rheostat\n", "# Commands\n", 1)
 
 
 def _build_row(group: str, words: tuple[str, ...], command: App) -> str:
-    """Return the table row of a command: its group, the words to type and its summary."""
+    """Return the row of a command for the table in README.md: group, words to type, and summary."""
     required = [argument for argument in command.assemble_argument_collection() if argument.required]
     typed = [*words, *(f"{a.name} {a.parameter.metavar}" if a.name[:1] == "-" else a.name for a in required)]
     summary = command.help.splitlines()[0].removesuffix(".")

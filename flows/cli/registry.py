@@ -53,7 +53,7 @@ MirrorAddress = Annotated[
 Reason = Annotated[str, Parameter(metavar="TEXT", help="reason, which is stored in the record")]
 
 SHOWN = 100
-"""Maximum characters of a reason in a table."""
+"""Maximum number of characters of a reason in a table."""
 
 
 def retrain(
@@ -98,7 +98,7 @@ def retrain(
 
 
 def require_finished(config: "RunConfig", *, today: date) -> None:
-    """Raise BadInput if the newest retrain before `today` is not finished, since a new one would abandon it."""
+    """Raise BadInput if an earlier retrain is not finished, because a new retrain would abandon it."""
     from tasks.promotion.draft import find_unfinished, with_date
 
     if (day := find_unfinished(config, today)) is not None:
@@ -198,7 +198,7 @@ def mirror(name: RegistryName, /, *, to: MirrorAddress = None, store: Store = DE
 
 
 def _describe_retrain(result: "Retrained", job: "RunConfig") -> str:
-    """Return the result of a retrain, with the command that signs its proposal if there is one."""
+    """Describe the result of a retrain as lines of text, with the command that signs the proposal if there is one."""
     record, rules, lines = result.record, job.promotion, [result.text()]
     if record is not None and rules is not None and record.kind == "proposal":
         command = ["rheostat", "promote", rules.registry, record.run, "--reason", "TEXT"]
@@ -209,8 +209,8 @@ def _describe_retrain(result: "Retrained", job: "RunConfig") -> str:
 def _report_record(
     store: str, name: str, record: "RegistryRecord", is_new: bool, what: str = "", *, as_json: bool
 ) -> None:
-    """Print the change that a record made, and report the record to Prefect and MLflow. `what` describes the change; by
-    default it is that the policy became champion."""
+    """Print what a registry record changed, and report a new record to Prefect and MLflow. `what` describes the change.
+    By default it is that the policy became the champion."""
     if as_json:
         write(json.dumps({"record": record.model_dump(mode="json"), "is_new": is_new}, indent=2))
     else:

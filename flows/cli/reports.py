@@ -12,7 +12,7 @@ from infra.errors import BadInput
 from infra.terminal import Json, table, write
 
 CELL = 32
-"""Maximum characters of a setting in a table."""
+"""Maximum number of characters of a setting in a table."""
 Page = Annotated[Path | None, Parameter(metavar="FILE", show_default="RUN-report.html", help="file for the page")]
 ComparisonPage = Annotated[
     Path | None,
@@ -72,12 +72,12 @@ def compare(
 
 
 def _shorten(text: str) -> str:
-    """Return a value shortened to the width of a table column."""
+    """Shorten a text to the width of a table column."""
     return f"{text[: CELL - 1]}…" if len(text) > CELL else text
 
 
 def _check_path(path: Path) -> None:
-    """Raise BadInput if no file can be written at this path, before the page is created."""
+    """Raise BadInput if no file can be written at this path. Called before the page is created, which takes time."""
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise BadInput(f"--to {path} must be a file in an existing directory.")
 

@@ -1,4 +1,5 @@
-"""Requests to rescore or recredit a run's stored rollouts: parsing, checks against the run, and execution."""
+"""Requests for new scores (rescore) or new advantages (recredit) from a run's stored rollouts: parsing, checks,
+execution."""
 
 import asyncio
 import hashlib
@@ -63,7 +64,8 @@ def request_rescoring(
     iterations: str | None,
     overrides: Sequence[str],
 ) -> Rescoring:
-    """Parse and check a re-scoring from the command line. Raises BadInput before anything is written."""
+    """Build the request for new scores from the arguments of `rheostat rescore`. Raises BadInput before anything is
+    written."""
     run = open_known_run(store, run_name)
     terms = parse_part(rewards, RescoringTerms, part="scoring", what="--rewards")
     chosen = check_name(name) if name is not None else f"{terms.scoring.terms[0]}-{digest_of(terms)}"
@@ -97,7 +99,8 @@ def request_recredit(
     iterations: str | None,
     overrides: Sequence[str],
 ) -> Recredit:
-    """Parse and check a re-credit from the command line. Raises BadInput before anything is written."""
+    """Build the request for new advantages from the arguments of `rheostat recredit`. Raises BadInput before anything
+    is written."""
     run = open_known_run(store, run_name)
     is_kind = re.fullmatch(r"[a-z_]+", algorithm) is not None and not Path(algorithm).is_file()
     table = f"kind = {json.dumps(algorithm)}" if is_kind else algorithm
@@ -159,7 +162,7 @@ def _missing_scores(run: Run, scores: str, numbers: Sequence[int]) -> Iterator[s
 
 
 def _read_scoring(run: Run, scores: str | None) -> ScoringConfig:
-    """Return the rewards that produced these scores."""
+    """Return the rewards from which these scores were computed. None names the run's own scores."""
     if scores is None:
         return read_recorded(ScoringConfig, recorded_config(run)["scoring"])
     known_rescoring(run, scores)
@@ -169,7 +172,7 @@ def _read_scoring(run: Run, scores: str | None) -> ScoringConfig:
 
 
 def stored_configuration(run: Run, store: str, overrides: Sequence[str], *, scoring: ScoringConfig) -> RunConfig:
-    """Return the configuration of a run with the given rewards, without checking other combinations.
+    """Return the configuration of a stored run with other rewards, for computing new scores or advantages.
 
     Raises BadInput for overrides of other keys than pools.*.
     """
@@ -191,8 +194,8 @@ def stored_configuration(run: Run, store: str, overrides: Sequence[str], *, scor
 
 
 def pools_for(*scorings: ScoringConfig) -> dict[str, JsonValue]:
-    """Return the minimum number of worker slots and the stall time for these rewards. Both are computed here, because a
-    run's record does not contain the numbers that it used."""
+    """Return settings of [pools] that suffice for these rewards: number of worker slots, and stall time for slow
+    endpoints. A run's record does not contain the numbers that it used."""
     defaults, max_seconds = PoolsConfig(), 0.0
     slots = [sum(reward.slots for reward in scoring.hosted_rewards.values()) for scoring in scorings]
     for reward in (reward for scoring in scorings for reward in scoring.model_rewards.values()):
@@ -222,8 +225,8 @@ def parse_part(text: str, model: type[M], *, part: str, what: str) -> M:
 
 
 def _select_table(document: Mapping[str, object], model: type[BaseModel], part: str, source: str) -> dict[str, object]:
-    """Return only the table `part` of a document. The document is a whole configuration or consists of the keys of this
-    table."""
+    """Select the table `part` of a TOML document. The document is a whole configuration, or contains the keys of this
+    table only."""
     if part in document:
         return {part: document[part]}
     whole = set(document) & set(RunConfig.model_fields)
@@ -235,7 +238,7 @@ def _select_table(document: Mapping[str, object], model: type[BaseModel], part: 
 
 
 def parse_model(document: Mapping[str, object], model: type[M], *, source: str) -> M:
-    """Validate a document. Raises BadInput with one line about what is wrong."""
+    """Validate a TOML document against a settings class. Raises BadInput with one line about what is wrong."""
     try:
         return model.model_validate(document)
     except ValidationError as error:
@@ -243,7 +246,8 @@ def parse_model(document: Mapping[str, object], model: type[M], *, source: str) 
 
 
 def parse_iterations(text: str | None, run: Run) -> tuple[int, ...]:
-    """Parse `3`, `3-7` or `1,3-5` into iteration numbers. None selects all sealed iterations that still have rollouts.
+    """Parse `3`, `3-7` or `1,3-5` into iteration numbers. None selects all complete iterations that still have
+    rollouts.
 
     Raises BadInput for numbers that are not sealed, and for other texts.
     """
@@ -266,7 +270,8 @@ def parse_iterations(text: str | None, run: Run) -> tuple[int, ...]:
 
 
 def check_name(name: str) -> str:
-    """Return the name if it can be part of a manifest's key. Raises BadInput if it cannot."""
+    """Return the name of a re-scoring or re-credit if it is valid, and raise BadInput otherwise. The name is used in
+    keys."""
     if not NAME.fullmatch(name) or ".." in name:
         raise BadInput(
             f"--as {name!r} is not a valid name. Use at most 64 of a-z 0-9 . _ - without '..', and begin with a-z 0-9."
@@ -275,13 +280,13 @@ def check_name(name: str) -> str:
 
 
 def digest_of(terms: BaseModel) -> str:
-    """Return 8 hex digits that identify these rewards or this algorithm."""
+    """Return 8 hexadecimal digits that identify these rewards or this algorithm, for the default name."""
     document: JsonValue = terms.model_dump(mode="json")
     return hashlib.blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=4).hexdigest()
 
 
 def rescore_here(request: Rescoring) -> None:
-    """Score stored rollouts again in this process. Raises BadInput before anything is written or started."""
+    """Run the flow that computes new scores, in this process. Raises BadInput before anything is written or started."""
     derived = DerivedResult("rescore", request.name)
     if _has_remaining(request, derived):
         asyncio.run(preflight(request.config, part="scoring"))
@@ -292,7 +297,8 @@ def rescore_here(request: Rescoring) -> None:
 
 
 def recredit_here(request: Recredit) -> None:
-    """Credit stored rollouts again in this process. Raises BadInput before anything is written or started."""
+    """Run the flow that computes new advantages, in this process. Raises BadInput before anything is written or
+    started."""
     derived = DerivedResult("recredit", request.name)
     if _has_remaining(request, derived):
         with _open_prefect(request, derived):
@@ -302,8 +308,8 @@ def recredit_here(request: Recredit) -> None:
 
 
 def _has_remaining(request: Rescoring | Recredit, derived: DerivedResult) -> bool:
-    """Return whether requested iterations are not computed yet. Raise RunLocked if so and another process has locked
-    the run."""
+    """Return whether any requested iteration is not computed yet. Raises RunLocked if there is work but another process
+    has locked the run."""
     run = open_run(request.config.store, request.config.name)
     if set(request.iterations) <= {*sealed_numbers(run, derived)}:
         return False

@@ -37,7 +37,7 @@ Delete = Annotated[bool, Parameter(help="delete; without this option nothing is 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Number and size of the deleted objects of one kind."""
+    """Number and size of the objects that are deleted from one folder of a run, or would be deleted."""
 
     objects: int
     bytes: int
@@ -45,17 +45,17 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """Result of `rheostat gc` for one run."""
+    """Result of `rheostat gc` for one run: what was deleted, or would be deleted with --delete."""
 
     run: str
     """Name of the run."""
     given_up: bool = False
-    """Whether the rules select the whole run. If so, shards and policies that are named by manifests are deleted too.
-    """
+    """Whether the whole run is selected by its age or number. If so, all its rollouts, samples and policies are
+    deleted."""
     deleted: bool = False
     """Whether the objects were deleted and not only listed."""
     kinds: dict[str, Kind] = field(default_factory=dict)
-    """Deleted objects, by the folder that contains them."""
+    """Number and size of the deleted objects, by the folder that contains them."""
     skipped: str = ""
     """Reason why the run was skipped, or an empty string."""
     is_damaged: bool = False
@@ -101,7 +101,8 @@ def _describe_collected(collected: list[Collected], rules: "Rules", *, delete: b
 
 
 def _collect(store: str, name: str, rules: "Rules", ended: datetime | None, *, delete: bool) -> Collected:
-    """List or delete the garbage of a run. `ended` is the time of its last commit if the rules select the whole run."""
+    """Delete the unneeded objects of a run if `delete` is true, otherwise list them. `ended` is the time of the last
+    commit if the whole run is selected."""
     from infra.store.garbage import collect_garbage, delete_run, find_garbage, last_commit
     from infra.store.runs import open_run
 
@@ -221,7 +222,7 @@ def _read_ids(path: Path) -> frozenset[str]:
 
 
 def _forget_samples(runs: Sequence[str]) -> None:
-    """Delete the tables and pages in Prefect that show samples of these runs."""
+    """Delete the tables and pages in Prefect that contain completions of these runs."""
     from flows.cli.prefect_api import prefect_api
 
     with prefect_api():

@@ -45,7 +45,7 @@ def _describe(reward: type) -> str:
 
 
 def _first_sentence(text: str) -> str:
-    """Return a text up to the first full stop that a capital letter follows, on one line."""
+    """Return the first sentence of a text (up to a full stop that a capital letter follows), on one line."""
     words = " ".join(text.split("\n\n")[0].split()).split(" ")
     for at, word in enumerate(words[:-1]):
         if word.endswith(".") and words[at + 1][0].isupper():
@@ -54,7 +54,7 @@ def _first_sentence(text: str) -> str:
 
 
 def _indent(text: str) -> str:
-    """Return paragraphs, wrapped and indented."""
+    """Wrap and indent the paragraphs of a text."""
     paragraphs = [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
     return "\n\n".join(
         textwrap.fill(paragraph, WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT) for paragraph in paragraphs

@@ -66,7 +66,7 @@ Replays = Annotated[
     bool, Parameter(help="also replay stored episodes, and list the turns that new environments answer differently")
 ]
 OPTIONAL_COLUMNS: Final = ("created", "took", "algorithm", "best", "accuracy before", "iterations")
-"""Columns of the list of runs that are dropped first on a narrow terminal."""
+"""Columns that the list of runs leaves out on a narrow terminal, in this order."""
 EPISODES = 16
 Episodes = Annotated[
     int | None,
@@ -82,7 +82,7 @@ Episodes = Annotated[
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True)
 class ImageOptions:
-    """Options for showing the images of completions."""
+    """Options of `rheostat rollouts` for showing images."""
 
     opened: Annotated[
         bool, Parameter(name="--open", help="show the completions with their images on a page in the browser")
@@ -245,7 +245,7 @@ def query(sql: Sql, /, *run: RunNames, store: Store = DEFAULT_STORE, as_json: Js
 
 
 def _encode_value(value: object) -> int | float | str:
-    """Return a value that JSON can encode. Sums of whole numbers arrive as decimals and become integers."""
+    """Convert a value of a query's result for JSON. Sums of whole numbers arrive as decimals and become integers."""
     if isinstance(value, Decimal):
         return int(value) if value == value.to_integral_value() else float(value)
     return str(value)
@@ -335,7 +335,8 @@ def _report_records(
     *,
     as_json: bool,
 ) -> int:
-    """Print the problems of numbered records, and whether their chain protects the newest one."""
+    """Print the result of verifying the records of a registry or soup, and whether a loss of the newest record would be
+    noticed. Return the exit code."""
     unprotected = 0 if problems else numbered.unprotected()
     if as_json:
         document = {kind: name, "ok": not problems, "problems": problems, "unprotected": unprotected}
@@ -388,12 +389,12 @@ def placement(run: RunName, /, *, stages: Stages = False, store: Store = DEFAULT
 
 
 def describe_base_model(base: str | None) -> str:
-    """Return a note with the base model if the policy is an adapter, else an empty string."""
+    """Return a note that names the base model if the policy is an adapter. Empty if there is no base model."""
     return "" if base is None else f"\n         adapter for the base model {base}"
 
 
 def export_command(run: str, store: str) -> str:
-    """Return the command that merges base and adapter into one model directory."""
+    """Return the command that merges an adapter and its base into one model directory, with an explanation."""
     command = ["rheostat", "export-policy", run, "--to", f"{run}-policy"]
     merged = shlex.join(command + (["--store", store] if store != DEFAULT_STORE else []))
     return f"{merged}    merges base and adapter into one model directory"

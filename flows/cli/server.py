@@ -65,8 +65,8 @@ def serve(port: int, *, password: str, listener: socket.socket | None = None) ->
 
 
 def restrict_hosts(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Return the app restricted to loopback host names and the hosts of `origins`. Pages of other origins get status
-    403."""
+    """Wrap an app so that only requests to loopback host names and to the hosts of `origins` are answered. Pages of
+    other origins get status 403."""
 
     async def same_origin(scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(raw=scope.get("headers", []))
@@ -82,7 +82,7 @@ def restrict_hosts(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 def block_telemetry(app: ASGIApp, api_url: str) -> ASGIApp:
-    """Return the app with a content security policy that lets the UI connect only to this server and its API.
+    """Wrap an app so that its pages can connect only to this server and its API.
 
     Without this policy the UI sends usage statistics to another server.
     """

@@ -92,7 +92,7 @@ def checkout(
 
 
 def describe_champion(champion: "RegistryRecord") -> str:
-    """Return a description of a champion on one line."""
+    """Describe a champion on one line: digest, run and registry record."""
     return f"the policy {champion.policy[:16]} of run {champion.run}, record {champion.number}"
 
 

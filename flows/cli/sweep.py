@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS: Final = 0.2
 END_SECONDS: Final = 8.0
-"""Time limit in seconds for runs to stop after an interrupt. Then they are killed; killed runs can be resumed too."""
+"""Seconds that runs have to stop after an interrupt before they are killed. Killed runs can be resumed too."""
 
 Grid = Annotated[
     str,
@@ -65,12 +65,12 @@ DEFAULT_OPTIONS = SweepOptions()
 
 @dataclass(frozen=True, slots=True)
 class _Reporter:
-    """Writer that prints lines with the name of a run in front of each line."""
+    """Printer of output lines of several runs, each with the name of its run in front."""
 
     stream: TextIO
 
     def tell(self, name: str, line: str) -> None:
-        """Write one line."""
+        """Print one line of the output of a run."""
         self.stream.write(f"{wrap_text(make_visible(f'{name}: {line}'))}\n")
         self.stream.flush()
 
@@ -114,17 +114,18 @@ def sweep(
 
 @dataclass(slots=True)
 class _RunningProcess:
-    """A run that is being trained by a process."""
+    """Process that trains one run of the sweep, with its output."""
 
     name: str
     process: "subprocess.Popen[bytes]"
     log: BinaryIO
-    """Output of the process, opened at the position up to which it was read."""
+    """Output of the process. Its position is the end of what was printed."""
     last: str = ""
     """Last line of the output."""
 
     def said(self, *, all_left: bool) -> list[str]:
-        """Return new lines of the output. The last, incomplete line is included only if `all_left` is true."""
+        """Return the new lines of the process's output. An incomplete last line is only returned if
+        `all_left` is true."""
         place, content = self.log.tell(), self.log.read()
         whole = len(content) if all_left else content.rfind(b"\n") + 1
         self.log.seek(place + whole)
@@ -133,7 +134,8 @@ class _RunningProcess:
         return lines
 
     def failure(self, code: int) -> str:
-        """Return the reason of a failure: the signal, the last line of output (usually the error), or the exit code."""
+        """Return the reason why the process failed: the signal, the last line of its output (usually the error), or its
+        exit code."""
         if code < 0:
             return f"killed by {signal.Signals(-code).name}"
         return self.last.removeprefix("rheostat: ") or f"exit code {code}"
@@ -142,7 +144,8 @@ class _RunningProcess:
 def _train_runs(
     jobs: Sequence[JobArguments], loaded: Sequence["RunConfig"], course: SweepOptions, reporter: _Reporter
 ) -> dict[str, str]:
-    """Train the runs that are not done, up to `course.limit` at a time. Return the reasons of failures by run name."""
+    """Train the runs that are not finished, up to `course.limit` at a time. Return the reasons of failures by name of
+    the run."""
     from tasks.run.preflight import is_run_complete
 
     errors, waiting = dict[str, str](), list[tuple[str, JobArguments]]()
@@ -174,8 +177,8 @@ def _train_runs(
 
 
 def _collect_ended(running: list[_RunningProcess], reporter: _Reporter) -> dict[str, str]:
-    """Print new output of the runs, and remove ended runs from `running`. Return the reasons of failures by run
-    name."""
+    """Print new output of the runs, and remove processes that have ended from `running`. Return the reasons of failures
+    by name of the run."""
     errors = dict[str, str]()
     for training in [*running]:
         code = training.process.poll()  # checked before reading, so that the read is complete
@@ -190,7 +193,7 @@ def _collect_ended(running: list[_RunningProcess], reporter: _Reporter) -> dict[
 def _start_run(
     name: str, job: JobArguments, folder: Path, environment: Mapping[str, str], *, accept_change: bool
 ) -> _RunningProcess:
-    """Start a process that trains a run like `rheostat train`."""
+    """Start a process that trains a run in the same way as `rheostat train`."""
     words = ["train", str(job.path), *job.overrides, "--run", name, "--json"]
     words += ["--store", job.store] if job.store is not None else []
     words += ["--accept-change"] if accept_change else []
@@ -218,7 +221,8 @@ def _prefect_variables() -> dict[str, str]:
 
 
 def _stop_runs(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
-    """Stop the runs, and kill those that do not stop in time. Their commits are kept."""
+    """Stop processes that train runs, and kill those that do not stop in time. Results that are stored already are
+    kept."""
     for process in processes:
         process.terminate()
     deadline = time.monotonic() + END_SECONDS
@@ -229,7 +233,7 @@ def _stop_runs(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
 
 
 def main() -> int:
-    """Train one run as the process of a sweep. Return the exit code."""
+    """Train one run as a child process of a sweep. Return the exit code."""
     parent, *words = sys.argv[1:]
     die_with_parent(int(parent))
     from flows.cli.app import main as rheostat

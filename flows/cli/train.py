@@ -66,12 +66,12 @@ Problems = Annotated[
 
 
 PARTS: Final = {"sft": "sft", "dpo": "dpo", "reward-model": "reward_modelling"}
-"""Module names of the flows for the commands that run a part of a job."""
+"""Module of the flow for each command that runs a part of a job, by command."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobArguments:
-    """Configuration file, overrides, run name and store of a job, as given on the command line."""
+    """Arguments of a command that select a job: configuration file, overrides, run name and store."""
 
     path: Path
     overrides: tuple[str, ...]
@@ -79,8 +79,8 @@ class JobArguments:
     store: str | None
 
     def load(self) -> "RunConfig":
-        """Return the configuration. Targets are also imported from the configuration's folder. Raises BadInput if it is
-        invalid."""
+        """Read and validate the configuration. Code that it names is also searched in the configuration's folder.
+        Raises BadInput if it is invalid."""
         from tasks.config.run import load_config
 
         name = [f"name={json.dumps(self.run)}"] if self.run is not None else []
@@ -89,7 +89,7 @@ class JobArguments:
         return load_config(self.path, [*self.overrides, *name, *store_override])
 
     def next_steps(self, config: "RunConfig") -> str:
-        """Return the suggested next commands, which work without changes in the same directory."""
+        """Return commands that the user may run next, as text. They work unchanged in the same directory."""
         here = "rheostat" if shutil.which("rheostat") == shutil.which(sys.argv[0]) else sys.argv[0]
         store = ["--store", config.store] if config.store != DEFAULT_STORE else []
         changed = [override for override in self.overrides if not override.startswith("iterations=")]
@@ -308,7 +308,7 @@ def open_job(
 
 
 def _describe_run(config: "RunConfig") -> str:
-    """Return a short description of a run."""
+    """Describe a run in a few words: algorithm, iterations, prompts and completions."""
     rollout = config.rollout
     amount = f"{config.iterations} iterations of {rollout.prompts} prompts × {rollout.group_size} completions"
     return f"{config.algorithm.label}, {amount}"
@@ -331,7 +331,7 @@ def _run_and_print(command: str, job: JobArguments, *, accept_change: bool, disp
 
 
 def _describe_results(summary: "RunSummary", config: "RunConfig") -> str:
-    """Return the locations of the run's results."""
+    """Describe the results of a run as lines of text: accuracy, cost, and locations of report, plot, run and policy."""
     from tasks.views.summary import summary_lines
 
     lines = [

@@ -41,7 +41,7 @@ print(json.dumps({"platform": told, "versions": versions | {"python": platform.p
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Engine that is installed in a separate Python environment."""
+    """Description of an engine that is installed in a separate Python environment: its version, and what it needs."""
 
     version: str
     modules: tuple[str, ...]
@@ -76,11 +76,10 @@ class Environment(Settings):
 
 
 class Stamp(Settings):
-    """Content of the stamp file: the pinned packages from which an environment was created, and the result of the
-    installation."""
+    """Content of the stamp file in an environment: the package versions from which it was created, and the result."""
 
     pins: str
-    """BLAKE3 digest of the file with the pinned packages."""
+    """BLAKE3 digest of the file that lists all packages with their versions."""
     made: Environment | None = None
     """Finished environment, or None while the installation is not complete."""
 
@@ -135,8 +134,8 @@ def python_in(directory: Path) -> Path:
 
 
 def read_stamp(directory: Path) -> Stamp | None:
-    """Return the stamp of an environment, or None if `install` did not create the environment or the stamp is not
-    readable."""
+    """Return the content of the stamp file of an environment, or None if `install` did not create the environment. An
+    unreadable stamp is returned as a stamp of an incomplete environment."""
     try:
         return Stamp.model_validate_json((directory / STAMP).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
@@ -146,8 +145,8 @@ def read_stamp(directory: Path) -> Stamp | None:
 
 
 def complete(directory: Path, engine: str, *, platform: Platform) -> Environment | None:
-    """Return the environment in a directory. Return None if it is incomplete, was created from other pins, or has no
-    Python executable."""
+    """Return the environment in a directory if it is complete and up to date. Return None if it is incomplete, was
+    created with other package versions, or has no Python executable."""
     stamp = read_stamp(directory)
     if stamp is None or stamp.made is None or stamp.pins != pins_digest(engine, platform):
         return None

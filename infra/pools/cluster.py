@@ -80,7 +80,7 @@ EMBEDDED_ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True)
 class Preload:
-    """Modules that workers import, found on the `sys.path` of this process, and the number of threads per worker."""
+    """Modules that an embedded cluster imports once for all workers, and the number of threads per worker."""
 
     modules: tuple[str, ...]
     threads: int = 1
@@ -88,7 +88,7 @@ class Preload:
 
 @dataclass(frozen=True, slots=True)
 class RayCluster:
-    """Connection to a Ray cluster, with the pools that this process uses."""
+    """Connection of this process to a Ray cluster, with the workers that it uses there."""
 
     address: str
     """Address for other processes that use the same pools: `RayCluster.open(namespace, address=address)`."""
@@ -157,8 +157,8 @@ class RayCluster:
         return pool
 
     async def fleet(self, specs: Sequence[PoolSpec], *, slots: SlotCount, gpus_per_slot: float) -> Fleet:
-        """Return the fleet of worker slots that these roles share. Its workers start when `Fleet.arrange` assigns the
-        slots. A process that never calls `arrange` uses the awake workers of the process that does."""
+        """Return worker slots that these roles share. Workers start when `Fleet.arrange` assigns slots to their role. A
+        process that never calls `arrange` uses the awake workers of the process that does."""
         widest = max(spec.slots for spec in specs)
         fleet = Fleet(specs, ReservedSlots(slots, widest=widest, gpus=gpus_per_slot, machines=self._machines), slots)
         self._members.append(fleet)
@@ -266,7 +266,7 @@ def _connected(address: str, namespace: str, *, log_to_driver: bool) -> Iterator
 
 class _Unextended(list[str]):
     def extend(self, more: Iterable[str]) -> None:
-        """Ignore the paths to add."""
+        """Ignore the paths, so that Ray adds nothing to the workers' module path."""
 
 
 def _job_config() -> "JobConfig":
@@ -342,7 +342,8 @@ def _raylet_answers() -> bool:
 
 
 def _node_seen() -> bool | None:
-    """Return whether the control server (GCS) receives this node's heartbeats, or None if it does not respond."""
+    """Return whether Ray's control server (GCS) receives heartbeats of this node, or None if the server does not
+    respond."""
     import ray
 
     worker = ray._private.worker.global_worker
@@ -356,7 +357,7 @@ def _node_seen() -> bool | None:
 
 
 SERVERS = {"gcs_server": ("the control server (GCS)", _gcs_answers), "raylet": ("the raylet", _raylet_answers)}
-"""Name in messages and health check of each Ray server, by process name."""
+"""Name in error messages and health check of each Ray server, by name of its process."""
 
 
 @contextlib.asynccontextmanager

@@ -26,7 +26,7 @@ the slots."""
 
 @dataclass(frozen=True, slots=True)
 class _ChangeResult:
-    """Result of replacing the workers in some slots."""
+    """Result of exchanging the workers in some slots."""
 
     moves: list[Move]
     failed: dict[Assignment, RheostatError]
@@ -36,7 +36,7 @@ class _ChangeResult:
 
 @dataclass(frozen=True, slots=True)
 class RoleLoad:
-    """Current load of a role. Only the work of this process is counted."""
+    """Load of a role, for placement decisions: slots, workers, and waiting and running work of this process."""
 
     role: str
     slots: int
@@ -99,7 +99,7 @@ class Fleet:
         return self._pools[role]
 
     def load(self) -> dict[str, RoleLoad]:
-        """Return the current load of every role. No worker is called for this."""
+        """Return how busy every role is. No worker is called for this."""
         return {role: self._load(role) for role in self._pools}
 
     def allocation(self) -> dict[str, tuple[int, ...]]:

@@ -61,7 +61,7 @@ class ProcessPlace:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """Return value of a worker's method, and the duration of the call in seconds."""
+    """Successful call of a worker's method: the return value, and the duration in seconds."""
 
     result: object
     seconds: float
@@ -69,8 +69,8 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """Exception of a worker's method as plain data, because not every exception can be unpickled in another process.
-    `error` is set if the exception is one of Rheostat's own error classes."""
+    """Failed call of a worker's method. The exception is stored as plain data, because not every exception can be
+    unpickled in another process. `error` is set if it is one of Rheostat's own errors."""
 
     kind: str
     message: str
@@ -79,7 +79,8 @@ class Raised:
 
 
 class Host:
-    """Host of one worker in this process. The class of the worker is given by an import string (`pkg.mod:Class`)."""
+    """Object in a worker's process that creates the worker and calls its methods for the pool. The class of the worker
+    is given by an import string (`pkg.mod:Class`)."""
 
     def __init__(self, *, asleep: bool = False) -> None:
         """Create a host without a worker. With `asleep`, the host accepts no work until `wake` is called."""
@@ -154,7 +155,7 @@ class Host:
         return _capture_result(doze)
 
     def asleep(self) -> bool:
-        """Return whether the worker refuses work."""
+        """Return whether the worker is asleep and refuses work."""
         return self._asleep
 
     def prefetch(self, record: object) -> None:
@@ -163,7 +164,7 @@ class Host:
             self._inputs.prefetch(record)
 
     def live(self) -> None:
-        """Wait until the process ends."""
+        """Wait forever. A caller of this method notices when the process ends, because the call fails then."""
         threading.Event().wait()
 
     def _call(self, method: str, *arguments: object) -> object:

@@ -19,13 +19,13 @@ from infra.store.storage import Store, open_store
 logger = logging.getLogger(__name__)
 
 _SINGLE_TOMBSTONE = re.compile(r"[0-9a-f]{16}\.json")
-"""Pattern of the names of tombstones (records of a deletion) of a single shard or bundle. Other tombstones record that
+"""Pattern of the names of tombstones (records of a deletion) for a single shard or folder. Other tombstones record that
 whole parts of a run were deleted."""
 
 
 class WorkInputs:
-    """Downloader of the shards and bundles that the work units of one worker need. The run stays locked while the
-    worker is alive."""
+    """Downloader of the data (shards and folders with weights) that the work units of one worker need. The run stays
+    locked while the worker is alive."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -55,7 +55,7 @@ class WorkInputs:
             logger.info("an input could not be downloaded in advance: %s", error)
 
     def _undeleted_shards(self, record: object) -> Iterable[ShardRef]:
-        """Return the shards in a record for which there is no tombstone. Return no shards if whole parts of the run
+        """Return the shards in a record that are not deleted. Return no shards if whole parts of the run
         were deleted."""
         if not all(_SINGLE_TOMBSTONE.fullmatch(name) for name in self._tombstones):
             return ()
@@ -63,8 +63,8 @@ class WorkInputs:
 
     @cached_property
     def _tombstones(self) -> frozenset[str]:
-        """Names of the run's tombstones. They can be cached, because no process adds tombstones of shards while the run
-        is locked."""
+        """Names of the run's tombstones (records of deletions). They can be cached, because no process adds tombstones
+        of single shards while the run is locked."""
         return frozenset(self._store.children("manifests/retention"))
 
 

@@ -86,7 +86,8 @@ class Worker(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts new workers, and finds workers that other processes have started. Implemented for Ray and for threads."""
+    """Object that starts workers, and finds workers that other processes have started. Implemented for Ray and for
+    threads."""
 
     async def start(self, spec: PoolSpec, name: str, *, slot: int | None) -> Worker:
         """Start a worker. If the worker is in a slot of a fleet, it stays asleep until it is woken."""

@@ -1,4 +1,4 @@
-"""Records of how the worker in a slot was changed."""
+"""Records of changes in worker slots, from which the journal and placement decisions learn how long changes take."""
 
 from collections.abc import Set
 from dataclasses import dataclass
@@ -28,8 +28,8 @@ class Move:
 def list_moves(
     change: Change, woken: Set[Assignment], took_seconds: tuple[float, float], error: str | None
 ) -> list[Move]:
-    """Return one `Move` per slot. `took_seconds` contains the seconds for the change itself and for finishing the
-    current work before it."""
+    """Describe a change of workers as one `Move` per slot. `took_seconds` contains the seconds for the change itself,
+    and the seconds for finishing the current work before it."""
     before = {slot: assignment.role for assignment in change.out for slot in assignment.slots}
     after = {slot: assignment for assignment in change.into for slot in assignment.slots}
     seconds, drain_seconds = took_seconds

@@ -71,7 +71,7 @@ class Pool:
 
     @property
     def slots(self) -> Mapping[int, WorkerSlot]:
-        """Worker slots of the pool by index. In a fleet, the index of a worker is that of its first slot."""
+        """Worker slots of the pool by index. In a fleet, a worker has the index of its first slot."""
         return self._slots
 
     @property

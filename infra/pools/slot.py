@@ -177,7 +177,8 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Change in a set of slots: the workers that leave the slots, and the workers that enter them afterwards."""
+    """Exchange of workers in a set of slots: the workers that leave the slots, and the workers that enter them
+    afterwards."""
 
     out: tuple[Assignment, ...]
     into: tuple[Assignment, ...]

@@ -358,7 +358,7 @@ class RestartingProcess(Generic[Process]):
 
     @property
     def is_up(self) -> bool:
-        """Whether the process was ready when it was last used."""
+        """Whether the process had loaded its code and could be used when it was last used."""
         return self._process is not None and self._is_ready
 
     def start(self) -> None:

@@ -12,8 +12,8 @@ SHORTEST_SLICE: Final = 0.05
 LONGEST_SLICE: Final = 1.0
 """Longest interval between two measurements of a process, in seconds. `SHORTEST_SLICE` is the shortest."""
 SLICES: Final = 100
-"""Number of measurements of the process within the time limit of a call. Very short or long limits have more or fewer
-measurements."""
+"""Number of measurements within the time limit of a call. If the limit is very short or very long, there are fewer or
+more."""
 
 
 class CallClock:

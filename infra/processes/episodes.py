@@ -17,7 +17,7 @@ take seconds. The process is refused if it cannot describe `all` tools."""
 
 @dataclass(frozen=True, slots=True)
 class RunEnvironment:
-    """Description of an environment: the class and the tools that a child process imports."""
+    """Description of an environment that a child process loads: its class or its tools."""
 
     where: str
     """Start of error messages about the environment, such as the name of a setting."""
@@ -55,7 +55,8 @@ class EnvironmentMessage:
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentStep:
-    """Response of an environment to one turn of an episode."""
+    """Response of an environment to one turn of an episode: messages to the policy, whether the episode ends, and a
+    reward."""
 
     messages: tuple[EnvironmentMessage, ...]
     done: bool
@@ -78,7 +79,7 @@ _STEP = TypeAdapter(EnvironmentStep)
 
 
 class EpisodeProcess:
-    """Running child process with the environments of its episodes."""
+    """Running child process that contains the environments of some episodes."""
 
     def __init__(self, environment: RunEnvironment, interpreter: Interpreter, *, seconds: float) -> None:
         """Start the process without waiting for its imports. `seconds` is the time limit of a step."""

@@ -40,7 +40,7 @@ class CallResult:
 
 
 class FunctionProcess:
-    """Running child process with the users' functions that it has imported."""
+    """Running child process that has imported users' functions and calls them."""
 
     def __init__(
         self, functions: Sequence[RunFunction], interpreter: Interpreter, *, what: str, seconds: float
@@ -65,8 +65,8 @@ class FunctionProcess:
         self._child.kill()
 
     def takes(self, function: int, name: str) -> bool:
-        """Whether a function has a parameter with this name, which is `images` or `messages`. Only available once the
-        process is ready."""
+        """Return whether a function has a parameter with this name, which is `images` or `messages`. The process must
+        be ready."""
         return name in self._takes[function]
 
     def call(

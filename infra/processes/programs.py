@@ -43,7 +43,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """Result of running a program."""
+    """Result of running a program that a policy generated."""
 
     output: str
     """Output of the program. The end is missing if the output is too long."""
@@ -65,7 +65,7 @@ killed."""
 
 
 class ProgramProcess:
-    """Running sandbox process in which programs are executed."""
+    """Running sandbox in which programs are executed."""
 
     def __init__(self, python: Path | None, *, where: str, seconds: float, memory_bytes: int) -> None:
         """Start the sandbox. `seconds` and `memory_bytes` limit the time and the memory of each program."""
@@ -106,8 +106,7 @@ def _interpreter(python: Path | None, *, where: str) -> Interpreter:
 
 
 class Programs:
-    """Runner that executes programs one after another. It starts the sandbox when it is needed, and again after it has
-    ended."""
+    """Runner for programs, one after another. It starts the sandbox when it is needed, and again after it has ended."""
 
     def __init__(self, python: Path | None, *, where: str, seconds: float, memory_bytes: int) -> None:
         self._where, self._seconds = where, seconds

@@ -38,7 +38,7 @@ CODE_SECONDS = 1.0
 
 
 class OwnedProcess:
-    """Command with all its descendants. They end with this process, even if this process is killed.
+    """Command with all its descendants, which end when this process ends, even if this process is killed.
 
     The command runs in a temporary directory with its log. The directory is deleted when the command ends.
     """
@@ -130,13 +130,13 @@ def _process(pid: int) -> psutil.Process | None:
 
 
 def last_lines(process: OwnedProcess) -> str:
-    """Return the last lines of the log as one line."""
+    """Return the last lines of a command's log, joined to one line for an error message."""
     return " | ".join(process.tail(ERROR_LINES))
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Description of a server: the command that starts it, and the check whether it is ready."""
+    """Description of a server to start: the command, its environment, and the check whether it is ready."""
 
     what: str
     """Name of the server in error messages."""

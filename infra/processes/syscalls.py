@@ -67,7 +67,8 @@ and the operand."""
 
 
 def has_filter() -> bool:
-    """Whether there is a filter for this machine, because the numbers of its system calls are known."""
+    """Return whether a filter can be built for this machine. This requires that the numbers of its system calls are
+    known."""
     return platform.machine() in _AUDIT_ARCHITECTURES
 
 

@@ -40,7 +40,7 @@ EXIT_SECONDS = 2.0
 
 @dataclass(slots=True)
 class WatchedServer:
-    """Server process whose failure is to be detected."""
+    """Server process to watch. `failure` detects whether it has died, is suspended or no longer responds."""
 
     what: str
     """Name of the server in error messages."""
@@ -61,7 +61,7 @@ class WatchedServer:
     _heard: float = field(default_factory=time.monotonic)
 
     def failure(self) -> str | None:
-        """Check the server. Return the reason if it has failed, otherwise None. A server that uses CPU time is
+        """Check the server, and return the reason if it has failed, otherwise None. A server that uses CPU time is
         considered alive."""
         if self.problem is None:
             self.problem = self._failure()
@@ -101,7 +101,7 @@ class WatchedServer:
 
 @dataclass(slots=True)
 class WatchedPort:
-    """Server of another process. It is considered alive while its port accepts connections."""
+    """Server of another process to watch. It is considered alive while its port accepts connections."""
 
     what: str
     """Name of the server in error messages."""
@@ -120,7 +120,7 @@ class WatchedPort:
 
 
 class Watch:
-    """Thread that watches servers. When a server fails, it calls `failed` with the reason, and stops."""
+    """Thread that checks servers regularly. When a server fails, it calls `failed` with the reason, and stops."""
 
     def __init__(
         self, servers: Callable[[], Sequence[WatchedServer | WatchedPort]], failed: Callable[[str], None]

@@ -30,7 +30,7 @@ not verified again."""
 
 
 class BundleRef(Settings):
-    """Reference to a bundle: its key in the store, its digest and its size."""
+    """Reference to a stored folder (bundle), such as the weights of a policy: its key in the store, digest and size."""
 
     key: str
     """Key of the bundle, `<prefix>/<first 16 digits of the digest>`."""
@@ -41,7 +41,7 @@ class BundleRef(Settings):
 
 
 class BundledFile(Settings):
-    """Digest and size of one file of a bundle."""
+    """Digest and size of one file in a stored folder (bundle)."""
 
     digest: str
     """BLAKE3 digest of the file's bytes, in hexadecimal."""
@@ -50,7 +50,7 @@ class BundledFile(Settings):
 
 
 class Contents(Settings):
-    """Content of bundle.json: the digest and size of every file in a bundle."""
+    """Table of contents of a stored folder (bundle), which is stored in it as bundle.json."""
 
     files: dict[str, BundledFile]
     """Digest and size of each file, by its path relative to the bundle, with '/' between folders."""
@@ -59,13 +59,13 @@ class Contents(Settings):
         return canonical_json(self.model_dump())
 
     def ref(self, prefix: str) -> BundleRef:
-        """Return the reference of the bundle with this table of contents."""
+        """Return the reference of the stored folder that has this table of contents."""
         digest, size = blake3(self.encode()).hexdigest(), sum(file.bytes for file in self.files.values())
         return BundleRef(key=f"{prefix}/{digest[:16]}", digest=digest, bytes=size)
 
 
 def describe_pieces(pieces: Iterable[bytes | memoryview]) -> BundledFile:
-    """Return the digest and size of a file that consists of these pieces."""
+    """Compute the digest and size of a file that consists of these pieces."""
     hasher, size = blake3(), 0
     for piece in pieces:
         hasher.update(piece)
@@ -146,7 +146,7 @@ def sync_bundle(store: Store, ref: BundleRef) -> None:
 
 
 def has_bundle(store: Store, ref: BundleRef) -> bool:
-    """Whether a bundle is complete in the store and was not deleted."""
+    """Return whether a bundle (stored folder) is complete in the store and was not deleted."""
     return store.exists(f"{ref.key}/{CONTENTS}")
 
 
@@ -356,7 +356,8 @@ def _files(directory: Path) -> dict[str, Path]:
 
 
 def _stamp(store: Store, ref: BundleRef) -> Stamp:
-    """Return the state of a bundle's directory. It changes if a file is written, replaced, added or removed."""
+    """Return the state of all files of a bundle on this machine, which changes if a file is written, replaced, added or
+    removed. Empty if the bundle is missing."""
     if not has_bundle(store, ref):
         return ()
     directory = _directory(store, ref)

@@ -31,8 +31,8 @@ directory."""
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """Directory with copies of objects, which all processes of a machine share. A file is identified by its store and
-    its key.
+    """Directory with local copies of objects of remote stores, which all processes of a machine share. A file is
+    identified by its store and its key.
 
     The modification time of a file encodes the ETag of its object. Therefore it is known whether the file is a copy of
     the object's present version. The content is verified with the digests of shards and bundles, as on any other disk.
@@ -42,7 +42,8 @@ class Cache:
     limit_bytes: int
 
     def is_current(self, path: Path, size: int, tag: str) -> bool:
-        """Whether a file is a copy of the object with this size and ETag. If it is, mark the file as used now."""
+        """Return whether a file is a copy of the object with this size and ETag. If it is, mark the file as
+        used now."""
         try:
             status = path.stat()
         except FileNotFoundError:

@@ -24,21 +24,21 @@ _NAME = re.compile(r"(\d{6,})-(.+)\.json")
 
 
 class Link(SealedRecord):
-    """Record of the chain for one finished part of a run, with the digests of the part's manifests and journal
-    entries."""
+    """Record in the chain for one finished part of a run, such as an iteration. It contains digests of everything that
+    the part has recorded, so that missing or changed records are detected."""
 
     label = "record of the chain"
 
     part: str
-    """Name of the part, such as `it-0003`."""
+    """Name of the part, for example `it-0003`."""
     follows: str
     """Key of the previous chain record, or an empty string if this is the first."""
     previous: str
     """Digest of the previous chain record, or an empty string if this is the first."""
     manifests: dict[str, str]
-    """Digests of the manifests of this part, by key."""
+    """Digests of the part's manifests (records of results), by key."""
     journal: dict[str, str]
-    """Digests of the journal entries of this part, by key."""
+    """Digests of the part's journal entries (measurements and decisions), by key."""
 
     @property
     def digest(self) -> str:
@@ -47,7 +47,8 @@ class Link(SealedRecord):
 
 
 def linked_parts(run: Run) -> list[str]:
-    """Return the names of the parts of a run that have a chain record, in the order of the chain."""
+    """Return the names of the finished parts of a run, such as `it-0003`, in the order in which they were added to the
+    chain."""
     return [name[2] for name in _names(run)]
 
 
@@ -108,14 +109,14 @@ class Chain:
 
 
 def check_chain(run: Run) -> Iterator[str]:
-    """Check the chain of a run. Each record is compared with the previous record, and with the manifests and journal
-    entries that it lists. Yield one line per problem."""
+    """Check the chain (list of finished parts) of a run: whether a chain record, or a manifest or journal entry that it
+    lists, is missing or changed. Yield one line per problem."""
     return _check_links(run, {manifest.digest for manifest in run.manifests()})
 
 
 def complete_manifests(run: Run) -> list[Manifest]:
-    """Check that no record of a run is missing, and return the committed manifests. No process may write to the run
-    meanwhile.
+    """Check that no record of a run is missing, and return all manifests (records of results). No process may write to
+    the run meanwhile.
 
     Raises Damaged with the first problem if a manifest, a chain record or a journal entry is missing although another
     record refers to it. Otherwise, all objects that the returned manifests do not name are garbage.
@@ -132,7 +133,7 @@ def complete_manifests(run: Run) -> list[Manifest]:
 
 
 def _find_missing(run: Run, committed: Sequence[Manifest], placed: Iterable[str]) -> Iterator[str]:
-    """Yield one line for each missing record to which the chain, a manifest or the journal refers."""
+    """Yield one line for each missing record that the chain, a manifest or the journal refers to."""
     digests = {manifest.digest for manifest in committed}
     yield from _check_links(run, digests)
     for manifest in committed:

@@ -24,7 +24,7 @@ def canonical_json(value: JsonValue | Mapping[str, JsonValue]) -> bytes:
 
 
 def record_digest(value: Mapping[str, JsonValue]) -> str:
-    """Return the BLAKE3 digest of a record's canonical JSON, in hexadecimal."""
+    """Compute the BLAKE3 digest of a record's canonical JSON, as hexadecimal text."""
     return blake3(canonical_json(value)).hexdigest()
 
 

@@ -29,7 +29,7 @@ last, because a run exists as soon as it has a run record."""
 
 @dataclass(frozen=True, slots=True)
 class RunCopy:
-    """Result of copying a run."""
+    """Result of copying a run to another store."""
 
     run: Run
     """Copy of the run in the target store, opened for reading."""
@@ -73,7 +73,7 @@ def copy_run(name: str, source_uri: str, target_uri: str) -> RunCopy:
 
 
 def _check_listed(run: Run, entries: Sequence[Entry]) -> None:
-    """Raise Damaged if the listing of the run lacks an object that a manifest names, or if a record of the run is
+    """Raise Damaged if the listing of a run lacks data that a manifest (record of a result) names, or if a record is
     missing."""
     objects, listed = needed_objects(complete_manifests(run)), {entry.key for entry in entries}
     keys = {shard.key for shard in objects.shards} | {f"{bundle.key}/{CONTENTS}" for bundle in objects.bundles}

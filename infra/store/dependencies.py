@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class FileContent(Settings):
-    """Content of a data file, identified by digest and size."""
+    """Identity of a data file's content: digest and size."""
 
     digest: str
     """BLAKE3 digest of the file's bytes, in hexadecimal."""
@@ -39,7 +39,7 @@ class FileContent(Settings):
 
 
 class Dependencies(Settings):
-    """Everything on which results depend in addition to the configuration."""
+    """Everything that results depend on in addition to the configuration: code, data files, and library versions."""
 
     code: dict[str, dict[str, str]]
     """Digests of the modules that a target (a user's function or class) uses: by the target's name in the
@@ -77,7 +77,7 @@ class Dependencies(Settings):
 
 
 class DependencyRecord(Settings):
-    """Journal entry that contains the dependencies from a certain iteration on."""
+    """Journal entry with the dependencies of a run from a certain iteration on."""
 
     iteration: Annotated[int, Field(ge=1)]
     """First iteration that was not finished when the entry was written. Some of its results may be older than the
@@ -104,7 +104,7 @@ class AcceptedChange(Settings):
 
 
 def dependency_records(run: Run, prefix: str = "") -> list[DependencyRecord]:
-    """Return the dependencies recorded at the start of a run and after each accepted change, in order.
+    """Return all recorded dependencies of a run, in order: those at the start, and those after each accepted change.
 
     Runs that older versions of Rheostat created have no such entries. Raises Damaged if an entry is not valid.
     """

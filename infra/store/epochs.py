@@ -71,13 +71,15 @@ class Epoch:
 
 
 def newest_epoch(store: Objects) -> int:
-    """Return the number of the newest epoch of a run, or 0 if none has begun."""
+    """Return the number of the newest epoch of a run, or 0 if none has begun. Each process that locks the run to write
+    begins one."""
     names = store.children(LEASES.rstrip("/"))
     return max((int(lease[1]) for name in names if (lease := _LEASE.fullmatch(name))), default=0)
 
 
 def begin_epoch(store: Objects) -> int:
-    """Begin the next epoch of a run and return its number."""
+    """Begin the next epoch of a run and return its number. From now on, commits of processes with older epochs are
+    refused."""
     while True:
         number, here = newest_epoch(store) + 1, provenance_here()
         if store.put(_key(number), seal({"epoch": number, "host": here.host, "created": here.created})):

@@ -36,7 +36,8 @@ _BUNDLED = re.compile(r"(([a-z_]+)/[0-9a-f]{16})/.+")
 
 
 def find_garbage(run: Run, *, whole_run: bool = False) -> dict[str, list[Entry]]:
-    """Return the garbage of a run, by kind of object. With `whole_run`, return all objects.
+    """Return the objects of a run that are no longer needed (garbage), by kind such as "shards". With `whole_run`,
+    objects that are needed are returned too.
 
     An object is kept if a manifest names it. The manifest may be committed, or pending (computed but not committed
     yet). Raises Damaged if a manifest cannot be read or a record is missing, because needed objects would then look
@@ -62,8 +63,8 @@ def find_garbage(run: Run, *, whole_run: bool = False) -> dict[str, list[Entry]]
 
 
 def collect_garbage(run: Run) -> dict[str, list[Entry]]:
-    """Delete the garbage of a locked run and return the deleted objects. If this is interrupted, a second call deletes
-    the rest.
+    """Delete the objects of a locked run that are no longer needed, and return them. If this is interrupted, a second
+    call deletes the rest.
 
     Raises Damaged and deletes nothing if a record of the run is missing or unreadable.
     """
@@ -94,7 +95,7 @@ def delete_all(run: Run, keys: Sequence[str]) -> None:
 
 
 def _delete_late_manifests(run: Run, known: Collection[str], *, gone: set[str]) -> None:
-    """Delete manifests that name deleted objects and that another process committed after the manifests had been
+    """Delete manifests that refer to deleted objects. Another process may have committed them after the manifests were
     read."""
     for entry in run.store.entries(MANIFESTS):
         if entry.key not in known:
@@ -110,8 +111,8 @@ def _parts(manifest: Manifest) -> Iterator[str]:
 
 
 def delete_run(run: Run, *, why: str) -> dict[str, list[Entry]]:
-    """Delete the shards, policies and optimizer states of a locked run. The run's record, manifests and reports are
-    kept.
+    """Delete the shards, policies and optimizer states of a locked run. The run's record, manifests (records of
+    results) and reports are kept.
 
     Raises Damaged and deletes nothing if a record of the run is missing or unreadable.
     """
@@ -179,7 +180,7 @@ def last_commit(run: Run) -> datetime:
 
 
 def depends_on(other: Run, run: Run) -> bool:
-    """Whether another run refers to an object of this run that it may not have copied yet."""
+    """Return whether another run refers to an object of this run that it may not have copied yet."""
     if other.name == run.name or linked_parts(other):  # a run with a finished part has copied all objects that it needs
         return False
     return any(f"{_address(text)}/".startswith(f"{run.store.uri}/") for text in _texts(recorded_config(other)))

@@ -24,7 +24,7 @@ _SCHEME: Final = "s3:"
 
 
 def is_remote(path: Path) -> bool:
-    """Whether a path is an s3:// address."""
+    """Return whether a path is an s3:// address."""
     return path.parts[:1] == (_SCHEME,)
 
 
@@ -128,8 +128,8 @@ def _locate_program(value: object) -> object:
 
 
 class PathNames:
-    """Names of paths in the record of a run. If a path was relative in the job, its name is relative to the folder of
-    the job.
+    """Names under which a run records the paths of its settings. A path that was relative in the job is recorded
+    relative to the folder of the job.
 
     `recorded` is the configuration of an existing run. If it contains another name of a path (absolute, or relative to
     the working directory, as in older versions), this name is kept.
@@ -230,7 +230,7 @@ def fetch_path(path: Path) -> Path:
 
 
 def has_run(path: Path) -> bool:
-    """Whether a path is the directory of a run, that is, contains a run record."""
+    """Return whether a path is the directory of a run, that is, contains a run record."""
     if not is_remote(path):
         return (path / "run.json").is_file()
     return len(path.parts) > 1 and open_store(format_path(path)).exists("run.json")

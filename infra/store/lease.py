@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class BucketLease:
-    """Lease that this process holds."""
+    """Lease that this process holds on a key, with the methods to renew and check it."""
 
     bucket: Bucket
     key: str

@@ -1,6 +1,7 @@
-"""Manifests: immutable JSON records of the results that each stage has committed.
+"""Manifests: immutable JSON records of results. Each stage commits a manifest that names its data and how it was
+computed.
 
-A result exists only if a manifest names it. Readers use no other shards and bundles.
+A result exists only if a manifest names it. Readers ignore all other data in the store.
 """
 
 import platform
@@ -36,7 +37,7 @@ ManifestKey = Annotated[str, AfterValidator(_checked_key)]
 
 
 class Provenance(Settings):
-    """Origin of a manifest: which process committed it, when, and how long the work took. Results do not depend on
+    """Origin of a result: who computed it, when, where, and how long it took. The digest of a result does not depend on
     these values."""
 
     epoch: int = 0
@@ -68,7 +69,7 @@ def provenance_here(
     costs: Mapping[str, Cost] | None = None,
     alarms: Mapping[str, str] | None = None,
 ) -> Provenance:
-    """Return the provenance of a manifest that is created now on this machine."""
+    """Return the provenance (who, when, where) of a result that is computed now on this machine."""
     created = datetime.now(UTC).isoformat(timespec="milliseconds")
     return Provenance(
         worker=worker,
@@ -93,24 +94,26 @@ def versions_here() -> dict[str, str]:
 
 
 class Manifest(Settings):
-    """Committed result of one step of a stage. A manifest never changes after its commit."""
+    """Record of one result that a stage has committed: its data, metrics, and the results that it was computed from. A
+    manifest never changes."""
 
     key: ManifestKey
-    """Key of the manifest in the run, such as `it-0003/rollout/0001`."""
+    """Key of the result in the run, such as `it-0003/rollout/0001`."""
     run: str = ""
     """Fingerprint (digest) of the run's configuration. Set by `Run.commit`."""
     shards: tuple[ShardRef, ...] = ()
-    """Shards (immutable tables) of the result, in order."""
+    """Tables of the result (shards), in order, such as the completions of some prompts."""
     bundles: dict[str, BundleRef] = {}
-    """Bundles (immutable directories) of the result, by their purpose in this stage, such as `weights`."""
+    """Folders of the result (bundles), by their purpose in this stage, such as `weights`."""
     parents: tuple[str, ...] = ()
-    """Digests of the manifests from which this result was computed."""
+    """Digests of the manifests of the results from which this result was computed."""
     metrics: dict[str, float] = {}
-    """Metrics of the result. They depend only on the inputs of the stage."""
+    """Metrics of the result, by name. They depend only on the inputs of the stage."""
     detail: dict[str, JsonValue] = {}
-    """Additional information about the result. It depends only on the inputs of the stage."""
+    """Additional information about the result, for the stages that read it. It depends only on the inputs
+    of the stage."""
     provenance: Provenance = Field(default_factory=provenance_here)
-    """Origin of the manifest. It is not covered by the digest."""
+    """Origin of the result: who computed it and when. The digest does not depend on it."""
 
     @property
     def digest(self) -> str:

@@ -21,7 +21,7 @@ _CHAIN = "chain/"
 
 
 class ChainEntry(Settings):
-    """Entry of the chain. It is written after the record with the same number."""
+    """Entry that protects one record: it contains digests of the record and of the previous entry."""
 
     number: int
     """Number of the record."""
@@ -32,8 +32,8 @@ class ChainEntry(Settings):
 
 
 class NumberedRecords:
-    """Checksummed records with the numbers 1, 2, 3, … in a store, and the chain that protects them. `owner` describes
-    the records in messages."""
+    """Records with the numbers 1, 2, 3, … in a store, with entries that reveal lost or changed records. `owner`
+    describes the records in messages."""
 
     def __init__(self, store: Store, owner: str) -> None:
         self.store, self.where = store, f"{owner} in {store.uri}"
@@ -61,14 +61,15 @@ class NumberedRecords:
         return contents
 
     def put(self, number: int, content: bytes) -> bool:
-        """Write a record and its chain entry. Return False and write nothing if another writer has used the number."""
+        """Write a record and the entry that protects it. Return False and write nothing if another writer has used the
+        number."""
         if not self.store.put(_key(number), content):
             return False
         self._extend_chain()
         return True
 
     def check_chain(self) -> Iterator[str]:
-        """Yield one line for each chain entry that is missing or does not match the records."""
+        """Yield one line for each protecting entry that is missing or does not match the records."""
         contents, numbers = self.read(), self._numbers(_CHAIN)
         expected = _entries(contents)
         for number in range(1, max(numbers, default=0) + 1):
@@ -79,7 +80,7 @@ class NumberedRecords:
                 yield f"{self.where}: {key!r} does not match its record or the previous entry"
 
     def unprotected(self) -> int:
-        """Return the number of the newest record if it has no chain entry, otherwise 0.
+        """Return the number of the newest record if no entry protects it yet, otherwise 0.
 
         The loss of such a record would not be detected. Records that an older version of Rheostat wrote have no chain.
         When the next record is written, the missing entries of all earlier records are added.
@@ -88,7 +89,7 @@ class NumberedRecords:
         return newest if newest > named else 0
 
     def _extend_chain(self) -> None:
-        """Write the missing chain entries. If several processes do so at the same time, they write the same bytes."""
+        """Write the missing entries. If several processes do so at the same time, they write the same bytes."""
         contents, written = self.read(), self._numbers(_CHAIN)
         for number, entry in enumerate(_entries(contents), start=1):
             if number not in written:

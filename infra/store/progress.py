@@ -22,7 +22,7 @@ NOTE_SECONDS: Final = 3.0
 
 
 class StepsNote(Settings):
-    """Progress note: the number of optimizer steps that a running training has done, and its recent loss."""
+    """Progress of a running training: how many optimizer steps are done, and the recent loss."""
 
     step: int
     """Number of optimizer steps done so far."""
@@ -33,7 +33,7 @@ class StepsNote(Settings):
 
 
 class StepNotes:
-    """Writer of the progress notes of one training. A rank without a store writes nothing."""
+    """Writer of the progress of one training, for users who watch it. A rank without a store writes nothing."""
 
     def __init__(self, store: Objects | None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._store, self._clock = store, clock
@@ -75,7 +75,7 @@ def newest_note(store: Objects) -> StepsNote | None:
 
 
 class Goal(Settings):
-    """Number of iterations that the user has requested for a run, as passed to the process that trains it."""
+    """Number of iterations that the user has requested for a run. Recorded for programs that show the progress."""
 
     iterations: int
     """Total number of iterations."""

@@ -1,4 +1,4 @@
-"""Locks with which a process protects bundles while it reads them, although the run continues.
+"""Protection of stored folders (bundles), such as policies, while a process reads them although the run continues.
 
 Retention and garbage collection do not delete the files of these bundles. A reader locks a key below `readers/` while
 it reads. The lock ends at the latest when the reader's process ends. Once it has the lock, the reader checks for a

@@ -20,7 +20,7 @@ from infra.store.storage import Store, open_store
 REGISTRIES: Final = "registry"
 """Folder of the registries in a store, next to the runs."""
 POLICIES: Final = "policies"
-"""Prefix of the keys of policy bundles in a registry."""
+"""Prefix of the keys under which a registry stores the files of policies."""
 RETRAINS: Final = "retrains"
 """Folder of a registry that contains one record for each retrain, written when the retrain begins."""
 
@@ -28,8 +28,8 @@ Kind = Literal["promote", "rollback", "proposal", "refuse", "keep", "reject", "i
 
 
 class RegistryRecord(Settings):
-    """Record of a decision: whether a challenger (a new policy) becomes the champion, or a rollback to an earlier
-    champion."""
+    """Record of one decision in a registry: whether a new policy (challenger) becomes the champion, or that an earlier
+    champion is restored."""
 
     number: int
     """Number of the record. Records are numbered from 1 without gaps."""
@@ -37,20 +37,19 @@ class RegistryRecord(Settings):
     """Kind of decision. `promote` and `rollback` change the champion. `proposal` waits for a signature, and `refuse`
     ends the wait. All other kinds leave the champion unchanged."""
     policy: str
-    """Digest of the bundle that contains the policy's weights."""
+    """Digest of the policy's weights."""
     bundle: BundleRef | None = None
     """Copy of the policy in the registry, or None if its files were not kept."""
     run: str
     """Name of the run that trained the policy."""
     iteration: int
-    """Number of iterations for which the run had trained the policy."""
+    """Number of iterations after which the run produced this policy."""
     previous: int = 0
     """Number of the record that defined the previous champion, or 0 if there was no champion."""
     gate: JsonValue = None
-    """Measurements and rules of the gate (the comparison of challenger and champion), or None if it was not
-    evaluated."""
+    """Result of comparing challenger and champion, with measurements and rules, or None if they were not compared."""
     reason: str
-    """Reason for the decision, in words."""
+    """Reason for the decision, as text for people."""
     who: str
     """Person or flow that requested the decision."""
     when: str
@@ -65,12 +64,12 @@ class RegistryRecord(Settings):
 
 
 MakeRecord = Callable[[int, RegistryRecord | None], RegistryRecord | None]
-"""Function that builds a new record from its number and the champion's record. It returns None if no record is to be
-written."""
+"""Function that builds the next record. It receives the number of the record and the record of the present champion,
+and returns None if no record is to be written."""
 
 
 class Registry:
-    """Registry of the versions of a policy, identified by a name in a store."""
+    """Versions of a policy in a store, with all decisions about which version is the champion."""
 
     def __init__(self, store: Store, name: str) -> None:
         self.store, self.name = store, name
@@ -131,7 +130,8 @@ def champion_of(records: Sequence[RegistryRecord]) -> RegistryRecord | None:
 
 
 def waiting_proposals(records: Sequence[RegistryRecord]) -> list[RegistryRecord]:
-    """Return the proposals that were compared with the present champion and have not been refused."""
+    """Return the proposals that a person can still approve: they were compared with the present champion and not
+    refused."""
     champion, refused = champion_of(records), {record.run for record in records if record.kind == "refuse"}
     proposed = [record for record in records if record.kind == "proposal" and record.run not in refused]
     return [record for record in proposed if record.previous == (0 if champion is None else champion.number)]

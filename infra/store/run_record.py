@@ -18,8 +18,7 @@ _LEFT_WITHOUT_RESULTS: Final = {
     "journal": {"dependencies", "tags"},
     "report": {"goal", "steps"},
 }
-"""Names that may exist in a run that has no results yet, because a process creates them before the first result. By
-folder."""
+"""Names that may exist in a run without results, because a process creates them before its first result. By folder."""
 
 
 class RunRecord(SealedRecord):
@@ -30,7 +29,7 @@ class RunRecord(SealedRecord):
     name: str
     """Name of the run."""
     fingerprint: str
-    """Digest of the configuration. It is part of every manifest, and a run can only be resumed with the same
+    """Digest of the configuration. Every result contains it, and a run can only be resumed with the same
     fingerprint."""
     config: dict[str, JsonValue]
     """Configuration of the run, with all default values."""
@@ -62,7 +61,7 @@ def replace_record(store: Objects, name: str, config: Mapping[str, JsonValue]) -
 
 
 def read_record(store: Objects, name: str) -> RunRecord:
-    """Read the record of a run. Raises Damaged if the record is incomplete, or if its fingerprint is not that of its
+    """Read the record of a run. Raises Damaged if the record is incomplete, or if its fingerprint does not match its
     configuration."""
     record = RunRecord.unseal(store.read(RECORD), where=f"run {name!r}")
     if record.fingerprint != fingerprint_of(record.config):

@@ -42,7 +42,7 @@ A long run has millions of shards. Therefore the set is cleared when it has `MAX
 
 @dataclass(frozen=True, slots=True)
 class ShardKind:
-    """Kind of shard, with the columns that its shards have."""
+    """Kind of shard (table file), such as rollouts, with the columns that its tables have."""
 
     name: str
     """Name of the kind, such as `rollouts`, which is stored in the metadata of each shard."""
@@ -75,7 +75,7 @@ def declare_kinds(*kinds: ShardKind) -> tuple[ShardKind, ...]:
 
 
 class ShardRef(Settings):
-    """Reference to a shard: its key in the store, its size, its number of rows and its digest."""
+    """Reference to a shard (table file): its key in the store, its size, its number of rows and its digest."""
 
     key: str
     """Key of the shard, `shards/4b/<digest>.arrow`, where 4b are the first two digits of the digest. In older runs,
@@ -204,8 +204,8 @@ def _kind_of(table: "pa.Table") -> str:
 
 
 def quarantine(store: Store, ref: ShardRef) -> bool:
-    """Move a damaged shard to `quarantine/`, so that its key can be written again. Return False if the shard is not
-    damaged."""
+    """Move a shard to `quarantine/` if it is damaged, so that its key can be written again. Return False if the shard
+    is not damaged."""
     _verified.discard((store.uri, ref.key))
     try:
         verify_shard(store, ref)
@@ -244,12 +244,14 @@ def tombstone_key(digest: str) -> str:
 
 
 def is_retired(store: Store, digest: str) -> bool:
-    """Whether a tombstone records that the object with this digest was deleted, alone or with its whole run."""
+    """Return whether a record shows that the object with this digest was deleted on purpose, alone or with its whole
+    run."""
     return any(store.exists(f"manifests/{key}.json") for key in (tombstone_key(digest), tombstone_key("run")))
 
 
 def find_replacement(store: Store, ref: ShardRef) -> ShardRef | None:
-    """Return the shard that replaces a deleted shard, or None if there is no replacement."""
+    """Return the shard that replaces a deleted shard, for example after prompts were erased, or None if
+    there is none."""
     path = f"manifests/{tombstone_key(ref.digest)}.json"
     content = store.find(path)
     if content is None:

@@ -196,7 +196,7 @@ def _moment(status: os.stat_result) -> datetime:
 
 
 def is_key(key: str) -> bool:
-    """Whether a name is a valid key of an object. Names of hidden files and editor backups are not valid."""
+    """Return whether a name is a valid key of an object. Names of hidden files and editor backups are not valid."""
     return _KEY.fullmatch(key) is not None and ".." not in key
 
 

@@ -23,35 +23,34 @@ from infra.store.shards import ShardRef, tombstone_key
 
 WHOLE_RUN: Final = "run"
 FORGOTTEN: Final = "forgotten"
-"""Name of the tombstone that records that users' prompts were removed from the shards of a run."""
+"""Name of the record that users' prompts were removed from the shards of a run."""
 _FOLDER: Final = "retention/"
 
 
 class Deleted(Settings):
-    """Details of a deletion, stored in the manifest of the tombstone."""
+    """Description of what was deleted and why, stored in the tombstone (the record of the deletion)."""
 
     why: str = ""
     """Command or rule that caused the deletion."""
     shards_below: tuple[str, ...] = ()
-    """Key prefixes of the manifests whose shards were deleted. Shards that are also named by other manifests were
-    kept."""
+    """Prefixes of the keys of results whose shards (tables) were deleted. Shards that other results also
+    use were kept."""
     bundles_below: tuple[str, ...] = ()
-    """Key prefixes of the manifests whose bundles were deleted. Bundles that are also named by other manifests were
+    """Prefixes of the keys of results whose bundles (folders) were deleted. Bundles that other results also use were
     kept."""
     bundle: str = ""
-    """Key of the deleted bundle if the tombstone records the deletion of one bundle, otherwise an empty string."""
+    """Key of the bundle (folder) if only one bundle was deleted, otherwise an empty string."""
     shard: str = ""
-    """Key of the deleted shard if the tombstone records the deletion of one shard, otherwise an empty string."""
+    """Key of the shard (table) if only one shard was deleted, otherwise an empty string."""
     rows: int = 0
     """Number of rows in the replacement shard whose texts were removed."""
 
 
 class Tombstone(Settings):
-    """Tombstone (record of a deletion) in a form that can be shown to users."""
+    """Record of a deletion in the form that is shown to users."""
 
     what: str
-    """Deleted object: `run` for the whole run, the name of a part such as `it-0003`, or the key of a bundle or
-    shard."""
+    """Deleted data: `run` for the whole run, the name of a part such as `it-0003`, or the key of a bundle or shard."""
     why: str
     """Command or rule that caused the deletion."""
     who: str
@@ -59,22 +58,21 @@ class Tombstone(Settings):
     when: str
     """UTC time of the deletion, by the clock of the machine that deleted the object."""
     is_bundle: bool
-    """Whether the deleted object is a single bundle (a policy or an optimizer state)."""
+    """Whether a single bundle (a policy or an optimizer state) was deleted."""
     is_replaced: bool
-    """Whether the deleted object is a shard that was replaced by another shard."""
+    """Whether a shard was deleted and replaced by another shard."""
 
 
 @dataclass(frozen=True, slots=True)
 class NeededObjects:
-    """Shards and bundles that must exist in the store, because a manifest names them."""
+    """Data that a run still needs: the shards (tables) and bundles (folders) that its results refer to."""
 
     shards: frozenset[ShardRef]
     bundles: frozenset[BundleRef]
 
 
 def needed_objects(manifests: Iterable[Manifest]) -> NeededObjects:
-    """Return the shards and bundles that these manifests name, without those that tombstones among the manifests record
-    as deleted."""
+    """Return the data that these results refer to, except data whose deletion is recorded."""
     manifests = list(manifests)
     deletions = [(each.key, _read(each)) for each in manifests if each.key.startswith(_FOLDER)]
     tombstone_keys = {key for key, _ in deletions}
@@ -91,18 +89,18 @@ def needed_objects(manifests: Iterable[Manifest]) -> NeededObjects:
 
 
 def is_replacement(manifest: Manifest) -> bool:
-    """Whether a manifest is a tombstone (record of a deletion) that names another shard as replacement."""
+    """Return whether a manifest records that a shard was deleted and replaced by another shard."""
     return manifest.key.startswith(_FOLDER) and bool(manifest.shards)
 
 
 def replaced_shards(manifests: Iterable[Manifest]) -> list[str]:
-    """Return the keys of the deleted shards for which there is a replacement."""
+    """Return the keys of deleted shards that were replaced by other shards."""
     return [_read(each).shard for each in manifests if is_replacement(each)]
 
 
 def write_tombstone(run: Run, name: str, deleted: Deleted, *, replacement: tuple[ShardRef, ...] = ()) -> Manifest:
-    """Commit a tombstone, which records a deletion, to a locked run. This must happen before the objects are deleted.
-    If the tombstone already exists, it is returned."""
+    """Record a deletion in a locked run (write a tombstone). Call this before the objects are deleted. If the deletion
+    is already recorded, the existing record is returned."""
     existing = run.find(f"{_FOLDER}{name}")
     if existing is not None:
         return existing
@@ -114,20 +112,20 @@ def write_tombstone(run: Run, name: str, deleted: Deleted, *, replacement: tuple
 
 
 def find_tombstone(run: Run, part: str = WHOLE_RUN) -> Tombstone | None:
-    """Return the tombstone (record of the deletion) of a part of a run, or by default of the whole run. Return None if
-    it was not deleted."""
+    """Return the record of the deletion of a part of a run (by default of the whole run), or None if it was not
+    deleted."""
     manifest = run.find(f"{_FOLDER}{WHOLE_RUN}") or run.find(f"{_FOLDER}{part}")
     return None if manifest is None else _describe(manifest)
 
 
 def deleted_parts(run: Run) -> frozenset[str]:
-    """Return the names of the tombstones of a run: names of parts such as `it-0003`, `run`, or digests. This takes one
-    request to the store."""
+    """Return the names of what was deleted from a run: names of parts such as `it-0003`, `run`, or digests. This takes
+    one request to the store."""
     return frozenset(name.removesuffix(".json") for name in run.folders(_FOLDER))
 
 
 def tombstones(run: Run) -> Iterator[Tombstone]:
-    """Yield all tombstones (records of deletions) of a run."""
+    """Yield the records of all deletions from a run."""
     return map(_describe, run.manifests(_FOLDER))
 
 

@@ -1,4 +1,4 @@
-"""Verification that all committed objects of a run or registry exist and have not changed."""
+"""Verification that all data and records of a run or registry exist and have not changed."""
 
 from collections.abc import Callable, Collection, Iterator
 
@@ -18,7 +18,7 @@ from infra.store.tombstones import needed_objects, replaced_shards
 
 
 def verify_store(run: Run, *, deferred: Callable[[list[Manifest]], Collection[BundleRef]] = lambda _: ()) -> list[str]:
-    """Verify every record, journal entry, manifest, shard and bundle of a run. Return one line per problem.
+    """Verify all data and records of a run. Return one line per problem, or an empty list.
 
     Every byte is read again, even if this process has verified it before. Objects whose deletion is recorded by a
     tombstone are not a problem. `deferred` returns the bundles that may not have been written yet.
@@ -38,7 +38,7 @@ def verify_store(run: Run, *, deferred: Callable[[list[Manifest]], Collection[Bu
 
 
 def verify_registry(registry: Registry) -> list[str]:
-    """Verify every record, chain entry, retrain record and policy of a registry. Return one line per problem.
+    """Verify all records and policies of a registry. Return one line per problem, or an empty list.
 
     Policies that were deleted because of `promotion.keep` are not a problem, but the champion's policy must exist.
     """
@@ -95,8 +95,8 @@ def _check_records(store: Objects) -> Iterator[str]:
 
 
 def _check_leases(store: Objects, manifests: list[Manifest]) -> Iterator[str]:
-    """Yield one line for each missing lease record. Without the record, the number of its epoch could be used a second
-    time."""
+    """Yield one line for each missing record of a lock (lease). Without the record, its number (epoch) could be used a
+    second time."""
     leases = set(records(store, "lease/"))
     for epoch in range(1, max((manifest.provenance.epoch for manifest in manifests), default=0) + 1):
         if (key := f"lease/{epoch:06d}.json") not in leases:

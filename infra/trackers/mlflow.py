@@ -47,7 +47,7 @@ class TrackedRun:
         return str(run.info.run_id)
 
     def lacks(self, point: Point) -> bool:
-        """Whether MLflow lacks the value of a metric at this step, or the table of samples."""
+        """Return whether MLflow lacks the value of a metric at this step, or the table of samples."""
         return bool(self._missing(point)) or self._lacks_table(point)
 
     def write(self, point: Point, table: TextTable | None) -> None:
@@ -101,5 +101,5 @@ def _file(point: Point) -> str:
 
 
 def open_mirror(subject: Subject, settings: MlflowTracker) -> TrackedRun:
-    """Open the MLflow run for a run of Rheostat."""
+    """Open the MLflow run that shows a run of Rheostat, or create it."""
     return TrackedRun(subject, settings)

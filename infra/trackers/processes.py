@@ -27,7 +27,7 @@ _MORE_SECONDS = 5.0  # additional time for a process that gives up by itself
 
 
 class MirrorOrder(Settings):
-    """Order for a tracker process: which run to copy, and to which tracker."""
+    """Message that tells a tracker process which run to copy to which tracker."""
 
     store: str
     """Address of the store that contains the run."""
@@ -40,7 +40,7 @@ class MirrorOrder(Settings):
 
 
 class MirrorReport(Settings):
-    """Report of a tracker process about its progress. It is sent as one line of JSON."""
+    """Message from a tracker process about its progress, sent as one line of JSON."""
 
     tracker: str
     """Name of the tracker in messages."""
@@ -109,8 +109,8 @@ class MirrorProcess:
         self._read_reports()
 
     def new_problems(self) -> list[str]:
-        """Return the problems that have not been returned before. The same problem is not returned again until another
-        problem occurs."""
+        """Return problems of the tracker that were not returned before. The same problem is not returned again until
+        another problem occurs."""
         self._read_reports()
         problems, self._news = self._news, []
         return problems
@@ -156,7 +156,7 @@ class MirrorProcess:
 
 
 class TrackerProcesses:
-    """Tracker processes of one run, as used by the process that trains or reads the run."""
+    """All tracker processes of one run, as used by the process that trains or reads the run."""
 
     def __init__(self, command: Sequence[str], orders: Sequence[MirrorOrder]) -> None:
         """Prepare the processes. They start when `request_sync` is first called."""
@@ -168,7 +168,7 @@ class TrackerProcesses:
             mirror.request_sync()
 
     def warnings(self) -> list[str]:
-        """Return one line for each new problem."""
+        """Return a message for each new problem of a tracker."""
         return [
             f"tracker {mirror.name!r} is not up to date: {line}"
             for mirror in self.mirrors

@@ -15,7 +15,7 @@ Cell = str | int | float | None
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """Run of Rheostat whose metrics are copied to a tracker."""
+    """Run of Rheostat as trackers show it: name, identifier and configuration."""
 
     name: str
     """Name of the run, which is shown to users."""
@@ -40,7 +40,7 @@ class TextTable:
 
 
 def _quoted(cell: Cell) -> str:
-    """Escape the text of a cell, so that it cannot start a tag, a link, code or another cell."""
+    """Escape the text of a table cell, so that it cannot start a tag, a link, code or another cell."""
     text = "" if cell is None else f"{cell:g}" if isinstance(cell, float) else str(cell)
     for mark, entity in {"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "&#124;", "[": "&#91;", "`": "&#96;"}.items():
         text = text.replace(mark, entity)
@@ -49,7 +49,7 @@ def _quoted(cell: Cell) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Data of one step (iteration or evaluation) of a run."""
+    """Metrics of one iteration or evaluation of a run, as sent to trackers."""
 
     series: Series
     step: int
@@ -62,7 +62,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Final model that a run has produced."""
+    """Final policy of a finished run, which trackers can register."""
 
     step: int
     digest: str
@@ -71,19 +71,20 @@ class Product:
 
 
 class Mirror(Protocol):
-    """Connection of one run to one tracker. If a method raises an error, the connection is opened again."""
+    """Connection of one run to one tracker. Implemented by each tracker, and used by the process that copies metrics to
+    it. If a method raises an error, the connection is opened again."""
 
     def lacks(self, point: Point) -> bool:
-        """Return whether the tracker lacks some data of a point. After the connection was opened, this is called for
-        all points in order, starting with the first."""
+        """Return whether the tracker lacks some data of an iteration or evaluation. After the connection was opened,
+        this is called for all points in order, starting with the first."""
         ...
 
     def write(self, point: Point, table: TextTable | None) -> None:
-        """Send the data of a point that the tracker lacks."""
+        """Send the data of an iteration or evaluation that the tracker lacks."""
         ...
 
     def close(self, product: Product | None) -> None:
-        """Wait until all data has arrived, and close the connection. `product` is the final model, or None if the run
+        """Wait until all data has arrived, and close the connection. `product` is the final policy, or None if the run
         is not finished."""
         ...
 
@@ -92,7 +93,7 @@ OpenMirror = Callable[[Subject, Tracker], Mirror]
 """Function that connects a run to a tracker. The field `implementation` of a tracker names a function of this type."""
 
 Follow = Callable[[], Iterator[Point]]
-"""Function that yields the points that are new since it was last called."""
+"""Function that yields the iterations and evaluations that are new since it was last called."""
 
 
 def flatten_config(config: Mapping[str, JsonValue], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -30,7 +30,7 @@ class EventFiles:
             self._writer.add_text("config", table.markdown(), 0)
 
     def lacks(self, point: Point) -> bool:
-        """Whether the files lack the value of a metric at this step, or the table of samples."""
+        """Return whether the files lack the value of a metric at this step, or the table of samples."""
         return bool(self._missing(point)) or self._lacks_table(point)
 
     def write(self, point: Point, table: TextTable | None) -> None:
@@ -56,7 +56,7 @@ class EventFiles:
 
 
 def open_mirror(subject: Subject, settings: TensorBoardTracker) -> EventFiles:
-    """Open the TensorBoard event files for a run of Rheostat."""
+    """Open the TensorBoard event files that show a run of Rheostat."""
     return EventFiles(subject, settings)
 
 

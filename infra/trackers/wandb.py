@@ -57,12 +57,12 @@ class LoggedRun:
         self._last = {series: int(summary.get(series, step)) for series, step in last.items()}
 
     def lacks(self, point: Point) -> bool:
-        """Whether the step is later than the last row of its series."""
+        """Return whether the step is later than the last row of its series, so that it has to be sent."""
         return point.step > self._last[point.series]
 
     def write(self, point: Point, table: TextTable | None) -> None:
-        """Log a point as a row. The row of an evaluation is not finished until the next iteration, whose values are
-        added to it."""
+        """Log the metrics of an iteration or evaluation as a row. The row of an evaluation is not finished until the
+        next iteration, whose values are added to it."""
         if not self.lacks(point):
             return
         row: dict[str, object] = {point.series: point.step, **point.scalars}
@@ -82,7 +82,7 @@ class LoggedRun:
 
 
 def open_mirror(subject: Subject, settings: WandbTracker) -> LoggedRun:
-    """Open the W&B run for a run of Rheostat."""
+    """Open the W&B run that shows a run of Rheostat, or create it."""
     return LoggedRun(subject, settings)
 
 
@@ -98,7 +98,7 @@ def _read_offline_steps(directory: Path, identity: str) -> dict[Series, int]:
 
 
 def rows_of(path: Path) -> Iterator[dict[str, object]]:
-    """Yield the rows of an offline file, without an incomplete row at the end."""
+    """Yield the rows of an offline file. An incomplete row at the end is skipped."""
     for content in _records(path.read_bytes()):
         record = Record.FromString(content)
         if record.WhichOneof("record_type") == "history":

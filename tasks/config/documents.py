@@ -54,8 +54,8 @@ def read_document(path: Path, model: type[BaseModel], *, above: Sequence[Path] =
 
 
 def extend(base: Mapping[str, object], document: Mapping[str, object]) -> dict[str, object]:
-    """Merge the settings in `document` into `base`, key by key. A list replaces the whole old list, and a table
-    replaces the old table if their `kind` differs."""
+    """Merge the settings in `document` into `base`, key by key. A list in `document` replaces the list in `base`. A
+    table replaces the table in `base` if their `kind` differs, and is merged with it otherwise."""
     merged = dict(base)
     for key, value in document.items():
         under = merged.get(key)
@@ -91,8 +91,8 @@ def apply_overrides(
 
 
 def place_overrides(overrides: Sequence[str], folder: Path, *, job: Path) -> list[str]:
-    """Return the overrides with the information that their relative paths start in `folder`. A run records these paths
-    relative to `job`, the folder of its configuration."""
+    """Attach `folder` to overrides typed on the command line, so that their relative paths start there. A run
+    records these paths relative to `job`, the folder of its configuration."""
     return cast(list[str], place_texts([*overrides], folder, job=job))
 
 
@@ -151,8 +151,8 @@ def _apply_override(document: dict[str, object], override: _Override) -> None:
 
 
 def _suggest_file(path: Path) -> str:
-    """Return a hint for the user with the TOML file that was probably meant: the same name in configs/, or a similar
-    name."""
+    """Return the end of an error message about a missing configuration file, with the file that the user probably
+    meant: the same name in configs/, or a similar name. Empty if there is no such file."""
     folders = (path.parent, path.parent / "configs")
     paths_by_name = {file.stem: str(file) for folder in folders for file in sorted(folder.glob("*.toml"))}
     similar = difflib.get_close_matches(path.stem, paths_by_name, n=1)

@@ -33,14 +33,14 @@ from tasks.config.documents import apply_overrides, place_overrides, read_docume
 _SLICES: Final = "update.sequence_parallel"
 
 LAYOUT: Final = ("pools.update_ranks", "pools.threads", "update.zero_stage", _SLICES)
-"""Keys that may change on resuming if the user accepts it. They set how float sums are split over ranks."""
+"""Keys that may change on resuming if the user accepts it. They set how float sums are split over ranks and threads."""
 
 _HOW: Final = (
     *("name", "store", "tags", "retention", "budget", "alarms"),
     *("controllers", "pools", "placement", "tracking", "report", "report_every"),
     *("evaluations", "promotion", "soup", "repeat_overrides"),
 )
-"""Keys that no result depends on: the run's name, operational settings, and what happens after training."""
+"""Keys that do not affect results, so a run may continue with other values of these keys."""
 
 
 class ControllersConfig(Settings):
@@ -304,7 +304,7 @@ class RunConfig(Settings):
         return self.normalize(identity)
 
     def normalize(self, recorded: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-        """Return a recorded identity without newer keys whose value means "as before this key existed"."""
+        """Return a recorded identity without newer keys that have the value "as before this key existed"."""
         return encode_recorded(recorded, self.model_copy(update={"alarms": self.revert_alarms}))
 
     def layout(self) -> dict[str, int]:
@@ -315,7 +315,7 @@ class RunConfig(Settings):
         return {key: number for key, number in layout.items() if key != _SLICES or number > 1}
 
     def with_layout(self, layout: Mapping[str, int]) -> "RunConfig":
-        """Return the configuration with the numbers of ranks and threads in `layout`."""
+        """Return a copy with other numbers of ranks and threads. Keys of the argument are listed in `LAYOUT`."""
         parts = {"pools": self.pools, "update": self.update}
         for key, number in ({_SLICES: 1, **layout} if layout else {}).items():
             part, _, name = key.partition(".")

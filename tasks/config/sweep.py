@@ -25,13 +25,13 @@ _QUOTES: Final = "\"'"
 MAX_POINTS: Final = 4096
 """Maximum number of points of a sweep. A larger number is most likely a mistake, because every point is a whole run."""
 DIGITS: Final = 8
-"""Number of digest digits at the end of a run name that is too long, or has characters that are not allowed, if it
-contains the values."""
+"""Number of digits of the digest that ends a run name, if the values of the point do not fit in the name or contain
+characters that are not allowed."""
 
 
 @dataclass(frozen=True, slots=True)
 class SweepPoint:
-    """Point of a sweep, which becomes one run."""
+    """One combination of settings in a sweep, for which one run is trained."""
 
     name: str
     """Name of the run."""
@@ -45,8 +45,8 @@ class SweepPoint:
 
 
 def sweep_points(sweep: str, grids: Sequence[str], listed: Sequence[Mapping[str, str]]) -> tuple[SweepPoint, ...]:
-    """Return all combinations of the values in `grids` (each `KEY=V1,V2`) with the points in `listed`. The values of
-    the last key change fastest.
+    """Combine the values in `grids` (each `KEY=V1,V2`) with the points in `listed`, and return one point for each
+    combination. The values of the last key change fastest.
 
     Raises BadInput if no key varies, a key has values twice, two points are the same, or there are more than
     `MAX_POINTS` points.
@@ -80,7 +80,8 @@ def sweep_points(sweep: str, grids: Sequence[str], listed: Sequence[Mapping[str,
 
 
 def varied_keys(points: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the keys that do not have the same value in all points, in order."""
+    """Return the keys that a sweep varies, in order. Keys with the same value in all points are left out, as run
+    names do not need them."""
     keys = dict.fromkeys(key for point in points for key in point)
     return [key for key in keys if len({point.get(key) for point in points}) > 1]
 

@@ -28,12 +28,14 @@ PRODUCER: Final = "urn:rheostat:lineage"
 
 @dataclass(frozen=True, slots=True)
 class DatasetVersion:
-    """Version of the dataset that a stage produced."""
+    """Stored result of a stage as an OpenLineage dataset, with a version. Stages name such datasets as inputs and
+    outputs."""
 
     namespace: str
     name: str
     version: str
-    """Digest of the dataset's manifest."""
+    """Digest of the result's manifest (the record that the stage committed), or of the content of a data file or
+    policy."""
 
     def as_input(self) -> "InputDataset":
         """Return the dataset version as an input of an event."""
@@ -94,7 +96,8 @@ def _post_events(events: "Sequence[RunEvent]", address: str) -> None:
 
 
 def _build_events(versions: Sequence[TracedVersion], namespace: str) -> Iterator["RunEvent"]:
-    """Yield the events of all versions, starting with the oldest champion."""
+    """Yield the events of all runs that led to these versions, and of their registry records, starting with the
+    oldest champion."""
     champions: dict[int, DatasetVersion] = {}
     for version in reversed(versions):
         before = champions.get(version.began_as)
@@ -111,8 +114,8 @@ def _build_events(versions: Sequence[TracedVersion], namespace: str) -> Iterator
 
 
 def _stage_events(run: TracedRun, namespace: str, family: str, before: DatasetVersion | None) -> Iterator["RunEvent"]:
-    """Yield events for every manifest. Inputs of the first policy include the previous champion, and inputs of prompts
-    include the data files."""
+    """Yield a START and a COMPLETE event for each stage of a run. Inputs of the initial policy include the champion
+    `before` that it started from. Inputs of the prompts include the data files."""
     outputs = {each.key: _dataset_of(run, each, namespace) for each in run.manifests}
     files = run.dependencies[-1].dependencies.data if run.dependencies else {}
     data = [DatasetVersion("file", path, content.digest) for path, content in files.items()]

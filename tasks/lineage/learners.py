@@ -1,5 +1,5 @@
-"""Search for promoted policies that were trained on given prompts. The result lists the runs and iterations that used
-the prompts."""
+"""Search for promoted policies that were trained on certain prompts, for example before a user's data is deleted.
+The result lists the runs and iterations that used the prompts."""
 
 import re
 from collections.abc import Iterator
@@ -24,14 +24,15 @@ PROMPT_ID = re.compile(r"[0-9a-f]{16}")
 
 
 class PromptUsage(Settings):
-    """Iterations and training samples of one run that used the prompts in question."""
+    """Report of how one run used the prompts that the user searched for."""
 
     run: str
     """Name of the run."""
     prompts: int
-    """Number of the given prompts that are in the run's training data."""
+    """Number of the searched prompts that are in the run's training data."""
     iterations: tuple[int, ...] = ()
-    """Iterations that generated completions for the prompts, or continued completions of the previous iteration."""
+    """Numbers of the iterations that generated completions for the prompts, or continued completions of the
+    previous iteration."""
     samples: int | None = 0
     """Number of training samples from these prompts, or None if the samples of some iterations are deleted."""
     imitated: bool = False
@@ -41,7 +42,7 @@ class PromptUsage(Settings):
     problems."""
 
     def text(self) -> str:
-        """Return the run, its iterations and the number of samples as one line for `rheostat lineage`."""
+        """Describe the iterations and the number of training samples of the run in one line for `rheostat lineage`."""
         if self.gone:
             return f"run {self.run} (from the registry's list, because the prompts of the run are deleted)"
         count = "samples deleted" if self.samples is None else f"{self.samples} samples"
@@ -51,21 +52,22 @@ class PromptUsage(Settings):
 
 
 class PromptLearner(Settings):
-    """Promoted policy that was trained on at least one of the prompts in question."""
+    """Promoted policy whose training used at least one of the prompts that the user searched for."""
 
     registry: str
     """Name of the registry."""
     number: int
-    """Number of the record that promoted the policy."""
+    """Number of the registry record that promoted the policy."""
     policy: str
     """Digest of the policy."""
     is_champion: bool
     """Whether the policy is the current champion."""
     learnt: tuple[PromptUsage, ...]
-    """Use of the prompts in the policy's run and in the runs of the champions that it started from."""
+    """Reports for each run that used the prompts: the run of the policy, and runs of earlier champions that it
+    started from."""
 
     def line(self) -> str:
-        """Return one line of text for the terminal."""
+        """Describe the policy and the runs that used the prompts in one line for the terminal."""
         where = "; ".join(each.text() for each in self.learnt)
         champion = ", champion" if self.is_champion else ""
         return (
@@ -74,8 +76,8 @@ class PromptLearner(Settings):
 
 
 def find_trained_policies(store: str, ids: frozenset[str]) -> list[PromptLearner]:
-    """Return the promoted policies of all registries of a store that were trained on the prompts, directly or through a
-    champion they started from.
+    """Search all registries of a store for promoted policies that were trained on any of these prompts, directly or
+    through a champion they started from.
 
     Raises BadInput if a prompt_id is not 16 hexadecimal digits.
     """
@@ -127,8 +129,8 @@ def _find_usage(registry: Registry, name: str, run: Run | None, last: int, ids: 
 
 
 def _own_prompts(registry: Registry, run: str) -> set[str]:
-    """Return the prompts that a run was trained on according to the registry. Prompts of earlier champions are
-    excluded."""
+    """Return the prompt_ids that a run was trained on, from the list in the registry. Prompts that only earlier
+    champions were trained on are excluded."""
     draft = read_draft(registry, run)
     keys = (trained_ids_key(run), draft.exclude_ids_key if draft is not None else "")
     own, before = ({*(registry.store.find(key) or b"").decode().split()} if key else set[str]() for key in keys)
@@ -136,7 +138,7 @@ def _own_prompts(registry: Registry, run: str) -> set[str]:
 
 
 def _find_rows(run: Run, ids: frozenset[str]) -> set[int] | None:
-    """Return the rows of the prompts in the training data, or None if the prompts were deleted."""
+    """Return the row numbers of the prompts in the run's training data, or None if the training data was deleted."""
     manifest = run.find(PROMPTS["train"])
     if manifest is None or WHOLE_RUN in deleted_parts(run):
         return None
@@ -145,8 +147,8 @@ def _find_rows(run: Run, ids: frozenset[str]) -> set[int] | None:
 
 
 def _uses_prompts(run: Run, number: int, rows: set[int]) -> bool:
-    """Return whether an iteration generated completions for some of the prompts, or took over completions from the
-    previous iteration."""
+    """Return whether an iteration generated completions for any of the prompts (given by row), or took over
+    completions for them from the previous iteration."""
     if not run.has(StageKey.of(iteration_key(number), "seal")):
         return False
     iteration = Iteration(run, number)
@@ -155,7 +157,7 @@ def _uses_prompts(run: Run, number: int, rows: set[int]) -> bool:
 
 
 def _count_samples(run: Run, number: int, rows: set[int]) -> int:
-    """Return the number of training samples of an iteration that belong to the prompts."""
+    """Return how many training samples of an iteration belong to the prompts, which are given by row."""
     tables = [read_shard(run.store, shard, ["prompt_row"]) for shard in Iteration(run, number).credit.shards]
     values = pa.array(sorted(rows), pa.int32())
     return sum(pc.sum(pc.is_in(table["prompt_row"], values)).as_py() or 0 for table in tables)

@@ -1,4 +1,5 @@
-"""Origin of a run's policy, traced through the manifests and their parents, the run's record and the run's journal.
+"""Origin of a run's policy: all results that led to the policy, found through the records (manifests) in which each
+stage names the results that it used.
 
 Nothing is measured again and no shard is read. Deleted data is listed as deleted.
 """
@@ -22,41 +23,41 @@ from tasks.run.reverts import policy_key
 from tasks.run.states import STATES
 
 PartState = Literal["there", "deleted", "rewritten", "missing"]
-"""State of stored data. there: the data is stored. deleted: it was deleted on purpose. rewritten: prompts that had to
-be forgotten were removed. missing: the data is gone although there is no tombstone for it."""
+"""State of stored data: there (the data is stored), deleted (it was deleted on purpose), rewritten (prompts that
+had to be forgotten were erased), or missing (the data is gone, but no record of a deletion exists)."""
 
 
 class TracedPart(Settings):
-    """Stored data of a stage (a data file or a folder such as the weights), and whether the data still exist."""
+    """One data file of a stage, or a folder such as the weights, and whether the data still exist."""
 
     name: str
-    """Name of the part: `shard`, or the name of a bundle such as `weights`."""
+    """Kind of data: `shard` for a data file with rows, or the name of a folder such as `weights`."""
     key: str
     """Key of the part in the run's store."""
     digest: str
     """BLAKE3 digest of the content."""
     state: PartState
-    """State of the stored data."""
+    """Whether the data are stored, deleted, rewritten or missing."""
 
 
 class TracedManifest(Settings):
-    """Manifest that a stage committed, with the state of its data."""
+    """Record that a stage wrote about its result (manifest), with the state of the data that it names."""
 
     key: str
-    """Key of the manifest, for example `it-0003/credit`."""
+    """Key of the record in the run's store, for example `it-0003/credit`."""
     digest: str
     """Digest of the stage's result."""
     created: str
     """Time of the commit, UTC."""
     parents: tuple[str, ...]
-    """Keys of the manifests that this result was made from. A parent without a stored manifest is given by its
-    digest."""
+    """Keys of the results from which this result was computed. If the record of a parent is not stored, its digest
+    is listed."""
     parts: tuple[TracedPart, ...]
-    """Shards and bundles of the manifest, except optimizer states."""
+    """Data files and folders of the result, except optimizer states."""
 
     @property
     def stage(self) -> StageKey:
-        """Parsed key of the manifest."""
+        """Iteration and stage of the result, parsed from the key."""
         return StageKey.parse(self.key)
 
 
@@ -72,7 +73,7 @@ class TracedReward(Settings):
 
 
 class TracedRun(Settings):
-    """Run and everything that its policy was made from."""
+    """Origin of a run's policy: settings, rewards, code, data, and all results that led to the policy."""
 
     name: str
     """Name of the run."""
@@ -81,29 +82,31 @@ class TracedRun(Settings):
     created: str
     """Time of creation, UTC."""
     policy: str
-    """Digest of the policy. Empty if there is no policy yet."""
+    """Digest of the policy's weights. Empty if there is no policy yet."""
     iterations: tuple[int, ...]
-    """Numbers of the sealed iterations."""
+    """Numbers of the completed iterations."""
     rewards: tuple[TracedReward, ...]
-    """Reward terms that the run was trained with."""
+    """Reward terms that the run was trained with, each with the version of the code or model that computed it."""
     dependencies: tuple[DependencyRecord, ...]
     """Code, data files and libraries of the run, with each accepted change."""
     manifests: tuple[TracedManifest, ...]
-    """Manifests of the traced results and of all results that they depend on, sorted by key."""
+    """Results that led to the policy, and evaluations of the run's policies with all that they depend on, sorted by
+    key."""
     deleted: tuple[Tombstone, ...]
-    """Tombstones of everything that was deleted on purpose."""
+    """Records of everything that was deleted on purpose (tombstones), with reason and time."""
 
     def of(self, number: int) -> list[TracedManifest]:
-        """Return the manifests of an iteration."""
+        """Return the results of one iteration."""
         return [each for each in self.manifests if each.key.startswith(f"{iteration_key(number)}/")]
 
     def find(self, key: str) -> TracedManifest | None:
-        """Return the manifest with this key, or None if the policy was not made from it."""
+        """Return the result with this key, for example `it-0003/update`, or None if the policy was not made from it."""
         return next((each for each in self.manifests if each.key == key), None)
 
 
 def trace_run(run: Run, *, iteration: int | None = None) -> TracedRun:
-    """Trace the origin of a run's policy after an iteration, by default the last sealed one."""
+    """Trace the origin of the policy after an iteration, by default the last complete one. Reads only records, no
+    data."""
     manifests = run.manifests()
     last = max((number for number in iteration_numbers(run.folders()) if run.has(_seal_key(number))), default=0)
     last = last if iteration is None else iteration
@@ -129,7 +132,7 @@ def _seal_key(number: int) -> StageKey:
 
 
 def _collect_ancestors(manifests: Iterable[Manifest], results: list[Manifest]) -> list[Manifest]:
-    """Return the manifests in `results` together with all their ancestors, sorted by key."""
+    """Return the results together with every result that they were computed from, sorted by key."""
     by_digest, collected, pending = {each.digest: each for each in manifests}, dict[str, Manifest](), [*results]
     while pending:
         manifest = pending.pop()
@@ -183,7 +186,8 @@ def _find_state(
 
 
 def traced_rewards(run: Run, dependencies: Sequence[DependencyRecord]) -> Iterator[TracedReward]:
-    """Yield the version of each reward term, based on the newest dependencies of the run."""
+    """Yield each reward term with the version of its code or model, based on the newest recorded dependencies of
+    the run."""
     scoring = read_recorded(ScoringConfig, run.record.config["scoring"])
     last = dependencies[-1].dependencies if dependencies else None
     user_rules = {term: rule for term, rule in zip(scoring.rule_terms, scoring.rules, strict=True) if rule.brings_code}

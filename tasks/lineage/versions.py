@@ -1,5 +1,5 @@
-"""Versions of promoted policies, and the chain of champions from which their training started. Both are read from
-registry records and from drafts (plans of retrains)."""
+"""Versions of promoted policies, and the chain of champions that each training started from. Both are read from
+registry records and from drafts (what a retrain decided when it began)."""
 
 import re
 from collections.abc import Iterator
@@ -26,29 +26,29 @@ DIGEST = re.compile(r"[0-9a-f]{6,64}")
 
 
 class TracedVersion(Settings):
-    """Policy with its registry record and its origin."""
+    """One policy in the history of a promoted policy: its registry record, its run and its evaluations."""
 
     registry: str
     """Name of the registry. Empty if no registry has a record of the policy."""
     record: RegistryRecord | None
-    """Record of the policy, or None if no registry has one."""
+    """Registry record of the policy's promotion or refusal, or None if no registry has a record of the policy."""
     is_champion: bool
     """Whether the policy is the current champion."""
     began_as: int
     """Number of the record of the champion that the run started from, or 0 if it started from its configured policy."""
     files: str
-    """Location of the policy's files in the registry. Empty if the registry has no files of it."""
+    """Location of the policy's files in the registry. Empty if the registry does not store them."""
     run: TracedRun | None
-    """Run that trained the policy, or None if it is not in the store."""
+    """Origin of the policy in the run that trained it, or None if the run is not in the store."""
     name: str
     """Name of the run."""
     evaluations: tuple[TracedRun, ...]
-    """Runs in which the policy was compared with the champion."""
+    """Runs that evaluated the policy against the champion."""
 
 
 def trace(store: str, name_or_digest: str) -> list[TracedVersion]:
-    """Trace a policy back through the champion that its training started from, and all earlier champions, to the first
-    one.
+    """Trace a policy back through all champions that it was trained from. Return one version for each policy,
+    newest first.
 
     The policy is named by `NAME@champion`, `NAME@N` or `NAME` of a registry, the name of a run, or the beginning of its
     digest (at least 6 digits). Raises BadInput if there is no such policy, or several digests match.
@@ -78,7 +78,8 @@ def champion_before(registry: Registry, run: str) -> int:
 
 
 def ancestry(registry: Registry, record: RegistryRecord) -> Iterator[RegistryRecord]:
-    """Yield a record, then the record of the champion that its run started from, and so on to the first champion."""
+    """Yield a registry record, then the record of the champion that its run started from, and so on to the first
+    champion."""
     records = {each.number: each for each in registry.records()}
     last: RegistryRecord | None = record
     while last is not None:
@@ -120,8 +121,8 @@ def _trace_chain(store: str, registry: Registry, record: RegistryRecord) -> Iter
 
 
 def _trace_run(store: str, name: str, *, iteration: int | None) -> Iterator[TracedVersion]:
-    """Yield the version that a run produced, with its chain of champions, or only the run if no registry has a record
-    of it."""
+    """Yield the policy that a run produced and the champions before it. If no registry has a record of the run,
+    yield only the run."""
     for registry_name in registries(store):
         registry = open_registry(store, registry_name)
         records = [each for each in registry.records() if each.run == name and iteration in (None, each.iteration)]
@@ -135,7 +136,8 @@ def _trace_run(store: str, name: str, *, iteration: int | None) -> Iterator[Trac
 
 
 def _trace_policy(store: str, digest: str) -> Iterator[TracedVersion]:
-    """Yield the version of the policy with this digest and its chain, or the run that produced it."""
+    """Yield the policy whose digest starts with `digest` and the champions before it. Raises BadInput unless
+    exactly one policy matches."""
     recorded = {each.policy: (registry, each) for registry, each in _find_records(store, digest)}
     produced = {} if recorded else {policy: (run, number) for policy, run, number in _find_policies(store, digest)}
     if len(recorded) + len(produced) != 1:
@@ -158,7 +160,8 @@ def _find_records(store: str, digest: str) -> Iterator[tuple[Registry, RegistryR
 
 
 def _find_policies(store: str, digest: str) -> Iterator[tuple[str, str, int]]:
-    """Yield digest, run and iteration of the matching policies of all runs. Initial policies come first."""
+    """Yield (digest, run name, iteration) for each policy whose digest starts with `digest`. Initial policies come
+    first."""
     runs = [open_run(store, name) for name in list_runs(store)]
     places = [(run, 0) for run in runs] + [(run, number) for run in runs for number in iteration_numbers(run.folders())]
     for run, number in places:

@@ -17,14 +17,15 @@ from tasks.run.keys import reward_model_role
 
 
 def rollout_demand(settings: RunConfig, measured: Measurements, *, shards: int, completions: int) -> Demand:
-    """Return the amount of work for generating `shards` shards with `completions` completions each."""
+    """Estimate the work for generating `shards` shards with `completions` completions each."""
     rollout = settings.rollout
     prior = _prior(rollout.engine, max_tokens=rollout.sampling.max_new_tokens)
     return measured.demand("rollout", units=shards, sequences=completions, prior=prior)
 
 
 def scoring_demand(settings: RunConfig, measured: Measurements, *, shards: int, completions: int) -> Demand:
-    """Return the total amount of work for all reward models, or zero work if there are no reward models."""
+    """Estimate the work for scoring that many completions per shard, summed over all reward models in worker slots.
+    The result is zero work if there are none."""
     local = settings.scoring.hosted_rewards
     if not local:
         return measured.demand("scoring", units=0, sequences=0)
@@ -79,7 +80,8 @@ LOADING = "load"
 
 
 def add_observations(measured: Measurements, run: Run, plan: BatchPlan, stages: dict[str, Role]) -> Measurements:
-    """Return the measurements including a finished batch. `stages` maps each of its stages to a role."""
+    """Return the measurements together with those of a finished batch. `stages` maps each stage of the batch that
+    uses worker slots to a role."""
     return measured.observe(_observe_units(run, plan, stages), moves=_move_seconds(run, plan))
 
 

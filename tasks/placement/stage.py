@@ -101,8 +101,8 @@ async def reserve_update_machines(open_run: OpenRun, iteration: Iteration) -> As
 
 
 def record_measurements(open_run: OpenRun, batch: Batch) -> None:
-    """Add the measurements of a finished batch to the run's placement state, and record the batch's duration in the
-    journal."""
+    """Add the measured durations of a finished training batch to the measurements for placement decisions, and write
+    the duration of any batch to the journal."""
     plan, placement_state = batch.plan, open_run.placement
     if placement_state is None:
         return
@@ -116,7 +116,8 @@ def record_measurements(open_run: OpenRun, batch: Batch) -> None:
 
 
 def get_placement(open_run: OpenRun, *, before: int) -> PlacementState:
-    """Return the placement state of a run. The first call reads earlier measurements from the store."""
+    """Return the state with which placement decisions are made: current plan, measurements and policy. The first
+    call reads earlier measurements from the store."""
     if open_run.placement is None:
         placement_state = PlacementState(policy=build_policy(open_run.settings.placement))
         placement_state.measurements = read_measurements(
@@ -137,12 +138,12 @@ def stages_of(open_run: OpenRun) -> dict[str, Role]:
 
 
 async def arrange(open_run: OpenRun, batch: Batch, plan: Plan, *, turn: str | None = None) -> tuple[Move, ...]:
-    """Wake the workers that a plan assigns, and record in the journal how long each worker took to wake."""
+    """Wake the workers that a plan assigns to a batch, and record in the journal how long each worker took to wake."""
     return await _arrange(open_run, batch, workers_per_role(open_run.settings, plan, turn))
 
 
 def record_decision(open_run: OpenRun, key: str, inputs: PlanInputs | DrainInputs, decision: Decision) -> None:
-    """Record a decision in the journal, with its inputs and the settings of the placement policy."""
+    """Record a placement decision in the journal, with the numbers and settings that it was based on."""
     entry = {"inputs": inputs, "decision": decision, "policy": open_run.settings.placement}
     open_run.run.write_entry(key, {name: value.model_dump(mode="json") for name, value in entry.items()})
 
@@ -196,7 +197,7 @@ def _last_decision(open_run: OpenRun, plan: BatchPlan, *, workers: int | None = 
 
 
 async def _publish_decision(open_run: OpenRun, plan: BatchPlan, decision: Decision) -> None:
-    """Show the decision as an artifact of the run in Prefect's UI."""
+    """Show a placement decision with its predicted duration as an artifact in Prefect's UI."""
     placement = decision.plan
     text = (
         f"**{plan.key}**: {decision.reason}\n\n"
@@ -254,7 +255,7 @@ def _is_starved(inputs: DrainInputs) -> bool:
 
 
 def _queue_depths(inputs: DrainInputs) -> JsonValue:
-    """Return the numbers of waiting, running and finished work units, and of slots, by role."""
+    """Return the numbers of waiting, running and finished work units and of slots for each role, for the journal."""
     roles = {"rollout": inputs.rollout, "scoring": inputs.scoring}
     depths: dict[str, JsonValue] = {"seconds": round(inputs.elapsed_seconds, 3)}
     for name, role in roles.items():
@@ -263,7 +264,8 @@ def _queue_depths(inputs: DrainInputs) -> JsonValue:
 
 
 class _Stage:
-    """State of a running stage: its remaining work, and the workers that have not been moved to another role yet."""
+    """State of a running stage, for placement decisions: the remaining work, and the workers that may still move to
+    another role."""
 
     def __init__(
         self, open_run: OpenRun, placement_state: PlacementState, plan: BatchPlan, fleet: Fleet, planned: Plan
@@ -281,7 +283,7 @@ class _Stage:
             self._units[role] += sum(open_run.run.find(key) is None for key in keys)
 
     def inputs(self) -> DrainInputs:
-        """Return the current inputs for the placement policy."""
+        """Return the current numbers from which the placement policy decides whether to move workers."""
         return DrainInputs(
             elapsed_seconds=time.monotonic() - self._began,
             workers=self._fleet.slots,
@@ -301,8 +303,8 @@ class _Stage:
         return self._fleet.slots < self._slots
 
     def moved(self, plan: Plan, *, failed: bool) -> None:
-        """Record that workers were moved to match `plan`. A worker moves at most once per stage. If a move failed, the
-        assignment that the worker slots actually have is recorded."""
+        """Record that workers were moved according to `plan`. Each worker moves at most once per stage. If a move
+        failed, the actual assignment of the slots is recorded instead."""
         if failed:
             slots = {role: len(workers) for role, workers in self._fleet.allocation().items()}
             rollout = slots.pop("rollout")

@@ -25,7 +25,7 @@ FORM: Final = "approval"
 
 
 class Approval(RunInput):
-    """Answer of a person to the question whether a proposed policy becomes the champion."""
+    """Form that a person fills in to approve or refuse the promotion of a policy."""
 
     approve: Literal["yes", "no"] = Field(description="Whether to promote the policy. A refusal is final.")
     reason: str = Field(min_length=1, description="Reason, which is stored in the registry's record.")
@@ -63,7 +63,8 @@ async def await_approval(config: RunConfig, record: RegistryRecord) -> RegistryR
 
 
 def question(registry: Registry, record: RegistryRecord) -> str:
-    """Return the text of the form in Markdown: the reasons of the gate and the two policies."""
+    """Return the description above the form, in Markdown: the result of the comparison, the champion and the
+    challenger."""
     others = {other.number: other for other in registry.records()}
     before = others.get(record.previous)
     champion = "none yet; the run's initial policy was used instead" if before is None else _describe(before)

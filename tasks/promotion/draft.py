@@ -1,5 +1,4 @@
-"""Draft of a retrain, which fixes the name of the new run, the policy that training starts from, and the problems to
-leave out.
+"""Draft of a retrain: the name of the new run, the policy that training starts from, and the problems to leave out.
 
 A draft is decided once, when the retrain is triggered first, and is reused if the retrain is triggered again.
 """
@@ -25,18 +24,18 @@ from tasks.views.run_list import read_run_line
 logger = logging.getLogger(__name__)
 
 TRAINED_IDS: Final = "learnt"
-"""Folder of a registry with the ids of the problems that its policies were trained on."""
+"""Folder of a registry that contains, for each run, a list of the problems that its policy was trained on."""
 
 
 class Draft(Settings):
-    """Decisions about a retrain, made from the registry when the retrain was first triggered."""
+    """Decisions that are made once per retrain, when it is first triggered, so that a resumed retrain does the same."""
 
     run: str
-    """Name of the run."""
+    """Name of the run that the retrain creates."""
     champion: int
-    """Number of the champion's record at that time, or 0 if there was no champion."""
+    """Number of the champion's registry record when the retrain began, or 0 if there was no champion."""
     policy: str
-    """Directory of the champion's policy. Empty if there was no champion."""
+    """Directory of the champion's policy, from which training starts. Empty if there was no champion."""
     without: str
     """File with the ids of the prompts that the retrain leaves out. Empty if none are left out."""
     data_version: Annotated[int | None, Since("0.2.0", before=None)] = None
@@ -45,7 +44,7 @@ class Draft(Settings):
 
     @property
     def exclude_ids_key(self) -> str:
-        """Key in the registry of the list of left-out prompts. Empty if there is no such list."""
+        """Key, in the registry, of the list of prompts to leave out. Empty if no prompts are left out."""
         return f"{TRAINED_IDS}/{self.without.rpartition('/')[2]}" if self.without else ""
 
     def start_config(self, config: RunConfig) -> RunConfig:
@@ -69,7 +68,8 @@ def with_date(config: RunConfig, day: date) -> RunConfig:
 
 
 def find_unfinished(config: RunConfig, today: date) -> date | None:
-    """Return the day of the newest retrain before `today` if that retrain is not finished.
+    """Return the day of the newest earlier retrain if that retrain is not finished, so that the caller can continue
+    it.
 
     Return None if the retrain of `today` was begun already, since the same command continues that one.
     """
@@ -86,7 +86,7 @@ def find_unfinished(config: RunConfig, today: date) -> date | None:
 
 
 def _days_of(name: str, retrains: Iterable[str]) -> Iterator[date]:
-    """Yield the date of each run in `retrains` whose name is the configured name with a date. Ignore other runs."""
+    """Yield the date at the end of each run name in `retrains` that consists of the configured name and a date."""
     for each in retrains:
         if (match := re.fullmatch(rf"{re.escape(name)}-(\d{{8}})", each)) is not None:
             with suppress(ValueError):  # digits that are no day
@@ -94,7 +94,8 @@ def _days_of(name: str, retrains: Iterable[str]) -> Iterator[date]:
 
 
 def draft_retrain(config: RunConfig) -> Draft:
-    """Return the draft of the configured retrain. Creates the draft if the retrain was not triggered before."""
+    """Return the decisions for the configured retrain (run name, start policy, excluded problems). They are made
+    and stored on the first call."""
     promotion = config.promotion
     if promotion is None:
         return Draft(run=config.name, champion=0, policy="", without="")
@@ -110,8 +111,8 @@ def draft_retrain(config: RunConfig) -> Draft:
 
 
 def read_draft(registry: Registry, run: str) -> Draft | None:
-    """Return the stored draft (name, start policy, excluded problems) of the retrain that created a run. Return None if
-    the run was not created by a retrain of this registry."""
+    """Return the decisions that a retrain made about a run (start policy, excluded problems). Return None if the
+    run was not created by a retrain of this registry."""
     content = registry.store.find(draft_key(run))
     where = f"registry {registry.name!r}: {draft_key(run)}"
     return None if content is None else Draft.model_validate(unseal(content, where=where))
@@ -133,7 +134,8 @@ def _create_draft(config: RunConfig, promotion: PromotionConfig, registry: Regis
 
 
 def _find_data_version(store: str, registry: Registry, run: str) -> int | None:
-    """Return the version of the rules by which a run read its files of problems, from its record or its draft.
+    """Return the version of the rules by which a run read its data files, from the record of the run or of its
+    retrain.
 
     Return None if the run read no files, or if neither is known.
     """
@@ -144,11 +146,11 @@ def _find_data_version(store: str, registry: Registry, run: str) -> int | None:
 
 
 def draft_key(run: str) -> str:
-    """Return the key of a retrain's draft in the registry."""
+    """Return the registry key under which the decisions of a retrain are stored."""
     return f"{RETRAINS}/{run}.json"
 
 
 def trained_ids_key(run: str) -> str:
-    """Return the key of the list of prompt_ids that a promoted run, and the champions it started from, were trained
-    on."""
+    """Return the registry key of the list of prompt_ids on which a promoted run, and the champions before it, were
+    trained."""
     return f"{TRAINED_IDS}/{run}.txt"

@@ -1,4 +1,4 @@
-"""Reading of scores, answer lengths and prompts from the shards of an evaluation."""
+"""Scores, completion lengths and prompts of an evaluation, read from its shards to compare champion and challenger."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -25,29 +25,31 @@ from tasks.views.metrics import Accuracy, accuracy_of
 
 @dataclass(frozen=True, slots=True)
 class SuiteAnswers:
-    """Answers of a policy to the problems of a suite, with their scores."""
+    """Completions of one policy for the problems of an evaluation suite, with their scores."""
 
     policy: str
     """Digest of the policy."""
     scores: dict[str, dict[str, list[float]]]
-    """Scores of the samples of each problem, by reward term and prompt_id. NaN marks a missing score."""
+    """Scores of the completions of each problem, as scores[reward term][prompt_id]. NaN marks a missing score."""
     accuracy: Accuracy
-    """Accuracy as reported by the evaluation, with pass@k if scores are 0 or 1."""
+    """Accuracy that the evaluation reported, with pass@k if scores are 0 or 1."""
     tokens: float
-    """Mean number of tokens of an answer."""
+    """Mean number of tokens of a completion."""
     cut_off: float
-    """Share of the answers that were cut off at the maximum length."""
+    """Fraction of the completions that were cut off at the maximum length."""
     problems: dict[str, str]
     """Digest of each problem's text, images and columns, by prompt_id."""
 
     @property
     def digest(self) -> str:
-        """Digest of the suite's problems, independent of their order."""
+        """Digest of all problems of the suite, which shows whether two evaluations used the same problems in any
+        order."""
         return blake3("\n".join(sorted(self.problems.values())).encode()).hexdigest()
 
 
 def read_answers(suite: Suite, side: str) -> SuiteAnswers:
-    """Read the answers of the policy labeled `side` to a suite. Its evaluation must be finished."""
+    """Read the completions and scores of the policy labeled `side` on a suite. The evaluation of the policy must be
+    finished."""
     run = open_run(suite.retrain.store, suite.run_name(side))
     batch = Batch.read(run, evaluation_key(0))
     rollouts = _read_columns(run, batch.rollout_manifests, ["completion_tokens", "finish_reason"])
@@ -64,15 +66,16 @@ def read_answers(suite: Suite, side: str) -> SuiteAnswers:
 
 
 def mean_score(answers: SuiteAnswers, term: str | None) -> tuple[float, float]:
-    """Return the mean score over all answers for a reward, by default the suite's first, and the share of missing
-    scores."""
+    """Return the mean score of all completions for a reward (by default the suite's first), and the fraction of
+    missing scores."""
     scores = list(chain(*answers.scores[term or next(iter(answers.scores))].values()))
     known = [score for score in scores if not isnan(score)]
     return fmean(known) if known else 0.0, 1 - len(known) / len(scores)
 
 
 def problem_scores(batch: Batch, terms: Sequence[str]) -> dict[str, dict[str, list[float]]]:
-    """Return the scores of the samples of each problem, by reward term and prompt_id. NaN marks a missing score."""
+    """Return the scores of the completions of each problem, as scores[reward term][prompt_id]. NaN marks a missing
+    score."""
     names = _read_columns(batch.run, batch.rollout_manifests, ["prompt_id"])["prompt_id"].to_pylist()
     values = _read_columns(batch.run, batch.stage_manifests("scoring"), [f"reward_{term}" for term in terms])
     return {term: _group_by_problem(names, values[f"reward_{term}"]) for term in terms}
@@ -94,5 +97,5 @@ def prompt_identities(run: Run, split: str) -> Iterator[tuple[str, str]]:
 
 
 def _read_columns(run: Run, manifests: Sequence[Manifest], names: list[str]) -> pa.Table:
-    """Return some columns of a stage's shards as one table. Rows are sorted by problem, then by sample."""
+    """Return some columns of a stage's stored tables as one table. Rows are sorted by problem, then by sample."""
     return pa.concat_tables(read_shard(run.store, manifest.shards[0]).select(names) for manifest in manifests)

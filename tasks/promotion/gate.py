@@ -1,4 +1,5 @@
-"""Gate of a retrain: comparison of champion and challenger by the configured rules, based on their evaluations."""
+"""Gate of a retrain: compares the new policy (challenger) with the champion on evaluation suites, and decides by the
+configured rules whether the challenger may replace the champion."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -24,36 +25,38 @@ from tasks.views.metrics import Accuracy, run_costs
 
 
 class SuiteResult(Settings):
-    """Results of the two policies on one suite."""
+    """Accuracies of the champion and of the new policy (challenger) on one evaluation suite."""
 
     digest: str
-    """Digest of the suite's problems."""
+    """Digest of the suite's problems. Suites with the same problems have the same digest."""
     champion: Accuracy
     """Accuracy of the champion, or of the run's initial policy if there is no champion."""
     challenger: Accuracy
     """Accuracy of the retrained policy."""
     past: int
-    """Number of earlier comparisons in the same registry that used the same problems."""
+    """Number of earlier retrains in the same registry that were compared on the same problems. Each one makes a false
+    pass more likely."""
 
 
 class GateResult(GateVerdict):
-    """Decision whether a retrained policy may replace the champion, with the measurements that the decision is based
-    on."""
+    """Decision whether a retrained policy may replace the champion, with the measurements behind the decision."""
 
     evidence: Evidence | None
-    """Measurements, or None if scores were missing for most problems."""
+    """Measured differences, guards (suites that must not get worse) and limits, or None if scores were missing for most
+    problems."""
     opponent: int
-    """Number of the champion's record that the challenger was compared with. 0 means the run's initial policy."""
+    """Number of the registry record of the champion that the new policy was compared with, or 0 for the run's initial
+    policy."""
     fingerprint: str
-    """Fingerprint of the run's configuration."""
+    """Fingerprint of the configuration with which the new policy was trained."""
     suites: dict[str, SuiteResult]
-    """Results by name of the suite."""
+    """Accuracies on each suite, by name of the suite."""
 
 
 @stage("gate")
 async def run_gate(config: RunConfig, opponent: Opponent) -> GateResult:
-    """Compare the two policies on every suite that the rules name. The same evaluations always give the same
-    verdict."""
+    """Compare the two policies on every suite that the promotion rules name, and return the decision. The same
+    evaluations always give the same decision."""
     rules, run = promotion_rules(config), open_run(config.store, config.name)
     suites = list(suites_of(config))
     answers = {suite.name: [read_answers(suite, side) for side in (opponent.side, CHALLENGER)] for suite in suites}
@@ -88,7 +91,8 @@ async def run_gate(config: RunConfig, opponent: Opponent) -> GateResult:
 
 
 def gates_of(registry: Registry) -> Iterator[GateResult]:
-    """Yield the gate result of each retrain. A signed proposal does not count a second time."""
+    """Yield the decision about each retrain in the registry, once per retrain. A later record that signs a proposal
+    repeats the decision and is skipped."""
     seen_runs: set[str] = set()
     for record in registry.records():
         if record.gate is not None and record.run not in seen_runs:
@@ -97,7 +101,8 @@ def gates_of(registry: Registry) -> Iterator[GateResult]:
 
 
 def _warn_of_reuse(name: str, past: int, alpha: float) -> str:
-    """Return a warning about the probability of a false pass, which grows if several gates use the same problems."""
+    """Return a warning with the probability that a policy which is no better passes by chance. It grows with the number
+    of earlier retrains (`past`) that were compared on the same problems."""
     chance = 1 - (1 - alpha) ** (past + 1)
     gates = "one earlier gate" if past == 1 else f"{past} earlier gates"
     return (

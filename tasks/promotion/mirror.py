@@ -41,7 +41,7 @@ def mirror_address() -> str | None:
 
 
 def try_sync_to_mlflow(registry: Registry, address: str) -> str | None:
-    """Bring the mirror up to date. Return None, or the reason of a failure in one line."""
+    """Update MLflow's registry from ours. Return None on success, or the reason for the failure in one line."""
     try:
         sync_to_mlflow(registry, address)
     except (RheostatError, OSError) as error:  # the record in our registry is valid anyway
@@ -50,7 +50,7 @@ def try_sync_to_mlflow(registry: Registry, address: str) -> str | None:
 
 
 def sync_to_mlflow(registry: Registry, address: str) -> str:
-    """Update MLflow's registry from ours, and return a sentence about its champion version.
+    """Update MLflow's registry from ours. Return a sentence that names the MLflow version of the champion.
 
     Raises BadInput if the MLflow client is not installed, and EndpointDown if MLflow fails or does not respond within
     `MIRROR_SECONDS`.

@@ -1,4 +1,4 @@
-"""Page in Prefect that shows a gate's verdict with all measurements."""
+"""Page in Prefect that shows whether a retrained policy may replace the champion, with all measurements."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -16,7 +16,7 @@ from tasks.run.stages import stage
 
 @stage("gate page")
 async def report_gate(config: RunConfig, record: RegistryRecord) -> None:
-    """Publish the result of a retrain with its measurements as the Prefect artifact `NAME-gate`."""
+    """Publish the decision about a retrain with all measurements as the Prefect artifact `NAME-gate`."""
     registry = promotion_rules(config).registry
     title = f"registry {registry}, record {record.number}: {record.kind}"
     page = f"# {title[0].upper()}{title[1:]}\n\n{gate_page(record)}"
@@ -24,7 +24,7 @@ async def report_gate(config: RunConfig, record: RegistryRecord) -> None:
 
 
 def gate_page(record: RegistryRecord) -> str:
-    """Return the measurements, the verdict and the decision as Markdown."""
+    """Return a Markdown page about a retrain: who decided what and why, the measured differences, and the suites."""
     gate = GateResult.model_validate(record.gate)
     against = f"record {gate.opponent}" if gate.opponent else "the run's initial policy"
     lines = [

@@ -1,5 +1,5 @@
-"""Statistical power of a gate, estimated before training: the smallest differences that the gate can detect with the
-number of problems in its suites."""
+"""Statistical power of promotion rules, estimated before training: the smallest difference between two policies that
+each rule can detect with the number of problems in its suite."""
 
 import logging
 from typing import Literal
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 async def check_suites(config: RunConfig, configured: PolicyConfig) -> None:
-    """Check the suites of a retrain unless its run already exists. Warn about each promotion rule whose suite has too
-    few problems to detect the required difference.
+    """Warn, before a retrain begins, about each promotion rule whose suite has too few problems to detect the required
+    difference.
 
     `configured` is the policy of the configuration, which the champion may have replaced. Raises BadInput if inputs of
     a suite are wrong.
@@ -34,8 +34,8 @@ async def check_suites(config: RunConfig, configured: PolicyConfig) -> None:
 
 
 async def gate_power(config: RunConfig, configured: PolicyConfig | None = None) -> list[RulePower]:
-    """Return the statistical power of each promotion rule, given the number of problems in its suite. Raises BadInput
-    if inputs of a suite are wrong."""
+    """Return, for each promotion rule, how small a difference it can detect with the problems of its suite. Raises
+    BadInput if inputs of a suite are wrong."""
     rules, suites = promotion_rules(config), list(suites_of(config))
     for suite in suites:
         check = SuiteCheck(
@@ -68,8 +68,8 @@ def _rule_power(
     asked: float,
     alpha: float,
 ) -> RulePower:
-    """Return the statistical power of a rule, assuming that scores differ as much as in the last comparison by this
-    rule."""
+    """Estimate how small a difference a rule can detect. Scores are assumed to differ as much as in the last comparison
+    by this rule."""
     reward = suite.reward(rule.term)
     low, high = rule.range or reward.score_range or (0.0, 1.0)
     is_exact = suite.evaluation.samples == 1 and not reward.is_graded
@@ -88,7 +88,8 @@ def _rule_power(
 
 
 def _last_differences(registry: Registry) -> dict[str, PairedDifference]:
-    """Return the last comparison of each rule in which the two policies differed."""
+    """Return, for each promotion rule by label, the last measured difference between champion and new policy.
+    Comparisons in which all scores were equal are skipped."""
     differences: dict[str, PairedDifference] = {}
     for gate in gates_of(registry):
         if gate.evidence is not None:

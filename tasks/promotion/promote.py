@@ -1,4 +1,4 @@
-"""Conclusion of a retrain: a record in the registry and, if the challenger is promoted, a copy of its files there."""
+"""End of a retrain: the decision is recorded in the registry, and the files of a promoted policy are copied there."""
 
 import logging
 from functools import partial
@@ -31,15 +31,15 @@ logger = logging.getLogger(__name__)
 
 
 class Retrained(Settings):
-    """Result of a finished retrain."""
+    """Outcome of a finished retrain: the training run and the decision about promotion."""
 
     trained: RunSummary
-    """Summary of the retrain's run."""
+    """Summary of the training run."""
     record: RegistryRecord | None = None
-    """Record in the registry with all measurements, or None if no registry is configured."""
+    """Registry record with the decision and all measurements, or None if no registry is configured."""
 
     def text(self) -> str:
-        """Return the result as lines of text."""
+        """Describe the training run, the reasons of the decision and the registry record, as lines for the terminal."""
         lines = [f"run      {self.trained.path}", summary_lines(self.trained)]
         if self.record is not None:
             lines += [f"gate     {reason}" for reason in GateResult.model_validate(self.record.gate).reasons]
@@ -48,7 +48,7 @@ class Retrained(Settings):
 
 
 def find_verdict(config: RunConfig) -> RegistryRecord | None:
-    """Return the last record about a retrain in the registry, or None if the retrain is not concluded."""
+    """Return the newest registry record about a retrain, or None if no decision is recorded yet."""
     registry = open_registry(config.store, promotion_rules(config).registry)
     known = [record for record in registry.records() if record.run == config.name and record.kind != "rollback"]
     return known[-1] if known else None
@@ -56,8 +56,8 @@ def find_verdict(config: RunConfig) -> RegistryRecord | None:
 
 @stage("promotion")
 async def record_verdict(config: RunConfig, draft: Draft, gate: GateResult) -> RegistryRecord | None:
-    """Record the gate's verdict about a challenger. If it is promoted or proposed, its files are copied to the registry
-    first.
+    """Record in the registry whether a retrained policy becomes the champion. If it does, or if a person has to approve
+    it, its files are copied to the registry first.
 
     Returns None if the champion changed meanwhile, because the challenger was not compared with the new champion.
     """
@@ -119,8 +119,8 @@ async def sync_mirror(config: RunConfig) -> None:
 def _store_files(
     registry: Registry, run: Run, config: RunConfig, promotion: PromotionConfig, gate: GateResult, draft: Draft
 ) -> BundleRef:
-    """Copy a policy with its model card to the registry, and store the list of problems that this policy and its
-    predecessors were trained on."""
+    """Copy a policy with a model card to the registry, and store the ids of all problems that it and the champions
+    before it were trained on."""
     prompts = read_shard(run.store, run.require(PROMPTS["train"]).shards[0])["prompt_id"].to_pylist()
     earlier = registry.store.find(draft.exclude_ids_key) if draft.exclude_ids_key else None
     problem_ids = sorted({*prompts, *(earlier or b"").decode().split()})

@@ -1,4 +1,5 @@
-"""Changes of the champion by people: signing, refusing and rolling back. Needs no Prefect."""
+"""Changes of the champion by people: signing a proposal, refusing a proposal, and rolling back to an earlier champion.
+Needs no Prefect."""
 
 import getpass
 import socket
@@ -135,7 +136,7 @@ def prune(registry: Registry, keep: int) -> None:
 
 
 def record_number(record: RegistryRecord | None) -> int:
-    """Return the number of a champion's record, or 0 for None."""
+    """Return the number of the champion's registry record, or 0 if there is no champion (None)."""
     return 0 if record is None else record.number
 
 
@@ -149,7 +150,7 @@ def _append_record(registry: Registry, make: MakeRecord) -> tuple[RegistryRecord
 
 
 def _newest_proposal(registry: Registry, run: str) -> RegistryRecord:
-    """Return the newest record about a run's proposed policy. Raises BadInput if the run has no proposal."""
+    """Return the newest registry record about a run's proposed policy. Raises BadInput if the run has no proposal."""
     records = registry.records()
     proposals = [each for each in records if each.run == run and each.bundle is not None]
     if not proposals:
@@ -159,10 +160,10 @@ def _newest_proposal(registry: Registry, run: str) -> RegistryRecord:
 
 
 def describe_user() -> str:
-    """Return the user and host of this process as text for people."""
+    """Return "user@host" for this process, to record who made a change."""
     return f"{getpass.getuser()}@{socket.gethostname()}"
 
 
 def timestamp() -> str:
-    """Return the current UTC time as text for people."""
+    """Return the current UTC time in ISO format, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")

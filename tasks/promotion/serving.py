@@ -1,4 +1,4 @@
-"""Access to the champion for other programs: following the registry, and checking the champion out into a directory."""
+"""Access to the champion for programs that serve it: watch the registry, and copy the champion into a directory."""
 
 import logging
 import re
@@ -23,11 +23,12 @@ Alias = Literal["champion", "canary"]
 """Policy to serve. "champion" is the current champion. "canary" is the newest proposal that waits for a signature, or
 the champion if there is no such proposal."""
 UsePolicy = Callable[[RegistryRecord, Path], None]
-"""Callback that receives a policy's record and a local directory with its verified files."""
+"""Callback for a policy to serve. It receives the registry record of the policy, and a local directory with its
+verified files."""
 
 
 def watch_policy(registry: Registry, use: UsePolicy, *, every: float, alias: Alias = "champion") -> None:
-    """Call `use` with a policy immediately and then every `every` seconds, until interrupted.
+    """Call `use` with the policy to serve, immediately and then every `every` seconds, until interrupted.
 
     Raises BadInput if there is no champion or its files are gone. If the store cannot be read later, one warning is
     logged and the last policy stays in use.
@@ -109,7 +110,7 @@ def _working_directory(link: Path) -> Iterator[Path]:
 
 
 def _copy_durably(source: Path, target: Path) -> None:
-    """Copy a directory and make its files and folders durable (fsync). An incomplete copy of a killed checkout is
+    """Copy a directory and make its files and folders durable (fsync). An incomplete copy from an interrupted call is
     replaced."""
     if target.exists():
         shutil.rmtree(target)
@@ -121,15 +122,16 @@ def _copy_durably(source: Path, target: Path) -> None:
 
 
 def _find_copies(link: Path) -> list[Path]:
-    """Return the directories next to a link that are copies of policies, by their names and their contents."""
+    """Return the directories next to a link that contain a policy copied by this module. Both name and content must
+    match."""
     pattern = re.compile(rf"\.{re.escape(link.name)}-([0-9a-f]{{16}})")
     candidates = [(path, match[1]) for path in link.parent.iterdir() if (match := pattern.fullmatch(path.name))]
     return [path for path, digest in candidates if is_bundle_copy(path, digest)]
 
 
 def policy_files(registry: Registry, alias: Alias) -> tuple[RegistryRecord, Path]:
-    """Return a policy's record and a local directory with its verified files. Raises BadInput if there is no
-    champion."""
+    """Return the registry record of the policy to serve, and a local directory with its verified files. Raises BadInput
+    if there is no champion."""
     champion = registry.canary() if alias == "canary" else registry.champion()
     if champion is None:
         raise BadInput(f"registry {registry.name!r} has no champion yet. Promote a policy first (`rheostat promote`).")

@@ -25,27 +25,27 @@ from tasks.config.run import RunConfig, validate_again
 from tasks.run.reverts import policy_after
 
 CHALLENGER: Final = "challenger"
-"""Label of the retrained policy in the names of its evaluation runs. The other policy has the label from
-`Opponent.side`."""
+"""Name of the retrained policy, used at the end of the names of its evaluation runs. `Opponent.side` is the name of the
+other policy."""
 
 
 class Opponent(Settings):
-    """Policy that a challenger is compared with."""
+    """Policy that a retrained policy must beat: the champion, or the run's initial policy if there is no champion."""
 
     number: int
-    """Number of the champion's record, or 0 for the run's initial policy if there is no champion."""
+    """Number of the champion's registry record, or 0 for the run's initial policy."""
     policy: str
-    """Directory of the policy."""
+    """Directory with the files of the policy."""
 
     @property
     def side(self) -> str:
-        """Label of the policy in the names of its evaluations: `initial`, or for example `champion-3`."""
+        """Name at the end of the policy's evaluation runs: `initial`, or for example `champion-3`."""
         return f"champion-{self.number}" if self.number else "initial"
 
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """Suite of a retrain: the problems, rewards and sampling of its evaluations, and the names of their runs."""
+    """Held-out problems with the rewards and sampling settings for evaluating two policies on them."""
 
     name: str
     data: DataConfig
@@ -53,19 +53,20 @@ class Suite:
     evaluation: EvaluationConfig
     sampling: SamplingConfig
     retrain: RunConfig
-    """Configuration of the retrain that the suite belongs to."""
+    """Configuration of the retrain whose promotion rules use the suite."""
 
     def reward(self, term: str | None) -> RewardConfig:
         """Return the reward with this name, by default the first reward of the suite."""
         return self.scoring.rewards[0 if term is None else self.scoring.terms.index(term)]
 
     def run_name(self, side: str) -> str:
-        """Return the name of the run that evaluates one of the two policies. `side` is the label of the policy."""
+        """Return the name of the run that evaluates one of the two policies. `side` is CHALLENGER or
+        `Opponent.side`."""
         return f"{self.retrain.name}.{self.name}.{side}"
 
     def config(self, side: str, policy: PolicyConfig) -> RunConfig:
-        """Return the configuration of the run that evaluates the policy with the label `side`. Raises BadInput if the
-        settings are inconsistent."""
+        """Return the configuration of the run that evaluates one of the two policies. `side` is `CHALLENGER` or
+        `Opponent.side`. Raises BadInput if the settings are inconsistent."""
         for term, reward in self.scoring.hosted_rewards.items():
             if reward.kind == "judge" and reward.model.begins_as_policy:
                 raise BadInput(
@@ -97,14 +98,14 @@ class Suite:
 
 
 def suites_of(config: RunConfig) -> Iterator[Suite]:
-    """Yield the suites that a retrain's promotion rules name."""
+    """Yield the suites on which the promotion rules of a retrain compare policies."""
     others = {suite.name: suite for suite in config.evaluations}
     for name in promotion_rules(config).suites():
         yield _own_suite(config) if name == HELDOUT else _other_suite(config, others[name])
 
 
 def promotion_rules(config: RunConfig) -> PromotionConfig:
-    """Return the promotion rules of a retrain."""
+    """Return the promotion rules of a retrain. The configuration must have a [promotion] table."""
     assert config.promotion is not None, "a gate has rules"
     return config.promotion
 
@@ -122,7 +123,8 @@ def _other_suite(config: RunConfig, suite: SuiteConfig) -> Suite:
 
 
 def find_opponent(config: RunConfig) -> Opponent:
-    """Return the current champion, or the run's initial policy if there is no champion."""
+    """Return the policy that the retrained policy must beat: the current champion, or the run's initial policy if there
+    is no champion."""
     registry = open_registry(config.store, promotion_rules(config).registry)
     champion = registry.champion()
     if champion is None:
@@ -131,13 +133,13 @@ def find_opponent(config: RunConfig) -> Opponent:
 
 
 def policies_to_compare(config: RunConfig, opponent: Opponent) -> dict[str, PolicyConfig]:
-    """Return the two policies to compare, by their labels in the names of evaluations."""
+    """Return the two policies to evaluate, by their names in evaluation runs: `CHALLENGER` and `Opponent.side`."""
     directories = {opponent.side: opponent.policy, CHALLENGER: policy_directory(config, config.iterations)}
     return {side: config.policy.with_path(Path(directory)) for side, directory in directories.items()}
 
 
 def policy_directory(config: RunConfig, iterations: int) -> str:
-    """Return the directory of the policy, or of its adapter, after a number of iterations of a configured run."""
+    """Return the directory of a run's policy (or of its adapter) after a number of iterations."""
     run = open_run(config.store, config.name)
     policy = policy_of(policy_after(run, iterations))
     return directory_of(run, policy.adapter or policy.weights)

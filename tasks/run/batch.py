@@ -1,4 +1,4 @@
-"""Batches: the prompts of an iteration or evaluation, divided into shards that are assigned to controllers.
+"""Batches: the prompts of an iteration or evaluation, divided into shards. Controllers generate and score the shards.
 
 The plan of a batch is committed first, so that every controller reads the same plan.
 """
@@ -48,7 +48,7 @@ def slice_shards(shards: Sequence[int], *, controllers: int) -> tuple[tuple[int,
 
 
 def picture_shards_of(rollouts: Manifest) -> tuple[ShardRef, ...]:
-    """Return the shards that hold the generated images of a rollout manifest. Empty for text completions.
+    """Return the shards with generated images that a rollout stage stored. Empty if completions are text.
 
     In a rollout manifest with text completions, the second shard holds groups with partial completions, not images.
     """
@@ -56,22 +56,24 @@ def picture_shards_of(rollouts: Manifest) -> tuple[ShardRef, ...]:
 
 
 def completion_shards_of(rollouts: Manifest) -> tuple[ShardRef, ...]:
-    """Return the shards with completions of a rollout manifest: finished groups, then groups with partial completions,
-    if any."""
+    """Return the shards with completions that a rollout stage stored: first finished groups, then groups with partial
+    completions, if any."""
     return rollouts.shards[: len(rollouts.shards) - len(picture_shards_of(rollouts))]
 
 
 class BatchPlan(Settings):
-    """Prompts of one batch and their division into shards."""
+    """Prompts of one batch, their division into shards, and the policy and sampling settings for generating
+    completions."""
 
     key: str
-    """Prefix of the batch's manifest keys, for example `it-0003`, `it-0003/wave-2` or `eval-0010`."""
+    """Prefix of the keys under which results of the batch are stored, for example `it-0003`, `it-0003/wave-2` or
+    `eval-0010`."""
     number: int
     """Number of the iteration that the batch belongs to. For an evaluation, the number of iterations done before it."""
     split: Literal["train", "heldout"]
-    """Split that the prompts belong to."""
+    """Whether the prompts are training or held-out prompts."""
     rows: tuple[int, ...]
-    """Row numbers of the prompts, in order."""
+    """Row numbers of the prompts in the stored table of prompts, in order."""
     group_size: int
     """Number of completions per prompt."""
     shard_prompts: int
@@ -79,22 +81,22 @@ class BatchPlan(Settings):
     sampling: SamplingConfig
     """Sampling settings of the completions."""
     policy: str
-    """Key of the manifest that committed the policy."""
+    """Key of the stored policy that generates the completions, for example `it-0002/update`."""
     wave: int = 1
     """Number of the batch in its iteration, counted from 1. Only dynamic sampling has more than one batch per
     iteration."""
     carried: tuple[str, ...] = ()
-    """Keys of rollout manifests of the previous iteration whose partial completions are continued in this batch. For
-    each key the batch has one shard, and these shards come first."""
+    """Keys of rollouts of the previous iteration whose partial completions are continued in this batch. The first
+    shards of the batch continue them, one shard for each key."""
     cursor: Cursor | None = None
-    """Position in the stream of prompts after this batch, or None for an evaluation."""
+    """Position in the stream of training prompts after this batch, or None for an evaluation."""
     rescoring: str = ""
-    """Key prefix of the re-scoring that this batch belongs to, for example `rescore/strict/`. `key` and the keys of the
-    judge models start with this prefix. Empty if the batch belongs to the run itself."""
+    """Prefix of keys if this batch scores stored rollouts again, for example `rescore/strict/`. `key` and the keys of
+    the judge models start with it. Empty for batches of the run itself."""
 
     @classmethod
     def read(cls, manifest: Manifest) -> Self:
-        """Return the plan that is stored in a plan manifest."""
+        """Read a plan from its stored record (manifest)."""
         return read_recorded(cls, manifest.detail)
 
     @property
@@ -113,21 +115,21 @@ class BatchPlan(Settings):
 
     @property
     def plan_key(self) -> StageKey:
-        """Key of the manifest that stores the plan."""
+        """Key under which the plan is stored."""
         return StageKey.of(self.key, "plan")
 
     def shard_key(self, stage: str, shard: int) -> StageKey:
-        """Return the key of the manifest that commits one shard of a stage."""
+        """Return the key under which a stage stores its result for one shard, for example `it-0003/scoring/0001`."""
         return StageKey.of(self.key, stage, shard)
 
     def rollout_key(self, shard: int) -> StageKey:
-        """Return the key of the manifest with the rollouts of one shard. A re-scoring has no separate rollouts, so its
-        batches return the key of the run's rollouts."""
+        """Return the key under which the rollouts of one shard are stored. A batch that scores stored rollouts again
+        has no rollouts, so the key of the run's rollouts is returned."""
         return self.shard_key("rollout", shard).without_prefix
 
 
 class Batch:
-    """Planned batch with the manifests that its stages have committed.
+    """Batch with access to the results that its stages have stored so far.
 
     This is a plain class, because Prefect would traverse a dataclass or model that a task receives, row by row.
     """
@@ -137,12 +139,13 @@ class Batch:
 
     @classmethod
     def read(cls, run: Run, key: str) -> Self:
-        """Return the batch with this key, such as `it-0003`. Raises Damaged if the batch has no plan."""
+        """Read the plan of the batch with this key, such as `it-0003`, and return the batch. Raises Damaged if there is
+        no plan."""
         return cls(run, BatchPlan.read(run.require(StageKey.of(key, "plan"))))
 
     @property
     def key(self) -> str:
-        """Prefix of the batch's manifest keys."""
+        """Prefix of the keys under which results of the batch are stored."""
         return self.plan.key
 
     @property
@@ -152,52 +155,53 @@ class Batch:
 
     @property
     def plan_manifest(self) -> Manifest:
-        """Manifest that committed the batch's plan."""
+        """Stored record (manifest) of the batch's plan."""
         return self.run.require(self.plan.plan_key)
 
     @property
     def policy(self) -> Manifest:
-        """Manifest of the policy that generates the rollouts."""
+        """Stored record (manifest) of the policy that generates the completions."""
         return self.run.require(self.plan.policy)
 
     @property
     def prompts(self) -> Manifest:
-        """Manifest of the prompts that the batch's rows refer to."""
+        """Stored record (manifest) of the prompts from which the plan selects rows."""
         return self.run.require(PROMPTS[self.plan.split])
 
     @property
     def media(self) -> tuple[ShardRef, ...]:
-        """Shards with the images of the prompts."""
+        """Shards with the images in the prompts. Empty for prompts without images."""
         return self.prompts.shards[1:]
 
     @property
     def rollout_manifests(self) -> list[Manifest]:
-        """Rollout manifests of the batch, in the order of shards. Raises Damaged if a manifest is missing."""
+        """Stored records of the batch's rollouts, one per shard. Raises Damaged if rollouts of a shard are missing."""
         return [self.run.require(self.plan.rollout_key(shard)) for shard in self.shards]
 
     def stage_manifests(self, stage: str) -> list[Manifest]:
-        """Return the manifests that a stage committed for this batch, in the order of shards. Raises Damaged if a
-        manifest is missing."""
+        """Return the stored results of one stage, such as "scoring", one manifest per shard. Raises Damaged if the
+        result of a shard is missing."""
         return [self.run.require(self.plan.shard_key(stage, shard)) for shard in self.shards]
 
     def partial_rollouts(self, shard: int) -> Manifest | None:
-        """Return the rollout manifest of the previous iteration whose partial completions a shard continues, or
-        None."""
+        """Return the rollouts of the previous iteration whose partial completions a shard continues, or None if the
+        shard starts with new prompts."""
         carried = self.plan.carried[shard : shard + 1]
         return self.run.require(carried[0]) if carried else None
 
     def as_rescoring(self, prefix: str) -> Self:
-        """Return a batch with the same rollouts for a re-scoring. The keys of the new batch start with `prefix`."""
+        """Return the same batch for scoring its rollouts again. New results are stored under keys that start with
+        `prefix`."""
         return type(self)(self.run, self.plan.model_copy(update={"key": f"{prefix}{self.key}", "rescoring": prefix}))
 
 
 def rollouts_of(run: Run, number: int) -> list[Manifest]:
-    """Return the manifests of all rollouts of an iteration that have been committed so far."""
+    """Return the stored records of all rollouts that an iteration has so far."""
     return rollouts_of_batch(run, iteration_key(number))
 
 
 def rollouts_of_batch(run: Run, key: str) -> list[Manifest]:
-    """Return the rollout manifests of an iteration or evaluation, by its key."""
+    """Return the stored records of all rollouts of an iteration or evaluation. `key` is for example `it-0003`."""
     manifests = run.manifests(f"{key}/")
     return [manifest for manifest in manifests if StageKey.parse(manifest.key).stage == "rollout"]
 

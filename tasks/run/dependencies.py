@@ -61,7 +61,8 @@ WHOLE_BYTES: Final = 2**26
 
 
 def dependencies_of(config: RunConfig, run: Run | None = None) -> Dependencies:
-    """Return the dependencies of a configured run. `run` is the existing run if it is resumed.
+    """Find everything besides the configuration that the results of a run depend on: code, data files and library
+    versions. `run` is the existing run if it is resumed.
 
     Placement settings are left out, because no result depends on them. Model directories are left out because the run
     copies them. Models of retrievers and CLIP rewards are included, because the run does not copy these models.
@@ -81,8 +82,8 @@ def dependencies_of(config: RunConfig, run: Run | None = None) -> Dependencies:
 
 
 def rescoring_dependencies(scoring: ScoringConfig) -> Dependencies:
-    """Return the dependencies of a re-scoring: everything besides the rewards' configuration that its scores depend
-    on."""
+    """Find everything besides the configuration that new scores for stored rollouts depend on: reward code, data files
+    and library versions."""
     engines = {name: engine for name, engine, _ in slot_engines(None, scoring)}
     paths = sorted({path for rule in scoring.rules for path in _files_of(rule)})
     names = PathNames(scoring)
@@ -92,8 +93,8 @@ def rescoring_dependencies(scoring: ScoringConfig) -> Dependencies:
 
 
 def recredit_dependencies(algorithm: Algorithm) -> Dependencies:
-    """Return the dependencies of a re-credit: everything besides the algorithm's configuration that its advantages
-    depend on."""
+    """Find everything besides the configuration that new advantages for stored rollouts depend on: code of the
+    algorithm and library versions."""
     return _build_dependencies({"algorithm": algorithm}, {}, None)
 
 
@@ -162,8 +163,8 @@ def find_matching_run(config: RunConfig, *, accept_change: bool = False) -> Run 
 
 
 def recorded_layout(run: Run) -> dict[str, int]:
-    """Return the numbers of ranks and threads that the run currently distributes floating-point sums over, by dotted
-    configuration key."""
+    """Return the numbers of ranks and threads with which the run was last started, by dotted configuration key.
+    Floating-point sums depend on these numbers."""
     records = dependency_records(run)
     return records[-1].dependencies.layout if records else {}
 
@@ -176,14 +177,14 @@ def relayout_iteration(run: Run) -> int:
 
 
 def next_iteration(run: Run) -> int:
-    """Return the number of the first iteration that is not sealed."""
+    """Return the number of the first iteration that is not complete."""
     numbers = iteration_numbers(run.folders())
     return 1 + sum(run.has(StageKey.of(iteration_key(number), "seal")) for number in numbers)
 
 
 def _files_of(value: object) -> Iterator[Path]:
-    """Yield the files that settings name. Missing files are skipped, because the code that reads them reports the
-    error."""
+    """Yield the files whose paths occur in the settings. Missing files are skipped, because the code that reads them
+    reports the error."""
     for path in paths_in(value):
         if is_remote(path) or path.is_file():
             yield path
@@ -201,8 +202,8 @@ def _is_clip(directory: Path) -> bool:
 
 
 def _referenced_files(source: DataSource, names: PathNames) -> dict[str, list[Path]]:
-    """Return the files that data files refer to, such as images, grouped by directory, because there may be very many
-    files."""
+    """Return the files that data files refer to, such as images. They are grouped by directory, because there may be
+    millions."""
     if not source.referenced_files:
         return {}
     paths_by_reference = cast(
@@ -257,16 +258,16 @@ LIBRARY_FOLDERS: Final = {"site-packages", "dist-packages"}
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Source code of a target."""
+    """Source files and imported libraries of code that the configuration names, such as a reward function."""
 
     modules: dict[str, str]
     """Digest of each source file, by module name."""
     libraries: frozenset[str]
-    """Top-level names of the libraries that the target imports."""
+    """Top-level names of the libraries that the code imports."""
 
 
 def sources_of(target: str, folders: Sequence[str]) -> Sources:
-    """Return the source modules of the target `pkg.mod:name`, searched in `folders` in this order.
+    """Find the source files that the target `pkg.mod:name` needs. Modules are searched in `folders` in this order.
 
     A target that is part of Rheostat or cannot be found has no modules. Rheostat's version covers its own code.
     """
@@ -291,8 +292,8 @@ def sources_of(target: str, folders: Sequence[str]) -> Sources:
 
 @cache
 def rheostat_version() -> str:
-    """Return Rheostat's version with a digest of its sources after a plus sign, because sources change between
-    releases."""
+    """Return Rheostat's version, a plus sign, and a digest of its source files. The digest distinguishes versions
+    between releases."""
     whole = blake3()
     for path in (path for room in PACKAGES for path in sorted((REPOSITORY / room).rglob("*.py"))):
         whole.update(path.relative_to(REPOSITORY).as_posix().encode() + path.read_bytes())

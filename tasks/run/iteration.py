@@ -1,4 +1,5 @@
-"""Stored state of one iteration. Flows pass this state to every stage, and the verification of a run reads it too.
+"""Stored state of one iteration: its batches, the results of its stages, and what it takes over from the iteration
+before.
 
 The seal of an iteration (its last manifest) records the state that the next iteration starts from. So the next
 iteration depends only on the store.
@@ -25,63 +26,70 @@ from tasks.run.reverts import critic_after, policy_after, policy_key
 
 
 class LeftoverGroups(Settings):
-    """Surplus groups of one scored shard: informative groups beyond the target, kept for the next iteration."""
+    """Groups of completions that an iteration did not need and leaves to the next one. They are scored and have unequal
+    rewards. All are from one shard."""
 
     rollouts: str
-    """Key of the rollout manifest of the groups."""
+    """Key under which the rollouts of the groups are stored."""
     scores: str
-    """Key of the score manifest of the groups."""
+    """Key under which the scores of the groups are stored."""
     rows: tuple[int, ...]
     """Row numbers of the groups' prompts."""
 
 
 class PartialGroups(Settings):
-    """Groups of one rollout shard whose completions were cut off and continue in the next iteration."""
+    """Groups of one rollout shard with completions that were stopped early and continue in the next iteration."""
 
     rollouts: str
-    """Key of the rollout manifest whose second shard holds the groups."""
+    """Key under which the rollouts are stored. The second shard there contains the groups."""
     rows: tuple[int, ...]
     """Row numbers of the groups' prompts."""
 
 
 class CarryOver(Settings):
-    """State that an iteration passes on to the next one. Seals store the group fields under their aliases."""
+    """State that an iteration leaves to the next one: the position in the prompts, and groups to use or to continue.
+
+    Seals store the group fields under their aliases.
+    """
 
     model_config = ConfigDict(populate_by_name=True)
 
     cursor: Cursor = Cursor()
-    """Position in the stream of prompts."""
+    """Position in the stream of training prompts."""
     sampling: DynamicSamplingState | None = None
-    """State of dynamic sampling, or None if it is off."""
+    """State of dynamic sampling (recent fraction of informative groups), or None if dynamic sampling is off."""
     leftover_groups: tuple[LeftoverGroups, ...] = Field(default=(), alias="kept")
-    """Surplus groups, which are informative groups beyond the target."""
+    """Scored groups with unequal rewards that were not needed. The next iteration uses them."""
     partial_groups: tuple[PartialGroups, ...] = Field(default=(), alias="carried")
-    """Groups with partial completions."""
+    """Groups with partial completions. The next iteration continues them."""
 
     @property
     def num_leftover(self) -> int:
-        """Number of prompts with surplus groups, which are already scored."""
+        """Number of groups that are scored already and only have to be used."""
         return sum(len(groups.rows) for groups in self.leftover_groups)
 
     @property
     def num_partial(self) -> int:
-        """Number of prompts whose partial completions continue."""
+        """Number of groups whose completions have to be continued."""
         return sum(len(groups.rows) for groups in self.partial_groups)
 
     def rows(self) -> list[int]:
-        """Return the row numbers of prompts that the next iteration already has groups for."""
+        """Return the row numbers of the prompts for which the next iteration already has groups, so that it does not
+        plan them again."""
         rows = [groups.rows for groups in self.leftover_groups] + [groups.rows for groups in self.partial_groups]
         return [row for group_rows in rows for row in group_rows]
 
     def detail(self) -> dict[str, JsonValue]:
-        """Return the state as the part of a seal's detail that stores it."""
+        """Return the state as JSON to be stored in the last record (seal) of an iteration, from which
+        `carry_over_before` reads it."""
         return self.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude={"cursor"}) | {
             "cursor": self.cursor.model_dump(mode="json")
         }
 
 
 def carry_over_before(run: Run, number: int) -> CarryOver:
-    """Return the state that iteration `number` starts from, read from the previous seal."""
+    """Return the state that iteration `number` starts from, read from the seal (last manifest) of the previous
+    iteration."""
     sealed = run.find(StageKey.of(iteration_key(number - 1), "seal")) if number > 1 else None
     if sealed is None:
         return CarryOver()
@@ -90,23 +98,24 @@ def carry_over_before(run: Run, number: int) -> CarryOver:
 
 
 def partial_prompt_rows(rollouts: Manifest) -> tuple[int, ...]:
-    """Return the row numbers of prompts that have a partial completion in this rollout manifest."""
+    """Return the row numbers of the prompts that have partial completions in these stored rollouts."""
     rows = rollouts.detail["carried_rows"]
     assert isinstance(rows, list)
     return tuple(int(str(row)) for row in rows)
 
 
 class SurplusGroups(Settings):
-    """Surplus groups of one scored shard, which are informative groups beyond the iteration's target."""
+    """Groups of one shard that the credit stage did not need, because the target number of informative groups was
+    reached."""
 
     shard: int
-    """Index of the shard among all shards that the credit computation read."""
+    """Index of the shard among all shards that the credit stage read."""
     rows: tuple[int, ...]
     """Row numbers of the groups' prompts."""
 
 
 def surplus_groups(credit: Manifest) -> list[SurplusGroups]:
-    """Return the surplus groups that the credit stage recorded in its manifest."""
+    """Return the groups that the credit stage did not need, as recorded in its result."""
     recorded = credit.detail.get("surplus", [])
     assert isinstance(recorded, list)
     return [SurplusGroups.model_validate(groups) for groups in recorded]
@@ -114,16 +123,17 @@ def surplus_groups(credit: Manifest) -> list[SurplusGroups]:
 
 @dataclass(frozen=True, slots=True)
 class ScoredRollouts:
-    """Rollouts and scores that the credit computation of an iteration reads, as pairs of manifests."""
+    """Rollouts and scores that the credit stage of an iteration reads. Both tuples have the same length, with one pair
+    for each shard."""
 
     rollouts: tuple[Manifest, ...]
     scores: tuple[Manifest, ...]
     rows: tuple[tuple[int, ...] | None, ...]
-    """Row numbers of the prompts to use in each pair. None means all prompts."""
+    """Row numbers of the prompts to use in each pair, or None to use all prompts."""
 
     @property
     def shards(self) -> tuple[ScoredShard, ...]:
-        """Pairs of rollout and score shards."""
+        """Data of the pairs: references to the rollout shard and the score shard of each pair."""
         return tuple(
             ScoredShard(rollouts=rollouts.shards[0], scores=scores.shards[0], rows=rows)
             for rollouts, scores, rows in zip(self.rollouts, self.scores, self.rows, strict=True)
@@ -131,16 +141,16 @@ class ScoredRollouts:
 
     @property
     def manifests(self) -> list[Manifest]:
-        """Manifests of rollouts and scores, alternating."""
+        """Stored records of the pairs as one list: rollouts, scores, rollouts, scores and so on."""
         return [manifest for pair in zip(self.rollouts, self.scores, strict=True) for manifest in pair]
 
 
 class Iteration:
-    """Stored state of an iteration: the state it starts from, its planned batches, results of its stages, and the state
-    it passes on.
+    """Access to everything that is stored about one iteration: the state it starts from, its batches, the results of
+    its stages, and the state it leaves to the next iteration.
 
-    Access to a manifest that is not committed yet raises Damaged. This is a plain class, because Prefect would traverse
-    a dataclass or model that a task receives.
+    Reading a result that is not stored yet raises Damaged. This is a plain class, because Prefect would traverse a
+    dataclass or model that a task receives.
     """
 
     def __init__(self, run: Run, number: int) -> None:
@@ -149,7 +159,7 @@ class Iteration:
 
     @property
     def key(self) -> str:
-        """Prefix of the iteration's manifest keys."""
+        """Prefix of the keys under which the iteration's results are stored, for example `it-0003`."""
         return iteration_key(self.number)
 
     @property
@@ -166,8 +176,8 @@ class Iteration:
 
     @cached_property
     def start_state(self) -> CarryOver:
-        """State that the iteration starts from. The state is read from the previous iteration's seal, or computed if
-        that seal is not written yet.
+        """State that the iteration starts from. It is read from the last record (seal) of the previous iteration, or
+        computed if that record is not written yet.
 
         With `rollout.staleness`, the previous iteration may not be generated yet. No groups are taken over in this
         case.
@@ -184,22 +194,22 @@ class Iteration:
 
     @property
     def end_state(self) -> CarryOver:
-        """State that the next iteration starts from, as stored in this iteration's seal."""
+        """State that the next iteration starts from, read from this iteration's seal (last manifest)."""
         return carry_over_before(self.run, self.number + 1)
 
     @property
     def prompts(self) -> Manifest:
-        """Manifest of all training prompts."""
+        """Stored record of all training prompts."""
         return self.run.require(PROMPTS["train"])
 
     @property
     def data_parts(self) -> tuple[Part, ...]:
-        """Parts of the training prompts with their sampling weights. Empty if the data has only one part."""
+        """Sources of the training prompts with their sampling weights. Empty if the data has only one source."""
         return read_parts(self.prompts.detail)
 
     @property
     def media(self) -> tuple[ShardRef, ...]:
-        """Shards with the images of prompts, and with the images that the policy generated."""
+        """Shards with the images in the prompts and, for image policies, the images that the policy generated."""
         picture_shards = (
             (picture_shards_of(manifest) for manifest in self.scored_rollouts().rollouts)
             if self.rollout.denoising
@@ -209,48 +219,50 @@ class Iteration:
 
     @property
     def initial_policy(self) -> Manifest:
-        """Manifest of the run's initial policy, which serves as the reference."""
+        """Stored record of the run's initial policy, which is also the reference model."""
         return self.run.require(StageKey.policy(0))
 
     @property
     def generating_policy_key(self) -> StageKey:
-        """Key of the policy that generates the rollouts of this iteration."""
+        """Key of the stored policy that generates the completions of this iteration. It is older than `policy` if
+        staleness is allowed."""
         return policy_key(self.run, max(0, self.number - 1 - self.rollout.staleness))
 
     @property
     def policy(self) -> Manifest:
-        """Manifest of the policy that this iteration trains. Without staleness, it also generates the rollouts."""
+        """Stored record of the policy that this iteration trains. Without staleness, the same policy generates the
+        completions."""
         return policy_after(self.run, self.number - 1)
 
     @property
     def critic(self) -> Manifest:
-        """Manifest of the critic that belongs to `policy`."""
+        """Stored record of the critic that was trained together with `policy`."""
         return critic_after(self.run, self.number - 1)
 
     @property
     def credit(self) -> Manifest:
-        """Manifest of the training samples."""
+        """Stored record of the training samples (completions with advantages)."""
         return self.stage_manifest("credit")
 
     @property
     def update(self) -> Manifest:
-        """Manifest of the trained policy."""
+        """Stored record of the policy that this iteration's update trained."""
         return self.stage_manifest("update")
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of credit and update, under their names in the seal, such as `update/kl`."""
+        """Metrics of the credit and update stages, by names such as `update/kl`."""
         manifests = {"credit": self.credit, "update": self.update}
         return {f"{stage}/{name}": value for stage, each in manifests.items() for name, value in each.metrics.items()}
 
     @property
     def surplus_groups(self) -> list[SurplusGroups]:
-        """Surplus groups, as recorded by the credit stage."""
+        """Groups that the credit stage did not need for this iteration."""
         return surplus_groups(self.credit)
 
     @cached_property
     def rollout(self) -> RolloutConfig:
-        """Rollout settings of the run."""
+        """Rollout settings that the run recorded."""
         return read_recorded(RolloutConfig, self.run.record.config["rollout"])
 
     @property
@@ -261,24 +273,26 @@ class Iteration:
         return seed
 
     def stage_key(self, stage: str) -> StageKey:
-        """Return the key of a stage's manifest for the whole iteration."""
+        """Return the key of a stage that runs once per iteration, for example `it-0003/credit`."""
         return StageKey.of(self.key, stage)
 
     def stage_manifest(self, stage: str) -> Manifest:
-        """Return a stage's manifest for the whole iteration. Raises Damaged if it is not committed."""
+        """Return the stored result of a stage that runs once per iteration. Raises Damaged if the stage is not
+        finished."""
         return self.run.require(self.stage_key(stage))
 
     def shard_manifests(self, stage: str) -> list[Manifest]:
-        """Return the manifests of a stage of this iteration, one per shard, ordered by batch and shard."""
+        """Return the stored results of a stage that runs once per shard, such as "scoring". They are ordered by batch
+        and shard."""
         return [manifest for batch in self.batches for manifest in batch.stage_manifests(stage)]
 
     def shards(self) -> Iterator[tuple[Batch, int]]:
-        """Yield every shard of every batch, in order."""
+        """Yield (batch, shard number) for every shard of the iteration, in order."""
         return ((batch, shard) for batch in self.batches for shard in batch.shards)
 
     def scored_rollouts(self, *, prefix: str = "") -> ScoredRollouts:
-        """Return all rollouts and scores that the credit computation reads: surplus groups of the previous iteration
-        first, then new groups. `prefix` selects the scores of a re-scoring."""
+        """Return all rollouts and scores that the credit stage reads: groups left over from the previous iteration,
+        then new groups. `prefix` selects the scores of a re-scoring."""
         surplus, plans = self.start_state.leftover_groups, [batch.plan for batch in self.batches]
         keys = [(StageKey.parse(groups.rollouts), StageKey.parse(groups.scores)) for groups in surplus]
         keys += [(plan.rollout_key(n), plan.shard_key("scoring", n)) for plan in plans for n in range(plan.num_shards)]
@@ -290,8 +304,8 @@ class Iteration:
 
 
 def carry_over_after(iteration: Iteration, dynamic: DynamicSampling | None) -> CarryOver:
-    """Return the state that the next iteration starts from. Surplus groups are kept for one iteration only. If a group
-    is surplus for the second time, its prompt returns to the stream of prompts."""
+    """Compute the state that an iteration leaves to the next one. A group is left over only once. If it is not needed
+    again, its prompt returns to the stream of prompts."""
     before, rollouts, scores = (
         iteration.start_state,
         iteration.shard_manifests("rollout"),

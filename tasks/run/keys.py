@@ -1,4 +1,4 @@
-"""Keys of manifests. This module is the only place that builds and parses them.
+"""Names (keys) under which a run stores its results, one manifest per key. Only this module builds and parses them.
 
 policy/base                          a model, or the prompts: committed once, before the first iteration
 judge-style/model                    the model that scores the reward `style`
@@ -30,7 +30,8 @@ _KEY = re.compile(
 
 
 class StageKey(str):
-    """Key of a manifest, as the string that the store uses, with properties for its parts."""
+    """Key under which a run stores one result, for example `it-0003/rollout/0001`. The properties return parts of the
+    key."""
 
     __slots__ = ()
 
@@ -43,8 +44,8 @@ class StageKey(str):
 
     @classmethod
     def of(cls, batch: str, stage: str, shard: int | None = None) -> Self:
-        """Return the key of a stage of a batch, or of one shard of this stage. Stages that process a whole iteration
-        use the key of the iteration's first batch."""
+        """Return the key of one stage of a batch, or of one shard of the stage. Stages that run once per iteration use
+        the key of the iteration's first batch."""
         return cls.parse(f"{batch}/{stage}" if shard is None else f"{batch}/{stage}/{shard:04d}")
 
     @classmethod
@@ -54,28 +55,28 @@ class StageKey(str):
 
     @classmethod
     def critic(cls, number: int) -> Self:
-        """Return the key of the critic after `number` iterations. An update commits the critic together with the
-        policy."""
+        """Return the key of the critic after `number` iterations. An update stores critic and policy under the same
+        key."""
         return cls.policy(number) if number else cls.parse("critic/initial")
 
     @classmethod
     def reward_model(cls, term: str, *, is_base: bool = False) -> Self:
-        """Return the key of the model that scores a reward, or with `is_base` of its base model before training."""
+        """Return the key of the model that scores a reward. With `is_base`, return the key of the model before its
+        training."""
         return cls.parse(f"{reward_model_role(term)}/{'base' if is_base else 'model'}")
 
     def with_prefix(self, prefix: str) -> Self:
-        """Return the corresponding key in the re-scoring or re-credit with this prefix. An empty prefix changes
-        nothing."""
+        """Return the key of the same stage in a re-scoring or re-credit. An empty prefix changes nothing."""
         return self.parse(f"{prefix}{self}")
 
     @property
     def derived_prefix(self) -> str:
-        """Prefix of the re-scoring or re-credit that the key belongs to. Empty for keys of the run itself."""
+        """Prefix of the key if it belongs to a re-scoring or re-credit, such as `rescore/strict/`. Otherwise empty."""
         return self._parts()["derived"] or ""
 
     @property
     def without_prefix(self) -> Self:
-        """Corresponding key in the run itself."""
+        """Key of the same stage in the run itself, without the prefix of a re-scoring or re-credit."""
         return self.parse(self.removeprefix(self.derived_prefix))
 
     def with_stage(self, stage: str) -> Self:
@@ -84,7 +85,7 @@ class StageKey(str):
 
     @property
     def stage(self) -> str:
-        """Stage, for example `rollout`."""
+        """Name of the stage, for example `rollout`."""
         return self._parts()["stage"] or "terms"
 
     @property
@@ -94,7 +95,7 @@ class StageKey(str):
 
     @property
     def evaluation(self) -> int:
-        """Number of iterations before the evaluation. Raises ValueError if the key belongs to no evaluation."""
+        """Number of iterations done before the evaluation. Raises ValueError if the key belongs to no evaluation."""
         return self._number("evaluation")
 
     @property
@@ -104,8 +105,8 @@ class StageKey(str):
 
     @property
     def number(self) -> int:
-        """Number of the iteration, or number of iterations before the evaluation. Raises ValueError if the key belongs
-        to neither."""
+        """Number of the iteration, or number of iterations done before the evaluation. Raises ValueError if the key
+        belongs to neither."""
         return self.iteration if self._parts()["iteration"] else self.evaluation
 
     @property
@@ -115,7 +116,7 @@ class StageKey(str):
 
     @property
     def shard(self) -> int | None:
-        """Number of the shard, or None if the stage has a single manifest."""
+        """Number of the shard, or None if the stage has one result for all shards."""
         shard = self._parts()["shard"]
         return None if shard is None else int(shard)
 
@@ -136,10 +137,10 @@ BASE, SFT, DPO = (StageKey.parse(f"policy/{stage}") for stage in ("base", "sft",
 """Keys of the initial policy before training on data, after supervised fine-tuning, and after DPO."""
 
 PROMPTS = {split: StageKey.parse(f"prompts/{split}") for split in ("train", "heldout")}
-"""Key of the prompts of each split."""
+"""Keys of the prompts, by split ("train" or "heldout")."""
 
 TEACHER = StageKey.parse("teacher/model")
-"""Key of the teacher model."""
+"""Key under which the teacher model is stored."""
 
 
 USER_BASE, USER = (StageKey.parse(f"user/{stage}") for stage in ("base", "model"))
@@ -147,25 +148,26 @@ USER_BASE, USER = (StageKey.parse(f"user/{stage}") for stage in ("base", "model"
 
 
 def iteration_key(number: int, wave: int = 1) -> str:
-    """Return the key prefix of an iteration, or of a later batch (wave) of the iteration. Both numbers count from 1."""
+    """Return the first part of all keys of an iteration, or of one of its later batches (waves). Both numbers count
+    from 1."""
     return f"it-{number:04d}" if wave == 1 else f"it-{number:04d}/wave-{wave}"
 
 
 def evaluation_key(number: int, *, policy: str = "") -> str:
-    """Return the key prefix of the evaluation after `number` iterations. `policy` is the key of a policy that is
-    evaluated before the first iteration."""
+    """Return the first part of all keys of the evaluation after `number` iterations. `policy` is the key of a policy
+    that is evaluated before the first iteration."""
     return f"{policy}/eval-{number:04d}" if policy else f"eval-{number:04d}"
 
 
 def iteration_numbers(folders: Iterable[str]) -> list[int]:
-    """Return the numbers of the iterations among the top-level folders of a run's manifests."""
+    """Return the numbers of the iterations that have a folder. `folders` are the top-level folders of a run."""
     matches = (re.fullmatch(f"it-({_NUMBER})", folder) for folder in folders)
     return [int(folder[1]) for folder in matches if folder is not None]
 
 
 def reward_model_role(term: str) -> str:
-    """Return the role name of the workers that serve a reward model. The stage with the model's verdicts has the same
-    name."""
+    """Return the role name of the workers that serve a reward model. The stage with the scores by the model has the
+    same name."""
     return f"judge-{term}"
 
 

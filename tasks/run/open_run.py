@@ -34,51 +34,52 @@ from tasks.run.worker_pools import Cluster, open_cluster, open_worker_slots, sta
 
 @dataclass(slots=True)
 class PlacementState:
-    """Placement state of a run that is open in this process."""
+    """Data for placement decisions of a run: the policy that decides, what it measured, and the last decision."""
 
     policy: Policy
     measurements: Measurements = field(default_factory=Measurements)
     current_plan: Plan | None = None
-    """Latest assignment of roles to slots, or None before the first."""
+    """Latest assignment of worker slots to roles, or None before the first one."""
     memory: Memory = field(default_factory=Memory)
     num_moves: int = 0
-    """Number of times that this process has moved workers. Numbers the entries of the journal."""
+    """Number of times that this process has moved workers between roles. Numbers the journal entries."""
     stage_start_time: float = 0.0
-    """Start time of the current stage, on the monotonic clock."""
+    """Start time of the current stage in seconds of the monotonic clock."""
 
 
 @dataclass(slots=True)
 class RetentionProgress:
-    """Progress of retention in this process, which lists the policies and iterations that have been examined for
-    deletion."""
+    """Position of this process in deleting old policies and rollouts, so that each one is examined only once."""
 
     first_unexamined_version: int = 0
-    """Number of the first version that is not examined yet."""
+    """First policy version that is not examined yet."""
     kept_bundles: set[str] = field(default_factory=set)
-    """Keys of the bundles that keep their files, among the examined versions."""
+    """Keys of stored model files that must be kept, from the versions that are examined."""
     postponed_bundles: dict[str, BundleRef] = field(default_factory=dict)
-    """Bundles by key that have a tombstone but keep their files while other processes read them."""
+    """Model files to delete later, by key, because another process still reads them. Their deletion is already
+    recorded."""
     last_deleted_iteration: int = 0
-    """Number of the last iteration whose shards are deleted."""
+    """Last iteration whose shards are deleted."""
 
 
 class CommitNotifier:
-    """Notifier for commits that this process has made or seen. Announcing the key of a commit wakes the tasks that wait
-    for this key."""
+    """Notifier that wakes tasks when a result that they wait for is stored. It covers results that this process has
+    stored or seen."""
 
     def __init__(self) -> None:
         self.last_commit_time = time.monotonic()
-        """Time of the newest commit, on the monotonic clock."""
+        """Time of the newest stored result in seconds of the monotonic clock."""
         self._waiting: dict[str, asyncio.Event] = {}
 
     def announce(self, key: str) -> None:
-        """Wake the tasks that wait for a key."""
+        """Wake the tasks that wait for the result with this key."""
         self.last_commit_time = time.monotonic()
         if (waiting := self._waiting.pop(key, None)) is not None:
             waiting.set()
 
     async def wait(self, key: str, *, seconds: float) -> None:
-        """Wait until a key is announced or the time has passed. Commits of other processes are not announced."""
+        """Wait until the result with this key is announced, or for at most `seconds`. Results of other processes are
+        not announced, so the caller checks the store afterwards."""
         waiting = self._waiting.setdefault(key, asyncio.Event())
         with suppress(TimeoutError):
             await asyncio.wait_for(waiting.wait(), seconds)
@@ -91,26 +92,29 @@ MAX_STORE_REQUESTS = 32
 
 
 class RunRef(Settings):
-    """Reference to a run that is locked by this process, or by the process that calls a flow."""
+    """Small, serializable reference to a run that flows receive as a parameter. This process, or the process that calls
+    the flow, has locked the run."""
 
     store: str
     """Directory or address of the store that contains the run."""
     name: str
     """Name of the run."""
     epoch: int | None = None
-    """Epoch of the process that has locked the run. None makes the called flow lock the run itself."""
+    """Number of the lock (epoch) that the locking process has acquired. None makes the called flow lock the run itself.
+    """
     cluster: str | None = None
     """Address of the Ray cluster with the pools of the locking process. None makes the called flow open separate
     pools."""
     pools: PoolsConfig | None = None
-    """Worker pools of the locking process, which a joining process shares. None selects the recorded pools of the
+    """Worker settings of the locking process, for a process that joins it. None selects the recorded settings of the
     run."""
     controllers: ControllersConfig | None = None
     """Controller settings of the locking process. None selects the recorded settings of the run."""
 
 
 class OpenRun:
-    """Open run. Pools start in the background when they are first needed and stay alive between stages.
+    """Run that is open in this process, with its settings and workers. Tasks use it to send work to workers. Workers
+    start in the background when they are first needed and stay alive between stages.
 
     This is a plain class, because Prefect would traverse a dataclass or model that a task receives.
     """
@@ -131,17 +135,18 @@ class OpenRun:
         )
         """Reference to this run that flows receive."""
         self.chain = Chain(run)
-        """Chain of records of finished iterations and evaluations."""
+        """Verifiable list of finished iterations and evaluations, to which each one is appended."""
         self.commits = CommitNotifier()
-        """Announcements that wake stages that wait for the commits of other controllers."""
+        """Notifier that wakes stages which wait for results of other controllers."""
         self.slots_lock = asyncio.Lock()
-        """Lock on the worker slots, for generation and scoring of a batch or an update on the slots' machines."""
+        """Lock for using the worker slots: while a batch is generated and scored, or during an update on the same
+        machines."""
         self.placement: PlacementState | None = None
-        """State of the placement, or None before its first decision."""
+        """Data for placement decisions, or None before the first decision."""
         self.prefect_pages = PrefectPages()
         self.account = Account()
         self.retention = RetentionProgress()
-        """Progress of retention."""
+        """Progress of deleting old policies and rollouts."""
         self._pools: dict[str, asyncio.Task[Pool | RankGroup]] = {}
         self._fleet: asyncio.Task[Fleet] | None = None
         self._starting: asyncio.Task[None] | None = None
@@ -156,25 +161,26 @@ class OpenRun:
         return await asyncio.get_running_loop().run_in_executor(self._store_threads, query)
 
     def reward_model(self, term: str, *, prefix: str = "") -> Manifest:
-        """Return the manifest of the model that serves a reward. `prefix` selects the models of a re-scoring."""
+        """Return the stored record of the model that computes a reward. `prefix` selects the models of a re-scoring."""
         return self.run.require(StageKey.reward_model(term).with_prefix(prefix))
 
     def prefetch(self, role: str, record: object) -> None:
-        """Request that the slot workers prefetch the data of a record that a role will need. Only done if the store is
-        remote."""
+        """Let workers in slots download data that `role` will need soon, such as the weights that `record` names. Does
+        nothing if the store is local."""
         opened = self._fleet
         is_open = opened is not None and opened.done() and not opened.cancelled() and opened.exception() is None
         if opened is not None and is_open and self.run.store.is_remote:
             opened.result().role(role).prefetch(record)
 
     def count_new_requests(self) -> dict[str, int]:
-        """Return the number of store requests of this process since the last call, by verb."""
+        """Return the number of requests to the store since the last call, by HTTP verb. Used for the statistics of an
+        iteration."""
         now, before = self.run.store.requests(), self._last_requests
         self._last_requests = now
         return {verb: new for verb, count in sorted(now.items()) if (new := count - before.get(verb, 0))}
 
     def start_pools(self, *roles: str) -> None:
-        """Start the pools of these roles in the background."""
+        """Start the workers of these roles in the background, so that later calls of `get_pool` return sooner."""
         for role in roles:
             if role not in self._pools:
                 self._pools[role] = asyncio.create_task(
@@ -191,7 +197,7 @@ class OpenRun:
             self._starting = asyncio.create_task(start(), name="start the slots")
 
     async def get_pool(self, role: str) -> Pool | RankGroup:
-        """Wait until the pool of a role has started, and return the pool. Other processes that join the run share its
+        """Wait until the workers of a role have started, and return their pool. Processes that join the run share these
         workers."""
         self.start_pools(role)
         starting = self._pools[role]
@@ -203,7 +209,7 @@ class OpenRun:
             raise
 
     async def get_fleet(self) -> Fleet:
-        """Return the worker slots, which placement assigns to the roles that serve models."""
+        """Return the worker slots, which rollout and the models of rewards share."""
         if self._fleet is None:
             self._fleet = asyncio.create_task(
                 open_worker_slots(self.cluster, self.run, self.settings), name="open the fleet"
@@ -217,11 +223,12 @@ class OpenRun:
             raise
 
     async def perform(self, role: str, method: str, work: object) -> Done[Outcome]:
-        """Perform a stage's work on a worker of the role, or on all ranks of the role, and return the outcome."""
+        """Send work to a worker of the role (or to all update ranks), and return the outcome. The caller stores it."""
         return await self.request(role, method, work, returns=Outcome)
 
     async def request(self, role: str, method: str, work: object, *, returns: type[R]) -> Done[R]:
-        """Call a method of a worker and return the result, which is not stored, or is committed only later."""
+        """Call a method of a worker of the role, and return its result of type `returns`. Nothing is stored by this
+        call."""
         if role in self.slot_roles:
             pool: Pool | RankGroup = (await self.get_fleet()).role(role)
         else:
@@ -230,34 +237,35 @@ class OpenRun:
 
     @property
     def slot_roles(self) -> dict[str, int]:
-        """Number of slots that one worker needs, by role. Lists the roles that share the worker slots."""
+        """Roles that share the worker slots, with the number of slots that one worker of the role needs."""
         local = self.settings.scoring.hosted_rewards
         return {"rollout": 1} | {reward_model_role(term): reward.slots for term, reward in local.items()}
 
     def get_controller_pools(self, controller: str) -> tuple[str, ...]:
-        """Return the pools that a controller of a role needs in addition to the worker slots."""
+        """Return the roles whose workers a controller needs, in addition to the worker slots."""
         served = self.settings.scoring.model_rewards
         elsewhere = tuple(reward_model_role(term) for term in served if reward_model_role(term) not in self.slot_roles)
         return {"rollout": (), "scoring": ("scoring", *elsewhere)}.get(controller, (controller,))
 
     def commit_in_background(self, commits: Coroutine[object, object, None]) -> None:
-        """Run a coroutine in the background that commits expected manifests. These are results that this process
-        already uses although they are not committed yet."""
+        """Run a coroutine in the background that stores results which this process already uses. `wait_for_commits`
+        waits until they are stored."""
         self._background_commit = asyncio.create_task(commits, name="settle")
 
     async def wait_for_commits(self) -> None:
-        """Wait until all expected manifests are committed. Raises the error of the commits if they failed."""
+        """Wait until all results that are being stored in the background are stored. Raises the error if storing
+        failed."""
         if self._background_commit is not None:
             await asyncio.shield(self._background_commit)
 
     async def close_pool(self, role: str) -> None:
-        """Close the pool of a role that no later stage needs."""
+        """Stop the workers of a role that no later stage needs."""
         if role in self._pools:
             await (await self._pools.pop(role)).close()
 
     async def close(self) -> None:
-        """Cancel the start of pools that are not running yet. Running pools end together with the cluster. Uncommitted
-        work is repeated when the run is resumed."""
+        """Cancel everything that runs in the background. Started workers end together with the cluster. Work that is
+        not stored yet is repeated when the run is resumed."""
         started = (
             *self._pools.values(),
             self._fleet,
@@ -296,7 +304,7 @@ async def open_with_workers(
     preloads_all_roles: bool = False,
     is_finished: bool = False,
 ) -> AsyncIterator[OpenRun]:
-    """Open the cluster of a run and register the open run for `get_open_run` until the end of the block.
+    """Open a run with its workers, and let `get_open_run` return it until the end of the block.
 
     `cluster_address` is the address of another process's Ray cluster whose pools are shared. With
     `preloads_all_roles`, an embedded cluster imports the modules of all roles only once. Set it if the run has work for

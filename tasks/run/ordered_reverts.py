@@ -23,8 +23,8 @@ def recorded_revert_alarms(run: Run) -> tuple[Alarm, ...]:
 
 
 def required_revert(iteration: Iteration, alarms: Iterable[Alarm]) -> dict[str, JsonValue] | None:
-    """Return the record of the revert after an iteration, caused by the first alarm that triggers, or None if no alarm
-    triggers."""
+    """Return what to record about a revert after an iteration (versions and reason), for the first alarm that triggers.
+    Return None if no alarm triggers."""
     for alarm, sentence in triggered_alarms(alarms, iteration):
         target = revert_target(iteration.run, iteration.number)
         return {"version": iteration.number, "to": target, "alarm": alarm.label, "said": sentence}
@@ -32,7 +32,8 @@ def required_revert(iteration: Iteration, alarms: Iterable[Alarm]) -> dict[str, 
 
 
 def revert_target(run: Run, number: int) -> int:
-    """Return the last good version: the policy that generated the newest earlier iteration without a revert.
+    """Return the number of the version to revert to: the policy that generated the newest earlier iteration without a
+    revert.
 
     For iteration k without a revert before it, this is version k - 1. Consecutive reverts all lead to the same version.
     """
@@ -40,7 +41,8 @@ def revert_target(run: Run, number: int) -> int:
 
 
 def triggered_alarms(alarms: Iterable[Alarm], iteration: Iteration) -> Iterator[tuple[Alarm, str]]:
-    """Yield each alarm that an iteration triggers, with a sentence that states the value beyond the bound."""
+    """Yield each alarm that an iteration triggers, with a sentence for the user that states the measured value and the
+    bound."""
     measured = _metrics_reader(iteration)
     for alarm in alarms:
         if (sentence := alarm.find_breach(iteration.number, measured)) is not None:
@@ -48,8 +50,8 @@ def triggered_alarms(alarms: Iterable[Alarm], iteration: Iteration) -> Iterator[
 
 
 def _metrics_reader(iteration: Iteration) -> Measured:
-    """Return a function that reads the metrics of an iteration up to this one. The function returns no metrics for
-    reverted iterations, so that alarms do not compare with them."""
+    """Return a function that returns the metrics of an iteration by its number. For reverted iterations it returns no
+    metrics, so that alarms do not compare with them."""
 
     def measured(number: int) -> Mapping[str, float]:
         if number == iteration.number:

@@ -1,4 +1,4 @@
-"""State of the Prefect pages of a run that is open in this process: the iterations that the pages already show."""
+"""Record of the iterations that a run's pages in Prefect already show, so that pages are updated only if necessary."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -8,27 +8,27 @@ from math import inf
 
 @dataclass(slots=True)
 class PrefectPages:
-    """State of the Prefect pages that show a run's iterations."""
+    """Progress of updating a run's pages in Prefect."""
 
     pending_line: tuple[int, str] | None = None
-    """Number and text line of the last reported iteration, or None if the pages already show it."""
+    """Number and log line of an iteration that the pages do not show yet, or None."""
     last_reported: int = 0
     """Number of the last iteration that was reported."""
     last_renewal_time: float = -inf
-    """Time of the last renewal of the pages, on the monotonic clock."""
+    """Time of the last update of the pages in seconds of the monotonic clock."""
     last_summarized: int = 0
-    """Number of the last iteration that the plot, samples and summary include."""
+    """Last iteration that is included in the plot, the samples and the summary."""
     renewal_task: asyncio.Task[None] | None = None
-    """Task that is renewing the plot, samples and summary, if any."""
+    """Task that is updating the plot, the samples and the summary, or None."""
 
     def start_renewal(self, renewal: Coroutine[object, object, None]) -> None:
-        """Start renewing the plot, samples and summary in the background, unless a renewal is running already."""
+        """Start to update the plot, the samples and the summary in the background, unless such an update is running."""
         if self.renewal_task is not None and not self.renewal_task.done():
             renewal.close()
             return
         self.renewal_task = asyncio.create_task(renewal, name="renew the summary")
 
     def cancel_renewal(self) -> None:
-        """Cancel a running renewal, because the next renewal shows newer data."""
+        """Cancel a running update. The caller is about to publish newer data."""
         if self.renewal_task is not None:
             self.renewal_task.cancel()

@@ -30,7 +30,7 @@ PREFLIGHT_COMMAND = (sys.executable, "-P", "-m", "models.commands.preflight")
 
 
 SIZED_BY_DATA: Final = ("rollout.prompts", "evaluation.problems")
-"""Keys whose defaults are lowered to the number of available problems if the user did not set them."""
+"""Keys whose default is lowered to the number of problems in the data. A value set by the user is never lowered."""
 _MOST: Final = {"rollout.prompts": "max_prompts", "evaluation.problems": "heldout_problems"}
 _COUNTED: Final = {
     "rollout.prompts": ("train_problems", "training problems"),
@@ -41,11 +41,13 @@ IMAGE_READINGS: Final = {
     "color with 16 bits": "{} in color with 16 bits, of which the upper 8 are read",
     "CMYK": "{} in CMYK, converted without a color profile",
 }
-"""Texts about images that keep their bytes, by the kinds of `models.vision.color_conversion.READINGS`."""
+"""Messages about images that are read in a special way but stay unchanged, by kind of image. Kinds are keys of
+`models.vision.color_conversion.READINGS`."""
 IMAGE_CONVERSIONS: Final = {"16 bits": "gray with 16 bits", "32 bits": "gray with 32 bits"}
-"""Texts about converted images, for kinds of `models.vision.color_conversion.CONVERSIONS` that need one."""
+"""Messages about images that were converted, for kinds of image whose name is not clear. Kinds are keys of
+`models.vision.color_conversion.CONVERSIONS`."""
 LIMITED_BY_PROMPTS: Final = ("rollout.shard_prompts", "update.minibatches")
-"""Keys whose defaults are limited to `rollout.prompts` if that default was lowered."""
+"""Keys whose default is lowered to `rollout.prompts` if the default of that key was lowered."""
 
 
 def unset_keys(config: RunConfig, keys: Sequence[str] = SIZED_BY_DATA) -> list[str]:
@@ -55,7 +57,8 @@ def unset_keys(config: RunConfig, keys: Sequence[str] = SIZED_BY_DATA) -> list[s
 
 
 def with_recorded_defaults(config: RunConfig) -> RunConfig:
-    """Return the configuration with the recorded values of the existing run for keys that the user did not set.
+    """Return the configuration of a run with recorded values for keys that the user did not set, so that an existing
+    run continues as before.
 
     Defaults that depend on the data are taken from the run's record. Keys that are newer than the run get the value
     that preserves the previous behavior. If the run has no results yet, its record is not used.
@@ -87,8 +90,8 @@ def is_run_complete(config: RunConfig) -> bool:
 
 
 def with_data_sized_defaults(config: RunConfig, facts: Mapping[str, float]) -> tuple[RunConfig, list[str]]:
-    """Return the configuration with defaults adapted to the values that the preflight check measured. Also return a
-    line about each adapted default.
+    """Return the configuration with defaults adapted to the data that the preflight check measured, and a message about
+    each adapted default.
 
     This function also decides whether to use activation checkpointing, again at each start, because no result depends
     on it. The run records the adapted values and keeps them even if the data files change later.
@@ -119,8 +122,8 @@ def with_data_sized_defaults(config: RunConfig, facts: Mapping[str, float]) -> t
 
 
 def describe_images(facts: Mapping[str, float], background: str, *, group: str = "images") -> str:
-    """Return how many images of a group were converted to RGB with 8 bits, and how many are read in another way than
-    their files suggest. Return an empty string if there are none.
+    """Describe how many images of a group were converted to RGB with 8 bits, and how many are read in another way than
+    their files suggest. Empty if there are none.
 
     `background` is the color on which transparent images were composed.
     """
@@ -137,7 +140,8 @@ def describe_images(facts: Mapping[str, float], background: str, *, group: str =
 
 
 def _suggest_heldout(config: RunConfig, num_problems: int) -> str:
-    """Return the sentences after the number of held-out problems: how to evaluate on more, and what needs more."""
+    """Return advice that follows the number of held-out problems: how to get more of them, and which features need
+    more."""
     data = config.data
     if getattr(data, "heldout_path", None) is not None:
         hint = " To evaluate on more problems, add problems to the file of data.heldout_path."
@@ -169,7 +173,8 @@ def _with_values(config: RunConfig, values: Mapping[str, int]) -> RunConfig:
 async def preflight(
     config: RunConfig, *, part: Literal["run", "plan", "scoring"] = "run", checked: SuiteCheck | None = None
 ) -> CheckResult:
-    """Run the preflight check. Return its facts, such as numbers of problems and bytes of memory, and its notes.
+    """Run the preflight check and return what it measured, such as numbers of problems and bytes of memory, with notes
+    for the user.
 
     `part` selects the checks: "run" checks data, policy directory, rewards and lengths, "plan" does the same without
     writing to the store, and "scoring" checks only the rewards for stored rollouts. `checked` adds a comparison of a

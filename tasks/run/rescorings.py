@@ -1,4 +1,5 @@
-"""Names, keys and records of re-scorings (new scores for a run's stored rollouts) and re-credits (new advantages)."""
+"""Names and stored settings of re-scorings and re-credits. A re-scoring computes new scores for the stored rollouts of
+a run, and a re-credit computes new advantages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,47 +22,47 @@ Kind = Literal["rescore", "recredit"]
 
 @dataclass(frozen=True, slots=True)
 class DerivedResult:
-    """Name of one re-scoring or re-credit of a run."""
+    """Name of a re-scoring or re-credit, from which the keys of its results are built."""
 
     kind: Kind
     name: str
 
     @property
     def prefix(self) -> str:
-        """Prefix of all keys of the re-scoring or re-credit."""
+        """Prefix of the keys of all its results, for example `rescore/strict/`."""
         return f"{self.kind}/{self.name}/"
 
     @property
     def terms_key(self) -> StageKey:
-        """Key of the manifest that records the rewards or the algorithm."""
+        """Key under which the rewards or the algorithm are stored."""
         return StageKey.parse(f"{self.prefix}terms")
 
     def iteration_key(self, number: int) -> str:
-        """Return the key prefix of one iteration."""
+        """Return the prefix of the keys that belong to one iteration."""
         return f"{self.prefix}{iteration_key(number)}"
 
     def key(self, number: int, stage: str) -> StageKey:
-        """Return the key of a stage of an iteration. The iteration is complete when its `seal` stage exists."""
+        """Return the key of one stage of an iteration. The iteration is complete when the stage `seal` is stored."""
         return StageKey.of(self.iteration_key(number), stage)
 
     def stage_manifest(self, run: Run, number: int, stage: str) -> Manifest:
-        """Return the manifest of a stage of an iteration. Raises Damaged if it is missing."""
+        """Return the stored result of one stage of an iteration. Raises Damaged if it is missing."""
         return run.require(self.key(number, stage))
 
     @property
     def label(self) -> str:
-        """Text that names the re-scoring or re-credit for a user."""
+        """Name for messages to the user, for example "re-scoring 'strict'"."""
         return f"{'re-scoring' if self.kind == 'rescore' else 're-credit'} {self.name!r}"
 
 
 class RescoringTerms(Settings):
-    """Rewards of a re-scoring, stored in the detail of its first manifest."""
+    """Rewards that a re-scoring uses, stored when it begins, so that it cannot continue with other rewards."""
 
     scoring: ScoringConfig
 
 
 class RecreditTerms(Settings):
-    """Algorithm of a re-credit and the source of its scores, stored in the detail of its first manifest."""
+    """Algorithm and scores that a re-credit uses, stored when it begins, so that it cannot continue with others."""
 
     algorithm: AlgorithmConfig
     scores: str | None = None
@@ -69,15 +70,16 @@ class RecreditTerms(Settings):
 
     @property
     def teacher(self) -> TeacherConfig | None:
-        """Teacher whose log-probs the algorithm needs, or None."""
+        """Teacher model whose log-probs the algorithm needs, or None."""
         return None if self.algorithm.distillation is None else self.algorithm.distillation.teacher
 
 
 class DerivedSummary(Settings):
-    """Summary of one re-scoring or re-credit of a run: its kind, its name and the completed iterations."""
+    """New scores (re-scoring) or new advantages (re-credit) that were computed for a run, and the iterations that are
+    complete."""
 
     kind: Kind
-    """Kind of the result."""
+    """Whether new scores ("rescore") or new advantages ("recredit") were computed."""
     name: str
     """Name of the re-scoring or re-credit."""
     iterations: tuple[int, ...]
@@ -85,7 +87,7 @@ class DerivedSummary(Settings):
 
 
 def list_derived_results(run: Run) -> list[DerivedSummary]:
-    """Return every re-scoring and re-credit of a run, with its completed iterations."""
+    """Return all re-scorings and re-credits that a run has, with the iterations for which each is complete."""
     kinds: tuple[Kind, ...] = ("rescore", "recredit")
     return [
         DerivedSummary(kind=kind, name=name, iterations=sealed_numbers(run, DerivedResult(kind, name)))
@@ -95,13 +97,13 @@ def list_derived_results(run: Run) -> list[DerivedSummary]:
 
 
 def describe_derived_results(lines: Sequence[DerivedSummary]) -> str:
-    """Return one line of text that lists every re-scoring and re-credit with its completed iterations."""
+    """Return all re-scorings and re-credits of a run in one line, with their completed iterations."""
     words = {"rescore": "re-scored as", "recredit": "re-credited as"}
     return "; ".join(f"{words[line.kind]} {line.name}: {iterations_text(line.iterations)}" for line in lines)
 
 
 def iterations_text(numbers: Sequence[int]) -> str:
-    """Return iteration numbers as text in the format of `--iterations`."""
+    """Return iteration numbers in the form that `--iterations` accepts, for example "iterations 1-3,5"."""
     firsts = [number for number in numbers if number - 1 not in numbers]
     lasts = [number for number in numbers if number + 1 not in numbers]
     spans = (f"{first}-{last}" if last > first else f"{first}" for first, last in zip(firsts, lasts, strict=True))
@@ -109,30 +111,30 @@ def iterations_text(numbers: Sequence[int]) -> str:
 
 
 def sealed_numbers(run: Run, derived: DerivedResult) -> tuple[int, ...]:
-    """Return the numbers of the iterations that a re-scoring or re-credit has completed."""
+    """Return the numbers of the iterations for which a re-scoring or re-credit is complete."""
     numbers = iteration_numbers(run.folders(derived.prefix))
     return tuple(number for number in numbers if run.find(derived.key(number, "seal")) is not None)
 
 
 def rescoring_terms(run: Run, name: str) -> RescoringTerms | None:
-    """Return the rewards of a re-scoring, or None if there is no such re-scoring."""
+    """Return the rewards that a re-scoring was begun with, or None if there is no re-scoring of this name."""
     manifest = run.find(DerivedResult("rescore", name).terms_key)
     return None if manifest is None else read_recorded(RescoringTerms, manifest.detail)
 
 
 def recredit_terms(run: Run, name: str) -> RecreditTerms | None:
-    """Return the algorithm of a re-credit, or None if there is no such re-credit."""
+    """Return the algorithm that a re-credit was begun with, or None if there is no re-credit of this name."""
     manifest = run.find(DerivedResult("recredit", name).terms_key)
     return None if manifest is None else read_recorded(RecreditTerms, manifest.detail)
 
 
 def recorded_terms(run: Run) -> RecreditTerms:
-    """Return the algorithm of the run itself."""
+    """Return the algorithm of the run itself in the form of a re-credit, to compare both."""
     return read_recorded(RecreditTerms, {"algorithm": run.record.config["algorithm"]})
 
 
 def check_terms(run: Run, derived: DerivedResult, terms: RescoringTerms | RecreditTerms) -> None:
-    """Raise RunChanged if the re-scoring or re-credit of that name was begun with other terms."""
+    """Raise RunChanged if a re-scoring or re-credit of this name was begun with other settings."""
     manifest = run.find(derived.terms_key)
     if manifest is None:
         return
@@ -147,36 +149,36 @@ def check_terms(run: Run, derived: DerivedResult, terms: RescoringTerms | Recred
 
 
 def rescored_batches(iteration: Iteration, derived: DerivedResult) -> list[Batch]:
-    """Return the batches of a stored iteration with the key prefix of a re-scoring."""
+    """Return the batches of an iteration for scoring them again. Results are stored under keys of the re-scoring."""
     return [batch.as_rescoring(derived.prefix) for batch in iteration.batches]
 
 
 def rescored_shards(iteration: Iteration, derived: DerivedResult) -> list[tuple[Manifest, Manifest, Manifest]]:
-    """Return rollouts, stored scores and new scores of a re-scored iteration, shard by shard. Raises Damaged if one is
-    missing."""
+    """Return (rollouts, stored scores, new scores) for each shard of an iteration that was scored again. Raises Damaged
+    if one of them is missing."""
     new = [manifest for batch in rescored_batches(iteration, derived) for manifest in batch.stage_manifests("scoring")]
     return list(zip(iteration.shard_manifests("rollout"), iteration.shard_manifests("scoring"), new, strict=True))
 
 
 class Rescoring(Settings):
-    """Request to score iterations of a run again."""
+    """Arguments of the flow that scores stored rollouts again."""
 
     config: RunConfig
-    """Configuration of the run, with the new rewards."""
+    """Configuration of the run in which the rewards are replaced by the new ones."""
     name: str
     """Name of the re-scoring."""
     iterations: tuple[int, ...]
-    """Numbers of the iterations."""
+    """Numbers of the iterations to score again."""
 
 
 class Recredit(Settings):
-    """Request to compute other advantages for iterations of a run."""
+    """Arguments of the flow that computes new advantages for stored rollouts."""
 
     config: RunConfig
-    """Configuration of the run, with the new algorithm and with the rewards that gave the scores."""
+    """Configuration of the run with the new algorithm, and with the rewards from which the scores were computed."""
     name: str
     """Name of the re-credit."""
     scores: str | None
     """Name of the re-scoring whose scores are used. None means the run's own scores."""
     iterations: tuple[int, ...]
-    """Numbers of the iterations."""
+    """Numbers of the iterations to compute advantages for."""

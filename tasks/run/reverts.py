@@ -6,8 +6,8 @@ from tasks.run.keys import StageKey, iteration_key
 
 
 def revert_key(number: int) -> StageKey:
-    """Return the key of the manifest that records a revert after an iteration. This manifest makes an earlier policy
-    the current policy."""
+    """Return the key under which a revert after an iteration is recorded. The record makes an earlier policy the
+    current policy."""
     return StageKey.of(iteration_key(number), "return")
 
 
@@ -18,18 +18,18 @@ def has_reverted(run: Run, number: int) -> bool:
 
 
 def policy_key(run: Run, number: int) -> StageKey:
-    """Return the key of the current policy after `number` iterations."""
+    """Return the key of the policy that is current after `number` iterations."""
     return revert_key(number) if has_reverted(run, number) else StageKey.policy(number)
 
 
 def policy_after(run: Run, number: int) -> Manifest:
-    """Return the manifest of the current policy after `number` iterations, which also names its critic and optimizer
-    state."""
+    """Return the stored record of the policy that is current after `number` iterations. It also names the policy's
+    critic and optimizer state."""
     return run.require(policy_key(run, number))
 
 
 def critic_after(run: Run, number: int) -> Manifest:
-    """Return the manifest with the critic that belongs to the policy after `number` iterations."""
+    """Return the stored record that names the critic of the policy after `number` iterations."""
     return policy_after(run, number) if number else run.require(StageKey.critic(0))
 
 
@@ -42,13 +42,13 @@ def updating_iteration(run: Run, number: int) -> int:
 
 
 def version_before(run: Run, number: int) -> int:
-    """Return the version that version `number` was made from: the previous version, or the restored version after a
-    revert."""
+    """Return the version from which version `number` was trained, or to which the run reverted: usually the previous
+    version."""
     return restored_version(run.require(revert_key(number))) if has_reverted(run, number) else number - 1
 
 
 def restored_version(revert: Manifest) -> int:
-    """Return the version that a revert restored."""
+    """Return the policy version that a recorded revert restored."""
     version = revert.detail["to"]
     assert isinstance(version, int), f"{revert.key}: expected the number of a version"
     return version

@@ -1,5 +1,5 @@
-"""Functions shared by all stages. A stage looks up its manifest in the store. If the manifest is missing, workers do
-the work and the manifest is committed."""
+"""Functions shared by all stages of a run. A stage first looks for its result in the store. If there is none, workers
+do the work, and the result is stored by committing its manifest (record)."""
 
 import asyncio
 import logging
@@ -39,13 +39,13 @@ TRANSIENT_ERRORS = (WorkerLost, OSError)
 """Errors after which a retry can succeed: a lost worker, or an error of the operating system or network."""
 
 POLL_SECONDS = {"nested": (1, 30), "deployment": (0.02, 0.25)}
-"""Minimum and maximum pause in seconds between two checks for commits of other processes, by location of the
-controllers.
+"""Minimum and maximum pause in seconds between two checks for results of other processes, by location of the
+controllers (`controllers.where`).
 
-The pause grows from the first to the second value. Commits of this process wake the waiting task at once.
+The pause grows from the first to the second value. Results of this process wake the waiting task at once.
 """
 POLL_DIVISOR = 40
-"""Divisor of the pause in long waits: the pause may grow to the time waited so far divided by this number."""
+"""Divisor that limits the pause in long waits: the pause may grow to the time waited so far divided by this number."""
 
 _BATCH: ContextVar[str | None] = ContextVar("batch", default=None)
 
@@ -53,7 +53,7 @@ _BATCH: ContextVar[str | None] = ContextVar("batch", default=None)
 def stage(
     name: str, *, retries: int = 0, pauses_seconds: Sequence[float] = ()
 ) -> Callable[[Callable[P, Coroutine[object, object, R]]], Task[P, Coroutine[object, object, R]]]:
-    """Turn a function into a Prefect task with this name that is retried after transient errors.
+    """Turn a function into a Prefect task with this name, which is retried after transient errors.
 
     The result is stored in the run's store. Therefore Prefect does not persist it and does not hash the arguments.
     """
@@ -104,7 +104,7 @@ async def run_once(
     parents: Sequence[Manifest] = (),
     returns_before_durable: bool = False,
 ) -> Manifest:
-    """Return the manifest under `key` if it exists. Otherwise do the work on a worker of `role`, commit the manifest
+    """Return the stored result with this key. If there is none, send the work to a worker of `role`, store the outcome
     and return it.
 
     Optimizer states may be stored later than the commit. With `returns_before_durable`, the manifest is returned at
@@ -140,15 +140,15 @@ async def run_once(
 
 
 async def _commit_when_durable(open_run: OpenRun, role: str, manifest: Manifest) -> None:
-    """Make a role's new bundles durable (fsync), then commit all manifests that were waiting for durability."""
+    """Make the files of a new policy durable (fsync), then commit all results that were waiting for this."""
     await open_run.perform(role, "sync", [bundle for name, bundle in manifest.bundles.items() if name not in STATES])
     while pending := open_run.run.pending_manifests():  # more manifests may be added during a commit
         await _commit_aside(open_run, pending[0])
 
 
 def commit_pending_results(run: Run) -> None:
-    """Commit the results that the previous process of the run had computed but not committed when it was killed, unless
-    their data is damaged."""
+    """Store the results that the previous process of the run had computed but not committed when it was killed. Results
+    with damaged data are skipped and computed again."""
     try:
         for manifest in run.leftover_manifests():
             for shard in manifest.shards:
@@ -169,7 +169,8 @@ def _commit_manifest(open_run: OpenRun, manifest: Manifest) -> Manifest:
 
 
 async def _commit_aside(open_run: OpenRun, manifest: Manifest) -> Manifest:
-    """Commit a manifest without blocking other tasks, and announce the commit. Optimizer states may be stored later."""
+    """Store a result without blocking other tasks, and wake the tasks that wait for it. Optimizer states may be stored
+    later."""
     committed = await open_run.query_store(lambda: open_run.run.commit(manifest, deferred=STATES))
     open_run.commits.announce(manifest.key)
     return committed
@@ -191,7 +192,8 @@ def commit_decision(
     detail: Mapping[str, JsonValue] | None = None,
     provenance: Provenance | None = None,
 ) -> Manifest:
-    """Return the manifest under `key` if it exists. Otherwise commit a manifest that needs no work by a worker.
+    """Store a decision or another small result that needs no worker, unless a result with this key exists. Return the
+    stored result.
 
     If a parent manifest is not committed yet, the new manifest is committed after this parent.
     """
@@ -219,15 +221,15 @@ def controller_provenance(
     costs: Mapping[str, Cost] | None = None,
     alarms: Mapping[str, str] | None = None,
 ) -> Provenance:
-    """Return the provenance for a manifest that this controller process commits without a worker. It names this
-    process, and contains the given times, store requests, costs and alarms."""
+    """Return who computed a result and how, for a result that this process computes without a worker. The arguments are
+    recorded with it: times in seconds, store requests, costs and alarms."""
     worker = f"controller pid {os.getpid()}"
     return provenance_here(worker=worker, seconds=seconds, requests=requests, costs=costs, alarms=alarms)
 
 
 def append_to_chain(open_run: OpenRun, part: str) -> None:
-    """Append a finished iteration or evaluation to the run's chain, together with its placement journal and
-    dependencies."""
+    """Append a finished iteration or evaluation to the verifiable list of the run (chain), together with its placement
+    decisions and dependencies."""
     open_run.chain.link(part, journal=[f"placement/{part}/", DEPENDENCIES])
 
 
@@ -235,8 +237,8 @@ async def run_concurrently(works: Iterable[Coroutine[object, object, object]]) -
     """Run the coroutines of a stage concurrently. An error that a retry cannot fix cancels all other coroutines at
     once.
 
-    After a transient error the other coroutines are finished first, because the retry reuses everything that they
-    commit.
+    After a transient error the other coroutines are finished first, because the retry reuses all results that they
+    store.
     """
     tasks = [asyncio.ensure_future(work) for work in works]
     pending = set(tasks)
@@ -256,7 +258,7 @@ async def run_concurrently(works: Iterable[Coroutine[object, object, object]]) -
 
 
 async def wait_for_manifest(open_run: OpenRun, key: str) -> Manifest:
-    """Return the manifest under `key` after another controller has committed it.
+    """Wait until another controller has stored the result with this key, and return it.
 
     Raises WorkerStalled if this process sees no commit at all for `controllers.silence_seconds`.
     """
@@ -283,8 +285,8 @@ def _bundles_of(outcome: Outcome) -> dict[str, BundleRef]:
 
 
 def _version_of(outcome: Outcome) -> dict[str, JsonValue]:
-    """Return the version number of the policy or critic in an outcome. If the outcome has both, they have the same
-    number."""
+    """Return the version number of the policy or critic in an outcome, as a part of the result's detail. Empty if the
+    outcome has neither."""
     model = outcome.model or outcome.critic
     return {} if model is None else {"version": model.version}
 

@@ -15,37 +15,38 @@ from tasks.run.keys import StageKey
 from tasks.run.reverts import policy_after, version_before
 
 STATES = ("state", "critic_state")
-"""Names under which manifests store the optimizer states of a policy and of its critic."""
+"""Names under which a stored result lists the optimizer states of the policy and of the critic."""
 
 
 def states_of(version: Manifest) -> list[BundleRef]:
-    """Return the optimizer states that a version's manifest names: the policy's state and, if a critic was trained, the
-    critic's state."""
+    """Return references to the optimizer states of a policy version: the policy's state and, if a critic was trained,
+    the critic's state. The states may not be stored yet."""
     return [version.bundles[name] for name in STATES if name in version.bundles]
 
 
 def changed_model(update: Manifest) -> bool:
-    """Return whether an update changed the model. An update without training tokens or one that was discarded changes
-    nothing."""
+    """Return whether an update changed the model. An update that was discarded, or that had no tokens to train on, did
+    not."""
     return update.metrics.get("steps", 0) > 0
 
 
 def newest_with_state(run: Run, number: int) -> int:
-    """Return the newest version up to `number` that names an optimizer state, or 0 if there is none."""
+    """Return the newest version up to `number` whose record names an optimizer state, or 0 if there is none. The state
+    may not be stored yet."""
     while number and not states_of(policy_after(run, number)):
         number = version_before(run, number)
     return number
 
 
 def is_due(run: Run, number: int, *, every: int) -> bool:
-    """Return whether the update of an iteration must store its optimizer state. Updates without optimizer steps never
-    store a state."""
+    """Return whether the update of an iteration must store its optimizer state, so that at most `every` versions are
+    between two stored states. Updates without optimizer steps never store a state."""
     return number - newest_with_state(run, number - 1) >= every
 
 
 def updates_since_state(run: Run, number: int) -> tuple[int, list[int]]:
-    """Return the newest version whose optimizer state is stored, and the iterations whose updates lead from there to
-    version `number`."""
+    """Find out where to resume training: return the newest version whose optimizer state is stored, and the iterations
+    whose updates must be repeated to reach version `number`."""
     way: list[int] = []
     while number:
         version = policy_after(run, number)
@@ -59,8 +60,8 @@ def updates_since_state(run: Run, number: int) -> tuple[int, list[int]]:
 
 
 def possibly_missing_states(manifests: Iterable[Manifest], *, relayout_iteration: int = 0) -> list[BundleRef]:
-    """Return the optimizer states that may not be stored yet. These are the states of the newest version and of
-    versions that an alarm reverted.
+    """Return the optimizer states whose absence is no error: the states of the newest version and of versions that an
+    alarm reverted.
 
     If the number of ranks changed at `relayout_iteration`, the last state before this iteration may be missing too. If
     that state was lost, the updates were repeated on a different number of ranks, and the new state has slightly
@@ -84,7 +85,8 @@ def _is_revert(manifest: Manifest) -> bool:
 
 
 def state_every(run: Run) -> int:
-    """Return the recorded setting `update.state_every` of the run."""
+    """Return the setting `update.state_every` that the run recorded: the number of updates per stored
+    optimizer state."""
     update = run.record.config.get("update")
     every = update.get("state_every", 1) if isinstance(update, Mapping) else 1
     assert isinstance(every, int)

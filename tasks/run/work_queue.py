@@ -1,8 +1,8 @@
 """Work requests to controllers, either in the same process or through messages in the store to other processes.
 
 A controller in another process has a folder below `orders/`. Only the process that has locked the run writes messages
-there, and the controller deletes each message after reading it. So each process can tell that the other one is alive.
-The sender sees that its messages are read, and the controller sees that messages arrive.
+there, and the controller deletes each message after reading it. So each process can tell that the other one is alive:
+the sender sees that its messages are read, and the controller sees that messages arrive.
 """
 
 import asyncio
@@ -19,7 +19,8 @@ from infra.store.runs import ORDERS, Run
 Shards = tuple[int, ...] | None
 
 RunBatch = Callable[[str, Shards], Awaitable[object]]
-"""Function of a controller that does its work for a batch, given the batch's key and optionally some of its shards."""
+"""Function with which a controller does its work for one batch. Arguments are the batch's key and the shards to work on
+(None for all)."""
 
 PAUSE_SECONDS = (0.02, 1.0)
 """Minimum and maximum pause in seconds between two checks for files of another process. The pause is a tenth of the
@@ -34,14 +35,14 @@ LEASE_CHECK_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """Work request to a controller in this process. The work is canceled if the caller stops waiting for it."""
+    """Work request to a controller in this process. If the caller stops waiting, the work is canceled."""
 
     batch: str
     shards: Shards
     done: "asyncio.Future[None]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     async def run(self, run_batch: RunBatch) -> None:
-        """Perform the request and pass its result or error to the caller that waits."""
+        """Do the requested work and pass the result or the error to the waiting caller."""
         work = asyncio.ensure_future(run_batch(self.batch, self.shards))
         self.done.add_done_callback(lambda done: work.cancel() if done.cancelled() else None)
         try:
@@ -62,13 +63,13 @@ class BatchRequest:
 
 @dataclass(frozen=True, slots=True)
 class ControllerSpan:
-    """Range of iterations that one controller serves, with the queue of its requests. The item None in the queue ends
-    the service."""
+    """Range of iterations that one controller serves, and the queue of its work requests. None in the queue ends the
+    controller."""
 
     first: int
     """Number of the first iteration of the range."""
     last: int
-    """Number of the last iteration of the range. A new controller serves the iterations after it."""
+    """Number of the last iteration of the range. Another controller serves the iterations after it."""
     requests: "asyncio.Queue[BatchRequest | None]" = field(default_factory=asyncio.Queue)
 
 
@@ -78,8 +79,8 @@ class ControllerMessage(SealedRecord):
     label = "message to a controller"
 
     kind: Literal["order", "word", "end"]
-    """Kind of message: a work request (`order`), a sign that the sender is alive (`word`), or the end of all messages
-    (`end`)."""
+    """Kind of message: `order` requests work, `word` only shows that the sender is alive, and `end` is the last
+    message."""
     batch: str = ""
     shards: Shards = None
 
@@ -91,14 +92,14 @@ def pause_seconds(waited_seconds: float) -> float:
 
 
 class Outbox:
-    """Folder of messages to one controller, used by the process that sends them."""
+    """Folder in the store for messages to one controller, used by the process that sends them."""
 
     def __init__(self, run: Run, folder: str) -> None:
         self._run, self._folder = run, folder
         self._written = self._read = 0
         self._last: ControllerMessage | None = None
         self._since = time.monotonic()
-        """Time on the monotonic clock at which the last message was written, or was seen to be read."""
+        """Time at which the last message was written or was seen to be read, in seconds of the monotonic clock."""
 
     def put(self, message: ControllerMessage) -> None:
         """Write the next message. Raises Fenced if another process has taken over the run."""
@@ -108,8 +109,8 @@ class Outbox:
         self._written, self._last = self._written + 1, message
 
     def check(self) -> None:
-        """Check which messages were read. If all were read and nothing was written for `HEARTBEAT_SECONDS`, write a
-        message that the sender is alive."""
+        """Find out which messages were read. If all were read and nothing was written for `HEARTBEAT_SECONDS`, write a
+        message that shows that the sender is alive."""
         while self.num_unread and not self._run.store.exists(_message_key(self._folder, self._read)):
             self._read, self._since = self._read + 1, time.monotonic()
         is_over = self._last is not None and self._last.kind == "end"
@@ -123,7 +124,7 @@ class Outbox:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the controller has read any message."""
+        """Whether the controller has read any message, which shows that it has started."""
         return self._read > 0
 
     @property
@@ -132,13 +133,13 @@ class Outbox:
         return time.monotonic() - self._since
 
     def close(self) -> None:
-        """Delete the unread messages."""
+        """Delete the messages that the controller has not read."""
         for number in range(self._read, self._written):
             self._run.store.delete(_message_key(self._folder, number))
 
 
 async def read_messages(run: Run, folder: str) -> AsyncIterator[ControllerMessage]:
-    """Yield the work requests to this process in order, until the message that ends them.
+    """Yield the work requests to the controller in this process, in order, until the last message.
 
     Raises Fenced if another process has taken over the run. Raises HolderLost if the sender is silent for more than
     `MAX_SILENT_SECONDS`.
@@ -169,7 +170,7 @@ async def read_messages(run: Run, folder: str) -> AsyncIterator[ControllerMessag
 
 
 def messages_folder(run: Run, flow_run: UUID | str) -> str:
-    """Return the folder of the messages to a controller that is a separate flow run."""
+    """Return the folder of messages to a controller that runs as a separate flow run."""
     return f"{ORDERS}{run.epoch:06d}/{flow_run}"
 
 

@@ -1,4 +1,4 @@
-"""Worker pools of a run: the cluster that hosts them, and the worker class, size and options of each role."""
+"""Workers of a run: the cluster that hosts them, and the worker class, number and options for each role."""
 
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
@@ -23,36 +23,36 @@ PRELOADED_MODULES = (
     "deepspeed.ops",
     *(f"models.workers.{role}" for role in ("preparation", "rollout", "scoring", "update")),
 )
-"""Modules that the workers of every run import."""
+"""Modules that the workers of every run import. An embedded cluster imports them once for all workers."""
 
 
 class Cluster(Protocol):
-    """Host of a run's worker pools, which run as Ray processes or as threads of this process. All pools end when the
-    cluster is closed."""
+    """Host of a run's workers, either as Ray processes or as threads of this process. All workers end when it is
+    closed."""
 
     @property
     def address(self) -> str | None:
-        """Address at which other processes can connect to the same pools, or None if other processes cannot use the
-        pools."""
+        """Address at which other processes can use the same workers, or None if they cannot."""
         ...
 
     async def pool(self, spec: PoolSpec) -> Pool:
-        """Return a pool whose workers have started."""
+        """Start the workers of a role and return them as a pool."""
         ...
 
     async def fleet(self, specs: Sequence[PoolSpec], *, slots: SlotCount, gpus_per_slot: float) -> Fleet:
-        """Return worker slots that these roles share. Workers start only when slots are assigned to their role."""
+        """Return worker slots that the roles in `specs` share. Workers start only when slots are assigned to their
+        role."""
         ...
 
     async def ranks(self, spec: PoolSpec) -> RankGroup:
-        """Return a group of distributed ranks after the ranks have connected to each other."""
+        """Start the ranks of distributed training, wait until they have connected to each other, and return them."""
         ...
 
 
 def open_cluster(
     run: Run, pools: PoolsConfig, *, cluster_address: str | None, preloads_all_roles: bool
 ) -> AbstractAsyncContextManager[Cluster]:
-    """Open the cluster that hosts the run's workers."""
+    """Open the cluster for a run's workers, as `pools.cluster` selects: threads of this process, or Ray."""
     if pools.cluster == "threads":
         return ThreadCluster.open(threads=pools.threads)
     preload = Preload(PRELOADED_MODULES, threads=pools.threads) if preloads_all_roles else None
@@ -61,7 +61,7 @@ def open_cluster(
 
 
 async def start_pool(cluster: Cluster, run: Run, settings: RunConfig, role: str) -> Pool | RankGroup:
-    """Start the pool of a role. This is the only place that maps roles to worker classes."""
+    """Start the workers of a role. This function is the only place that maps roles to worker classes."""
     pools = settings.pools
     threads: dict[str, object] = {"threads": pools.threads}
     match role:
@@ -90,8 +90,8 @@ async def start_pool(cluster: Cluster, run: Run, settings: RunConfig, role: str)
 
 
 async def open_worker_slots(cluster: Cluster, run: Run, settings: RunConfig) -> Fleet:
-    """Open the worker slots for rollout and for hosted reward models. Workers start only when placement assigns slots
-    to a role."""
+    """Open the worker slots that rollout and the models of rewards share. Workers start only when placement assigns
+    slots to a role."""
     pools, lora, rollout = settings.pools, settings.update.lora, settings.rollout
     options: dict[str, object] = {"engine": rollout.engine, "environment": rollout.environment}
     options |= {"threads": pools.threads, "adapter_rank": 0 if lora is None else lora.rank}

@@ -1,4 +1,5 @@
-"""Weighted sums of policies from runs or directories, written as one model directory. Needs no Prefect."""
+"""Merging of policies: weighted sums of the weights of several policies, written as one model directory. Needs no
+Prefect."""
 
 import json
 import math
@@ -37,15 +38,16 @@ FACTORS: Final = (
 
 
 class MergedPolicy(Settings):
-    """Weighted sum of policies that was written to a directory."""
+    """Model directory that was written as the weighted sum of several policies."""
 
     path: str
     """Path of the directory, in Hugging Face format."""
     merge: Merge
-    """Content of the directory's merge.json."""
+    """Merged policies with their weights, and who merged them, as stored in the directory's merge.json."""
 
     def text(self) -> str:
-        """Return the kind of the result and the merged policies with their weights as text, one line each."""
+        """Return the lines that `rheostat merge` prints: the directory, and each merged policy with weight
+        and digest."""
         parents = (f"{parent.weight:+g} × {parent.name}  {parent.digest[:16]}" for parent in self.merge.parents)
         kind = "adapter" if self.merge.adapters == "ranks" else "policy"
         return "\n".join([f"{self.path}: {kind}, the sum of", *(f"  {line}" for line in parents)])
@@ -60,8 +62,8 @@ def merge_policies(
     adapters: Literal["full", "ranks", "factors"] = "full",
     unrelated: bool = False,
 ) -> MergedPolicy:
-    """Write the weighted sum of `NAME=WEIGHT` terms. A name is a directory, a run, or a run after an iteration
-    (`RUN@N`).
+    """Merge policies by the weighted sum of their weights, and write the result to a new directory. Each term is
+    `NAME=WEIGHT`, in which NAME is a directory, a run, or a run after an iteration (`RUN@N`).
 
     Raises BadInput before the directory is created.
     """
@@ -72,8 +74,8 @@ def merge_policies(
 
 
 def write_mergekit(store: str, terms: Sequence[str], target: Path) -> None:
-    """Write the weighted sum of `NAME=WEIGHT` terms as a configuration for mergekit, which also supports other merge
-    methods.
+    """Write a configuration with which mergekit computes the weighted sum of `NAME=WEIGHT` terms. Users can change it
+    to another merge method there.
 
     Raises BadInput before the file is created.
     """
@@ -83,7 +85,7 @@ def write_mergekit(store: str, terms: Sequence[str], target: Path) -> None:
 
 
 def mergekit_page(parents: Sequence[Parent]) -> str:
-    """Return a mergekit configuration (YAML) that computes the same weighted sum of the parents in float32."""
+    """Return a mergekit configuration (YAML) for the weighted sum of these policies in float32."""
     models = [(json.dumps(_mergekit_name(parent.path)), parent) for parent in parents]
     lines = [MERGEKIT, "merge_method: linear", "models:"]
     for name, parent in models:
@@ -92,8 +94,8 @@ def mergekit_page(parents: Sequence[Parent]) -> str:
 
 
 def _mergekit_name(directory: Path) -> str:
-    """Return the name of a policy in mergekit's syntax, which is its directory, or the directories of base and adapter
-    joined by `+`."""
+    """Return the name of a policy in mergekit's syntax: its directory, or "base+adapter" if the directory contains an
+    adapter."""
     settings = directory / "adapter_config.json"
     if not settings.is_file():
         return str(directory.resolve())
@@ -102,8 +104,8 @@ def _mergekit_name(directory: Path) -> str:
 
 
 def weighted_parents(store: str, terms: Sequence[str]) -> tuple[Parent, ...]:
-    """Return the parents that `NAME=WEIGHT` terms name. Raises BadInput if a policy does not exist or the weights do
-    not sum to 1."""
+    """Resolve `NAME=WEIGHT` terms to policies with weights. Raises BadInput if a policy does not exist or the weights
+    do not sum to 1."""
     weighed = [_parse_term(term) for term in terms]
     if not weighed:
         raise BadInput(f"merge needs policies with their weights, {EXAMPLE}.")
@@ -121,8 +123,8 @@ def write_merged(
     unrelated: bool = False,
     soup: JsonValue = None,
 ) -> MergedPolicy:
-    """Write the weighted sum with its merge.json and model card to a directory that appears only when it is
-    complete."""
+    """Write the weighted sum of policies to a new directory, with merge.json and a model card. The directory appears
+    only when it is complete."""
     with new_directory(target) as directory:
         write_in_process(MergeWork(parents, directory, dtype=dtype, adapters=adapters, unrelated=unrelated))
         recorded = Merge.model_validate_json((directory / MERGE).read_text())
@@ -147,8 +149,7 @@ def _parse_term(text: str) -> tuple[str, float]:
 
 
 def _find_parent(store: str, name: str, weight: float) -> Parent:
-    """Return the policy with this name as a parent of the merge. The name is a directory, a run of the store, or a run
-    after an iteration (`RUN@N`)."""
+    """Find the policy to merge by its name: a directory, a run of the store, or a run after an iteration (`RUN@N`)."""
     path = Path(name)
     if is_remote(path) or path.is_dir():
         if has_run(path):

@@ -1,9 +1,9 @@
-"""Runs that make up a soup: they train the start policy and the backbones, and run all evaluations, including the one
-that measures the statistics for standardizing rewards.
+"""Runs of a soup. A soup trains a few policies on different mixes of rewards (backbones) and merges them for any
+preference between the rewards.
 
-A soup trains a few policies on different mixes of rewards (backbones) and merges them for any preference between the
-rewards. Each part is a separate run in the soup's store, named after the soup and the part. So each part resumes
-independently, and parts that several methods share (the start policy, a backbone for one reward) are trained only once.
+The runs train the start policy and the backbones, and evaluate all policies. Each is a separate run in the soup's
+store, named after the soup and its purpose. So each run resumes independently, and runs that several methods share (the
+start policy, a backbone for one reward) are trained only once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,8 @@ MIN_SPREAD: Final = 1e-9
 
 
 class Statistics(Settings):
-    """Mean and standard deviation of each reward under the start policy, in the order of the soup's terms."""
+    """Mean and standard deviation of each reward under the start policy, in the order of `soup.terms`. Rewards are
+    standardized with them, so that rewards of different scale can be mixed."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -46,14 +47,15 @@ class Statistics(Settings):
 
 @dataclass(frozen=True, slots=True)
 class PreferencePoint:
-    """Policy for one preference between the rewards, with the data that names its evaluation."""
+    """Policy for one preference (weights of the rewards that sum to 1), before its evaluation."""
 
     preference: tuple[float, ...]
     weights: tuple[float, ...]
-    """Merge weights of the backbones. Empty if the policy is not a merge."""
+    """Weights with which the backbones (policies trained on mixes of rewards) are merged. Empty if the policy is not a
+    merge."""
     policy: PolicyConfig
     side: str
-    """Kind of the policy, as used in the name of its evaluation."""
+    """Kind of the policy, such as "expert" or "oracle", for the name of its evaluation run."""
 
 
 def soup_settings(config: RunConfig) -> SoupConfig:
@@ -64,21 +66,23 @@ def soup_settings(config: RunConfig) -> SoupConfig:
 
 
 def beta_of(soup: SoupConfig) -> float:
-    """Return the mixing parameter β that is used if no candidates are searched."""
+    """Return β, the share of a backbone's main reward in its mix of rewards, for a soup that does not search for the
+    best β."""
     return 1.0 if soup.method == "rewarded" else soup.beta
 
 
 # ---- training
 def start_run(config: RunConfig) -> RunConfig:
-    """Return the run that trains the start policy, from which all backbones start. This run does only the supervised
-    warm-up."""
+    """Return the configuration of the run that trains the start policy by supervised warm-up. All backbones start from
+    its policy."""
     return _part_config(config, f"{config.name}.start", iterations=0)
 
 
 def backbone_run(
     config: RunConfig, statistics: Statistics, mix: Sequence[float], *, iterations: int | None = None
 ) -> RunConfig:
-    """Return the run that trains the start policy on a mix of standardized rewards, by default for all iterations."""
+    """Return the configuration of the run that trains one backbone, which is the start policy trained on one mix of
+    standardized rewards. `iterations` is by default the configured number."""
     places, rewards = dict(zip(soup_settings(config).terms, range(len(mix)), strict=True)), []
     for term, reward in zip(config.scoring.terms, config.scoring.rewards, strict=True):
         if (place := places.get(term)) is not None:
@@ -100,31 +104,32 @@ def backbone_run(
 def backbone_runs(
     config: RunConfig, statistics: Statistics, beta: float, *, iterations: int | None = None
 ) -> list[RunConfig]:
-    """Return the runs of the backbones for one β, in the order of the rewards."""
+    """Return the configurations of the runs that train the backbones for one β, in the order of the rewards."""
     mixes = mixing_matrix(len(soup_settings(config).terms), beta).tolist()
     return [backbone_run(config, statistics, mix, iterations=iterations) for mix in mixes]
 
 
 def expert_runs(config: RunConfig, statistics: Statistics) -> list[RunConfig]:
-    """Return the runs trained on one reward each (experts), which replace the merges at the corners (preferences for
-    one reward only). Empty if the corners use merges."""
+    """Return the configurations of runs that train on one reward each (experts). Their policies replace merges for
+    preferences for one reward only. Empty if the soup uses no experts."""
     soup = soup_settings(config)
     return backbone_runs(config, statistics, 1.0) if soup.corners == "expert" and soup.mixes else []
 
 
 def oracle_runs(config: RunConfig, statistics: Statistics) -> list[RunConfig]:
-    """Return one run for each preference of the grid, which trains a policy on this preference only (oracle)."""
+    """Return one run configuration for each evaluated preference, which trains a policy for this preference alone
+    (oracle). Oracles show how much merging loses."""
     return [backbone_run(config, statistics, preference) for preference in grid_of(config)]
 
 
 def search_iterations(config: RunConfig) -> int:
-    """Return the number of iterations after which candidates for β are compared."""
+    """Return for how many iterations policies are trained to compare different values of β."""
     return max(1, ceil(config.iterations * soup_settings(config).search_share))
 
 
 # ---- evaluation
 def grid_of(config: RunConfig) -> list[tuple[float, ...]]:
-    """Return the grid of preferences that are evaluated."""
+    """Return the preferences for which policies are evaluated: a regular grid of reward weights that sum to 1."""
     soup = soup_settings(config)
     return preference_grid(len(soup.terms), soup.grid)
 
@@ -132,8 +137,8 @@ def grid_of(config: RunConfig) -> list[tuple[float, ...]]:
 def merge_points(
     config: RunConfig, statistics: Statistics, beta: float, *, search: bool = False
 ) -> Iterator[PreferencePoint]:
-    """Yield the merge for each preference of the grid. For a preference for one reward only, the reward's expert
-    replaces the merge if the soup has experts."""
+    """Yield one policy to evaluate for each preference: usually the merge of the backbones. For a preference for one
+    reward only, it is the policy trained on this reward (expert) if the soup has experts."""
     iterations = search_iterations(config) if search else config.iterations
     runs = backbone_runs(config, statistics, beta, iterations=iterations)
     backbones = [policy_directory(run, iterations) for run in runs]
@@ -150,8 +155,8 @@ def merge_points(
 
 
 def soup_parents(config: RunConfig, backbones: Sequence[str], weights: Sequence[float]) -> tuple[MergeParent, ...]:
-    """Return the policies to merge with their weights. These are the backbones and, if the merge extrapolates beyond
-    them, the start policy."""
+    """Return the policies to merge, with their weights: the backbones, and with `soup.extrapolate` the start policy
+    too."""
     alpha = soup_settings(config).extrapolate
     scaled, of_start = extrapolate_weights(weights, alpha)
     start = [(policy_directory(start_run(config), 0), of_start)] if alpha else []
@@ -160,7 +165,7 @@ def soup_parents(config: RunConfig, backbones: Sequence[str], weights: Sequence[
 
 
 def oracle_points(config: RunConfig, statistics: Statistics) -> Iterator[PreferencePoint]:
-    """Yield the policy that was trained for each preference of the grid."""
+    """Yield the policy that was trained for each preference alone (oracle), to compare with merges."""
     for preference, run in zip(grid_of(config), oracle_runs(config, statistics), strict=True):
         yield PreferencePoint(
             preference, (), DirectoryPolicy(path=Path(policy_directory(run, run.iterations))), "oracle"
@@ -168,7 +173,7 @@ def oracle_points(config: RunConfig, statistics: Statistics) -> Iterator[Prefere
 
 
 def statistics_suite(config: RunConfig) -> Suite:
-    """Return the suite on which the start policy is evaluated to standardize the rewards."""
+    """Return the evaluation that measures mean and standard deviation of the rewards under the start policy."""
     soup, rollout = soup_settings(config), config.rollout
     evaluation = EvaluationConfig(
         problems=soup.statistics_prompts, samples=rollout.group_size, temperature=rollout.sampling.temperature
@@ -177,26 +182,26 @@ def statistics_suite(config: RunConfig) -> Suite:
 
 
 def point_suite(config: RunConfig, preference: Sequence[float]) -> Suite:
-    """Return the suite for a preference's policy. All policies are evaluated on the same problems with the same
-    seeds."""
+    """Return the evaluation of the policy for a preference. All policies are evaluated on the same problems with the
+    same seeds."""
     alone, sampling = _part_config(config, config.name, preferences=None, dpo=None), config.rollout.sampling
     return Suite(f"at-{_format_shares(preference)}", config.data, config.scoring, config.evaluation, sampling, alone)
 
 
 def evaluation_run(config: RunConfig, point: PreferencePoint) -> RunConfig:
-    """Return the run that evaluates the policy of a preference."""
+    """Return the configuration of the run that evaluates the policy for a preference."""
     return point_suite(config, point.preference).config(point.side, point.policy)
 
 
 def statistics_run(config: RunConfig) -> RunConfig:
-    """Return the run that evaluates the start policy."""
+    """Return the configuration of the run that evaluates the start policy."""
     start = DirectoryPolicy(path=Path(policy_directory(start_run(config), 0)))
     return statistics_suite(config).config("start", start)
 
 
 def standardize(config: RunConfig) -> Statistics:
-    """Return mean and standard deviation of each reward under the start policy. Raises BadInput if a reward is
-    constant."""
+    """Compute mean and standard deviation of each reward under the start policy, whose evaluation must be finished.
+    Raises BadInput if a reward is constant."""
     scores = _read_scores(config, statistics_run(config))
     for term, values in scores.items():
         if not values or np.std(values) < MIN_SPREAD:
@@ -212,8 +217,8 @@ def standardize(config: RunConfig) -> Statistics:
 
 
 def rewards_of(config: RunConfig, evaluation: RunConfig) -> tuple[float, ...]:
-    """Return the mean of each reward in an evaluation, in the order of the soup's terms. Raises BadInput if a reward
-    has no scores."""
+    """Return the mean of each reward in an evaluation, in the order of `soup.terms`. Raises BadInput if a reward has no
+    scores."""
     scores = _read_scores(config, evaluation)
     if missing := [term for term, values in scores.items() if not values]:
         raise BadInput(
@@ -230,8 +235,8 @@ def _read_scores(config: RunConfig, evaluation: RunConfig) -> dict[str, list[flo
 
 
 def _part_config(config: RunConfig, name: str, **changes: object) -> RunConfig:
-    """Return the configuration of one run of the soup, which is the soup's configuration with the given name and
-    changes."""
+    """Return the configuration of one run of a soup: the soup's configuration with another name and changed
+    settings."""
     alone = {"name": name, "soup": None, "promotion": None, "evaluations": (), "report": False}
     return validate_again(config.model_copy(update={**alone, **changes}), source=f"soup {config.name!r}")
 

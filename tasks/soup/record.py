@@ -1,5 +1,5 @@
-"""Record of a soup: a numbered, immutable record in the soup's store, from which a policy for any preference is
-merged."""
+"""Stored result of a soup: an immutable record that lists the trained policies and their evaluation. A policy for any
+preference can be merged from it."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,37 +38,39 @@ from tasks.soup.parts import (
 
 
 class SoupPart(Settings):
-    """Trained policy that is a part of a soup."""
+    """Policy that was trained for a soup, with the location of its files."""
 
     run: str
-    """Name of its run."""
+    """Name of the run that trained the policy."""
     path: str
-    """Directory of the last policy of the run, or of the adapter if the policy has an adapter."""
+    """Directory with the files of the policy, or of its adapter if the policy has one."""
     digest: str
-    """Digest of the policy."""
+    """Digest of the policy's weights."""
 
 
 class SoupPoint(Settings):
-    """Evaluated policy for one preference."""
+    """Policy for one preference with its measured rewards."""
 
     preference: tuple[float, ...]
     weights: tuple[float, ...]
-    """Merge weights of the backbones. Empty for an expert or an oracle's policy."""
+    """Weights with which the backbones (policies trained on mixes of rewards) are merged. Empty if the policy was
+    trained for the preference (expert or oracle)."""
     run: str
     """Name of the run that evaluated the policy."""
     rewards: tuple[float, ...]
     """Mean of each reward term on the held-out problems."""
     standardised: tuple[float, ...]
-    """Mean of each reward term in standard deviations above the start policy's mean."""
+    """Mean of each reward term, in standard deviations above its mean under the start policy."""
 
     @property
     def value(self) -> float:
-        """Value of the policy for its preference: Σ μ_i R_i over preferences μ and standardized rewards R."""
+        """Quality of the policy for its preference: the sum Σ μ_i R_i over preference weights μ and standardized
+        rewards R."""
         return sum(share * reward for share, reward in zip(self.preference, self.standardised, strict=True))
 
 
 class SoupRecord(SealedRecord):
-    """Parts of a soup with their evaluation."""
+    """Result of a soup: everything that is needed to merge a policy for a preference, and how good the policies are."""
 
     label = "record of a soup"
 
@@ -76,28 +78,30 @@ class SoupRecord(SealedRecord):
     number: int
     """Number of this record among the records of the soup, counted from 1."""
     fingerprint: str
-    """Fingerprint of the configured run with the soup's settings."""
+    """Fingerprint of the configuration, including the soup's settings. A soup with an equal fingerprint is not recorded
+    again."""
     when: str
     """Creation time of the record, UTC, in ISO format."""
     method: SoupMethod
     terms: tuple[str, ...]
     beta: float
     matrix: tuple[tuple[float, ...], ...]
-    """Mixing matrix B, in which row j is the reward mix of backbone j."""
+    """Mix of rewards of each backbone: row j has the reward weights that backbone j was trained on."""
     candidates: dict[str, float]
-    """Hypervolume of the front for each candidate value of β. Empty if the soup did not search for the best β."""
+    """Hypervolume of the measured rewards for each β that was tried. Empty if the soup did not search for
+    the best β."""
     extrapolate: float
     rewards: JsonValue
     """Reward terms as configured."""
     code: dict[str, dict[str, str]]
-    """Digests of the modules of user-defined rewards and other targets."""
+    """Digests of the source files of user-defined rewards and other code that the configuration names, by module."""
     statistics: Statistics
     start: SoupPart
     backbones: tuple[SoupPart, ...]
-    """Backbones in the order of the rewards. For an oracle, the policies in the order of the points."""
+    """Backbones in the order of the rewards. With method "oracle", the policies in the order of `points`."""
     experts: tuple[SoupPart, ...]
-    """Policies that were trained on a single reward. Each is used instead of a merge if the preference is for its
-    reward only. Empty if merges are used in this case too."""
+    """Policies that were trained on a single reward. They are used for preferences for this reward only. Empty if
+    merges are used for such preferences."""
     points: tuple[SoupPoint, ...]
     metrics: FrontMetrics
 
@@ -105,8 +109,8 @@ class SoupRecord(SealedRecord):
 def choose_beta(
     config: RunConfig, statistics: Statistics, points: dict[float, list[PreferencePoint]]
 ) -> dict[float, float]:
-    """Return the hypervolume of the front for each candidate value of β, largest first. Candidates with equal
-    hypervolume keep the order of `points`."""
+    """Rank the tried values of β by the hypervolume of their measured rewards, and return these hypervolumes, largest
+    first. Equal values keep the order of `points`."""
     volumes = {beta: measure_points(config, statistics, each)[1].hypervolume for beta, each in points.items()}
     return dict(sorted(volumes.items(), key=lambda item: -item[1]))
 
@@ -114,7 +118,8 @@ def choose_beta(
 def measure_points(
     config: RunConfig, statistics: Statistics, points: Sequence[PreferencePoint]
 ) -> tuple[tuple[SoupPoint, ...], FrontMetrics]:
-    """Read the rewards of the evaluated points and compute the metrics of their front."""
+    """Read the measured rewards of each evaluated policy, and compute quality metrics over all preferences (such as the
+    hypervolume)."""
     soup, measured_points = soup_settings(config), []
     for point in points:
         evaluation = evaluation_run(config, point)
@@ -144,8 +149,8 @@ def commit_soup(
     beta: float,
     candidates: dict[float, float],
 ) -> SoupRecord:
-    """Write the record of a soup after all its policies are trained and evaluated. A soup with the same fingerprint is
-    recorded only once."""
+    """Record a soup after all its policies are trained and evaluated. If a soup with the same fingerprint is recorded
+    already, return its record."""
     soup, numbered = soup_settings(config), soup_records(config.store, config.name)
     identity: dict[str, JsonValue] = {
         "run": config.identity(),
@@ -186,7 +191,8 @@ def commit_soup(
 
 
 def latest_records(store: str, name: str) -> list[SoupRecord]:
-    """Return the last record of each method of a soup. Raises BadInput with the known soups if the name is unknown."""
+    """Return the newest record of each method that a soup was computed with. Raises BadInput with the known soups if
+    the name is unknown."""
     names = list_soups(store)
     if name not in names:
         raise BadInput(f"There is no soup {name!r} in {store!r}. Existing soups: {', '.join(names) or 'none'}")
@@ -196,7 +202,7 @@ def latest_records(store: str, name: str) -> list[SoupRecord]:
 def soup_policy(
     store: str, name: str, preference: Sequence[float], target: Path, *, method: SoupMethod | None = None
 ) -> MergedPolicy:
-    """Write the policy for a preference to a directory.
+    """Write the policy for a preference to a new directory, merged or copied as the soup's method requires.
 
     Raises BadInput if `method` is missing although the soup has records of several methods, or if the preference is
     invalid.
@@ -229,7 +235,7 @@ def soup_policy(
 
 
 def _weight_parts(record: SoupRecord, preference: Sequence[float]) -> list[tuple[SoupPart, float]]:
-    """Return the policies to merge for a preference, with their weights."""
+    """Return the policies to merge for a preference, with their weights. A single policy has the weight 1."""
     if record.method == "oracle":
         for point, part in zip(record.points, record.backbones, strict=True):
             if max(abs(a - b) for a, b in zip(point.preference, preference, strict=True)) < 1e-6:
@@ -244,17 +250,18 @@ def _weight_parts(record: SoupRecord, preference: Sequence[float]) -> list[tuple
 
 
 def list_soups(store: str) -> list[str]:
-    """Return the names of the soups of a store."""
+    """Return the names of all soups in a store."""
     return open_store(store).children(SOUPS)
 
 
 def soup_records(store: str, name: str) -> NumberedRecords:
-    """Return the stored records of a soup, numbered from 1. There are none while the first soup is being trained."""
+    """Return access to the stored records of a soup, which are numbered from 1. There are none before the soup is
+    finished."""
     return NumberedRecords(open_store(f"{store.rstrip('/')}/{SOUPS}/{name}"), f"soup {name!r}")
 
 
 def verify_soup(store: str, name: str) -> list[str]:
-    """Read every record of a soup and every entry of their chain; return one line per problem."""
+    """Check all records of a soup for damage. Return one line per problem, or an empty list."""
     numbered = soup_records(store, name)
     try:
         _read_records(numbered)
@@ -264,7 +271,7 @@ def verify_soup(store: str, name: str) -> list[str]:
 
 
 def _read_records(numbered: NumberedRecords) -> list[SoupRecord]:
-    """Return the records of a soup in order. Raises Damaged if one is missing, torn or replaced."""
+    """Return all records of a soup in order. Raises Damaged if one is missing, incomplete or replaced."""
     return [
         SoupRecord.unseal(content, where=f"{numbered.where}: record {number}")
         for number, content in enumerate(numbered.read(), start=1)

@@ -1,5 +1,4 @@
-"""Table and plot of a soup's front. The front consists of the rewards that the soup's policies reach for all
-preferences."""
+"""Tables and plots of the rewards that a soup's policies reach for different preferences (the front)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from io import BytesIO
@@ -21,8 +20,8 @@ MARKERS: Final = {"bone": "o", "direct": "D", "rewarded": "s", "oracle": "^"}
 
 
 def front_rows(record: SoupRecord) -> Iterator[dict[str, str]]:
-    """Yield a table row for each preference, with merge weights and rewards in standard deviations above the start
-    policy."""
+    """Yield a table row for each evaluated preference: merge weights, and rewards in standard deviations above the
+    start policy."""
     for point in record.points:
         yield {
             "preference": _format_numbers(point.preference),
@@ -33,7 +32,8 @@ def front_rows(record: SoupRecord) -> Iterator[dict[str, str]]:
 
 
 def metric_row(record: SoupRecord) -> Mapping[str, str]:
-    """Return the quality metrics of a soup's front as a row of a table."""
+    """Return a table row with metrics of how good the policies of a soup are over all preferences, such as the
+    hypervolume."""
     metrics = record.metrics
     return {
         "method": METHODS[record.method] + (f", β {record.beta:g}" if record.method in ("bone", "direct") else ""),
@@ -49,8 +49,8 @@ def metric_row(record: SoupRecord) -> Mapping[str, str]:
 
 
 def draw_fronts(records: Sequence[SoupRecord], *, encoding: Literal["png", "svg"]) -> bytes:
-    """Plot the rewards of every preference against each other, with one column per soup and one row per pair of
-    terms."""
+    """Plot the rewards of all evaluated policies, as PNG or SVG. There is one column per soup and one row per pair of
+    rewards."""
     from matplotlib.figure import Figure
 
     terms, names = records[0].terms, list(dict.fromkeys(record.name for record in records))
@@ -71,8 +71,8 @@ def draw_fronts(records: Sequence[SoupRecord], *, encoding: Literal["png", "svg"
 
 
 def _draw_soup(axes: "Axes", record: SoupRecord, *, across: int, up: int) -> None:
-    """Draw one soup. With two rewards a line connects the preferences. With three the line would cross itself, so only
-    points are drawn."""
+    """Add the policies of one soup to a plot. With two rewards a line connects them. With three rewards the line would
+    cross itself, so only points are drawn."""
     rows = [point.standardised for point in record.points]
     line = "-" if len(record.terms) == 2 else ""
     x, y = [row[across] for row in rows], [row[up] for row in rows]

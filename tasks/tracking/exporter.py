@@ -21,11 +21,12 @@ _EVALUATION: Final = re.compile(r"eval-(\d+)")
 
 
 class RunsCollector(Collector):
-    """Prometheus collector that reads the last seal and the last evaluation of each run on each request. Seals are
-    cached."""
+    """Prometheus collector for the newest iteration and evaluation of each run. The store is read on each request,
+    except for iterations that were read before."""
 
     def __init__(self, store: str, names: Sequence[str]) -> None:
-        """Select the runs. If no names are given, all runs in the store at the time of a request are included."""
+        """Select runs by name. If no names are passed, each request includes all runs that are in the store at that
+        time."""
         self._store, self._names = store, names
         self._runs: dict[str, Run] = {}
 
@@ -48,7 +49,8 @@ class RunsCollector(Collector):
 
 
 def numbers_of(run: Run) -> dict[str, float]:
-    """Return the scalars of the last sealed iteration and of the last evaluation, together with their numbers."""
+    """Return all metrics of the last complete iteration and the last evaluation, with the keys "iteration" and
+    "evaluation" for their numbers."""
     folders = run.folders()
     numbers: dict[str, float] = {}
     seals = (StageKey.of(iteration_key(number), "seal") for number in reversed(iteration_numbers(folders)))

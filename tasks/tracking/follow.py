@@ -1,4 +1,4 @@
-"""Publication of a run's progress outside its store: `metrics.jsonl` and trackers.
+"""Metrics of a run in places outside the store's records: `metrics.jsonl`, and trackers such as MLflow or W&B.
 
 A failure here never stops or delays the run. It is logged as a warning, and `rheostat track` can catch up later.
 """
@@ -20,12 +20,12 @@ from tasks.tracking.mirror import tracker_processes_of
 logger = logging.getLogger(__name__)
 
 _TRACKERS: ContextVar[TrackerProcesses | None] = ContextVar("trackers", default=None)
-"""Trackers of the run that is open in this context, or None if it has none."""
+"""Tracker processes of the run that is open in this context, or None if the run has no trackers."""
 
 
 def update_metrics_file(run: Run, *, is_over: bool = False) -> None:
-    """Append new numbers to `metrics.jsonl`. In a bucket, where objects cannot grow, the file is written when the run
-    is over."""
+    """Append metrics of new iterations and evaluations to `metrics.jsonl`. In a bucket, where objects cannot grow, the
+    file is written when the run is over."""
     try:
         if not run.store.is_remote:
             extend_metrics(run)
@@ -36,7 +36,7 @@ def update_metrics_file(run: Run, *, is_over: bool = False) -> None:
 
 
 async def track_iteration(open_run: OpenRun, number: int) -> None:
-    """Notify the trackers, if any, of a sealed iteration."""
+    """Let the trackers send the metrics of a completed iteration. Does nothing if the run has no trackers."""
     if (trackers := _TRACKERS.get()) is not None:
         await _notify_trackers(open_run, trackers, number)
 
@@ -49,8 +49,8 @@ async def _notify_trackers(open_run: OpenRun, trackers: TrackerProcesses, number
 
 @asynccontextmanager
 async def mirror_to_trackers(open_run: OpenRun) -> AsyncIterator[None]:
-    """Mirror the run to its trackers during the block. At the end of the block, even after an error, wait for the
-    trackers to receive all remaining metrics while they respond."""
+    """Send the run's metrics to its trackers during the block. At the end, even after an error, wait for the remaining
+    metrics to arrive as long as the trackers respond."""
     if not open_run.settings.tracking:
         yield
         update_metrics_file(open_run.run, is_over=True)

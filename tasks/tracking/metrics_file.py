@@ -1,4 +1,5 @@
-"""File `metrics.jsonl`: the metrics of a run's iterations and evaluations, one line each, derived from the seals."""
+"""File `metrics.jsonl` of a run, with one line for the metrics of each iteration and evaluation. It can always be
+rebuilt from the store."""
 
 import json
 from collections.abc import Iterator
@@ -9,14 +10,14 @@ from tasks.tracking.points import PointName, points_after, read_point
 
 
 def rewrite_metrics(run: Run) -> str:
-    """Write the whole file from the seals, and return its location."""
+    """Rebuild the whole file from the stored metrics, and return its location."""
     replace_lines(run.store, METRICS, _build_lines(run, None))
     return run.store.locate(METRICS)
 
 
 def extend_metrics(run: Run) -> None:
-    """Append new lines to a local file. If its content is not what was written before, the whole file is written
-    again."""
+    """Append lines for new iterations and evaluations to a local file. If the file was changed by something else,
+    rebuild it."""
     if not run.store.is_remote and not extend_lines(run.store, METRICS, lambda line: _lines_after(run, line)):
         rewrite_metrics(run)
 

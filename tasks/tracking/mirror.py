@@ -1,4 +1,4 @@
-"""Process that mirrors a run to one tracker: `python -m tasks.tracking.mirror`.
+"""Process that sends a run's metrics to one tracker: `python -m tasks.tracking.mirror`.
 
 The process reads a `MirrorOrder` from stdin. Each further line requests a check of the run. A check compares the store
 with the tracker and sends everything that the tracker lacks, so an earlier process may have stopped at any point. When
@@ -35,7 +35,7 @@ SHOWN: Final = 300  # characters of an error message
 
 
 def tracker_processes_of(run: Run, trackers: Sequence[Tracker]) -> TrackerProcesses:
-    """Return the tracker processes of a run, which are not started yet."""
+    """Return one process for each tracker of a run. The processes are not started yet."""
     home = run.store.uri.rpartition("/")[0]
     patience = PATIENCE_SECONDS
     orders = [MirrorOrder(store=home, run=run.name, tracker=each, patience_seconds=patience) for each in trackers]
@@ -51,15 +51,15 @@ class Watchdog:
         self._seconds, self._lose = seconds, lose
         self._began: float | None = None
         self.is_last = False
-        """Whether the end of the run waits for this process."""
+        """Whether the run has ended and waits for this process."""
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def begin(self) -> None:
-        """Record that a call has started or made progress."""
+        """Note the time, because a call to the tracker starts or has made progress."""
         self._began = time.monotonic()
 
     def pause(self) -> None:
-        """Record that no call is in progress."""
+        """Note that no call to the tracker is in progress, so nothing has to be watched."""
         self._began = None
 
     def _watch(self) -> None:
@@ -101,18 +101,20 @@ class RequestReader:
 
 
 class TrackerSync:
-    """Mirror of one run to one tracker."""
+    """Synchronization of one run to one tracker. It sends the points (metrics of an iteration or evaluation) that the
+    tracker lacks."""
 
     def __init__(self, order: MirrorOrder, report_descriptor: int) -> None:
-        """Open the run. `report_descriptor` is the file descriptor for reports."""
+        """Open the run. `report_descriptor` is the file descriptor to which reports for the training process are
+        written."""
         self._order, self._report_descriptor = order, report_descriptor
         self._run: Run = open_run(order.store, order.run)
         self._mirror: Mirror | None = None
         self._tracker_lock = ExitStack()
-        """Lock on the tracker. Two processes would both write the points that both found missing."""
+        """Lock on the tracker. Without it, two processes could both send the same points."""
         self._has_lock = False
         self._last: PointName | None = None
-        """Last point that the tracker has."""
+        """Last point that the tracker has received, or None if it is unknown."""
         self._points = 0
         self.watchdog = Watchdog(order.patience_seconds, self._lose)
 
@@ -132,7 +134,8 @@ class TrackerSync:
             self.watchdog.pause()
 
     def close(self) -> None:
-        """Close the tracker after all points have arrived, with the final policy of the run."""
+        """Close the tracker after all points have arrived. If the run is finished, the tracker also receives its final
+        policy."""
         try:
             self.watchdog.begin()
             if self._mirror is not None:
@@ -179,8 +182,8 @@ class TrackerSync:
 
 
 def final_policy_of(run: Run) -> Product | None:
-    """Return the final policy of a run, which was evaluated after its last iteration, or None if the run is not
-    finished."""
+    """Return the final policy of a run for the tracker, or None if the run is not finished (the last iteration is not
+    evaluated)."""
     places = [*points_after(run, None)]
     if not places or places[-1].series != "evaluation" or not places[-1].step:
         return None
@@ -194,7 +197,7 @@ def _describe_error(error: Exception) -> str:
 
 
 def main() -> None:
-    """Mirror the run until stdin ends, and then check a last time."""
+    """Run the process: send new metrics whenever a check is requested, until stdin ends, and then check a last time."""
     report_descriptor = os.dup(1)
     os.dup2(2, 1)  # output of libraries must not mix with the reports
     order = MirrorOrder.model_validate_json(sys.stdin.buffer.readline())

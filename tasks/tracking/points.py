@@ -1,4 +1,4 @@
-"""Points for trackers: the metrics of a run's iterations and evaluations in order, from seals and summaries."""
+"""Points that trackers receive: the metrics of each iteration and each evaluation of a run, in order."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,27 +15,27 @@ from tasks.tracking.samples import sample_table
 from tasks.views.metrics import accuracy_of
 
 NOT_SECONDS: Final = "weights_bytes"
-"""The only value among a seal's seconds that is not a duration."""
+"""Name of the only value in an iteration's `seconds` that is not a duration."""
 
 
 @dataclass(frozen=True, slots=True)
 class PointName:
-    """Name of a point, which consists of the series (iterations or evaluations) and the step in it."""
+    """Identity of a point: whether it is an iteration or an evaluation, and its number."""
 
     series: Series
     step: int
 
 
 def subject_of(run: Run) -> Subject:
-    """Return the subject that identifies a run to a tracker. Different runs have different subjects, even if they had
-    the same name one after the other."""
+    """Return the name and settings under which trackers show a run. Different runs have different identities, even if
+    one has reused the name of the other."""
     creation_time = "".join(letter for letter in run.record.created if letter.isdigit())[:14]
     identity = f"{run.name}-{run.record.fingerprint[:8]}-{creation_time}".replace(".", "-").replace("_", "-")
     return Subject(name=run.name, identity=identity, config=run.record.config)
 
 
 def points_after(run: Run, last: PointName | None) -> Iterator[PointName]:
-    """Yield the points of a run after `last`, in order. The evaluation after an iteration follows the iteration."""
+    """Yield the iterations and evaluations of a run that come after `last`, in order. None yields all of them."""
     folders = {*run.folders()}
 
     def is_there(batch: str, stage: str) -> bool:
@@ -52,7 +52,8 @@ def points_after(run: Run, last: PointName | None) -> Iterator[PointName]:
 
 
 def read_point(run: Run, place: PointName, *, samples: bool = False) -> Point:
-    """Read the metrics of a point, and with `samples` a function that reads some of its completions."""
+    """Read the metrics of an iteration or evaluation. With `samples`, the point also has a function that reads some
+    completions."""
     if place.series == "evaluation":
         summary = run.require(StageKey.of(evaluation_key(place.step), "summary"))
         return Point(place.series, place.step, evaluation_scalars(summary))
@@ -62,8 +63,8 @@ def read_point(run: Run, place: PointName, *, samples: bool = False) -> Point:
 
 
 def iteration_scalars(sealed: Manifest) -> dict[str, float]:
-    """Return all metrics of a seal under their names, derived metrics, durations and costs. Values that are not finite
-    are left out."""
+    """Return the metrics, durations and costs of a completed iteration, by name. Values that are not finite are left
+    out."""
     metrics, provenance = sealed.metrics, sealed.provenance
     seconds = {name: value for name, value in provenance.seconds.items() if name != NOT_SECONDS}
     costs = {f"cost/{role}_worker_seconds": cost.worker_seconds for role, cost in provenance.costs.items()}
@@ -94,7 +95,7 @@ def _generation_speed(sealed: Manifest) -> dict[str, float]:
 
 
 def evaluation_scalars(summary: Manifest) -> dict[str, float]:
-    """Return the held-out accuracy with its interval and pass@k."""
+    """Return the held-out accuracy of an evaluation with its confidence interval and pass@k, by name."""
     accuracy = accuracy_of(summary)
     pass_rates = {f"eval/pass_at_{k}": share for k, share in accuracy.pass_at.items()}
     numbers = {

@@ -23,8 +23,8 @@ COLUMNS: Final = ("why", "reward", "prompt", "completion", "answer", "tokens", "
 
 
 def sample_table(run: Run, iteration: int) -> TextTable | None:
-    """Return some completions of an iteration as a table, the same on each call, or None if its rollouts were
-    deleted."""
+    """Return a table of some completions of an iteration: the best, the worst and some others. The same rows are chosen
+    on each call. Return None if the rollouts were deleted."""
     if iterations_without_rollouts(run, [iteration]):
         return None
     pairs = [_scored_shard(run, StageKey.parse(rollouts.key)) for rollouts in rollouts_of(run, iteration)]
@@ -43,7 +43,7 @@ def sample_table(run: Run, iteration: int) -> TextTable | None:
 
 
 def chosen_rows(rewards_N: Floats, *, seed: int) -> dict[int, str]:
-    """Choose rows to show, by row with the reason: the best and worst by reward, and random others, including rows
+    """Choose completions to show. Return the reason ("best", "worst" or "random") by row. Random rows may include rows
     without a reward."""
     order = [int(row) for row in np.argsort(-rewards_N, kind="stable") if np.isfinite(rewards_N[row])]
     best = order[:BEST]

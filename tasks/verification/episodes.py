@@ -1,4 +1,4 @@
-"""Check that environments still respond to the stored turns of a run's episodes as they did.
+"""Check that the environments of a run still behave as they did when its episodes were stored.
 
 The episodes are replayed in a separate process, because no flow process loads code that reads tokenizers.
 """
@@ -27,17 +27,17 @@ from tasks.views.metrics import sealed_iterations
 
 
 class EnvironmentCheck(Settings):
-    """Result of replaying stored episodes."""
+    """Result of replaying stored episodes against new environments."""
 
     episodes: int = 0
     """Number of replayed episodes."""
     differences: tuple[Difference, ...] = ()
-    """Turns to which the environment responded differently."""
+    """Turns in which a new environment responded differently from the stored response."""
     unchecked: str = ""
     """Reason why no episode was replayed. Empty if episodes were replayed."""
 
     def lines(self) -> list[str]:
-        """Return the result as lines of text, one for each difference."""
+        """Describe the result as lines for the terminal, one for each difference."""
         if self.unchecked:
             return [f"no episode was replayed: {self.unchecked}"]
         same = f"{self.episodes} episodes were replayed: new environments responded as stored"
@@ -45,8 +45,8 @@ class EnvironmentCheck(Settings):
 
 
 def check_environment(run: Run, *, episodes: int) -> EnvironmentCheck:
-    """Replay a number of stored episodes in new environments and compare the responses. The run's seed chooses the
-    episodes.
+    """Replay a number of stored episodes in new environments and compare the responses. Episodes are chosen at random,
+    but always the same for a run.
 
     Raises BadInput if the environment cannot be used, and WorkerFailed if the replay crashes.
     """
@@ -78,8 +78,8 @@ def _reason_against(environment: EpisodeSettings | None) -> str:
 
 
 def _sample_episodes(run: Run, sealed: int) -> Iterator[tuple[ShardRef, int]]:
-    """Yield rollout shards and rows of all sealed iterations in random order, except rows whose prompts were
-    forgotten."""
+    """Yield (rollout shard, row) for stored episodes of all completed iterations, in random order. Rows whose prompts
+    were erased are skipped."""
     deleted = iterations_without_rollouts(run, range(1, sealed + 1))
     iterations = [Iteration(run, number) for number in range(1, sealed + 1) if number not in deleted]
     shards = [manifest.shards[0] for iteration in iterations for manifest in iteration.shard_manifests("rollout")]

@@ -1,5 +1,5 @@
-"""Checks of a run's invariants, in addition to the digests of its data. Iterations, re-scorings and re-credits are
-checked, and only the store is read."""
+"""Consistency checks of a run's records: whether prompts, completions, scores, samples and policies belong together.
+Digests only show that data is unchanged. Only the store is read."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -38,7 +38,8 @@ from tasks.views.runs import open_known_run
 
 
 def verify_run(store: str, name: str) -> list[str]:
-    """Check every digest and every invariant of a run. Return one line per problem that names the faulty object."""
+    """Check a run for damaged data and for records that contradict each other. Return one line per problem that names
+    the faulty object, or an empty list."""
     run = open_known_run(store, name)
     return verify_store(run, deferred=partial(_promised_states, run)) or check_invariants(run)
 
@@ -52,19 +53,21 @@ def _promised_states(run: Run, manifests: list[Manifest]) -> list[BundleRef]:
 
 
 def ignored_files(store: str, name: str) -> list[str]:
-    """Return the files in a run's directory that do not belong to the run."""
+    """Return files in a run's directory that do not belong to the run, for example files that a user put there."""
     return stray_files(open_known_run(store, name))
 
 
 def deletions(store: str, name: str) -> list[Tombstone]:
-    """Return the tombstones of deletions on purpose, except those of old policies, which every run deletes."""
+    """Return records of data that was deleted on purpose (tombstones). Deleted files of old policies are left out,
+    because every run deletes them."""
     return [
         stone for stone in tombstones(open_known_run(store, name)) if not stone.is_bundle and stone.what != FORGOTTEN
     ]
 
 
 def missing_states(store: str, name: str) -> list[str]:
-    """Return the keys of the optimizer states that the newest version names but the store does not have (yet)."""
+    """Return the keys of optimizer states that the run's records name but the store does not contain, for example
+    because the run was interrupted while it wrote them."""
     run = open_known_run(store, name)
     if find_tombstone(run) is not None:
         return []
@@ -72,7 +75,8 @@ def missing_states(store: str, name: str) -> list[str]:
 
 
 def check_invariants(run: Run) -> list[str]:
-    """Check every sealed iteration. Return one line per violated invariant that names the faulty object."""
+    """Check whether the records of each completed iteration are consistent. Return one line per problem that names the
+    faulty object."""
     digests = {manifest.digest for manifest in run.manifests()}
     problems: list[str] = []
     seals = sealed_iterations(run)
@@ -93,8 +97,8 @@ def check_invariants(run: Run) -> list[str]:
 
 
 def _check_prompts(iteration: Iteration) -> Iterator[str]:
-    """Check that each batch has the next prompts of the stream, without gaps and without prompts that the iteration
-    already has."""
+    """Check that the batches of an iteration use the next prompts of the stream, without gaps and without repeating a
+    prompt."""
     cursor, taken_rows, num_prompts = (
         iteration.start_state.cursor,
         iteration.start_state.rows(),
@@ -116,8 +120,8 @@ def _check_prompts(iteration: Iteration) -> Iterator[str]:
 
 
 def _check_carry_over(iteration: Iteration) -> Iterator[str]:
-    """Check that the next iteration takes over each unused group exactly once, and that partial completions continue in
-    its first shards."""
+    """Check that each group that was left over is used exactly once by the next iteration, and that partial completions
+    continue in its first shards."""
     key, after = iteration.stage_key("seal"), iteration.end_state
     expected = tuple(groups.rollouts for groups in iteration.start_state.partial_groups)
     for plan in (batch.plan for batch in iteration.batches):
@@ -145,8 +149,8 @@ def _check_carry_over(iteration: Iteration) -> Iterator[str]:
 
 
 def _check_sampling(iteration: Iteration) -> Iterator[str]:
-    """Check that the iteration has no more batches than allowed, and that the state of dynamic sampling matches the
-    generated groups."""
+    """Check that an iteration has no more batches than allowed, and that the recorded state of dynamic sampling matches
+    the generated groups."""
     dynamic, after = iteration.rollout.dynamic, iteration.end_state
     max_batches = 1 if dynamic is None else 1 + dynamic.max_extra_waves
     if len(iteration.batches) > max_batches:
@@ -170,8 +174,8 @@ def _check_sampling(iteration: Iteration) -> Iterator[str]:
 
 
 def _check_state(iteration: Iteration) -> Iterator[str]:
-    """Check that an update stores its optimizer state when it is due, and that an update without steps names its
-    parent's state."""
+    """Check that each update names an optimizer state if one must be stored. An update without optimizer steps must
+    name the state of the version before."""
     run, update, every = iteration.run, iteration.update, state_every(iteration.run)
     if not changed_model(update):
         if states_of(update) != states_of(iteration.policy):
@@ -182,7 +186,7 @@ def _check_state(iteration: Iteration) -> Iterator[str]:
 
 
 def _check_return(iteration: Iteration) -> Iterator[str]:
-    """Check that the run reverted exactly when its alarms require it, and to the last good version."""
+    """Check that the run reverted to an earlier policy exactly when an alarm requires it, and to the right version."""
     run, key = iteration.run, revert_key(iteration.number)
     expected, manifest = required_revert(iteration, recorded_revert_alarms(run)), run.find(key)
     if (None if manifest is None else manifest.detail) != expected:
@@ -196,8 +200,8 @@ def _check_return(iteration: Iteration) -> Iterator[str]:
 
 
 def check_derived(run: Run) -> Iterator[str]:
-    """Check every re-scored or re-credited iteration. Yield one line per violated invariant that names the faulty
-    object."""
+    """Check every iteration that was scored again (re-scored) or whose advantages were computed again (re-credited).
+    Yield one line per problem that names the faulty object."""
     digests = {manifest.digest for manifest in run.manifests()}
     for line in list_derived_results(run):
         derived = DerivedResult(line.kind, line.name)
@@ -212,7 +216,8 @@ def check_derived(run: Run) -> Iterator[str]:
 
 
 def _check_rescored(iteration: Iteration, derived: DerivedResult) -> Iterator[str]:
-    """Check that every shard was scored by the recorded rewards, on the recorded rollouts."""
+    """Check that the new scores of an iteration cover its stored rollouts and were computed with the
+    recorded rewards."""
     run = iteration.run
     terms, shards = rescoring_terms(run, derived.name), rescored_shards(iteration, derived)
     if terms is None:
@@ -230,7 +235,7 @@ def _check_rescored(iteration: Iteration, derived: DerivedResult) -> Iterator[st
 
 
 def _check_scores(run: Run, rollouts: Manifest, scores: Manifest, scoring: ScoringConfig) -> Iterator[str]:
-    """Check one score shard: its parent, rollouts, rows and terms."""
+    """Check that the scores of one shard belong to its rollouts row by row, and include all reward terms."""
     if scores.parents[:1] != (rollouts.digest,):
         yield f"{scores.key}: the first parent is not {rollouts.key}"
     table = read_shard(run.store, scores.shards[0])
@@ -243,7 +248,7 @@ def _check_scores(run: Run, rollouts: Manifest, scores: Manifest, scoring: Scori
 
 
 def _check_verdicts(batch: Batch, scoring: ScoringConfig) -> Iterator[str]:
-    """Check that every verdict shard belongs to its rollouts."""
+    """Check that the verdicts of judges and reward models belong to the batch's rollouts."""
     for term in scoring.model_rewards:
         for rollouts, verdicts in zip(
             batch.rollout_manifests, batch.stage_manifests(reward_model_role(term)), strict=True
@@ -253,7 +258,7 @@ def _check_verdicts(batch: Batch, scoring: ScoringConfig) -> Iterator[str]:
 
 
 def _check_recredited(iteration: Iteration, derived: DerivedResult) -> Iterator[str]:
-    """Check that the advantages belong to the completions and scores that the re-credit names."""
+    """Check that new advantages of an iteration were computed from the recorded completions and scores."""
     run = iteration.run
     terms = recredit_terms(run, derived.name)
     if terms is None:

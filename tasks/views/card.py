@@ -1,4 +1,5 @@
-"""Model card of a policy, the README.md of a Hugging Face model directory: training recipe and measured results."""
+"""Model card (README.md of a Hugging Face model directory) with the training recipe and evaluation results
+of a policy."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
@@ -29,14 +30,14 @@ def model_card(
     config: Mapping[str, JsonValue],
     evaluations: Sequence[str],
 ) -> str:
-    """Return the model card of a trained policy: YAML front matter for Hugging Face, then Markdown. `config` is the
-    configuration of its run."""
+    """Return the text of the model card of a trained policy: YAML front matter for Hugging Face, then Markdown.
+    `lineage` and `config` say how the policy was trained."""
     body = "\n".join(_body_lines(card, title, lineage, config, evaluations))
     return _front_matter(card, "reinforcement-learning") + body
 
 
 def merge_card(card: CardConfig, *, title: str, merge: Merge) -> str:
-    """Return the model card of a weighted sum of policies."""
+    """Return the text of the model card of a policy that was merged from other policies."""
     lines = [f"# {title}\n", "The weighted sum of these policies, tensor by tensor.\n", "## Parents\n"]
     lines += [f"- {parent.weight:g} × {parent.name}: `{parent.digest}`" for parent in merge.parents]
     if merge.soup is not None:

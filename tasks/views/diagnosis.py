@@ -6,30 +6,31 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 WAITED: Final = "environment_share"
-"""Share of the generation time in which rollout workers were idle because they waited for environments."""
+"""Metric name: fraction of the generation time in which rollout workers were idle because they waited for
+environments."""
 INFORMATIVE: Final = "informative_share"
-"""Share of informative groups, which are the groups whose completions have different rewards."""
+"""Metric name: fraction of the groups whose completions have different rewards. Only such groups train the policy."""
 ENTROPY_LEFT: Final = "entropy_left"
-"""Entropy divided by the entropy of the first iteration. Measured only if accuracy is below `RIGHT`."""
+"""Metric name: entropy divided by the entropy in the first iteration. Not measured if accuracy is above `RIGHT`."""
 LONGER: Final = "length_growth"
-"""Mean completion length divided by the mean length in the first iteration. Measured only if the reward has not
-risen."""
+"""Metric name: mean completion length divided by the mean length in the first iteration. Measured only if the reward
+has not risen."""
 RIGHT: Final = 0.9
 """Accuracy above which low entropy and uninformative groups are no problem, because the policy solves most problems."""
 MEMORIZED: Final = "memorized"
-"""Name of the warning about a held-out accuracy far below the sampled accuracy of the same iteration."""
+"""Name of the warning that held-out accuracy is far below the accuracy on training prompts."""
 GAIN: Final = 0.1
 """Minimum rise of the mean reward that counts as a rise, in standard deviations of the first iteration's rewards."""
 
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """Warning for a metric that is beyond a bound."""
+    """Condition on one metric, with the warning that users see if it holds."""
 
     metric: str
     bound: float
     warning: str
-    """Text of the warning, with a placeholder for the value."""
+    """Text of the warning, with a placeholder such as {:.0%} for the value of the metric."""
     side: Literal["above", "below"] = "above"
     """Side of the bound on which a value triggers the warning."""
 
@@ -112,7 +113,7 @@ SYMPTOMS: Final = (
         "(rollout.engine.dtype, update.dtype).",
     ),
 )
-"""Symptoms, with the most urgent first. In a healthy run KL and mismatch are thousandths of a nat."""
+"""All symptoms, the most urgent first. In a healthy run KL and mismatch are thousandths of a nat."""
 
 _TERM: Final = re.compile(r"credit/term_(.+)_std")
 
@@ -120,10 +121,10 @@ _TERM: Final = re.compile(r"credit/term_(.+)_std")
 def find_warnings(
     metrics: Mapping[str, float], *, first: Mapping[str, float] | None = None, accuracy: float | None = None
 ) -> dict[str, str]:
-    """Return the warnings of an iteration by metric.
+    """Return the warnings about an iteration, by name of the metric that caused each.
 
-    `first` holds the metrics of the run's first iteration and `accuracy` the share of correct completions. Warnings
-    about changes since the first iteration need `first`.
+    `first` contains the metrics of the run's first iteration and `accuracy` the fraction of correct completions.
+    Warnings about changes since the first iteration need `first`.
     """
     flat = _flat_terms(metrics)
     values = (
@@ -140,7 +141,7 @@ def find_warnings(
 
 
 def _flat_terms(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Return a warning for each reward term that gave every completion the same value."""
+    """Return a warning for each reward term that has the same value for all completions, by name of the metric."""
     terms = {name: match[1] for name in metrics if (match := _TERM.fullmatch(name))}
     return {
         name: f"Reward {term!r} gave every completion {metrics[f'credit/term_{term}_mean']:.3g}, so it teaches "
@@ -158,7 +159,7 @@ def _informative_share(metrics: Mapping[str, float], *, accuracy: float | None) 
 def _compare_with_first(
     metrics: Mapping[str, float], first: Mapping[str, float], *, accuracy: float | None
 ) -> dict[str, float]:
-    """Compare an iteration with the first one, for metrics that both have."""
+    """Return the metrics that measure changes since the first iteration: entropy and completion length."""
     changes: dict[str, float] = {}
     entropy, length, reward = "update/entropy", "credit/length_mean", "credit/reward_mean"
     if metrics.keys() & first.keys() >= {entropy} and first[entropy] > 0 and (accuracy is None or accuracy < RIGHT):
@@ -170,7 +171,8 @@ def _compare_with_first(
 
 
 def compare_with_heldout(accuracy: float | None, heldout_accuracy: float | None) -> dict[str, str]:
-    """Return a warning if nearly all sampled completions are correct, but few answers to held-out problems are.
+    """Return a warning if nearly all completions for training prompts are correct, but few for held-out problems. The
+    policy may have memorized the training prompts.
 
     `heldout_accuracy` is the accuracy after the same iteration, or None if the policy was not evaluated then.
     """
@@ -184,7 +186,7 @@ def compare_with_heldout(accuracy: float | None, heldout_accuracy: float | None)
 
 
 def summarize_warnings(warnings: Sequence[Mapping[str, str]], *, first: int = 1) -> list[str]:
-    """Return one line for each kind of warning that occurred in several iterations, with the text of the last
+    """Summarize the warnings of several iterations: return one line for each kind of warning, with the text of its last
     occurrence. `first` is the number of the first iteration in `warnings`."""
     lines = []
     for metric in dict.fromkeys(metric for each in warnings for metric in each):

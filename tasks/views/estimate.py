@@ -1,5 +1,5 @@
-"""Lower bound on the time of an iteration on accelerators that this machine does not have (a roofline estimate), and
-the required memory."""
+"""Estimate of the time and memory that an iteration needs on accelerators that this machine does not have. The time is
+a lower bound (roofline estimate)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ NOT_COUNTED: Final = "Kernel launches, padding, weight transfers, judges, a crit
 
 @dataclass(frozen=True, slots=True)
 class CheckedDecoder:
-    """Layer and weight sizes of a language model, read from the results of the preflight check. Implements the
+    """Sizes of a language model (parameters, layers, widths), as measured by the preflight check. Implements the
     interface `placement.roofline.DecoderWork`."""
 
     facts: Mapping[str, float]
@@ -46,17 +46,17 @@ class CheckedDecoder:
 
 
 class StageEstimate(Settings):
-    """Time estimate for one stage of an iteration."""
+    """Estimated time of one stage of an iteration."""
 
     stage: str
     seconds: float
-    """Lower bound of the time in seconds."""
+    """Lower bound of the stage's time in seconds."""
     tokens: int
     """Number of tokens that the stage processes."""
 
     @property
     def row(self) -> dict[str, str]:
-        """Values of this stage as a table row, by column heading."""
+        """Table row of the stage for `rheostat plan`, by column heading."""
         rate = f"{self.tokens / self.seconds:,.0f}" if self.seconds else "–"
         return {"stage": self.stage, "seconds": f"{self.seconds:,.3g}", "tokens": f"{self.tokens:,}", "tokens/s": rate}
 
@@ -82,7 +82,8 @@ class MemoryEstimate(Settings):
 
 
 class DeviceEstimate(Settings):
-    """Estimate of an iteration on a number of accelerators of one kind, at full speed."""
+    """Estimated time and memory of an iteration on accelerators of one kind. The times assume that the accelerators run
+    at full speed."""
 
     device: str
     rollout_devices: int
@@ -94,13 +95,13 @@ class DeviceEstimate(Settings):
 
     @property
     def rows(self) -> list[dict[str, str]]:
-        """Rows of a table, one for each stage."""
+        """Table of the stages for `rheostat plan`, one row per stage."""
         return [stage.row for stage in self.stages]
 
 
 def accelerator(name: str) -> Accelerator:
-    """Return the kind of accelerator that `--device` names. Raises BadInput with the known names if the name is
-    unknown."""
+    """Return the accelerator that `--device` names, with its speed and memory. Raises BadInput with the known names if
+    the name is unknown."""
     known = {each.key: each for each in ACCELERATORS}
     if name.lower() not in known:
         raise BadInput(f"--device {name!r} must be one of {', '.join(known)}{nearest(name.lower(), [*known])}")
@@ -167,8 +168,8 @@ def estimate(
 def _teacher_seconds(
     config: RunConfig, facts: Mapping[str, float], decoder: CheckedDecoder, generated_work: Generated, one_pass: float
 ) -> float:
-    """Return the time of a teacher's forward pass, scaled from the policy's by the number of parameters. Every rank
-    holds the teacher."""
+    """Return the seconds of a teacher's forward pass, scaled from the policy's time by the number of parameters. Every
+    rank has a copy of the teacher."""
     if config.algorithm.distillation is None or "teacher_parameters" not in facts:
         return 0.0
     arithmetic = 2 * facts["teacher_parameters"] * generated_work.trained_tokens
@@ -176,7 +177,7 @@ def _teacher_seconds(
 
 
 def peak_memory_by_part(facts: Mapping[str, float], role: str) -> dict[str, float]:
-    """Return the peak memory of a worker in bytes, by part."""
+    """Return the peak memory of a worker of `role` in bytes, by purpose, such as weights or activations."""
     return {
         name.removeprefix(f"{role}_").removesuffix("_bytes"): value
         for name, value in facts.items()
@@ -191,8 +192,8 @@ def _estimate_memory(role: str, facts: Mapping[str, float], kind: Accelerator) -
 
 
 def _estimate_update_memory(update: UpdateConfig, facts: Mapping[str, float], kind: Accelerator) -> MemoryEstimate:
-    """Return the memory of one update rank. Its chunks of logits grow with the accelerator's memory, and offloaded
-    parts are counted as memory of the machine."""
+    """Return the memory that one update rank needs. Offloaded parts are counted as memory of the machine. The chunks in
+    which logits are computed grow with the accelerator's memory."""
     parts = peak_memory_by_part(facts, "update") | {"head": head_bytes(facts["pass_logits"], memory=kind.memory)}
     parts.pop("writing", None)  # the copy that is being written to the store is in the machine's memory
     offloaded_bytes = sum(parts.pop(part) for part in update.offloaded)

@@ -1,4 +1,4 @@
-"""Export of rollouts and scores as Parquet.
+"""Export of rollouts, scores and advantages as Parquet files, for analysis with other tools.
 
 Exporting needs neither Prefect's API nor a worker. The run itself never reads exported files.
 """
@@ -35,13 +35,14 @@ from tasks.views.metrics import sealed_iterations
 from tasks.views.runs import detect_deletion, known_rescoring, open_known_run
 
 Place = tuple[int, int]
-"""Prompt row and sample number, which identify a completion in an iteration."""
+"""Prompt row and sample number, which identify a completion within an iteration."""
 
 PLACE: Final = ("prompt_row", "sample")
 
 
 def export_run(store: str, name: str, *, scores: str | None = None) -> list[str]:
-    """Write one Parquet file per sealed iteration with its rollouts and scores, and return the locations of the files.
+    """Write one Parquet file per completed iteration with its rollouts and scores, and return the locations of the
+    files.
 
     `scores` names a re-scoring: then its iterations are exported with its scores. Iterations whose rollouts were
     deleted are left out. Raises BadInput if there is nothing to export.
@@ -69,7 +70,8 @@ def export_run(store: str, name: str, *, scores: str | None = None) -> list[str]
 
 
 def export_parquet(run: Run, tables: Iterable[pa.Table], key: str) -> str:
-    """Write tables of one schema to `export/<key>.parquet` unless the file exists, and return its location.
+    """Write tables with the same columns to one Parquet file in the run's `export` folder, unless the file exists.
+    Return its location.
 
     Tables are consumed one at a time, so a generator never has more than one table in memory.
     """
@@ -83,13 +85,12 @@ def export_parquet(run: Run, tables: Iterable[pa.Table], key: str) -> str:
 
 
 def export_file(key: str) -> str:
-    """Return the store key of an exported iteration."""
+    """Return the key of an iteration's exported file in the store."""
     return f"export/{key}.parquet"
 
 
 def export_tables(run: Run, number: int, derived: DerivedResult | None = None) -> Iterator[pa.Table]:
-    """Yield one table per rollout shard of an iteration, with rollouts, scores, group columns, and columns for run and
-    iteration.
+    """Yield tables with the completions, scores and advantages of an iteration, one table per rollout shard.
 
     The column `advantages` has the advantages that the update trained on, one for each token of the completion. If the
     turns of an episode have separate prompts, the tokens of these prompts have no entry. The column is null if the
@@ -128,8 +129,8 @@ def _read_scores(run: Run, rollouts: Manifest, prefix: str) -> pa.Table:
 
 
 def _read_advantages(iteration: Iteration) -> dict[Place, np.ndarray]:
-    """Return the advantages that the update trained on, by completion. The turns of an episode are concatenated in
-    order."""
+    """Return the advantages that the update trained on, by prompt row and sample number. The turns of an episode are
+    concatenated in order."""
     advantages: dict[Place, list[np.ndarray]] = {}
     for shard in iteration.credit.shards:
         samples = read_shard(iteration.run.store, shard, [*PLACE, "advantages"])
@@ -142,7 +143,8 @@ def _read_advantages(iteration: Iteration) -> dict[Place, np.ndarray]:
 def _informative_rule(
     run: Run, derived: DerivedResult | None
 ) -> tuple[Callable[[ScoredGroups], Mask] | None, tuple[TermColumns, ...]]:
-    """Return the function of the run's algorithm that marks informative groups, and the reward terms in the scores.
+    """Return the function of the run's algorithm that decides which groups train the policy, and the reward terms in
+    the scores.
 
     The function is None for an algorithm defined in user code, because reading a run must not import code that the run
     names.
@@ -161,8 +163,8 @@ def _informative_rule(
 
 
 def write_export(tables: Iterable[pa.Table], path: Path, *, key: str) -> None:
-    """Write tables of one schema to a Parquet file, one at a time. Raises BadInput if there is no table or if the
-    schemas differ."""
+    """Write tables to one Parquet file, one at a time, so that they need not fit in memory together. Raises BadInput if
+    there is no table or the columns differ."""
     remaining = iter(tables)
     first = next(remaining, None)
     if first is None:

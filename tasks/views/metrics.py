@@ -1,4 +1,4 @@
-"""Statistics of a run's iterations and evaluations, read from its manifests."""
+"""Statistics of a run's iterations and evaluations, read from its stored records."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -24,21 +24,21 @@ STAGES: Final = {
     "credit": "credit",
     "update": "update",
 }
-"""Names of stage durations in seals, by the stage name that users see. These stages run one after the other in an
-iteration."""
+"""Keys of stage durations in the record of an iteration, by the stage name that users see. These stages run one after
+the other."""
 _PASS_AT = re.compile(r"pass_at_(\d+)")
 
 
 class Accuracy(Settings):
-    """Held-out accuracy: mean of the first reward term over held-out problems. A problem with several completions
-    counts with their mean."""
+    """Accuracy on held-out problems: the mean of the first reward term. A problem with several completions counts with
+    their mean."""
 
     number: int
     """Number of iterations before the evaluation."""
     problems: int
     """Number of problems that were scored."""
     mean: float
-    """Mean of the first reward term. If the term is 0 or 1, this is the share of solved problems."""
+    """Mean of the first reward term. If the term is 0 or 1, this is the fraction of solved problems."""
     low: float
     """Lower end of the 95% confidence interval. If the term is 0 or 1, this is Wilson's interval."""
     high: float
@@ -48,12 +48,12 @@ class Accuracy(Settings):
     temperature: float | None = Field(default=None, exclude_if=lambda temperature: temperature is None)
     """Sampling temperature of the completions: 0 is greedy decoding, None is unknown."""
     pass_at: dict[int, float] = Field(default={}, exclude_if=lambda shares: not shares)
-    """Share of problems solved by at least one of k completions, by k. Empty for a single completion or a graded
-    term."""
+    """Fraction of problems solved by at least one of k completions, by k. Empty for a single completion or
+    graded term."""
 
     @property
     def evaluation_text(self) -> str:
-        """Description of the evaluation: number of problems, completions per problem if there are several, and sampling
+        """Text that says how the accuracy was measured: number of problems, completions per problem, and sampling
         method."""
         several = f" with {self.samples} completions each" if self.samples > 1 else ""
         return f"{self.problems} problems{several}{'' if self.temperature is None else f', {self.sampling_method}'}"
@@ -65,37 +65,37 @@ class Accuracy(Settings):
 
     @property
     def pass_at_text(self) -> str:
-        """Text with the pass@k shares, starting with a comma. Empty if there are none."""
+        """Text with pass@k for each k, starting with a comma. Empty if pass@k was not computed."""
         return "".join(f", pass@{k} {share:.3f}" for k, share in self.pass_at.items())
 
     def line(self) -> str:
-        """Return the accuracy with its interval and the description of the evaluation as text."""
+        """Return the accuracy, its 95% interval and how it was measured as one line for the terminal."""
         return f"{self.interval[:-1]}, {self.evaluation_text}){self.pass_at_text}"
 
     @property
     def interval(self) -> str:
-        """Accuracy with its interval as text."""
+        """Text with the accuracy and its 95% interval."""
         return f"{self.mean:.3f} (95% interval {self.low:.3f} to {self.high:.3f})"
 
 
 class EpisodesReport(Settings):
-    """Statistics of the episodes of an iteration."""
+    """Statistics of the episodes (dialogues with an environment) in one iteration."""
 
     turns: float
-    """Mean number of turns of the policy."""
+    """Mean number of turns of the policy per episode."""
     calls: float
-    """Mean number of tool calls."""
+    """Mean number of tool calls per episode."""
     call_errors: float | None
-    """Share of the calls that could not be parsed, or None if there was no call."""
+    """Fraction of the tool calls that could not be parsed, or None if there was no call."""
     endings: dict[str, float]
-    """Share of the episodes by reason of ending: `stop`, `turns`, `length`, `failed`."""
+    """Fraction of the episodes that ended for each reason: `stop`, `turns`, `length`, `failed`."""
     answer_seconds: float
     """Time that environments took to respond, in seconds, summed over turns. Many turns are answered in parallel."""
     environment_seconds: float
     """Time in which rollout workers were idle because they waited for environments, in seconds, summed over shards."""
 
     def cells(self) -> dict[str, str]:
-        """Return the statistics as cells of a table."""
+        """Return the statistics as formatted cells of a table, by column heading."""
         endings = ", ".join(f"{reason} {share:.0%}" for reason, share in self.endings.items() if share)
         return {
             "turns": format_number(self.turns, digits=2),
@@ -108,7 +108,7 @@ class EpisodesReport(Settings):
 
 
 class IterationReport(Settings):
-    """Statistics of one iteration."""
+    """Statistics of one iteration: rewards, lengths, update, durations and costs."""
 
     iteration: int
     """Number of the iteration, counted from 1."""
@@ -122,11 +122,12 @@ class IterationReport(Settings):
     terms: dict[str, float] = {}
     """Mean of each reward term before its weight."""
     informative: float | None = None
-    """Share of informative groups, which have completions with different rewards. None if there are no groups."""
+    """Fraction of groups with different rewards, which are the groups that train the policy. None if there are no
+    groups."""
     length: float | None
     """Mean completion length in tokens."""
     truncated: float | None = None
-    """Share of the completions that were cut off at the maximum length."""
+    """Fraction of the completions that were cut off at the maximum length."""
     entropy: float | None = None
     """Mean entropy of the policy over the tokens that the update trained on, in nats. None if the update trained on no
     token."""
@@ -135,9 +136,9 @@ class IterationReport(Settings):
     grad_norm_max: float | None = None
     """Maximum gradient norm over the update's steps, before clipping."""
     clip_low: float | None = None
-    """Share of tokens whose policy ratio the loss clipped at the lower bound."""
+    """Fraction of tokens whose policy ratio the loss clipped at the lower bound."""
     clip_high: float | None = None
-    """Share of tokens whose policy ratio the loss clipped at the upper bound."""
+    """Fraction of tokens whose policy ratio the loss clipped at the upper bound."""
     kl: float
     """Mean divergence of the updated policy from the policy that generated, in nats per token (k3 estimator)."""
     mismatch: float | None
@@ -150,7 +151,7 @@ class IterationReport(Settings):
     importance_weight: float | None
     """Mean weight by which the mismatch correction multiplied the loss. 1 means no correction."""
     importance_cut: float | None
-    """Share of tokens whose importance weight was limited by the mismatch correction."""
+    """Fraction of tokens whose importance weight was limited by the mismatch correction."""
     missing: int
     """Number of completions without a score."""
     quarantined: bool
@@ -159,9 +160,8 @@ class IterationReport(Settings):
     """Digest of the policy's weights after the iteration. If an alarm reverted the run, this is the policy that it
     reverted to."""
     seconds: dict[str, float]
-    """Seconds per stage and in total. The seconds of scoring are summed over workers. `scoring_after` is the scoring
-    time after generation ended, and `between` is the time that belongs to no stage (commits, weight transfers, the
-    seal)."""
+    """Seconds per stage and in total. `scoring` is summed over workers. `scoring_after` is the scoring time after
+    generation ended, and `between` is the time that belongs to no stage, such as commits and weight transfers."""
     weights_bytes: int
     """Bytes of weights moved to rollout engines, summed over all workers."""
     weights_seconds: float
@@ -170,21 +170,22 @@ class IterationReport(Settings):
     episodes: EpisodesReport | None = None
     """Statistics of episodes, or None if the run has no environment."""
     warnings: dict[str, str] = {}
-    """Warnings about this iteration, by metric or by the name of an alarm."""
+    """Warnings about the iteration, by the name of the metric or of the alarm."""
     requests: dict[str, int] = {}
-    """Number of requests by verb that the driver of the run sent to its store in a bucket between the previous seal and
-    this one. Requests of workers are not included."""
+    """Number of requests by HTTP verb that the driver of the run sent to a store in a bucket since the previous
+    iteration. Requests of workers are not included."""
     costs: dict[str, Cost] = {}
-    """Costs of the iteration by role."""
+    """Costs of the iteration by role, such as "rollout"."""
 
     @property
     def stages(self) -> dict[str, float]:
-        """Seconds by stage in their order. The values add up to the total, with `between` for the time that belongs to
+        """Seconds by stage, in order. They add up to the total, with `between` for the time that belongs to
         no stage."""
         return {shown_as: self.seconds.get(name, 0.0) for shown_as, name in {**STAGES, "between": "between"}.items()}
 
     def line(self, total: int) -> str:
-        """Return the statistics as one line for the terminal. The caller appends the remaining time."""
+        """Return reward, length, KL and duration as one line for the terminal. The caller appends the
+        remaining time."""
         reward = "" if self.reward == self.accuracy else f"  reward {format_number(self.reward)}"
         note = "  QUARANTINED: NaN or Inf, weights unchanged" if self.quarantined else ""
         return (
@@ -199,8 +200,8 @@ def mean_stages(reports: Sequence[IterationReport]) -> dict[str, float]:
 
 
 def iteration_table(reports: Sequence[IterationReport]) -> list[dict[str, object]]:
-    """Return one table row per iteration. The UI shows about six columns without scrolling, so the most useful ones
-    come first."""
+    """Return one table row per iteration for Prefect. Its UI shows about six columns without scrolling, so the most
+    useful columns come first."""
     return [
         {
             "iteration": report.iteration,
@@ -255,7 +256,7 @@ def format_scientific(value: float | None) -> str:
 
 
 def read_report(sealed: Manifest, *, term: str, first: Manifest | None = None) -> IterationReport:
-    """Read the statistics of an iteration from its seal.
+    """Read the statistics of an iteration from its seal (the last record of the iteration).
 
     `term` names the reward term that is reported as accuracy. `first` is the seal of the run's first iteration and
     enables warnings about changes since then.
@@ -303,8 +304,8 @@ def read_report(sealed: Manifest, *, term: str, first: Manifest | None = None) -
 
 
 def _with_time_between(seconds: dict[str, float]) -> dict[str, float]:
-    """Add the entry `between` with the seconds that belong to no stage. For scoring, only the time after the end of
-    generation counts, because earlier scoring runs in parallel with generation."""
+    """Add the entry `between` with the seconds that belong to no stage. For scoring, only the time after generation
+    counts, because earlier scoring runs in parallel with generation."""
     stages = sum(seconds.get(name, 0.0) for name in STAGES.values())
     return {**seconds, "between": max(0.0, seconds["total"] - stages)}
 
@@ -324,7 +325,7 @@ def _episodes_report(metrics: Mapping[str, float], seconds: Mapping[str, float])
 
 
 def _limited_share(metrics: Mapping[str, float]) -> float | None:
-    """Return the share of tokens with a limited importance weight, or None if no token was weighted."""
+    """Return the fraction of tokens with a limited importance weight, or None if no token was weighted."""
     if "update/importance_truncated" not in metrics:
         return None
     return metrics["update/importance_truncated"] + metrics["update/importance_masked"]
@@ -347,21 +348,22 @@ def _evaluation_summaries(run: Run) -> list[Manifest]:
 
 
 def sealed_iterations(run: Run) -> list[Manifest]:
-    """Return the seals of all sealed iterations, in order. Seals that were read before cost no store request."""
+    """Return the final record (seal) of each completed iteration, in order. Seals that were read before cost no store
+    request."""
     numbers = iteration_numbers(run.folders())
     seals = (run.find(StageKey.of(iteration_key(number), "seal")) for number in numbers)
     return [sealed for sealed in seals if sealed is not None]
 
 
 def run_costs(run: Run) -> dict[str, Cost]:
-    """Return the total costs of a run's sealed iterations and evaluations, by role."""
+    """Return the costs of all completed iterations and evaluations of a run, summed by role."""
     costs_of_parts = [manifest.provenance.costs for manifest in (*sealed_iterations(run), *_evaluation_summaries(run))]
     roles = dict.fromkeys(role for costs in costs_of_parts for role in costs)
     return {role: total(costs[role] for costs in costs_of_parts if role in costs) for role in roles}
 
 
 def reports_of(run: Run, *, term: str) -> list[IterationReport]:
-    """Return the statistics of every sealed iteration. `term` names the reward term that is reported as accuracy."""
+    """Return the statistics of every completed iteration. `term` names the reward term that is reported as accuracy."""
     seals, heldout = sealed_iterations(run), {each.number: each.mean for each in evaluations_of(run)}
     reports = [read_report(sealed, term=term, first=seals[0]) for sealed in seals]
     found = [compare_with_heldout(each.accuracy, heldout.get(each.iteration)) for each in reports]
@@ -371,15 +373,15 @@ def reports_of(run: Run, *, term: str) -> list[IterationReport]:
 
 
 def newest_reports(run: Run, number: int, *, limit: int, term: str) -> list[IterationReport]:
-    """Return the statistics of up to `limit` iterations, the last of them iteration `number`. Only their seals and the
-    first seal are read."""
+    """Return the statistics of up to `limit` iterations that end with iteration `number`. Other iterations are not
+    read, except the first, which warnings compare with."""
     keys = [StageKey.of(iteration_key(each), "seal") for each in (1, *range(max(1, number + 1 - limit), number + 1))]
     first, *seals = [run.require(key) for key in keys]
     return [read_report(sealed, term=term, first=first) for sealed in seals]
 
 
 def accuracy_of(summary: Manifest, *, temperature: float | None = None) -> Accuracy:
-    """Read an accuracy from the summary manifest of an evaluation."""
+    """Read the accuracy of an evaluation from the record of its last stage ("summary")."""
     mean, problems = summary.metrics["accuracy"], int(summary.metrics["problems"])
     low, high = mean_interval(mean * problems, summary.metrics["squares"], problems)
     pass_rates = (

@@ -1,4 +1,4 @@
-"""HTML pages of rollouts with their images, and contact sheets of the images.
+"""Pages that show rollouts with their images in a browser, and contact sheets with many generated images.
 
 A page is one file that fetches nothing. Completions are inserted as escaped text, whatever they contain.
 """
@@ -41,8 +41,8 @@ pre {{ white-space: pre-wrap; background: #f4f4f4; padding: 0.75rem; }}
 
 
 def open_rollouts(run: Run, samples: Sequence[RolloutPreview]) -> Path:
-    """Write completions to a temporary HTML page that only its user may read, open it in the browser, and return its
-    path."""
+    """Show completions in the browser. They are written to a temporary HTML file that only the user may read; return
+    its path."""
     descriptor, name = tempfile.mkstemp(prefix=f"rheostat-{run.name}-", suffix=".html")
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(rollouts_page(run.name, samples, _read_images(run, samples)))
@@ -52,7 +52,7 @@ def open_rollouts(run: Run, samples: Sequence[RolloutPreview]) -> Path:
 
 
 def rollouts_page(run: str, samples: Sequence[RolloutPreview], images: ImageSource) -> str:
-    """Return completions as an HTML page, each with its images above the text."""
+    """Return the HTML page of some completions, each below the images of its prompt."""
     return _HEAD.format(title=escape(f"Rollouts of {run}")) + "".join(_sample_section(each, images) for each in samples)
 
 

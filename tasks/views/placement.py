@@ -1,5 +1,5 @@
-"""Views of placement: decisions of a run, recomputed from their recorded inputs, the initial placement of a new run,
-and the measured amounts of work."""
+"""Data for the commands that explain placement (the assignment of worker slots to roles): past decisions of a run, the
+first decision of a new run, and measured durations."""
 
 from collections.abc import Mapping
 
@@ -23,18 +23,18 @@ POLICY: TypeAdapter[PlacementConfig] = TypeAdapter(PlacementConfig)
 
 
 class DecisionLine(Settings):
-    """Placement decision of a run, with the result of recomputing the decision from its recorded inputs."""
+    """One past placement decision, and whether it can be reproduced from its recorded inputs."""
 
     batch: str
-    """Batch of the decision, for example `it-0003`, `it-0003/wave-2` or `eval-0010`."""
+    """Iteration, later batch of an iteration, or evaluation, for example `it-0003`, `it-0003/wave-2` or `eval-0010`."""
     moment: str
-    """Moment of the decision: `plan` between stages, or `drain-0001` inside a stage."""
+    """Time of the decision: `plan` before the batch, or `drain-0001` while the batch was running."""
     sentence: str
-    """Sentence that states the decision and its reason."""
+    """Sentence for the user that states the decision and its reason."""
     predicted_seconds: float
     """Predicted time to the end of the stage, in seconds."""
     unchanged_seconds: float
-    """Predicted time to the end of the stage without the change, in seconds."""
+    """Predicted time to the end of the stage without a change of the assignment, in seconds."""
     measured_seconds: float | None
     """Measured duration of the stage in seconds. None if the stage is not finished, was resumed, or the decision was
     inside it."""
@@ -43,8 +43,8 @@ class DecisionLine(Settings):
 
 
 def replay_run(store: str, name: str) -> list[DecisionLine]:
-    """Recompute every placement decision of a run from its recorded inputs. The list is empty if the roles of the run
-    never competed for workers.
+    """Repeat every placement decision of a run with its recorded inputs, to show why it was made. The list is empty if
+    only one role used the worker slots.
 
     Raises BadInput if the store has no such run.
     """
@@ -81,16 +81,16 @@ def _replay_decision(
 
 
 class PlacementPlan(Settings):
-    """Placement of workers that a run would start with."""
+    """First placement decision of a run that has not started."""
 
     decision: Decision
-    """First decision of the run, based on assumptions only."""
+    """Number of worker slots for each role, with the reason and the predicted duration."""
     inputs: PlanInputs
     """Assumptions that the decision is based on."""
 
 
 def first_placement(config: RunConfig) -> PlacementPlan:
-    """Return the placement that a run chooses before it has measured anything.
+    """Return the placement decision that a run makes before it has measured anything.
 
     Raises BadInput if roles do not compete, because no reward needs a hosted model.
     """
@@ -112,8 +112,8 @@ def first_placement(config: RunConfig) -> PlacementPlan:
 
 
 def measured_run(store: str, name: str) -> MeasuredRun:
-    """Return the amounts of work that were measured for each finished batch of a run, in the units of work of the
-    batch's plan.
+    """Return how long generation and scoring took in each finished batch of a run, in the form in which the placement
+    simulator reads it.
 
     Raises BadInput if no placed batch is finished.
     """

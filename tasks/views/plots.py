@@ -1,4 +1,4 @@
-"""Learning curves drawn as PNG or SVG files."""
+"""Plots of a run's learning curves and losses, as PNG or SVG."""
 
 import asyncio
 import io
@@ -27,7 +27,7 @@ DRAW_SECONDS: Final = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """Data for the learning curves of one run."""
+    """Data for plotting the learning curves of one run."""
 
     run: str
     reports: Sequence[IterationReport]
@@ -35,14 +35,14 @@ class Curves:
 
 
 def curves_of(run: Run) -> Curves:
-    """Read the data for a run's learning curves from its seals and evaluations."""
+    """Read the statistics of a run's iterations and evaluations, for `learning_curves`."""
     term = read_recorded(ScoringConfig, run.record.config["scoring"]).terms[0]
     with detect_deletion(run):
         return Curves(run.name, reports_of(run, term=term), evaluations_of(run))
 
 
 async def draw_in_process(run: Run, key: str) -> bytes:
-    """Draw the learning curves of a run in a separate low-priority process, store them under `key`, and return the PNG.
+    """Plot the learning curves of a run in a separate low-priority process, store the PNG under `key`, and return it.
 
     Raises OSError if the process fails and TimeoutError if it takes longer than `DRAW_SECONDS`.
     """
@@ -62,7 +62,7 @@ async def draw_in_process(run: Run, key: str) -> bytes:
 
 
 async def draw_in_thread(run: Run, key: str) -> bytes:
-    """Draw the learning curves of a run in a thread of this process, store them under `key`, and return the PNG.
+    """Plot the learning curves of a run in a thread of this process, store the PNG under `key`, and return it.
 
     The thread stores the PNG even if the caller is canceled while it waits.
     """
@@ -76,7 +76,7 @@ async def draw_in_thread(run: Run, key: str) -> bytes:
 
 
 def loss_curves(title: str, losses: Mapping[str, Sequence[float]]) -> bytes:
-    """Return a PNG with the loss of each model from the first step (0%) to the last (100%)."""
+    """Plot the losses of several models as PNG. The horizontal axis is the progress of training in percent."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -103,13 +103,13 @@ PANELS: Final[Mapping[str, Callable[[IterationReport], dict[str, float | None]]]
     "gradient norm": lambda report: {"": report.grad_norm},
     "share of ratios clipped": lambda report: {"low": report.clip_low, "high": report.clip_high},
 }
-"""Functions that return the values of a small panel by label, by the title of the panel."""
+"""Small panels of the plot, by title. Each function returns the values of a panel for one iteration, by line label."""
 COLUMNS: Final = 4
 STYLES: Final = ("-", "--", ":", "-.")
 
 
 def learning_curves(runs: Sequence[Curves], *, encoding: Format = "png") -> bytes:
-    """Draw the learning curves of one or several runs and return the encoded image.
+    """Plot the learning curves of one or several runs and return the encoded image.
 
     The large panel shows sampled accuracy, and held-out accuracy with 95% intervals. The small panels below show the
     statistics in `PANELS`. Each run has its own color.

@@ -42,14 +42,14 @@ copied."""
 
 
 class PolicyExport(Settings):
-    """Policy that was exported to a directory."""
+    """Result of exporting a policy to a directory in Hugging Face format."""
 
     run: str
     """Name of the run."""
     iteration: int
     """Number of the iteration that produced the policy. 0 is the initial policy."""
     digest: str
-    """Digest that identifies the policy in its run."""
+    """Digest of the policy, as listed by `rheostat show`."""
     merged: bool
     """Whether an adapter was merged into its base model."""
     path: str
@@ -61,7 +61,7 @@ class PolicyExport(Settings):
 def export_policy(
     run: Run, target: Path, *, iteration: int | None, dtype: Literal["float32", "bfloat16"] | None
 ) -> PolicyExport:
-    """Write the policy after an iteration, by default the last sealed one, to a new directory.
+    """Write the policy that a run has after an iteration to a new directory. By default it is the last completed one.
 
     While the files are copied, retention in an active run does not delete them. The directory appears only when it is
     complete. If retention deletes the files before the copy starts, the export is tried again with the newest policy,
@@ -91,8 +91,8 @@ def export_policy(
 def _write_policy(
     run: Run, policy: ModelVersion, target: Path, *, number: int, dtype: Literal["float32", "bfloat16"] | None
 ) -> bool:
-    """Write the directory of a policy and return True. Return False without writing it if the policy's files are
-    deleted, or may be deleted while they are read.
+    """Write a policy to a new directory and return True. Return False if the policy's files are deleted, or may be
+    deleted while they are read.
 
     Deletion removes the list of a bundle's contents first. If the list still exists after reading, all files were
     intact.
@@ -115,8 +115,8 @@ def _write_policy(
 
 
 def policy_after(run: Run, iteration: int | None) -> tuple[int, ModelVersion]:
-    """Return the number and policy of an iteration, by default the last sealed one. Raises BadInput if there is no such
-    policy."""
+    """Return the number of an iteration, by default the last completed one, and the policy after it. Raises BadInput if
+    there is no such policy."""
     sealed = len(sealed_iterations(run))
     number = sealed if iteration is None else iteration
     if not 0 <= number <= sealed:
@@ -153,7 +153,7 @@ def _bundles(policy: ModelVersion) -> list[BundleRef]:
 
 
 def card_of(run: Run, policy: ModelVersion, *, number: int) -> str:
-    """Return the model card of a policy, based on the records of its run."""
+    """Return the model card of a policy with the settings, data and accuracies that its run recorded."""
     promotion = run.record.config.get("promotion") or {}
     assert isinstance(promotion, dict)
     measured = [each for each in evaluations_of(run) if each.number in (0, number)]
@@ -179,8 +179,8 @@ def _lineage_of(run: Run, policy: ModelVersion, number: int) -> Iterator[tuple[s
 
 
 def _policy_manifest(run: Run, number: int) -> Manifest:
-    """Return the manifest of the policy after an iteration. If the run ended after SFT or DPO, the trained policy is
-    used as the initial policy."""
+    """Return the stored record of the policy after an iteration. If the run ended after SFT or DPO, the trained policy
+    is used as the initial policy."""
     keys = [policy_key(run, number)] if number else [StageKey.policy(0), DPO, SFT]
     manifests = [manifest for key in keys if (manifest := run.find(key)) is not None]
     return manifests[0] if manifests else run.require(keys[0])
@@ -203,8 +203,8 @@ def write_in_process(work: ExportWork | MergeWork) -> None:
 
 
 def hub_token(name: str) -> str:
-    """Return the Hugging Face token for uploading under the given name. Raises BadInput if the name is invalid or there
-    is no token."""
+    """Check the name for an upload to the Hub, and return the Hugging Face token of the user. Raises BadInput if the
+    name is invalid or there is no token."""
     from huggingface_hub import get_token
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # its docs export it

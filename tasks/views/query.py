@@ -27,21 +27,22 @@ from tasks.views.tables import TABLES
 VIEWS: Final = ("rollouts", *TABLES)
 
 _READ_STATEMENTS: Final = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN, duckdb.StatementType.CREATE)
-"""Statement types that write no file."""
+"""Types of SQL statements that a query may contain, because they write no file."""
 _LITERALS: Final = re.compile(r"'(?:[^']|'')*'|--[^\n]*")
 """String literals and comments in a query."""
 
 
 def query_runs(store: str, sql: str, *, names: Sequence[str]) -> pa.Table:
-    """Run a SQL query on the sealed iterations of the named runs, or of all runs if none are named.
+    """Run a SQL query on the completed iterations of the named runs, or of all runs if none are named.
 
-    Only the views that the query names are built: `rollouts` has a row for each completion with its scores; `scores` a
-    row for each reward term of each completion, including re-scorings, with verdicts; `samples` the credit of each
-    training sample; `iterations` the metrics of each seal, such as `update_entropy` for `update/entropy`, with the
-    costs; `policies` a row for each policy version. Values that a run does not have are null.
+    Only the views that the query names are built. `rollouts` has a row for each completion with its scores. `scores`
+    has a row for each reward term of each completion, including re-scorings, with verdicts. `samples` has the
+    advantages of each training sample. `iterations` has the metrics and costs of each iteration, with names such as
+    `update_entropy` for `update/entropy`. `policies` has a row for each policy version. Values that a run does not have
+    are null.
 
     Raises BadInput if DuckDB cannot run the query, if the query would read or write other files, or if no run has a
-    sealed iteration.
+    completed iteration.
     """
     runs = [
         run for run in (open_known_run(store, name) for name in names or list_runs(store)) if sealed_iterations(run)
@@ -71,8 +72,8 @@ def query_runs(store: str, sql: str, *, names: Sequence[str]) -> pa.Table:
 
 
 def _check_reads_only(sql: str) -> None:
-    """Raise BadInput if the query has a statement that could write a file. CREATE is allowed, because DuckDB rewrites
-    PIVOT to a CREATE in memory."""
+    """Raise BadInput if a query contains a statement that could write a file. CREATE is allowed, because DuckDB
+    rewrites PIVOT to a CREATE in memory."""
     for statement in duckdb.extract_statements(sql):
         if statement.type not in _READ_STATEMENTS:
             raise BadInput(
@@ -82,14 +83,14 @@ def _check_reads_only(sql: str) -> None:
 
 
 def _close_files(database: duckdb.DuckDBPyConnection, readable: Sequence[str]) -> None:
-    """Restrict the query to the readable files, and lock the settings that enforce this."""
+    """Let the database read only these files, and lock the settings that enforce this."""
     database.execute("SET allowed_paths = $readable", {"readable": list(readable)})
     database.execute("SET enable_external_access = false")
     database.execute("SET lock_configuration = true")
 
 
 def _named_views(database: duckdb.DuckDBPyConnection, sql: str) -> list[str]:
-    """Return the views that a query names.
+    """Return the views that must be built for a query, because it names them.
 
     DuckDB cannot list the tables of some queries before the tables exist. For these, every view whose name occurs in
     the query is returned. Raises duckdb.ParserException if the text is not valid SQL.
@@ -105,7 +106,7 @@ def _named_views(database: duckdb.DuckDBPyConnection, sql: str) -> list[str]:
 
 
 def _view_files(run: Run, view: str, scratch: Path) -> Iterator[Path]:
-    """Yield local Parquet files with a run's rows of a view. Deleted data is skipped."""
+    """Write the rows of a view for one run to local Parquet files and yield them. Deleted data is skipped."""
     if view == "rollouts":
         yield from _rollout_files(run, scratch)
         return

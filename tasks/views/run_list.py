@@ -1,5 +1,5 @@
-"""List of the runs in a store, with one line for each run. Few manifests are read, because a store may have thousands
-of runs."""
+"""List of the runs in a store with their status. Only few records of each run are read, because a store may have
+thousands of runs."""
 
 from collections.abc import Iterable
 from datetime import datetime, timedelta
@@ -26,35 +26,36 @@ over its budget). damaged: records of the run cannot be read.
 
 
 class RunLine(Settings):
-    """Line of the run list, with the status and results of one run."""
+    """One run in the list of runs, with its status and results."""
 
     run: str
     """Name of the run."""
     created: str | None
     """Time of creation, UTC."""
     iterations: int
-    """Number of sealed iterations."""
+    """Number of completed iterations."""
     before: float | None
     """Held-out accuracy of the initial policy, or None if it was not measured yet."""
     after: float | None
-    """Last held-out accuracy."""
+    """Held-out accuracy of the last evaluated policy, or None if only the initial policy was evaluated."""
     best: float | None = None
-    """Highest held-out accuracy of all evaluations."""
+    """Highest held-out accuracy of all evaluations, or None if there is none yet."""
     status: RunStatus = "stopped"
     """Status of the run, as described at `RunStatus`."""
     held_by: str = ""
-    """Process that has locked the run. For a crashed run, the process that had locked the run when it died."""
+    """Process that has locked the run. For a crashed run, the process that had locked it when it died."""
     algorithm: str | None = None
-    """Kind of the algorithm."""
+    """Kind of the algorithm, such as "grpo"."""
     seconds: float | None = None
-    """Seconds from the creation of the run to its last seal or evaluation, including pauses. None before both."""
+    """Seconds from the creation of the run to its last completed iteration or evaluation, including pauses. None
+    before."""
     fingerprint: str | None
     """Digest of the configuration that results depend on, or None if the run is damaged."""
     damage: str | None = None
-    """Reason why the run cannot be read."""
+    """Reason why the run cannot be read, or None."""
 
     def row(self) -> dict[str, str]:
-        """Return the line as a row of a table."""
+        """Return the cells of the run in the list of runs, by column heading."""
         status: str = "damaged: see `rheostat verify`" if self.damage else self.status
         if self.status == "running" and self.held_by:
             status = f"running in {self.held_by}"
@@ -72,7 +73,7 @@ class RunLine(Settings):
 
 
 def has_run(store: str, name: str) -> bool:
-    """Whether a store has a run of this name."""
+    """Return whether a store has a run of this name."""
     return is_key(name) and open_store(store).exists(f"{name}/{RECORD}")
 
 
@@ -92,8 +93,8 @@ def list_run_lines(store: str, *, limit: int | None = None) -> tuple[list[RunLin
 
 
 def _open_if_there(store: str, name: str) -> Run | RunLine | None:
-    """Return the open run, or a `RunLine` that describes its damage. Return None if the run was deleted after it was
-    listed."""
+    """Open a run. If its records are damaged, return a `RunLine` that describes the damage. Return None if the run was
+    deleted after it was listed."""
     try:
         opened = _open_or_report(store, name)
     except BadInput:
@@ -167,8 +168,7 @@ def _find_status(holding: LockState, *, is_done: bool) -> RunStatus:
 
 
 def _is_done(run: Run, folders: list[str], sealed: int, evaluations: list[Manifest]) -> bool:
-    """Return whether the run was evaluated after the last configured iteration and after every iteration that was
-    begun.
+    """Return whether the last configured iteration is evaluated and no later iteration was begun.
 
     An iteration that a killed process had begun may have no manifest yet.
     """

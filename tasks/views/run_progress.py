@@ -27,15 +27,15 @@ RECENT_ITERATIONS = 5
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """Current activity of a run."""
+    """Current activity of a run, such as generating rollouts, and how much of it is done."""
 
     description: str
     done: int = 0
     total: int = 0
-    """Total amount of work, counted in `unit`. 0 if the work of this activity cannot be counted."""
+    """Total amount of work, counted in `unit`. 0 if it cannot be counted."""
     unit: str = ""
     note: str = ""
-    """Further information about the activity."""
+    """Further information for the user, such as tokens per second or the loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +46,18 @@ class RunProgress:
     iterations: int | None
     """Target number of iterations, or None if it is unknown."""
     reports: Sequence[IterationReport]
-    """Reports of the sealed iterations, in order."""
+    """Statistics of the completed iterations, in order."""
     evaluations: Sequence[Accuracy]
     activity: Activity
     eta_seconds: float | None
-    """Predicted time for the remaining iterations in seconds, or None before the first iteration is sealed."""
+    """Predicted time for the remaining iterations in seconds, or None before the first iteration is complete."""
     is_finished: bool
     """Whether the run has computed everything that was requested."""
 
 
 @dataclass(slots=True)
 class ProgressReader:
-    """Reader that returns the current progress of a run on each call, and reads from the store only what is new."""
+    """Reader for showing the progress of a run again and again. Each call reads only what is new in the store."""
 
     store: str
     name: str
@@ -68,10 +68,10 @@ class ProgressReader:
     _reports: list[IterationReport] = field(default_factory=list)
     _evaluations: dict[int, Accuracy] = field(default_factory=dict)
     _folders: list[str] = field(default_factory=list)
-    """Manifest folders of the run at the time of the last read."""
+    """Folders of the run's records at the time of the last read."""
 
     def read_progress(self, now: datetime | None = None) -> RunProgress:
-        """Read what has changed in the store and return the progress.
+        """Read what is new in the store and return the current progress.
 
         Raises BadInput while the run does not exist, and Damaged once the run is deleted.
         """
@@ -115,7 +115,7 @@ class ProgressReader:
         return sum(totals) / len(totals) * max(0, total - len(self._reports)) if totals else None
 
     def _find_activity(self, run: Run, started: list[int], evaluations: list[int], now: datetime) -> Activity:
-        """Return the first activity that is not finished."""
+        """Return what the run is doing now: the first activity that is not finished."""
         if evaluations and (activity := _describe_batch(run, evaluation_key(evaluations[-1]), now)) is not None:
             return Activity("held-out evaluation", activity.done, activity.total, activity.unit, activity.note)
         if started:
@@ -150,8 +150,8 @@ def _describe_iteration(run: Run, number: int, now: datetime) -> Activity:
 
 
 def _describe_batch(run: Run, key: str, now: datetime) -> Activity | None:
-    """Return how many shards of a batch are generated, or scored once all are generated. Return None before the batch
-    is planned."""
+    """Return what is happening to a batch: how many shards are generated, or how many are scored once all are
+    generated. Return None before the batch is planned."""
     if (planned := run.find(StageKey.of(key, "plan"))) is None:
         return None
     batch = Batch.read(run, key)

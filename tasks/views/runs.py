@@ -79,14 +79,15 @@ def _read_previews(run: Run, manifest: Manifest, iteration: int, *, limit: int |
 
 
 def media_of(run: Run, *splits: str, rollouts: Iterable[Manifest] = ()) -> Media:
-    """Return the images in the prompts of the given splits, and the generated images of the given rollouts."""
+    """Return access to the images of a run: images in the prompts of the given splits, and images generated in
+    `rollouts`."""
     manifests = filter(None, (run.find(PROMPTS[split]) for split in splits))
     shards = [shard for prompts in manifests for shard in prompts.shards[1:]]
     return Media(run.store, [*shards, *(shard for each in rollouts for shard in picture_shards_of(each))])
 
 
 def write_image(run: Run, digest: str, target: Path) -> ShownImage:
-    """Write an image of a run's prompts or rollouts, unchanged, to a new file.
+    """Write one image of a run's prompts or rollouts to a new file, unchanged. `rheostat rollouts` prints the digests.
 
     `digest` may be a prefix. Raises BadInput if it does not match exactly one image, or if the file exists or cannot be
     written.
@@ -112,7 +113,7 @@ def write_image(run: Run, digest: str, target: Path) -> ShownImage:
 
 
 def _stored_rollouts(run: Run) -> list[Manifest]:
-    """Return the rollout manifests of all iterations and evaluations whose shards still exist."""
+    """Return the records of all rollouts of a run whose shards still exist, including rollouts of evaluations."""
     iterations = [*iteration_numbers(run.folders())]
     keys = [iteration_key(number) for number in {*iterations} - iterations_without_rollouts(run, iterations)]
     keys += [key for key in run.folders() if key.startswith("eval-")]
@@ -120,8 +121,8 @@ def _stored_rollouts(run: Run) -> list[Manifest]:
 
 
 def engines_by_role(run: Run) -> dict[str, list[str]]:
-    """Return the engines of each role in the newest iteration that has rollouts. A role has several engines if its
-    engine was changed during the iteration."""
+    """Return the engines (with versions) that workers of each role used in the newest iteration with rollouts. A role
+    has several engines if its engine was changed during the iteration."""
     sealed = len(sealed_iterations(run))
     number = sealed + 1 if rollouts_of(run, sealed + 1) else sealed
     if find_tombstone(run, iteration_key(number)) is not None:
@@ -136,7 +137,7 @@ def engines_by_role(run: Run) -> dict[str, list[str]]:
 
 
 class RunDescription(Settings):
-    """Description of a run from its records in the store."""
+    """Everything that `rheostat show` reports about a run."""
 
     name: str
     """Name of the run."""
@@ -149,32 +150,32 @@ class RunDescription(Settings):
     evaluations: list[Accuracy]
     """Held-out evaluations, in order."""
     iterations: list[IterationReport]
-    """Sealed iterations, in order."""
+    """Statistics of the completed iterations, in order."""
     costs: dict[str, Cost]
     """Total costs of iterations and evaluations, by role."""
     policy: str | None
-    """Directory of the last sealed policy or of its adapter, or None if there is no policy yet."""
+    """Directory of the last policy or of its adapter, or None if there is no policy yet."""
     base: str | None
     """Directory of the base weights to which the adapter is added, or None if the policy has no adapter."""
     derived: list[DerivedSummary]
-    """Re-scorings and re-credits of the run's rollouts."""
+    """Re-scorings (new scores) and re-credits (new advantages) of the run's rollouts."""
     changes: list[AcceptedChange]
     """Accepted changes of code, data and libraries, in order."""
     tags: list[str] = []
     """Tags of the run."""
     deleted: Tombstone | None = None
-    """Tombstone of the deletion of the run's rollouts, samples and policies, or None if they were not deleted."""
+    """Record of the deletion (tombstone) if the run's rollouts, samples and policies were deleted, otherwise None."""
 
 
 def describe_run(store: str, name: str) -> RunDescription:
-    """Return the description of a run. Raises BadInput if the store has no such run."""
+    """Read everything that `rheostat show` reports about a run. Raises BadInput if the store has no such run."""
     run = open_known_run(store, name)
     with detect_deletion(run):
         return describe_open_run(run)
 
 
 def describe_open_run(run: Run) -> RunDescription:
-    """Return the description of an opened run."""
+    """Read everything that `rheostat show` reports about a run that is already open."""
     policy, base = _last_policy(run)
     return RunDescription(
         name=run.name,
@@ -196,7 +197,7 @@ def describe_open_run(run: Run) -> RunDescription:
 def read_rollouts(
     store: str, name: str, *, iteration: int | None, order: Literal["position", "reward", "length"], limit: int
 ) -> list[RolloutPreview]:
-    """Return completions of one iteration, by default the last sealed one.
+    """Return completions of one iteration, by default the last completed one.
 
     Raises BadInput if the run or the iteration does not exist, or the rollouts were deleted.
     """
@@ -211,7 +212,7 @@ def read_rollouts(
 
 
 def known_rescoring(run: Run, name: str) -> DerivedResult:
-    """Return a re-scoring by name. Raises BadInput with the most similar name if the run has no such re-scoring."""
+    """Find a re-scoring of a run by its name. Raises BadInput with the most similar name if there is none."""
     derived, known = DerivedResult("rescore", name), run.folders("rescore")
     if name in known and run.find(derived.terms_key) is not None:
         return derived
@@ -243,7 +244,7 @@ def open_known_run(store: str, name: str) -> Run:
 @contextmanager
 def detect_deletion(run: Run, *, known: Collection[str] = ()) -> Iterator[list[str]]:
     """Run a block that reads a run, and raise Damaged if the run is deleted during the block. Yields the folders of the
-    run's manifests.
+    run's records.
 
     The block itself may not notice the deletion, because a partly deleted run looks like a run that has just begun. So
     at the end of the block the run's record, the yielded folders and the folders in `known` must still exist.
@@ -263,8 +264,8 @@ def detect_deletion(run: Run, *, known: Collection[str] = ()) -> Iterator[list[s
 
 
 def _last_policy(run: Run) -> tuple[str | None, str | None]:
-    """Return the directory of the last policy or of its adapter, and the directory of the adapter's base. Both may be
-    None."""
+    """Return the directory of the last policy or of its adapter, and for an adapter the directory of the base model.
+    Both are None if there is no policy."""
     committed = run.find(policy_key(run, len(sealed_iterations(run))))
     if committed is None or find_tombstone(run) is not None:
         return None, None
@@ -278,7 +279,7 @@ def _terms_of(run: Run) -> tuple[str, ...]:
 
 
 class RescoredIteration(Settings):
-    """New rewards of an iteration compared with the stored rewards."""
+    """Rewards of an iteration after re-scoring, compared with the stored rewards."""
 
     iteration: int
     """Number of the iteration, counted from 1."""
@@ -294,11 +295,11 @@ class RescoredIteration(Settings):
     """Pearson correlation between new and stored rewards over completions that have both. None if one of the two is
     constant."""
     changed: float
-    """Share of completions whose reward changed."""
+    """Fraction of completions whose reward changed."""
 
 
 def rescored_iterations(store: str, run_name: str, name: str, numbers: Iterable[int]) -> list[RescoredIteration]:
-    """Return the comparison of new and stored rewards for some iterations of a re-scoring."""
+    """Return how the rewards of some iterations changed in a re-scoring."""
     run, derived = open_known_run(store, run_name), DerivedResult("rescore", name)
     return [_compare_rewards(number, derived.stage_manifest(run, number, "seal").metrics) for number in numbers]
 
@@ -316,25 +317,25 @@ def _compare_rewards(number: int, metrics: dict[str, float]) -> RescoredIteratio
 
 
 class RecreditedIteration(Settings):
-    """New advantages of an iteration compared with the advantages that the update trained on."""
+    """Advantages of an iteration after a re-credit, compared with the advantages that the update trained on."""
 
     iteration: int
     """Number of the iteration, counted from 1."""
     samples: int
     """Number of training samples."""
     informative_groups: int
-    """Number of informative groups, whose completions have unequal rewards."""
+    """Number of groups with different rewards, which are the groups that train the policy."""
     advantage_size: float | None
     """Mean absolute advantage of a completion token, or None if there are no tokens."""
     coinciding: int
-    """Number of the samples that the update also trained on."""
+    """Number of samples that are also among the stored samples of the iteration."""
     correlation: float | None
     """Pearson correlation between new and stored advantages over the tokens of the coinciding samples. None if one of
     the two is constant."""
 
 
 def recredited_iterations(store: str, run_name: str, name: str, numbers: Iterable[int]) -> list[RecreditedIteration]:
-    """Return the comparison of new and stored advantages for some iterations of a re-credit."""
+    """Return how the advantages of some iterations changed in a re-credit."""
     run, derived = open_known_run(store, run_name), DerivedResult("recredit", name)
     return [_compare_advantages(number, derived.stage_manifest(run, number, "seal").metrics) for number in numbers]
 

@@ -1,4 +1,4 @@
-"""Text summaries of a run, and its rollouts as tables and Markdown pages for Prefect."""
+"""Summaries of a run as text for the terminal and as Markdown pages and tables for Prefect."""
 
 import base64
 import io
@@ -22,14 +22,14 @@ of a longer line would be hidden."""
 
 
 class RunSummary(Settings):
-    """Summary of a finished run."""
+    """Final summary of a run, which `rheostat train` prints."""
 
     run: str
-    """Name of the run."""
+    """Directory of the run, or its address in a bucket."""
     path: str
     """Location of the run."""
     iterations: int
-    """Number of sealed iterations."""
+    """Number of completed iterations."""
     before: Accuracy
     """Held-out accuracy of the initial policy."""
     after: Accuracy
@@ -39,13 +39,13 @@ class RunSummary(Settings):
     base: str | None
     """Directory of the base weights to which the adapter is added, or None if the policy has no adapter."""
     digest: str
-    """Digest that identifies the policy."""
+    """Digest that identifies the last policy."""
     plot: str
     """Location of the PNG with the learning curves."""
     cost: Cost = Cost()
     """Total cost of the run's iterations and evaluations."""
     stages: dict[str, float] = {}
-    """Mean seconds of an iteration by stage, in order. `between` is the time that belongs to no stage."""
+    """Mean seconds per iteration of each stage, in order. `between` is the time that belongs to no stage."""
     report: str | None = None
     """Location of the HTML report, or None if no report was requested or it could not be written."""
 
@@ -69,8 +69,8 @@ def escape_markdown(text: str) -> str:
 
 
 def rollout_table(samples: Sequence[RolloutPreview]) -> list[dict[str, object]]:
-    """Return one table row per completion with its reward. Texts are escaped, and images of prompts appear as shortened
-    digests."""
+    """Return a table of completions for Prefect, one row per completion. Texts are escaped, and images of prompts
+    appear as shortened digests."""
     shows_images = any(sample.images for sample in samples)
     return [
         {
@@ -114,19 +114,20 @@ def summary_page(
 
 
 def places_of(summary: RunSummary) -> list[str]:
-    """Return the locations of a finished run and its policy as Markdown lines."""
+    """Return the locations of a finished run and its policy as lines of Markdown."""
     added = f", added to `{summary.base}`" if summary.base else ""
     return [f"policy `{summary.policy}`{added}", f"digest `{summary.digest}`", f"run `{summary.path}`"]
 
 
 def summary_lines(summary: RunSummary) -> str:
-    """Return the held-out accuracy before and after training, with intervals, and the cost, as text."""
+    """Describe the held-out accuracy before and after training, the cost and the time per iteration, as
+    lines of text."""
     lines = [*_accuracy_lines(summary.before, summary.after), f"took     {summary.cost.line()}"]
     return "\n".join((*lines, *([f"         {seconds_line(summary.stages)}"] if summary.stages else [])))
 
 
 def seconds_line(stages: Mapping[str, float]) -> str:
-    """Return the mean duration of an iteration as text, with the seconds of each stage that add up to it."""
+    """Describe the mean duration of an iteration, with the seconds of each stage that add up to it."""
     parts = [
         f"{name} {seconds:.1f}"
         for name, seconds in stages.items()
@@ -136,7 +137,7 @@ def seconds_line(stages: Mapping[str, float]) -> str:
 
 
 def progress_text(reports: Sequence[IterationReport], evaluations: Sequence[Accuracy], *, total: int) -> str:
-    """Return the progress of an active or interrupted run as text, with its held-out accuracy."""
+    """Describe the progress of an active or interrupted run: last iteration and held-out accuracy, as lines of text."""
     newest = reports[-1]
     lines = [f"iteration {newest.iteration} of {total}: sampled accuracy {format_number(newest.accuracy)}"]
     lines += _accuracy_lines(evaluations[0], evaluations[-1]) if evaluations else []

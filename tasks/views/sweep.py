@@ -15,7 +15,7 @@ SweptStatus = Literal["running", "done", "crashed", "stopped", "damaged", "faile
 
 
 class SweptRun(Settings):
-    """One run of a sweep with its result so far."""
+    """One run of a sweep with its settings and its result so far."""
 
     run: str
     """Name of the run."""
@@ -24,14 +24,14 @@ class SweptRun(Settings):
     accuracy: Accuracy | None
     """Held-out accuracy of the run's last policy, or None if it is not measured yet."""
     seconds: float | None
-    """Seconds from the creation of the run to its last seal or evaluation, or None if there is no seal yet."""
+    """Seconds from the creation of the run to its last completed iteration or evaluation, or None before."""
     status: SweptStatus
-    """Status of the run. `failed` means that the run failed in this call of the sweep."""
+    """Status of the run. `failed` means that the run failed in this call of `rheostat sweep`."""
     error: str = ""
-    """Reason of the failure."""
+    """Reason of the failure or damage. Empty otherwise."""
 
     def row(self, keys: Sequence[str]) -> dict[str, str]:
-        """Return the run as a row of a table, with one column for each of the keys."""
+        """Return the cells of the run in the table of the sweep, with one column for each key in `keys`."""
         accuracy = self.accuracy
         held_out = "-" if accuracy is None else f"{accuracy.mean:.3f} ({accuracy.low:.3f} to {accuracy.high:.3f})"
         duration = "-" if self.seconds is None else f"{self.seconds:,.0f} s"
@@ -40,7 +40,8 @@ class SweptRun(Settings):
 
 
 def swept_run(config: RunConfig, values: Mapping[str, str], *, error: str) -> SweptRun:
-    """Read the status and the result of one run of a sweep from the store."""
+    """Read the status and the result of one run of a sweep from the store. `error` is the reason if the run
+    has failed."""
     if config.name not in list_runs(config.store):
         status: SweptStatus = "failed" if error else "not begun"
         return SweptRun(run=config.name, values=dict(values), accuracy=None, seconds=None, status=status, error=error)

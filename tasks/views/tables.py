@@ -1,5 +1,5 @@
-"""Tables for SQL queries, built for one run at a time: scores, credit, iterations, policies. The table `rollouts` is
-built by the export.
+"""Tables of one run for SQL queries: scores, samples (advantages), iterations and policies. The export builds the table
+`rollouts`.
 
 Needs neither Prefect's API nor a worker.
 """
@@ -48,11 +48,12 @@ CREDIT: Final = """
         list_min(written) as advantage_min, list_max(written) as advantage_max, list_max(staleness) as staleness
     from (select *, list_filter(advantages, lambda advantage, place: staleness[place] >= 0) as written from samples)
 """
-"""Query for the advantages of the tokens that the policy generated, for each training sample."""
+"""SQL query that computes one row per training sample, with the mean, minimum and maximum advantage of the tokens that
+the policy generated."""
 
 
 def _iteration_tables(run: Run) -> Iterator[pa.Table]:
-    """Yield a single table with a row for each finished iteration: its metrics, seconds per stage and costs."""
+    """Yield one table with a row for each completed iteration: its metrics, seconds per stage and costs."""
     rows: list[dict[str, object]] = []
     for number, sealed in enumerate(sealed_iterations(run), start=1):
         provenance, metrics = sealed.provenance, {name.replace("/", "_"): each for name, each in sealed.metrics.items()}
@@ -66,7 +67,7 @@ def _iteration_tables(run: Run) -> Iterator[pa.Table]:
 
 
 def _policy_tables(run: Run) -> Iterator[pa.Table]:
-    """Yield one table with every version of the policy, starting with the initial policy."""
+    """Yield one table with a row for each version of the policy, starting with the initial policy."""
     rows: list[dict[str, object]] = []
     for number in range(len(sealed_iterations(run)) + 1):
         policy = policy_of(policy_after(run, number))
@@ -87,7 +88,8 @@ def _policy_tables(run: Run) -> Iterator[pa.Table]:
 
 
 def _sample_tables(run: Run) -> Iterator[pa.Table]:
-    """Yield tables with the credit of every training sample, of the run itself and of its re-credits."""
+    """Yield tables with a row for each training sample and its advantages: those that the run trained on, and
+    advantages that were computed again (re-credits)."""
     for number, name, prefix in _stored_iterations(run, "recredit"):
         credit = run.require(StageKey.of(iteration_key(number), "credit").with_prefix(prefix))
         values = {"run": run.name, "iteration": number, "name": name}
@@ -99,7 +101,8 @@ def _sample_tables(run: Run) -> Iterator[pa.Table]:
 
 
 def _score_tables(run: Run) -> Iterator[pa.Table]:
-    """Yield tables with every term of every completion, of the run itself and of its re-scorings."""
+    """Yield tables with a row for each reward term of each completion: scores that the run trained on, and scores that
+    were computed again (re-scorings)."""
     own = read_recorded(ScoringConfig, run.record.config["scoring"])
     for number, name, prefix in _stored_iterations(run, "rescore"):
         again = None if name is None else rescoring_terms(run, name)
@@ -112,7 +115,8 @@ def _score_tables(run: Run) -> Iterator[pa.Table]:
 
 
 def _term_table(run: Run, rollouts: StageKey, term: str, *, prefix: str) -> pa.Table:
-    """Return one reward term of a shard's completions, with the verdicts of the model that scores it."""
+    """Return the values of one reward term for the completions of a shard, with the verdicts if a model computes the
+    term."""
     scored = run.require(rollouts.with_stage("scoring").with_prefix(prefix))
     scores = read_shard(run.store, scored.shards[0], (*PLACE, "reward", f"reward_{term}", "error"))
     judged, verdict_lists = run.find(rollouts.with_stage(reward_model_role(term)).with_prefix(prefix)), None
@@ -136,8 +140,9 @@ def _verdicts_by_completion(table: pa.Table) -> Mapping[tuple[int, int], list[di
 
 
 def _stored_iterations(run: Run, kind: Kind) -> Iterator[tuple[int, str | None, str]]:
-    """Yield (iteration, name, prefix) for each sealed iteration whose shards are stored. The iterations of the run
-    itself come first and have no name. The iterations of each re-scoring or re-credit follow with its name."""
+    """Yield (iteration, name, prefix of keys) for each completed iteration whose shards are stored. The run itself
+    comes first and has no name and no prefix. After that, the same iteration is yielded for each re-scoring or
+    re-credit, with its name."""
     numbers = range(1, len(sealed_iterations(run)) + 1)
     deleted, derived = (
         iterations_without_rollouts(run, numbers),
@@ -156,4 +161,4 @@ TABLES: Final[Mapping[str, Callable[[Run], Iterator[pa.Table]]]] = {
     "iterations": _iteration_tables,
     "policies": _policy_tables,
 }
-"""Functions that yield the tables of a run, by name of the view. All tables of a view have the same schema."""
+"""Functions that build the tables for a SQL query, by name of the view. All tables of a view have the same columns."""

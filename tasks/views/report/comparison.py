@@ -37,19 +37,19 @@ COMPARED: Final = {
     "Mismatch of engine and trainer, nats": "mismatch",
     "Seconds of an iteration": "seconds.total",
 }
-"""Names of the columns (numbers by iteration) that are compared, by the title of the chart that shows the column."""
+"""Columns to compare, by title of the chart. Columns are named as in `numbers.columns_of`."""
 
 
 ABSENT: Final = "absent"
 
 
 class ComparedRun(Settings):
-    """Results of one compared run."""
+    """Results of one run in the comparison."""
 
     run: str
     """Name of the run."""
     iterations: int
-    """Number of sealed iterations."""
+    """Number of completed iterations."""
     before: Accuracy | None
     """First held-out evaluation, or None if the run has no evaluation yet."""
     after: Accuracy | None
@@ -61,20 +61,22 @@ class ComparedRun(Settings):
 
 
 class PairedRuns(Settings):
-    """Problem-by-problem comparison of the last held-out evaluations of two runs."""
+    """Comparison of the last held-out evaluations of two runs, with a statistical test over the problems that both
+    evaluated."""
 
     champion: str
-    """Run that was named first, the baseline of the difference."""
+    """Name of the run that the user named first. Differences are relative to it."""
     challenger: str
-    """Run that was named second. A positive difference is a gain of this run."""
+    """Name of the run that the user named second. A positive difference means that this run is better."""
     difference: PairedDifference | None
-    """Paired difference challenger − champion, or None if the two runs cannot be paired."""
+    """Difference of the accuracies, second run minus first run, with its test. None if the two runs cannot
+    be compared."""
     why: str = ""
-    """Reason why the two runs cannot be paired. Empty if `difference` is set."""
+    """Reason why the two runs cannot be compared. Empty if `difference` is set."""
 
     @property
     def line(self) -> str:
-        """Sentence that states the paired difference or the reason why there is none."""
+        """Sentence for the terminal that states the difference, or why there is none."""
         pair = f"{self.challenger} - {self.champion}"
         if self.difference is None:
             return f"{pair}: no paired test: {self.why}"
@@ -82,7 +84,7 @@ class PairedRuns(Settings):
 
 
 class Comparison(Settings):
-    """Comparison of two or more runs of a store."""
+    """Comparison of two or more runs: results, different settings, and tests of the differences."""
 
     runs: tuple[ComparedRun, ...]
     """Compared runs, in the order in which the user named them."""
@@ -90,11 +92,11 @@ class Comparison(Settings):
     """JSON value of each differing setting, by dotted key and then by run name. The value is `absent` if a run has no
     such key. If a run lacks a whole table of settings, only the `kind` of this table is listed."""
     pairs: tuple[PairedRuns, ...]
-    """Paired comparison of every two runs in `runs`."""
+    """Comparison of each two runs in `runs`."""
 
 
 def compare_runs(store: str, names: Sequence[str]) -> Comparison:
-    """Return the comparison of the named runs of a store.
+    """Compare the results and settings of the named runs of a store.
 
     Raises BadInput if fewer than two runs are named, more than a chart can show, or a name is unknown.
     """
@@ -155,7 +157,7 @@ def _find_differing(configs: Mapping[str, Mapping[str, str]]) -> dict[str, dict[
 
 
 def _is_part(key: str, by_run: Mapping[str, str]) -> bool:
-    """Return whether the key is the `kind` of a settings table that is absent from at least one run."""
+    """Return whether a key is the `kind` of a settings table that at least one run does not have."""
     return key.endswith(".kind") and ABSENT in by_run.values()
 
 
@@ -171,7 +173,8 @@ def _compare_pairs(runs: Sequence[tuple[Run, RunDescription]]) -> Iterator[Paire
 
 
 def comparison_page(store: str, comparison: Comparison) -> str:
-    """Return the comparison as an HTML page with overlaid curves and completions for the same problems side by side."""
+    """Return an HTML page that compares runs: curves in the same charts, and completions for the same problems side by
+    side."""
     runs = _open_runs(store, [each.run for each in comparison.runs])
     columns = _read_columns(runs)
     charts = drawn_charts(_plan_charts(columns, [run.name for run in runs]), columns)
@@ -194,7 +197,7 @@ def comparison_page(store: str, comparison: Comparison) -> str:
 
 
 def run_cells(comparison: Comparison) -> list[dict[str, str]]:
-    """Return one row of printable cells per run for the summary table."""
+    """Return the rows of the table of results, one per run, with formatted cells."""
     return [
         {
             "run": each.run,
@@ -217,7 +220,7 @@ def _test_paragraphs(comparison: Comparison) -> str:
 
 
 def _read_columns(runs: Sequence[Run]) -> Columns:
-    """Return the compared columns of all runs. Each column name is prefixed with the name of its run."""
+    """Return the numbers that are compared, for all runs. Each column has the name "run: column"."""
     columns = Columns()
     for run in runs:
         description = describe_open_run(run)
@@ -244,8 +247,8 @@ def _plan_charts(columns: Columns, names: Sequence[str]) -> Iterator[ChartPlan]:
 
 
 def _read_completions(runs: Sequence[Run], comparison: Comparison) -> Browsed:
-    """Return the completions of the last evaluation of each run. The problems are the same if the runs use the same
-    data."""
+    """Return the completions of each run's last evaluation, to be shown side by side. Problems are the same if the runs
+    use the same data."""
     groups: list[BrowsedGroup] = []
     for run, compared in zip(runs, comparison.runs, strict=True):
         run_groups = browsed_groups(run, iterations=[], evaluations=[compared.after.number] if compared.after else [])

@@ -1,5 +1,5 @@
-"""Line charts drawn as SVG, with colors set by the page's style sheet and the data that its script needs to show
-values.
+"""Line charts of a report, drawn as SVG. The page's style sheet sets the colors, and its script shows the values under
+the pointer.
 
 Lines differ in their dashes as well as in color, so that they can be distinguished in grayscale.
 """
@@ -32,7 +32,8 @@ _NUMBERED: Final = re.compile(r' id="[A-Za-z0-9.]+_\d+"')
 
 
 class Series(Settings):
-    """Series of numbers by iteration. Index 0 is the state before the first iteration. None marks a missing number."""
+    """One line of a chart: a number per iteration. Index 0 is the state before the first iteration. None marks a
+    missing number."""
 
     name: str
     """Name of the series in legends and tables."""
@@ -50,7 +51,7 @@ class Series(Settings):
 
 
 class Chart(Settings):
-    """Chart with several series."""
+    """Chart before it is drawn: title and lines."""
 
     title: str
     """Title of the chart."""
@@ -61,7 +62,7 @@ class Chart(Settings):
 
 
 class DrawnChart(Settings):
-    """Chart drawn as SVG, with the positions that map a pointer to an iteration."""
+    """Chart as SVG, with what the page's script needs to find the iteration under the pointer."""
 
     title: str
     """Title of the chart."""
@@ -80,7 +81,7 @@ class DrawnChart(Settings):
 
 
 def draw(chart: Chart) -> DrawnChart:
-    """Draw a chart. Series without any number are left out."""
+    """Draw a chart as SVG. Series without any number are left out."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -121,7 +122,7 @@ def _plot_series(axes: "Axes", series: Series, place: int) -> None:
 
 
 def picture(figure: "Figure", title: str) -> str:
-    """Return a matplotlib figure as an SVG element. Placeholder colors become CSS variables that the page defines."""
+    """Encode a matplotlib figure as an SVG element for a page. Colors become CSS variables that the page defines."""
     sink = io.StringIO()
     figure.patch.set_alpha(0)
     for axes in figure.axes:
@@ -137,7 +138,8 @@ def picture(figure: "Figure", title: str) -> str:
 
 
 def columns_of(numbers: Iterable[int], values: Iterable[float | None], *, length: int) -> list[float | None]:
-    """Return a list of `length` values indexed by iteration. Iterations without a number are None."""
+    """Return numbers as a list of `length` values that is indexed by iteration. Iterations without a number
+    are None."""
     column: list[float | None] = [None] * length
     for number, value in zip(numbers, values, strict=True):
         column[number] = value
@@ -145,5 +147,5 @@ def columns_of(numbers: Iterable[int], values: Iterable[float | None], *, length
 
 
 def largest(series: Sequence[Series]) -> int:
-    """Return the length of the longest series, which includes index 0 for the state before the first iteration."""
+    """Return the number of values in the longest series. Index 0 is the state before the first iteration."""
     return max((len(each.values) for each in series), default=0)

@@ -1,4 +1,4 @@
-"""Numbers of a run by iteration, and the charts that show them."""
+"""Numbers that a report shows for each iteration, as columns, and the charts of these columns."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
@@ -19,17 +19,14 @@ SEALED: Final = (
     "credit/missing_fraction", "credit/informative_groups", "credit/groups", "update/entropy", "update/kl",
     "update/grad_norm", "update/clip_fraction", "update/learning_rate", "update/loss", "update/value", "update/router",
 )  # fmt: skip
-"""Prefixes of metrics in seals that are added as columns under the metric's name.
-
-A run's description has no separate field for these metrics.
-"""
+"""Prefixes of metrics that become columns under their own name. `IterationReport` has no fields for these metrics."""
 
 Columns = dict[str, list[float | None]]
-"""Columns of numbers by name. Each column is indexed by iteration from 0, with None for missing numbers."""
+"""Numbers by column name. Each column is indexed by iteration from 0, with None for missing numbers."""
 
 
 class ChartLine(Settings):
-    """Line of a chart that shows one column."""
+    """Column that a chart shows as one line."""
 
     label: str
     """Label in the legend."""
@@ -42,7 +39,7 @@ class ChartLine(Settings):
 
 
 class ChartPlan(Settings):
-    """Plan of a chart: its title and the columns that it shows."""
+    """Chart to draw: its title and the columns that it shows."""
 
     title: str
     """Title of the chart."""
@@ -52,7 +49,7 @@ class ChartPlan(Settings):
     """Whether the vertical axis is logarithmic."""
 
     def chart(self, columns: Columns) -> Chart:
-        """Return the chart with the numbers filled in from the columns."""
+        """Fill in the numbers of the columns and return the chart, ready to be drawn."""
         return Chart(
             title=self.title,
             is_logarithmic=self.is_logarithmic,
@@ -71,7 +68,8 @@ class ChartPlan(Settings):
 def columns_of(
     reports: Sequence[IterationReport], seals: Sequence[Manifest], evaluations: Sequence[Accuracy]
 ) -> Columns:
-    """Return one column for each number that `rheostat show --json` reports, and for further metrics of the seals."""
+    """Return all numbers of a run's iterations and evaluations as columns: the numbers in `rheostat show --json`, and
+    further metrics."""
     length = 1 + max([report.iteration for report in reports] + [accuracy.number for accuracy in evaluations] + [0])
     columns = Columns()
 
@@ -95,7 +93,8 @@ def columns_of(
 
 
 def numbers_of(record: Mapping[str, JsonValue], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the dotted key and the value of every number in a record, except `iteration`. Booleans become 0 or 1."""
+    """Yield the dotted key and the value of every number in a nested record, except `iteration`. Booleans become 0 or
+    1."""
     for name, value in record.items():
         if isinstance(value, Mapping):
             yield from numbers_of(value, f"{prefix}{name}.")
@@ -106,8 +105,8 @@ def numbers_of(record: Mapping[str, JsonValue], prefix: str = "") -> Iterator[tu
 
 
 def _put_shares(columns: Columns) -> None:
-    """Add columns that are the ratio of two others: the share of informative groups, and completion tokens per
-    second."""
+    """Add columns that are ratios of two others: the fraction of informative groups, and completion tokens
+    per second."""
     for name, over, under in (
         ("informative share", "credit/informative_groups", "credit/groups"),
         ("tokens per second", "costs.rollout.written_tokens", "seconds.rollout"),
@@ -118,7 +117,7 @@ def _put_shares(columns: Columns) -> None:
 
 
 def plans_of(columns: Columns, terms: Sequence[str]) -> list[ChartPlan]:
-    """Return the charts of a run. Charts without any column are left out."""
+    """Return the charts that a report shows, without those for which the run has no numbers."""
     stages = [name for name in columns if name.startswith("seconds.")]
     prices = [name for name in columns if name.endswith(".price")]
     charts = [
@@ -162,6 +161,6 @@ def _plan_chart(title: str, lines: Sequence[tuple[str, str]]) -> ChartPlan:
 
 
 def _columns_named(columns: Columns, beginning: str, *, besides: str = "") -> list[tuple[str, str]]:
-    """Return the label and name of each column whose name starts with `beginning`, except the column `besides`."""
+    """Return (label, column) for each column whose name starts with `beginning`, except the column `besides`."""
     names = [name for name in columns if name.startswith(beginning) and name != besides]
     return [(name.partition("/")[2].removeprefix("kl_").replace("_", " "), name) for name in names]

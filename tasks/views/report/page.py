@@ -1,4 +1,4 @@
-"""HTML page in a single file. The page fetches nothing, and only its own script may run in it.
+"""Reports as a single HTML file. The file loads nothing else, and only its own script may run in it.
 
 The page contains completions either as JSON, which its script inserts as plain text, or as escaped text.
 """
@@ -24,7 +24,7 @@ _HERE: Final = files("tasks.views.report")
 
 
 class PageSection(Settings):
-    """Section of a page."""
+    """Section of a report with heading and content."""
 
     name: str
     """Anchor of the section in the page's address."""
@@ -35,10 +35,10 @@ class PageSection(Settings):
 
 
 class Browsed(Settings):
-    """Data for the completion browser of a page."""
+    """Completions that a reader can browse in a report, with the iterations that are shown at first."""
 
     groups: list[BrowsedGroup] = []
-    """Whole groups of completions."""
+    """Groups of completions (one prompt each) from some iterations and evaluations."""
     images: dict[str, str] = {}
     """Images of prompts and completions as `data:image/...;base64,...` addresses, by digest."""
     terms: tuple[str, ...] = ()
@@ -59,7 +59,8 @@ def page(
     browsed: Browsed,
     by: str = "iteration",
 ) -> str:
-    """Return the HTML of a page with these sections. `by` names the unit of the horizontal axis."""
+    """Return the HTML of a report. `columns`, `charts` and `browsed` are data for the script of the page, and `by`
+    names the unit of the horizontal axis."""
     script, style = (_HERE.joinpath(name).read_text() for name in ("page.js", "page.css"))
     return Template(_HERE.joinpath("page.html").read_text()).substitute(
         title=escape(title),
@@ -76,7 +77,7 @@ def page(
 
 
 def _encode_data(columns: Columns, charts: Sequence[tuple[ChartPlan, DrawnChart]], browsed: Browsed, *, by: str) -> str:
-    """Return the data of the page's script as JSON. Every `<` is escaped, so that no text can close the `<script>`
+    """Return the data for the page's script as JSON. Every `<` is escaped, so that no text can close the `<script>`
     element."""
     document: dict[str, object] = {
         "by": by,
@@ -101,12 +102,13 @@ def _num_rows(columns: Columns) -> int:
 
 
 def drawn_charts(plans: Iterable[ChartPlan], columns: Columns) -> list[tuple[ChartPlan, DrawnChart]]:
-    """Draw the planned charts and return each plan with its drawing."""
+    """Draw charts and return each of them with its SVG."""
     return [(plan, draw(plan.chart(columns))) for plan in plans]
 
 
 def figures(charts: Sequence[tuple[ChartPlan, DrawnChart]]) -> str:
-    """Return the HTML of charts side by side. Below each chart the script shows the values under the pointer."""
+    """Return the HTML of several charts next to each other. Below each chart the script shows the values under the
+    pointer."""
     return (
         '<div class="charts">'
         + "".join(
@@ -120,8 +122,8 @@ def figures(charts: Sequence[tuple[ChartPlan, DrawnChart]]) -> str:
 
 
 def _describe_ends(drawing: DrawnChart) -> str:
-    """Return the first and last value of each series as text. The page shows this text while no pointer is over the
-    chart."""
+    """Return the first and last value of each series as a text. The page shows it while no pointer is over
+    the chart."""
     parts = []
     for series in drawing.series:
         known = [value for value in series.values if value is not None]
@@ -130,7 +132,7 @@ def _describe_ends(drawing: DrawnChart) -> str:
 
 
 def rows_table(rows: Sequence[Mapping[str, object]], *, words: bool = False) -> str:
-    """Return an HTML table of rows with the same keys, or an empty string if there are no rows.
+    """Return an HTML table in which each row is one mapping from column heading to value. Empty if there are no rows.
 
     `words` marks the table as text, for which the style sheet has a separate layout.
     """
@@ -148,7 +150,7 @@ def paragraph(text: str) -> str:
 
 
 def browser() -> str:
-    """Return the HTML element in which the script shows completions."""
+    """Return the HTML element in which the page's script shows completions."""
     return _HERE.joinpath("browser.html").read_text()
 
 

@@ -30,13 +30,13 @@ NUMBERS: Final = (
     '<details id="all"><summary>all numbers of all iterations</summary>'
     '<div class="scroll" id="numbers"></div></details>'
 )
-"""HTML element in which the script shows the table of all numbers."""
+"""HTML element in which the page's script shows all numbers as a table."""
 IMAGE_BYTES: Final = 1_100_000
 """Maximum number of bytes for all thumbnails on a page, enough for 200 of the largest size."""
 
 
 class RunName(Settings):
-    """Store and name of a run."""
+    """Request to write the report of a run, which this program reads from stdin."""
 
     store: str
     """Directory or address of the store that contains the run."""
@@ -91,7 +91,8 @@ def _read_completions(run: Run, description: RunDescription, terms: tuple[str, .
 
 
 def _thumbnails(run: Run, groups: list[BrowsedGroup]) -> dict[str, str]:
-    """Return small copies of the images in prompts and completions as `data:` addresses, by digest.
+    """Return small copies of images in prompts and completions as `data:` addresses, by digest. The total size is
+    limited.
 
     Batches take turns, starting with the first group of each, until `IMAGE_BYTES` is reached.
     """
@@ -117,13 +118,13 @@ def _digests(group: BrowsedGroup) -> list[str]:
 
 
 def report_key(number: int) -> str:
-    """Return the key of the report of a run that has this number of sealed iterations."""
+    """Return the key under which a run with this number of completed iterations stores its report."""
     return f"report/report-{number:04d}.html"
 
 
 def put_report(store: str, name: str) -> str:
-    """Write the report of a run into the run, unless it exists already, and return its key. The run may be locked by
-    another process."""
+    """Write the report of a run into the run's store, unless it exists already, and return its key. The run may be
+    locked by another process."""
     run = open_known_run(store, name)
     key = report_key(len(sealed_iterations(run)))
     if not run.store.exists(key):
@@ -132,7 +133,8 @@ def put_report(store: str, name: str) -> str:
 
 
 def main() -> int:
-    """Read one request from stdin and write one line with the answer to stdout. Return the exit code."""
+    """Run the program: read one request from stdin, write one line with the answer to stdout, and return
+    the exit code."""
     answer = os.fdopen(os.dup(1), "w")
     with contextlib.redirect_stdout(sys.stderr):  # libraries may print, but stdout must contain only the answer
         try:

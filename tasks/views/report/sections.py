@@ -42,7 +42,7 @@ SHORT: Final = 16
 
 
 def verdict(run: Run, description: RunDescription, store: str) -> PageSection:
-    """Return the section with the held-out accuracy before and after training, the paired test of the difference, the
+    """Return the first section of a report: held-out accuracy before and after training with a test of the difference,
     warnings, and the registry records of the run."""
     evaluations, cards = description.evaluations, list[tuple[str, str, str]]()
     if evaluations:
@@ -81,7 +81,8 @@ def _difference_card(run: Run, first: int, last: int) -> tuple[str, str, str]:
 
 
 def paired_difference(one: Run, first: int, other: Run, last: int) -> PairedDifference:
-    """Compare two evaluations problem by problem, on the first reward term of each run.
+    """Test whether the accuracy of two evaluations differs, by comparing them problem by problem on the first reward
+    term.
 
     Raises BadInput if fewer than 30 problems were evaluated in both, or if rollouts were deleted. Raises Quarantined if
     missing scores leave fewer than 30 problems.
@@ -94,7 +95,7 @@ def paired_difference(one: Run, first: int, other: Run, last: int) -> PairedDiff
 
 
 def difference_line(difference: PairedDifference) -> str:
-    """Return a paired difference as one sentence."""
+    """Describe a paired difference in one sentence: problems that got better or worse, bounds and p-value."""
     test = {"mcnemar": "McNemar's exact test", "wilcoxon": "Wilcoxon's signed ranks"}[difference.test]
     return (
         f"paired over {difference.prompts:,} problems: {difference.better:,} better, {difference.worse:,} worse; "
@@ -115,7 +116,7 @@ def _describe_record(name: str, record: RegistryRecord) -> str:
 
 
 def evaluations(description: RunDescription) -> str:
-    """Return the HTML table of all held-out evaluations."""
+    """Return an HTML table with the accuracy of each held-out evaluation."""
     return rows_table(
         [
             {
@@ -154,14 +155,14 @@ def slots(pictures: Sequence[SlotsPicture], decisions: Sequence[PlacedDecision])
 
 
 def costs(description: RunDescription) -> str:
-    """Return the HTML table of the costs by role, with their total."""
+    """Return an HTML table with the costs of each role and their sum."""
     rows = [{"cost of": role, **cost.cells()} for role, cost in description.costs.items()]
     rows += [{"cost of": "total", **total(description.costs.values()).cells()}] if rows else []
     return rows_table(rows)
 
 
 def missing(run: Run, description: RunDescription) -> PageSection:
-    """Return the section on missing scores with their reasons, refused updates, and deletions."""
+    """Return the section about scores that are missing and why, discarded updates, and deleted data."""
     numbers = [report.iteration for report in description.iterations if report.missing]
     num_missing = sum(report.missing for report in description.iterations)
     refused = [report.iteration for report in description.iterations if report.quarantined]
@@ -178,7 +179,8 @@ def missing(run: Run, description: RunDescription) -> PageSection:
 
 
 def _count_reasons(run: Run, numbers: Sequence[int]) -> list[tuple[str, int]]:
-    """Count the reasons for missing scores in some iterations. The most frequent reason comes first."""
+    """Count why scores are missing in some iterations. Return (reason, number of completions), the most
+    frequent first."""
     deleted, counts = iterations_without_rollouts(run, numbers), Counter[str]()
     for number in (number for number in numbers if number not in deleted):
         for manifest in Iteration(run, number).shard_manifests("scoring"):
@@ -188,7 +190,8 @@ def _count_reasons(run: Run, numbers: Sequence[int]) -> list[tuple[str, int]]:
 
 
 def lineage(run: Run, description: RunDescription) -> PageSection:
-    """Return the section with the digests of everything that the policy was made from."""
+    """Return the section that lists what the policy was made from, with digests: configuration, libraries, data,
+    rewards and models."""
     records = dependency_records(run)
     created = f"created {description.created}"
     rows = [{"item": "configuration", "digest": description.fingerprint, "details": created}]
@@ -214,7 +217,7 @@ def lineage(run: Run, description: RunDescription) -> PageSection:
 
 
 def configuration(run: Run, description: RunDescription) -> PageSection:
-    """Return the section with the run's configuration as TOML and the command that repeats the run."""
+    """Return the section with the run's configuration as TOML and a command that repeats the run."""
     config = {"iterations": len(description.iterations), **with_present_names(run.record.config, RunConfig)}
     file = f"{run.name}.toml"
     command = shlex.join(["rheostat", "train", file, "--run", f"{run.name}-again"])

@@ -1,5 +1,5 @@
-"""Timeline pictures of some iterations, read from manifests: the work of each worker, its role, and placement
-decisions."""
+"""Timelines of some iterations in a report: what each worker did when, and the placement decisions (which role uses
+which worker slots)."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -18,44 +18,44 @@ from tasks.views.report.samples import spread
 PANELS: Final = 4
 """Maximum number of iterations that are drawn."""
 BARS: Final = 400
-"""Maximum number of pieces of work drawn per iteration. The longest are kept."""
+"""Maximum number of bars in one timeline. If a worker did more, the longest pieces of work are drawn."""
 WORKER: Final = re.compile(r"(?P<role>.+)-(?P<place>\d+)-\d+ pid \d+")
 
 
 class PlacedDecision(Settings):
-    """Decision of placement with its time."""
+    """Placement decision in the timeline of an iteration."""
 
     batch: str
-    """Batch of the decision, for example `it-0003`, `it-0003/wave-2` or `eval-0010`."""
+    """Iteration, later batch of an iteration, or evaluation, for example `it-0003`, `it-0003/wave-2` or `eval-0010`."""
     moment: str
-    """Moment of the decision: `plan`, or `drain-0001-0002` inside a stage."""
+    """Time of the decision: `plan` before the batch, or for example `drain-0001-0002` while it was running."""
     reason: str
-    """Sentence that states the decision and its reason."""
+    """Sentence for the reader that states the decision and its reason."""
     predicted_seconds: float
     """Predicted time to the end of the stage, in seconds."""
     unchanged_seconds: float
-    """Predicted time to the end of the stage without the change, in seconds."""
+    """Predicted time to the end of the stage without a change of the assignment, in seconds."""
     after_seconds: float
-    """Time between the start of the stage and the decision, in seconds."""
+    """Time from the start of the stage to the decision, in seconds."""
 
 
 class WorkPiece(Settings):
-    """Piece of work that a worker did."""
+    """Work of one worker in a timeline, drawn as a bar."""
 
     key: str
-    """Key of the manifest that the work committed."""
+    """Key under which the result of the work is stored, for example `it-0003/rollout/0001`."""
     role: str
     """Role of the worker, for example `rollout`, `judge-style`, `scoring` or `update`."""
     place: str
     """Slot of the worker, or name of the worker if it has no slot."""
     begin: datetime
-    """Start time."""
+    """Time at which the work started."""
     seconds: float
     """Duration in seconds."""
 
 
 class SlotsPicture(Settings):
-    """Timeline picture of one iteration."""
+    """Timeline of one iteration."""
 
     batch: str
     """Key of the iteration, for example `it-0003`."""
@@ -64,7 +64,7 @@ class SlotsPicture(Settings):
 
 
 def decisions_of(run: Run) -> list[PlacedDecision]:
-    """Return every placement decision of a run in order. The list is empty if roles never competed for workers."""
+    """Return all placement decisions of a run, in order. The list is empty if only one role used the worker slots."""
     placed = []
     for key, entry in run.journal("placement/").items():
         if "decision" in entry:
@@ -85,7 +85,7 @@ def decisions_of(run: Run) -> list[PlacedDecision]:
 
 
 def slots_of(run: Run, numbers: Sequence[int], decisions: Sequence[PlacedDecision]) -> list[SlotsPicture]:
-    """Return timeline pictures of at most `PANELS` of the given sealed iterations."""
+    """Draw timelines of at most `PANELS` of these completed iterations, spread evenly."""
     timelines = []
     for key in map(iteration_key, spread(numbers, PANELS)):
         manifests = run.manifests(f"{key}/")
