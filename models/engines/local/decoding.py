@@ -33,7 +33,7 @@ _KEEP_SHARE: Final = 0.75  # with fewer live rows, copying the cache is cheaper 
 
 @dataclass(frozen=True, slots=True)
 class LoadedPolicy:
-    """Policy that is ready to generate."""
+    """Policy loaded for generation: its model, its tokenizer and its special tokens."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerFast
@@ -55,7 +55,10 @@ class LoadedPolicy:
 
 @dataclass(slots=True)
 class _Live:
-    """Rows in the current batch. Finished rows (not `alive`) stay until enough rows have finished."""
+    """Rows in the current batch.
+
+    Rows that have finished are not `alive`, and are removed once enough rows have finished.
+    """
 
     rows_B: Tensor
     alive_B: Tensor
@@ -64,8 +67,8 @@ class _Live:
     padding_B: Tensor
     """Number of padding tokens in the cache, which are on the left."""
     lengths_B: Tensor
-    """Number of real tokens in the cache, counted while the row was alive. Without images this is the position of the
-    next token."""
+    """Number of tokens in the cache without padding. Without images this is also the position of the next token. The
+    number does not change any more once the row has finished."""
     offsets_B: Tensor
     """Offset added to the position of the next token, because images may take fewer positions than tokens."""
     cache: Cache
@@ -79,7 +82,7 @@ class _Live:
         self.cache.reorder_cache(keep_B)
 
     def trim(self) -> None:
-        """Drop the padding that no row needs."""
+        """Remove the leftmost tokens of the cache that no row needs, because they are padding."""
         width = int(self.lengths_B.max())
         trim_in_place(self.cache, width)
         self.padding_B = self.padding_B + (width - self.width)
@@ -112,7 +115,7 @@ class _Output:
     stopped_R: Tensor
 
     def ends(self, live: _Live) -> Tensor:
-        """Return, for each live row, the index within its completion of the token that is not in the cache yet."""
+        """Return the index, within each live row's completion, of its newest token, which is not in the cache yet."""
         return live.lengths_B - self.prompts_R[live.rows_B]
 
 

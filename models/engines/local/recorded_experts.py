@@ -18,7 +18,7 @@ from models.records.model_input import Experts
 
 
 class ExpertRecorder:
-    """Recorder of the experts chosen for every token that went through the model, by row of the work.
+    """Recorder of the experts that a mixture-of-experts model chooses for every token, for each row of the work.
 
     If a completion continues from an earlier iteration, the experts of its existing tokens are recorded again in the
     prefill.

