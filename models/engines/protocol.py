@@ -133,9 +133,7 @@ class Engine(Protocol):
     def score_continuations(
         self, prompts: Sequence[ModelInput], continuations: Sequence[Sequence[int]]
     ) -> list[tuple[float, ...]]:
-        """Return, for each prompt, the summed log-prob of each continuation (token IDs) after that prompt, at
-        temperature 1.
-        """
+        """Return, for each prompt, the summed log-prob of each continuation after that prompt, at temperature 1."""
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
         """Return one list per request, in order, with one completion per seed."""

@@ -25,10 +25,13 @@ _SILENT = EnvironmentStep((), done=False)
 
 
 class Dialogues:
-    """Environment that answers the turns of all waiting episodes with one call of the simulated user."""
+    """Environment in which a model plays the user. All waiting episodes are answered in one call of the model."""
 
     def __init__(self, settings: DialogueEnvironment) -> None:
-        """Prepare the model without loading it. Raises BadInput if the settings of an endpoint are invalid."""
+        """Create the simulated user without loading its model.
+
+        Raises BadInput if an endpoint's settings are invalid.
+        """
         self._settings = settings
         self._final = None if settings.final_turn_pattern is None else re.compile(settings.final_turn_pattern)
         self._user, self._held = _build_user(settings)
@@ -80,7 +83,7 @@ class Dialogues:
             return [answers[index] for index in range(len(asked))]
 
     def end(self, episodes: Sequence[str], numbers: Sequence[int]) -> None:
-        """Delete the stored replies of the episodes."""
+        """Delete the stored user replies of episodes that are over."""
         with self._turn:
             for name in episodes:
                 self._replies.pop(name, None)
@@ -111,7 +114,7 @@ class Dialogues:
         return Transcript(instructions, turns, self._replies[asked.episode])
 
     def _read(self, asked: EpisodeRequest, reply: Reply) -> TurnAnswer:
-        """Store a reply and convert it into an answer.
+        """Store the simulated user's reply and convert it into an answer to the policy's turn.
 
         The first of `endings` in the reply ends the dialogue with its reward.
         """

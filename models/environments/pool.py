@@ -125,7 +125,7 @@ class EnvironmentPool:
         return [answers_by_index[index] for index in range(len(asked))]
 
     def _group_by_process(self, numbers: Sequence[int]) -> dict[int, list[int]]:
-        """Group the indices of `numbers` by the process that runs each episode."""
+        """Return the indices into `numbers` of the episodes that each process runs, by the index of the process."""
         parts: dict[int, list[int]] = {}
         for index, number in enumerate(numbers):
             parts.setdefault(number % len(self._places), []).append(index)

@@ -36,7 +36,7 @@ class Responder(Protocol):
         """
 
     def end(self, episodes: Sequence[str], numbers: Sequence[int]) -> None:
-        """Release the state of episodes that are over."""
+        """Release what the responder keeps for episodes that are over, such as environment objects or replies."""
 
     def close(self) -> None:
         """Close the processes or the model."""

@@ -96,7 +96,7 @@ def user_examples(
 
 
 def user_texts(environment: DialogueEnvironment, problems: Iterable[Problem]) -> Iterator[str]:
-    """Yield the texts on which the tokenizer of a simulated user is trained: transcripts and replies.
+    """Yield the transcripts and replies on which the tokenizer of a simulated user is trained.
 
     Raises BadInput if a problem has no worked episode.
     """

@@ -156,10 +156,7 @@ class Likelihoods(RequestDone):
 
 
 class Error(CompletionLine):
-    """Response to a refused request, with the reason.
-
-    `digest` is the digest of the served policy if the request named another policy.
-    """
+    """Response to a refused request: the reason and, if it named another policy, the served policy's digest."""
 
     error: str = ""
     digest: str = ""

@@ -265,11 +265,7 @@ class ServedEngine:
         raise AssertionError("a response ends with RequestDone or raises an error")
 
     def _persist(self, work: Callable[[tuple[ServerClient, ...]], None]) -> None:
-        """Call `work` with clients of servers that serve the policy.
-
-        If a server fails or serves other weights, it is restarted or reloaded, and `work` is called again. Raises
-        WorkerLost after too many failures.
-        """
+        """Call `work` with clients of servers that serve the policy. After a failure, recover and call it again."""
         restarts, loads, epoch = 0, 0, self._epoch
         while True:
             try:
@@ -284,10 +280,7 @@ class ServedEngine:
                 self._replace_server(error, restarts=restarts, epoch=epoch)
 
     def _load_again(self, error: StaleWeights, *, loads: int, epoch: int | None = None) -> None:
-        """Mark the policy as not loaded, so that the next call reloads it.
-
-        Does nothing if another thread has done so since `epoch`, a counter of repairs.
-        """
+        """Let the next call reload the policy, unless another thread has requested this since repair `epoch`."""
         if loads > MAX_LOADS:
             raise WorkerLost(f"{error}; the weights were loaded {MAX_LOADS} times without success") from error
         with self._repair_lock:
@@ -297,10 +290,7 @@ class ServedEngine:
                 self._counts.clear()  # a restarted server counts from 0
 
     def _replace_server(self, error: EndpointDown, *, restarts: int, epoch: int) -> None:
-        """Mark a failed server for replacement by the next call.
-
-        Does nothing if another thread has done so since `epoch`, a counter of repairs.
-        """
+        """Let the next call replace a failed server, unless another thread has requested this since repair `epoch`."""
         with self._repair_lock:
             if epoch == self._epoch:
                 cause = self._servers.find_cause()
@@ -362,11 +352,7 @@ class ServedEngine:
             raise
 
     def _count(self, client: ServerClient, done: RequestDone) -> None:
-        """Add a server's new decoding steps to the engine's sums.
-
-        The steps are the difference between the sums in `done` and the server's previous sums. Sums that are older than
-        those of another thread are ignored.
-        """
+        """Add a server's decoding steps since its previous sums. Sums older than another thread's are ignored."""
         with self._repair_lock:
             last = self._counts.get(client.url)
             if last is None or done.steps <= last.steps:

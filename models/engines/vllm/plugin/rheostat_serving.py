@@ -54,7 +54,7 @@ class Serving:
         self._asleep = False
 
     async def about(self) -> dict[str, object]:
-        """Return the server's settings that affect its answers, such as precision and maximum length, as JSON fields."""
+        """Return the settings that affect the server's answers, such as precision, as JSON fields."""
         model, lora = self._config.model_config, self._config.lora_config
         return {
             "dtype": str(model.dtype).removeprefix("torch."),
