@@ -19,7 +19,7 @@ _FLOW: Final = "FlowMatchEulerDiscreteScheduler"
 _NOISE: Final = ("DDIMScheduler", "DDPMScheduler", "PNDMScheduler", "EulerDiscreteScheduler")
 """Schedulers whose configuration contains the noise levels with which a noise-predicting model was trained."""
 _CLIP: Final = ("DDIMScheduler", "DDPMScheduler")
-"""Schedulers that clip images unless their configuration disables clipping."""
+"""Schedulers that clip predicted images by default. Their configuration must disable this."""
 _PLAIN: Final = (
     "invert_sigmas",
     "rescale_betas_zero_snr",

@@ -37,12 +37,12 @@ def deduplicated_problems(data: DeduplicatedData, split: str, seed: int) -> list
 
 
 def _find_source(data: DeduplicatedData) -> FileData | MixtureData:
-    """Return the settings of the source, with the background of images that is set next to `source`."""
+    """Return the settings of the wrapped data source, with the image background of the outer settings."""
     return data.source.model_copy(update={"image_background": data.image_background})
 
 
 def near_duplicates(data: DeduplicatedData, seed: int) -> dict[str, str]:
-    """Return the removed training problems: the origin of each, with the nearest held-out problem and the cosine.
+    """Return a description of the nearest held-out problem for each removed training problem, by its origin.
 
     A training problem is removed if its cosine similarity to a held-out problem is at least `data.similarity`.
     """

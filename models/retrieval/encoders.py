@@ -24,7 +24,7 @@ INSTALL: Final = "pip install 'sentence-transformers==6.2.0'"
 MODULES: Final = "modules.json"
 """Name of the file that every sentence-transformers directory contains."""
 SAFELY: Final = {"use_safetensors": True}
-"""Loading options that exclude pickle files."""
+"""Options for loading models that exclude pickle files, which could run code."""
 SPECIAL: Final = ("[PAD]", "[CLS]", "[SEP]")
 
 
@@ -139,7 +139,10 @@ def open_cross_encoder(path: Path, where: str, *, max_tokens: int, seed: int) ->
 
 @contextmanager
 def _loading(path: Path, where: str) -> Iterator[None]:
-    """Run the block, which loads a model, and convert its exceptions to BadInput."""
+    """Run the block, which loads the model in `path`, and raise its exceptions as BadInput.
+
+    `where` is the configuration key that the message names.
+    """
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -24,7 +24,7 @@ from models.retrieval.pairs import Pair, PairSet
 logger = logging.getLogger(__name__)
 
 WARMUP_SHARE: float = 0.1
-"""Share of the steps in which the learning rate is warmed up."""
+"""Fraction of the training steps in which the learning rate rises to its peak."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,10 @@ def train_student(
     teacher: CrossEncoder | None = None,
     on_step: Callable[[], None],
 ) -> dict[str, float]:
-    """Train the dual encoder. Returns the mean of each loss term over the last tenth of the steps."""
+    """Train the dual encoder (the student), with the cross-encoder `teacher` if the method distills from it.
+
+    Returns the mean of each loss term over the last tenth of the steps.
+    """
 
     def terms(batch: PairBatch) -> dict[str, Tensor]:
         """Compute the loss terms of one batch."""
@@ -128,7 +131,7 @@ def train_teacher(
 
 
 def embed(model: SentenceTransformer, texts: list[str]) -> Embedded:
-    """Embed texts with gradients."""
+    """Embed texts as vectors per text and per token, keeping gradients for training."""
     outputs = model(batch_to_device(model.preprocess(texts), model.device))
     return Embedded(outputs["sentence_embedding"], outputs["token_embeddings"], outputs["attention_mask"])
 
