@@ -33,7 +33,7 @@ from models.records.pictures import Picture, States, encode_picture
 INDEX: Final = "model_index.json"
 WEIGHTS: Final = "diffusion_pytorch_model.safetensors"
 FROZEN: Final = ("*.json", "*.txt", "*.model", "*.safetensors")
-"""Patterns of the files that are copied from a pipeline: configuration, tokenizers and weights, never code or pickles."""
+"""Patterns of the files copied from a pipeline: configuration, tokenizers and weights, but never code or pickles."""
 PIXELS_PER_LATENT: Final = 8
 """Side length, in pixels, that one latent covers if a pipeline has no VAE, as in diffusers."""
 _UNUSED: Final = ("safety_checker", "feature_extractor", "image_encoder", "watermark")

@@ -22,7 +22,7 @@ from models.gate.bounds import Floats, betting_lower_bound, exact_lower_bound
 RESAMPLES = 10_000
 _DRAWN_AT_ONCE = 2**22
 _OUTSIDE = 1e-6
-"""Distance by which a score may be outside the range of scores because of rounding."""
+"""Maximum distance by which a score may exceed the range of scores, to allow for rounding."""
 Method = Literal["exact", "betting", "bootstrap"]
 _EQUAL = 1e-12
 """Spread below which differences are treated as equal. Sums of the same scores may differ in their last bits."""
@@ -33,11 +33,11 @@ class PairedScores:
     """Scores of two policies on the same problems. Missing scores are NaN."""
 
     prompts: tuple[str, ...]
-    """Ids of the problems (P)."""
+    """Ids of the problems (P), in the order of the rows of both score arrays."""
     champion_PS: Floats
-    """Scores of the champion."""
+    """Score of the champion (the policy in use) for each problem and sample."""
     challenger_PS: Floats
-    """Scores of the challenger, generated with the same seeds as those of the champion in each problem and sample."""
+    """Score of the challenger (the new policy) for each problem and sample, generated with the champion's seed."""
     unmatched: tuple[str, ...] = ()
     """Ids of problems that cannot be compared, because only one policy has scores for them or the numbers of samples
     differ."""
@@ -77,9 +77,9 @@ class PairedDifference(Settings):
     prompts: int
     """Number of problems with scores of both policies. All statistics below are about these problems."""
     unmatched: int
-    """Number of problems that only one of the policies answered."""
+    """Number of problems that are excluded, because the policies' numbers of scores for them do not match."""
     completions: int
-    """Number of pairs that should have two scores."""
+    """Number of pairs, with or without missing scores."""
     missing: int
     """Number of pairs without one or both scores."""
     champion: float

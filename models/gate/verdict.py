@@ -18,9 +18,9 @@ class MeasuredGain(Settings):
     """Measured result of a primary suite, on which the challenger must be better than the champion."""
 
     suite: str
-    """Name of the suite."""
+    """Name of the evaluation suite on which both policies were compared."""
     min_gain: float = 0.0
-    """Value that the lower bound of the difference must exceed."""
+    """Minimum gain to show: the lower confidence bound of the difference must exceed this value."""
     difference: PairedDifference
     """Measured difference, with one lower bound for each number of comparisons in Holm's method."""
 
@@ -40,8 +40,10 @@ class MeasuredGain(Settings):
         return self.difference.upper < min(0.0, self.min_gain)
 
     def reason(self, tests: int) -> str:
-        """Return one line with the result of the comparison for messages. `tests` is the number of comparisons in
-        Holm's method."""
+        """Return one line with the result of the comparison for messages.
+
+        `tests` is the number of comparisons in Holm's method.
+        """
         difference, level = self.difference, self.difference.alpha / tests
         lower, sure = difference.holm[tests - 1], f"{100 * (1 - level):.4g}%"
         if self.is_loss:
@@ -64,7 +66,7 @@ class MeasuredGuard(Settings):
     margin: float
     """Loss that the guard must exclude: the lower bound of the difference must be above minus this margin."""
     difference: PairedDifference
-    """Measured difference."""
+    """Measured difference between the challenger's and the champion's mean scores on the suite."""
 
     @property
     def holds(self) -> bool:
@@ -86,13 +88,13 @@ class MeasuredLimit(Settings):
     name: str
     """Name of the limited value: mean length, KL divergence, share of truncated completions, or cost."""
     value: float
-    """Value of the challenger."""
+    """Measured value of the challenger, in the unit of the named quantity."""
     most: float
     """Maximum that the gate allows."""
 
     @property
     def bound(self) -> str:
-        """Description of the maximum for messages."""
+        """Maximum as text, as messages show it."""
         return f"at most {self.most:g}"
 
     @property
@@ -109,9 +111,9 @@ class MeasuredFloor(Settings):
     """Mean score of the challenger with the minimum that the gate requires, independent of the champion's score."""
 
     name: str
-    """Name of the suite, with the name of the reward if the rule has one."""
+    """Name of the suite, with the name of the reward term if the minimum refers to a single term."""
     value: float
-    """Mean score of the challenger."""
+    """Mean score of the challenger on the suite, without answers that have no score."""
     least: float
     """Minimum that the gate requires."""
     missing_share: float
@@ -119,7 +121,7 @@ class MeasuredFloor(Settings):
 
     @property
     def bound(self) -> str:
-        """Description of the minimum for messages."""
+        """Minimum as text, as messages show it."""
         return f"at least {self.least:g}"
 
     @property
@@ -145,9 +147,9 @@ class Evidence(Settings):
     floors: tuple[MeasuredFloor, ...] = ()
     """Mean scores with a minimum. The challenger is rejected if one of them is below its minimum."""
     contaminated: dict[str, float] = {}
-    """For each suite, the share of its problems that are also training problems."""
+    """Share of the suite's problems that are also training problems, by suite."""
     trained_on: dict[str, Contamination] = {}
-    """For each suite, the problems that are also training problems."""
+    """Counts and example ids of the problems that are also training problems, by suite."""
 
 
 class GateVerdict(Settings):
@@ -215,7 +217,7 @@ def _find_doubts(evidence: Evidence, max_missing: float, max_contaminated: float
 
 
 def _count_comparisons(gains: tuple[MeasuredGain, ...]) -> list[int]:
-    """Return, for each gain, the number of comparisons for which its significance level is corrected (Holm 1979)."""
+    """Return the number of comparisons by which Holm's method (1979) divides the significance level of each gain."""
     comparisons = [len(gains)] * len(gains)
     shown_gains: set[int] = set()
     while True:
@@ -230,7 +232,8 @@ def _count_comparisons(gains: tuple[MeasuredGain, ...]) -> list[int]:
 
 def _suggest_problems(difference: PairedDifference, above: float, level: float) -> str:
     """Return a remark with the number of problems that would be needed to show a difference as large as the measured
-    one, or "" if no number is enough."""
+    one, or "" if no number is enough.
+    """
     if difference.mean <= above:
         return ""
     low, high = difference.score_range or (0.0, 1.0)

@@ -23,17 +23,17 @@ PAPER, INK, QUIET, EMPTY = "#ffffff", "#1a1a1a", "#6b6b6b", "#e4e4e4"
 
 @dataclass(frozen=True, slots=True)
 class SheetPicture:
-    """Picture with its reward."""
+    """Picture on a contact sheet, with the reward that is written below."""
 
     encoded: bytes
-    """Encoded picture."""
+    """Picture file, such as a PNG."""
     reward: float | None
     """Total reward, or None if it is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class SheetRow:
-    """Prompt with its pictures, at least one."""
+    """Prompt with the pictures that were generated for it, at least one."""
 
     prompt: str
     pictures: tuple[SheetPicture, ...]

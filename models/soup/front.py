@@ -29,7 +29,7 @@ class FrontMetrics(Settings):
     """Mean of Σ μ_i R_i (rewards weighted by the preference μ) over the preferences in which every share is at least
     0.2. None if the grid has no such preference."""
     corners: tuple[float, ...]
-    """For each reward, its mean under the policy for a preference for this reward alone."""
+    """Mean of each reward under the policy that was merged for this reward alone."""
     kendall_tau: float | None
     """Mean over rewards of Kendall's τ_b between the share of a reward in the preference and the reward. It is 1 if a
     larger share always leads to a larger reward. None if one reward is equal for all policies."""
@@ -86,7 +86,8 @@ def hypervolume(rewards_PN: Floats, reference_N: Floats) -> float:
 
 def non_dominated(rewards_PN: Floats) -> Floats:
     """Return the distinct points that are not dominated, that is, no other point is at least as high in every
-    reward."""
+    reward.
+    """
     points_PN = np.unique(rewards_PN, axis=0)
     beaten_P: Mask = np.array([bool(_beats(points_PN, point_N).any()) for point_N in points_PN], np.bool_)
     return points_PN[~beaten_P]
@@ -105,7 +106,8 @@ def sparsity(points_PN: Floats) -> float:
 
 def spacing(points_PN: Floats) -> float:
     """Return the standard deviation of the city-block distances from each point to the nearest other point. 0 for fewer
-    than three points."""
+    than three points.
+    """
     if len(points_PN) < 3:
         return 0.0
     distances_PP = np.abs(points_PN[:, None] - points_PN[None]).sum(axis=2) + np.diag(np.full(len(points_PN), np.inf))
