@@ -202,10 +202,8 @@ class EngineFactory(Protocol):
     """Factory that builds an engine without weights. The engine's class usually serves as the factory."""
 
     def __call__(self, settings: Any, /, *, adapter_rank: int) -> Engine:  # noqa: ANN401 -- the engine's own settings
-        """Build an engine.
-
-        `adapter_rank` is the highest rank of the adapters that it will load, or 0 if it loads none.
-        """
+        """Build an engine. `adapter_rank` is the highest rank of the adapters that it will load, or 0 if it loads
+        none."""
         ...
 
 

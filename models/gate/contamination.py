@@ -38,7 +38,7 @@ class Contamination(Settings):
         return (self.exact + self.near) / self.prompts if self.prompts else 0.0
 
     def text(self) -> str:
-        """Return one line for people: the number of problems that are training problems, and the ids of the first few."""
+        """Return one line for people: the number of these problems, and the ids of the first few."""
         num_known = self.exact + self.near
         kinds = f"{self.exact} word for word, {self.near} nearly"
         named = f"{', '.join(self.examples)}{', …' if num_known > len(self.examples) else ''}"

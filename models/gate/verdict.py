@@ -40,10 +40,8 @@ class MeasuredGain(Settings):
         return self.difference.upper < min(0.0, self.min_gain)
 
     def reason(self, tests: int) -> str:
-        """Return one line with the result of the comparison for messages.
-
-        `tests` is the number of comparisons in Holm's method.
-        """
+        """Return one line with the result of the comparison for messages. `tests` is the number of comparisons in
+        Holm's method."""
         difference, level = self.difference, self.difference.alpha / tests
         lower, sure = difference.holm[tests - 1], f"{100 * (1 - level):.4g}%"
         if self.is_loss:
@@ -232,8 +230,7 @@ def _count_comparisons(gains: tuple[MeasuredGain, ...]) -> list[int]:
 
 def _suggest_problems(difference: PairedDifference, above: float, level: float) -> str:
     """Return a remark with the number of problems that would be needed to show a difference as large as the measured
-    one, or "" if no number is enough.
-    """
+    one, or "" if no number is enough."""
     if difference.mean <= above:
         return ""
     low, high = difference.score_range or (0.0, 1.0)

@@ -68,8 +68,7 @@ class DrawnPictures(Protocol):
 
     def states(self, digest: str, *, steps: int) -> States:
         """Return the states before each of the `steps` trained steps and after the last: float32 of shape (steps + 1) x
-        D.
-        """
+        D."""
         ...
 
 

@@ -194,10 +194,8 @@ def prompt_columns(inputs: Sequence[ModelInput]) -> dict[str, pa.Array]:
 
 
 def rollout_inputs(rollouts: pa.Table) -> list[ModelInput]:
-    """Return the inputs of a rollout table, including unfinished completions.
-
-    Raises Damaged if columns do not match.
-    """
+    """Return the inputs of a rollout table, including unfinished completions. Raises Damaged if columns do not
+    match."""
     prompts, completions = (row_arrays(rollouts[name], np.int32) for name in _HALVES)
     inputs = _build_inputs(prompts, completions, image_digests(rollouts), is_trained_T=generated_tokens_mask(rollouts))
     return attach_experts(inputs, rollouts, range(rollouts.num_rows))

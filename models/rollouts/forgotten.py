@@ -26,7 +26,7 @@ FORGOTTEN: Final = "forgotten"
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Prompts whose data is removed, with everything by which tables refer to them: ids, row numbers and image digests."""
+    """Prompts whose data is removed, with the ids and row numbers by which tables refer to them."""
 
     ids: frozenset[str]
     rows: frozenset[int]

@@ -128,10 +128,8 @@ class PartialCompletion:
         return self._given(tokens, ENVIRONMENT) if tokens else self
 
     def append_turn_prompt(self, tokens: Sequence[int], text: str) -> "PartialCompletion":
-        """Append the separate prompt of the next turn, which replaces all context before it.
-
-        `text` is appended to the completion's text.
-        """
+        """Append the separate prompt of the next turn, which replaces all context before it. `text` is appended to the
+        completion's text."""
         return replace(self._given(tokens, TURN_PROMPT), text=f"{self.text}{text}")
 
     def _given(self, tokens: Sequence[int], author: int) -> "PartialCompletion":
@@ -187,10 +185,8 @@ class Group:
         return partial.tokens if partial is not None and version - first_version < partial.max_staleness else None
 
     def append_completions(self, completions: Sequence[Completion], version: int) -> "Group":
-        """Return the group with new output appended to the unfinished completions.
-
-        Finished completions stay unchanged.
-        """
+        """Return the group with new output appended to the unfinished completions. Finished completions stay
+        unchanged."""
         new_completions = iter(completions)
         drafts = tuple(
             draft.append_completion(next(new_completions), version)

@@ -86,8 +86,7 @@ def hypervolume(rewards_PN: Floats, reference_N: Floats) -> float:
 
 def non_dominated(rewards_PN: Floats) -> Floats:
     """Return the distinct points that are not dominated, that is, no other point is at least as high in every
-    reward.
-    """
+    reward."""
     points_PN = np.unique(rewards_PN, axis=0)
     beaten_P: Mask = np.array([bool(_beats(points_PN, point_N).any()) for point_N in points_PN], np.bool_)
     return points_PN[~beaten_P]
@@ -106,8 +105,7 @@ def sparsity(points_PN: Floats) -> float:
 
 def spacing(points_PN: Floats) -> float:
     """Return the standard deviation of the city-block distances from each point to the nearest other point. 0 for fewer
-    than three points.
-    """
+    than three points."""
     if len(points_PN) < 3:
         return 0.0
     distances_PP = np.abs(points_PN[:, None] - points_PN[None]).sum(axis=2) + np.diag(np.full(len(points_PN), np.inf))

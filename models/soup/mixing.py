@@ -72,6 +72,5 @@ def preference_grid(num_rewards: int, per_axis: int) -> list[tuple[float, ...]]:
 
 def extrapolate_weights(weights: Sequence[float], alpha: float) -> tuple[tuple[float, ...], float]:
     """Return the weights of the backbones, and of the initial policy, for the extrapolation (1 + α) θ − α θ_start of a
-    merge θ beyond the initial policy θ_start.
-    """
+    merge θ beyond the initial policy θ_start."""
     return tuple((1 + alpha) * weight for weight in weights), -alpha

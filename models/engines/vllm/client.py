@@ -27,10 +27,8 @@ from models.records.model_input import ModelInput
 
 
 class InputEncoder(Protocol):
-    """Encoder of model inputs for the servers of a policy.
-
-    `VisionInputEncoder` implements it, and `ServerClient` calls it.
-    """
+    """Encoder of model inputs for the servers of a policy. `VisionInputEncoder` implements it, and `ServerClient` calls
+    it."""
 
     @property
     def banned(self) -> list[JsonValue]:
