@@ -9,12 +9,12 @@ from models.config.retriever import Terms
 
 @dataclass(frozen=True, slots=True)
 class StudentWork:
-    """Request to train a dual encoder (the student)."""
+    """Request to train a dual encoder, which embeds queries and passages separately (the student)."""
 
     pairs: BundleRef
     method: Terms
     teacher: BundleRef | None = None
-    """Cross-encoder that teaches the student in a cascade, or None."""
+    """Cross-encoder whose scores the student is trained to reproduce, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ class TrainedRetriever(Settings):
     digest: str
     """Digest of all files of the directory."""
     method: Terms
-    """Terms of the training loss."""
+    """Loss terms with which the dual encoder was trained."""
     decision: str
-    """Explanation of why these loss terms were chosen."""
+    """Sentence that explains, with measurements, why the model with these loss terms was chosen."""
     measured: dict[str, Retrieval]
     """Measures of each trained model: students by their loss terms, and the cross-encoder, which reranks the passages
     that the first student finds."""
