@@ -94,7 +94,7 @@ def _names(table: pa.Table) -> Integers:
 
 
 def _lists(table: pa.Table, rows_K: Integers) -> tuple[Floats, Integers]:
-    """Return the advantages in rows `rows_K`, concatenated, and their number in each row."""
+    """Return the advantages of the samples in rows `rows_K`, concatenated, and each sample's number of tokens."""
     chosen = table.take(pa.array(rows_K))
     return _values(chosen), np.asarray(pc.list_value_length(chosen["advantages"]).to_numpy(), np.int64)
 

@@ -39,8 +39,10 @@ class GroupQuota:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Masks of the groups with each use in an iteration. A group in none of the masks is uninformative and
-    discarded."""
+    """Masks that select the groups to train on, to complete a minibatch with, and to keep for the next iteration.
+
+    A group in none of the masks is uninformative and discarded.
+    """
 
     informative_G: Mask
     """Groups with unequal rewards, from which training can learn."""
@@ -51,7 +53,7 @@ class Selection:
     surplus_G: Mask
     """Informative groups beyond the target, which are kept for the next iteration."""
     first_G: Integers
-    """Index of the first completion of each group."""
+    """Index among all completions of each group's first completion."""
     shortfall: int
     """Number of informative groups that are missing to the target, or 0 if the target is reached."""
 

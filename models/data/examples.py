@@ -34,12 +34,12 @@ from models.data.rows import is_table, read_rows
 
 
 class Example(NamedTuple):
-    """Prompt with the completion on which warm-up (supervised fine-tuning) trains."""
+    """Example for warm-up (supervised fine-tuning): a prompt and the completion to train on."""
 
     prompt: Prompt
     completion: str
     images: tuple[bytes, ...] = ()
-    """Encoded images of the prompt."""
+    """Encoded image files of the prompt, in order."""
     verdict: str = ""
     """Verdict at the end of a judge's completion. It has the same weight in the loss as all text before it."""
     continuation: tuple[str, ...] = ()

@@ -18,9 +18,9 @@ from models.config.data import ProblemFile
 from models.data.rows import find_format, text_rows
 
 PATH, BYTES = "path", "bytes"
-"""Field names of the image structs that `datasets` writes."""
+"""Field names of the structs in which Hugging Face `datasets` stores an image: a path and the encoded bytes."""
 ROWS = 4096
-"""Number of table rows that are read at a time."""
+"""Number of table rows that are read at a time, which limits memory."""
 
 
 def image_files(data: ProblemFile) -> Iterator[Path]:

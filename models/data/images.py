@@ -52,9 +52,9 @@ SIGNATURES: Final = {
     "BMP": re.compile(rb"BM"),
     "TIFF": re.compile(rb"II[*+]\0|MM\0[*+]"),
 }
-"""Start of the files of each supported format."""
+"""Pattern of the first bytes of a file in each supported format."""
 BASE64: Final = re.compile(rb"iVBORw0KGgo|/9j/|R0lGOD|UklGR|data:image/")
-"""Start of the Base64 text of an image."""
+"""Pattern of the first characters of a Base64-encoded image or a data URL."""
 UNSUPPORTED: Final = {
     "an SVG drawing": re.compile(rb"(<\?xml[^>]*>|<!--.*?-->|<!DOCTYPE svg[^>]*>|\s)*<svg", re.DOTALL | re.IGNORECASE),
     "a PDF document": re.compile(rb"%PDF-"),
@@ -68,7 +68,7 @@ UNSUPPORTED: Final = {
     "a DICOM image": re.compile(rb".{128}DICM", re.DOTALL),
     "Base64 text instead of bytes": BASE64,
 }
-"""Start of the files of other formats, by their name in messages."""
+"""Pattern of the first bytes of files in unsupported formats, by the name of the format in error messages."""
 MAX_NAME_BYTES: Final = 255
 """Maximum size of a part of a path, the limit of file systems."""
 MIN_BASE64: Final = 60
@@ -90,7 +90,7 @@ class ImageHeader:
 
 
 def digest_of(encoded: bytes) -> str:
-    """Return the digest that identifies an image."""
+    """Return the BLAKE3 digest of an encoded image, by which shards refer to the image."""
     return blake3(encoded).hexdigest()
 
 
@@ -219,7 +219,7 @@ def _too_many_pixels(where: str, size: str) -> BadInput:
 
 
 def _undecodable(error: Exception, *, where: str) -> BadInput:
-    """Return the error for an image with pixels that cannot be decoded."""
+    """Return the error for an image whose header is valid but whose pixels cannot be decoded."""
     return BadInput(f"{where}: the image cannot be decoded: {describe_error(error)}")
 
 
@@ -331,7 +331,7 @@ def _read_image_file(name: str, *, where: str, root: Path) -> bytes:
 
 
 def _outside_root(name: str, *, where: str, root: Path) -> BadInput:
-    """Return the error for a path outside the root."""
+    """Return the error for an image path that leads outside the root directory."""
     return BadInput(
         f"{where}: expected a file below {format_path(root)} (data.images_root), but {name[:80]!r} is outside of it"
     )

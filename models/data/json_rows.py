@@ -28,7 +28,7 @@ class LongNumber(float):
     """Number in a JSON file that a float cannot represent exactly, such as 1e400 or a number of 30 digits."""
 
     literal: str
-    """Number as written in the file."""
+    """Text of the number as written in the file."""
 
 
 def read_json_lines(lines: Iterable[bytes], name: str, input_errors: InputErrors, *, version: int) -> Iterator[FileRow]:
@@ -113,7 +113,10 @@ def read_json_array(content: bytes, name: str, input_errors: InputErrors, *, ver
 
 
 def _check_row(place: str, row: Mapping[str, object], *, version: int) -> Mapping[str, object]:
-    """Return the row. Version 2 raises BadInput if two keys differ only in outer white space."""
+    """Return the row after checking its keys.
+
+    Version 2 of the rules raises BadInput if two keys differ only in outer white space.
+    """
     if version > 1:
         check_unique_columns(place, list(row))
     return row
@@ -141,7 +144,7 @@ def _skip_separators(text: str, at: int) -> int:
 
 
 def _require_object(place: str, row: object) -> Mapping[str, object]:
-    """Return a row if it is a JSON object. Raises BadInput otherwise."""
+    """Return a row of a file if it is a JSON object. Raises BadInput for other values."""
     if not isinstance(row, dict):
         raise BadInput(f"{place}: expected a JSON object, found {type(row).__name__}")
     return row

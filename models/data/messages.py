@@ -275,6 +275,6 @@ def _read_any_text(place: str, value: object, column: str) -> str:
 
 
 def _hint_at(value: object) -> str:
-    """Return a hint for an error message if the value means a missing value, else an empty text."""
+    """Return a hint for an error message if the value is NaN or null, which often means missing data, else ""."""
     is_missing = value is None or (isinstance(value, float) and isnan(value))
     return ", which stands for a missing value. Fill it in, or remove the row." if is_missing else ""

@@ -12,7 +12,7 @@ from infra.errors import BadInput, InputErrors
 from models.data.json_rows import FileRow, check_unique_columns
 
 ROWS: Final = 4096
-"""Number of rows that are converted at a time."""
+"""Number of table rows that are converted to Python objects at a time, which limits memory."""
 
 
 def read_table_rows(

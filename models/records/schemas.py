@@ -153,7 +153,7 @@ ESTIMATE_SCHEMA = pa.schema(
         ("values", pa.list_(pa.float32())),  # the critic's value before the token
     ]
 )
-"""Columns of estimate shards: outputs of auxiliary models for each completion token, in the rollout shard's row order."""
+"""Columns of estimate shards: outputs of auxiliary models per completion token, in the rollout shard's row order."""
 
 VERDICT_SCHEMA = pa.schema(
     [

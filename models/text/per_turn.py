@@ -31,7 +31,7 @@ _CALL: Final = Call(_TOOL, {"of": TURN})
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One turn of the policy, with the environment's reply."""
+    """One turn of the policy with the environment's reply, from which later prompts are rendered."""
 
     turn: Mapping[str, object]
     """Turn as a message in the format of chat templates."""
@@ -64,7 +64,7 @@ def render_prompt(
 
 
 def _as_user(text: str) -> Prompt:
-    """Return a text of an environment as a chat, to find its control tokens."""
+    """Return an environment's text as a chat with one user message, in which control tokens can be found."""
     return (Message("user", text),)
 
 
@@ -82,7 +82,10 @@ def _render_marked(
 
 
 def _encode_exchange(form: TurnFormat, exchange: Exchange, change: Callable[[str], str]) -> Chat:
-    """Return a turn and the answers of the environment, with the texts of the answers changed."""
+    """Return a turn and the environment's answers as messages for the chat template.
+
+    `change` is applied to the texts of the answers, to mark their control tokens.
+    """
     answers = [Message(each.role, change(text_of(each.content)), each.name) for each in exchange.observations]
     return [dict(exchange.turn), *encode_answers(form, answers)]
 
@@ -97,7 +100,7 @@ def _render_chat(form: TurnFormat, chat: Chat) -> str:
 
 
 def _render_plainly(form: TurnFormat, asked: Sequence[Message]) -> tuple[int, ...]:
-    """Return the tokens of a problem's messages if every control token that they contain becomes a control token."""
+    """Return the tokens of a problem's messages in which control tokens in the text have their special meaning."""
     text = _render_chat(form, _encode_messages(form, asked))
     return tuple(form.tokenizer(text, add_special_tokens=False)["input_ids"])
 

@@ -22,12 +22,12 @@ _MARK: Final = "part5w8d"
 _ARGUMENTS: Final = {"of4k7q": "it9x2v"}
 _AS_TEXT: Final = json.dumps(_ARGUMENTS)
 _PROBES: Final = 4
-"""Maximum number of chats of one kind that are rendered to choose their form."""
+"""Maximum number of chats of one kind that are rendered as probes, to choose the form of all chats of that kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """Form of the messages of a chat."""
+    """Form in which messages are passed to a chat template."""
 
     arguments: _Arguments = "unchanged"
     """Form of the arguments of tool calls. Files have objects or JSON text."""
@@ -191,10 +191,10 @@ def _map_arguments(message: Mapping[str, object], convert: Callable[[object], ob
 
 
 def _parse(arguments: object) -> object:
-    """Return arguments as an object."""
+    """Return the arguments of a tool call as an object. JSON text is decoded."""
     return json.loads(arguments) if isinstance(arguments, str) else arguments
 
 
 def _encode(arguments: object) -> object:
-    """Return arguments as JSON text. A text of the file keeps its spelling."""
+    """Return the arguments of a tool call as JSON text. Arguments that are text already stay unchanged."""
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -47,7 +47,7 @@ class TurnFormat:
 
     tokenizer: PreTrainedTokenizerFast
     ends: tuple[int, ...]
-    """IDs of the tokens that end a turn, ascending."""
+    """IDs of the tokens that end a turn of the policy, in ascending order."""
     tools: tuple[ToolSchema, ...]
     """Schemas of the tools that prompts describe."""
     is_chat: bool
@@ -118,7 +118,7 @@ class TurnFormat:
         )
 
     def encode_message(self, message: Message) -> dict[str, object]:
-        """Return a message in the format that the chat template requires."""
+        """Return a message for the chat template, with its content as text or parts, as the template requires."""
         if message.content is None:
             return message.encode()
         text = text_of(message.content)
