@@ -96,9 +96,9 @@ class AuxiliaryScores:
     policy_T: Floats | None = None
     """Log-probs under the policy before the update, computed by the trainer."""
     reference_T: Floats | None = None
-    """Log-probs under the initial policy."""
+    """Log-prob of each token under the reference, which is the initial policy."""
     teacher_T: Floats | None = None
-    """Log-probs under the teacher."""
+    """Log-prob of each token under the teacher, for distillation."""
     values_T: Floats | None = None
     """Return that the critic predicts for each token, given the tokens before it."""
 

@@ -236,7 +236,7 @@ class Credit:
     on."""
 
     samples: pa.Table
-    """Table of training samples."""
+    """Table of training samples, with an advantage for each completion token."""
     metrics: dict[str, float]
     """Metrics of the completions, rewards and samples."""
     errors: Counter[str]

@@ -30,8 +30,7 @@ def read_rewards(store: Store, samples: Sequence[ShardRef]) -> pa.Table:
 
 
 def compare_rewards(stored_N: Floats, new_N: Floats) -> dict[str, float]:
-    """Return the means and the correlation of new and stored rewards of the same completions, and the share of rewards
-    that changed.
+    """Compare new and stored rewards of the same completions: their means, correlation and share of changes.
 
     A mean over no values is omitted. The correlation is omitted if all rewards of one side are equal.
     """

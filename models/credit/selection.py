@@ -47,7 +47,7 @@ class Selection:
     informative_G: Mask
     """Groups with unequal rewards, from which training can learn."""
     trained_G: Mask
-    """Groups that the iteration trains on."""
+    """Groups on which the iteration trains with weight in the loss."""
     filling_G: Mask
     """Uninformative groups that complete a minibatch without weight in the loss."""
     surplus_G: Mask

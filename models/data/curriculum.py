@@ -1,4 +1,4 @@
-"""Selection of the prompts of each iteration, as pure functions of the seed and the state stored by the last seal.
+"""Selection of each iteration's prompts, as pure functions of the seed and the state in the last seal.
 
 The seal is the commit that ends an iteration. The stream of prompts is endless: each epoch is a new permutation of all
 rows. If the problems have several weighted parts, such as the files of a mixture, each part has such a stream, and the

@@ -84,7 +84,7 @@ def _iterate_batches(mapped: pa.MemoryMappedFile) -> Iterator[pa.RecordBatch]:
 
 
 def _iterate_texts(column: pa.Array) -> Iterator[str]:
-    """Yield the texts in an Arrow column of strings, of structs with a path, or of lists of these."""
+    """Yield the image paths in an Arrow column, which contains strings, structs with a path, or lists of either."""
     while pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
         column = column.flatten()
     if pa.types.is_struct(column.type):

@@ -70,7 +70,7 @@ UNSUPPORTED: Final = {
 }
 """Pattern of the first bytes of files in unsupported formats, by the name of the format in error messages."""
 MAX_NAME_BYTES: Final = 255
-"""Maximum size of a part of a path, the limit of file systems."""
+"""Maximum size in bytes of a file or folder name, which is the limit of file systems."""
 MIN_BASE64: Final = 60
 """Minimum length of a text that is taken for Base64 data instead of a path."""
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
@@ -84,7 +84,7 @@ class ImageHeader:
     digest: str
     """BLAKE3 digest of the encoded bytes."""
     format: str
-    """Image format, by Pillow's name."""
+    """File format as named by Pillow, such as PNG."""
     size: ImageSize
     """Width and height in pixels, after the EXIF orientation is applied."""
 
@@ -95,7 +95,7 @@ def digest_of(encoded: bytes) -> str:
 
 
 def read_header(encoded: bytes, *, where: str) -> ImageHeader:
-    """Read the header of an image.
+    """Read an image's digest, format and size without decoding its pixels.
 
     Raises BadInput if the image cannot be opened, has too many pixels or none, several frames or extreme proportions.
     """

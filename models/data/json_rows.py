@@ -138,7 +138,7 @@ def _find_repeated_keys(text: str) -> dict[int, str]:
 
 
 def _skip_separators(text: str, at: int) -> int:
-    """Return the position of the next element of a JSON array, or of its closing bracket."""
+    """Return the index of the next element in a JSON array, or of the closing bracket."""
     match = _SEPARATORS.match(text, at)
     return match.end() if match else at
 

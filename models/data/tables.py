@@ -1,4 +1,4 @@
-"""Rows of Parquet and Arrow files."""
+"""Reader of the rows of Parquet and Arrow files."""
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence

@@ -72,12 +72,12 @@ class DenoiserFamily:
     folder: Literal["transformer", "unet"]
     """Folder with the denoiser's weights inside a pipeline's directory."""
     prediction_type: Literal["velocity", "noise"]
-    """Quantity that the denoiser predicts."""
+    """Quantity that the denoiser is trained to predict: the velocity or the noise."""
     encode: Callable[[Any, str, int | None], Condition]
     """Function that encodes a prompt with a pipeline's text encoders. Its last argument limits the tokens of the
     encoder with the highest limit; None is the default limit."""
     predict: Predict
-    """Function that runs the denoiser."""
+    """Function that runs the denoiser on a batch of states."""
     limits: tuple[PromptLimit, ...]
     """Limits of the text encoders that can read a whole prompt. The first one whose encoder is present applies."""
     count: Callable[[Any, str], int] = _count
@@ -162,7 +162,7 @@ def _pad_to(part: Tensor, length: int) -> Tensor:
 
 
 def diffusers_class(name: str) -> Any:  # noqa: ANN401 -- diffusers has few types
-    """Return a class of diffusers by name.
+    """Import a class of diffusers by its name.
 
     diffusers imports its modules on first access, which is not thread-safe, so a lock is held. Raises BadInput if
     diffusers is not installed.

@@ -56,7 +56,7 @@ class PipelineOutline:
     pipeline: str
     family: DenoiserFamily
     denoiser: Mapping[str, Any]
-    """Configuration of the denoiser."""
+    """Contents of the denoiser's config.json."""
     scheduler: Mapping[str, Any]
     vae: Mapping[str, Any] | None
     """Configuration of the VAE, which converts latents to images. None if the latents are pixels."""

@@ -211,7 +211,7 @@ def _describe(family: DenoiserFamily, config: Mapping[str, Any], *, text: int) -
 
 
 class _Measured(NamedTuple):
-    """Memory and compute of a denoiser's forward pass, per token of an image of the model's default size."""
+    """Memory and compute of a denoiser's forward pass, per token, for an image of the default size."""
 
     kept: float
     """Number of values per token that autograd keeps for the backward pass, without gradient checkpointing."""

@@ -38,7 +38,7 @@ class NoiseSchedule:
 
     @property
     def steps(self) -> int:
-        """Number of denoising steps."""
+        """Number of denoising steps from noise to image."""
         return len(self.timesteps)
 
 

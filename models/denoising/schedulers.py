@@ -86,7 +86,7 @@ def schedule_of(
 
 
 def _shift_of(tokens: int, scheduler: Mapping[str, Any]) -> float:
-    """Return the shift of the noise levels towards noise for an image of `tokens` tokens: `mu` of `flow_schedule`.
+    """Return `mu` of `flow_schedule`, the shift of noise levels towards noise, for an image of `tokens` tokens.
 
     The shift is linear in the number of image tokens. Missing settings have the defaults of diffusers' pipelines.
     """

@@ -125,7 +125,7 @@ class StepInput(NamedTuple):
     """Input of one forward pass. This is a tuple, because DeepSpeed's hooks look for tensors in tuples."""
 
     states_ND: Tensor
-    """States before each step."""
+    """States (noisy latents) before each trained step."""
     next_ND: Tensor
     """States after each step. In supervised training: the target velocities."""
     steps_N: Tensor

@@ -1,4 +1,4 @@
-"""Sampling of the next token.
+"""Sampling of the next token from logits, with random numbers that depend only on the completion's seed.
 
 Shapes: B rows, V vocabulary, T random numbers of one completion.
 """

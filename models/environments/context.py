@@ -100,7 +100,7 @@ class PerTurnContext:
     form: TurnFormat
     max_new_tokens: int
     in_calls: bool
-    """Whether the chat template renders tool calls from a field of their own instead of the text of a turn."""
+    """Whether the chat template renders tool calls from a separate message field, not from the turn's text."""
 
     def encode_turn(self, turn: ParsedTurn, text: str) -> dict[str, object]:
         """Encode the turn as a message of the chat template."""

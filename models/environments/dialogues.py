@@ -142,5 +142,5 @@ def _build_user(settings: DialogueEnvironment) -> tuple[SimulatedUser, LocalUser
 
 
 def _derive_reply_seed(asked: EpisodeRequest) -> int:
-    """Derive the seed of a reply from the seed of the episode and the number of turns."""
+    """Derive the seed of a user's reply from the episode's seed and the number of its turns."""
     return derive_seed("user", asked.seed, len(asked.turns))

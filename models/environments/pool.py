@@ -48,7 +48,7 @@ class EnvironmentProcess(ChildProgram, Protocol):
         """
 
     def end(self, closed: Sequence[str]) -> None:
-        """Close episodes that are over."""
+        """Delete the environment objects of episodes that are over."""
 
 
 class ProcessStarter(Protocol):

@@ -33,7 +33,7 @@ class PairedScores:
     """Scores of two policies on the same problems. Missing scores are NaN."""
 
     prompts: tuple[str, ...]
-    """Ids of the problems (P), in the order of the rows of both score arrays."""
+    """Ids of the problems (P). Problem i has row i in both score arrays."""
     champion_PS: Floats
     """Score of the champion (the policy in use) for each problem and sample."""
     challenger_PS: Floats
@@ -83,13 +83,13 @@ class PairedDifference(Settings):
     missing: int
     """Number of pairs without one or both scores."""
     champion: float
-    """Mean score of the champion."""
+    """Mean score of the champion over the compared problems."""
     challenger: float
-    """Mean score of the challenger."""
+    """Mean score of the challenger over the compared problems."""
     mean: float
     """Mean score of the challenger minus mean score of the champion."""
     alpha: float
-    """Significance level of the two bounds."""
+    """Significance level of the two bounds, such as 0.05."""
     method: Method = "bootstrap"
     """Method of the bounds. "exact": an exact test, if each problem has one score at one end of the range. "betting":
     bounds by betting on means, if the range of the scores is known. "bootstrap": the paired bootstrap over problems,
@@ -109,9 +109,9 @@ class PairedDifference(Settings):
     p: float
     """One-sided p-value of the test of no gain."""
     better: int
-    """Number of problems with a higher score of the challenger (c of McNemar's test)."""
+    """Number of problems on which the challenger has the higher score (c of McNemar's test)."""
     worse: int
-    """Number of problems with a higher score of the champion (b of McNemar's test)."""
+    """Number of problems on which the champion has the higher score (b of McNemar's test)."""
     mean_square: float
     """Mean square of the differences. For differences of −1, 0 or 1 this is the share of problems that differ."""
 

@@ -33,7 +33,7 @@ _CLOSE: Final = 0.005
 
 
 class RulePower(Settings):
-    """Statistical power of one rule of a gate with the problems of its suite."""
+    """Statistical power of a gate's rule, given the number of problems in its suite."""
 
     rule: str
     """Name of the suite, with the name of the reward term if the rule has one."""

@@ -88,7 +88,7 @@ class MeasuredLimit(Settings):
     value: float
     """Measured value of the challenger, in the unit of the named quantity."""
     most: float
-    """Maximum that the gate allows."""
+    """Maximum that the gate allows, in the same unit as `value`."""
 
     @property
     def bound(self) -> str:
@@ -113,7 +113,7 @@ class MeasuredFloor(Settings):
     value: float
     """Mean score of the challenger on the suite, without answers that have no score."""
     least: float
-    """Minimum that the gate requires."""
+    """Minimum mean score that the gate requires."""
     missing_share: float
     """Share of the challenger's answers without a score. They are excluded from the mean."""
 
@@ -162,7 +162,7 @@ class GateVerdict(Settings):
 
 
 def decide(evidence: Evidence, *, max_missing: float, max_contaminated: float) -> GateVerdict:
-    """Return the verdict on a challenger.
+    """Decide whether a challenger replaces the champion, given the measurements.
 
     `max_missing` and `max_contaminated` are the largest allowed shares of a suite: of missing scores, and of problems
     among the training problems. Above them the verdict is `invalid`.

@@ -70,7 +70,7 @@ class _Usage(_Read):
 
 
 class _Completion(_Read):
-    """Body of a chat completion response."""
+    """Body of an endpoint's chat completion response, with the fields that are read."""
 
     choices: Annotated[tuple[_Choice, ...], Field(min_length=1)]
     usage: _Usage | None = None
@@ -123,7 +123,7 @@ def request_body(
 
 
 def read_answer(data: bytes, verdict: VerdictConfig | None) -> Answer:
-    """Parse the body of a response.
+    """Parse the body of an endpoint's response into an answer of the judge.
 
     Any response that is not a complete answer becomes an invalid answer with its error.
 

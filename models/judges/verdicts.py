@@ -21,7 +21,7 @@ from models.text.steps import aggregate
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question to a judge."""
+    """One question to a judge: the text, the images and the seed of the answer."""
 
     text: str
     seed: int
@@ -41,7 +41,7 @@ class Answer:
 
     text: str | None
     probabilities: dict[str, float] | None
-    """Probability of each choice of the verdict (`yes` and `no` of a logprob verdict). They need not sum to 1."""
+    """Probability of each choice. A logprob verdict has the choices `yes` and `no`. They need not sum to 1."""
     tokens: int
     """Number of tokens that the judge generated, if known."""
     error: str | None
@@ -307,7 +307,7 @@ def _read_probabilities(probabilities: dict[str, float] | None, verdict: Logprob
 
 
 def _invalid_judgement(reason: str) -> Judgement:
-    """Return an invalid judgement.
+    """Return a judgement without a reward, with the reason why the answer is invalid.
 
     The reason is shortened to one line of valid text, because it is stored in a shard.
     """

@@ -36,7 +36,7 @@ class JudgedCompletion:
     images: tuple[str, ...] = ()
     """Digests of the prompt's images."""
     episode: tuple[tuple[str, str], ...] = ()
-    """Messages of an episode in order: role and text of the policy's turns and of the environment's answers."""
+    """Messages of an episode in order, each as role and text: the policy's turns and the environment's answers."""
     chat: str = ""
     """Messages of a prompt that is a chat, with tags (`models.judges.chats`), or empty."""
 

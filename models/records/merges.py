@@ -38,7 +38,7 @@ class MergeWork:
 
     parents: tuple[Parent, ...]
     target: Path
-    """Empty directory to write to."""
+    """Empty directory to which the merged policy is written."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Precision of the written weights. None keeps the precision of the parents' files."""
     adapters: Adapters = "full"

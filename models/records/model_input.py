@@ -234,7 +234,7 @@ def trained_tokens_mask(samples: pa.Table) -> Mask:
 
 
 def completion_lengths(rollouts: pa.Table) -> Integers:
-    """Return the number of completion tokens of each row of a rollout table (K)."""
+    """Return the number of completion tokens in each rollout row (K)."""
     return lengths_of(rollouts[COMPLETION_TOKENS])
 
 
@@ -252,7 +252,7 @@ def sample_columns(rollouts: pa.Table, *, emptied_K: Mask) -> dict[str, pa.Array
 
 
 def sample_lengths(samples: pa.Table) -> tuple[Integers, Integers]:
-    """Return the number of tokens, and of prompt tokens, of each row of a sample table (K)."""
+    """Return two arrays over the rows of a sample table (K): numbers of all tokens, and of prompt tokens."""
     return lengths_of(samples["tokens"]), samples["num_prompt_tokens"].to_numpy().astype(np.int64)
 
 

@@ -34,7 +34,7 @@ class Difference(Settings):
     turn: int
     """Turn number, from 1. 0 is the observation before the first turn."""
     expected: str
-    """Stored answer, shortened."""
+    """Answer that is stored with the episode, shortened."""
     found: str
     """New answer, shortened in the same way."""
 

@@ -26,13 +26,13 @@ class CrossEncoderWork:
 
 
 class Retrieval(Settings):
-    """Quality of a retriever, measured by the ranks of the correct passages of held-out queries."""
+    """Quality of a retriever: how high it ranks the correct passages of held-out queries."""
 
     queries: int
     mrr: float
     """Mean of 1 / rank, counting 0 for ranks beyond 10 (MRR@10)."""
     low: float
-    """Lower end of the 95% interval of `mrr`, from percentiles of a bootstrap over queries."""
+    """Lower end of the 95% confidence interval of `mrr`, from a bootstrap over queries."""
     high: float
     recall: float
     """Share of queries whose correct passage is among the first 50 (recall@50)."""
@@ -45,7 +45,7 @@ class TrainedRetriever(Settings):
     path: str
     """Directory of the retriever in sentence-transformers format."""
     digest: str
-    """Digest of all files of the directory."""
+    """Digest of all files in the retriever's directory."""
     method: Terms
     """Loss terms with which the dual encoder was trained."""
     decision: str

@@ -109,8 +109,7 @@ router, for each token of prompt and completion except the last, which is never 
 
 
 def experts_type(numbers: pa.DataType, width: int) -> pa.DataType:
-    """Return the Arrow type of a row's experts: `width` numbers of 8 or 16 bits per token, independent of the number of
-    tokens."""
+    """Return the Arrow type of a row's experts: a list with `width` integers of 8 or 16 bits per token."""
     return pa.large_list(pa.list_(numbers, width))
 
 

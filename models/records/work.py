@@ -395,6 +395,6 @@ class ExportWork:
     adapter: Path | None
     """Directory of the adapter to add to the weights, or None."""
     target: Path
-    """Empty directory to write to."""
+    """Empty directory to which the policy is written."""
     dtype: Literal["float32", "bfloat16"] | None
     """Precision of the written weights. None writes float32 if an adapter is added, else the precision of the files."""

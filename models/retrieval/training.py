@@ -29,7 +29,7 @@ WARMUP_SHARE: float = 0.1
 
 @dataclass(frozen=True, slots=True)
 class PairBatch:
-    """Batch of queries and their passages.
+    """Batch of one training step: queries, each with its correct passage and hard negatives.
 
     Query by query, the passages are the correct one followed by its negatives.
     """

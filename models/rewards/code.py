@@ -123,7 +123,7 @@ class CodeJudge:
             programs.start()
 
     def close(self) -> None:
-        """Kill the sandboxes."""
+        """Kill the sandboxes and the programs in them."""
         for _, programs in self._judges.values():
             programs.close()
 

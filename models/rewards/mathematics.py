@@ -268,8 +268,10 @@ def _leading_zeros(expression: Expression) -> int:
 
 
 def _log10(expression: Expression) -> float | None:
-    """Return log10 of the absolute value of a number, or of a power, product or factorial of numbers. Return None for
-    anything else."""
+    """Return log10 of the absolute value of a constant expression, or None for other expressions.
+
+    Supported are numbers, and powers, products and factorials of numbers.
+    """
     match expression:
         case sympy.Rational() | sympy.Float() if expression.is_finite and expression:
             number = sympy.Rational(expression)

@@ -285,7 +285,7 @@ def _with_unit(number: Numeral, currency: str, rest: str) -> Numeral | None:
 
 
 def _name_unit(token: str, *, is_glued: bool, is_first: bool) -> str | None:
-    """Return the name of one part of a unit, an empty text for punctuation, or None if the part is not part of a unit.
+    """Return the name of one word or symbol in a unit, "" for punctuation, or None if it cannot be in a unit.
 
     A letter directly after the number is a variable, as in 5m. A power needs a unit before it.
     """

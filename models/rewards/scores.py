@@ -76,8 +76,7 @@ def score_table(rollouts: pa.Table, scores: Sequence[Scores], scoring: ScoringCo
 
 
 def score_metrics(table: pa.Table, terms: Sequence[str]) -> dict[str, float]:
-    """Return sums and sums of squares of the total reward and of each term, and the numbers of rows and of missing
-    scores.
+    """Return metrics of a score table: counts of rows and missing scores, and sums and squared sums of rewards.
 
     Unlike means, these numbers can be added over shards.
     """

@@ -41,7 +41,7 @@ class SheetRow:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """Pictures that are shown side by side.
+    """One line of a contact sheet: pictures that are shown side by side.
 
     `prompt` is the text above them, or None if the pictures of this prompt started in an earlier line.
     """

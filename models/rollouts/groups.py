@@ -49,7 +49,7 @@ class TurnRecord:
     tokens: int
     """Number of tokens that the policy generated in this turn."""
     observation: int = 0
-    """Number of tokens of the observation after this turn, or of the separate prompt of the next turn."""
+    """Number of tokens between this turn and the next: the observation, or the next turn's separate prompt."""
     calls: int = 0
     """Number of tool calls in this turn."""
     errors: int = 0
@@ -105,7 +105,7 @@ class PartialCompletion:
 
     @property
     def num_turn_tokens(self) -> int:
-        """Number of tokens of the current, unfinished turn of an episode."""
+        """Number of tokens in the unfinished turn of an episode."""
         return len(self.logprobs) - sum(turn.tokens + turn.observation for turn in self.turns)
 
     def generated_turns(self) -> list[tuple[int, ...]]:
@@ -162,7 +162,7 @@ class Group:
 
     @property
     def is_finished(self) -> bool:
-        """Whether all completions have ended."""
+        """Whether all completions of the group have ended."""
         return all(draft.finish_reason is not FinishReason.CUT for draft in self.drafts)
 
     def build_request(self, version: int, partial: PartialRollout | None) -> Request:

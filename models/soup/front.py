@@ -21,8 +21,7 @@ class FrontMetrics(Settings):
     """Quality measures of a set of policies, computed from standardized rewards."""
 
     hypervolume: float
-    """Volume of the region that is below some policy in every reward and above the reference point, in units of the
-    product of the rewards."""
+    """Volume of all points that some policy exceeds in every reward and that exceed the reference point."""
     mean: float
     """Mean over all preferences of Σ μ_i R_i, the rewards of a policy weighted by its preference μ."""
     inside: float | None

@@ -1,4 +1,4 @@
-"""Check of the arguments of tool calls against the JSON schemas of the tools. Torch-free.
+"""Check of tool call arguments against the tools' JSON schemas. Torch-free.
 
 If an argument is wrong, the policy reads a message about it, as it does when a call cannot be parsed. Without the
 check, a tool that receives an argument of a wrong type may raise an error, which would count as a failure of the

@@ -128,7 +128,7 @@ def _choose_form(chats: Sequence[tuple[Chat, TemplateArguments]], tokenizer: Pre
 
 
 def _count_shown(form: _Form, chat: Chat, arguments: TemplateArguments, tokenizer: PreTrainedTokenizerFast) -> float:
-    """Return the number of kinds of values of a chat that the template shows in a form, or -1 if it fails."""
+    """Return how many kinds of values of a chat the template shows in this form, or -1 if the template fails."""
     probe = form.apply([_mark_values(message) for message in chat])
     try:
         [text] = render_chats(
@@ -147,7 +147,7 @@ def _count_shown(form: _Form, chat: Chat, arguments: TemplateArguments, tokenize
 
 
 def _mark_values(message: dict[str, object]) -> dict[str, object]:
-    """Return a message with words that are easy to find in place of its arguments, and of a content of parts."""
+    """Return a message whose call arguments and content parts are replaced by words that are easy to find."""
     texts = _texts_of(message)
     if texts is not None:
         message = {**message, "content": [{"type": "text", "text": _MARK} for _ in texts]}

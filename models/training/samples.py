@@ -36,7 +36,7 @@ class TrainingSamples:
     groups: tuple[int, ...]
     """Index of each sample's prompt in the prompt shard. Samples of the same prompt form a group."""
     completions: tuple[tuple[int, int], ...]
-    """Index of the prompt and number of the completion within its group, for each row of the samples.
+    """Pair (prompt index, completion number within the group) for each row.
     An episode whose turns have separate prompts has several rows with the same pair."""
     lengths: tuple[int, ...]
     """Number of prompt and completion tokens of each sample."""

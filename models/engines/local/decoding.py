@@ -55,7 +55,7 @@ class LoadedPolicy:
 
 @dataclass(slots=True)
 class _Live:
-    """Rows in the current batch.
+    """State of the current batch: one row per completion that is being decoded.
 
     Rows that have finished are not `alive`, and are removed once enough rows have finished.
     """

@@ -35,7 +35,7 @@ class InputEncoder(Protocol):
         """IDs of the tokens that have probability 0."""
 
     def encode(self, model_input: ModelInput) -> dict[str, JsonValue]:
-        """Encode a model input as JSON."""
+        """Encode a model input as the JSON fields that a server's requests contain."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ class PendingRequest:
         )
 
     def add(self, chunk: Chunk) -> None:
-        """Append the contents of a chunk.
+        """Append the tokens of a server's chunk to the completion, and end it after the last chunk.
 
         Raises EndpointDown if the numbers of tokens and log-probs differ. After the last chunk, raises WorkerFailed if
         the length is wrong, and WorkerLost after too many interruptions.

@@ -41,7 +41,7 @@ class Steps:
         core.get_output_async = take_and_count
 
     def begin(self, completions: int) -> None:
-        """Register new completions.
+        """Register this number of new completions, whose decoding steps are then measured.
 
         If no completion was registered before, idle time until now is not counted as a step.
         """
