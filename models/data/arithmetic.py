@@ -72,7 +72,7 @@ def _sample_problem(rng: Random, operations: int, *, source: str) -> Problem:
 
 
 def _sample_steps(rng: Random, start: int, operations: int) -> Iterator[_Step]:
-    """Sample steps that keep the running total between 0 and `LARGEST_TOTAL`."""
+    """Sample `operations` changes of a count that begins at `start` and stays between 0 and `LARGEST_TOTAL`."""
     total = start
     for _ in range(operations):
         signs = [sign for sign in (1, -1) if 0 <= total + sign <= LARGEST_TOTAL]

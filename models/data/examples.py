@@ -242,7 +242,7 @@ def _read_pairs(path: Path, config: FilePreferences) -> list[Preference]:
 
 
 def _build_pair(place: str, row: Mapping[str, object], config: FilePreferences, *, is_table: bool) -> Preference:
-    """Return the preference pair in a row. Raises BadInput if the row is invalid."""
+    """Return the preference pair in a row. Raises BadInput, which names the row's `place`, if the row is invalid."""
     prompt, template = read_prompt(place, row, config, is_table=is_table)
     if count_image_places(prompt):
         raise BadInput(

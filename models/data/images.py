@@ -97,7 +97,8 @@ def digest_of(encoded: bytes) -> str:
 def read_header(encoded: bytes, *, where: str) -> ImageHeader:
     """Read an image's digest, format and size without decoding its pixels.
 
-    Raises BadInput if the image cannot be opened, has too many pixels or none, several frames or extreme proportions.
+    Raises BadInput, which names the image as `where`, if the image cannot be opened, has too many pixels or none,
+    several frames or extreme proportions.
     """
     with _open_image(encoded, where=where) as image:
         width, height = image.size
@@ -122,7 +123,7 @@ def read_header(encoded: bytes, *, where: str) -> ImageHeader:
 
 
 def check_pixels(encoded: bytes, *, where: str) -> None:
-    """Raise BadInput if the pixels of an image cannot be decoded completely."""
+    """Raise BadInput, which names the image as `where`, if its pixels cannot be decoded completely."""
     with _open_image(encoded, where=where) as image:
         try:
             image.convert("RGB")
@@ -252,7 +253,8 @@ def _build_media_table(rows: Sequence[tuple[object, ...]]) -> pa.Table:
 def read_images(row: Mapping[str, object], column: str, *, place: str, root: Path) -> tuple[bytes, ...]:
     """Return the encoded images in a column of a row: one image, a list of images, or None for no images.
 
-    Raises BadInput if an image cannot be read.
+    Paths of image files are relative to `root`. Raises BadInput, which names the row's `place`, if an image cannot be
+    read.
     """
     value = row[column]
     values = value if isinstance(value, list) else [] if value is None else [value]

@@ -138,7 +138,7 @@ def _find_repeated_keys(text: str) -> dict[int, str]:
 
 
 def _skip_separators(text: str, at: int) -> int:
-    """Return the index of the next element in a JSON array, or of the closing bracket."""
+    """Return the index at or after `at` of the next element in a JSON array, or of the closing bracket."""
     match = _SEPARATORS.match(text, at)
     return match.end() if match else at
 
@@ -151,7 +151,7 @@ def _require_object(place: str, row: object) -> Mapping[str, object]:
 
 
 def check_unique_columns(place: str, names: Sequence[str]) -> None:
-    """Raise BadInput if a column is listed twice. Outer white space of names is ignored."""
+    """Raise BadInput if two columns of the file or row `place` have the same name, apart from outer white space."""
     for column, times in Counter(name.strip() for name in names).items():
         if times > 1:
             named = {repr(name): None for name in names if name.strip() == column}

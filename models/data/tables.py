@@ -117,7 +117,10 @@ def _read_arrow(path: Path) -> pa.Table:
 
 
 def require_columns(place: str, required: Sequence[str], columns: Sequence[str]) -> None:
-    """Raise BadInput if a required column is missing. The message suggests the nearest name."""
+    """Raise BadInput if a required column is missing in the file or row `place`.
+
+    The message suggests the nearest name.
+    """
     for column in required:
         if column not in columns:
             nearest = difflib.get_close_matches(column, columns, n=1)

@@ -162,7 +162,7 @@ def turn_seeds(draft: PartialCompletion) -> list[int]:
 
 
 def build_context_builder(settings: EpisodeSettings, form: TurnFormat, max_new_tokens: int) -> ContextBuilder:
-    """Build the context builder that `settings.history` selects."""
+    """Build the context builder that `settings.history` selects, for turns in the format `form`."""
     if settings.has_turn_prompts:
         return PerTurnContext(form, max_new_tokens, in_calls=renders_calls(form))
     return StreamContext(form, max_new_tokens)

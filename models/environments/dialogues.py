@@ -56,7 +56,10 @@ class Dialogues:
             self._held.sleep()
 
     def answer(self, asked: Sequence[EpisodeRequest], numbers: Sequence[int]) -> list[TurnAnswer]:
-        """Start new episodes and answer the last turns of the others with one call of the model."""
+        """Start new episodes and answer the last turns of the others, with one call of the simulated user's model.
+
+        `asked` contains the problem and all turns of each episode.
+        """
         with self._turn:
             answers: dict[int, TurnAnswer] = {}
             waiting: list[tuple[int, Transcript, int]] = []
@@ -109,7 +112,7 @@ class Dialogues:
         return None
 
     def _build_transcript(self, asked: EpisodeRequest, instructions: str) -> Transcript:
-        """Build the dialogue so far, with the stored replies of the user."""
+        """Build the dialogue of an episode so far, from the turns in `asked` and the stored replies of the user."""
         turns = tuple(str(turn["text"]) for turn in asked.turns)
         return Transcript(instructions, turns, self._replies[asked.episode])
 

@@ -41,7 +41,7 @@ class EnvironmentProcess(ChildProgram, Protocol):
         """
 
     def step(self, asked: EpisodeRequest) -> tuple[EnvironmentStep | None, str | None]:
-        """Answer the last turn of an episode.
+        """Answer the last turn of an episode, given its problem and all its turns.
 
         Returns the step and None, or None and the reason for the failure. Raises ProcessEnded if the process is no
         longer usable.
@@ -132,7 +132,7 @@ class EnvironmentPool:
         return parts
 
     def _answer_in_turn(self, place: int, asked: Sequence[EpisodeRequest]) -> list[TurnAnswer]:
-        """Answer episodes one after the other in one process, while no other thread uses that process."""
+        """Answer episodes one after the other in process number `place`, while no other thread uses that process."""
         with self._turns[place]:
             return [self._answer_one(self._places[place], each) for each in asked]
 

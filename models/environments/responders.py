@@ -29,7 +29,9 @@ class Responder(Protocol):
         """Counter that grows at least once with every answered turn."""
 
     def answer(self, asked: Sequence[EpisodeRequest], numbers: Sequence[int]) -> list[TurnAnswer]:
-        """Answer the last turn of each episode. `numbers` are the episode numbers.
+        """Answer the last turn of each episode.
+
+        `asked` contains the problem and all turns of each episode, and `numbers` the episodes' numbers in the shard.
 
         Raises BadInput if the environment cannot be used, and WorkerLost if it was ended for an unknown external
         reason.

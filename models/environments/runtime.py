@@ -176,7 +176,7 @@ def check_turns(
 
 
 def _check_shown(form: TurnFormat) -> None:
-    """Raise BadInput if the chat template does not render the tools, because the policy could not use them."""
+    """Raise BadInput if the chat template does not render the tools of `form`, because the policy must read them."""
     names = [_tool_name(tool) for tool in form.tools]
     if not names:
         return

@@ -195,7 +195,8 @@ def _variances(values_KP: Floats) -> Floats:
 def betting_power(problems: int, *, gain: float, mean_square: float, threshold: float, alpha: float) -> float:
     """Return the probability that `betting_lower_bound` exceeds the threshold if `gain` is the true gain, for width 1.
 
-    This is a normal approximation of the logarithm of the capital that assumes differences with two possible values.
+    `alpha` is the significance level. This is a normal approximation of the logarithm of the capital that assumes
+    differences with two possible values.
     """
     from infra.statistics import normal_cdf
 

@@ -138,7 +138,7 @@ def compare(
 ) -> PairedDifference:
     """Compute bounds of the mean difference of problems, and test whether it exceeds the threshold.
 
-    `tests` is the number of comparisons that Holm's method covers.
+    `alpha` is the significance level, and `tests` the number of comparisons that Holm's method covers.
 
     A pair with a missing score is excluded for both policies, and a problem without a complete pair is omitted. The
     order of problems does not matter. If no range of scores is given and all scores are between 0 and 1, the range is 0
@@ -240,7 +240,7 @@ def _mean(values_P: Floats) -> float:
 def _bootstrap_bounds(
     differences_P: Floats, levels: Sequence[float], *, seed: int, resamples: int
 ) -> tuple[list[float], float]:
-    """Return the BCa lower bounds at 1 − each level, and the upper bound at 1 − the first level."""
+    """Return a BCa lower bound at confidence 1 − level for each level, and the upper bound for the first level."""
     if np.ptp(differences_P) < _EQUAL:
         return [_mean(differences_P)] * len(levels), _mean(differences_P)
     from scipy import stats

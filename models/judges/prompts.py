@@ -172,7 +172,10 @@ PUBLISHED_REFERENCE: Final = _ROLE + _PUBLISHED_TASK + _MATERIAL + _REFERENCE + 
 
 
 def choose_template(reward: JudgeReward, *, answer: str, of_episode: bool = False) -> str:
-    """Return the judge's template, or the default for its verdict. Only with an `answer` is a reference included."""
+    """Return the template of a judge's questions: the configured one, or the default for its kind of verdict.
+
+    The default includes the reference solution if there is an `answer`. `of_episode` selects the default for episodes.
+    """
     if reward.template is not None:
         return reward.template
     if not isinstance(reward.verdict, StepsVerdict):

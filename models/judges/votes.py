@@ -202,7 +202,7 @@ def count_answers(votes: Votes, reward: JudgeReward) -> dict[str, float]:
 
 
 def _passes(judged: JudgedCompletion, cast: Sequence[Judgement], reward: JudgeReward) -> bool | None:
-    """Return whether a known-bad answer (canary) passed, or None if the judge gave no valid answer about it."""
+    """Return whether a canary (known-bad answer) passed, given the judge's votes on it. None if no vote is valid."""
     if reward.canaries is None or all(vote.value is None for vote in cast):
         return None
     if isinstance(reward.verdict, StepsVerdict):

@@ -156,7 +156,7 @@ def _train(
 ) -> dict[str, float]:
     """Minimize the sum of the loss terms with AdamW, linear warm-up and linear decay.
 
-    Returns the mean of each term over the last tenth of the steps.
+    `what` names the model in messages. Returns the mean of each term over the last tenth of the steps.
     """
     steps, warm = learning.steps, max(1.0, WARMUP_SHARE * learning.steps)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning.learning_rate)

@@ -297,7 +297,7 @@ def check_image_parameters(scoring: ScoringConfig) -> None:
 
 
 def _score_failed(function: RunFunction, case: Case, ends: Sequence[str]) -> WorkerLost:
-    """Return the error for a completion whose reward processes were repeatedly ended, with advice for the user."""
+    """Return the error for a completion whose scoring was repeatedly ended, with advice. `ends` lists the causes."""
     times = f"{len(ends)} times in a row, by {', '.join(ends)}"
     return WorkerLost(
         f"{function.where}: the process that scores {case.where} ended {times}, for an unknown reason, so there is no "

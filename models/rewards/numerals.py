@@ -151,7 +151,10 @@ def read_unit(text: str) -> frozenset[str] | None:
 
 
 def is_same_unit(expected: frozenset[str], given: frozenset[str]) -> bool:
-    """Return whether two units do not contradict. A missing unit contradicts none."""
+    """Return whether the units of a reference and of a completion do not contradict.
+
+    A missing unit contradicts none.
+    """
     return not expected or not given or _is_same_unit(expected, given)
 
 

@@ -42,7 +42,7 @@ class Exchange:
 def render_prompt(
     form: TurnFormat, asked: Sequence[Message], exchanges: Sequence[Exchange], *, prompt: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Return the tokens of a chat up to the start of its next turn.
+    """Return the prompt of the next turn as tokens: the chat so far, rendered in the format `form`.
 
     `asked` are the messages of the problem. Control tokens in them are encoded in the same way as in `prompt`, the
     tokens before the first turn. Raises ValueError if the chat template rejects the chat.
@@ -71,7 +71,7 @@ def _as_user(text: str) -> Prompt:
 def _render_marked(
     form: TurnFormat, asked: Sequence[Message], exchanges: Sequence[Exchange], control: ControlTokens, marks: Marks
 ) -> tuple[int, ...]:
-    """Return the tokens of a chat whose problem contains control tokens as ordinary text."""
+    """Return the tokens of a chat in which control tokens in the problem's messages (`asked`) are ordinary text."""
     problem = control.mark_prompt(tuple(asked), marks)
     arguments = control.mark_arguments(TemplateArguments(form.tools, form.kwargs), marks)
     marked_form = replace(form, tools=arguments.tools, kwargs=arguments.kwargs)
@@ -91,7 +91,7 @@ def _encode_exchange(form: TurnFormat, exchange: Exchange, change: Callable[[str
 
 
 def _render_chat(form: TurnFormat, chat: Chat) -> str:
-    """Render a chat up to its next turn. Raises ValueError if the chat template rejects the chat."""
+    """Render a chat up to the start of its next turn. Raises ValueError if the chat template rejects the chat."""
     try:
         [text] = form.render([chat], generation_prompt=True)
     except TemplateFailed as error:

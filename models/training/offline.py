@@ -182,7 +182,7 @@ def _take_step(
 ) -> None:
     """Take an optimizer step. The learning rate warms up over 5% of the steps and decays by a cosine to a tenth.
 
-    Raises Quarantined if the gradient norm is not finite.
+    Raises Quarantined, with `where` as the name of the step, if the gradient norm is not finite.
     """
     rate = learning_rate(
         index,
@@ -333,7 +333,10 @@ class _Pairs:
         return [PairScores(zeros_P, zeros_P) for zeros_P in zeros]
 
     def step(self, index: int, microbatches: Sequence[Rows], start: Sequence[PairScores]) -> Tensor:
-        """Take one optimizer step and return this rank's sums of loss, correctly ordered pairs and margin."""
+        """Take one optimizer step and return this rank's sums of loss, correctly ordered pairs and margin.
+
+        `start` contains the baseline scores of each micro-batch.
+        """
         schedule, total = self._work.schedule, torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
         for number, rows in enumerate(microbatches):
             terms = self._work.loss(self._compute_numbers([self._work.train[row] for row in rows]), start[number])
@@ -344,7 +347,10 @@ class _Pairs:
 
     @torch.no_grad()
     def measure(self, microbatches: Sequence[Rows], start: Sequence[PairScores]) -> Tensor:
-        """Return this rank's sums of loss, correctly ordered pairs and margin over the held-out pairs."""
+        """Return this rank's sums of loss, correctly ordered pairs and margin over the held-out pairs.
+
+        `start` contains the baseline scores of each micro-batch.
+        """
         heldout = self._work.heldout
         total = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
         for rows, start_numbers in zip(microbatches, start, strict=True):

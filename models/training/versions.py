@@ -170,7 +170,7 @@ class ResidentTrainer:
     def publish(self, parent: ModelVersion, *, version: int, put: Literal["durable", "early"]) -> ModelVersion:
         """Publish the model trained from `parent` as a version without an optimizer state.
 
-        Collective: all ranks must call it.
+        `put` is as in `publish_version`. Collective: all ranks must call it.
         """
         published = self._published(parent, version=version, put=put)
         self._at = _name(published)

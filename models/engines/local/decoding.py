@@ -279,14 +279,17 @@ def _require_finite(logits_BV: Tensor, live: _Live, policy: LoadedPolicy, rows: 
 
 
 def _write(live: _Live, output: _Output, at_B: Tensor, tokens_B: Tensor, logprobs_B: Tensor) -> None:
-    """Store the sampled tokens and log-probs of rows that are alive. Finished rows are not changed."""
+    """Store sampled tokens and their log-probs at the indices `at_B` of the completions.
+
+    Finished rows stay unchanged.
+    """
     rows_B = live.rows_B
     output.tokens_RT[rows_B, at_B] = torch.where(live.alive_B, tokens_B, output.tokens_RT[rows_B, at_B])
     output.logprobs_RT[rows_B, at_B] = torch.where(live.alive_B, logprobs_B, output.logprobs_RT[rows_B, at_B])
 
 
 def _end_rows(live: _Live, output: _Output, at_B: Tensor, policy: LoadedPolicy, stop: tuple[str, ...]) -> None:
-    """Mark the rows that ended with the token that was just stored."""
+    """Mark the rows that ended with the token that was just stored at index `at_B` of their completion."""
     ended_B = torch.isin(output.tokens_RT[live.rows_B, at_B], policy.eos_E)
     if stop:
         ended_B |= _ends_with_stop_text(live, output, at_B, policy.tokenizer, stop)
@@ -300,7 +303,7 @@ def _end_rows(live: _Live, output: _Output, at_B: Tensor, policy: LoadedPolicy, 
 def _ends_with_stop_text(
     live: _Live, output: _Output, at_B: Tensor, tokenizer: PreTrainedTokenizerFast, stop: tuple[str, ...]
 ) -> Tensor:
-    """Return, for each live row, whether the last tokens of its turn contain a stop text."""
+    """Return, for each live row, whether the token at index `at_B` completes a stop text in its turn."""
     window = stop_window(stop)
     back_W = torch.arange(window - 1, -1, -1, device=at_B.device)
     recent_BW = output.tokens_RT[live.rows_B[:, None], (at_B[:, None] - back_W).clamp(min=0)]

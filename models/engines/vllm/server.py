@@ -102,9 +102,9 @@ def start_server(
 ) -> Server:
     """Start vLLM for the shape of the policy in `directory`, with dummy weights, and wait until it answers.
 
-    `on_progress` is called while the server makes progress. Raises BadInput if the configured Python has no vLLM or the
-    port is taken, WorkerFailed with the cause from the server's log if the server ends or is not ready in time, and
-    WorkerLost if a signal ended it.
+    The server listens at `at`. `on_progress` is called while the server makes progress. Raises BadInput if the
+    configured Python has no vLLM or the port is taken, WorkerFailed with the cause from the server's log if the server
+    ends or is not ready in time, and WorkerLost if a signal ended it.
     """
     python = find_python("vllm", config.python)
     platform = platform_of(python)

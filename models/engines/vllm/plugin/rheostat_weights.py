@@ -60,7 +60,10 @@ class Weights:
         self.rheostat_noted = self.rheostat_noted or ExpertRecorder(self.model_runner)  # type: ignore[attr-defined]
 
     def rheostat_take_experts(self, wanted: dict[str, int]) -> list[bytes]:
-        """Return the recorded experts of the first tokens of each request, and free them."""
+        """Return the recorded experts of each request's first tokens, and free them.
+
+        `wanted` has the number of tokens.
+        """
         return [] if self.rheostat_noted is None else self.rheostat_noted.pop(wanted)
 
 
