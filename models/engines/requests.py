@@ -165,6 +165,7 @@ def decode_texts(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[Sequence[i
 def length_finish_reason(length: int, longest: int) -> FinishReason:
     """Return the finish reason of a completion that ran out of tokens.
 
-    The reason is LENGTH at the maximum length `longest`. Below, it is CUT, because the budget of the iteration ended.
+    The reason is LENGTH at the maximum length `longest`. A shorter completion has CUT, because the iteration's token
+    budget ended.
     """
     return FinishReason.LENGTH if length == longest else FinishReason.CUT

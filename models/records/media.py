@@ -20,7 +20,7 @@ MEDIA: str = "media"
 
 
 class ShownImage(Settings):
-    """Facts about an image that reports show instead of the image itself."""
+    """Facts about an image for people: the digest, the file format and the size."""
 
     digest: str
     """BLAKE3 digest of the image file's bytes."""

@@ -66,7 +66,7 @@ class PartialCompletion:
 
     seed: int
     input: ModelInput
-    """Tokens and images of the prompt, and the tokens of the completion so far."""
+    """Model input: tokens and images of the prompt, and the tokens of the completion so far."""
     logprobs: tuple[float, ...] = ()
     """Log-probs of the completion tokens. 0 for tokens that no policy generated."""
     text: str = ""

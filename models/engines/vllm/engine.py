@@ -265,7 +265,7 @@ class ServedEngine:
         raise AssertionError("a response ends with RequestDone or raises an error")
 
     def _persist(self, work: Callable[[tuple[ServerClient, ...]], None]) -> None:
-        """Call `work` with clients of servers that serve the policy. After a failure, recover and call it again."""
+        """Call `work` with clients of servers that serve the policy. Recover from failures, or raise WorkerLost."""
         restarts, loads, epoch = 0, 0, self._epoch
         while True:
             try:

@@ -15,7 +15,7 @@ from vllm.inputs.engine import MultiModalInput
 from vllm.v1.engine.async_llm import AsyncLLM
 
 KEPT = 64
-"""Number of decoded images in the cache, so that the completions of one prompt decode its images once."""
+"""Number of decoded images in the cache, through which the completions of one prompt share its images."""
 DECODER = Path(__file__).parents[3] / "vision" / "color_conversion.py"
 """Path of the module that decodes images.
 

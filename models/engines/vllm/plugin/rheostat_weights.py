@@ -62,7 +62,7 @@ class Weights:
     def rheostat_take_experts(self, wanted: dict[str, int]) -> list[bytes]:
         """Return the recorded experts of each request's first tokens, and free them.
 
-        `wanted` has the number of tokens.
+        `wanted` maps each request to its number of tokens.
         """
         return [] if self.rheostat_noted is None else self.rheostat_noted.pop(wanted)
 
