@@ -114,7 +114,7 @@ def _floats_column(values_T: Floats | None, lengths_N: Integers) -> pa.Array:
 
 
 def reward_metrics(scored: ScoredGroups, informative_G: Mask) -> dict[str, float]:
-    """Return the metrics of rewards and groups.
+    """Return metrics of an iteration's rewards: counts, missing rewards, means and standard deviations.
 
     Metrics of groups cover only groups with at least two rewards. A mean over no values is omitted.
     """
@@ -139,8 +139,8 @@ def reward_metrics(scored: ScoredGroups, informative_G: Mask) -> dict[str, float
 
 
 def length_metrics(rollouts: pa.Table) -> dict[str, float]:
-    """Return the metrics of completion lengths, in tokens that the policy generated. Completions without a reward are
-    included."""
+    """Return the mean length in generated tokens and the truncated share of all completions.
+    Completions without a reward are included."""
     lengths_N = GeneratedTokens.of(rollouts).counts_N.astype(np.float64)
     return _mean("length_mean", lengths_N) | _mean("truncated_fraction", truncated(rollouts).astype(np.float64))
 

@@ -186,10 +186,11 @@ class DynamicSamplingState(Settings):
 
 
 def wave_size(gap: int, ema: float, margin: float, *, over_dispatch: float = 0.0) -> int:
-    """Return the number of prompts for a wave that should close a gap of informative groups: ceil(gap x ema x margin).
+    """Return the number of prompts for a wave (a batch of prompts) that should yield `gap` informative groups.
 
-    The first wave of an iteration with partial rollout multiplies this by 1 + `over_dispatch` before rounding up, to
-    make up for the groups that will be cut.
+    The number is ceil(gap x ema x margin), where `ema` is the expected number of prompts per informative group, and
+    `margin` a safety factor. The first wave of an iteration with partial rollout multiplies this by 1 + `over_dispatch`
+    before rounding up, to make up for the groups that will be cut.
 
     >>> wave_size(10, 1.0, 1.2)
     12

@@ -74,7 +74,7 @@ class ToolServer:
         raise ServerFailed(f"the server's list of tools has more than {MAX_PAGES} pages")
 
     async def _request_page(self, cursor: str | None) -> Any:  # noqa: ANN401 -- a type of mcp
-        """Request one page of the tool list."""
+        """Request one page of the server's tool list: the page at `cursor`, or the first page if it is None."""
         return await self._client.list_tools(cursor=cursor)
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> CallToolResult:

@@ -49,7 +49,7 @@ class MergeWork:
 
 
 class MergedParent(Settings):
-    """Parent of a merge, as recorded in merge.json."""
+    """One of the merged policies, as recorded in merge.json."""
 
     name: str
     weight: float

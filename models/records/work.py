@@ -260,7 +260,7 @@ class JudgeWarmupWork:
     """Request to train a judge on correct and wrong completions of the problems. Every rank gets the same record."""
 
     method: ClassVar[str] = "warm_judge"
-    """Method of the update worker that handles this request."""
+    """Name of the update worker's method that handles this request."""
     judge: ModelVersion
     """Version of the judge from which the training starts."""
     reward: JudgeReward
@@ -312,7 +312,7 @@ class RewardModelWork:
     """Request to add a one-output head to a policy and train it on preferences. Every rank receives the same record."""
 
     method: ClassVar[str] = "train_reward_model"
-    """Method of the update worker that handles this request."""
+    """Name of the update worker's method that handles this request."""
     policy: ModelVersion
     """Policy whose weights, except the output layer, are the start of the reward model."""
     data: DataConfig

@@ -42,9 +42,10 @@ def _find_source(data: DeduplicatedData) -> FileData | MixtureData:
 
 
 def near_duplicates(data: DeduplicatedData, seed: int) -> dict[str, str]:
-    """Return a description of the nearest held-out problem for each removed training problem, by its origin.
+    """Find the training problems to remove, because they nearly repeat a held-out problem.
 
-    A training problem is removed if its cosine similarity to a held-out problem is at least `data.similarity`.
+    A training problem is removed if its cosine similarity to a held-out problem is at least `data.similarity`. Returns
+    the reason by the origin of the training problem: the nearest held-out problem and the cosine.
     """
     train, heldout = (load_problems(_find_source(data), split, seed) for split in ("train", "heldout"))
     retriever = Retriever(data.retriever, WHERE)

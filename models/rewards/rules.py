@@ -164,7 +164,7 @@ def load_segmentation(settings: JsonValue) -> Callable[[str, str, str], list[int
     steps = PatternSteps.model_validate(settings)
 
     def cut(prompt: str, completion: str, answer: str) -> list[int]:
-        """Return the length of each step in characters."""
+        """Divide the completion into steps and return the length of each step in characters."""
         from models.text.steps import split_steps
 
         return [len(step) for step in split_steps(completion, steps)]

@@ -303,7 +303,7 @@ class LoadedModels:
         return self._denoising is not None
 
     def is_base(self, version: ModelVersion, policy: ModelVersion) -> bool:
-        """Return whether `version` is the policy under training with its adapters disabled."""
+        """Return whether disabling the adapters of the policy under training (at version `policy`) gives `version`."""
         return self._update.lora is not None and version.adapter is None and version.weights == policy.weights
 
     def _load_reference(self, version: ModelVersion) -> TokenModule:

@@ -68,7 +68,7 @@ PRIVATE_ADDRESS: Final = Address()
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """vLLM server that this process owns."""
+    """vLLM server that this process has started and must stop."""
 
     url: str
     key: str
