@@ -28,7 +28,7 @@ from models.records.columns import Floats, Mask
 
 @dataclass(frozen=True, slots=True)
 class RequiredModels:
-    """Auxiliary models whose outputs for every token are needed to compute credit."""
+    """Auxiliary models whose per-token outputs must be computed before credit."""
 
     reference: bool
     """Whether log-probs under the initial policy are needed, for a KL penalty in the reward."""

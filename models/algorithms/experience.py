@@ -19,9 +19,9 @@ class SpanColumns:
     starts_S: Integers
     """Index of each span's first token within its completion. A span ends where the next one begins."""
     counts_N: Integers
-    """Number of spans of each completion. 0 if the completion has no value of this reward term."""
+    """Number of spans of each completion. It is 0 if this reward term has no value for the completion."""
     values_S: Floats
-    """Value of each span."""
+    """Reward of each span, in the order of the spans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class ScoredGroups:
     total_N: Floats
     """Total reward of each completion: the weighted sum of all terms."""
     terms: tuple[Term, ...]
-    """Reward terms."""
+    """Values of each reward term, before they are weighted."""
 
     @property
     def num_groups(self) -> int:
@@ -96,9 +96,9 @@ class AuxiliaryScores:
     policy_T: Floats | None = None
     """Log-probs under the policy before the update, computed by the trainer."""
     reference_T: Floats | None = None
-    """Log-probs under the initial policy."""
+    """Log-prob of each token under the reference, which is the initial policy."""
     teacher_T: Floats | None = None
-    """Log-probs under the teacher."""
+    """Log-prob of each token under the teacher, for distillation."""
     values_T: Floats | None = None
     """Return that the critic predicts for each token, given the tokens before it."""
 
@@ -110,7 +110,7 @@ class Experience:
     scored: ScoredGroups
     """Rewards of the completions, with their groups."""
     logprobs_T: Floats
-    """Log-probs under the policy that generated the tokens."""
+    """Log-prob of each token under the policy that generated the token, in nats."""
     counted_N: Mask
     """Whether each completion is trained on. Statistics for normalizing over the batch cover only these completions."""
     """Per-token outputs of auxiliary models."""

@@ -34,7 +34,7 @@ def dr_grpo(rewards_N: Floats, group_N: Integers, num_groups: int) -> Floats:
 
 
 EPSILON = 1e-6
-"""Constant added to the standard deviation before dividing by it."""
+"""Constant that is added to a standard deviation before rewards are divided by it, to avoid division by 0."""
 
 
 def grpo(rewards_N: Floats, group_N: Integers, num_groups: int) -> Floats:

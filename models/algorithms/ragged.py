@@ -124,7 +124,7 @@ def values_on_tokens(spans: SpanColumns, lengths_N: Integers) -> Floats:
 
 
 def values_on_last_tokens(spans: SpanColumns, lengths_N: Integers) -> Floats:
-    """Return an array with the value of each span at the span's last token, and 0 at all other tokens (T)."""
+    """Return an array over all tokens (T) with the value of each span at the span's last token, and 0 elsewhere."""
     _, ends_S = span_bounds(spans, lengths_N)
     values_T = np.zeros(int(lengths_N.sum()))
     values_T[ends_S - 1] = spans.values_S

@@ -40,7 +40,7 @@ def export(work: ExportWork | MergeWork) -> None:
 
 
 def main() -> int:
-    """Read one request from stdin and write one line to stdout. Returns the exit code."""
+    """Run the command: read a work record from stdin and write the result line to stdout. Returns the exit code."""
     answer = os.fdopen(os.dup(1), "w")
     with contextlib.redirect_stdout(sys.stderr):  # libraries may print; stdout must contain only the answer
         error = ""

@@ -12,16 +12,16 @@ from models.config.objectives import HEAD_COPIES, UpdateConfig, chunk_elements_o
 from models.config.policy import ModelOutline
 
 GRADIENT_BYTES: Final = 4
-"""Bytes of a gradient. Gradients are accumulated in float32 in every precision."""
+"""Bytes per value of a gradient, which is accumulated in float32 in every precision."""
 MASTER_BYTES: Final = 4
-"""Bytes of DeepSpeed's float32 copy of a trained parameter, from ZeRO-1 on."""
+"""Bytes per value of the float32 copy that DeepSpeed keeps of trained parameters from ZeRO-1 on."""
 CHECKPOINTING_BYTES: Final = 2**30
-"""Activations of a micro-batch, in bytes, up to which activation checkpointing is not enabled by default."""
+"""Size of a micro-batch's activations, in bytes, up to which activation checkpointing is off by default."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchSizes:
-    """Size of the largest micro-batch of an update."""
+    """Size of the largest micro-batch of an update, from which peak memory is estimated."""
 
     tokens: int
     """Number of tokens that one rank computes, in all rows and including prompts."""

@@ -56,11 +56,11 @@ if TYPE_CHECKING:
 
 
 LOSS, LOSS_NAMED = ("logprobs_N", "old_N"), ("tokens", "config")
-"""Names of the positional and of the keyword arguments of a policy loss."""
+"""Parameter names that a configured policy loss must have: the positional ones and the keyword-only ones."""
 
 
 class Inputs(BaseModel):
-    """Parts of a run's configuration that are checked alone or against each other."""
+    """Parts of a run's configuration that the preflight check reads."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -80,7 +80,7 @@ class Inputs(BaseModel):
     """Training data and policy against which the suite of a retrain is checked, or None for other runs."""
     tracking: tuple[TrackerConfig, ...] = ()
     giving_way: tuple[str, ...] = ()
-    """Keys that were not set. Their defaults are lowered to the number of available problems."""
+    """Configuration keys that were not set. If there are too few problems, the defaults of these keys are lowered."""
 
 
 def check(inputs: Inputs, *, cache: Path | None = None) -> CheckResult:
@@ -122,7 +122,7 @@ def check(inputs: Inputs, *, cache: Path | None = None) -> CheckResult:
 
 
 def _is_repeatable(inputs: Inputs) -> bool:
-    """Return whether the facts depend only on settings and files: no environment, users' class or teacher endpoint."""
+    """Return whether the result may be cached: no environment, user's class or teacher endpoint affects it."""
     engines = (engine for _, engine, _ in slot_engines(inputs.rollout, inputs.scoring))
     distillation = inputs.algorithm.distillation
     asks = distillation is not None and distillation.teacher.endpoint is not None
@@ -134,7 +134,7 @@ def _is_repeatable(inputs: Inputs) -> bool:
 
 
 def check_scoring(inputs: Inputs) -> CheckResult:
-    """Check the rewards alone, for stored rollouts. The data is read only if workers host the model of a reward."""
+    """Check only the reward settings, to score stored rollouts. Reads data only if workers host a reward's model."""
     _check_rewards(inputs)
     _check_environments(None, inputs)
     hosted = bool(inputs.scoring.hosted_rewards)
@@ -374,7 +374,7 @@ def _check_user(inputs: Inputs, problems: list[Problem]) -> dict[str, float]:
 
 
 def main() -> int:
-    """Read one request from stdin and write one line to stdout. Returns the exit code."""
+    """Run the command: read a configuration from stdin, write the result line to stdout, return the exit code."""
     die_with_parent(os.getppid())
     answer = os.fdopen(os.dup(1), "w")
     with contextlib.redirect_stdout(sys.stderr):  # rewards and libraries may print; stdout must contain only the answer

@@ -24,13 +24,15 @@ from models.text.template_files import FOLDER
 MAX_RESULTS: Final = 200
 """Maximum number of cached results, of about 1 KB each. The oldest are deleted first."""
 LIBRARIES: Final = ("jinja2", "peft", "pydantic", "safetensors", "tokenizers", "torch", "transformers")
-"""Libraries whose versions are part of the key."""
+"""Libraries whose versions are part of a result's key, because preflight results depend on them."""
 WHOLE_BYTES: Final = 2**26
-"""Maximum size of a file whose content is part of the key. Larger files are identified by size and time."""
+"""Maximum size, in bytes, of a file whose content is hashed into the key.
+
+Larger files are identified by their size and modification time."""
 HEADER_BYTES: Final = 10**8
-"""Maximum header size that is read from a safetensors file, whatever size the file claims. The library's own limit."""
+"""Maximum size, in bytes, of a safetensors header that is read. The library has the same limit."""
 PROJECT_ROOT: Final = Path(__file__).parents[2]
-"""Root directory of this project."""
+"""Root directory of the source code. The code's digest is part of a result's key."""
 
 
 def find_or_compute(directory: Path, key: Callable[[], str], find: Callable[[], CheckResult]) -> CheckResult:
@@ -79,7 +81,7 @@ def _store_check(directory: Path, key: str, result: CheckResult) -> None:
 
 
 def _paths(value: object) -> Iterator[Path]:
-    """Yield every path in the settings."""
+    """Yield every path that occurs in the settings, at any depth."""
     match value:
         case Path():
             yield fetch_path(value).absolute()
@@ -95,7 +97,7 @@ def _paths(value: object) -> Iterator[Path]:
 
 
 def _digest(path: Path) -> str:
-    """Return a digest of a file or directory. Of weights, only the headers, sizes and times are included."""
+    """Return a digest of a file or directory. Weight files contribute only headers, sizes and modification times."""
     if not path.is_dir():
         return _file_digest(path) if path.exists() else "nothing"
     parts = [(each.name, _file_digest(each)) for each in sorted(path.iterdir()) if each.is_file()]

@@ -18,7 +18,7 @@ from models.records.replays import Difference, ReplayWork
 
 
 def main() -> int:
-    """Read one request from stdin and write one line to stdout. Returns the exit code."""
+    """Run the command: read a `ReplayWork` from stdin and write the differences to stdout. Returns the exit code."""
     die_with_parent(os.getppid())
     answer = os.fdopen(os.dup(1), "w")
     with contextlib.redirect_stdout(sys.stderr):  # libraries may print; stdout must contain only the answer

@@ -39,8 +39,8 @@ class RewardKl(Settings):
 
 # ---- algorithms
 class CriticConfig(Settings):
-    """Value model (critic): a sequence classifier with one output. The critic predicts a value at every token and is trained
-    together with the policy."""
+    """Value model (critic): a sequence classifier with one output. The critic predicts a value at every token and is
+    trained together with the policy."""
 
     path: LocalPath | None = None
     """Directory in Hugging Face format to start from, such as a reward model. If not set, the critic starts as the

@@ -114,7 +114,7 @@ def _floats_column(values_T: Floats | None, lengths_N: Integers) -> pa.Array:
 
 
 def reward_metrics(scored: ScoredGroups, informative_G: Mask) -> dict[str, float]:
-    """Return the metrics of rewards and groups.
+    """Return metrics of an iteration's rewards: counts, missing rewards, means and standard deviations.
 
     Metrics of groups cover only groups with at least two rewards. A mean over no values is omitted.
     """
@@ -139,8 +139,8 @@ def reward_metrics(scored: ScoredGroups, informative_G: Mask) -> dict[str, float
 
 
 def length_metrics(rollouts: pa.Table) -> dict[str, float]:
-    """Return the metrics of completion lengths, in tokens that the policy generated. Completions without a reward are
-    included."""
+    """Return the mean length in generated tokens and the truncated share of all completions.
+    Completions without a reward are included."""
     lengths_N = GeneratedTokens.of(rollouts).counts_N.astype(np.float64)
     return _mean("length_mean", lengths_N) | _mean("truncated_fraction", truncated(rollouts).astype(np.float64))
 
@@ -170,7 +170,7 @@ def turn_metrics(rollouts: pa.Table) -> dict[str, float]:
 
 
 def truncated(rollouts: pa.Table) -> Mask:
-    """Return a mask of the completions that reached the length limit (N)."""
+    """Return a mask of the completions (N) that were truncated at the length limit."""
     truncated_N: Mask = pc.equal(rollouts["finish_reason"], FinishReason.LENGTH.value).to_numpy()
     return truncated_N
 
@@ -213,10 +213,10 @@ finite."""
 
 @dataclass(frozen=True, slots=True)
 class CreditRule:
-    """Settings for computing credit (the advantages of tokens)."""
+    """Settings from which credit (the advantage of each token) is computed."""
 
     terms: tuple[TermColumns, ...]
-    """Columns and factors of the reward terms."""
+    """Reward terms, with their columns in score tables and their factors in the total reward."""
     algorithm: AlgorithmConfig
     """Algorithm that computes the advantages, with its settings."""
     quota: GroupQuota | None = None
@@ -236,7 +236,7 @@ class Credit:
     on."""
 
     samples: pa.Table
-    """Table of training samples."""
+    """Table of training samples, with an advantage for each completion token."""
     metrics: dict[str, float]
     """Metrics of the completions, rewards and samples."""
     errors: Counter[str]
@@ -330,13 +330,13 @@ def _check_disjoint(rollouts: Sequence[pa.Table]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """Masks that select the completions of the training samples, and the completions without weight in the loss."""
+    """Masks over the completions (N): which become training samples, and which samples have no weight in the loss."""
 
     informative_G: Mask
     kept_N: Mask
     """Completions that become training samples."""
     filling_N: Mask
-    """Kept completions without weight in the loss, which only complete a minibatch."""
+    """Kept completions of uninformative groups, which only complete a minibatch and have no weight in the loss."""
     masked_N: Mask
     """Kept completions that are excluded from the loss because they reached the length limit."""
     selection: Selection | None

@@ -30,8 +30,7 @@ def read_rewards(store: Store, samples: Sequence[ShardRef]) -> pa.Table:
 
 
 def compare_rewards(stored_N: Floats, new_N: Floats) -> dict[str, float]:
-    """Return the means and the correlation of new and stored rewards of the same completions, and the share of rewards
-    that changed.
+    """Compare new and stored rewards of the same completions: their means, correlation and share of changes.
 
     A mean over no values is omitted. The correlation is omitted if all rewards of one side are equal.
     """
@@ -94,7 +93,7 @@ def _names(table: pa.Table) -> Integers:
 
 
 def _lists(table: pa.Table, rows_K: Integers) -> tuple[Floats, Integers]:
-    """Return the advantages in rows `rows_K`, concatenated, and their number in each row."""
+    """Return the advantages of the samples in rows `rows_K`, concatenated, and each sample's number of tokens."""
     chosen = table.take(pa.array(rows_K))
     return _values(chosen), np.asarray(pc.list_value_length(chosen["advantages"]).to_numpy(), np.int64)
 

@@ -19,7 +19,7 @@ from models.records.columns import Floats, Integers, Mask, Numbers, flat, floats
 
 @dataclass(frozen=True, slots=True)
 class TermColumns:
-    """Name of a reward term, which determines its columns in a score table, with its factors in the total reward."""
+    """Reward term as credit needs it: its name (which determines its columns in score tables) and its factors."""
 
     name: str
     """Name of the reward term."""

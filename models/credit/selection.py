@@ -39,19 +39,21 @@ class GroupQuota:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Masks of the groups with each use in an iteration. A group in none of the masks is uninformative and
-    discarded."""
+    """Masks that select the groups to train on, to complete a minibatch with, and to keep for the next iteration.
+
+    A group in none of the masks is uninformative and discarded.
+    """
 
     informative_G: Mask
     """Groups with unequal rewards, from which training can learn."""
     trained_G: Mask
-    """Groups that the iteration trains on."""
+    """Groups on which the iteration trains with weight in the loss."""
     filling_G: Mask
     """Uninformative groups that complete a minibatch without weight in the loss."""
     surplus_G: Mask
     """Informative groups beyond the target, which are kept for the next iteration."""
     first_G: Integers
-    """Index of the first completion of each group."""
+    """Index among all completions of each group's first completion."""
     shortfall: int
     """Number of informative groups that are missing to the target, or 0 if the target is reached."""
 

@@ -30,7 +30,7 @@ class GeneratedTokens:
 
     @classmethod
     def of(cls, rollouts: pa.Table) -> Self:
-        """Read the mask from a rollout table."""
+        """Read from a rollout table which completion tokens the policy generated."""
         return cls(generated_tokens_mask(rollouts), completion_lengths(rollouts))
 
     @property
@@ -40,11 +40,11 @@ class GeneratedTokens:
         return np.bincount(row_T[self.is_generated_T], minlength=len(self.lengths_N)).astype(np.int64)
 
     def select(self, values_T: Floats) -> Floats:
-        """Return the values at the tokens that the policy generated (W), given values at all tokens."""
+        """Return only the values of tokens that the policy generated (W), given values of all tokens (T)."""
         return values_T if self.is_generated_T.all() else values_T[self.is_generated_T]
 
     def select_scores(self, auxiliary_scores: AuxiliaryScores) -> AuxiliaryScores:
-        """Return the outputs of auxiliary models at the tokens that the policy generated (W)."""
+        """Return only the auxiliary models' outputs for tokens that the policy generated (W)."""
         columns = (
             auxiliary_scores.policy_T,
             auxiliary_scores.reference_T,

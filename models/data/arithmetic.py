@@ -50,14 +50,14 @@ def arithmetic_problems(data: ArithmeticData, split: str, seed: int) -> list[Pro
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One operation of a problem: the sign (1 or -1) and the amount."""
+    """One change of the count in a word problem: its sign (1 or -1) and its amount."""
 
     sign: int
     amount: int
 
 
 def _sample_problem(rng: Random, operations: int, *, source: str) -> Problem:
-    """Sample one problem with its worked solution (the reference answer with intermediate steps)."""
+    """Sample one word problem, with its worked solution (the reference answer after intermediate steps)."""
     start = rng.randint(1, LARGEST_TOTAL)
     steps = list(_sample_steps(rng, start, operations))
     deeds = ", ".join(f"{rng.choice(GAINS if step.sign > 0 else LOSSES)} {step.amount}" for step in steps)
@@ -72,7 +72,7 @@ def _sample_problem(rng: Random, operations: int, *, source: str) -> Problem:
 
 
 def _sample_steps(rng: Random, start: int, operations: int) -> Iterator[_Step]:
-    """Sample steps that keep the running total between 0 and `LARGEST_TOTAL`."""
+    """Sample `operations` changes of a count that begins at `start` and stays between 0 and `LARGEST_TOTAL`."""
     total = start
     for _ in range(operations):
         signs = [sign for sign in (1, -1) if 0 <= total + sign <= LARGEST_TOTAL]
@@ -163,7 +163,10 @@ def _change_one_step(solution: str, rng: Random) -> str:
 
 
 def _find_counts(solution: str) -> list[re.Match[str]]:
-    """Return the matches of the counts in a worked answer, or an empty list if the answer is not the last count."""
+    """Return the matches of the running counts in a worked solution for a picture.
+
+    Returns an empty list if the answer is not the last count.
+    """
     matches = list(_COUNT.finditer(solution))
     return matches if matches and solution.rpartition(" ")[2] == matches[-1][0] else []
 
@@ -198,5 +201,5 @@ def _replace_last_number(text: str, rng: Random) -> str:
 
 
 def _sample_nearby_numbers(number: int, limit: int, rng: Random) -> list[int]:
-    """Return candidates for a wrong number: four random numbers from 0 to `limit`, and `number` + 1."""
+    """Return candidates to replace `number` with: four random numbers from 0 to `limit`, and `number` + 1."""
     return [rng.randint(0, limit) for _ in range(4)] + [number + 1]

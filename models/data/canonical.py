@@ -14,7 +14,7 @@ from typing import Final
 from pydantic import JsonValue
 
 MAX_DIGITS: Final = 400
-"""Maximum number of zeros that are written before or after the digits of a number. No float needs more."""
+"""Maximum number of zeros that `write_number` writes before or after the digits. No float needs more."""
 _BOOLEANS: Final = {"True": True, "true": True, "False": False, "false": False}
 
 

@@ -1,4 +1,4 @@
-"""Selection of the prompts of each iteration, as pure functions of the seed and the state stored by the last seal.
+"""Selection of each iteration's prompts, as pure functions of the seed and the state in the last seal.
 
 The seal is the commit that ends an iteration. The stream of prompts is endless: each epoch is a new permutation of all
 rows. If the problems have several weighted parts, such as the files of a mixture, each part has such a stream, and the
@@ -35,8 +35,7 @@ class Cursor(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Consecutive prompt rows that are sampled together, such as one file of a mixture, with their weight in the
-    stream."""
+    """Consecutive prompt rows with a common sampling weight, such as the rows of one file of a mixture."""
 
     rows: range
     weight: float
@@ -85,7 +84,7 @@ def give_back(cursor: Cursor, rows: Iterable[int]) -> Cursor:
 
 
 def _stream(position: int, *, num_prompts: int, seed: int) -> Iterator[int]:
-    """Yield rows of the stream without parts, beginning at a position."""
+    """Yield prompt rows in a random order that changes every epoch, beginning at `position` of the endless stream."""
     epoch, offset = divmod(position, num_prompts)
     while True:
         yield from _permutation(epoch, num_prompts=num_prompts, seed=seed)[offset:]
@@ -93,7 +92,7 @@ def _stream(position: int, *, num_prompts: int, seed: int) -> Iterator[int]:
 
 
 def _permutation(epoch: int, *, num_prompts: int, seed: int) -> Sequence[int]:
-    """Return the permutation of all rows for an epoch."""
+    """Return the random order in which an epoch issues all rows. It depends only on the seed and the epoch."""
     generator = np.random.Generator(np.random.Philox(derive_seed(seed, "epoch", epoch)))
     rows: list[int] = generator.permutation(num_prompts).tolist()
     return rows
@@ -146,7 +145,7 @@ def read_parts(detail: Mapping[str, JsonValue]) -> tuple[Part, ...]:
 
 
 class _Parts(Settings):
-    """Parts of the problems in the format in which a manifest stores them."""
+    """Numbers of rows and weights of the parts, in the format in which a prompts manifest stores them."""
 
     rows: tuple[int, ...] = ()
     weights: tuple[float, ...] = ()
@@ -187,10 +186,11 @@ class DynamicSamplingState(Settings):
 
 
 def wave_size(gap: int, ema: float, margin: float, *, over_dispatch: float = 0.0) -> int:
-    """Return the number of prompts for a wave that should close a gap of informative groups: ceil(gap x ema x margin).
+    """Return the number of prompts for a wave (a batch of prompts) that should yield `gap` informative groups.
 
-    The first wave of an iteration with partial rollout multiplies this by 1 + `over_dispatch` before rounding up, to
-    make up for the groups that will be cut.
+    The number is ceil(gap x ema x margin), where `ema` is the expected number of prompts per informative group, and
+    `margin` a safety factor. The first wave of an iteration with partial rollout multiplies this by 1 + `over_dispatch`
+    before rounding up, to make up for the groups that will be cut.
 
     >>> wave_size(10, 1.0, 1.2)
     12

@@ -34,12 +34,12 @@ from models.data.rows import is_table, read_rows
 
 
 class Example(NamedTuple):
-    """Prompt with the completion on which warm-up (supervised fine-tuning) trains."""
+    """Example for warm-up (supervised fine-tuning): a prompt and the completion to train on."""
 
     prompt: Prompt
     completion: str
     images: tuple[bytes, ...] = ()
-    """Encoded images of the prompt."""
+    """Encoded image files of the prompt, in order."""
     verdict: str = ""
     """Verdict at the end of a judge's completion. It has the same weight in the loss as all text before it."""
     continuation: tuple[str, ...] = ()
@@ -242,7 +242,7 @@ def _read_pairs(path: Path, config: FilePreferences) -> list[Preference]:
 
 
 def _build_pair(place: str, row: Mapping[str, object], config: FilePreferences, *, is_table: bool) -> Preference:
-    """Return the preference pair in a row. Raises BadInput if the row is invalid."""
+    """Return the preference pair in a row. Raises BadInput, which names the row's `place`, if the row is invalid."""
     prompt, template = read_prompt(place, row, config, is_table=is_table)
     if count_image_places(prompt):
         raise BadInput(

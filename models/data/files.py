@@ -90,7 +90,7 @@ def read_problems(path: Path, data: ProblemFile) -> list[Problem]:
 
 
 def _build_problem(place: str, row: Mapping[str, object], data: ProblemFile, prompt: Prompt, *, root: Path) -> Problem:
-    """Build a problem from a row and its prompt. Raises BadInput if the row is invalid."""
+    """Build a problem from a row and its prompt. Raises BadInput, which names the row's `place`, if it is invalid."""
     answer = _read_answer(place, row[data.answer_column], data) if data.answer_column else ""
     images = read_images(row, data.images_column, place=place, root=root) if data.images_column else ()
     check_places(prompt, len(images), source=place)

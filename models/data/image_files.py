@@ -18,9 +18,9 @@ from models.config.data import ProblemFile
 from models.data.rows import find_format, text_rows
 
 PATH, BYTES = "path", "bytes"
-"""Field names of the image structs that `datasets` writes."""
+"""Field names of the structs in which Hugging Face `datasets` stores an image: a path and the encoded bytes."""
 ROWS = 4096
-"""Number of table rows that are read at a time."""
+"""Number of table rows that are read at a time, which limits memory."""
 
 
 def image_files(data: ProblemFile) -> Iterator[Path]:
@@ -84,7 +84,7 @@ def _iterate_batches(mapped: pa.MemoryMappedFile) -> Iterator[pa.RecordBatch]:
 
 
 def _iterate_texts(column: pa.Array) -> Iterator[str]:
-    """Yield the texts in an Arrow column of strings, of structs with a path, or of lists of these."""
+    """Yield the image paths in an Arrow column, which contains strings, structs with a path, or lists of either."""
     while pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
         column = column.flatten()
     if pa.types.is_struct(column.type):

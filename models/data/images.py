@@ -52,9 +52,9 @@ SIGNATURES: Final = {
     "BMP": re.compile(rb"BM"),
     "TIFF": re.compile(rb"II[*+]\0|MM\0[*+]"),
 }
-"""Start of the files of each supported format."""
+"""Pattern of the first bytes of a file in each supported format."""
 BASE64: Final = re.compile(rb"iVBORw0KGgo|/9j/|R0lGOD|UklGR|data:image/")
-"""Start of the Base64 text of an image."""
+"""Pattern of the first characters of a Base64-encoded image or a data URL."""
 UNSUPPORTED: Final = {
     "an SVG drawing": re.compile(rb"(<\?xml[^>]*>|<!--.*?-->|<!DOCTYPE svg[^>]*>|\s)*<svg", re.DOTALL | re.IGNORECASE),
     "a PDF document": re.compile(rb"%PDF-"),
@@ -68,9 +68,9 @@ UNSUPPORTED: Final = {
     "a DICOM image": re.compile(rb".{128}DICM", re.DOTALL),
     "Base64 text instead of bytes": BASE64,
 }
-"""Start of the files of other formats, by their name in messages."""
+"""Pattern of the first bytes of files in unsupported formats, by the name of the format in error messages."""
 MAX_NAME_BYTES: Final = 255
-"""Maximum size of a part of a path, the limit of file systems."""
+"""Maximum size in bytes of a file or folder name, which is the limit of file systems."""
 MIN_BASE64: Final = 60
 """Minimum length of a text that is taken for Base64 data instead of a path."""
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
@@ -84,20 +84,21 @@ class ImageHeader:
     digest: str
     """BLAKE3 digest of the encoded bytes."""
     format: str
-    """Image format, by Pillow's name."""
+    """File format as named by Pillow, such as PNG."""
     size: ImageSize
     """Width and height in pixels, after the EXIF orientation is applied."""
 
 
 def digest_of(encoded: bytes) -> str:
-    """Return the digest that identifies an image."""
+    """Return the BLAKE3 digest of an encoded image, by which shards refer to the image."""
     return blake3(encoded).hexdigest()
 
 
 def read_header(encoded: bytes, *, where: str) -> ImageHeader:
-    """Read the header of an image.
+    """Read an image's digest, format and size without decoding its pixels.
 
-    Raises BadInput if the image cannot be opened, has too many pixels or none, several frames or extreme proportions.
+    Raises BadInput, which names the image as `where`, if the image cannot be opened, has too many pixels or none,
+    several frames or extreme proportions.
     """
     with _open_image(encoded, where=where) as image:
         width, height = image.size
@@ -122,7 +123,7 @@ def read_header(encoded: bytes, *, where: str) -> ImageHeader:
 
 
 def check_pixels(encoded: bytes, *, where: str) -> None:
-    """Raise BadInput if the pixels of an image cannot be decoded completely."""
+    """Raise BadInput, which names the image as `where`, if its pixels cannot be decoded completely."""
     with _open_image(encoded, where=where) as image:
         try:
             image.convert("RGB")
@@ -219,7 +220,7 @@ def _too_many_pixels(where: str, size: str) -> BadInput:
 
 
 def _undecodable(error: Exception, *, where: str) -> BadInput:
-    """Return the error for an image with pixels that cannot be decoded."""
+    """Return the error for an image whose header is valid but whose pixels cannot be decoded."""
     return BadInput(f"{where}: the image cannot be decoded: {describe_error(error)}")
 
 
@@ -252,7 +253,8 @@ def _build_media_table(rows: Sequence[tuple[object, ...]]) -> pa.Table:
 def read_images(row: Mapping[str, object], column: str, *, place: str, root: Path) -> tuple[bytes, ...]:
     """Return the encoded images in a column of a row: one image, a list of images, or None for no images.
 
-    Raises BadInput if an image cannot be read.
+    Paths of image files are relative to `root`. Raises BadInput, which names the row's `place`, if an image cannot be
+    read.
     """
     value = row[column]
     values = value if isinstance(value, list) else [] if value is None else [value]
@@ -331,7 +333,7 @@ def _read_image_file(name: str, *, where: str, root: Path) -> bytes:
 
 
 def _outside_root(name: str, *, where: str, root: Path) -> BadInput:
-    """Return the error for a path outside the root."""
+    """Return the error for an image path that leads outside the root directory."""
     return BadInput(
         f"{where}: expected a file below {format_path(root)} (data.images_root), but {name[:80]!r} is outside of it"
     )

@@ -28,7 +28,7 @@ class LongNumber(float):
     """Number in a JSON file that a float cannot represent exactly, such as 1e400 or a number of 30 digits."""
 
     literal: str
-    """Number as written in the file."""
+    """Text of the number as written in the file."""
 
 
 def read_json_lines(lines: Iterable[bytes], name: str, input_errors: InputErrors, *, version: int) -> Iterator[FileRow]:
@@ -113,7 +113,10 @@ def read_json_array(content: bytes, name: str, input_errors: InputErrors, *, ver
 
 
 def _check_row(place: str, row: Mapping[str, object], *, version: int) -> Mapping[str, object]:
-    """Return the row. Version 2 raises BadInput if two keys differ only in outer white space."""
+    """Return the row after checking its keys.
+
+    Version 2 of the rules raises BadInput if two keys differ only in outer white space.
+    """
     if version > 1:
         check_unique_columns(place, list(row))
     return row
@@ -135,20 +138,20 @@ def _find_repeated_keys(text: str) -> dict[int, str]:
 
 
 def _skip_separators(text: str, at: int) -> int:
-    """Return the position of the next element of a JSON array, or of its closing bracket."""
+    """Return the index at or after `at` of the next element in a JSON array, or of the closing bracket."""
     match = _SEPARATORS.match(text, at)
     return match.end() if match else at
 
 
 def _require_object(place: str, row: object) -> Mapping[str, object]:
-    """Return a row if it is a JSON object. Raises BadInput otherwise."""
+    """Return a row of a file if it is a JSON object. Raises BadInput for other values."""
     if not isinstance(row, dict):
         raise BadInput(f"{place}: expected a JSON object, found {type(row).__name__}")
     return row
 
 
 def check_unique_columns(place: str, names: Sequence[str]) -> None:
-    """Raise BadInput if a column is listed twice. Outer white space of names is ignored."""
+    """Raise BadInput if two columns of the file or row `place` have the same name, apart from outer white space."""
     for column, times in Counter(name.strip() for name in names).items():
         if times > 1:
             named = {repr(name): None for name in names if name.strip() == column}

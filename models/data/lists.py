@@ -35,7 +35,7 @@ class ListData(DataSource):
 
     @property
     def num_heldout_problems(self) -> int | None:
-        """Number of held-out problems as configured."""
+        """Number of held-out problems, known without generating them."""
         return self.heldout_problems
 
 

@@ -18,7 +18,7 @@ from models.data.problems import Problem, sample_problems
 NAMES: Final = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Max", "Tom", "Zoe")
 THINGS: Final = ("box", "door", "frame", "lid", "sail", "shelf", "tent", "window")
 ADJECTIVES: Final = {"width": "wide", "height": "high"}
-"""Adjective by which the prompt asks for each measure."""
+"""Adjective with which a prompt asks for each measure ("How wide?" asks for the width)."""
 SMALLEST, LARGEST = 2, 40
 
 

@@ -1,4 +1,7 @@
-"""Chats in the rows of data files: their messages, and the tools and variables that the chat template receives."""
+"""Chats in the rows of data files: their messages, and the tools and variables that the chat template receives.
+
+In this module, `place` and `column` say where a value comes from, as error messages name it.
+"""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -183,7 +186,7 @@ def read_tools(place: str, value: object, column: str) -> tuple[Mapping[str, Jso
     """Return the tools that a prompt describes, given as JSON schemas of functions or as JSON text. Empty for null or
     empty values.
 
-    Raises BadInput if an element is not the schema of a function with a name.
+    Raises BadInput, which names `place` and `column`, if an element is not the schema of a function with a name.
     """
     tools = None if isinstance(value, str) and not value.strip() else _parse_json(place, value, column)
     if tools is None:
@@ -251,7 +254,7 @@ def _read_content(place: str, value: object, column: str, *, fields: MessageFiel
 def read_text(place: str, value: object, column: str) -> str:
     """Return the value if it is non-blank text, or its text if it is bytes in UTF-8.
 
-    Raises BadInput if the value is something else, or if the text cannot be encoded as UTF-8.
+    Raises BadInput, which names `place` and `column`, for other values and for text that UTF-8 cannot encode.
     """
     text = _read_any_text(place, value, column)
     if not text.strip():
@@ -275,6 +278,6 @@ def _read_any_text(place: str, value: object, column: str) -> str:
 
 
 def _hint_at(value: object) -> str:
-    """Return a hint for an error message if the value means a missing value, else an empty text."""
+    """Return a hint for an error message if the value is NaN or null, which often means missing data, else ""."""
     is_missing = value is None or (isinstance(value, float) and isnan(value))
     return ", which stands for a missing value. Fill it in, or remove the row." if is_missing else ""

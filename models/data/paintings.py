@@ -32,7 +32,7 @@ SHADE: Final = 25
 
 
 class Motif(NamedTuple):
-    """Content of a picture: color, shape and place."""
+    """Content of a generated picture: one shape with its color and place."""
 
     colour: str
     shape: str
@@ -57,7 +57,7 @@ class Captioned(NamedTuple):
 
 
 MOTIFS: Final = tuple(Motif(*each) for each in product(COLOURS, SHAPES, PLACES))
-"""All 24 motifs."""
+"""All 24 combinations of color, shape and place."""
 
 
 def painting_problems(data: PaintingsData, split: str, seed: int) -> list[Problem]:

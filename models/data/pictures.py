@@ -93,7 +93,7 @@ def _cell(rng: Random) -> Cell:
 
 
 def _colour(rng: Random) -> str:
-    """Sample a color by its probability."""
+    """Sample a color with the probabilities in `COMMON`."""
     return rng.choices(list(COLOURS), COMMON)[0]
 
 

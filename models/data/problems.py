@@ -28,7 +28,7 @@ Content = str | tuple[str | ImagePlace, ...] | None
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Message of a chat."""
+    """Message of a chat: its role, its content, and other fields such as tool calls."""
 
     role: str
     content: Content
@@ -77,7 +77,7 @@ def _parse_arguments(value: Any, name: str = "") -> Any:  # noqa: ANN401 -- a fi
 
 
 def _encode_part(part: str | ImagePlace) -> dict[str, str]:
-    """Return a text or image of a message in the format of chat templates."""
+    """Return a text or image of a message as a content part in the format of chat templates."""
     return {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
 
 
@@ -128,11 +128,11 @@ class Problem:
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """Digests of the images of the prompt."""
+        """BLAKE3 digests of the prompt's images, in order."""
         return tuple(map(digest_of, self.images))
 
     images_column: str = ""
-    """Column of the data file that contains the images, or an empty string."""
+    """Name of the data file's image column, for error messages, or an empty string."""
     identity_version: int = 1
     """Version of the rule for the identity of the problem (`ProblemFile.version`)."""
 

@@ -30,7 +30,7 @@ class LineReader(Protocol[T]):
 
 
 TEXTS: Final = (".jsonl", ".json", ".csv", ".tsv")
-"""Suffixes of text files, which may be followed by a suffix in `PACKED`."""
+"""Suffixes of text files that can be read. A suffix in `PACKED` may follow for compressed files."""
 PACKED: Final = (".gz", ".zst")
 """Suffixes of compressed text files."""
 DELIMITERS: Final = {".csv": ",", ".tsv": "\t"}
@@ -42,7 +42,7 @@ MAX_ARRAY_MEBIBYTES: Final = 2048
 MISSING_IN_CSV: Final = frozenset(("nan", "NaN", "-nan", "-NaN", "<NA>", "NaT", "#N/A", "inf", "-inf"))
 """Texts that data frames and spreadsheets write to CSV and TSV files for missing values and infinite numbers."""
 READ_BYTES: Final = 2**20
-"""Number of bytes that are read at a time."""
+"""Number of bytes of a file that are read at a time, which limits memory."""
 SUFFIXES: Final = (*TEXTS, ".parquet", ".arrow", ".feather")
 
 
@@ -121,7 +121,7 @@ def is_table(path: Path) -> bool:
 
 
 def find_format(path: Path) -> str:
-    """Return the file name suffix that determines the format, without the suffix of a compression."""
+    """Return the suffix that determines the format of a file. For `train.jsonl.gz` this is `.jsonl`."""
     inner = Path(path.stem).suffix
     return inner if path.suffix in PACKED and inner in TEXTS else path.suffix
 
@@ -161,7 +161,10 @@ def _iterate_lines(content: LineReader[T], name: str) -> Iterator[T]:
 
 
 def _read_whole(content: io.BufferedIOBase, name: str) -> bytes:
-    """Return the content of a file after decompression. Raises BadInput if the file is larger than the maximum."""
+    """Return the content of a file after decompression.
+
+    Raises BadInput if the content is larger than `MAX_ARRAY_MEBIBYTES`.
+    """
     max_bytes, encoded = MAX_ARRAY_MEBIBYTES * 2**20, bytearray()
     while len(encoded) < max_bytes and (
         piece := content.read(READ_BYTES)

@@ -1,4 +1,4 @@
-"""Rows of Parquet and Arrow files."""
+"""Reader of the rows of Parquet and Arrow files."""
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from infra.errors import BadInput, InputErrors
 from models.data.json_rows import FileRow, check_unique_columns
 
 ROWS: Final = 4096
-"""Number of rows that are converted at a time."""
+"""Number of table rows that are converted to Python objects at a time, which limits memory."""
 
 
 def read_table_rows(
@@ -117,7 +117,10 @@ def _read_arrow(path: Path) -> pa.Table:
 
 
 def require_columns(place: str, required: Sequence[str], columns: Sequence[str]) -> None:
-    """Raise BadInput if a required column is missing. The message suggests the nearest name."""
+    """Raise BadInput if a required column is missing in the file or row `place`.
+
+    The message suggests the nearest name.
+    """
     for column in required:
         if column not in columns:
             nearest = difflib.get_close_matches(column, columns, n=1)

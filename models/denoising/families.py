@@ -66,22 +66,22 @@ class DenoiserFamily:
     """Family of denoisers: one denoiser class of diffusers, the pipelines that contain it, and functions to run it."""
 
     denoiser: str
-    """Name of the denoiser's class in diffusers."""
+    """Name of the denoiser's class in diffusers, such as `SD3Transformer2DModel`."""
     pipelines: tuple[str, ...]
-    """Names of the pipeline classes in diffusers."""
+    """Names of the diffusers pipelines that may contain the denoiser."""
     folder: Literal["transformer", "unet"]
-    """Folder of the denoiser's weights in a directory."""
+    """Folder with the denoiser's weights inside a pipeline's directory."""
     prediction_type: Literal["velocity", "noise"]
-    """Quantity that the denoiser predicts."""
+    """Quantity that the denoiser is trained to predict: the velocity or the noise."""
     encode: Callable[[Any, str, int | None], Condition]
     """Function that encodes a prompt with a pipeline's text encoders. Its last argument limits the tokens of the
     encoder with the highest limit; None is the default limit."""
     predict: Predict
-    """Function that runs the denoiser."""
+    """Function that runs the denoiser on a batch of states."""
     limits: tuple[PromptLimit, ...]
     """Limits of the text encoders that can read a whole prompt. The first one whose encoder is present applies."""
     count: Callable[[Any, str], int] = _count
-    """Function that counts the tokens of a prompt."""
+    """Function that counts the tokens of a prompt, given a tokenizer and the prompt's text."""
     packing: int = 1
     """Side length, in latents, of a square that becomes one token. The denoiser's configuration counts the latents of
     the square as channels."""
@@ -162,7 +162,7 @@ def _pad_to(part: Tensor, length: int) -> Tensor:
 
 
 def diffusers_class(name: str) -> Any:  # noqa: ANN401 -- diffusers has few types
-    """Return a class of diffusers by name.
+    """Import a class of diffusers by its name.
 
     diffusers imports its modules on first access, which is not thread-safe, so a lock is held. Raises BadInput if
     diffusers is not installed.
@@ -265,7 +265,7 @@ def _count_qwen(tokenizer: Any, prompt: str) -> int:  # noqa: ANN401
 def _predict_qwen(
     model: nn.Module, states_NCYX: Tensor, timesteps_N: Tensor, condition: Condition, /, *, guidance: float
 ) -> Tensor:
-    """Predict velocities.
+    """Predict velocities with the denoiser of Qwen-Image.
 
     The pipeline of Qwen-Image rescales guided predictions, token by token, to the norm of the conditional prediction.
     This function does not, so that guidance is the same for all families. Therefore a policy trained with guidance
@@ -325,7 +325,7 @@ def has_guidance_input(model: nn.Module) -> bool:
 
 
 def _pack(states_NCYX: Tensor) -> Tensor:
-    """Rearrange a state into tokens of `PACKED` x `PACKED` latents, row by row."""
+    """Rearrange states into sequences of tokens, each with the values of `PACKED` x `PACKED` latents, row by row."""
     count, channels, height, width = states_NCYX.shape
     squares = states_NCYX.reshape(count, channels, height // PACKED, PACKED, width // PACKED, PACKED)
     return squares.permute(0, 2, 4, 1, 3, 5).reshape(count, -1, channels * PACKED**2)

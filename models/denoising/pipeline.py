@@ -33,7 +33,7 @@ from models.records.pictures import Picture, States, encode_picture
 INDEX: Final = "model_index.json"
 WEIGHTS: Final = "diffusion_pytorch_model.safetensors"
 FROZEN: Final = ("*.json", "*.txt", "*.model", "*.safetensors")
-"""Patterns of the files that are copied: configuration, tokenizers and weights, but never code or pickles."""
+"""Patterns of the files copied from a pipeline: configuration, tokenizers and weights, but never code or pickles."""
 PIXELS_PER_LATENT: Final = 8
 """Side length, in pixels, that one latent covers if a pipeline has no VAE, as in diffusers."""
 _UNUSED: Final = ("safety_checker", "feature_extractor", "image_encoder", "watermark")
@@ -56,7 +56,7 @@ class PipelineOutline:
     pipeline: str
     family: DenoiserFamily
     denoiser: Mapping[str, Any]
-    """Configuration of the denoiser."""
+    """Contents of the denoiser's config.json."""
     scheduler: Mapping[str, Any]
     vae: Mapping[str, Any] | None
     """Configuration of the VAE, which converts latents to images. None if the latents are pixels."""
@@ -65,7 +65,7 @@ class PipelineOutline:
 
     @property
     def where(self) -> str:
-        """Name of the policy in messages."""
+        """Name of the policy in error messages: its directory."""
         return f"policy {self.directory}"
 
     @property
@@ -163,7 +163,7 @@ def _parts(index: Mapping[str, Any], *, where: str) -> tuple[str, ...]:
 # ---- parts
 @contextmanager
 def _loading(model: PipelineOutline, part: str) -> Iterator[None]:
-    """Hold the lock for model construction in the block, and raise errors of the libraries as BadInput."""
+    """Run the block, which loads `part` of a pipeline, under a lock. Raise errors of the libraries as BadInput."""
     try:
         with lock_model_construction():
             yield
@@ -309,7 +309,7 @@ class LatentDecoder:
 
 
 def _restore(latents_NCYX: Tensor, config: Any) -> Tensor:  # noqa: ANN401
-    """Undo the normalization of latents to mean 0 and standard deviation 1 in each channel."""
+    """Return latents at the scale that the VAE decodes, by undoing their normalization in each channel."""
     mean, std = (
         torch.tensor(each).view(1, -1, 1, 1).to(latents_NCYX) for each in (config.latents_mean, config.latents_std)
     )
@@ -353,7 +353,7 @@ class FrozenParts:
 
 
 def _frozen_files(directory: Path) -> object:
-    """Return a value that identifies a policy's files except the denoiser's weights, equal for all versions."""
+    """Return a value that identifies a policy's frozen files. It is the same for all versions of the policy."""
     if not (directory / CONTENTS).is_file():
         return directory
     weights = f"{read_pipeline(directory).family.folder}/{WEIGHTS.partition('.')[0]}"
@@ -370,7 +370,7 @@ def copy_pipeline(source: Path, target: Path) -> None:
 
 
 def link_frozen_parts(parent: Path, directory: Path) -> None:
-    """Add the frozen parts of `parent` to a directory of new weights, as hard links or, across file systems, copies."""
+    """Add the frozen parts of the policy in `parent` to a new version's directory, by hard links or as copies."""
     folder = read_pipeline(parent).family.folder
     for path in list_policy_files(parent):
         is_weights = path.parts[0] == folder and ".safetensors" in path.name

@@ -211,16 +211,16 @@ def _describe(family: DenoiserFamily, config: Mapping[str, Any], *, text: int) -
 
 
 class _Measured(NamedTuple):
-    """Memory and compute of a denoiser's forward pass, per token of an image of the model's default size."""
+    """Memory and compute of a denoiser's forward pass, per token, for an image of the default size."""
 
     kept: float
-    """Number of values that autograd keeps for the backward pass."""
+    """Number of values per token that autograd keeps for the backward pass, without gradient checkpointing."""
     layers: list[float]
     """For each layer that gradient checkpointing can recompute, the number of values in `kept` that belong to it."""
     again: float
-    """Number of values that autograd keeps with gradient checkpointing."""
+    """Number of values per token that autograd keeps with gradient checkpointing."""
     products: float
-    """Number of multiply-add operations of a forward pass."""
+    """Number of multiply-add operations per token in a forward pass."""
 
 
 def _measure_activations(model: Any, family: DenoiserFamily, *, text: int) -> _Measured:  # noqa: ANN401

@@ -33,12 +33,12 @@ class NoiseSchedule:
     """Quantity that the models of this schedule predict."""
 
     def __post_init__(self) -> None:
-        """Assert that there is one level more than steps."""
+        """Check that there is one noise level more than timesteps."""
         assert len(self.levels) == len(self.timesteps) + 1, f"{len(self.levels)} levels, {len(self.timesteps)} steps"
 
     @property
     def steps(self) -> int:
-        """Number of denoising steps."""
+        """Number of denoising steps from noise to image."""
         return len(self.timesteps)
 
 
@@ -284,6 +284,9 @@ def _floats(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _around(steps_N: Tensor, schedule: NoiseSchedule) -> tuple[Tensor, Tensor]:
-    """Return the noise levels before and after the given steps, in float64 because adjacent levels differ little."""
+    """Return the noise levels before and after each of the given steps.
+
+    The levels are in float64, because adjacent levels differ little.
+    """
     levels_L = torch.tensor(schedule.levels, dtype=torch.float64, device=steps_N.device)
     return levels_L[steps_N], levels_L[steps_N + 1]

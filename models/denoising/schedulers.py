@@ -19,7 +19,7 @@ _FLOW: Final = "FlowMatchEulerDiscreteScheduler"
 _NOISE: Final = ("DDIMScheduler", "DDPMScheduler", "PNDMScheduler", "EulerDiscreteScheduler")
 """Schedulers whose configuration contains the noise levels with which a noise-predicting model was trained."""
 _CLIP: Final = ("DDIMScheduler", "DDPMScheduler")
-"""Schedulers that clip images unless their configuration disables clipping."""
+"""Schedulers that clip predicted images by default. Their configuration must disable this."""
 _PLAIN: Final = (
     "invert_sigmas",
     "rescale_betas_zero_snr",
@@ -86,7 +86,7 @@ def schedule_of(
 
 
 def _shift_of(tokens: int, scheduler: Mapping[str, Any]) -> float:
-    """Return the shift of the noise levels towards noise for an image of `tokens` tokens: `mu` of `flow_schedule`.
+    """Return `mu` of `flow_schedule`, the shift of noise levels towards noise, for an image of `tokens` tokens.
 
     The shift is linear in the number of image tokens. Missing settings have the defaults of diffusers' pipelines.
     """

@@ -38,7 +38,7 @@ class GenerationSetup:
     """All parts and settings of a text-to-image policy except its denoiser."""
 
     family: DenoiserFamily
-    """Family of the denoiser."""
+    """Family of the denoiser, which defines how the model is called."""
     schedule: NoiseSchedule
     """Noise levels of the denoising steps."""
     shape: tuple[int, int, int]
@@ -46,7 +46,7 @@ class GenerationSetup:
     config: DenoisingConfig
     """Settings of image generation, such as the sampler and the guidance scale."""
     prompts: PromptEncoder
-    """Text encoders of the policy."""
+    """Frozen text encoders of the policy."""
     tokenizer: PreTrainedTokenizerFast
     """Tokenizer that encodes prompts as bytes and decodes them."""
 
@@ -125,7 +125,7 @@ class StepInput(NamedTuple):
     """Input of one forward pass. This is a tuple, because DeepSpeed's hooks look for tensors in tuples."""
 
     states_ND: Tensor
-    """States before each step."""
+    """States (noisy latents) before each trained step."""
     next_ND: Tensor
     """States after each step. In supervised training: the target velocities."""
     steps_N: Tensor
@@ -194,7 +194,7 @@ class StepModule(TokenModule):
         )
 
     def save(self, directory: Path) -> dict[str, BundledFile]:
-        """Write the denoiser's weights, without the frozen parts, and return the written file."""
+        """Write the denoiser's weights, without the frozen parts. Returns the written files by name."""
         name = f"{self.setup.family.folder}/{WEIGHTS}"
         (directory / name).parent.mkdir(parents=True)
         # Copy one tensor at a time: ZeRO-3 could not release a tensor while numpy shares its memory.
@@ -208,7 +208,7 @@ class StepLogprobs(StepModule):
     """Denoiser that returns the log-prob of each trained step."""
 
     _expected: tuple[Tensor, Tensor]
-    """Means and standard deviations of the last forward pass."""
+    """Means (N x D) and standard deviations (N) of the next states in the last forward pass."""
 
     def forward(self, inputs: StepInput) -> Tensor:
         """Return the log-prob of each trained step in float32 (N)."""
@@ -236,7 +236,10 @@ class FlowMatching(StepModule):
     """
 
     def prepare_inputs(self, batch: MicroBatch, device: torch.device) -> Any:  # noqa: ANN401 -- StepInput
-        """Sample the noise and noise level of each row from its seed."""
+        """Return a micro-batch as a `StepInput` for supervised training.
+
+        The noise and the noise level of each row are sampled from the seed in its completion token.
+        """
         if not len(batch.targets_N):
             return super().prepare_inputs(batch, device)
         noised = [_add_noise(self.pictures.encoded(each.images[-1]), int(each.completion[0])) for each in batch.inputs]

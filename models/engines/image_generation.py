@@ -33,7 +33,7 @@ SHOWN: Final = "[picture]"
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """Text-to-image policy that is loaded for generation."""
+    """Loaded text-to-image policy: its denoiser, its latent decoder and its digest."""
 
     directory: Path
     model: nn.Module
@@ -42,7 +42,7 @@ class _Loaded:
 
 
 class DiffusersImageEngine:
-    """Rollout engine that generates `max_batch_rows` images at a time, in the order of the requests.
+    """Rollout engine for text-to-image policies. It generates `max_batch_rows` images at a time, in request order.
 
     The requests alone determine which images share a batch. The same requests give the same images, bit for bit, in
     every process with the same software and number of threads. If an image is generated in another batch, its noise
@@ -158,7 +158,7 @@ class DiffusersImageEngine:
 
 
 def _split_rows(trail: Sequence[Tensor], count: int) -> list[States]:
-    """Return the states of the trained steps for each image, or one empty array per image if no step is trained."""
+    """Return the denoising states of each image for training, or one empty array per image if no step is trained."""
     if not trail:
         return [np.empty((0, 0), np.float32)] * count
     return [*torch.stack([*trail], dim=1).cpu().numpy()]

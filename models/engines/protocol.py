@@ -23,7 +23,7 @@ class Request:
     """Request for one or more completions of the same prompt."""
 
     row: int
-    """Row of the prompt in its shard, used to name the prompt in messages."""
+    """Index of the prompt in its prompt shard, which error messages name."""
     inputs: tuple[ModelInput, ...]
     """One model input per completion: the shared prompt, followed by the tokens that a partial completion already has.
     """
@@ -47,8 +47,7 @@ class Completion:
     """Completion that the policy generated: its new tokens, their log-probs and the reason why it ended."""
 
     tokens: tuple[int, ...]
-    """IDs of the new tokens.
-    If the finish reason is `stop`, the last one is an EOS token or the token that completed a stop text.
+    """IDs of the new tokens. With finish reason `stop`, the last token is an EOS token or completes a stop text.
     """
     logprobs: tuple[float, ...]
     """float32 log-prob of each token, from the untruncated softmax at the sampling temperature (at 1 if greedy)."""
@@ -63,7 +62,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class StepSums:
-    """Sums over decoding steps from which a regression of step time on batch size is computed.
+    """Sums over decoding steps, from which the scheduler estimates how the time of a step depends on the batch size.
 
     The difference of two such sums describes the decoding steps between them.
     """
@@ -87,7 +86,7 @@ class StepSums:
         )
 
     def since(self, earlier: "StepSums") -> dict[str, float]:
-        """Return the difference from earlier sums, under the keys with which workers report timings."""
+        """Return the sums over the steps since `earlier`, by the names that workers use in their reported timings."""
         return {
             "steps": self.steps - earlier.steps,
             "step_sequences": self.sequences - earlier.sequences,
@@ -108,30 +107,28 @@ class Engine(Protocol):
     progress: int
 
     def producer(self) -> str:
-        """Return the name of the engine with the library versions and hardware that affect its results.
+        """Return the engine's name with the library versions and hardware that affect its results.
 
-        Shards store it.
+        Rollout shards store this text, so that differences between shards can be explained.
         """
 
     def load(self, directory: Path, policy: ModelVersion, *, adapter: Path | None = None) -> int:
-        """Load the policy in `directory` and its adapter, if any. The caller has verified the files' digest.
+        """Load the policy in `directory` and its adapter, if any.
 
-        Returns the number of bytes that were moved.
+        The caller must have verified the digests of the files. Returns the number of bytes of weights that were loaded.
         """
 
     def loaded_digest(self) -> str:
-        """Return the digest of the loaded policy, or an empty string if none is loaded or the digest cannot be
-        proven.
-        """
+        """Return the digest of the loaded policy, or "" if none is loaded or its weights cannot be verified."""
 
     def sleep(self) -> None:
         """Release the memory of weights and cache. The engine must be loaded again before its next use."""
 
     def close(self) -> None:
-        """Stop everything that runs for the engine, permanently."""
+        """Stop the engine with all its processes. It cannot be used afterwards."""
 
     def step_sums(self) -> StepSums:
-        """Return the sums over all decoding steps so far, from which step time is regressed on batch size."""
+        """Return timing sums over all decoding steps so far."""
 
     def score_continuations(
         self, prompts: Sequence[ModelInput], continuations: Sequence[Sequence[int]]
@@ -147,7 +144,7 @@ class VisionEngine(Protocol):
     """Engine that can generate with vision-language policies."""
 
     def show(self, images: ImageSource) -> None:
-        """Set the source of the images that later prompts refer to."""
+        """Set the source from which the images of later prompts are read by digest."""
 
 
 @runtime_checkable
@@ -175,7 +172,7 @@ class ImageEngine(Protocol):
 
 
 class GeneratesCompletions(Protocol):
-    """Engine method that episodes (completions generated over several turns) need."""
+    """Part of an engine that episodes (completions generated over several turns) use."""
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
         """Return one list per request, with one completion per seed, like `Engine.generate`."""
@@ -211,7 +208,7 @@ class EngineFactory(Protocol):
 
 
 METHODS = ("producer", "load", "loaded_digest", "sleep", "close", "step_sums", "score_continuations", "generate")
-"""Methods that an engine must implement."""
+"""Names of the methods that a configured engine class must implement."""
 
 
 def build_engine(config: EngineSettings, *, adapter_rank: int = 0) -> Engine:

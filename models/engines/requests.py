@@ -19,7 +19,7 @@ from models.records.schemas import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class CompletionRow:
-    """Completion to generate, with the index of its request among the requests and the seed of its random numbers."""
+    """One completion to generate: its input, its random seed and the index of the request that it belongs to."""
 
     request: int
     sample: int
@@ -32,7 +32,7 @@ class CompletionRow:
 
     @property
     def num_existing_tokens(self) -> int:
-        """Number of tokens that the completion already has."""
+        """Number of tokens that the completion already has from earlier iterations or turns."""
         return self.input.num_completion_tokens
 
     @property
@@ -59,7 +59,7 @@ def context_of(directory: Path) -> int | None:
 
 
 def text_settings(directory: Path) -> dict[str, object]:
-    """Return the settings of the language model in a directory, under the names that transformers uses."""
+    """Return the language model's part of config.json, under the names that transformers uses."""
     from transformers import AutoConfig  # imports torch
 
     config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
@@ -68,7 +68,10 @@ def text_settings(directory: Path) -> dict[str, object]:
 
 
 def build_rows(requests: Iterable[Request], *, longest: int) -> list[CompletionRow]:
-    """Return one row per requested completion. The rows of one request are neighbors."""
+    """Return one row per requested completion, request by request.
+
+    `longest` is the maximum length of a completion, in tokens, if its request sets none.
+    """
     return [row for index, request in enumerate(requests) for row in _rows(index, request, longest)]
 
 
@@ -147,7 +150,7 @@ def suppressed_tokens(settings: GenerationConfig) -> tuple[int, ...]:
 
 
 def stop_window(stop: Collection[str]) -> int:
-    """Return the number of last tokens that must be decoded to find any stop text at their end."""
+    """Return how many tokens at the end of a completion must be decoded to detect any of the stop texts."""
     # 4 more tokens, because the first ones may be the rest of a multi-byte character, which decodes to another
     # character.
     return max(len(text.encode()) for text in stop) + 4
@@ -160,5 +163,9 @@ def decode_texts(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[Sequence[i
 
 
 def length_finish_reason(length: int, longest: int) -> FinishReason:
-    """Return the finish reason of a completion that did not stop itself: LENGTH at its maximum length, else CUT."""
+    """Return the finish reason of a completion that ran out of tokens.
+
+    The reason is LENGTH at the maximum length `longest`. A shorter completion has CUT, because the iteration's token
+    budget ended.
+    """
     return FinishReason.LENGTH if length == longest else FinishReason.CUT

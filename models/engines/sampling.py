@@ -1,4 +1,4 @@
-"""Sampling of the next token.
+"""Sampling of the next token from logits, with random numbers that depend only on the completion's seed.
 
 Shapes: B rows, V vocabulary, T random numbers of one completion.
 """
@@ -61,7 +61,10 @@ def _draw(logits_BV: Tensor, uniforms_B: Tensor, sampling: SamplingConfig) -> tu
 
 
 def _pick(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """Sample by inverting the cumulative distribution of unnormalized weights. A token of weight 0 is never picked."""
+    """Return one token per row, sampled from unnormalized weights with the given uniform random numbers.
+
+    The cumulative distribution is inverted. A token of weight 0 is never picked.
+    """
     cumulative_BV = weights_BV.cumsum(dim=1)
     total_B1 = cumulative_BV[:, -1:].contiguous()
     picked_B1 = torch.searchsorted(cumulative_BV, uniforms_B[:, None] * total_B1, right=True)

@@ -13,7 +13,7 @@ _REFUSAL = "\n<r>?</r>\n"
 
 
 class Calculator:
-    """Environment that answers one calculation per turn. A turn without a call ends the episode."""
+    """Environment that computes the `<call>` of each turn. A turn without a call ends the episode."""
 
     def step(self, turn: Any) -> str | None:  # noqa: ANN401 -- a turn of infra/episode_runner.py, not imported
         """Compute the result of the call, or return `<r>?</r>` if the call cannot be parsed."""

@@ -1,4 +1,4 @@
-"""Timing of environments: seconds that they took to answer, and seconds in which no episode could generate."""
+"""Timing of environments: the seconds in which they answered, and the seconds in which no episode generated text."""
 
 import time
 from collections.abc import Iterator
@@ -7,7 +7,9 @@ from threading import Lock
 
 
 class EnvironmentClock:
-    """Timer for the environments' answers and for the time in which no turn is generated.
+    """Timer of the seconds in which environments answer and of the idle seconds in which no turn is generated.
+
+    The two values show how much the environments slow down generation.
 
     Threads may generate turns at the same time.
     """
@@ -21,7 +23,7 @@ class EnvironmentClock:
 
     @contextmanager
     def measure_idle(self) -> Iterator[None]:
-        """Count the time in the block as idle (no turn is generated), except time within `pause_idle`."""
+        """Run the block, and count its time as idle (no turn is generated) except inside `pause_idle`."""
         self._since = time.perf_counter()
         try:
             yield

@@ -17,10 +17,16 @@ from models.text.turns import TurnFormat
 
 
 class ContextBuilder(Protocol):
-    """Strategy that builds the context for the next turn of an episode."""
+    """Strategy that builds what the policy reads before each turn of an episode.
+
+    `StreamContext` keeps one token sequence, `PerTurnContext` renders a separate prompt for each turn.
+    """
 
     def encode_turn(self, turn: ParsedTurn, text: str) -> dict[str, object]:
-        """Encode a finished turn for the context of later turns. `text` is the turn's text before parsing."""
+        """Return a finished turn as the message from which later prompts are rendered.
+
+        `text` is the turn's text before parsing. The result is empty if prompts are not rendered again.
+        """
         ...
 
     def append_context(
@@ -57,7 +63,7 @@ class StreamContext:
     def append_context(
         self, draft: PartialCompletion, group: Group, exchanges: Sequence[Exchange]
     ) -> PartialCompletion | None:
-        """Append the last observation. Returns None if no room is left for a turn."""
+        """Append the environment's last observation to the token sequence. Returns None if no turn fits after it."""
         tokens = self.form.with_arguments(group.template).encode_observation(
             exchanges[-1].observations, ended=int(draft.input.tokens[-1]) in self.form.ends
         )
@@ -70,7 +76,7 @@ class StreamContext:
     def build_requests(
         self, group: Group, drafts: Sequence[PartialCompletion], budgets: Sequence[int]
     ) -> list[tuple[Request, list[int]]]:
-        """Build one request for each distinct budget."""
+        """Build one request for all drafts with the same budget, because a request has a single budget."""
         alike: dict[int, list[int]] = {}
         for index, budget in enumerate(budgets):
             alike.setdefault(budget, []).append(index)
@@ -94,7 +100,7 @@ class PerTurnContext:
     form: TurnFormat
     max_new_tokens: int
     in_calls: bool
-    """Whether the template renders tool calls separately from the text of a turn."""
+    """Whether the chat template renders tool calls from a separate message field, not from the turn's text."""
 
     def encode_turn(self, turn: ParsedTurn, text: str) -> dict[str, object]:
         """Encode the turn as a message of the chat template."""
@@ -103,7 +109,10 @@ class PerTurnContext:
     def append_context(
         self, draft: PartialCompletion, group: Group, exchanges: Sequence[Exchange]
     ) -> PartialCompletion | None:
-        """Append the prompt of the next turn. Returns None if the prompt leaves no room for a turn."""
+        """Render the chat so far and append it as the prompt of the next turn.
+
+        Returns None if no turn fits after it.
+        """
         form, prompt = self.form.with_arguments(group.template), draft.input.prompt.tolist()
         tokens = render_prompt(form, group.messages, exchanges, prompt=prompt)
         if len(tokens) - draft.input.num_prompt_tokens >= self.max_new_tokens:
@@ -115,7 +124,7 @@ class PerTurnContext:
     def build_requests(
         self, group: Group, drafts: Sequence[PartialCompletion], budgets: Sequence[int]
     ) -> list[tuple[Request, list[int]]]:
-        """Build one request for each distinct prompt and budget. Seeds depend on the sample and the turn."""
+        """Build one request for all drafts with the same prompt and budget. Seeds depend on the sample and the turn."""
         alike: dict[tuple[bytes, int], list[int]] = {}
         for index, (draft, budget) in enumerate(zip(drafts, budgets, strict=True)):
             alike.setdefault((draft.input.last_context().tokens.tobytes(), budget), []).append(index)
@@ -125,7 +134,10 @@ class PerTurnContext:
         ]
 
     def _request(self, group: Group, drafts: Sequence[PartialCompletion], budget: int) -> Request:
-        """Build a request for turns after the drafts' last prompts, limited by the budget and the room left."""
+        """Build a request for the next turns of drafts whose last prompts are equal.
+
+        A turn is limited by the budget and by the room that the prompt leaves.
+        """
         inputs = tuple(draft.input.last_context() for draft in drafts)
         room = self.max_new_tokens - (len(inputs[0]) - drafts[0].input.num_prompt_tokens)
         return Request(
@@ -142,12 +154,15 @@ def _own_seed(draft: PartialCompletion, turn: int) -> int:
 
 
 def turn_seeds(draft: PartialCompletion) -> list[int]:
-    """Return the seeds that any context builder uses for the draft's turns and for the next turn."""
+    """Return all seeds that a context builder may use for the draft's turns and its next turn.
+
+    A replay finds the stored episode of a request by these seeds.
+    """
     return [draft.seed, *(_own_seed(draft, turn) for turn in range(len(draft.turns) + 1))]
 
 
 def build_context_builder(settings: EpisodeSettings, form: TurnFormat, max_new_tokens: int) -> ContextBuilder:
-    """Build the context builder that `settings.history` selects."""
+    """Build the context builder that `settings.history` selects, for turns in the format `form`."""
     if settings.has_turn_prompts:
         return PerTurnContext(form, max_new_tokens, in_calls=renders_calls(form))
     return StreamContext(form, max_new_tokens)

@@ -25,10 +25,13 @@ _SILENT = EnvironmentStep((), done=False)
 
 
 class Dialogues:
-    """Environment that answers the turns of all waiting episodes with one call of the simulated user."""
+    """Environment in which a model plays the user. All waiting episodes are answered in one call of the model."""
 
     def __init__(self, settings: DialogueEnvironment) -> None:
-        """Prepare the model without loading it. Raises BadInput if the settings of an endpoint are invalid."""
+        """Create the simulated user without loading its model.
+
+        Raises BadInput if an endpoint's settings are invalid.
+        """
         self._settings = settings
         self._final = None if settings.final_turn_pattern is None else re.compile(settings.final_turn_pattern)
         self._user, self._held = _build_user(settings)
@@ -53,7 +56,10 @@ class Dialogues:
             self._held.sleep()
 
     def answer(self, asked: Sequence[EpisodeRequest], numbers: Sequence[int]) -> list[TurnAnswer]:
-        """Start new episodes and answer the last turns of the others with one call of the model."""
+        """Start new episodes and answer the last turns of the others, with one call of the simulated user's model.
+
+        `asked` contains the problem and all turns of each episode.
+        """
         with self._turn:
             answers: dict[int, TurnAnswer] = {}
             waiting: list[tuple[int, Transcript, int]] = []
@@ -80,7 +86,7 @@ class Dialogues:
             return [answers[index] for index in range(len(asked))]
 
     def end(self, episodes: Sequence[str], numbers: Sequence[int]) -> None:
-        """Delete the stored replies of the episodes."""
+        """Delete the stored user replies of episodes that are over."""
         with self._turn:
             for name in episodes:
                 self._replies.pop(name, None)
@@ -106,12 +112,12 @@ class Dialogues:
         return None
 
     def _build_transcript(self, asked: EpisodeRequest, instructions: str) -> Transcript:
-        """Build the dialogue so far, with the stored replies of the user."""
+        """Build the dialogue of an episode so far, from the turns in `asked` and the stored replies of the user."""
         turns = tuple(str(turn["text"]) for turn in asked.turns)
         return Transcript(instructions, turns, self._replies[asked.episode])
 
     def _read(self, asked: EpisodeRequest, reply: Reply) -> TurnAnswer:
-        """Store a reply and convert it into an answer.
+        """Store the simulated user's reply and convert it into an answer to the policy's turn.
 
         The first of `endings` in the reply ends the dialogue with its reward.
         """
@@ -139,5 +145,5 @@ def _build_user(settings: DialogueEnvironment) -> tuple[SimulatedUser, LocalUser
 
 
 def _derive_reply_seed(asked: EpisodeRequest) -> int:
-    """Derive the seed of a reply from the seed of the episode and the number of turns."""
+    """Derive the seed of a user's reply from the episode's seed and the number of its turns."""
     return derive_seed("user", asked.seed, len(asked.turns))

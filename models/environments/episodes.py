@@ -38,12 +38,12 @@ from models.text.turns import TurnFormat
 MIN_OBSERVATION_TOKENS: Final = 8
 """Minimum number of tokens to which an observation message is shortened, including seven for the omission marker."""
 IN_FLIGHT: Final = 512
-"""Maximum number of episodes of a shard that run at their own pace at the same time."""
+"""Maximum number of episodes that run concurrently, each in a separate thread."""
 
 
 @dataclass(slots=True)
 class _Episode:
-    """One completion in progress."""
+    """One completion in progress, with the parsed turns and the answers of the environment so far."""
 
     number: int
     group: Group
@@ -51,7 +51,7 @@ class _Episode:
     limit: int | None
     """Number of policy-generated tokens at which this iteration cuts the episode, or None if there is no limit."""
     turns: list[ParsedTurn] = field(default_factory=list)
-    """Turns that have ended."""
+    """All finished turns of the episode, with their parsed tool calls."""
     spelt: list[Mapping[str, object]] = field(default_factory=list)
     """Turns that ended in this iteration, encoded by the context builder for later prompts."""
     exchanges: list[Exchange] = field(default_factory=list)
@@ -82,7 +82,7 @@ class _Episode:
         )
 
     def end(self, reason: FinishReason, *, error: str = "") -> None:
-        """Mark the episode as ended. An error of the environment is stored in the last turn."""
+        """Mark the episode as ended for this reason. `error`, the environment's error, is stored in the last turn."""
         self.draft = replace(self.draft, finish_reason=reason)
         if error:
             last = self.draft.turns[-1] if self.draft.turns else TurnRecord(tokens=0)
@@ -162,7 +162,7 @@ class Episodes:
         return episodes
 
     def _end(self, episodes: Sequence[_Episode]) -> None:
-        """Close the environments of the episodes."""
+        """End the episodes in the environments, which then release their state."""
         self.environments.end([each.asked().episode for each in episodes], [each.number for each in episodes])
 
     def _begin(self, batch: Sequence[_Episode]) -> None:
@@ -217,7 +217,7 @@ class Episodes:
         return rest if episode.left is None else min(rest, episode.left)
 
     def _take(self, episode: _Episode, completion: Completion) -> None:
-        """Append a generated turn and parse it, unless the budget of the iteration cut it.
+        """Append generated tokens to the episode. If they finish the turn, parse it.
 
         A turn that reached the length limit is the last turn of its episode.
         """

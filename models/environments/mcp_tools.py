@@ -1,4 +1,4 @@
-"""Environment that gives the policy the tools of an MCP server. Runs in the environment's separate process.
+"""Environment that gives the policy the tools of an MCP server. This module runs in a separate environment process.
 
 Errors that a tool reports are shown to the policy. Errors of the server itself, such as a crash or an invalid response,
 are raised and fail the episode. The next call then starts the server, or connects to it, again. If the server hangs, it
@@ -74,7 +74,7 @@ class ToolServer:
         raise ServerFailed(f"the server's list of tools has more than {MAX_PAGES} pages")
 
     async def _request_page(self, cursor: str | None) -> Any:  # noqa: ANN401 -- a type of mcp
-        """Request one page of the tool list."""
+        """Request one page of the server's tool list: the page at `cursor`, or the first page if it is None."""
         return await self._client.list_tools(cursor=cursor)
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> CallToolResult:
@@ -166,7 +166,7 @@ class McpTools:
         return McpTools._server
 
     def _leave(self) -> None:
-        """Close the shared connection."""
+        """Close the shared connection, so that the next call opens a new one."""
         server, McpTools._server = McpTools._server, None
         if server is not None:
             server.disconnect()

@@ -41,14 +41,14 @@ class EnvironmentProcess(ChildProgram, Protocol):
         """
 
     def step(self, asked: EpisodeRequest) -> tuple[EnvironmentStep | None, str | None]:
-        """Answer the last turn of an episode.
+        """Answer the last turn of an episode, given its problem and all its turns.
 
         Returns the step and None, or None and the reason for the failure. Raises ProcessEnded if the process is no
         longer usable.
         """
 
     def end(self, closed: Sequence[str]) -> None:
-        """Close episodes that are over."""
+        """Delete the environment objects of episodes that are over."""
 
 
 class ProcessStarter(Protocol):
@@ -125,14 +125,14 @@ class EnvironmentPool:
         return [answers_by_index[index] for index in range(len(asked))]
 
     def _group_by_process(self, numbers: Sequence[int]) -> dict[int, list[int]]:
-        """Group the indices of `numbers` by the process that runs each episode."""
+        """Return the indices into `numbers` of the episodes that each process runs, by the index of the process."""
         parts: dict[int, list[int]] = {}
         for index, number in enumerate(numbers):
             parts.setdefault(number % len(self._places), []).append(index)
         return parts
 
     def _answer_in_turn(self, place: int, asked: Sequence[EpisodeRequest]) -> list[TurnAnswer]:
-        """Answer episodes one after the other in one process, while no other thread uses that process."""
+        """Answer episodes one after the other in process number `place`, while no other thread uses that process."""
         with self._turns[place]:
             return [self._answer_one(self._places[place], each) for each in asked]
 

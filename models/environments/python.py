@@ -83,7 +83,7 @@ class PythonTool:
         ), None
 
     def end(self, closed: Sequence[str]) -> None:
-        """Do nothing, because no state is kept for an episode."""
+        """Do nothing. Other environments release an episode's state here, but this tool keeps none."""
 
     def _tool(self) -> Callable[[str], str]:
         def python(code: str) -> str:

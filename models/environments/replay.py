@@ -25,26 +25,26 @@ from models.records.schemas import PROMPT_SCHEMA, FinishReason
 from models.rollouts.groups import Group, PartialCompletion, TurnRecord, fresh_groups, read_groups
 
 SHOWN: Final = 60
-"""Maximum number of characters of an answer that are shown in a message."""
+"""Maximum number of characters of an answer that the description of a difference quotes."""
 BEFORE: Final = 12
-"""Number of characters shown before the first difference."""
+"""Number of quoted characters before the first character that differs."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """Episode stored in a rollout shard."""
+    """Episode to replay, read from a rollout shard."""
 
     shard: str
     row: int
     begun: Group
-    """Group with only this episode, in its state before the first turn."""
+    """Group that contains only this episode and no turns, from which the replay starts."""
     draft: PartialCompletion
-    """Episode in its final state."""
+    """Episode as stored, with all turns and observations."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """Response of the environment to one turn."""
+    """Environment's response to one turn: the observation, the reward, and whether the episode ended."""
 
     observation: tuple[int, ...]
     reward: float | None
@@ -52,7 +52,7 @@ class _Answer:
     """Reason why the episode ended with this turn, or an empty string if it continued."""
 
     def told(self, tokenizer: PreTrainedTokenizerFast) -> str:
-        """Describe the response in words for a message."""
+        """Return the response as one line of text that can be compared and shown."""
         parts = [repr(tokenizer.decode(self.observation))] if self.observation else []
         parts += [f"reward {self.reward:g}"] if self.reward is not None else []
         parts += [f"the end ({self.ending})"] if self.ending else []
@@ -154,7 +154,10 @@ def _find_differences(
 
 
 def _answers(draft: PartialCompletion, begun: Group) -> Iterator[_Answer]:
-    """Yield the environment's response to the start of the episode, then its response to each turn."""
+    """Yield the environment's first message, then its response to each turn of the episode.
+
+    `begun` is the group before the first turn. Its prompt shows where the first message begins.
+    """
     opening = draft.input.prompt[begun.drafts[0].input.num_prompt_tokens :]
     before = 0 if draft.turns and draft.turns[0].tokens else len(draft.turns)
     yield _Answer(tuple(map(int, opening)), None, _ending(draft, draft.turns[0]) if before else "")
@@ -168,12 +171,15 @@ def _answers(draft: PartialCompletion, begun: Group) -> Iterator[_Answer]:
 
 
 def _ending(draft: PartialCompletion, last: TurnRecord) -> str:
-    """Return the environment's error, or the finish reason if there was no error."""
+    """Return why an episode ended: the environment's error, or else the finish reason."""
     return last.error or draft.finish_reason.value
 
 
 def _shortened(text: str, same: int) -> str:
-    """Shorten a text to the part around the first character that differs."""
+    """Return at most `SHOWN` characters of a text around the first difference.
+
+    `same` is the number of equal characters before the difference.
+    """
     begin = max(0, same - BEFORE) if len(text) > SHOWN else 0
     end = begin + SHOWN
     return f"{'…' if begin else ''}{text[begin:end]}{'…' if end < len(text) else ''}"

@@ -29,14 +29,16 @@ class Responder(Protocol):
         """Counter that grows at least once with every answered turn."""
 
     def answer(self, asked: Sequence[EpisodeRequest], numbers: Sequence[int]) -> list[TurnAnswer]:
-        """Answer the last turn of each episode. `numbers` are the episode numbers.
+        """Answer the last turn of each episode.
+
+        `asked` contains the problem and all turns of each episode, and `numbers` the episodes' numbers in the shard.
 
         Raises BadInput if the environment cannot be used, and WorkerLost if it was ended for an unknown external
         reason.
         """
 
     def end(self, episodes: Sequence[str], numbers: Sequence[int]) -> None:
-        """Release the state of episodes that are over."""
+        """Release what the responder keeps for episodes that are over, such as environment objects or replies."""
 
     def close(self) -> None:
         """Close the processes or the model."""

@@ -1,4 +1,4 @@
-"""Environment runtime of a rollout worker: it answers the policy's turns and knows their format."""
+"""Environment runtime of a rollout worker, which runs episodes with the worker's engine and the environment."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class EnvironmentRuntime:
-    """Environment runtime that runs episodes with the policy that is loaded in an engine.
+    """Environment of a rollout worker, which runs episodes between a loaded policy and the environment's processes.
 
     The turn format is read once, because all policies of a run share their tokenizer.
     """
@@ -47,7 +47,7 @@ class EnvironmentRuntime:
 
     @property
     def progress(self) -> int:
-        """Counter that grows with every answered turn."""
+        """Counter of answered turns. A worker whose count stops growing is stuck."""
         return self._answers.progress
 
     def load(self, directory: Path, user: ModelVersion) -> None:
@@ -112,7 +112,7 @@ def tool_schemas(settings: EpisodeSettings, describes: DescribedTools = "all") -
 
 
 def tools_of(settings: EpisodeSettings | None, problems: Sequence[Problem]) -> tuple[ToolSchema, ...]:
-    """Return the tool schemas that the prompts of the problems show. Empty for plain-text prompts.
+    """Return the schemas of the environment's tools if the problems' prompts show them. Empty for plain-text prompts.
 
     Raises BadInput if the prompts are of the wrong kind (chats or plain text), if a problem has images but
     `history='per_turn'` is configured, or if the environment cannot be used.
@@ -145,14 +145,17 @@ def tools_of(settings: EpisodeSettings | None, problems: Sequence[Problem]) -> t
 
 
 def _tool_name(tool: ToolSchema) -> str:
-    """Return the name of a tool. Some data files contain the schema of the function alone."""
+    """Return the name of a tool from its schema.
+
+    The schema may be the function's schema alone, as in some data files.
+    """
     return str(cast(Mapping[str, object], tool.get("function", tool))["name"])
 
 
 def check_turns(
     settings: EpisodeSettings, tokenizer: PreTrainedTokenizerFast, tools: Sequence[ToolSchema], problem: Problem
 ) -> None:
-    """Check that turns can be parsed and answered, and that an episode of the problem can start.
+    """Check before a run that the policy's turns can be parsed and that an episode of `problem` can start.
 
     Raises BadInput if not.
     """
@@ -173,7 +176,7 @@ def check_turns(
 
 
 def _check_shown(form: TurnFormat) -> None:
-    """Raise BadInput if the chat template does not render the tools, because the policy could not use them."""
+    """Raise BadInput if the chat template does not render the tools of `form`, because the policy must read them."""
     names = [_tool_name(tool) for tool in form.tools]
     if not names:
         return
@@ -211,7 +214,7 @@ def _known_schemas(settings: EpisodeSettings) -> tuple[ToolSchema, ...]:
 
 
 def _generation(directory: Path) -> GenerationConfig:
-    """Load the generation config of the directory, or return the default one if the file does not exist."""
+    """Load the policy's generation settings, or return transformers' defaults if generation_config.json is missing."""
     if not (directory / "generation_config.json").is_file():
         return GenerationConfig()
     return GenerationConfig.from_pretrained(str(directory), local_files_only=True)

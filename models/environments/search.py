@@ -77,7 +77,7 @@ class SearchTool:
         ), None
 
     def end(self, closed: Sequence[str]) -> None:
-        """Do nothing, because no state is kept for an episode."""
+        """Do nothing. Other environments release an episode's state here, but this tool keeps none."""
 
     def _index(self) -> Index:
         """Return the shared index, loading it at the first call in the process."""

@@ -33,7 +33,7 @@ class Transcript:
 
     instructions: str
     turns: tuple[str, ...]
-    """Turns of the policy."""
+    """Texts of the policy's turns, in order."""
     replies: tuple[str, ...]
     """Replies of the simulated user, one for each turn except the last."""
 
@@ -45,7 +45,7 @@ class Transcript:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """Dialogue as chat messages."""
+        """Dialogue as chat messages: the policy has the role `user`, the simulated user the role `assistant`."""
         messages = [Message("system", self.instructions)]
         for turn, reply in zip(self.turns, (*self.replies, ""), strict=True):
             messages += [Message("user", turn), Message("assistant", reply)]
@@ -96,7 +96,7 @@ def user_examples(
 
 
 def user_texts(environment: DialogueEnvironment, problems: Iterable[Problem]) -> Iterator[str]:
-    """Yield the texts on which the tokenizer of a simulated user is trained: transcripts and replies.
+    """Yield the transcripts and replies on which the tokenizer of a simulated user is trained.
 
     Raises BadInput if a problem has no worked episode.
     """

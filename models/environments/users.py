@@ -190,7 +190,7 @@ class RemoteUser:
         }
 
     def _on_progress(self) -> None:
-        """Count an attempt at a request as progress."""
+        """Count an attempt at a request as progress, so that the worker is not considered stuck."""
         self._progress += 1
 
 
@@ -201,7 +201,7 @@ def _read_reply(data: bytes) -> Reply:
 
 
 def _reply_from_completion(completion: Completion, *, in_chat: bool) -> Reply:
-    """Convert a generated completion into a reply.
+    """Convert the local model's completion into a reply of the simulated user.
 
     The reply fails if the completion was cut off by the length limit.
     """
@@ -211,7 +211,10 @@ def _reply_from_completion(completion: Completion, *, in_chat: bool) -> Reply:
 
 
 def _reply_from_text(text: str, *, in_chat: bool) -> Reply:
-    """Return a reply with this text, or a failed reply if the text is blank. Replies in chats are stripped."""
+    """Return a reply with this text, or a failed reply if the text is blank.
+
+    In chats, white space around the text is removed, because the chat template adds its own.
+    """
     if not text.strip():
         return Reply("", "the user's reply is empty")
     return Reply(text.strip() if in_chat else text)

@@ -1,1 +1,1 @@
-"""Comparison of a challenger with the champion, verdict of the gate, and the number of problems that it needs."""
+"""Gate: the decision whether a newly trained policy (challenger) replaces the policy in use (champion)."""

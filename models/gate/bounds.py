@@ -25,7 +25,7 @@ _HALVINGS: Final = 22
 _SCORE_HALVINGS: Final = 12
 _ROUNDING: Final = 1e-9
 _NEGLIGIBLE: Final = 1e-12
-"""Probability below which a number of wins is omitted from a sum."""
+"""Probability below which a number of wins is left out of sums, because it has no effect on the result."""
 _ORDERS: Final = 16
 """Number of orders of the problems over which the betting bound averages its capital."""
 _LARGEST_BET: Final = 0.95
@@ -177,7 +177,10 @@ def betting_lower_bound(differences_P: Floats, *, level: float, width: float, se
 
 
 def bet_sizes(variances_KP: Floats, *, level: float) -> Floats:
-    """Return the bets that reach the capital 1 / level soonest, given the variance known before each problem."""
+    """Return the size of the bet on each problem, as a share of the capital.
+
+    With these bets the capital reaches 1 / level soonest. `variances_KP` is the variance estimated before each problem.
+    """
     return np.asarray(np.sqrt(2 * log(1 / level) / (variances_KP.shape[-1] * variances_KP)))
 
 
@@ -192,7 +195,8 @@ def _variances(values_KP: Floats) -> Floats:
 def betting_power(problems: int, *, gain: float, mean_square: float, threshold: float, alpha: float) -> float:
     """Return the probability that `betting_lower_bound` exceeds the threshold if `gain` is the true gain, for width 1.
 
-    This is a normal approximation of the logarithm of the capital that assumes differences with two possible values.
+    `alpha` is the significance level. This is a normal approximation of the logarithm of the capital that assumes
+    differences with two possible values.
     """
     from infra.statistics import normal_cdf
 

@@ -22,7 +22,7 @@ from models.gate.bounds import Floats, betting_lower_bound, exact_lower_bound
 RESAMPLES = 10_000
 _DRAWN_AT_ONCE = 2**22
 _OUTSIDE = 1e-6
-"""Distance by which a score may be outside the range of scores because of rounding."""
+"""Maximum distance by which a score may exceed the range of scores, to allow for rounding."""
 Method = Literal["exact", "betting", "bootstrap"]
 _EQUAL = 1e-12
 """Spread below which differences are treated as equal. Sums of the same scores may differ in their last bits."""
@@ -33,11 +33,11 @@ class PairedScores:
     """Scores of two policies on the same problems. Missing scores are NaN."""
 
     prompts: tuple[str, ...]
-    """Ids of the problems (P)."""
+    """Ids of the problems (P). Problem i has row i in both score arrays."""
     champion_PS: Floats
-    """Scores of the champion."""
+    """Score of the champion (the policy in use) for each problem and sample."""
     challenger_PS: Floats
-    """Scores of the challenger, generated with the same seeds as those of the champion in each problem and sample."""
+    """Score of the challenger (the new policy) for each problem and sample, generated with the champion's seed."""
     unmatched: tuple[str, ...] = ()
     """Ids of problems that cannot be compared, because only one policy has scores for them or the numbers of samples
     differ."""
@@ -77,19 +77,19 @@ class PairedDifference(Settings):
     prompts: int
     """Number of problems with scores of both policies. All statistics below are about these problems."""
     unmatched: int
-    """Number of problems that only one of the policies answered."""
+    """Number of problems that are excluded, because the policies' numbers of scores for them do not match."""
     completions: int
-    """Number of pairs that should have two scores."""
+    """Number of pairs, with or without missing scores."""
     missing: int
     """Number of pairs without one or both scores."""
     champion: float
-    """Mean score of the champion."""
+    """Mean score of the champion over the compared problems."""
     challenger: float
-    """Mean score of the challenger."""
+    """Mean score of the challenger over the compared problems."""
     mean: float
     """Mean score of the challenger minus mean score of the champion."""
     alpha: float
-    """Significance level of the two bounds."""
+    """Significance level of the two bounds, such as 0.05."""
     method: Method = "bootstrap"
     """Method of the bounds. "exact": an exact test, if each problem has one score at one end of the range. "betting":
     bounds by betting on means, if the range of the scores is known. "bootstrap": the paired bootstrap over problems,
@@ -109,9 +109,9 @@ class PairedDifference(Settings):
     p: float
     """One-sided p-value of the test of no gain."""
     better: int
-    """Number of problems with a higher score of the challenger (c of McNemar's test)."""
+    """Number of problems on which the challenger has the higher score (c of McNemar's test)."""
     worse: int
-    """Number of problems with a higher score of the champion (b of McNemar's test)."""
+    """Number of problems on which the champion has the higher score (b of McNemar's test)."""
     mean_square: float
     """Mean square of the differences. For differences of −1, 0 or 1 this is the share of problems that differ."""
 
@@ -138,7 +138,7 @@ def compare(
 ) -> PairedDifference:
     """Compute bounds of the mean difference of problems, and test whether it exceeds the threshold.
 
-    `tests` is the number of comparisons that Holm's method covers.
+    `alpha` is the significance level, and `tests` the number of comparisons that Holm's method covers.
 
     A pair with a missing score is excluded for both policies, and a problem without a complete pair is omitted. The
     order of problems does not matter. If no range of scores is given and all scores are between 0 and 1, the range is 0
@@ -240,7 +240,7 @@ def _mean(values_P: Floats) -> float:
 def _bootstrap_bounds(
     differences_P: Floats, levels: Sequence[float], *, seed: int, resamples: int
 ) -> tuple[list[float], float]:
-    """Return the BCa lower bounds at 1 − each level, and the upper bound at 1 − the first level."""
+    """Return a BCa lower bound at confidence 1 − level for each level, and the upper bound for the first level."""
     if np.ptp(differences_P) < _EQUAL:
         return [_mean(differences_P)] * len(levels), _mean(differences_P)
     from scipy import stats

@@ -14,9 +14,9 @@ from models.data.canonical import fold_text
 WORDS = 13
 """Number of words of an n-gram, as for GPT-3."""
 NEAR = 0.8
-"""Share of a prompt's n-grams that must occur in training prompts for the prompt to count as nearly trained on."""
+"""Minimum share of a held-out prompt's n-grams in training prompts from which the prompt counts as trained on."""
 COMMON = 10
-"""Number of held-out prompts from which an n-gram that they share is taken for part of a template and ignored."""
+"""Number of held-out prompts in which an n-gram must occur to be ignored as part of a template."""
 _NAMED = 5
 
 
@@ -24,7 +24,7 @@ class Contamination(Settings):
     """Number of problems of a suite that are also training problems."""
 
     prompts: int
-    """Number of problems in the suite."""
+    """Number of problems in the suite (the fixed problems on which policies are compared)."""
     exact: int
     """Number of problems that this run or an earlier champion was trained on, word for word."""
     near: int
@@ -38,7 +38,7 @@ class Contamination(Settings):
         return (self.exact + self.near) / self.prompts if self.prompts else 0.0
 
     def text(self) -> str:
-        """Return one line with the number of these problems and the ids of the first few."""
+        """Return one line for people: the number of these problems, and the ids of the first few."""
         num_known = self.exact + self.near
         kinds = f"{self.exact} word for word, {self.near} nearly"
         named = f"{', '.join(self.examples)}{', …' if num_known > len(self.examples) else ''}"

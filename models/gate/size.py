@@ -26,14 +26,14 @@ _MOST_PROBLEMS: Final = 10**7
 _EXACT_PROBLEMS: Final = 1000
 """Problems up to which the power of the exact test is computed exactly. Above, its normal approximation is used."""
 _EXACT_ABOVE: Final = 4000
-"""Same limit for thresholds above 0. There the approximation is still too optimistic at larger numbers of problems."""
+"""Same limit for thresholds above 0, at which the approximation is too optimistic for fewer problems than this."""
 _HALVINGS: Final = 8
 _REFINEMENTS: Final = 3
 _CLOSE: Final = 0.005
 
 
 class RulePower(Settings):
-    """Statistical power of one rule of a gate with the problems of its suite."""
+    """Statistical power of a gate's rule, given the number of problems in its suite."""
 
     rule: str
     """Name of the suite, with the name of the reward term if the rule has one."""
@@ -47,11 +47,11 @@ class RulePower(Settings):
     """Mean square of the score differences, divided by the square of the range: as last measured, or 0.2 without a
     measurement. For scores of 0 or 1 this is the share of problems on which the two policies differ."""
     alpha: float
-    """Significance level of the rule."""
+    """Significance level of the rule, such as 0.05."""
     method: SizedMethod = "exact"
     """Assumed method of the confidence bounds."""
     width: float = 1.0
-    """Highest minus lowest possible score."""
+    """Width of the range of scores: highest minus lowest possible score."""
 
     @computed_field  # type: ignore[prop-decorator]  # of pydantic, which mypy does not follow
     @property

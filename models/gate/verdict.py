@@ -18,9 +18,9 @@ class MeasuredGain(Settings):
     """Measured result of a primary suite, on which the challenger must be better than the champion."""
 
     suite: str
-    """Name of the suite."""
+    """Name of the evaluation suite on which both policies were compared."""
     min_gain: float = 0.0
-    """Value that the lower bound of the difference must exceed."""
+    """Minimum gain to show: the lower confidence bound of the difference must exceed this value."""
     difference: PairedDifference
     """Measured difference, with one lower bound for each number of comparisons in Holm's method."""
 
@@ -64,7 +64,7 @@ class MeasuredGuard(Settings):
     margin: float
     """Loss that the guard must exclude: the lower bound of the difference must be above minus this margin."""
     difference: PairedDifference
-    """Measured difference."""
+    """Measured difference between the challenger's and the champion's mean scores on the suite."""
 
     @property
     def holds(self) -> bool:
@@ -86,13 +86,13 @@ class MeasuredLimit(Settings):
     name: str
     """Name of the limited value: mean length, KL divergence, share of truncated completions, or cost."""
     value: float
-    """Value of the challenger."""
+    """Measured value of the challenger, in the unit of the named quantity."""
     most: float
-    """Maximum that the gate allows."""
+    """Maximum that the gate allows, in the same unit as `value`."""
 
     @property
     def bound(self) -> str:
-        """Description of the maximum for messages."""
+        """Maximum as text, as messages show it."""
         return f"at most {self.most:g}"
 
     @property
@@ -109,17 +109,17 @@ class MeasuredFloor(Settings):
     """Mean score of the challenger with the minimum that the gate requires, independent of the champion's score."""
 
     name: str
-    """Name of the suite, with the name of the reward if the rule has one."""
+    """Name of the suite, with the name of the reward term if the minimum refers to a single term."""
     value: float
-    """Mean score of the challenger."""
+    """Mean score of the challenger on the suite, without answers that have no score."""
     least: float
-    """Minimum that the gate requires."""
+    """Minimum mean score that the gate requires."""
     missing_share: float
     """Share of the challenger's answers without a score. They are excluded from the mean."""
 
     @property
     def bound(self) -> str:
-        """Description of the minimum for messages."""
+        """Minimum as text, as messages show it."""
         return f"at least {self.least:g}"
 
     @property
@@ -145,9 +145,9 @@ class Evidence(Settings):
     floors: tuple[MeasuredFloor, ...] = ()
     """Mean scores with a minimum. The challenger is rejected if one of them is below its minimum."""
     contaminated: dict[str, float] = {}
-    """For each suite, the share of its problems that are also training problems."""
+    """Share of the suite's problems that are also training problems, by suite."""
     trained_on: dict[str, Contamination] = {}
-    """For each suite, the problems that are also training problems."""
+    """Counts and example ids of the problems that are also training problems, by suite."""
 
 
 class GateVerdict(Settings):
@@ -162,7 +162,7 @@ class GateVerdict(Settings):
 
 
 def decide(evidence: Evidence, *, max_missing: float, max_contaminated: float) -> GateVerdict:
-    """Return the verdict on a challenger.
+    """Decide whether a challenger replaces the champion, given the measurements.
 
     `max_missing` and `max_contaminated` are the largest allowed shares of a suite: of missing scores, and of problems
     among the training problems. Above them the verdict is `invalid`.
@@ -215,7 +215,7 @@ def _find_doubts(evidence: Evidence, max_missing: float, max_contaminated: float
 
 
 def _count_comparisons(gains: tuple[MeasuredGain, ...]) -> list[int]:
-    """Return, for each gain, the number of comparisons for which its significance level is corrected (Holm 1979)."""
+    """Return the number of comparisons by which Holm's method (1979) divides the significance level of each gain."""
     comparisons = [len(gains)] * len(gains)
     shown_gains: set[int] = set()
     while True:

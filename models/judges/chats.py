@@ -1,4 +1,4 @@
-"""Prompts of chats as judges read them: the messages, tools and tool calls, each in tags and escaped. Torch-free."""
+"""Chat prompts as text for judges: messages, tools and tool calls, each escaped and in tags. Torch-free."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from pydantic import JsonValue
 from models.data.problems import NO_ARGUMENTS, ImagePlace, Message, Prompt, TemplateArguments
 
 _TAGS: Final = {"tool_calls": "tool_call", "tool_call_id": "answers_call"}
-"""Tags of fields of messages that differ from the names of the fields."""
+"""Tag in which a message field is shown to a judge, if the tag differs from the name of the field."""
 
 
 # Control characters, and characters that reorder or hide text. Newline and tab are kept.
@@ -55,7 +55,7 @@ def mark_prompt(prompt: Prompt, arguments: TemplateArguments = NO_ARGUMENTS) -> 
 
 
 def _mark_message(message: Message) -> str:
-    """Return a message in tags, with the fields of the message in tags of their own."""
+    """Return a message in tags. Each of its fields is in separate tags inside."""
     name = f' name="{escape(message.name).replace(chr(34), "&quot;")}"' if message.name else ""
     role = escape(message.role).replace('"', "&quot;")
     parts = [_mark_content(message), *_mark_fields(message)]
@@ -81,5 +81,5 @@ def _encode(value: object) -> str:
 
 
 def _mark(tag: str, text: str) -> str:
-    """Return an escaped text in tags."""
+    """Return `<tag>text</tag>` with the text escaped."""
     return f"<{tag}>\n{escape(text)}\n</{tag}>"

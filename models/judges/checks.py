@@ -102,7 +102,7 @@ def check_judges(
 
 
 def _check_judge(term: str, reward: JudgeReward, sums: Mapping[str, float], iteration: int) -> None:
-    """Check the summed metrics of one judge. Raises Quarantined."""
+    """Raise Quarantined if the summed metrics of one judge show too many invalid answers or passed canaries."""
     invalid, answers = sums["invalid"], sums["answers"]
     if isinstance(reward.verdict, StepsVerdict):
         _check_critiques(term, reward, sums, iteration)
@@ -133,6 +133,6 @@ def _check_critiques(term: str, reward: JudgeReward, sums: Mapping[str, float], 
 
 
 def _sums(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Sum the metrics over shards."""
+    """Return the sum of each metric over the verdict shards of an iteration."""
     names = ("answers", "invalid", "canaries", "canaries_passed", "completions", "unusable")
     return {name: sum(shard.get(name, 0.0) for shard in metrics) for name in names}

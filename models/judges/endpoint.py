@@ -24,20 +24,20 @@ TOP_LOGPROBS = 20  # the maximum of the API
 
 
 class _Read(BaseModel):
-    """Base class of the JSON objects in a response. Unknown fields are ignored."""
+    """Base class of the JSON objects in an endpoint's response. Unknown fields are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
 
 class _Likely(_Read):
-    """Candidate token with its log-prob."""
+    """Token that the judge might have generated at a position, with its log-prob."""
 
     token: str
     logprob: Annotated[float, Field(le=0.01)]  # above 0 only by rounding; NaN is rejected too
 
 
 class _Position(_Read):
-    """Candidate tokens at one position of the answer."""
+    """Most likely tokens at one position of the judge's answer."""
 
     top_logprobs: tuple[_Likely, ...]
 
@@ -49,13 +49,13 @@ class _Logprobs(_Read):
 
 
 class _Message(_Read):
-    """Message of the model."""
+    """Message that the judge's model generated, in a response."""
 
     content: str | None = None
 
 
 class _Choice(_Read):
-    """One choice of a response."""
+    """One generated answer in a response. Rheostat requests only one."""
 
     message: _Message
     finish_reason: str | None = None
@@ -63,14 +63,14 @@ class _Choice(_Read):
 
 
 class _Usage(_Read):
-    """Token counts of a response."""
+    """Numbers of tokens that the endpoint reports for a request."""
 
     prompt_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
     completion_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
 
 
 class _Completion(_Read):
-    """Body of a chat completion response."""
+    """Body of an endpoint's chat completion response, with the fields that are read."""
 
     choices: Annotated[tuple[_Choice, ...], Field(min_length=1)]
     usage: _Usage | None = None
@@ -123,7 +123,7 @@ def request_body(
 
 
 def read_answer(data: bytes, verdict: VerdictConfig | None) -> Answer:
-    """Parse the body of a response.
+    """Parse the body of an endpoint's response into an answer of the judge.
 
     Any response that is not a complete answer becomes an invalid answer with its error.
 
@@ -163,7 +163,7 @@ def _answer(choice: _Choice, verdict: VerdictConfig | None, *, tokens: int) -> A
 
 
 def invalid_answer(error: str, *, tokens: int = 0) -> Answer:
-    """Return an invalid answer with this error."""
+    """Return an answer without a verdict, with the reason as `error`."""
     return Answer(text=None, probabilities=None, tokens=tokens, error=error)
 
 
@@ -184,7 +184,10 @@ def _likelihoods(logprobs: _Logprobs | None, verdict: LogprobVerdict, *, tokens:
 
 
 def _mass(likely: Mapping[str, float], word: str, *, against: str) -> float:
-    """Sum the probabilities of tokens that are a prefix of `word`, ignoring case, but not of the word `against`."""
+    """Sum the probabilities of tokens with which `word` begins, ignoring case.
+
+    Tokens with which the other word, `against`, begins too are ambiguous and not counted.
+    """
     word, against = word.strip().casefold(), against.strip().casefold()
     begins = {token: token.strip().casefold() for token in likely}
     return min(
@@ -227,9 +230,9 @@ class ChatJudge:
         )
 
     def _put(self, question: Question) -> dict[str, JsonValue]:
-        """Build the request body for a question, reading its images from the image source."""
+        """Build the request body for a question. The images are read from the source that `show` has set."""
         return self._body(question, [self._images.encoded(digest) for digest in question.images])
 
     def _on_progress(self) -> None:
-        """Count an attempt at a request as progress."""
+        """Count an attempt at a request as progress, so that the worker is not considered stuck."""
         self.progress += 1

@@ -1,4 +1,4 @@
-"""Judge whose model this worker loads and runs with an engine."""
+"""Judge that runs its model in this worker, with an engine."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +26,7 @@ from models.vision.processor import VisionProcessor, load_processor
 
 _WEIGHED: Final = 1  # token count of an answer that is chosen by likelihood instead of generated
 _Read = tuple[str, tuple[str, ...]]
-"""Text and images of a question."""
+"""Text and image digests of a question, by which equal prompts are recognized."""
 _Prompts = dict[_Read, ModelInput]
 _UNREAD: Final = Answer(text=None, probabilities=None, tokens=0, error=None)
 
@@ -74,7 +74,7 @@ class LocalJudge:
         return self._engine.loaded_digest()
 
     def producer(self) -> str:
-        """Return the name of the engine."""
+        """Return the name of the engine with the versions that affect its results, to be stored in verdict shards."""
         return self._engine.producer()
 
     def sleep(self) -> None:
@@ -86,7 +86,7 @@ class LocalJudge:
         self._engine.close()
 
     def step_sums(self) -> StepSums:
-        """Return sums over all decoding steps so far."""
+        """Return the engine's timing sums over all decoding steps so far."""
         return self._engine.step_sums()
 
     def show(self, images: ImageSource) -> None:
@@ -120,7 +120,10 @@ class LocalJudge:
     def _compare(
         self, questions: Sequence[Question], prompts: _Prompts, continuations: list[list[int]]
     ) -> list[Answer]:
-        """Answer by comparing the likelihoods of the choices: their probabilities, or one sampled choice."""
+        """Answer questions by the likelihoods of fixed choices, without generating text.
+
+        An answer has the probabilities of all choices, or one choice that is sampled from the likelihoods.
+        """
         if not questions:
             return []
         likelihoods = self._engine.score_continuations(list(prompts.values()), continuations)
@@ -169,7 +172,7 @@ class LocalJudge:
         return {read: tokenized.input for read, tokenized in zip(reads, tokenized_questions, strict=True)}
 
     def _tokens(self, choice: str) -> list[int]:
-        """Encode a choice as tokens."""
+        """Encode a choice of the verdict as the token IDs whose likelihood is computed."""
         assert self._tokenizer is not None, "the model must be loaded before a question"
         tokens: list[int] = self._tokenizer(choice, add_special_tokens=False)["input_ids"]
         return tokens
@@ -179,7 +182,7 @@ class LocalJudge:
         return self._context is None or length <= self._context
 
     def _question_too_long(self, length: int, room: int) -> Answer:
-        """Return the answer to a question that exceeds the context."""
+        """Return an invalid answer for a question of `length` tokens that exceeds the available `room`."""
         return Answer(
             text=None,
             probabilities=None,

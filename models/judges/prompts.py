@@ -23,7 +23,7 @@ from models.records.seeds import derive_seed
 from models.text.steps import split_steps
 
 FIELDS: Final = ("prompt", "completion", "answer", "steps", "fence")
-"""Names of the fields that a template may contain in braces. Other braces stay as they are."""
+"""Fields that a template may contain in braces, such as `{prompt}`. Other braces are kept as text."""
 
 Episode = Sequence[tuple[str, str]]
 """Messages of an episode as pairs of role and text. The policy's messages have the role `assistant`."""
@@ -59,7 +59,7 @@ def _fences(seed: int) -> Iterator[str]:
 
 
 def _occurs(fence: str, texts: Sequence[str]) -> bool:
-    """Return whether any text contains the fence."""
+    """Return whether any text contains the delimiter `fence`, which is then unusable."""
     return any(fence in text for text in texts)
 
 
@@ -172,7 +172,10 @@ PUBLISHED_REFERENCE: Final = _ROLE + _PUBLISHED_TASK + _MATERIAL + _REFERENCE + 
 
 
 def choose_template(reward: JudgeReward, *, answer: str, of_episode: bool = False) -> str:
-    """Return the judge's template, or the default for its verdict. Only with an `answer` is a reference included."""
+    """Return the template of a judge's questions: the configured one, or the default for its kind of verdict.
+
+    The default includes the reference solution if there is an `answer`. `of_episode` selects the default for episodes.
+    """
     if reward.template is not None:
         return reward.template
     if not isinstance(reward.verdict, StepsVerdict):
@@ -257,7 +260,7 @@ def question_about(problem: Problem, completion: str, *, reward: JudgeReward, se
 
 
 def verdict_texts(verdict: VerdictConfig) -> tuple[str, str]:
-    """Return the verdict texts for a correct and for a wrong completion.
+    """Return the texts that a judge is trained to answer for a correct and for a wrong completion.
 
     Raises BadInput if the kind of verdict is not choice or logprob.
     """

@@ -21,11 +21,11 @@ from models.text.steps import aggregate
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question to a judge."""
+    """One question to a judge: the text, the images and the seed of the answer."""
 
     text: str
     seed: int
-    """Seed for all sampling of the answer, if the judge's model accepts seeds."""
+    """Seed with which the answer is sampled. Endpoints may ignore it."""
     images: tuple[str, ...] = ()
     """Digests of the images that precede the text, in order."""
 
@@ -41,7 +41,7 @@ class Answer:
 
     text: str | None
     probabilities: dict[str, float] | None
-    """Probability of each choice of the verdict (`yes` and `no` of a logprob verdict). They need not sum to 1."""
+    """Probability of each choice. A logprob verdict has the choices `yes` and `no`. They need not sum to 1."""
     tokens: int
     """Number of tokens that the judge generated, if known."""
     error: str | None
@@ -140,7 +140,7 @@ def flag_weights(critiques: Sequence[Sequence[int]], verdict: StepsVerdict, *, n
 
 
 def _weight(count: int, k: int, verdict: StepsVerdict) -> float:
-    """Return the weight of a step that `count` of `k` critiques list as wrong."""
+    """Return how strongly a step is considered wrong (0 to 1) if `count` of `k` critiques list it as wrong."""
     match verdict.flags:
         case "intersection":
             return float(count == k)
@@ -159,7 +159,7 @@ LONGEST: Final = 100_000
 time."""
 
 FLAGGED: Final = -1.0
-"""Value of a wrong step. Correct steps have the value 0."""
+"""Reward of a step that the judge lists as wrong. Other steps have the reward 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,9 @@ class Judgement:
 
 
 def read_verdict(answer: Answer, verdict: VerdictConfig, *, num_steps: int = 0) -> Judgement:
-    """Convert the answer of a judge into a judgement. An answer without exactly one verdict is invalid.
+    """Convert the answer of a judge into a judgement (a reward or an error).
+
+    An answer without exactly one verdict is invalid.
 
     An answer that quotes the completion cannot forge a verdict on steps, because escaped text contains no tags. If the
     judge quotes a score or choice from the completion and adds a verdict, the answer contains two verdicts and is
@@ -214,7 +216,9 @@ def lowest_reward(verdict: VerdictConfig) -> float:
 
 
 def count_votes(values: Sequence[float | None], vote: Literal["mean", "median", "majority"]) -> float | None:
-    """Combine the valid votes into one reward, or return None if no vote is valid.
+    """Combine a judge's votes on one completion, of which invalid votes are None, into one reward.
+
+    Returns None if no vote is valid.
 
     For a majority vote, ties are resolved in favor of the lowest value.
     """
@@ -256,7 +260,7 @@ def _read_score(text: str, verdict: ScoreVerdict) -> Judgement:
 
 
 def _read_choice(text: str, verdict: ChoiceVerdict) -> Judgement:
-    """Parse the single choice that an answer must contain."""
+    """Parse an answer that must contain exactly one of the verdict's choices, and return the choice's reward."""
     choices = list(verdict.choices)
     chosen = parse_choice(text, choices)
     if chosen is not None:
@@ -303,7 +307,7 @@ def _read_probabilities(probabilities: dict[str, float] | None, verdict: Logprob
 
 
 def _invalid_judgement(reason: str) -> Judgement:
-    """Return an invalid judgement.
+    """Return a judgement without a reward, with the reason why the answer is invalid.
 
     The reason is shortened to one line of valid text, because it is stored in a shard.
     """

@@ -24,7 +24,7 @@ CANARY: Final = -1
 
 @dataclass(frozen=True, slots=True)
 class JudgedCompletion:
-    """Completion or canary that a judge must judge."""
+    """Completion that a judge must rate, or canary (known-bad answer) with which the judge is tested."""
 
     prompt_row: int
     sample: int
@@ -32,11 +32,11 @@ class JudgedCompletion:
     completion: str
     answer: str
     origin: int
-    """Row of the prompt. For a canary, the row of the prompt with which it is shown to the judge."""
+    """Index of the prompt in its shard. For a canary, index of the prompt with which the judge sees the canary."""
     images: tuple[str, ...] = ()
     """Digests of the prompt's images."""
     episode: tuple[tuple[str, str], ...] = ()
-    """Messages of an episode in order: role and text of the policy's turns and of the environment's answers."""
+    """Messages of an episode in order, each as role and text: the policy's turns and the environment's answers."""
     chat: str = ""
     """Messages of a prompt that is a chat, with tags (`models.judges.chats`), or empty."""
 
@@ -48,7 +48,7 @@ class JudgedCompletion:
 
 @dataclass(frozen=True, slots=True)
 class Ballot:
-    """One vote on one completion."""
+    """One vote on one completion: a question that may be repeated if the answer is invalid."""
 
     judged: JudgedCompletion
     vote: int
@@ -186,7 +186,10 @@ Votes = Mapping[JudgedCompletion, Sequence[Judgement]]
 
 
 def count_answers(votes: Votes, reward: JudgeReward) -> dict[str, float]:
-    """Return the counters of a shard for metrics. `answers` and `invalid` count votes on completions, not attempts."""
+    """Return counts of votes, invalid votes and passed canaries of a shard, which can be added over shards.
+
+    `answers` and `invalid` count votes on completions, not attempts.
+    """
     values = [vote.value for judged, cast in votes.items() if judged.prompt_row != CANARY for vote in cast]
     passed = [_passes(judged, cast, reward) for judged, cast in votes.items() if judged.prompt_row == CANARY]
     return {
@@ -199,7 +202,7 @@ def count_answers(votes: Votes, reward: JudgeReward) -> dict[str, float]:
 
 
 def _passes(judged: JudgedCompletion, cast: Sequence[Judgement], reward: JudgeReward) -> bool | None:
-    """Return whether a known-bad answer (canary) passed, or None if the judge gave no valid answer about it."""
+    """Return whether a canary (known-bad answer) passed, given the judge's votes on it. None if no vote is valid."""
     if reward.canaries is None or all(vote.value is None for vote in cast):
         return None
     if isinstance(reward.verdict, StepsVerdict):

@@ -24,7 +24,7 @@ Numbers = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int16] | NDArra
 
 
 def select_rows(table: pa.Table, rows: Sequence[int] | None) -> pa.Table:
-    """Return the rows of a table that belong to the given prompt rows, or the whole table if `rows` is None."""
+    """Return the rows of a table whose `prompt_row` is in `rows`, or the whole table if `rows` is None."""
     return table if rows is None else table.filter(pc.is_in(table["prompt_row"], pa.array(rows, pa.int32())))
 
 
@@ -65,14 +65,14 @@ def row_arrays(column: pa.ChunkedArray, dtype: type[Number]) -> list[NDArray[Num
 
 
 def lists(values_T: Numbers, lengths_K: Integers) -> pa.ListArray:
-    """Split values into one list per row. The inverse of `flat`."""
+    """Split flat values into a list column, given the list length of each row. This is the inverse of `flat`."""
     offsets = np.concatenate(([0], np.cumsum(lengths_K)))
     assert offsets[-1] < 2**31, f"{offsets[-1]} tokens are too many for the lists of one shard"
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(values_T))
 
 
 def empty_rows(column: pa.ChunkedArray, emptied_K: Mask) -> pa.ChunkedArray:
-    """Return a column with the lists of the rows in `emptied_K` emptied. A column of nulls is returned unchanged."""
+    """Return a list column in which the rows marked by `emptied_K` have empty lists. A null column stays unchanged."""
     if column.null_count == len(column):
         return column
     lengths_K = lengths_of(column)

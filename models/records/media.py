@@ -16,11 +16,11 @@ from infra.store.storage import Store
 from models.records.pictures import STATES, States, read_states
 
 MEDIA: str = "media"
-"""Kind of the shards that contain images."""
+"""Name of the kind of shards that contain images."""
 
 
 class ShownImage(Settings):
-    """Description of an image for people."""
+    """Facts about an image for people: the digest, the file format and the size."""
 
     digest: str
     """BLAKE3 digest of the image file's bytes."""
@@ -35,7 +35,7 @@ class ShownImage(Settings):
 
 
 class ImageSource(Protocol):
-    """Provider of image bytes by digest."""
+    """Source from which models read the encoded images of prompts, by digest."""
 
     def encoded(self, digest: str) -> bytes:
         """Return the encoded bytes of an image."""
@@ -55,7 +55,7 @@ class ImagePart:
 
 @runtime_checkable
 class ImageFiles(Protocol):
-    """Provider of the file locations of images on this machine, by digest."""
+    """Source of the file locations of images on this machine, for servers that read image files themselves."""
 
     def part(self, digest: str) -> ImagePart:
         """Return the location of an image."""
@@ -64,7 +64,7 @@ class ImageFiles(Protocol):
 
 @runtime_checkable
 class DrawnPictures(Protocol):
-    """Provider of the denoising states of generated pictures, by digest."""
+    """Source of the denoising states of generated pictures, by digest, on which text-to-image policies are trained."""
 
     def states(self, digest: str, *, steps: int) -> States:
         """Return the states before each of the `steps` trained steps and after the last: float32 of shape (steps + 1) x
@@ -73,9 +73,9 @@ class DrawnPictures(Protocol):
 
 
 class Gallery:
-    """Access to the images of the work unit that a worker is running.
+    """Images of the work unit that a worker is running, for models that are loaded once and used for many work units.
 
-    A model that stays loaded keeps one object of this class, whose source of images changes with every work unit.
+    The model keeps one object of this class, and the worker replaces its image source for each work unit.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class Gallery:
 
 
 class InMemoryImages:
-    """Images in memory, by digest."""
+    """Image source that keeps encoded images in memory, by digest."""
 
     def __init__(self, images: Mapping[str, bytes]) -> None:
         self._images = images
@@ -112,7 +112,10 @@ class InMemoryImages:
 
 
 class Media:
-    """Images of some media shards, which are mapped into memory when the first image is requested."""
+    """Image source that reads media shards.
+
+    The shards are mapped into memory when the first image is requested.
+    """
 
     def __init__(self, store: Store, shards: Sequence[ShardRef]) -> None:
         self._store = store
@@ -144,7 +147,7 @@ class Media:
 
     @property
     def digests(self) -> list[str]:
-        """Digests of all images."""
+        """Digests of all images in the media shards."""
         return list(self._places)
 
     def _locate(self, digest: str) -> tuple[pa.Table, int]:

@@ -11,7 +11,7 @@ from infra.store.inputs import format_path, has_run, is_remote
 from infra.store.runs import Run, open_run
 
 MERGE: Final = "merge.json"
-"""File in a merged directory that records its parents."""
+"""Name of the file in a merged policy's directory that records the merged policies (parents) and their weights."""
 STARTS: Final = ("policy/initial", "policy/dpo", "policy/sft", "policy/base")
 """Manifests of the policy from which a run's reinforcement learning starts, latest stage first, because a run may skip
 later stages."""
@@ -21,10 +21,10 @@ Adapters = Literal["full", "ranks"]
 
 @dataclass(frozen=True, slots=True)
 class Parent:
-    """Policy to merge."""
+    """One of the policies to merge, with its weight."""
 
     name: str
-    """Name of the policy as given by the user."""
+    """Name by which the user referred to the policy, such as a path or a run."""
     path: Path
     """Local directory of the model or adapter."""
     weight: float
@@ -38,7 +38,7 @@ class MergeWork:
 
     parents: tuple[Parent, ...]
     target: Path
-    """Empty directory to write to."""
+    """Empty directory to which the merged policy is written."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Precision of the written weights. None keeps the precision of the parents' files."""
     adapters: Adapters = "full"
@@ -49,7 +49,7 @@ class MergeWork:
 
 
 class MergedParent(Settings):
-    """Parent of a merge, as recorded in merge.json."""
+    """One of the merged policies, as recorded in merge.json."""
 
     name: str
     weight: float
@@ -67,9 +67,9 @@ class Merge(Settings):
     who: str = ""
     """User who requested the merge, or an empty string if a run did, whose manifest names the user."""
     when: str = ""
-    """UTC time in ISO format."""
+    """Time of the merge in UTC, in ISO format."""
     version: str = ""
-    """Version of the code that wrote the file."""
+    """Version of Rheostat that wrote the file."""
     soup: JsonValue = None
     """Preference, mixing weights and statistics if the merge belongs to a soup (averages of policies), else None."""
 

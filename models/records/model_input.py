@@ -79,15 +79,21 @@ class ModelInput:
 
     @classmethod
     def from_prompt(cls, tokens: ArrayLike, images: Sequence[str] = ()) -> Self:
-        """Create an input that consists of a prompt."""
+        """Create an input that consists of a prompt only, with the digests of its images."""
         return cls(_build_chunk(tokens, is_trained=False), tuple(images))
 
     def append_completion(self, tokens: ArrayLike) -> Self:
-        """Return this input with additional trained tokens, without recorded experts."""
+        """Return this input with the tokens of a completion appended, which are trained on.
+
+        Recorded experts are dropped.
+        """
         return type(self)(self.chunks + _build_chunk(tokens, is_trained=True), self.images)
 
     def append_observation(self, tokens: ArrayLike) -> Self:
-        """Return this input with an observation (context inside the completion), without recorded experts."""
+        """Return this input with an environment's message appended, which is not trained on.
+
+        Recorded experts are dropped.
+        """
         return type(self)(self.chunks + _build_chunk(tokens, is_trained=False), self.images)
 
     def with_experts(self, experts: Experts) -> Self:
@@ -104,17 +110,17 @@ class ModelInput:
 
     @property
     def tokens(self) -> Tokens:
-        """All tokens of the sequence."""
+        """IDs of all tokens of the sequence, context and completion."""
         return _concatenate_tokens(self.chunks)
 
     @property
     def prompt(self) -> Tokens:
-        """Tokens before the first trained token."""
+        """IDs of the tokens before the first trained token."""
         return _concatenate_tokens(self.chunks[: self._begin])
 
     @property
     def completion(self) -> Tokens:
-        """Tokens from the first trained token to the end."""
+        """IDs of the tokens from the first trained token to the end, including observations between turns."""
         return _concatenate_tokens(self.chunks[self._begin :])
 
     @property
@@ -178,7 +184,7 @@ def _join_chunks(parts: Sequence[Tokens]) -> Tokens:
 
 
 def prompt_inputs(prompts: pa.Table) -> list[ModelInput]:
-    """Return the inputs of a prompt table."""
+    """Return the model input of each row of a prompt table."""
     return list(map(ModelInput.from_prompt, row_arrays(prompts["tokens"], np.int32), image_digests(prompts)))
 
 
@@ -213,7 +219,10 @@ def generated_tokens_mask(rollouts: pa.Table) -> Mask:
 
 
 def read_segments(rollouts: pa.Table) -> tuple[Integers, Integers]:
-    """Return the number of tokens and the policy version of each segment, for all rows one after the other (S)."""
+    """Return the number of tokens and the policy version of each segment (S), row after row.
+
+    A segment is a run of completion tokens from the same policy version or environment.
+    """
     parts = pc.list_flatten(rollouts["segments"])
     return integers(pc.struct_field(parts, "tokens")), integers(pc.struct_field(parts, "policy_version"))
 
@@ -225,7 +234,7 @@ def trained_tokens_mask(samples: pa.Table) -> Mask:
 
 
 def completion_lengths(rollouts: pa.Table) -> Integers:
-    """Return the number of completion tokens of each row of a rollout table (K)."""
+    """Return the number of completion tokens in each rollout row (K)."""
     return lengths_of(rollouts[COMPLETION_TOKENS])
 
 
@@ -243,7 +252,7 @@ def sample_columns(rollouts: pa.Table, *, emptied_K: Mask) -> dict[str, pa.Array
 
 
 def sample_lengths(samples: pa.Table) -> tuple[Integers, Integers]:
-    """Return the number of tokens, and of prompt tokens, of each row of a sample table (K)."""
+    """Return two arrays over the rows of a sample table (K): numbers of all tokens, and of prompt tokens."""
     return lengths_of(samples["tokens"]), samples["num_prompt_tokens"].to_numpy().astype(np.int64)
 
 
@@ -293,7 +302,7 @@ def expert_lists(experts_TF: Experts, lengths_K: Integers) -> pa.LargeListArray:
 
 
 def zero_experts(column: pa.ChunkedArray, zeroed_K: Mask) -> pa.ChunkedArray:
-    """Return the experts column with every choice of the marked rows replaced by expert 0."""
+    """Return the experts column with all choices in the rows marked by `zeroed_K` replaced by expert 0."""
     rows = zip(_read_expert_rows(column), zeroed_K, strict=True)
     arrays = [np.zeros_like(experts) if zeroed else experts for experts, zeroed in rows]
     return pa.chunked_array([expert_lists(np.concatenate(arrays), lengths_of(column))])

@@ -54,7 +54,7 @@ def encode_picture(pixels_YXC: NDArray[np.uint8], states: States, *, seed: int) 
 
 
 def build_picture_table(generated: Iterable[tuple[int, Picture]]) -> pa.Table:
-    """Return a media table of pictures, each with the row of its prompt."""
+    """Return a media table of generated pictures. Each is given with the row of its prompt in the prompt shard."""
     rows = [*generated]
     pictures = [picture for _, picture in rows]
     columns = {

@@ -11,10 +11,10 @@ from models.config.environments import EnvironmentConfig
 
 @dataclass(frozen=True, slots=True)
 class ReplayWork:
-    """Request to let new environments answer the stored turns of some episodes."""
+    """Request to replay stored episodes: new environments answer the stored turns, and the answers are compared."""
 
     run_uri: str
-    """Location of the run."""
+    """Location of the run's store: a path or a URL."""
     environment: EnvironmentConfig
     sampling: SamplingConfig
     policy: Path
@@ -34,7 +34,7 @@ class Difference(Settings):
     turn: int
     """Turn number, from 1. 0 is the observation before the first turn."""
     expected: str
-    """Stored answer, shortened."""
+    """Answer that is stored with the episode, shortened."""
     found: str
     """New answer, shortened in the same way."""
 

@@ -9,12 +9,12 @@ from models.config.retriever import Terms
 
 @dataclass(frozen=True, slots=True)
 class StudentWork:
-    """Request to train a dual encoder (the student)."""
+    """Request to train a dual encoder, which embeds queries and passages separately (the student)."""
 
     pairs: BundleRef
     method: Terms
     teacher: BundleRef | None = None
-    """Cross-encoder that teaches the student in a cascade, or None."""
+    """Cross-encoder whose scores the student is trained to reproduce, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +26,13 @@ class CrossEncoderWork:
 
 
 class Retrieval(Settings):
-    """Quality of a retriever, measured by the ranks of the correct passages of held-out queries."""
+    """Quality of a retriever: how high it ranks the correct passages of held-out queries."""
 
     queries: int
     mrr: float
     """Mean of 1 / rank, counting 0 for ranks beyond 10 (MRR@10)."""
     low: float
-    """Lower end of the 95% interval of `mrr`, from percentiles of a bootstrap over queries."""
+    """Lower end of the 95% confidence interval of `mrr`, from a bootstrap over queries."""
     high: float
     recall: float
     """Share of queries whose correct passage is among the first 50 (recall@50)."""
@@ -45,11 +45,11 @@ class TrainedRetriever(Settings):
     path: str
     """Directory of the retriever in sentence-transformers format."""
     digest: str
-    """Digest of all files of the directory."""
+    """Digest of all files in the retriever's directory."""
     method: Terms
-    """Terms of the training loss."""
+    """Loss terms with which the dual encoder was trained."""
     decision: str
-    """Explanation of why these loss terms were chosen."""
+    """Sentence that explains, with measurements, why the model with these loss terms was chosen."""
     measured: dict[str, Retrieval]
     """Measures of each trained model: students by their loss terms, and the cross-encoder, which reranks the passages
     that the first student finds."""

@@ -30,7 +30,7 @@ MESSAGE = pa.struct(
         ("name", pa.string()),  # name of the tool that returned the message, else null
     ]
 )
-"""Arrow type of a chat message."""
+"""Arrow type of a chat message: role, text, and name of the tool or person."""
 
 PROMPT_SCHEMA = pa.schema(
     [
@@ -46,7 +46,7 @@ PROMPT_SCHEMA = pa.schema(
         ("messages", pa.list_(MESSAGE)),  # chat before the template; null for plain text
     ]
 )
-"""Prompts of a data set, one per row. The row number of a prompt identifies it inside a run."""
+"""Columns of prompt shards: one prompt per row. Inside a run, a prompt is identified by its row number."""
 
 TEMPLATE: Final = "template"
 """Additional text column of prompts if a chat has tools, template variables, or messages with more fields than MESSAGE:
@@ -73,7 +73,7 @@ TURN = pa.struct(
         ("error", pa.string()),  # reason why the environment failed
     ]
 )
-"""Arrow type of the record of an episode's turn."""
+"""Arrow type of one turn of an episode: counts of tokens and tool calls, reward and error."""
 
 ROLLOUT_SCHEMA = pa.schema(
     [
@@ -101,7 +101,7 @@ ROLLOUT_SCHEMA = pa.schema(
         ("messages", pa.list_(MESSAGE)),
     ]
 )
-"""Completions, one per row, ordered by (prompt_row, sample)."""
+"""Columns of rollout shards: one completion per row, ordered by (prompt_row, sample)."""
 
 EXPERTS: Final = "experts"
 """Additional column of rollouts and samples if routers are replayed: the experts that each router chose, router after
@@ -109,8 +109,7 @@ router, for each token of prompt and completion except the last, which is never 
 
 
 def experts_type(numbers: pa.DataType, width: int) -> pa.DataType:
-    """Return the Arrow type of a row's experts: `width` numbers of 8 or 16 bits per token, independent of the number of
-    tokens."""
+    """Return the Arrow type of a row's experts: a list with `width` integers of 8 or 16 bits per token."""
     return pa.large_list(pa.list_(numbers, width))
 
 
@@ -153,7 +152,7 @@ ESTIMATE_SCHEMA = pa.schema(
         ("values", pa.list_(pa.float32())),  # the critic's value before the token
     ]
 )
-"""Auxiliary scores from models for each token of scored rollouts, in the row order of the rollout shard."""
+"""Columns of estimate shards: outputs of auxiliary models per completion token, in the rollout shard's row order."""
 
 VERDICT_SCHEMA = pa.schema(
     [
@@ -168,7 +167,7 @@ VERDICT_SCHEMA = pa.schema(
         ("tokens", pa.int32()),  # tokens of the answer
     ]
 )
-"""Answers of a model-based reward, one row per vote and attempt, ordered by (prompt_row, sample, vote, attempt)."""
+"""Columns of verdict shards: answers of a judge or reward model, ordered by (prompt_row, sample, vote, attempt)."""
 
 
 def score_schema(terms: tuple[str, ...], process_terms: tuple[str, ...] = ()) -> pa.Schema:

@@ -1,4 +1,4 @@
-"""Random seeds. Each random choice has a separate seed, derived only from the purpose of the choice."""
+"""Derivation of random seeds. Each random choice has a separate seed, which depends only on its purpose."""
 
 from blake3 import blake3
 

@@ -19,7 +19,7 @@ _OF_TOKENS: Final = (COMPLETION_TOKENS, *PER_TOKEN)
 
 
 def count_turn_prompts(rollouts: pa.Table) -> Integers:
-    """Return the number of turns of each row that have a separate prompt, not counting the first turn (N)."""
+    """Return, for each row, the number of turns with a separate prompt, not counting the first turn (N)."""
     row_S = _rows(rollouts)
     _, versions_S = read_segments(rollouts)
     return np.bincount(row_S[versions_S == TURN_PROMPT], minlength=rollouts.num_rows).astype(np.int64)
@@ -59,14 +59,17 @@ def split_at_prompts(rollouts: pa.Table) -> tuple[pa.Table, Integers]:
 
 
 def _rows(rollouts: pa.Table) -> Integers:
-    """Return the row of each segment (S)."""
+    """Return the index of the rollout row to which each segment belongs (S)."""
     return np.repeat(np.arange(rollouts.num_rows), lengths_of(rollouts["segments"]))
 
 
 def _group_lists(
     segments: pa.ChunkedArray, keep_S: np.ndarray[tuple[int], np.dtype[np.bool_]], part_S: Integers, num_parts: int
 ) -> pa.ListArray:
-    """Return the kept segments as one list for each new row."""
+    """Return the segments selected by `keep_S` as one list per new row.
+
+    `part_S` contains the index of the new row of each segment, and `num_parts` is the number of new rows.
+    """
     values = pc.list_flatten(segments).filter(pa.array(keep_S)).combine_chunks()
     ends_K = np.cumsum(np.bincount(part_S[keep_S], minlength=num_parts))
     return pa.ListArray.from_arrays(pa.array(np.concatenate(([0], ends_K)).astype(np.int32)), values)

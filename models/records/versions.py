@@ -20,10 +20,10 @@ class ModelVersion:
 
     version: int
     weights: BundleRef
-    """Weights of the model, or of the base model if there is an adapter."""
+    """Bundle with the weights of the model, or of the base model if there is an adapter."""
     state: BundleRef | None = None
     adapter: BundleRef | None = None
-    """Adapter (low-rank deltas) that is added to the weights, or None."""
+    """Bundle with the adapter (low-rank deltas) that is added to the weights, or None."""
 
     @property
     def digest(self) -> str:
@@ -35,7 +35,7 @@ class ModelVersion:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a worker: references and numbers.
+    """Result of a work unit: references to the shards and models that were stored, and numbers.
 
     `metrics` depend only on the inputs and are part of the manifest's digest. `timings` (seconds) are not.
     """
@@ -46,7 +46,7 @@ class Outcome:
     critic: ModelVersion | None = None
     metrics: dict[str, float] | None = None
     detail: dict[str, JsonValue] | None = None
-    """Other facts that depend only on the inputs: names and row numbers, never data."""
+    """Other facts that depend only on the inputs, such as names and row numbers, but never texts or tokens."""
     timings: dict[str, float] | None = None
 
 
@@ -100,13 +100,13 @@ def critic_of(manifest: Manifest) -> ModelVersion:
 
 
 def bundles_of(policy: ModelVersion) -> dict[str, BundleRef]:
-    """Return the bundles of a policy version by their names in manifests."""
+    """Return the bundles of a policy (weights, adapter, optimizer state) by their names in manifests."""
     bundles = {"weights": policy.weights, "state": policy.state, "adapter": policy.adapter}
     return {name: bundle for name, bundle in bundles.items() if bundle is not None}
 
 
 def critic_bundles_of(critic: ModelVersion) -> dict[str, BundleRef]:
-    """Return the bundles of a critic version by their names in manifests."""
+    """Return the bundles of a critic (weights, adapter, optimizer state) by their names in manifests."""
     bundles = {"critic": critic.weights, "critic_state": critic.state, "critic_adapter": critic.adapter}
     return {name: bundle for name, bundle in bundles.items() if bundle is not None}
 

@@ -70,16 +70,16 @@ class RolloutWork:
     partial: PartialRollout | None = None
     """Settings of partial rollout. If set, finished groups are the first result shard, cut groups the second."""
     user: ModelVersion | None = None
-    """Simulated user for dialogues, or None if the run stores no such model."""
+    """Model that plays the user in dialogues, or None if the run stores no such model."""
     records_experts: bool = False
-    """Whether the shard records the experts that the policy's routers chose."""
+    """Whether the shard stores, for each token, the experts that a mixture-of-experts policy chose."""
     denoising: DenoisingConfig | None = None
     """Settings of image generation, which is deterministic at temperature 0, or None for a language policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerdictShard:
-    """Verdicts of one model-based reward for one rollout shard."""
+    """Shard with one reward model's or judge's verdicts on a rollout shard, and the name of its reward term."""
 
     term: str
     verdicts: ShardRef
@@ -97,7 +97,7 @@ class JudgeWork:
     media: tuple[ShardRef, ...] = ()
     """Shards with the images of the prompts."""
     prompts: ShardRef | None = None
-    """Shard of the prompts, if the model receives their messages."""
+    """Shard of the prompts, or None if the model does not receive the chat messages of prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class ScoredShard:
 
 @dataclass(frozen=True, slots=True)
 class ExcerptWork:
-    """Request to shorten the first completion of some prompts for a report."""
+    """Request to read a few completions of an iteration, with shortened texts, for a report."""
 
     iteration: int
     shards: tuple[ScoredShard, ...]
@@ -205,9 +205,9 @@ class UpdateWork:
     kl_coefficient: float = 0.0
     """Coefficient of the KL penalty in the loss."""
     keeps_state: bool = True
-    """Whether the optimizer state of the new version must be stored."""
+    """Whether the optimizer state of the new version is stored. If not, a restart repeats this update."""
     past: tuple["UpdateWork", ...] = ()
-    """Updates since the newest stored state, oldest first, repeated unless the ranks already hold their result."""
+    """Earlier updates whose state was not stored, oldest first. A rank without their result in memory repeats them."""
     media: tuple[ShardRef, ...] = ()
     """Shards with the images of the prompts."""
     exact_behaviour: bool = False
@@ -248,7 +248,7 @@ class TeacherWork:
 
     teacher: TeacherDirectory
     policy: ModelVersion
-    """Policy whose tokens the teacher must know."""
+    """Policy to distill into. The teacher must have the same tokens."""
     longest_tokens: int
     """Maximum tokens of prompt and completion together, which the teacher's context must hold."""
     pixels: PixelLimits
@@ -260,9 +260,9 @@ class JudgeWarmupWork:
     """Request to train a judge on correct and wrong completions of the problems. Every rank gets the same record."""
 
     method: ClassVar[str] = "warm_judge"
-    """Method of the update worker that handles this request."""
+    """Name of the update worker's method that handles this request."""
     judge: ModelVersion
-    """Judge before its training."""
+    """Version of the judge from which the training starts."""
     reward: JudgeReward
     data: DataConfig
     warmup: WarmupConfig
@@ -288,7 +288,7 @@ class UserWarmupWork:
     """Request to train the simulated user on worked episodes. Every rank receives the same record."""
 
     user: ModelVersion
-    """Model before its training."""
+    """Version of the simulated user from which the training starts."""
     environment: DialogueEnvironment
     data: DataConfig
     warmup: WarmupConfig
@@ -312,7 +312,7 @@ class RewardModelWork:
     """Request to add a one-output head to a policy and train it on preferences. Every rank receives the same record."""
 
     method: ClassVar[str] = "train_reward_model"
-    """Method of the update worker that handles this request."""
+    """Name of the update worker's method that handles this request."""
     policy: ModelVersion
     """Policy whose weights, except the output layer, are the start of the reward model."""
     data: DataConfig
@@ -391,10 +391,10 @@ class ExportWork:
     """Request to write a policy to one directory for use outside of Rheostat."""
 
     base: Path
-    """Directory of the weights."""
+    """Directory of the policy's weights."""
     adapter: Path | None
     """Directory of the adapter to add to the weights, or None."""
     target: Path
-    """Empty directory to write to."""
+    """Empty directory to which the policy is written."""
     dtype: Literal["float32", "bfloat16"] | None
     """Precision of the written weights. None writes float32 if an adapter is added, else the precision of the files."""

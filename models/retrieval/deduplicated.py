@@ -37,14 +37,15 @@ def deduplicated_problems(data: DeduplicatedData, split: str, seed: int) -> list
 
 
 def _find_source(data: DeduplicatedData) -> FileData | MixtureData:
-    """Return the settings of the source, with the background of images that is set next to `source`."""
+    """Return the settings of the wrapped data source, with the image background of the outer settings."""
     return data.source.model_copy(update={"image_background": data.image_background})
 
 
 def near_duplicates(data: DeduplicatedData, seed: int) -> dict[str, str]:
-    """Return the removed training problems: the origin of each, with the nearest held-out problem and the cosine.
+    """Find the training problems to remove, because they nearly repeat a held-out problem.
 
-    A training problem is removed if its cosine similarity to a held-out problem is at least `data.similarity`.
+    A training problem is removed if its cosine similarity to a held-out problem is at least `data.similarity`. Returns
+    the reason by the origin of the training problem: the nearest held-out problem and the cosine.
     """
     train, heldout = (load_problems(_find_source(data), split, seed) for split in ("train", "heldout"))
     retriever = Retriever(data.retriever, WHERE)

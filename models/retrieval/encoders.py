@@ -24,18 +24,21 @@ INSTALL: Final = "pip install 'sentence-transformers==6.2.0'"
 MODULES: Final = "modules.json"
 """Name of the file that every sentence-transformers directory contains."""
 SAFELY: Final = {"use_safetensors": True}
-"""Loading options that exclude pickle files."""
+"""Options for loading models that exclude pickle files, which could run code."""
 SPECIAL: Final = ("[PAD]", "[CLS]", "[SEP]")
 
 
 def require_library(where: str) -> None:
-    """Raise BadInput with the installation command if sentence-transformers is not installed."""
+    """Raise BadInput with the installation command if sentence-transformers is not installed.
+
+    `where` is the command or setting that needs the library.
+    """
     if importlib.util.find_spec("sentence_transformers") is None:
         raise BadInput(f"{where}: the package sentence-transformers is not installed. Run: {INSTALL}")
 
 
 def build_scratch(start: EncoderConfig, directory: Path, *, texts: Iterable[str], max_tokens: int, seed: int) -> None:
-    """Write a BERT with random weights, and a tokenizer trained on the texts, to a directory.
+    """Write a BERT with random weights, of the size in `start`, and a tokenizer trained on the texts to a directory.
 
     The same arguments give the same bytes.
     """
@@ -72,7 +75,7 @@ def build_scratch(start: EncoderConfig, directory: Path, *, texts: Iterable[str]
 def check_directory(path: Path, where: str) -> Path:
     """Return the local path of an encoder's directory.
 
-    Raises BadInput if the directory is not an encoder, or if it names code outside sentence-transformers.
+    Raises BadInput, which names the setting `where`, if the directory is not an encoder or uses other libraries' code.
     """
     require_library(where)
     here = fetch_path(path)
@@ -103,7 +106,7 @@ def check_directory(path: Path, where: str) -> Path:
 def open_encoder(path: Path, where: str, *, max_tokens: int | None = None) -> "SentenceTransformer":
     """Load a sentence-transformers directory or a plain encoder, whose first token is then used as the embedding.
 
-    Raises BadInput if loading fails.
+    Raises BadInput, which names the setting `where`, if loading fails.
     """
     here = check_directory(path, where)
     from sentence_transformers import SentenceTransformer
@@ -139,7 +142,10 @@ def open_cross_encoder(path: Path, where: str, *, max_tokens: int, seed: int) ->
 
 @contextmanager
 def _loading(path: Path, where: str) -> Iterator[None]:
-    """Run the block, which loads a model, and convert its exceptions to BadInput."""
+    """Run the block, which loads the model in `path`, and raise its exceptions as BadInput.
+
+    `where` is the configuration key that the message names.
+    """
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -14,12 +14,12 @@ from torch.nn import functional
 from models.config.retriever import Terms
 
 FORBIDDEN = -1e9
-"""Score of a passage that is not a candidate. Its probability, and its contribution to a divergence, are 0."""
+"""Score that is assigned to passages that are not candidates, so that their softmax probability is 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherScores:
-    """Scores of the cross-encoder for the listed candidates."""
+    """Scores of the cross-encoder (teacher) for each query's listed candidates."""
 
     listed_BK: Tensor
     """Indices of the listed candidates among the passages."""

@@ -20,12 +20,15 @@ Ranks = NDArray[np.int64]
 
 MRR_AT: Final = 10
 RECALL_AT: Final = 50
-"""Cutoff of the recall, and length of the shortlist that the cross-encoder reranks instead of all passages."""
+"""Number of best passages within which the recall searches the correct one, and which the cross-encoder reranks."""
 RESAMPLES: Final = 2000
 
 
 def retrieval_of(ranks_B: Ranks, *, seed: int) -> Retrieval:
-    """Compute MRR@10 with a bootstrap confidence interval of 95%, and recall@50, from ranks that start at 1."""
+    """Compute MRR@10 with a 95% bootstrap confidence interval, and recall@50.
+
+    `ranks_B` contains the rank, from 1, of each query's correct passage.
+    """
     reciprocal_ranks_B = np.where(ranks_B <= MRR_AT, 1 / ranks_B, 0.0)
     resampled = np.random.default_rng(seed).integers(len(reciprocal_ranks_B), size=(RESAMPLES, len(reciprocal_ranks_B)))
     low, high = np.quantile(reciprocal_ranks_B[resampled].mean(1), (0.025, 0.975))
@@ -37,14 +40,14 @@ def retrieval_of(ranks_B: Ranks, *, seed: int) -> Retrieval:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Ranks of the correct passages found by a dual encoder, and its shortlist for each query."""
+    """Result of a search by a dual encoder: the rank of each query's correct passage, and the best passages."""
 
     ranks_B: Ranks
     first: list[list[str]]
 
 
 def find(model: "SentenceTransformer", pairs: PairSet) -> Found:
-    """Rank all passages for each held-out query by the dot product of embeddings.
+    """Search all passages for each held-out query by the dot product of embeddings.
 
     Ties count against the correct passage.
     """
@@ -60,9 +63,9 @@ def find(model: "SentenceTransformer", pairs: PairSet) -> Found:
 
 
 def rerank(model: "CrossEncoder", pairs: PairSet, first: Sequence[Sequence[str]]) -> Ranks:
-    """Return the ranks of the correct passages in the shortlists after reranking by the cross-encoder.
+    """Reorder each query's best passages by the cross-encoder's scores. Return the ranks of the correct passages.
 
-    A correct passage that is not in the shortlist is ranked last of all passages.
+    `first` contains the best passages of each query. A correct passage that is not among them is ranked last of all.
     """
     ranks = list[int]()
     for pair, passages in zip(pairs.heldout, first, strict=True):

@@ -93,7 +93,10 @@ def _read(path: Path, source: PairFile) -> tuple[Pair, ...]:
 
 
 def _negatives(place: str, row: Mapping[str, object], columns: Sequence[str]) -> tuple[str, ...]:
-    """Return the hard negatives of a row. Raises BadInput if they are not a list of texts."""
+    """Return a row's hard negatives (similar passages that do not answer the query) from the given columns.
+
+    Raises BadInput if a column's value is not a list of texts.
+    """
     values = [row[column] for column in columns]
     if not all(isinstance(each, list) for each in values):
         raise BadInput(f"{place}: {columns[0]}: expected a list of texts, found {values[0]!r:.60}")
@@ -145,5 +148,5 @@ def templated_pairs(source: TemplatedPairs, seed: int, fraction: float) -> PairS
 
 
 def _told(fact: Sequence[int]) -> str:
-    """Return the passage that states a fact."""
+    """Return the passage that states a fact, which is given as one value index per attribute."""
     return " ".join(WORDS[attribute][value][0] for attribute, value in enumerate(fact))

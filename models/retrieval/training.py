@@ -24,12 +24,12 @@ from models.retrieval.pairs import Pair, PairSet
 logger = logging.getLogger(__name__)
 
 WARMUP_SHARE: float = 0.1
-"""Share of the steps in which the learning rate is warmed up."""
+"""Fraction of the training steps in which the learning rate rises to its peak."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairBatch:
-    """Batch of queries and their passages.
+    """Batch of one training step: queries, each with its correct passage and hard negatives.
 
     Query by query, the passages are the correct one followed by its negatives.
     """
@@ -84,7 +84,10 @@ def train_student(
     teacher: CrossEncoder | None = None,
     on_step: Callable[[], None],
 ) -> dict[str, float]:
-    """Train the dual encoder. Returns the mean of each loss term over the last tenth of the steps."""
+    """Train the dual encoder (the student), with the cross-encoder `teacher` if the method distills from it.
+
+    Returns the mean of each loss term over the last tenth of the steps.
+    """
 
     def terms(batch: PairBatch) -> dict[str, Tensor]:
         """Compute the loss terms of one batch."""
@@ -128,7 +131,7 @@ def train_teacher(
 
 
 def embed(model: SentenceTransformer, texts: list[str]) -> Embedded:
-    """Embed texts with gradients."""
+    """Embed texts as vectors per text and per token, keeping gradients for training."""
     outputs = model(batch_to_device(model.preprocess(texts), model.device))
     return Embedded(outputs["sentence_embedding"], outputs["token_embeddings"], outputs["attention_mask"])
 
@@ -153,7 +156,7 @@ def _train(
 ) -> dict[str, float]:
     """Minimize the sum of the loss terms with AdamW, linear warm-up and linear decay.
 
-    Returns the mean of each term over the last tenth of the steps.
+    `what` names the model in messages. Returns the mean of each term over the last tenth of the steps.
     """
     steps, warm = learning.steps, max(1.0, WARMUP_SHARE * learning.steps)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning.learning_rate)

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 Source = Literal["marked", "boxed", "stated", "whole"]
-"""Place of an answer: after `####` or in <answer>, in \\boxed, after "the answer is", or as the only line."""
+"""Kind of place at which an answer was found.
+
+"marked": after `####` or in <answer>. "boxed": in \\boxed. "stated": after "the answer is". "whole": the only line."""
 
 MAX_ANSWER: Final = 2000
 """Maximum number of characters of a final answer. A longer answer is not separated from the text around it."""
 
 MAX_STATED: Final = 200
-"""Maximum number of characters of an answer that is not marked."""
+"""Maximum number of characters of an answer that is stated in a sentence or is the whole text."""
 
 MAX_COMPLETION: Final = 100_000
 """Maximum number of characters of a completion that are read. Only the end of a longer one is looked at."""
@@ -90,7 +92,7 @@ _SQRT: Final = re.compile(r"(?<![\\A-Za-z])sqrt\s*(?:\(([^()]*)\)|(\d+))")
 
 @dataclass(frozen=True, slots=True)
 class FinalAnswer:
-    """Text of a final answer, and the kind of place at which it was found."""
+    """Final answer found in a text, with the kind of place at which it was found."""
 
     text: str
     source: Source

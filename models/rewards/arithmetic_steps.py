@@ -10,7 +10,7 @@ from typing import Final
 from models.data.arithmetic import GAINS, LOSSES
 
 WRONG: Final = -1.0
-"""Value of a wrong step. Correct steps have the value 0."""
+"""Reward of a wrong step. A correct step has the reward 0."""
 
 _START: Final = re.compile(r"\bhas (\d+)")
 _CHANGE: Final = re.compile(rf"\b({'|'.join((*GAINS, *LOSSES))}) (\d+)")

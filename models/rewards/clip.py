@@ -77,18 +77,18 @@ class _Scorer:
             raise _unusable_model(path, f"the processor does not fit the model: {first_line(error)}") from error
 
     def text(self, text: str) -> Tensor:
-        """Return the embedding of a text as a unit vector. Text beyond the model's context is truncated."""
+        """Embed a text as a unit vector. Text beyond the model's context is truncated."""
         tokens = self._tokenizer(text, truncation=True, max_length=self._length, return_tensors="pt")
         return _normalize(self._model.get_text_features(tokens["input_ids"], tokens["attention_mask"]).pooler_output[0])
 
     def image(self, image: Image.Image) -> Tensor:
-        """Return the embedding of a picture as a unit vector."""
+        """Embed a picture as a unit vector."""
         pixels = self._pixels(images=image, return_tensors="pt")["pixel_values"]
         return _normalize(self._model.get_image_features(pixels).pooler_output[0])
 
 
 def _normalize(embedding: Tensor) -> Tensor:
-    """Return the embedding scaled to length 1."""
+    """Scale an embedding to length 1, so that dot products are cosine similarities."""
     return torch.nn.functional.normalize(embedding, dim=0)
 
 

@@ -49,7 +49,7 @@ key, which the solution does not know and therefore cannot fake."""
 
 @dataclass(frozen=True, slots=True)
 class Statements:
-    """Python statements that are run after a solution, in order."""
+    """Python tests of a problem: statements that are run after the solution, in order."""
 
     sources: tuple[tuple[str, bool], ...]
     """Source of each statement, and whether it is a test. A test passes if it raises nothing. Other statements prepare
@@ -58,7 +58,7 @@ class Statements:
 
 @dataclass(frozen=True, slots=True)
 class InputOutput:
-    """Text that a solution reads on stdin, and the output expected for it."""
+    """Input-output test of a problem: the text that a solution reads on stdin, and the expected output."""
 
     input: str
     output: str
@@ -123,7 +123,7 @@ class CodeJudge:
             programs.start()
 
     def close(self) -> None:
-        """Kill the sandboxes."""
+        """Kill the sandboxes and the programs in them."""
         for _, programs in self._judges.values():
             programs.close()
 
@@ -158,7 +158,7 @@ def check_code(scoring: ScoringConfig) -> None:
 
 
 def _passed(programs: Programs, code: str | None, tests: Tests, *, value: str) -> Iterator[bool]:
-    """Yield for each test whether the code passes it.
+    """Run the tests on the code and yield for each test whether it passed. Without code, yield False once.
 
     After a test that runs too long, the remaining tests count as failed. With `value="all"`, input-output tests stop at
     the first failure.
@@ -193,5 +193,5 @@ def _asserted(programs: Programs, code: str, tests: Statements) -> Iterator[bool
 
 
 def _lines(text: str) -> list[str]:
-    """Return the lines of a text without trailing white space and without empty lines at the end."""
+    """Return the lines by which outputs are compared: without trailing white space and empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

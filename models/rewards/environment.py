@@ -12,7 +12,7 @@ from models.text.steps import Spans
 
 
 def read_turns(rollouts: pa.Table) -> list[tuple[TurnRecord, ...]]:
-    """Return the turns of each completion in a rollout table. Empty for a completion that is not an episode."""
+    """Read the turns of each completion in a rollout table. A completion that is not an episode has none."""
     return [tuple(TurnRecord(**turn) for turn in turns or ()) for turns in rollouts["turns"].to_pylist()]
 
 

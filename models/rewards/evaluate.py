@@ -27,7 +27,7 @@ from models.rollouts.groups import ChatMessage
 from models.text.steps import Spans, StepValues, split_steps
 
 Value = float | StepValues | Spans
-"""Result of a reward for one completion: a number, or one number for each step, token or turn."""
+"""Score of a reward for one completion: a number, or one number for each step, token or turn."""
 NO_TOKEN_TEXTS: Final = "the completion's tokens do not spell its text"
 """Reason why the rewards of steps or tokens are missing: the tokens do not decode to the completion's text."""
 
@@ -42,7 +42,7 @@ class Case:
     tokens: tuple[str, ...] | None = None
     """Texts of the completion's tokens, or None if they are not needed or do not decode to the completion."""
     where: str = "a completion"
-    """Name of the completion in messages."""
+    """Name of the completion in error messages, such as its shard and row."""
     images: tuple[str, ...] = ()
     """Digests of the images that reward functions receive."""
     messages: tuple[ChatMessage, ...] = ()
@@ -78,7 +78,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Reward functions that run in the same process."""
+    """Group of reward functions that run in the same process, with the client of that process."""
 
     functions: tuple[RunFunction, ...]
     place: RestartingProcess[FunctionProcess]
@@ -258,7 +258,7 @@ class Evaluator:
                     raise _score_failed(function, case, ends) from end
 
     def _read_images(self, case: Case) -> list[bytes]:
-        """Return the encoded images of a completion."""
+        """Read the images of a completion, by their digests, as encoded files."""
         if not case.images:
             return []
         assert self._media is not None, "cases with images need a media store"
@@ -297,7 +297,7 @@ def check_image_parameters(scoring: ScoringConfig) -> None:
 
 
 def _score_failed(function: RunFunction, case: Case, ends: Sequence[str]) -> WorkerLost:
-    """Return the error for a completion whose reward processes were repeatedly ended, with advice for the user."""
+    """Return the error for a completion whose scoring was repeatedly ended, with advice. `ends` lists the causes."""
     times = f"{len(ends)} times in a row, by {', '.join(ends)}"
     return WorkerLost(
         f"{function.where}: the process that scores {case.where} ended {times}, for an unknown reason, so there is no "
@@ -312,6 +312,9 @@ def _is_ours(function: RunFunction) -> bool:
 
 
 def _build_cut_function(steps: Segmentation) -> RunFunction:
-    """Return a reference to the function that splits completions at matches of a segmentation's pattern."""
+    """Return a reference to the function that splits completions into steps by the pattern of `steps`.
+
+    The process that runs reward functions imports the function by this reference.
+    """
     settings = {"settings": steps.model_dump(mode="json")}
     return RunFunction(f"{OURS}rules:load_segmentation", where="steps", options=settings, made=True)

@@ -43,7 +43,7 @@ def can_evaluate(expression: Expression, *, bounds_roots: bool = True) -> bool:
 
 
 def _parts(expression: Expression) -> list[Expression]:
-    """Return the elements of a matrix, or the arguments of another expression."""
+    """Return the elements of a matrix, or the arguments of a function or operator."""
     return list(expression.flat()) if isinstance(expression, sympy.MatrixBase) else list(expression.args)
 
 

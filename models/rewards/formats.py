@@ -100,7 +100,7 @@ def length_reward(config: LengthReward) -> Reward:
     outside of them."""
 
     def reward(prompt: str, completion: str, answer: str) -> float:
-        """Return a number from 0 to 1."""
+        """Return 1 for a length within the limits, else a number from 0 to 1 that falls with the distance."""
         length = _measure(completion, config.unit)
         excess = 0 if config.max_length is None else length - config.max_length
         distance = max(config.min_length - length, excess, 0)
@@ -121,7 +121,7 @@ def repetition_reward(config: RepetitionReward) -> Reward:
     completion."""
 
     def reward(prompt: str, completion: str, answer: str) -> float:
-        """Return a number from 0 to 1."""
+        """Return the share of distinct word sequences, from 0 to 1. It is 1 if the completion is too short."""
         words = completion.split()
         sequences = [tuple(words[at : at + config.words]) for at in range(len(words) - config.words + 1)]
         return len(set(sequences)) / len(sequences) if sequences else 1.0

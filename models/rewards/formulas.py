@@ -27,7 +27,7 @@ MAX_FORMULA_NESTING: Final = 30
 """Maximum nesting depth of brackets in a final answer."""
 
 MAX_FORMULA: Final = 1000
-"""Maximum number of characters of a formula."""
+"""Maximum number of characters of a text that is parsed as one formula."""
 
 MAX_SEARCHED: Final = 20_000
 """Maximum number of characters that are searched, counted from the end of a text. The time for the search grows with
@@ -172,12 +172,12 @@ def _flip_chain(text: str) -> str:
 
 
 def _use_fraction(match: re.Match[str]) -> str:
-    """Return a power with a decimal exponent as a power with a fraction."""
+    """Return a matched power, such as x^{0.5}, with its decimal exponent written as a fraction."""
     return rf"^{{{match[1]}\frac{{{int(match[2] + match[3])}}}{{{10 ** len(match[3])}}}}}"
 
 
 def _use_radians(match: re.Match[str]) -> str:
-    """Return a function of an angle in degrees as a function of the angle in radians."""
+    """Return a matched function of an angle in degrees, rewritten with the angle in radians."""
     return rf"\{match[1]}{{\left(\frac{{{match[2] or match[3]} \pi}}{{180}}\right)}}"
 
 
@@ -193,7 +193,7 @@ def can_parse(completion: str, max_nesting: int = MAX_NESTING) -> bool:
 
 
 def _nesting(text: str, opening: str, closing: str) -> int:
-    """Return the maximum nesting depth of one kind of brackets."""
+    """Return the maximum nesting depth of the brackets `opening` and `closing` in a text."""
     depth = deepest = 0
     for mark in re.findall(f"[{re.escape(opening + closing)}]", text):
         depth = depth + 1 if mark == opening else max(0, depth - 1)

@@ -3,7 +3,7 @@
 from typing import Final
 
 RANGE: Final = 14
-"""Number of words by which the deviation from the preferred length is divided."""
+"""Scale of the reward, in words: at this distance from the preferred length the reward is −`factor`."""
 
 
 def near(prompt: str, completion: str, answer: str, *, items: int, factor: float) -> float:

@@ -92,7 +92,7 @@ class Reference:
     formulas: tuple[Formula, ...] = ()
     """The answer as mathematics. Empty for words, and for other texts that are only equal as written."""
     unit: frozenset[str] = frozenset()
-    """Unit of the answer."""
+    """Words of the answer's unit, in the singular. Empty if the answer has no unit."""
 
     def judge(self, claim: FinalAnswer) -> bool | None:
         """Return whether a completion's final answer is equal to the reference, or None if only math-verify can
@@ -113,7 +113,10 @@ class Reference:
         return False if in_words or _contradict(self.plain, plain) else None
 
     def equals(self, completion: str, claim: FinalAnswer | None) -> bool:
-        """Compare as mathematics. The claim is the completion's final answer if it is known."""
+        """Return whether the completion's answer is mathematically equal to the reference.
+
+        `claim` is the completion's final answer if one was found. Otherwise the completion is searched for mathematics.
+        """
         if self.is_wordy:
             return claim is None and is_same_text(self.plain, to_plain(completion.strip().rpartition("\n")[2]))
         if claim is not None and spelling_of(self.text) == spelling_of(claim.text):
@@ -128,7 +131,7 @@ class Reference:
         return any(_is_rounded(decimal, one) or _is_rounded(self.numeral, other) for one, other in pairs)
 
     def fits(self, formula: Formula) -> bool:
-        """Return whether the unit of another formula does not contradict the unit of the answer."""
+        """Return whether the unit of a completion's formula does not contradict the unit of the reference."""
         return is_same_unit(self.unit, formula.unit)
 
 
@@ -154,7 +157,7 @@ def read_reference(answer: str) -> Reference:
 
 
 def _read_answer(found: FinalAnswer) -> list[Formula]:
-    """Return an answer as mathematics. Formulas between words are searched for."""
+    """Return the formulas in a reference answer, also if they are between words."""
     if found.source != "boxed" and _DELIMITER.search(found.text):
         return find_formulas(found.text, in_latex=True)
     return read_formula(to_formula(found.text))
@@ -171,7 +174,7 @@ def _read_claim(completion: str, claim: FinalAnswer | None) -> list[Formula]:
 
 
 def _read_numeral_formula(numeral: Numeral) -> list[Formula]:
-    """Return a number as mathematics."""
+    """Return a number as a list with one formula, for comparison by math-verify."""
     return [replace(formula, unit=numeral.unit) for formula in read_formula(numeral.latex)]
 
 
@@ -265,8 +268,10 @@ def _leading_zeros(expression: Expression) -> int:
 
 
 def _log10(expression: Expression) -> float | None:
-    """Return log10 of the absolute value of a number, or of a power, product or factorial of numbers. Return None for
-    anything else."""
+    """Return log10 of the absolute value of a constant expression, or None for other expressions.
+
+    Supported are numbers, and powers, products and factorials of numbers.
+    """
     match expression:
         case sympy.Rational() | sympy.Float() if expression.is_finite and expression:
             number = sympy.Rational(expression)
@@ -315,7 +320,7 @@ def _parse_reference(answer: str) -> list[Expression]:
 
 
 def _parse_text(reference: str) -> list[Expression]:
-    """Parse a reference. A reference without delimiters is parsed as one formula."""
+    """Parse a reference as mathematics. A reference without delimiters, such as `$`, is parsed as one formula."""
     text = reference if _DELIMITER.search(reference) else f"${reference}$"
     expressions: list[Expression] = parse(text, parsing_timeout=None, raise_on_error=True)
     return expressions

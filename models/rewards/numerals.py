@@ -91,7 +91,7 @@ _NO_UNIT: Final = re.compile("and|or|to|by|from|of|for|if|is|in|when|with|mod|th
 
 @dataclass(frozen=True, slots=True)
 class Numeral:
-    """Parsed number, with the precision and the unit with which it was written."""
+    """Number that was read from a text, with the precision and the unit in which it was written."""
 
     value: Fraction
     place: int | None
@@ -151,7 +151,10 @@ def read_unit(text: str) -> frozenset[str] | None:
 
 
 def is_same_unit(expected: frozenset[str], given: frozenset[str]) -> bool:
-    """Return whether two units do not contradict. A missing unit contradicts none."""
+    """Return whether the units of a reference and of a completion do not contradict.
+
+    A missing unit contradicts none.
+    """
     return not expected or not given or _is_same_unit(expected, given)
 
 
@@ -252,7 +255,7 @@ def _number_of(match: re.Match[str]) -> Numeral | None:
 
 
 def _read_plain(text: str) -> Numeral:
-    """Return the number that digits with separators represent."""
+    """Return the number that is written as digits with thousands separators and a decimal point or comma."""
     sign, text = (-1, text[1:]) if text.startswith("-") else (1, text)
     if re.fullmatch(r"0,\d+|[1-9]\d{0,2}(?:\.\d{3})+,\d+", text):
         text = text.replace(".", "").replace(",", ".")
@@ -285,7 +288,7 @@ def _with_unit(number: Numeral, currency: str, rest: str) -> Numeral | None:
 
 
 def _name_unit(token: str, *, is_glued: bool, is_first: bool) -> str | None:
-    """Return the name of one part of a unit, an empty text for punctuation, or None if the part is not part of a unit.
+    """Return the name of one word or symbol in a unit, "" for punctuation, or None if it cannot be in a unit.
 
     A letter directly after the number is a variable, as in 5m. A power needs a unit before it.
     """
@@ -311,7 +314,7 @@ def _known_unit(word: str) -> str | None:
 
 
 def _singular(word: str) -> str:
-    """Return a word without a plural s."""
+    """Return a word without a plural s, so that "apples" and "apple" are the same unit."""
     return word[:-1] if len(word) > 2 and word.endswith("s") and not word.endswith("ss") else word
 
 
@@ -344,15 +347,17 @@ def _is_equal(one: Numeral, other: Numeral) -> bool:
 
 
 def _rounding_place(number: Numeral) -> int:
-    """Return the power of ten of the last written digit, or of the digit number `DIGITS` if fewer digits are
-    written."""
+    """Return the power of ten of the digit to which numbers are rounded before they are compared.
+
+    This is the last written digit, or the digit number `DIGITS` if fewer digits are written.
+    """
     assert number.place is not None
     first = _magnitude(abs(number.value))
     return min(number.place, first - DIGITS + 1)
 
 
 def _magnitude(value: Fraction) -> int:
-    """Return the power of ten of the first digit of a positive number."""
+    """Return the power of ten of the first digit of a positive number, such as 2 for 345."""
     guess = floor((value.numerator.bit_length() - value.denominator.bit_length()) * log10(2))
     while Fraction(10) ** (guess + 1) <= value:
         guess += 1

@@ -1,4 +1,4 @@
-"""Check that an optional package that a reward needs is installed."""
+"""Check whether an optional package that a reward needs is installed."""
 
 import importlib.util
 
@@ -6,6 +6,9 @@ from infra.errors import BadInput
 
 
 def require_package(module: str, package: str, where: str) -> None:
-    """Raise BadInput, with the installation command, if the module of an optional package cannot be found."""
+    """Raise BadInput, with the installation command, if an optional package is not installed.
+
+    `module` is imported, `package` is its name for installation, and `where` is the setting that needs it.
+    """
     if importlib.util.find_spec(module) is None:
         raise BadInput(f"{where}: the package {package} is not installed. Run: pip install 'rheostat[texts]'")

@@ -11,7 +11,9 @@ from models.rewards.packages import require_package
 from models.rewards.rules import Reward
 
 Compare = Callable[[str, str], float]
-"""Function that returns the score of a completion and one reference, both without white space at their ends."""
+"""Function that returns how well a completion matches one reference, from 0 to 1.
+
+Both texts have no white space at their ends."""
 
 _ARTICLES: Final = re.compile(r"\b(a|an|the)\b")
 
@@ -48,7 +50,7 @@ def rouge_reward(config: RougeReward) -> Reward:
     field = {"f1": "fmeasure"}.get(config.value, config.value)
 
     def compare(completion: str, reference: str) -> float:
-        """Return precision, recall or F1, as configured."""
+        """Return the ROUGE precision, recall or F1 of a completion, as configured."""
         return float(getattr(scorer.score(reference, completion)[config.variant], field))
 
     return _compare_with_references(config, compare)

@@ -107,7 +107,7 @@ def _decimal_reward(config: NumericReward) -> Reward:
 
 
 def _last(pattern: re.Pattern[str], text: str) -> Decimal | None:
-    """Return the number in the last match of a pattern, or None if the pattern does not match a number."""
+    """Return the number in the last match of a pattern, or None if there is no match or it is not a number."""
     matches = list(pattern.finditer(text))
     return _number(matches[-1][1] or "") if matches else None
 
@@ -150,7 +150,10 @@ def build_reward(config: BuiltInReward) -> Reward:
 
 
 def load_reward(settings: JsonValue) -> Reward:
-    """Build the function of a built-in reward from settings in JSON, in the process that runs it."""
+    """Build the function of a built-in reward from its settings in JSON.
+
+    The process that runs reward functions calls this.
+    """
     adapter: TypeAdapter[BuiltInConfig] = TypeAdapter(Annotated[BuiltInConfig, Field(discriminator="kind")])
     return build_reward(adapter.validate_python(settings))
 
@@ -161,7 +164,7 @@ def load_segmentation(settings: JsonValue) -> Callable[[str, str, str], list[int
     steps = PatternSteps.model_validate(settings)
 
     def cut(prompt: str, completion: str, answer: str) -> list[int]:
-        """Return the length of each step in characters."""
+        """Divide the completion into steps and return the length of each step in characters."""
         from models.text.steps import split_steps
 
         return [len(step) for step in split_steps(completion, steps)]

@@ -17,7 +17,7 @@ from models.text.steps import Spans, StepValues, aggregate, assign_spans
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Results of all reward terms for one completion."""
+    """Values of all reward terms for one completion, in the order of the configured terms."""
 
     values: tuple[float | Spans | None, ...]
     """Result of each term: one number, numbers for spans of tokens, or None if the result is missing."""
@@ -76,8 +76,7 @@ def score_table(rollouts: pa.Table, scores: Sequence[Scores], scoring: ScoringCo
 
 
 def score_metrics(table: pa.Table, terms: Sequence[str]) -> dict[str, float]:
-    """Return sums and sums of squares of the total reward and of each term, and the numbers of rows and of missing
-    scores.
+    """Return metrics of a score table: counts of rows and missing scores, and sums and squared sums of rewards.
 
     Unlike means, these numbers can be added over shards.
     """
@@ -142,14 +141,14 @@ def _join_row(
 
 
 def _spans(found: StepValues, reward: RewardConfig, starts: Sequence[int]) -> Spans:
-    """Convert the values of steps or tokens to values of spans of tokens."""
+    """Convert the values of a completion's steps or tokens to values of spans (runs of tokens with one value)."""
     if reward.granularity == "token":
         return Spans(tuple(range(len(found.values))), found.values)
     return assign_spans(starts, found)
 
 
 def _scalar(value: float | Spans | None, reward: RewardConfig) -> float | None:
-    """Return the value of a term as one number. The values of spans are aggregated as configured."""
+    """Return the value of a reward term as one number. Values of spans are combined by the configured function."""
     return aggregate(value.values, reward.aggregation) if isinstance(value, Spans) else value
 
 

@@ -1,4 +1,4 @@
-"""Reward that compares the embeddings of the completion and of the reference answer, computed by a retriever."""
+"""Reward for semantic similarity: a retriever embeds the completion and the reference answer."""
 
 from models.config.reward_terms import SimilarityReward
 from models.retrieval.encoders import Retriever

@@ -9,14 +9,14 @@ _NAMES: Final = re.compile(
     "theta|alpha|beta|gamma|delta|epsilon|lambda|mu|sigma|phi|omega|tau|rho|eta|zeta|pi|inf|infinity|oo",
     re.IGNORECASE,
 )
-"""Pattern for names of mathematical functions and letters, which do not count as words inside an answer."""
+"""Pattern for names of mathematical functions and Greek letters, which do not count as words inside an answer."""
 
 _CONSTANTS: Final = re.compile("pi|inf|infinity|oo", re.IGNORECASE)
 
 _CONNECTORS: Final = re.compile("and|or|if|for|in|the|an?|is|of|to")
 
 _VOWELLESS: Final = frozenset({"by", "my", "hmm", "shh", "psst", "tsk", "nth", "mr", "mrs", "dr", "vs", "ly", "brr"})
-"""English words that look like products of variables."""
+"""English words without vowels, which would otherwise be read as products of variables."""
 
 _CODE: Final = re.compile(
     rf"(?!(?:{_NAMES.pattern})\d)[A-Za-z]+\d[A-Za-z\d]*(?:\.\d+)*|(?:[A-Z][a-z]?(?:_?\d+)?)+[+-]?"
@@ -103,7 +103,7 @@ def is_code(text: str) -> bool:
 
 
 def _code_key(text: str) -> str:
-    """Return a code without indices' marks and the spaces of text commands."""
+    """Return a code, such as CO_2, without index marks and spaces, so that CO_2 and CO2 are equal."""
     return re.sub(r"\s*_\s*\{?\s*(\d+)\s*\}?\s*", r"\1", text).strip()
 
 

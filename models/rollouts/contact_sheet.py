@@ -23,17 +23,17 @@ PAPER, INK, QUIET, EMPTY = "#ffffff", "#1a1a1a", "#6b6b6b", "#e4e4e4"
 
 @dataclass(frozen=True, slots=True)
 class SheetPicture:
-    """Picture with its reward."""
+    """Picture on a contact sheet, with the reward that is written below."""
 
     encoded: bytes
-    """Encoded picture."""
+    """Picture file, such as a PNG."""
     reward: float | None
     """Total reward, or None if it is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class SheetRow:
-    """Prompt with its pictures, at least one."""
+    """Prompt with the pictures that were generated for it, at least one."""
 
     prompt: str
     pictures: tuple[SheetPicture, ...]
@@ -41,7 +41,7 @@ class SheetRow:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """Pictures that are shown side by side.
+    """One line of a contact sheet: pictures that are shown side by side.
 
     `prompt` is the text above them, or None if the pictures of this prompt started in an earlier line.
     """

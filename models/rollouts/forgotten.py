@@ -26,7 +26,7 @@ FORGOTTEN: Final = "forgotten"
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Prompts to remove, by their ids and by their rows in the prompts table."""
+    """Prompts whose data is removed, with the ids and row numbers by which tables refer to them."""
 
     ids: frozenset[str]
     rows: frozenset[int]
@@ -35,7 +35,7 @@ class Prompts:
 
 
 def find_prompts(table: pa.Table, ids: Collection[str]) -> Prompts:
-    """Return the prompts of a prompts table whose ids are listed."""
+    """Find the prompts with the listed ids in a prompts table."""
     names: list[str] = table["prompt_id"].to_pylist()
     rows = frozenset(row for row, name in enumerate(names) if name in ids)
     others = {image for row, images in enumerate(table["images"].to_pylist()) if row not in rows for image in images}
@@ -74,7 +74,7 @@ def _rows_of(table: pa.Table, prompts: Prompts) -> Mask:
 
 
 def _mask(column: pa.ChunkedArray, values: Collection[object], kind: pa.DataType) -> Mask:
-    """Return a mask of the entries of a column that are equal to one of the given values."""
+    """Return a mask of the entries of a column that are equal to one of the given values of Arrow type `kind`."""
     is_listed: Mask = pc.is_in(column, pa.array(list(values), kind)).to_numpy()
     return is_listed
 

@@ -35,7 +35,7 @@ class Segment:
 
 
 class ChatMessage(TypedDict):
-    """Chat message in the format of rollouts."""
+    """Message of a chat or an episode, in the format of rollout shards."""
 
     role: str
     content: str
@@ -49,7 +49,7 @@ class TurnRecord:
     tokens: int
     """Number of tokens that the policy generated in this turn."""
     observation: int = 0
-    """Number of tokens of the observation after this turn, or of the separate prompt of the next turn."""
+    """Number of tokens between this turn and the next: the observation, or the next turn's separate prompt."""
     calls: int = 0
     """Number of tool calls in this turn."""
     errors: int = 0
@@ -66,14 +66,14 @@ class PartialCompletion:
 
     seed: int
     input: ModelInput
-    """Prompt and the completion so far."""
+    """Model input: tokens and images of the prompt, and the tokens of the completion so far."""
     logprobs: tuple[float, ...] = ()
     """Log-probs of the completion tokens. 0 for tokens that no policy generated."""
     text: str = ""
     finish_reason: FinishReason = FinishReason.CUT
     segments: tuple[Segment, ...] = ()
     turns: tuple[TurnRecord, ...] = ()
-    """Turns of an episode that have ended."""
+    """Finished turns, if the completion is an episode."""
     messages: tuple[ChatMessage, ...] = ()
     """Messages of an episode after the prompt: the policy's turns and the observations, in order."""
     picture: Picture | None = None
@@ -100,12 +100,12 @@ class PartialCompletion:
 
     @property
     def num_generated(self) -> int:
-        """Number of tokens that policies generated."""
+        """Number of tokens of this completion that policies generated, without observations and turn prompts."""
         return sum(segment.tokens for segment in self.segments if segment.policy_version >= 0)
 
     @property
     def num_turn_tokens(self) -> int:
-        """Number of tokens of the current, unfinished turn of an episode."""
+        """Number of tokens in the unfinished turn of an episode."""
         return len(self.logprobs) - sum(turn.tokens + turn.observation for turn in self.turns)
 
     def generated_turns(self) -> list[tuple[int, ...]]:
@@ -124,7 +124,7 @@ class PartialCompletion:
         return bool(self.segments) and self.segments[-1].policy_version == TURN_PROMPT
 
     def append_observation(self, tokens: Sequence[int]) -> "PartialCompletion":
-        """Append the tokens of an observation."""
+        """Append an environment's message (observation) to the completion, as tokens that are not trained on."""
         return self._given(tokens, ENVIRONMENT) if tokens else self
 
     def append_turn_prompt(self, tokens: Sequence[int], text: str) -> "PartialCompletion":
@@ -144,7 +144,7 @@ class PartialCompletion:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Prompt with its completions, in the order of their samples."""
+    """Prompt with its completions, sorted by their sample number."""
 
     prompt_row: int
     prompt_id: str
@@ -162,7 +162,7 @@ class Group:
 
     @property
     def is_finished(self) -> bool:
-        """Whether all completions have ended."""
+        """Whether all completions of the group have ended."""
         return all(draft.finish_reason is not FinishReason.CUT for draft in self.drafts)
 
     def build_request(self, version: int, partial: PartialRollout | None) -> Request:
@@ -198,8 +198,10 @@ class Group:
 
 
 def fresh_groups(prompts: pa.Table, rows: Sequence[int], *, group_size: int, seed: int, iteration: int) -> list[Group]:
-    """Return a group without generated tokens for each prompt. `rows` are the row numbers of the prompts in their
-    shard."""
+    """Return a group of `group_size` completions without generated tokens for each prompt of the table.
+
+    `rows` contains the index of each prompt in its shard, from which the completions' seeds are derived.
+    """
     return [
         replace(
             group,
@@ -228,7 +230,10 @@ def read_groups(rollouts: pa.Table, prompts: pa.Table) -> list[Group]:
 
 
 def _without_drafts(prompts: pa.Table, rows: Sequence[int]) -> list[Group]:
-    """Return groups without completions for rows of the prompts table."""
+    """Return each prompt of the table as a group without completions.
+
+    `rows` are the prompts' indices in their shard.
+    """
     columns = ["prompt_id", "text", "answer", "columns", "messages", *({TEMPLATE} & {*prompts.column_names})]
     groups = []
     for row, prompt in zip(rows, prompts.select(columns).to_pylist(), strict=True):
@@ -279,7 +284,7 @@ def build_table(groups: Sequence[Group]) -> pa.Table:
 
 
 class _Row(TypedDict):
-    """Row of a rollout shard without the columns of model inputs."""
+    """Row of a rollout shard, without the token columns, which are read as model inputs."""
 
     prompt_row: int
     completion: str

@@ -25,20 +25,20 @@ TEXTS = ("prompt", "completion", "answer")
 
 
 class RolloutPreview(Settings):
-    """One completion for a person to read."""
+    """One completion with its prompt, reward and other facts, for a person to read."""
 
     iteration: int
     """Iteration that generated the completion."""
     prompt_id: str
-    """Stable id of the problem."""
+    """Id of the problem, which is the same in all runs with the same data."""
     sample: int
     """Index of the completion within its group."""
     prompt: str
-    """Rendered prompt."""
+    """Prompt as the policy receives it, after the chat template."""
     completion: str
     """Text of the completion."""
     answer: str | None
-    """Reference answer."""
+    """Reference answer from the data, or None if the data has none."""
     reward: float | None
     """Total reward, or None if it is missing."""
     finish_reason: str
@@ -100,7 +100,10 @@ def read_rows(
 
 
 def _shown(samples: Sequence[RolloutPreview], table: pa.Table, media: Media) -> list[RolloutPreview]:
-    """Return the previews with the images of their prompts and the generated pictures added."""
+    """Add to each preview the descriptions of the prompt's images and of the generated picture.
+
+    `table` has the rows of the previews in the same order.
+    """
     return [
         sample.model_copy(update={"images": tuple(map(media.shown, digests))}) if digests else sample
         for sample, digests in zip(samples, image_digests(table), strict=True)
@@ -118,7 +121,7 @@ def _shortened(table: pa.Table, characters: int) -> pa.Table:
 
 
 def _rewards(store: Store, rollouts: ShardRef, scores: ShardRef | None) -> pa.ChunkedArray:
-    """Return the reward column of the scores, or nulls if there are no scores."""
+    """Return the total rewards of a rollout shard from its score shard, or nulls if `scores` is None."""
     if scores is None:
         return pa.chunked_array([pa.nulls(rollouts.rows, pa.float64())])
     return read_shard(store, scores, ["reward"])["reward"]

@@ -21,15 +21,14 @@ class FrontMetrics(Settings):
     """Quality measures of a set of policies, computed from standardized rewards."""
 
     hypervolume: float
-    """Volume of the region that is below some policy in every reward and above the reference point, in units of the
-    product of the rewards."""
+    """Volume of all points that some policy exceeds in every reward and that exceed the reference point."""
     mean: float
     """Mean over all preferences of Σ μ_i R_i, the rewards of a policy weighted by its preference μ."""
     inside: float | None
     """Mean of Σ μ_i R_i (rewards weighted by the preference μ) over the preferences in which every share is at least
     0.2. None if the grid has no such preference."""
     corners: tuple[float, ...]
-    """For each reward, its mean under the policy for a preference for this reward alone."""
+    """Mean of each reward under the policy that was merged for this reward alone."""
     kendall_tau: float | None
     """Mean over rewards of Kendall's τ_b between the share of a reward in the preference and the reward. It is 1 if a
     larger share always leads to a larger reward. None if one reward is equal for all policies."""

@@ -17,7 +17,7 @@ from models.config.soup import SoupMethod, find_beta_conflict
 from models.records.columns import Floats
 
 SUM_ERROR = 1e-6
-"""Maximum deviation from 1 of the sum of a preference's shares."""
+"""Maximum difference between 1 and the sum of the shares in a preference, to allow for rounding."""
 
 
 def mixing_matrix(num_rewards: int, beta: float) -> Floats:
@@ -42,7 +42,10 @@ def merge_weights(preference: Sequence[float], beta: float) -> tuple[float, ...]
 
 
 def compute_backbone_weights(method: SoupMethod, preference: Sequence[float], beta: float) -> tuple[float, ...]:
-    """Return the weights of the backbones under a merge method. `direct` uses the preference itself as weights."""
+    """Return the weights with which backbones are merged for a preference (a share for each reward).
+
+    Method `direct` uses the preference itself as weights.
+    """
     solved = merge_weights(preference, beta)
     return tuple(map(float, preference)) if method == "direct" else solved
 
@@ -61,7 +64,7 @@ def check_preference(preference: Sequence[float], num_rewards: int) -> None:
 
 
 def preference_grid(num_rewards: int, per_axis: int) -> list[tuple[float, ...]]:
-    """Return all preferences on a grid with `per_axis` values for each share, corners included, in ascending order."""
+    """Return all preferences whose shares are multiples of 1 / (per_axis − 1), in ascending order."""
     steps = per_axis - 1
     counts = (each for each in product(range(steps + 1), repeat=num_rewards) if sum(each) == steps)
     return [tuple(count / steps for count in each) for each in counts]

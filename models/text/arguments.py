@@ -1,4 +1,4 @@
-"""Check of the arguments of tool calls against the JSON schemas of the tools. Torch-free.
+"""Check of tool call arguments against the tools' JSON schemas. Torch-free.
 
 If an argument is wrong, the policy reads a message about it, as it does when a call cannot be parsed. Without the
 check, a tool that receives an argument of a wrong type may raise an error, which would count as a failure of the
@@ -35,7 +35,7 @@ _MAX_PROBLEMS: Final = 3
 
 Validator = Any  # a class that jsonschema generates
 Argument = tuple[str | int, ...]
-"""Path to a value inside the arguments: names of fields and indices of lists."""
+"""Path to a value inside the arguments of a call: names of fields and indices into lists."""
 
 
 def check_arguments(parse: Parser, tools: Sequence[ToolSchema]) -> Parser:
@@ -131,7 +131,7 @@ def _normalize_keyword(key: str, value: JsonValue) -> JsonValue:
 
 
 def _describe_errors(error: ValidationError) -> Iterator[str]:
-    """Yield messages for one error of the validator."""
+    """Yield messages for the policy about one validation error. Each message names the wrong argument."""
     path = tuple(error.absolute_path)
     schema = cast(Mapping[str, JsonValue], error.schema)
     properties = cast(Mapping[str, JsonValue], schema.get("properties", {}))
@@ -175,7 +175,7 @@ def _describe_alternatives(error: ValidationError) -> Iterator[str]:
 
 
 def _describe_type(schema: object) -> str:
-    """Return the types that a schema allows as a text, such as `integer or null`."""
+    """Return the types that a schema allows, as text for a message, such as `integer or null`."""
     if not isinstance(schema, dict):
         return "a value"
     if "type" not in schema:
@@ -195,5 +195,5 @@ def _format_path(path: Argument) -> str:
 
 
 def _quote(value: object) -> str:
-    """Return a value as JSON for a message, shortened to 60 characters."""
+    """Return a wrong value as JSON for an error message, shortened to 60 characters."""
     return f"{json.dumps(value, ensure_ascii=False):.60}"

@@ -32,7 +32,7 @@ _DEEPEST: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Tool call of a policy."""
+    """Tool call that a policy wrote in a turn."""
 
     name: str
     """Name of the tool, or an empty string if it could not be parsed."""
@@ -69,7 +69,7 @@ def call_id(number: int) -> str:
 
 
 Parser = Callable[[str], ParsedTurn]
-"""Function that extracts the tool calls from the text of a turn."""
+"""Function that splits the text of a policy's turn into plain text and tool calls."""
 
 
 def build_parser(name: str, tokenizer: PreTrainedTokenizerFast, *, tools: Sequence[ToolSchema] = ()) -> Parser:
@@ -206,7 +206,7 @@ def _is_shallow(value: JsonValue, levels: int) -> bool:
 
 
 def _call_with_error(error: str) -> Call:
-    """Return a call without a name that carries this error message."""
+    """Return a call that could not be parsed, with an error message for the policy."""
     return Call("", {}, error)
 
 

@@ -41,7 +41,7 @@ class TemplateFailed(ValueError):
     def __init__(self, message: str, *, chat: int) -> None:
         super().__init__(message)
         self.chat = chat
-        """Index of the chat that failed."""
+        """Index of the chat that failed, among the chats of the request."""
 
 
 def render_chats(
@@ -255,7 +255,7 @@ def _run_template(
 
 
 def _parts(content: str | list[dict[str, str]] | None) -> list[dict[str, str]]:
-    """Return the content of a message as a list of parts."""
+    """Return the content of a message as a list of parts, as some templates require."""
     return [{"text": content}] if isinstance(content, str) else content or []
 
 

@@ -54,7 +54,7 @@ def control_token_pattern(tokenizer: PreTrainedTokenizerFast, *, template: str =
 
 
 def _join(contents: set[str], flags: int = 0) -> re.Pattern[str]:
-    """Return the pattern of any of these texts. The longest match comes first."""
+    """Return a pattern that matches any of these texts, and the longest one if several match."""
     return re.compile("|".join(map(re.escape, sorted(contents, key=len, reverse=True))) or "(?!)", flags)
 
 
@@ -63,14 +63,14 @@ class Marks:
     """Marks that replace the first characters of control tokens in texts."""
 
     marks: Mapping[str, str]
-    """Mark of each first character."""
+    """Mark that replaces each character with which a control token begins, by that character."""
 
     def restore(self, text: str) -> str:
-        """Replace each mark in a text by the first character of the control token that it stands for."""
+        """Replace each mark in a text by the character that it stands for, which undoes the marking."""
         return text.translate({ord(mark): character for character, mark in self.marks.items()})
 
     def decode(self, text: str) -> str:
-        """Return a rendered text in which marks that a template wrote as JSON escapes are marks again."""
+        """Convert marks in a rendered text back to marks if the template wrote them as JSON escapes."""
         for character, mark in self.marks.items():
             original = mark if character.isascii() else _escape(character)
             text = text.replace(_escape(mark), original)
@@ -88,18 +88,18 @@ def _escape(character: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TokenSet:
-    """Set of control tokens that texts may contain."""
+    """Set of control tokens, with patterns that find them in texts."""
 
     contents: frozenset[str]
     exact: re.Pattern[str]
     any_case: re.Pattern[str]
     """Pattern that ignores letter case, because a template may change the case of a text."""
     starts: re.Pattern[str]
-    """Pattern of the first characters."""
+    """Pattern of the characters with which control tokens begin."""
 
     @staticmethod
     def of(contents: set[str]) -> "TokenSet":
-        """Return the set of these tokens without white space, and without tokens of bytes, which encode characters."""
+        """Return the set of these control tokens, without white space and byte tokens (parts of characters)."""
         named = {content for content in contents if content.strip() and not _BYTE.fullmatch(content)}
         starts = "".join(re.escape(character) for each in named for character in {each[0].lower(), each[0].upper()})
         return TokenSet(
@@ -212,17 +212,17 @@ class ControlTokens:
                     yield begin, end, number
 
     def _normalize(self, text: str) -> str:
-        """Return a text as the tokenizer normalizes it, without outer white space."""
+        """Return a text after the tokenizer's normalization, without outer white space."""
         normalizer = self.tokenizer.backend_tokenizer.normalizer
         return text.strip() if normalizer is None else normalizer.normalize_str(text.strip()).strip()
 
     def _tokens_for(self, message: Message) -> TokenSet:
-        """Return the control tokens that the texts of a message must not become."""
+        """Return the control tokens that texts in this message must not become, which depend on its role."""
         return self.special if message.role == "assistant" else self.all
 
     # ---- marks
     def mark_prompt(self, prompt: Prompt, marks: Marks) -> Prompt:
-        """Replace the first character of each control token that a prompt contains by its mark."""
+        """Replace the first character of each control token in a prompt by a mark, so that it becomes ordinary text."""
         if isinstance(prompt, str):
             return self.mark_text(prompt, marks)
         return tuple(self._mark_message(each, marks) for each in prompt)

@@ -19,12 +19,12 @@ from models.text.turn_end import find_turn_end
 
 @dataclass(frozen=True, slots=True)
 class WrittenCompletion:
-    """Completion as the chat template writes it after the prompt."""
+    """Completion that the policy is trained on: a message as the chat template writes it after the prompt."""
 
     text: str
-    """Text without the token that ends the turn."""
+    """Text of the completion, without the token that ends the turn."""
     tokens: tuple[int, ...]
-    """Tokens with the token that ends the turn."""
+    """Token IDs of the completion, including the token that ends the turn."""
 
 
 def write_completion(

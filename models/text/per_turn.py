@@ -31,7 +31,7 @@ _CALL: Final = Call(_TOOL, {"of": TURN})
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One turn of the policy, with the environment's reply."""
+    """One turn of the policy with the environment's reply, from which later prompts are rendered."""
 
     turn: Mapping[str, object]
     """Turn as a message in the format of chat templates."""
@@ -42,7 +42,7 @@ class Exchange:
 def render_prompt(
     form: TurnFormat, asked: Sequence[Message], exchanges: Sequence[Exchange], *, prompt: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Return the tokens of a chat up to the start of its next turn.
+    """Return the prompt of the next turn as tokens: the chat so far, rendered in the format `form`.
 
     `asked` are the messages of the problem. Control tokens in them are encoded in the same way as in `prompt`, the
     tokens before the first turn. Raises ValueError if the chat template rejects the chat.
@@ -64,14 +64,14 @@ def render_prompt(
 
 
 def _as_user(text: str) -> Prompt:
-    """Return a text of an environment as a chat, to find its control tokens."""
+    """Return an environment's text as a chat with one user message, in which control tokens can be found."""
     return (Message("user", text),)
 
 
 def _render_marked(
     form: TurnFormat, asked: Sequence[Message], exchanges: Sequence[Exchange], control: ControlTokens, marks: Marks
 ) -> tuple[int, ...]:
-    """Return the tokens of a chat whose problem contains control tokens as ordinary text."""
+    """Return the tokens of a chat in which control tokens in the problem's messages (`asked`) are ordinary text."""
     problem = control.mark_prompt(tuple(asked), marks)
     arguments = control.mark_arguments(TemplateArguments(form.tools, form.kwargs), marks)
     marked_form = replace(form, tools=arguments.tools, kwargs=arguments.kwargs)
@@ -82,13 +82,16 @@ def _render_marked(
 
 
 def _encode_exchange(form: TurnFormat, exchange: Exchange, change: Callable[[str], str]) -> Chat:
-    """Return a turn and the answers of the environment, with the texts of the answers changed."""
+    """Return a turn and the environment's answers as messages for the chat template.
+
+    `change` is applied to the texts of the answers, to mark their control tokens.
+    """
     answers = [Message(each.role, change(text_of(each.content)), each.name) for each in exchange.observations]
     return [dict(exchange.turn), *encode_answers(form, answers)]
 
 
 def _render_chat(form: TurnFormat, chat: Chat) -> str:
-    """Render a chat up to its next turn. Raises ValueError if the chat template rejects the chat."""
+    """Render a chat up to the start of its next turn. Raises ValueError if the chat template rejects the chat."""
     try:
         [text] = form.render([chat], generation_prompt=True)
     except TemplateFailed as error:
@@ -97,7 +100,7 @@ def _render_chat(form: TurnFormat, chat: Chat) -> str:
 
 
 def _render_plainly(form: TurnFormat, asked: Sequence[Message]) -> tuple[int, ...]:
-    """Return the tokens of a problem's messages if every control token that they contain becomes a control token."""
+    """Return the tokens of a problem's messages in which control tokens in the text have their special meaning."""
     text = _render_chat(form, _encode_messages(form, asked))
     return tuple(form.tokenizer(text, add_special_tokens=False)["input_ids"])
 

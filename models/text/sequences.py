@@ -26,7 +26,7 @@ _FIELD: Final = re.compile(r"\{(prompt|completion)\}")
 
 @dataclass(frozen=True, slots=True)
 class SequencePair:
-    """Token sequences of the better and of the worse completion of a prompt."""
+    """Model inputs of a preference pair: the prompt with the better completion, and with the worse one."""
 
     chosen: ModelInput
     rejected: ModelInput
@@ -188,7 +188,7 @@ def _mark_rendered(control: ControlTokens, prompt: str, messages: Sequence[Messa
 
 
 def _encode_text(text: str) -> str:
-    """Return a text as JSON, without the quotes."""
+    """Return a text as JSON without the quotes, as it occurs in prompts that templates write as JSON."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from models.config.reward_terms import BlankLines, PatternSteps, Segmentation
 
 Aggregate = Literal["mean", "sum", "min"]
-"""Function for combining several numbers into one."""
+"""Name of the function that combines the values of a completion's steps, tokens or turns into one number."""
 
 _BLANK: Final = re.compile(r"\n(?:[^\S\n]*\n)+")
 """Pattern for one or more consecutive blank lines."""
@@ -31,7 +31,7 @@ _CLOSING: Final = {"$$": "$$", "\\[": "\\]"}
 
 @dataclass(frozen=True, slots=True)
 class StepValues:
-    """Values of all steps of a completion, in order."""
+    """Steps of a completion in order: the length and the value (reward) of each step."""
 
     lengths: tuple[int, ...]
     """Length of each step in characters."""
@@ -40,7 +40,7 @@ class StepValues:
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Values of consecutive runs of tokens. Each run ends where the next one starts."""
+    """Values (rewards) of consecutive runs of completion tokens. Each run ends where the next one starts."""
 
     starts: tuple[int, ...]
     """Index of the first token of each run."""

@@ -22,12 +22,12 @@ _MARK: Final = "part5w8d"
 _ARGUMENTS: Final = {"of4k7q": "it9x2v"}
 _AS_TEXT: Final = json.dumps(_ARGUMENTS)
 _PROBES: Final = 4
-"""Maximum number of chats of one kind that are rendered to choose their form."""
+"""Maximum number of chats of one kind that are rendered as probes, to choose the form of all chats of that kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """Form of the messages of a chat."""
+    """Form in which messages are passed to a chat template."""
 
     arguments: _Arguments = "unchanged"
     """Form of the arguments of tool calls. Files have objects or JSON text."""
@@ -129,7 +129,7 @@ def _choose_form(chats: Sequence[tuple[Chat, TemplateArguments]], tokenizer: Pre
 
 
 def _count_shown(form: _Form, chat: Chat, arguments: TemplateArguments, tokenizer: PreTrainedTokenizerFast) -> float:
-    """Return the number of kinds of values of a chat that the template shows in a form, or -1 if it fails."""
+    """Return how many kinds of values of a chat the template shows in this form, or -1 if the template fails."""
     probe = form.apply([_mark_values(message) for message in chat])
     try:
         [text] = render_chats(
@@ -148,7 +148,7 @@ def _count_shown(form: _Form, chat: Chat, arguments: TemplateArguments, tokenize
 
 
 def _mark_values(message: dict[str, object]) -> dict[str, object]:
-    """Return a message with words that are easy to find in place of its arguments, and of a content of parts."""
+    """Return a message whose call arguments and content parts are replaced by words that are easy to find."""
     texts = _texts_of(message)
     if texts is not None:
         message = {**message, "content": [{"type": "text", "text": _MARK} for _ in texts]}
@@ -192,10 +192,10 @@ def _map_arguments(message: Mapping[str, object], convert: Callable[[object], ob
 
 
 def _parse(arguments: object) -> object:
-    """Return arguments as an object."""
+    """Return the arguments of a tool call as an object. JSON text is decoded."""
     return json.loads(arguments) if isinstance(arguments, str) else arguments
 
 
 def _encode(arguments: object) -> object:
-    """Return arguments as JSON text. A text of the file keeps its spelling."""
+    """Return the arguments of a tool call as JSON text. Arguments that are text already stay unchanged."""
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

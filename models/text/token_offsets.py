@@ -89,6 +89,6 @@ def _starts(tokenizer: Tokenizer, tokens: Sequence[int], piece: str, at: int) ->
 
 
 def _common(first: str, second: str) -> int:
-    """Return the length of the common prefix of two texts."""
+    """Return the number of characters with which two texts begin alike."""
     pairs = zip(first, second, strict=False)
     return next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))

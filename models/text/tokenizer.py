@@ -49,7 +49,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
-    """Prompt as text and as tokens."""
+    """Prompt as rendered text and as the model input of the policy."""
 
     text: str
     """Prompt as shown to rewards, judges and people: plain text unchanged, a chat as the chat template renders it."""
@@ -314,7 +314,7 @@ def renders_plain_text(tokenizer: PreTrainedTokenizerFast) -> bool:
 
 
 TokenizedProblems = list[tuple[Problem, TokenizedPrompt]]
-"""Problems, each with its tokenized prompt."""
+"""Problems, each with its tokenized prompt, in the order of the data."""
 
 
 def enforce_prompt_length(

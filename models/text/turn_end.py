@@ -11,12 +11,12 @@ from models.text.turns import find_end_of_last_turn, turn_format
 
 @dataclass(frozen=True, slots=True)
 class TurnEnd:
-    """End of an assistant's message as a chat template writes it."""
+    """Ending that a chat template writes after the content of an assistant's message."""
 
     text: str
-    """Text between the content of the message and the end token, usually empty."""
+    """Text between the content of the message and the end token. It is empty in most templates."""
     token: int
-    """Token that ends the turn."""
+    """ID of the token that ends the turn."""
 
 
 def find_turn_end(tokenizer: PreTrainedTokenizerFast, *, stated: Collection[int] = ()) -> TurnEnd | None:

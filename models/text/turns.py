@@ -47,7 +47,7 @@ class TurnFormat:
 
     tokenizer: PreTrainedTokenizerFast
     ends: tuple[int, ...]
-    """IDs of the tokens that end a turn, ascending."""
+    """IDs of the tokens that end a turn of the policy, in ascending order."""
     tools: tuple[ToolSchema, ...]
     """Schemas of the tools that prompts describe."""
     is_chat: bool
@@ -72,8 +72,7 @@ class TurnFormat:
         return TemplateArguments(self.tools, self.kwargs)
 
     def encode_observation(self, messages: Sequence[Message], *, ended: bool = True) -> tuple[int, ...]:
-        """Return the tokens from the end of a turn to the start of the next turn: the messages of an observation in the
-        format of the template.
+        """Return the tokens between two turns: an observation's messages in the format of the chat template.
 
         Messages have the role `tool`, with the name of the tool, or `user`. `ended` is whether the last token of the
         turn is one of `ends`. If not, because a stop text ended the turn, the end token of the template is inserted
@@ -118,7 +117,7 @@ class TurnFormat:
         )
 
     def encode_message(self, message: Message) -> dict[str, object]:
-        """Return a message in the format that the chat template requires."""
+        """Return a message for the chat template, with its content as text or parts, as the template requires."""
         if message.content is None:
             return message.encode()
         text = text_of(message.content)
@@ -238,7 +237,7 @@ class _Step:
     kept: str
     """Text that must be unchanged after more messages: everything except the text after the end of a turn."""
     text: str
-    """Whole rendered chat."""
+    """Rendered chat in full."""
 
 
 def _render_growing_chat(form: TurnFormat, answer: Message) -> list[_Step]:
@@ -383,7 +382,7 @@ def _drop_middle(text: str, num_kept: int) -> str:
 
 
 def _token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
-    """Return the id of a token."""
+    """Return the ID of a token, given its text."""
     return int(tokenizer.convert_tokens_to_ids(token))
 
 

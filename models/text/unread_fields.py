@@ -56,7 +56,7 @@ def count_unread_fields(
 
 
 def _list_values(prompt: Sequence[Message]) -> Iterator[str]:
-    """Yield the names of the fields and contents of a chat."""
+    """Yield the name of each field and each role's content that occurs in a chat, such as `tool_calls`."""
     for message in prompt:
         yield from message.fields
         if message.name:
@@ -101,7 +101,7 @@ def _mark_content(message: Message) -> Message:
 
 
 def _drop_field(prompt: Sequence[Message], name: str) -> Iterator[Message]:
-    """Yield the messages without a field."""
+    """Yield the messages of a prompt without the field `name`."""
     for message in prompt:
         fields = {key: value for key, value in message.fields.items() if key != name}
         yield replace(message, name="" if name == "name" else message.name, fields=fields)

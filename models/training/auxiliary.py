@@ -43,7 +43,7 @@ _REFS = TypeAdapter(tuple[ShardRef, ...])
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Shards with auxiliary models' per-token outputs for one iteration, and their numbers of sequences and tokens."""
+    """Shards with one iteration's per-token outputs of auxiliary models, and counts of scored sequences and tokens."""
 
     shards: tuple[ShardRef, ...]
     sequences: int
@@ -51,7 +51,7 @@ class TokenScores:
 
 
 def build_model_forward(forward: Callable[[MicroBatch], Tensor], on_progress: Callable[[], None]) -> AuxiliaryForward:
-    """Return a function that runs a loaded model over micro-batches.
+    """Return a function that runs a loaded model over micro-batches, and returns one value per policy-generated token.
     `on_progress` is called after every forward pass.
     """
 
@@ -98,8 +98,8 @@ def write_auxiliary_scores(
     """Run each auxiliary model on all completion tokens, and write one shard of outputs per rollout shard.
 
     Collective: every rank must call this, and rank 0 writes the shards. `forwards` maps each column to its model.
-    `images` is given if the vision tower of a model encodes the images of every micro-batch again, `step_tokens` only
-    for text-to-image policies.
+    `images` is None unless a vision tower encodes the images of every micro-batch again. `step_tokens` is the number of
+    tokens that a text-to-image policy reads per denoising step, and None for other policies.
     """
     tables = [
         select_rows(select_with_experts(read_shard(store, shard.rollouts), _COLUMNS), shard.rows)
@@ -141,7 +141,7 @@ def write_auxiliary_scores(
 def _restore_order(
     gathered: Sequence[bytes], plan: StepPlan, counts: NDArray[np.int64], *, num_columns: int
 ) -> list[NDArray[np.float32]]:
-    """Reorder the outputs gathered from all ranks from micro-batch order to row order.
+    """Sort the outputs that all ranks computed by row, and return one array per output column.
 
     `counts` contains the number of policy-generated tokens of each row.
     """

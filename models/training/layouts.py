@@ -32,11 +32,11 @@ class StateLayout(Settings):
     world_size: int
     """Number of ranks that share the state."""
     zero_stage: int
-    """ZeRO stage of DeepSpeed."""
+    """DeepSpeed's ZeRO stage (0 to 3), which determines what is sharded over the ranks."""
     dtype: str
     """Data type of the weights: "float32" or "bfloat16"."""
     optimizer: str = "adamw"
-    """Name of the optimizer."""
+    """Key of the optimizer in the configuration, such as "adamw" or "muon"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def _iter_ranges(layout: StateLayout, sizes: Sequence[int], rank: int) -> Iterat
 
 @dataclass(frozen=True)
 class _Part:
-    """File with one rank's part of a state."""
+    """Safetensors file with one rank's part of an optimizer state, read range by range."""
 
     path: Path
 
@@ -98,7 +98,7 @@ class _Part:
             return torch.stack([file.get_tensor(name) for name, _, _ in self._spans[_STEP]]).max()
 
     def read(self, vector: str, begin: int, end: int) -> Tensor:
-        """Return the values of a vector from offset `begin` up to, but excluding, `end`."""
+        """Return the values from offset `begin` up to, but excluding, `end` of the named vector, such as "exp_avg"."""
         ranges = []
         with safe_open(self.path, framework="pt") as file:
             for name, first, last in self._spans[vector]:
@@ -119,10 +119,11 @@ def convert_state(
     sizes: Sequence[int],
     shapes: Sequence[Sequence[int]],
 ) -> Mapping[str, Tensor]:
-    """Convert a state from layout `source` to layout `target` and return this rank's part by tensor name.
+    """Read this rank's part of an optimizer state that was written with another number of ranks or ZeRO stage.
 
-    `files` are the files of layout `source`, in the order of its ranks. `sizes` contains the number of values of each
-    trained parameter, in the engine's order. `shapes` contains the shapes of this rank's tensors.
+    Returns tensors by name. `files` are the files of layout `source`, in rank order; `target` is this run's layout.
+    `sizes` contains the number of values of each trained parameter, in the engine's order. `shapes` contains the shapes
+    of this rank's tensors.
     """
     parts = [_Part(path) for path in (files[:1] if source.zero_stage == 0 else files)]
     sources = [

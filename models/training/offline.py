@@ -41,7 +41,7 @@ CURVE_POINTS = 50
 
 @dataclass(frozen=True, slots=True)
 class TrainingCallbacks:
-    """Callbacks that report the progress of training."""
+    """Callbacks through which a training on fixed data reports its progress."""
 
     on_progress: Callable[[], None]
     """Called after every forward pass."""
@@ -65,7 +65,7 @@ class TrainingResult:
 
 
 def encode_examples(examples: Sequence[Example], directory: Path, *, rules: TextRules) -> list[ModelInput]:
-    """Encode warm-up examples with the tokenizer, the image settings and the end tokens of a policy in a directory.
+    """Encode warm-up examples for a policy. The directory contains its tokenizer, image settings and end tokens.
 
     Raises BadInput if an example does not fit the policy.
     """
@@ -152,7 +152,10 @@ def fine_tune_on_inputs(
 def report_steps(
     losses: Tensor, steps: int, *, callbacks: TrainingCallbacks, ranks: Ranks, done: int | None = None
 ) -> None:
-    """Report the progress of training after every fiftieth of its steps.
+    """Call `callbacks.on_steps` each time another 2% of the steps are done.
+
+    `losses` contains the losses of the steps so far, of which the last `LAST_STEPS` are averaged. `done` is the number
+    of steps done, by default the number of losses.
 
     Collective: the ranks sum their contributions to the latest losses, so all ranks must call this at the same steps.
     """
@@ -179,7 +182,7 @@ def _take_step(
 ) -> None:
     """Take an optimizer step. The learning rate warms up over 5% of the steps and decays by a cosine to a tenth.
 
-    Raises Quarantined if the gradient norm is not finite.
+    Raises Quarantined, with `where` as the name of the step, if the gradient norm is not finite.
     """
     rate = learning_rate(
         index,
@@ -194,7 +197,10 @@ def _take_step(
 
 
 def _shares_at(shares_N: torch.Tensor, logprobs_C: torch.Tensor, places_C: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of a loss that is a weighted sum of log-probs, for the tokens at indices `places_C`."""
+    """Return the gradient of a weighted sum of log-probs with respect to the log-probs at indices `places_C`.
+
+    The gradient consists of the weights `shares_N`. The log-probs are an argument only because other losses need them.
+    """
     return shares_N[places_C]
 
 
@@ -206,7 +212,7 @@ def _imitate_step(
     *,
     on_progress: Callable[[], None],
 ) -> torch.Tensor:
-    """Run this rank's micro-batches of one step and return its share of the loss.
+    """Run this rank's forward and backward passes of one fine-tuning step. Return the rank's share of the loss.
 
     The loss is the weighted mean over completion tokens.
     """
@@ -320,14 +326,17 @@ class _Pairs:
 
     @torch.no_grad()
     def start(self, microbatches: Sequence[Rows], pairs: Sequence[SequencePair]) -> list[PairScores]:
-        """Return the baseline scores of each micro-batch, computed before the first step."""
+        """Return the baseline scores of the pairs in each micro-batch. Must be called before the first step."""
         if self._work.baseline == "start":
             return [self._compute_numbers([pairs[row] for row in rows]) for rows in microbatches]
         zeros = [torch.zeros(len(rows), device=self._ranks.device) for rows in microbatches]
         return [PairScores(zeros_P, zeros_P) for zeros_P in zeros]
 
     def step(self, index: int, microbatches: Sequence[Rows], start: Sequence[PairScores]) -> Tensor:
-        """Take one optimizer step and return this rank's sums of loss, correctly ordered pairs and margin."""
+        """Take one optimizer step and return this rank's sums of loss, correctly ordered pairs and margin.
+
+        `start` contains the baseline scores of each micro-batch.
+        """
         schedule, total = self._work.schedule, torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
         for number, rows in enumerate(microbatches):
             terms = self._work.loss(self._compute_numbers([self._work.train[row] for row in rows]), start[number])
@@ -338,7 +347,10 @@ class _Pairs:
 
     @torch.no_grad()
     def measure(self, microbatches: Sequence[Rows], start: Sequence[PairScores]) -> Tensor:
-        """Return this rank's sums of loss, correctly ordered pairs and margin over the held-out pairs."""
+        """Return this rank's sums of loss, correctly ordered pairs and margin over the held-out pairs.
+
+        `start` contains the baseline scores of each micro-batch.
+        """
         heldout = self._work.heldout
         total = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
         for rows, start_numbers in zip(microbatches, start, strict=True):

@@ -59,7 +59,7 @@ def adam8bit(module: TokenModule, update: UpdateConfig, settings: Adam8bit) -> O
 
 
 def hidden_matrices(model: PreTrainedModel) -> list[nn.Parameter]:
-    """Return the trained matrices between a model's embeddings and its head."""
+    """Return the matrices that Muon updates: all trained ones between a model's embeddings and its head."""
     embedded = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
     trunk = trained_parameters(find_trunk(model))
     return [parameter for parameter in trunk if parameter.ndim == 2 and id(parameter) not in embedded]

@@ -23,7 +23,7 @@ from models.modeling.sequence_parallel import SequenceParallelGroup
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process's position among the update ranks."""
+    """Position of this process among the update ranks (the processes that train the policy together)."""
 
     rank: int
     world_size: int
@@ -156,7 +156,7 @@ def broadcast_bytes(data: bytes, ranks: Ranks) -> bytes:
 
 
 def any_rank(flag: bool, ranks: Ranks) -> bool:
-    """Return whether the flag is set on any rank. Collective: every rank must call this."""
+    """Return whether `flag` is true on at least one rank. Collective: every rank must call this."""
     raised = torch.tensor([int(flag)], device=ranks.device)
     dist.all_reduce(raised, op=dist.ReduceOp.MAX)
     return bool(raised)

@@ -50,7 +50,7 @@ class RouterTally:
         self._counts_RE = counts_RE
 
     def loss(self) -> Tensor | float:
-        """Count the latest forward pass, and return its part of the load-balancing loss times the coefficient."""
+        """Count the experts' tokens in the latest forward pass, and return its weighted load-balancing loss."""
         routing = self._trainer.routing
         if routing is None:
             return 0.0
@@ -62,7 +62,7 @@ class RouterTally:
         return self._coefficient * share
 
     def metrics(self, steps: int) -> dict[str, float]:
-        """Return the load metrics over all steps and ranks.
+        """Return metrics of how evenly the tokens are distributed over experts, from all steps and ranks.
         `router_loss` is the mean over steps, without the coefficient.
 
         Collective: every rank must call this.

@@ -37,11 +37,14 @@ _LAYOUT = "state.json"
 _FILE = TypeAdapter(BundledFile)
 
 HostCopy = tuple[Moments, BundledFile]
-"""One rank's part of a state in host memory, with the size and digest of its future file."""
+"""One rank's part of an optimizer state, copied to host memory, with the size and digest of the file to be written."""
 
 
 class StateWriter:
-    """Background writer of optimizer states. Every rank has a writer, and all ranks call its methods together."""
+    """Background writer that stores optimizer states while training continues.
+
+    Every rank has a writer, and all ranks call its methods together.
+    """
 
     def __init__(self, store: Store, update: UpdateConfig, *, ranks: Ranks, on_progress: Callable[[], None]) -> None:
         self._store = store
@@ -102,7 +105,10 @@ class StateWriter:
             self._on_progress()
 
     def _gather_contents(self, own_file: BundledFile) -> Contents:
-        """Return the table of contents for the files of all ranks. Collective: every rank must call this."""
+        """Return the names, sizes and digests of the state files of all ranks.
+
+        Collective: every rank must call this.
+        """
         encoded_files = gather_bytes(_FILE.dump_json(own_file), self._ranks)
         files = {_file_name(rank): _FILE.validate_json(data) for rank, data in enumerate(encoded_files)}
         layout = describe_pieces([_encoded(_build_layout(self._update, self._ranks))])

@@ -101,9 +101,8 @@ class Trainer:
 
     @torch.no_grad()
     def base_forward(self, batch: MicroBatch) -> Tensor:
-        """Compute the values of `forward` with the trained adapters disabled. Routers choose their experts freely.
-
-        Collective.
+        """Compute the values of `forward` with the trained adapters disabled. Routers choose experts themselves instead
+        of reusing recorded choices. Collective: every rank must call this.
         """
         with disable_adapters(self._model):
             return self._run_engine(self._module.prepare_inputs_without_replay(batch, self._ranks.device))
@@ -112,12 +111,18 @@ class Trainer:
         return cast(Tensor, self._engine(inputs))
 
     def divergence(self, means_ND: Tensor) -> Tensor:
-        """Return the KL divergence of each denoising step in the latest forward pass from a reference's means."""
+        """Return the KL divergence between policy and reference for each denoising step of the latest forward pass.
+
+        `means_ND` contains the means that the reference predicts for these steps.
+        """
         return self._module.divergence(means_ND)
 
     @torch.no_grad()
     def base_means(self, batch: MicroBatch) -> Tensor:
-        """Return the means of the micro-batch's denoising steps with the trained adapters disabled. Collective."""
+        """Return the mean of each denoising step as the base weights predict it, with the trained adapters disabled.
+
+        Collective: every rank must call this.
+        """
         self.base_forward(batch)
         return self._module.means
 
@@ -187,12 +192,12 @@ class Trainer:
         return moments
 
     def weights(self) -> list[Tensor]:
-        """Return this rank's part of the trained weights: all of them unless the ZeRO stage shards weights."""
+        """Return this rank's part of the trained weights. Only ZeRO stage 3 divides weights among ranks."""
         return [getattr(weight, "ds_tensor", weight).detach() for weight in trained_parameters(self._engine.module)]
 
     @property
     def sizes(self) -> list[int]:
-        """Number of values of each trained parameter before sharding, in the engine's order."""
+        """Number of values of each trained parameter before sharding, in the order of DeepSpeed's engine."""
         return [int(getattr(weight, "ds_numel", weight.numel())) for weight in trained_parameters(self._engine.module)]
 
     @property

@@ -38,7 +38,7 @@ from models.training.trainer import Forward, Trainer, learning_rate
 from models.vision.families import ImageTokens
 
 _STEP: Final = "denoising_step_"
-"""Prefix of the names of metrics that refer to one denoising step."""
+"""Prefix of metric names that refer to one denoising step. The step's index follows."""
 
 OnProgress = Callable[[], None]
 """Callback that reports progress after every forward pass, so that a stuck process is noticed."""
@@ -54,7 +54,7 @@ class StepBatches:
     """Whether forward passes compute the old log-probs (log-probs before the update). If not, the log-probs that the
     engine reported are used."""
     minibatch: int
-    """Index of the minibatch within its epoch."""
+    """Index of the step's minibatch within its epoch. Every epoch has the same minibatches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ def build_loss_gradient(tokens: LossInputs, *, config: UpdateConfig, kl_coeffici
 
 
 def _tally_steps(trainer: Trainer, batch: TrainingBatch, log_ratio_N: Tensor, tally: MetricSums) -> None:
-    """Add the log-ratios to separate sums for each denoising step, because they depend on the noise level."""
+    """Sum the log-ratios separately for each denoising step, because they depend on the noise level."""
     steps_N = torch.from_numpy(batch.microbatch.targets_N).to(log_ratio_N.device)
     for step in trainer.denoising_steps:
         at_N = steps_N == step
@@ -288,7 +288,7 @@ def plan_policy_steps(
 
 
 def _order(minibatches: int, *, epochs: int, seed: int) -> list[int]:
-    """Return the minibatch of each step: all in order in the first epoch, then a random order in each further epoch."""
+    """Return the index of the minibatch for each step. The first epoch is in order, and further epochs are shuffled."""
     rng = Random(seed)
     later = [rng.sample(range(minibatches), minibatches) for _ in range(epochs - 1)]
     return [*range(minibatches), *chain.from_iterable(later)]
@@ -347,9 +347,9 @@ def take_value_steps(
 
 
 def value_metrics(statistics: StepStatistics) -> dict[str, float]:
-    """Return the critic's metrics.
+    """Return the metrics of the critic's update: losses, gradient norms, explained variance and error.
 
-    Explained variance and error are those of the critic's predictions before the update.
+    Explained variance and error measure the critic's predictions before the update.
     """
     return {
         "value_loss": statistics.sums["loss"] / len(statistics.grad_norms),
@@ -363,7 +363,7 @@ def value_metrics(statistics: StepStatistics) -> dict[str, float]:
 def update_metrics(
     statistics: StepStatistics, samples: TrainingSamples, steps: Sequence[StepBatches], *, max_staleness: int | None
 ) -> dict[str, float]:
-    """Return the metrics of the policy's update.
+    """Return the metrics of the policy's update, such as losses, ratios, entropy and gradient norms.
 
     Means are over the tokens that were trained on, without tokens that are too stale. Mismatch metrics are over the
     tokens that have log-probs from both the engine and the trainer. The two shares of stale tokens are over all tokens

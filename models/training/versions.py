@@ -1,4 +1,4 @@
-"""Models that an update rank keeps in memory, and the publication of new policy versions."""
+"""Models that an update rank keeps in memory, and functions that publish new policy versions."""
 
 import logging
 import math
@@ -36,7 +36,7 @@ from models.vision.families import ImageTokens
 from models.vision.processor import load_processor
 
 NEAR: Final = 0.25
-"""Maximum distance of a repeated update from the committed one, relative to the length of the update."""
+"""Maximum distance between the weights of a repeated and the committed update, as a fraction of the update's length."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
@@ -109,12 +109,12 @@ class ResidentTrainer:
 
     @property
     def trainer(self) -> Trainer:
-        """Trainer in memory."""
+        """Trainer that is now in memory. Must not be read if no version has been loaded."""
         assert self._trainer is not None, "a trainer was loaded"
         return self._trainer
 
     def take_over(self, version: ModelVersion) -> Trainer | None:
-        """Return the trainer for training from `version`, or None if a rank does not have this version in memory.
+        """Return the trainer in memory if it contains `version` on all ranks, or None.
 
         The caller may then change the trainer. Collective: every rank must call this.
         """
@@ -170,7 +170,7 @@ class ResidentTrainer:
     def publish(self, parent: ModelVersion, *, version: int, put: Literal["durable", "early"]) -> ModelVersion:
         """Publish the model trained from `parent` as a version without an optimizer state.
 
-        Collective: all ranks must call it.
+        `put` is as in `publish_version`. Collective: all ranks must call it.
         """
         published = self._published(parent, version=version, put=put)
         self._at = _name(published)
@@ -181,12 +181,12 @@ class ResidentTrainer:
         return self._published(parent, version=version, put="not")
 
     def relabel(self, parent: ModelVersion, following: ModelVersion) -> None:
-        """Record the trainer's version as `following`, which has the same weights and optimizer state as `parent`."""
+        """Record that the trainer now contains `following`, which has the same weights and state as `parent`."""
         if self._at == _name(parent):
             self._at = _name(following)
 
     def close(self) -> None:
-        """Release the memory."""
+        """Release the memory of the trainer. The next load builds a new trainer."""
         if self._trainer is not None:
             self._trainer.close()
         self._trainer = self._at = None
@@ -198,7 +198,7 @@ class ResidentTrainer:
 
 
 def check_repeated_update(found: ModelVersion, expected: ModelVersion, *, iteration: int) -> None:
-    """Raise Damaged if a repeated update does not lead to the version that was committed."""
+    """Raise Damaged if a repeated update gave the version `found` instead of the committed version `expected`."""
     if found != expected:
         raise Damaged(
             f"iteration {iteration}: its update was repeated from its samples to restore the optimizer state, but it "
@@ -225,7 +225,10 @@ def _name(version: ModelVersion) -> tuple[int, str]:
 
 
 class LoadedModels:
-    """Cache of an update rank's models. Each is loaded on first use, and again if another version is needed."""
+    """Cache of the models of one update rank.
+
+    A model is loaded on first use, and again if another version is needed.
+    """
 
     def __init__(
         self,
@@ -266,7 +269,7 @@ class LoadedModels:
         return self._images[0]
 
     def step_tokens(self, version: ModelVersion) -> int | None:
-        """Return the number of tokens that the denoiser reads per denoising step, or None for other policies."""
+        """Return a text-to-image policy's number of tokens per denoising step, or None for other policies."""
         if self._denoising is None:
             return None
         return read_pipeline(fetch_bundle(self._store, version.weights)).tokens(self._denoising)
@@ -300,7 +303,7 @@ class LoadedModels:
         return self._denoising is not None
 
     def is_base(self, version: ModelVersion, policy: ModelVersion) -> bool:
-        """Return whether `version` consists of the base weights of the policy under training, without its adapters."""
+        """Return whether disabling the adapters of the policy under training (at version `policy`) gives `version`."""
         return self._update.lora is not None and version.adapter is None and version.weights == policy.weights
 
     def _load_reference(self, version: ModelVersion) -> TokenModule:
@@ -377,7 +380,7 @@ def load_teacher(
     images: ImageSource | None = None,
     device: torch.device,
 ) -> TokenLogprobs:
-    """Load a model that this run trained or imported as a frozen teacher.
+    """Load a language model that this run trained or imported, as a frozen teacher of the policy.
 
     The teacher computes exactly like the policy in the update: with equal weights, the same micro-batch gives equal
     log-probs.

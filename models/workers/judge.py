@@ -1,4 +1,4 @@
-"""Worker that queries a judge. For each rollout shard, it writes one shard of verdicts."""
+"""Worker that queries a judge (a model that rates completions) and writes one shard of verdicts per rollout shard."""
 
 import logging
 import time
@@ -56,7 +56,7 @@ class _Votes:
 
 
 class JudgeWorker:
-    """Worker that queries one judge. If the run stores the judge's model, only verified weights are used.
+    """Worker that queries one judge (a model that rates completions). Weights are verified before they are used.
 
     If the worker runs the judge's model itself, the same work gives the same shard, byte for byte, in any process with
     the same number of threads. With vLLM the shards may differ if two answers are equally likely up to rounding.
@@ -73,7 +73,7 @@ class JudgeWorker:
             self._judge = self._local = _build_local_judge(reward, threads)
 
     def progress(self) -> int:
-        """Return a count that grows with every forward pass or request, and with every load."""
+        """Return a count of forward passes, requests and loads. A count that stops growing shows a stuck worker."""
         return self._judge.progress
 
     def take(self, policy: ModelVersion) -> str:
@@ -89,7 +89,7 @@ class JudgeWorker:
         return policy.digest
 
     def sleep(self) -> None:
-        """Release the model's memory. The next work loads the model again."""
+        """Release the model's memory, so that another worker can use the GPU. The next work loads it again."""
         if self._local is not None:
             self._local.sleep()
 
@@ -138,14 +138,17 @@ class JudgeWorker:
         )
 
     def _told(self, answers: Sequence[Answer]) -> dict[str, float]:
-        """Return the number of prompt tokens that an endpoint reports, which may vary between equal requests."""
+        """Return the number of prompt tokens that the judge's endpoint reports, or an empty dict for a local judge.
+
+        The number is reported with the timings, because it may vary between equal requests.
+        """
         return {"read_tokens": float(sum(each.tokens_read for each in answers))} if self._local is None else {}
 
     def _steps(self) -> StepSums:
         return StepSums() if self._local is None else self._local.step_sums()
 
     def _collect_votes(self, completions: Sequence[JudgedCompletion], work: JudgeWork) -> _Votes:
-        """Request all votes in one batch, then request invalid ones again, at most `retries` times."""
+        """Request all votes in one batch. Then repeat the requests with invalid answers, at most `retries` times."""
         seed_parts = (self._term, work.seed, work.iteration)
         num_steps = {judged: _num_steps(judged, self._reward) for judged in completions}
         votes = _Votes()
@@ -189,7 +192,10 @@ def _build_endpoint_judge(model: EndpointJudge, reward: JudgeReward) -> Judge:
 
 
 def _read_completions(rollouts: pa.Table, chats: Sequence[Chat] | None) -> list[JudgedCompletion]:
-    """Read the completions. `chats` are the chats of the prompts by row, if the judge receives their messages."""
+    """Read the completions to judge from a rollout shard.
+
+    `chats` contains the chat of each prompt by prompt row. It is None if the judge does not receive the messages.
+    """
     columns = (rollouts[name].to_pylist() for name in (*ROLLOUT_COLUMNS, "prompt_row"))
     rows = zip(*columns, image_digests(rollouts), read_episodes(rollouts), strict=True)
     completions = [JudgedCompletion(*row) for row in rows]
@@ -230,7 +236,7 @@ def _iter_rows(
 
 
 def _compute_metrics(everything: Sequence[JudgedCompletion], votes: _Votes, reward: JudgeReward) -> dict[str, float]:
-    """Count the requests, their tokens, and the results of the votes."""
+    """Return counts of the requests to the judge, of their tokens, and of valid and invalid votes."""
     spoken = [judged for judged in everything if not judged.is_blank]
     answer_lengths = [cast.answer.tokens for casts in votes.cast.values() for cast in casts]
     return {

@@ -51,7 +51,7 @@ from models.vision.processor import load_processor
 
 
 class OfflineTrainer:
-    """Trainer of a run's initial models. Every rank has one, and all ranks call its methods together.
+    """Trainer of the models that a run starts with. Every rank has one, and all ranks call its methods together.
 
     Each work unit starts with a fresh optimizer and publishes a version without an optimizer state.
     """

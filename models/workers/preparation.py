@@ -49,7 +49,7 @@ from models.vision.pixels import limit_pixels
 from models.vision.processor import load_processor
 
 PILLOW: Final = f"pillow {PIL.__version__}"
-"""Library that decodes images, with its version, because other versions may decode JPEG slightly differently."""
+"""Name and version of the image decoder. It is recorded because other versions may decode JPEG slightly differently."""
 
 
 class PreparationWorker:
@@ -62,7 +62,7 @@ class PreparationWorker:
         self._progress = 0
 
     def progress(self) -> int:
-        """Return a count that grows with every finished part of the work."""
+        """Return a count of finished parts of the work. A count that stops growing shows a stuck worker."""
         return self._progress
 
     def make_policy(self, work: PolicyWork) -> Outcome:
@@ -202,7 +202,7 @@ class PreparationWorker:
 def _exclude_listed(
     problems: list[Problem], prompts: list[TokenizedPrompt], path: Path
 ) -> tuple[list[Problem], list[TokenizedPrompt]]:
-    """Remove the problems that a file names. Raises BadInput if no problem remains."""
+    """Remove the problems whose ids are listed in the file `path`. Raises BadInput if no problem remains."""
     left_out = {*path.read_text().split()}
     pairs = zip(problems, prompts, strict=True)
     names = zip(_names(problems, prompts), _names(problems, prompts, version=1), strict=True)
@@ -213,9 +213,9 @@ def _exclude_listed(
 
 
 def _names(problems: list[Problem], prompts: list[TokenizedPrompt], *, version: int = 2) -> list[str]:
-    """Return the prompt_id of each problem, of the present version or of version 1, which earlier runs recorded.
+    """Return the prompt_id of each problem: a hash of the prompt's text, its images and the columns of its row.
 
-    In version 2, the ids of problems with columns do not depend on the format of the file.
+    Earlier runs recorded ids of version 1. Ids of version 2 are the same for every format of the data file.
     """
     return [
         blake3(

@@ -1,4 +1,7 @@
-"""Chats of the prompts of an iteration, for workers that score completions. Torch-free."""
+"""Chat messages of an iteration's prompts, read by workers that score completions.
+
+This module does not import torch.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,11 +11,11 @@ from models.data.problems import Message, TemplateArguments, decode_template_inp
 from models.records.schemas import TEMPLATE
 
 Chat = tuple[tuple[Message, ...], TemplateArguments]
-"""Messages of a prompt (None for plain text), and the arguments of the chat template."""
+"""Messages of a prompt (empty for plain text), and the arguments with which the chat template renders the messages."""
 
 
 def read_chats(store: Store, prompts: ShardRef) -> list[Chat]:
-    """Return the messages and template arguments of the prompts of a shard, by row."""
+    """Return the chat messages and the chat template's arguments of each prompt in a shard, in row order."""
     table = read_shard(store, prompts)
     chats = table["messages"].to_pylist()
     inputs = table[TEMPLATE].to_pylist() if TEMPLATE in table.column_names else [""] * len(chats)

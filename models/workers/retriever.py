@@ -29,7 +29,10 @@ PAIRS: Final = "pairs.json"
 
 
 class RetrieverWorker:
-    """Worker that builds and trains the models of a retriever. The same work gives the same bytes on one CPU."""
+    """Worker that trains the models of a retriever: a dual encoder and, for distillation, a cross-encoder.
+
+    The same work gives the same bytes on one CPU.
+    """
 
     def __init__(self, store_uri: str, config: RetrieverConfig, threads: int) -> None:
         """Check the configuration without writing anything.
@@ -47,7 +50,7 @@ class RetrieverWorker:
                 check_directory(learning.path, f"{name}.path")
 
     def progress(self) -> int:
-        """Return a count that grows with every training step."""
+        """Return the number of training steps so far. A count that stops growing shows a stuck worker."""
         return self._progress
 
     def check_pairs(self, config: RetrieverConfig) -> Outcome:
@@ -65,7 +68,10 @@ class RetrieverWorker:
         return Outcome(model=ModelVersion(0, ref), metrics={name: float(count) for name, count in counts.items()})
 
     def train_student(self, work: StudentWork) -> Outcome:
-        """Train a dual encoder with the method's loss terms, and measure the ranks of held-out queries' passages."""
+        """Train a dual encoder with the loss terms of `work.method` and publish it.
+
+        The metrics measure at which rank the encoder finds the correct passage of each held-out query.
+        """
         from models.retrieval.measure import find
         from models.retrieval.training import train_student
 
@@ -79,8 +85,11 @@ class RetrieverWorker:
         return self._outcome(ref, find(model, pairs).ranks_B, terms, seconds)
 
     def train_cross_encoder(self, work: CrossEncoderWork) -> Outcome:
-        """Train a cross-encoder. Then reorder the best passages of a dual encoder with the cross-encoder, and measure
-        their ranks."""
+        """Train a cross-encoder and publish it as a teacher of dual encoders.
+
+        For the metrics, the cross-encoder reorders the best passages that a dual encoder finds for each held-out query.
+        The metrics measure at which rank the correct passage is afterwards.
+        """
         from models.retrieval.measure import find, rerank
         from models.retrieval.training import train_teacher
 
@@ -106,7 +115,7 @@ class RetrieverWorker:
 
     @contextmanager
     def _start(self, learning: EncoderConfig, pairs: PairSet, *, tokens: int) -> Iterator[Path]:
-        """Run the block with the directory from which training starts: the configured one or a new model."""
+        """Yield the directory of the model to train: the configured path, or a new model in a temporary directory."""
         if learning.path is not None:
             yield learning.path
             return

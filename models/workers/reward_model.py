@@ -27,7 +27,7 @@ ROLLOUT_COLUMNS = ("prompt_row", "sample", "prompt", "completion")
 
 
 class RewardModelWorker:
-    """Worker that scores with the reward model named by each work unit. Only verified weights are used.
+    """Worker that scores completions with the reward model named by each work unit. Weights are verified before use.
 
     The same work gives the same shard, byte for byte, in any process with the same number of threads.
     """
@@ -43,7 +43,7 @@ class RewardModelWorker:
         self._steps = StepSums()
 
     def progress(self) -> int:
-        """Return a count that grows with every forward pass and every load."""
+        """Return a count of forward passes and loads. A count that stops growing shows a stuck worker."""
         return self._progress
 
     def take(self, policy: ModelVersion) -> str:
@@ -59,7 +59,7 @@ class RewardModelWorker:
         return self._loaded
 
     def sleep(self) -> None:
-        """Release the memory of the weights. The next work loads them again."""
+        """Release the model's memory, so that another worker can use the GPU. The next work loads it again."""
         self._model, self._loaded = None, ""
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

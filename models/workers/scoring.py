@@ -40,7 +40,7 @@ TEXTS = ("prompt", "completion", "answer")
 
 
 class ScoringWorker:
-    """Worker that scores completions and computes credit.
+    """Worker that scores completions and computes credit (the advantage of each token).
 
     It keeps the processes that run reward code alive between work units.
     """
@@ -119,7 +119,7 @@ class ScoringWorker:
         )
 
     def compare_rewards(self, work: ComparisonWork) -> Outcome:
-        """Return statistics that compare new scores of completions with the stored ones."""
+        """Return statistics on the differences between the new and the stored rewards of the same completions."""
         return Outcome(
             metrics=compare_rewards(
                 read_total_rewards(self._store, work.stored), read_total_rewards(self._store, work.new)
@@ -127,7 +127,7 @@ class ScoringWorker:
         )
 
     def compare_advantages(self, work: ComparisonWork) -> Outcome:
-        """Return statistics that compare new training samples with those that were trained on."""
+        """Return statistics on the differences between newly computed advantages and those that were trained on."""
         stored, new = (read_rewards(self._store, refs) for refs in (work.stored, work.new))
         return Outcome(metrics=compare_advantages(stored, new))
 
@@ -143,7 +143,9 @@ class ScoringWorker:
         return len(informative_prompts(rollouts, scores, terms=terms, algorithm=self._algorithm, metric=metric))
 
     def _find_token_starts(self, rollouts: pa.Table, work: ScoringWork) -> list[list[int] | None]:
-        """Return each token's start in its completion's text, or None if no reward term scores steps or tokens.
+        """Return, for each completion, the character offset in the text at which each token starts.
+
+        Returns None for each completion if no reward term scores steps or tokens.
 
         Raises BadInput if the work does not name the policy's tokenizer.
         """
@@ -179,7 +181,7 @@ class ScoringWorker:
         return self._evaluator.done + self._code.done + self._credited
 
     def close(self) -> None:
-        """Kill the processes that run rewards. The next work starts new ones."""
+        """Kill the processes that run reward code. The next work unit starts new processes."""
         self._evaluator.close()
         self._code.close()
 
@@ -225,7 +227,7 @@ def _tally_verdicts(
 
 
 def build_credit_rule(work: CreditWork, scoring: ScoringConfig, algorithm: AlgorithmConfig) -> CreditRule:
-    """Return the settings from which credit is computed for the work's rewards."""
+    """Return the settings that the credit computation needs for the work's rewards and algorithm."""
     return CreditRule(
         terms=term_columns(scoring),
         algorithm=algorithm,

@@ -92,7 +92,7 @@ class UpdateWorker:
         )
 
     def progress(self) -> int:
-        """Return a count that grows with every forward pass and every written piece of an optimizer state."""
+        """Return a count of forward passes and written pieces of states. It stops growing if the worker is stuck."""
         return self._progress
 
     def close(self) -> None:
@@ -101,9 +101,7 @@ class UpdateWorker:
             self._models.states.close()
 
     def estimate(self, work: EstimateWork) -> Outcome:
-        """Compute the per-token outputs of auxiliary models for an iteration's rollouts before credit.
-        Nothing is trained.
-        """
+        """Compute the per-token outputs of reference, critic or teacher that credit needs. Nothing is trained."""
         models, timer = self._require_models(), StageTimer()
         self._show(work.media)
         queries = self._build_queries(work, models)
@@ -167,7 +165,7 @@ class UpdateWorker:
         return outcome
 
     def _show(self, media: Iterable[ShardRef]) -> None:
-        """Set the source of images, counting a shard only once if several work units name it."""
+        """Set the shards from which images of prompts are read. A shard that several work units name is opened once."""
         self._require_models().images.source = Media(self._store, [*dict.fromkeys(media)])
 
     def _publish(self, work: UpdateWork, timer: StageTimer) -> tuple[ModelVersion, ModelVersion | None]:
@@ -224,7 +222,7 @@ class UpdateWorker:
         return self._offline().train_reward_model(work)
 
     def _offline(self) -> OfflineTrainer:
-        """Return a trainer for fixed data, after releasing the memory of the policy and critic."""
+        """Release the memory of policy and critic, and return a trainer for fixed data, such as worked examples."""
         models = self._require_models()
         models.close()
         return OfflineTrainer(
@@ -232,7 +230,7 @@ class UpdateWorker:
         )
 
     def _build_queries(self, work: EstimateWork, models: LoadedModels) -> dict[str, AuxiliaryForward]:
-        """Load the auxiliary models and return their forward functions by output column."""
+        """Load the auxiliary models that the work needs. Return the forward function of each model by output column."""
         forwards, distillation = dict[str, Forward](), self._algorithm.distillation
         if distillation is not None or (work.reference is not None and models.is_base(work.reference, work.policy)):
             actor = models.policy.load_for_inference(work.policy)
@@ -285,7 +283,7 @@ class UpdateWorker:
         learn: Callable[[UpdateWork, Trainer], StepStatistics],
         timer: StageTimer,
     ) -> Trainer:
-        """Return a trainer at the last version: from memory, or by repeating the updates since an older version."""
+        """Return a trainer at the last version. If memory lacks it, repeat the updates since the first version."""
         trainer, states = resident.take_over(versions[-1]), self._require_models().states
         if trainer is None:
             trainer = resident.load(versions[0])
@@ -396,5 +394,5 @@ class UpdateWorker:
 
 
 def _next(parent: ModelVersion) -> ModelVersion:
-    """Return the next version with the weights and state of the parent."""
+    """Return the next version for an update without a step: with the parent's weights and optimizer state."""
     return replace(parent, version=parent.version + 1)

@@ -33,7 +33,7 @@ _KEEP_SHARE: Final = 0.75  # with fewer live rows, copying the cache is cheaper 
 
 @dataclass(frozen=True, slots=True)
 class LoadedPolicy:
-    """Policy that is ready to generate."""
+    """Policy loaded for generation: its model, its tokenizer and its special tokens."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerFast
@@ -55,7 +55,10 @@ class LoadedPolicy:
 
 @dataclass(slots=True)
 class _Live:
-    """Rows in the current batch. Finished rows (not `alive`) stay until enough rows have finished."""
+    """State of the current batch: one row per completion that is being decoded.
+
+    Rows that have finished are not `alive`, and are removed once enough rows have finished.
+    """
 
     rows_B: Tensor
     alive_B: Tensor
@@ -64,8 +67,8 @@ class _Live:
     padding_B: Tensor
     """Number of padding tokens in the cache, which are on the left."""
     lengths_B: Tensor
-    """Number of real tokens in the cache, counted while the row was alive. Without images this is the position of the
-    next token."""
+    """Number of tokens in the cache without padding. Without images this is also the position of the next token. The
+    number does not change any more once the row has finished."""
     offsets_B: Tensor
     """Offset added to the position of the next token, because images may take fewer positions than tokens."""
     cache: Cache
@@ -79,7 +82,7 @@ class _Live:
         self.cache.reorder_cache(keep_B)
 
     def trim(self) -> None:
-        """Drop the padding that no row needs."""
+        """Remove the leftmost tokens of the cache that no row needs, because they are padding."""
         width = int(self.lengths_B.max())
         trim_in_place(self.cache, width)
         self.padding_B = self.padding_B + (width - self.width)
@@ -112,7 +115,7 @@ class _Output:
     stopped_R: Tensor
 
     def ends(self, live: _Live) -> Tensor:
-        """Return, for each live row, the index within its completion of the token that is not in the cache yet."""
+        """Return the index, within each live row's completion, of its newest token, which is not in the cache yet."""
         return live.lengths_B - self.prompts_R[live.rows_B]
 
 
@@ -276,14 +279,17 @@ def _require_finite(logits_BV: Tensor, live: _Live, policy: LoadedPolicy, rows: 
 
 
 def _write(live: _Live, output: _Output, at_B: Tensor, tokens_B: Tensor, logprobs_B: Tensor) -> None:
-    """Store the sampled tokens and log-probs of rows that are alive. Finished rows are not changed."""
+    """Store sampled tokens and their log-probs at the indices `at_B` of the completions.
+
+    Finished rows stay unchanged.
+    """
     rows_B = live.rows_B
     output.tokens_RT[rows_B, at_B] = torch.where(live.alive_B, tokens_B, output.tokens_RT[rows_B, at_B])
     output.logprobs_RT[rows_B, at_B] = torch.where(live.alive_B, logprobs_B, output.logprobs_RT[rows_B, at_B])
 
 
 def _end_rows(live: _Live, output: _Output, at_B: Tensor, policy: LoadedPolicy, stop: tuple[str, ...]) -> None:
-    """Mark the rows that ended with the token that was just stored."""
+    """Mark the rows that ended with the token that was just stored at index `at_B` of their completion."""
     ended_B = torch.isin(output.tokens_RT[live.rows_B, at_B], policy.eos_E)
     if stop:
         ended_B |= _ends_with_stop_text(live, output, at_B, policy.tokenizer, stop)
@@ -297,7 +303,7 @@ def _end_rows(live: _Live, output: _Output, at_B: Tensor, policy: LoadedPolicy, 
 def _ends_with_stop_text(
     live: _Live, output: _Output, at_B: Tensor, tokenizer: PreTrainedTokenizerFast, stop: tuple[str, ...]
 ) -> Tensor:
-    """Return, for each live row, whether the last tokens of its turn contain a stop text."""
+    """Return, for each live row, whether the token at index `at_B` completes a stop text in its turn."""
     window = stop_window(stop)
     back_W = torch.arange(window - 1, -1, -1, device=at_B.device)
     recent_BW = output.tokens_RT[live.rows_B[:, None], (at_B[:, None] - back_W).clamp(min=0)]

@@ -126,8 +126,9 @@ class HuggingFaceEngine:
         return [[group[sample] for sample in range(len(group))] for group in groups]
 
     def _step(self, sequences: int) -> None:
-        """Count one forward pass that advanced `sequences` sequences.
-        A prefill (0 sequences) is not a decoding step.
+        """Count one forward pass and add its seconds to the sums over decoding steps.
+
+        `sequences` is the number of sequences that got a token. A prefill (0 sequences) is not a decoding step.
         """
         self.progress += 1
         now = time.perf_counter()

@@ -41,11 +41,11 @@ class InPlaceLayer(DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keep the rows at these indices. The next token allocates new room for them."""
+        """Keep the rows at the indices `beam_idx`. The next token allocates new room for them."""
         self._hold(self.keys.index_select(0, beam_idx), self.values.index_select(0, beam_idx))
 
     def trim(self, width: int) -> None:
-        """Keep the last `width` tokens."""
+        """Remove all but the last `width` tokens of every row, to drop padding on the left."""
         self._hold(self.keys[:, :, -width:], self.values[:, :, -width:])
 
     def join(self, other: "InPlaceLayer", width: int) -> None:
@@ -86,7 +86,7 @@ def use_in_place_layers(cache: Cache) -> None:
 
 
 def is_in_place(cache: Cache) -> bool:
-    """Return whether every layer is an in-place layer, so that rows of another such cache can join."""
+    """Return whether every layer is an in-place layer, so that rows can be added with `join_in_place`."""
     return all(type(layer) is InPlaceLayer for layer in cache.layers)
 
 
@@ -97,6 +97,6 @@ def join_in_place(cache: Cache, other: Cache, width: int) -> None:
 
 
 def trim_in_place(cache: Cache, width: int) -> None:
-    """Keep the last `width` tokens of a cache in which every layer is an in-place layer."""
+    """Remove all but the last `width` tokens of a cache in which every layer is an in-place layer."""
     for layer in cache.layers:
         layer.trim(width)

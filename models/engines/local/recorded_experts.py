@@ -1,4 +1,4 @@
-"""Recording of the experts that the routers of a mixture-of-experts model choose during decoding, in host memory.
+"""Recorder of the experts that a mixture-of-experts model chooses for each token during decoding.
 
 Shapes: R rows of the work, T tokens, P prompts, B live rows, L tokens of a forward pass, K experts of a token in one
 layer, F experts of a token in all layers, router after router.
@@ -18,7 +18,7 @@ from models.records.model_input import Experts
 
 
 class ExpertRecorder:
-    """Recorder of the experts chosen for every token that went through the model, by row of the work.
+    """Recorder that keeps, in host memory, the experts chosen for every token of every row.
 
     If a completion continues from an earlier iteration, the experts of its existing tokens are recorded again in the
     prefill.

@@ -35,12 +35,12 @@ class InputEncoder(Protocol):
         """IDs of the tokens that have probability 0."""
 
     def encode(self, model_input: ModelInput) -> dict[str, JsonValue]:
-        """Encode a model input as JSON."""
+        """Encode a model input as the JSON fields that a server's requests contain."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """Request to a server for one completion."""
+    """Request to a server for one completion, given its prompt and existing tokens."""
 
     id: int
     input: ModelInput
@@ -60,7 +60,7 @@ class Stops:
 
 
 class CompletionLine(BaseModel):
-    """Base class of the JSON objects that a server returns."""
+    """Base class of the JSON objects that a server returns, which are validated on arrival."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -85,7 +85,7 @@ class ServerInfo(CompletionLine):
 
 
 class Loaded(CompletionLine):
-    """Result of loading weights."""
+    """Response to a load request: the digest now served, the bytes of the weights and the seconds of loading."""
 
     digest: str
     bytes: int
@@ -122,7 +122,10 @@ class RequestRefused(CompletionLine):
 
 
 class RequestDone(CompletionLine):
-    """Last line of an answer, with sums over all decoding steps of the server since it started."""
+    """Last line of an answer.
+
+    It shows that the answer is complete, and has sums over all decoding steps of the server.
+    """
 
     done: Literal[True]
     steps: int
@@ -133,7 +136,7 @@ class RequestDone(CompletionLine):
 
 
 class Proof(CompletionLine):
-    """Digest of the served policy. Empty if nothing is served or the loaded weights cannot be verified."""
+    """Response with the digest of the served policy, or "" if none is served or its weights cannot be verified."""
 
     digest: str
 
@@ -151,7 +154,7 @@ class Likelihoods(RequestDone):
 
 
 class Error(CompletionLine):
-    """Reason why a request was refused. If the request named another policy, `digest` is the served policy's digest."""
+    """Response to a refused request: the reason and, if it named another policy, the served policy's digest."""
 
     error: str = ""
     digest: str = ""
@@ -164,9 +167,9 @@ CONNECT_SECONDS: Final = 10.0
 READY_SECONDS: Final = 2.0
 
 EXCERPT: Final = 300
-"""Maximum number of characters of a server's error text that a message repeats."""
+"""Maximum number of characters of a server's error text that an error message quotes."""
 MAX_QUOTED: Final = 1 << 14
-"""Number of characters of a server's error text that are searched for the key before a message repeats some of them."""
+"""Number of characters of a server's error text from which the API key is removed before an error message quotes it."""
 
 
 class StaleWeights(RheostatError):
@@ -178,7 +181,7 @@ A = TypeVar("A", bound=CompletionLine)
 
 @dataclass(frozen=True, slots=True)
 class ServerClient:
-    """Client of one server.
+    """HTTP client of one vLLM server: loads policies, generates completions and computes log-probs.
 
     Every call opens a separate connection. If the connection is closed, the server stops working on the call. Except in
     `is_ready`, only the connection attempt has a timeout, because a stalled worker is detected by its progress count.
@@ -382,7 +385,7 @@ class ServerClient:
 
 @functools.cache
 def _http() -> httpx.Client:
-    """Return the HTTP client for all servers.
+    """Return the HTTP client that all server clients share.
     The client ignores proxies and opens a new connection for each request.
     """
     return httpx.Client(

@@ -17,7 +17,7 @@ from models.records.schemas import FinishReason
 from models.records.seeds import derive_seed
 
 MAX_ABORTS: Final = 8
-"""Number of interruptions by weight loading after which a completion fails."""
+"""Maximum number of times that loading weights may interrupt a completion before the completion fails."""
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class PendingRequest:
 
     row: CompletionRow
     end: int
-    """Length in tokens, including existing tokens, at which the completion ends at the latest."""
+    """Maximum length of the completion in tokens, including existing tokens."""
     at_end: FinishReason
     """Finish reason if the completion reaches that length."""
     tokens: list[int] = field(default_factory=list)
@@ -42,7 +42,7 @@ class PendingRequest:
     """Experts that the routers chose for all tokens except the last. For each token, the choice of the request that
     first processed it is kept."""
     seams: list[int] = field(default_factory=list)
-    """Lengths in tokens, including existing tokens, at which another request continued the generation."""
+    """Lengths of the completion, in tokens, at which a further request continued the generation."""
 
     @property
     def all_tokens(self) -> list[int]:
@@ -63,7 +63,7 @@ class PendingRequest:
         )
 
     def add(self, chunk: Chunk) -> None:
-        """Append the contents of a chunk.
+        """Append the tokens of a server's chunk to the completion, and end it after the last chunk.
 
         Raises EndpointDown if the numbers of tokens and log-probs differ. After the last chunk, raises WorkerFailed if
         the length is wrong, and WorkerLost after too many interruptions.
@@ -111,7 +111,10 @@ class PendingRequest:
         self.experts = np.concatenate([earlier, rows[len(earlier) :]])
 
     def forget_fresh(self) -> None:
-        """Drop the tokens of a request that did not finish. Sent again, the same request returns the same tokens."""
+        """Drop the tokens of a request that did not finish.
+
+        If the request is sent again, it returns the same tokens.
+        """
         self.fresh_tokens, self.fresh_logprobs = [], []
 
 

@@ -48,7 +48,7 @@ BATCHES: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class _Policy:
-    """Policy that the servers must serve."""
+    """Policy that the servers must serve, with the tokenizer and limits that requests need."""
 
     directory: Path
     adapter: Path | None
@@ -265,7 +265,7 @@ class ServedEngine:
         raise AssertionError("a response ends with RequestDone or raises an error")
 
     def _persist(self, work: Callable[[tuple[ServerClient, ...]], None]) -> None:
-        """Call `work` with servers that serve the policy. If one fails, recover and try again, or raise WorkerLost."""
+        """Call `work` with clients of servers that serve the policy. Recover from failures, or raise WorkerLost."""
         restarts, loads, epoch = 0, 0, self._epoch
         while True:
             try:
@@ -280,7 +280,7 @@ class ServedEngine:
                 self._replace_server(error, restarts=restarts, epoch=epoch)
 
     def _load_again(self, error: StaleWeights, *, loads: int, epoch: int | None = None) -> None:
-        """Request a reload of the policy before the next call, unless another thread has done so since `epoch`."""
+        """Let the next call reload the policy, unless another thread has requested this since repair `epoch`."""
         if loads > MAX_LOADS:
             raise WorkerLost(f"{error}; the weights were loaded {MAX_LOADS} times without success") from error
         with self._repair_lock:
@@ -290,7 +290,7 @@ class ServedEngine:
                 self._counts.clear()  # a restarted server counts from 0
 
     def _replace_server(self, error: EndpointDown, *, restarts: int, epoch: int) -> None:
-        """Prepare for a replacement of a failed server, unless another thread has done so since `epoch`."""
+        """Let the next call replace a failed server, unless another thread has requested this since repair `epoch`."""
         with self._repair_lock:
             if epoch == self._epoch:
                 cause = self._servers.find_cause()
@@ -352,7 +352,7 @@ class ServedEngine:
             raise
 
     def _count(self, client: ServerClient, done: RequestDone) -> None:
-        """Add the decoding steps since the server's previous sums, unless another thread has added later ones."""
+        """Add a server's decoding steps since its previous sums. Sums older than another thread's are ignored."""
         with self._repair_lock:
             last = self._counts.get(client.url)
             if last is None or done.steps <= last.steps:

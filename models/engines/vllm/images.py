@@ -31,10 +31,11 @@ class VisionInputEncoder:
         return [*(() if self._processor is None else self._processor.banned), *self._suppressed]
 
     def encode(self, model_input: ModelInput) -> dict[str, JsonValue]:
-        """Encode a model input as JSON: its tokens and, if it has images, the images and tokens with placeholders.
+        """Encode a model input as JSON for a server: its tokens and, if it has images, the image files.
 
-        There is one placeholder per image, which vLLM expands. The server checks that the result equals the tokens.
-        Raises BadInput if the policy cannot process images, or if the prompt was encoded with other image settings.
+        With images, the tokens are also sent with one placeholder per image. vLLM expands the placeholders, and the
+        server checks that the result equals the tokens. Raises BadInput if the policy cannot process images, or if the
+        prompt was encoded with other image settings.
         """
         encoded: dict[str, JsonValue] = {"tokens": model_input.tokens.tolist()}
         if not model_input.images:

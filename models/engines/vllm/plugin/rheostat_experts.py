@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 NOTED = "rheostat_experts"
-"""Key in the extra arguments of a request that makes the worker record the request's experts."""
+"""Key in a request's extra arguments. If it is set, the worker records the experts chosen for the request's tokens."""
 MAX_EXPERTS_IN_8_BITS = 256
 
 
@@ -120,7 +120,7 @@ class RecordedExperts:
         return {"rows": base64.b64encode(data).decode(), "width": width, "dtype": self._dtype}
 
     async def forget(self, requests: list[str]) -> None:
-        """Free the recorded experts of requests."""
+        """Free the recorded experts of requests that are finished or were aborted."""
         if self._by_worker:
             await self._engine.collective_rpc("rheostat_take_experts", args=(dict.fromkeys(requests, 0),))
 

@@ -15,9 +15,11 @@ from vllm.inputs.engine import MultiModalInput
 from vllm.v1.engine.async_llm import AsyncLLM
 
 KEPT = 64
-"""Number of decoded images kept for the next prompt of their group. vLLM itself caches the results of preprocessing."""
+"""Number of decoded images in the cache, through which the completions of one prompt share its images."""
 DECODER = Path(__file__).parents[3] / "vision" / "color_conversion.py"
-"""File that decodes images in all processes. It imports nothing of the project, so it also runs in this environment."""
+"""Path of the module that decodes images.
+
+The module imports nothing of this project. It can therefore also be loaded in vLLM's Python environment."""
 
 
 def _load_decoder() -> ModuleType:

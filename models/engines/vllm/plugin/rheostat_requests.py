@@ -22,7 +22,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters shared by all completions of a request."""
+    """Sampling parameters that apply to all completions of a request."""
 
     temperature: float
     top_p: float
@@ -69,12 +69,12 @@ class CompletionRequest:
     seed: int
     max_tokens: int
     experts: bool
-    """Whether to report the experts that the routers choose."""
+    """Whether the response reports the experts that the routers chose for each token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Request for completions of one policy."""
+    """Request for completions. It is refused unless the server serves the policy with this digest."""
 
     digest: str
     sampling: Sampling
@@ -83,7 +83,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """Request for the log-probs of continuations of prompts, under one policy."""
+    """Request for the log-probs of every continuation after every prompt, under the policy with this digest."""
 
     digest: str
     prompts: list[Prompt]

@@ -20,7 +20,7 @@ HEAD = "lm_head.weight"
 IMAGES = ("preprocessor_config.json", "processor_config.json")
 """Files with the settings of image preprocessing."""
 INCIDENTAL = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
-"""Keys of config.json that may differ between policies that the same server can load."""
+"""Keys of config.json that are ignored when the server decides whether it can load another policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,10 @@ class Bundle:
 
 
 class Serving:
-    """State of one server. Weights change only while a lock is held. During that time `digest` is empty."""
+    """State of one server: the policy that it serves, and the methods that load, verify and unload policies.
+
+    Weights change only while a lock is held. During that time `digest` is empty.
+    """
 
     def __init__(self, engine: AsyncLLM) -> None:
         self.engine = engine
@@ -51,7 +54,7 @@ class Serving:
         self._asleep = False
 
     async def about(self) -> dict[str, object]:
-        """Return the properties of the server on which its answers depend."""
+        """Return the settings that affect the server's answers, such as precision, as JSON fields."""
         model, lora = self._config.model_config, self._config.lora_config
         return {
             "dtype": str(model.dtype).removeprefix("torch."),
@@ -64,7 +67,7 @@ class Serving:
         }
 
     def require(self, digest: str) -> None:
-        """Raise Refused unless this policy is being served."""
+        """Raise Refused unless the server serves the policy with this digest."""
         if digest != self.digest or not digest:
             raise Refused(
                 f"policy {digest} was requested, but {self.digest or 'none'} is served", status=409, digest=self.digest

@@ -9,7 +9,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 BREATH_SECONDS = 0.05
 """Time in seconds between two yields to other tasks, during which output lines are collected and then sent together."""
 BREATH_TURNS = 8
-"""Number of event-loop turns that a chunk needs to get from vLLM to the caller, plus a margin."""
+"""Number of event-loop turns in one yield to other tasks. It suffices to send a chunk to the caller."""
 
 
 class Steps:
@@ -41,7 +41,7 @@ class Steps:
         core.get_output_async = take_and_count
 
     def begin(self, completions: int) -> None:
-        """Register new completions.
+        """Register this number of new completions, whose decoding steps are then measured.
 
         If no completion was registered before, idle time until now is not counted as a step.
         """

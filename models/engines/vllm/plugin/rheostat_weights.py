@@ -14,7 +14,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 SAMPLED = 64
-"""Approximate number of values per parameter that the fingerprint covers."""
+"""Approximate number of values of each parameter that the fingerprint includes."""
 
 
 class Weights:
@@ -60,7 +60,10 @@ class Weights:
         self.rheostat_noted = self.rheostat_noted or ExpertRecorder(self.model_runner)  # type: ignore[attr-defined]
 
     def rheostat_take_experts(self, wanted: dict[str, int]) -> list[bytes]:
-        """Return the recorded experts of the first tokens of each request, and free them."""
+        """Return the recorded experts of each request's first tokens, and free them.
+
+        `wanted` maps each request to its number of tokens.
+        """
         return [] if self.rheostat_noted is None else self.rheostat_noted.pop(wanted)
 
 
