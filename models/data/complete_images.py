@@ -6,10 +6,9 @@ an end marker before the last pixels, and fills the missing pixels with black or
 
 import zlib
 from collections.abc import Iterator
-from io import BytesIO
 from typing import Final
 
-from PIL import Image, ImageChops, ImageFile
+from PIL import ImageChops, ImageFile
 
 from models.vision.color_conversion import open_image
 
@@ -107,7 +106,7 @@ def _ends_early(image: ImageFile.ImageFile, encoded: bytes) -> bool:
     if end < 0:
         return True
     try:
-        with Image.open(BytesIO(encoded[:end] + _PROBE + _END), formats=["JPEG"]) as other:
-            return ImageChops.difference(other.convert("RGB"), image.convert("RGB")).getbbox() is not None
+        with open_image(encoded[:end] + _PROBE + _END) as other:
+            return ImageChops.difference(other, image).getbbox() is not None
     except OSError:
         return True
