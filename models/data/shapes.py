@@ -33,7 +33,7 @@ ASSISTANT: Final = "\n\nAssistant:"
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the rows of a data file contain, and the configuration keys that read the rows."""
+    """Content of the rows of a data file, and the configuration keys that read the rows."""
 
     kind: ShapeKind
     """Use of the rows: "prompts" with or without answers, whole "chats", preference "pairs", "ranked" completions (a

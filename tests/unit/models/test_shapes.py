@@ -60,7 +60,7 @@ def test_text_parts_of_both_chat_formats_are_read():
         assert encode_chat([turn]) == [{"role": "user", "content": expected}]
 
 
-def test_messages_with_a_role_keep_their_role_whatever_else_they_contain():
+def test_messages_with_a_role_keep_their_role():
     assert encode_chat([{"role": "human", "content": "Hi."}]) == [{"role": "human", "content": "Hi."}]
 
 
