@@ -76,11 +76,13 @@ def dependencies_of(config: RunConfig, run: Run | None = None) -> Dependencies:
     folders = _data_folders(places)
     files = {path for place in (*places, *config.scoring.rules) for path in _files_of(place)}
     names = PathNames(config, None if run is None else run.record.config)
+    referenced = _referenced_files(config.data, names)
     paths_by_name = {names.name(path): [path] for path in sorted(files - folders.keys())}
-    paths_by_name |= {f"{names.name(folder)}/*": list(paths) for folder, paths in folders.items()}
+    for name, inner in ((f"{names.name(folder)}/*", paths) for folder, paths in folders.items()):
+        referenced[name] = sorted({*referenced.get(name, ()), *inner})
     variants = {"data": config.data, "algorithm": config.algorithm, "loss": config.update.loss}
     engines = {name: engine for name, engine, _ in slot_engines(config.rollout, config.scoring)}
-    data = _digest_files(paths_by_name | _referenced_files(config.data, names), known)
+    data = _digest_files(paths_by_name | referenced, known)
     environment = None if config.rollout.environment is None else config.rollout.environment.run
     return _build_dependencies(
         variants, engines, config.scoring, data=data, layout=config.layout(), environment=environment
