@@ -46,6 +46,14 @@ def read_table_rows(
         number += batch.num_rows
 
 
+def read_column_names(path: Path) -> list[str]:
+    """Return the names of the columns of a Parquet or Arrow file. Raises BadInput if the file is invalid."""
+    try:
+        return list(pq.read_schema(path).names if path.suffix == ".parquet" else _read_arrow(path).column_names)
+    except pa.ArrowException as error:
+        raise BadInput(f"{path}: the file is not a valid {path.suffix} file: {str(error).splitlines()[0]}") from error
+
+
 def _read_batch(
     batch: pa.RecordBatch, input_errors: InputErrors, *, name: str, start: int, version: int
 ) -> Iterator[FileRow]:
