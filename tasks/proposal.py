@@ -40,7 +40,7 @@ def propose_job(
         memory=(gpus and gpu_memory()) or psutil.virtual_memory().total,
         cores=len(os.sched_getaffinity(0)),
     )
-    command = [sys.executable, "-P", "-m", "models.commands.propose"]
+    command = [sys.executable, "-P", "-m", "models.proposals.command"]
     code, answer, errors = run_watched("the proposal of a job", command, request.model_dump_json().encode())
     try:
         result = json.loads(answer)

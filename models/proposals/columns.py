@@ -173,7 +173,9 @@ def _differ(rows: Sequence[Mapping[str, object]], one: str, other: str) -> bool:
 
 def _list_columns(rows: Sequence[Mapping[str, object]], names: Sequence[str] | Mapping[str, Content]) -> str:
     """Return the names of columns, each with the start of its first value."""
-    first = {name: next((value for row in rows if (value := read_value(row, name)) is not None), None) for name in names}
+    first = {
+        name: next((value for row in rows if (value := read_value(row, name)) is not None), None) for name in names
+    }
     return ", ".join(f"{name} ({_shorten(value)})" for name, value in first.items())
 
 

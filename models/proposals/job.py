@@ -23,7 +23,7 @@ from models.proposals.columns import Columns, find_columns
 from models.proposals.rewards import RewardProposal, propose_reward
 from models.proposals.sizes import (
     GROUP_SIZE,
-    Lengths,
+    TextLengths,
     Machine,
     Value,
     explain_full_training,
@@ -73,11 +73,10 @@ def propose_job(request: ProposalRequest) -> JobProposal:
     machine = Machine(request.gpus, request.memory, request.cores)
     shape, outline = inputs.policy.shape, inputs.policy.outline
     lengths = _measure(inputs)
-    new_tokens = propose_new_tokens(
-        lengths, thinks=inputs.reward.thinks, is_chat=inputs.is_chat, context=shape.context
-    )
+    new_tokens = propose_new_tokens(lengths, thinks=inputs.reward.thinks, is_chat=inputs.is_chat, context=shape.context)
     num_train, num_heldout = (
-        sum(length <= shape.context - new_tokens.value for length in split) for split in (lengths.train, lengths.heldout)
+        sum(length <= shape.context - new_tokens.value for length in split)
+        for split in (lengths.train, lengths.heldout)
     )
     too_long = len(lengths.prompts) - num_train - num_heldout
     prompts = propose_prompts(max(1, num_train), machine)
@@ -171,7 +170,7 @@ def _text_of(problem: Problem) -> str:
     return "\n".join(message.text for message in problem.prompt)
 
 
-def _measure(inputs: _Inputs) -> Lengths:
+def _measure(inputs: _Inputs) -> TextLengths:
     """Return the lengths of prompts and answers in tokens."""
     tokenizer, rules = inputs.policy.tokenizer, inputs.data.text_rules
     processor = inputs.policy.load_processor(inputs.data.pixels)
@@ -181,10 +180,10 @@ def _measure(inputs: _Inputs) -> Lengths:
     )
     answers = [problem.answer for problem in (*inputs.train, *inputs.heldout) if problem.answer]
     encoded = tokenizer(answers, add_special_tokens=False)["input_ids"] if answers else []
-    return Lengths(train, heldout, [len(tokens) for tokens in encoded])
+    return TextLengths(train, heldout, [len(tokens) for tokens in encoded])
 
 
-def _describe(inputs: _Inputs, lengths: Lengths, lora: Value | None) -> dict[str, str]:
+def _describe(inputs: _Inputs, lengths: TextLengths, lora: Value | None) -> dict[str, str]:
     """Return descriptions of what was recognized and chosen, by label."""
     columns, data = inputs.columns, inputs.data
     answer = "no answers" if columns.answer is None else f"answers in {columns.answer}"
@@ -315,7 +314,10 @@ def _encode(value: JsonValue) -> str:
     """
     match value:
         case Mapping():
-            pairs = [f"{key if _BARE_KEY.fullmatch(key) else json.dumps(key)} = {_encode(each)}" for key, each in value.items()]
+            pairs = [
+                f"{key if _BARE_KEY.fullmatch(key) else json.dumps(key)} = {_encode(each)}"
+                for key, each in value.items()
+            ]
             return f"{{ {', '.join(pairs)} }}"
         case list():
             return f"[{', '.join(map(_encode, value))}]"

@@ -71,7 +71,7 @@ def _propose_code(answers: Sequence[str]) -> RewardProposal | None:
             tests = read_tests(text)
         except ValueError:
             return False
-        return isinstance(tests, tuple) or any(counts for _, counts in tests.sources) and "assert" in text
+        return isinstance(tests, tuple) or (any(counts for _, counts in tests.sources) and "assert" in text)
 
     share = _share(answers, is_test)
     if share < 1:
@@ -185,9 +185,6 @@ _RULES: Final[tuple[Rule, ...]] = (
 
 def _share(answers: Sequence[str], predicate: Callable[[str], bool]) -> float:
     return sum(map(predicate, answers)) / len(answers)
-
-
-
 
 
 def _is_number(text: str) -> bool:

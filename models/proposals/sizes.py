@@ -58,23 +58,23 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
-    """Lengths of the texts in tokens of the policy's tokenizer."""
+class TextLengths:
+    """TextLengths of the texts in tokens of the policy's tokenizer."""
 
     train: Sequence[int]
-    """Lengths of the training prompts."""
+    """TextLengths of the training prompts."""
     heldout: Sequence[int]
-    """Lengths of the held-out prompts."""
+    """TextLengths of the held-out prompts."""
     answers: Sequence[int]
-    """Lengths of the reference answers. Empty if there are none."""
+    """TextLengths of the reference answers. Empty if there are none."""
 
     @property
     def prompts(self) -> list[int]:
-        """Lengths of all prompts."""
+        """TextLengths of all prompts."""
         return [*self.train, *self.heldout]
 
 
-def propose_new_tokens(lengths: Lengths, *, thinks: bool, is_chat: bool, context: int) -> Value:
+def propose_new_tokens(lengths: TextLengths, *, thinks: bool, is_chat: bool, context: int) -> Value:
     """Return the maximum length of a completion. A long answer is a worked solution, which shows how long a completion
     must be; `thinks` adds room for reasoning before a short answer."""
     answer = _percentile(lengths.answers, 0.95) if lengths.answers else 0

@@ -99,7 +99,9 @@ def test_a_file_and_a_model_directory_train_within_three_commands(labels, prefec
 @pytest.mark.system
 @pytest.mark.parametrize("data", ["gone.jsonl", "reviews.jsonl"])
 def test_init_writes_nothing_if_an_input_cannot_be_used(data, labels, capsys):
-    assert main(["init", "job", "--data", data, "--policy", "models" if data == "reviews.jsonl" else "models/tiny"]) == 2
+    assert (
+        main(["init", "job", "--data", data, "--policy", "models" if data == "reviews.jsonl" else "models/tiny"]) == 2
+    )
     error = capsys.readouterr().err
     assert ("config.json" if data == "reviews.jsonl" else "gone.jsonl: no such file") in error
     assert sorted(path.name for path in labels.iterdir()) == ["models", "reviews.jsonl"]

@@ -103,7 +103,10 @@ DATA = {
     ),
     "names": (
         ".jsonl",
-        [{"query": f"Who is person {n}?", "target": f"Person named {chr(97 + n // 26)}{chr(97 + n % 26)}"} for n in range(ROWS)],
+        [
+            {"query": f"Who is person {n}?", "target": f"Person named {chr(97 + n // 26)}{chr(97 + n % 26)}"}
+            for n in range(ROWS)
+        ],
         ("query", "target", "exact_match"),
     ),
     "free texts": (
@@ -146,7 +149,10 @@ def test_the_job_that_is_proposed_for_data_fits_them_and_passes_the_input_check(
 def test_the_reason_for_a_reward_counts_the_answers(propose):
     _, rows, _ = DATA["numbers and a few words"]
     proposal, _ = propose(rows)
-    assert proposal.findings["reward"] == "math, because 98% of 40 answers are numbers, and math can compare the others too"
+    assert (
+        proposal.findings["reward"]
+        == "math, because 98% of 40 answers are numbers, and math can compare the others too"
+    )
 
 
 def test_every_chosen_value_has_its_reason_as_a_comment(propose):
@@ -156,7 +162,7 @@ def test_every_chosen_value_has_its_reason_as_a_comment(propose):
         assert " # " in line
 
 
-def test_the_policy_is_told_the_labels(propose):
+def test_the_instruction_lists_the_labels(propose):
     rows = DATA["labels"][1]
     _, config = propose(rows)
     assert config.data.system == "Answer with one of these and nothing else: bad, good."

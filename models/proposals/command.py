@@ -1,4 +1,4 @@
-"""Proposal of a job for a data file and a policy: `python -m models.commands.propose`.
+"""Proposal of a job for a data file and a policy: `python -m models.proposals.command`.
 
 Reads a `ProposalRequest` as JSON on stdin. Prints `{"error": "", "proposal": {…}}`, or the error in one line with exit
 code 2. It runs in a separate process because flows may not import code that loads tokenizers.
