@@ -23,8 +23,8 @@ from models.proposals.columns import Columns, find_columns
 from models.proposals.rewards import RewardProposal, propose_reward
 from models.proposals.sizes import (
     GROUP_SIZE,
-    TextLengths,
     Machine,
+    TextLengths,
     Value,
     explain_full_training,
     propose_iterations,
