@@ -2,24 +2,20 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Final, Literal
 
 from infra.errors import BadInput, InputErrors
-from infra.store.inputs import fetch_path, format_path
-from models.data.rows import is_table, read_rows
-from models.data.tables import read_column_names
+from infra.store.inputs import format_path
+from models.data.nested import find_field, has_field
+from models.data.rows import peek_rows, read_rows
+from models.data.shapes import recognize
 
 Content = Literal["text", "chat", "structure", "other"]
 """Content of a column: text or numbers, lists of messages, other lists and objects, or values that cannot be used."""
 
-SAMPLE: Final = 500
-"""Number of rows from which columns are recognized."""
 SHOWN: Final = 40
 """Maximum number of characters of a value in a message."""
-DEPTH: Final = 2
-"""Maximum number of names in the path of a nested column, such as `reward_model.ground_truth`."""
 
 PROMPTS: Final = (
     ("prompt",),
@@ -54,11 +50,13 @@ def find_columns(path: Path, *, prompt: str | None = None, answer: str | None = 
 
     Raises BadInput, with the columns of the file and the option that names one, if no column or several columns fit.
     """
-    rows = read_sample(path)
-    if not rows:
-        raise BadInput(f"{format_path(path)}: the file is empty. Expected at least one row.")
-    contents = _describe_contents(rows)
     where = format_path(path)
+    names, rows = peek_rows(path)
+    if not rows:
+        _report_unreadable(path)
+    if prompt is None:
+        _refuse_other_shapes(where, names, rows)
+    contents = {name: _classify([read_value(row, name) for row in rows]) for name in names}
     chosen = _require_column(where, prompt, contents, "--prompt-column") if prompt else None
     chosen = chosen or _choose(where, PROMPTS, contents, rows, kinds=("text", "chat"), what="prompt")
     if chosen is None:
@@ -74,42 +72,38 @@ def find_columns(path: Path, *, prompt: str | None = None, answer: str | None = 
     return Columns(chosen, reference, unused, is_chat=contents[chosen] == "chat")
 
 
-def read_sample(path: Path) -> list[Mapping[str, object]]:
-    """Return the first rows of a file with all of their columns. Raises BadInput if a row is invalid."""
-    names = read_column_names(fetch_path(path)) if is_table(path) and fetch_path(path).is_file() else []
+def _report_unreadable(path: Path) -> None:
+    """Raise BadInput with the reason why the rows of a file cannot be read."""
     input_errors = InputErrors()
-    rows = [row for _, row in islice(read_rows(path, names, input_errors, version=2), SAMPLE)]
+    for _ in read_rows(path, [], input_errors, version=2):
+        break
     input_errors.check()
-    return rows
+    raise BadInput(f"{format_path(path)}: the file is empty. Expected at least one row.")
+
+
+def _refuse_other_shapes(where: str, names: Sequence[str], rows: Sequence[Mapping[str, object]]) -> None:
+    """Raise BadInput if the rows are preferences, labels or whole chats instead of prompts."""
+    shape = recognize(names, rows)
+    if shape.kind in ("pairs", "ranked", "labels"):
+        raise BadInput(
+            f"{where}: {shape.label} are not problems to train on. `rheostat init` writes jobs for files of prompts. "
+            "Name a file of prompts, or the column with the prompts with --prompt-column."
+        )
+    if shape.kind == "chats" and any(_ends_with_answer(read_value(row, shape.columns[0])) for row in rows):
+        raise BadInput(
+            f"{where}: the {shape.label} end with an answer of the assistant, but prompts must end with a message of "
+            "the user. Remove the answers, or name another column with --prompt-column."
+        )
+
+
+def _ends_with_answer(chat: object) -> bool:
+    last = chat[-1] if isinstance(chat, list) and chat else None
+    return isinstance(last, Mapping) and last.get("role", last.get("from")) in ("assistant", "gpt", "chatgpt", "model")
 
 
 def read_value(row: Mapping[str, object], column: str) -> object:
     """Return the value of a column, which may be nested, or None if the row has none."""
-    value: object = row.get(column)
-    if value is None and "." in column:
-        outer, _, inner = column.partition(".")
-        nested = row.get(outer)
-        value = read_value(nested, inner) if isinstance(nested, Mapping) else None
-    return value
-
-
-def _describe_contents(rows: Sequence[Mapping[str, object]]) -> dict[str, Content]:
-    """Return the content of each column, in the order of the file. Columns of nested objects have names with dots."""
-    names: dict[str, None] = {}
-    for row in rows:
-        for name in _iterate_names(row):
-            names.setdefault(name)
-    return {name: _classify([read_value(row, name) for row in rows]) for name in names}
-
-
-def _iterate_names(row: Mapping[str, object], above: tuple[str, ...] = ()) -> list[str]:
-    names: list[str] = []
-    for name, value in row.items():
-        path = (*above, name)
-        names.append(".".join(path))
-        if isinstance(value, Mapping) and len(path) < DEPTH:
-            names += _iterate_names(value, path)
-    return names
+    return find_field(row, column) if has_field(row, column) else None
 
 
 def _classify(values: Sequence[object]) -> Content:

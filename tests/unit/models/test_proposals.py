@@ -86,6 +86,14 @@ DATA = {
         [{"messages": chat(f"Double {n}."), "ground_truth": str(2 * n)} for n in range(ROWS)],
         ("messages", "ground_truth", "numeric"),
     ),
+    "nested answers": (
+        ".parquet",
+        [
+            {"prompt": f"Double {n}.", "reward_model": {"style": "rule", "ground_truth": str(2 * n)}}
+            for n in range(ROWS)
+        ],
+        ("prompt", "reward_model.ground_truth", "numeric"),
+    ),
     "mathematics": (
         ".jsonl",
         [{"problem": f"Divide {n} by 7.", "answer": formula} for n, formula in enumerate(FORMULAS)],
@@ -221,6 +229,8 @@ def test_the_columns_that_the_user_names_are_used(propose):
         ([{"prompt": f"a{n}", "note": "b"} for n in range(9)], {}, ["--answer-column", "--judge", "note"]),
         ([{"prompt": "a", "answer": 1}], {}, ["too few problems"]),
         ([], {}, ["is empty"]),
+        ([{"prompt": "a", "chosen": "b", "rejected": "c"}], {}, ["preferences", "--prompt-column"]),
+        ([{"messages": [*chat("a"), {"role": "assistant", "content": "b"}]}], {}, ["answer of the assistant"]),
     ],
 )
 def test_data_about_which_the_user_must_decide_is_refused_with_the_option(rows, options, parts, propose):
