@@ -74,7 +74,7 @@ def test_a_configured_column_for_chats_is_refused_if_all_prompts_are_plain_text(
 
 
 @pytest.mark.parametrize(("worked", "number"), [(0, 1), (3, 0)])
-def test_the_plan_says_if_the_share_of_worked_answers_has_no_effect(worked, number):
+def test_the_plan_names_a_share_of_worked_answers_without_effect(worked, number):
     facts = {"repeated_problems": 0, "worked_answers": worked, "train_problems": 3, "heldout_problems": 1}
     config = override_config({}, ["warmup.worked_answer_fraction=0.5"], source="job")
     notes = [note for note in list_data_notes(config, facts) if "warmup.worked_answer_fraction has no effect" in note]
