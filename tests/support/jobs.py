@@ -333,6 +333,15 @@ def _is_of(process: psutil.Process, home: Path) -> bool:
     return process.environ().get("RHEOSTAT_FAULTS") == str(home)
 
 
+def child_of(pid: int, name: str) -> psutil.Process | None:
+    """Return the child of a process that has this name, or this word in its command line. Return None if none has."""
+    for child in psutil.Process(pid).children():
+        with suppress(psutil.Error):
+            if child.name() == name or name in child.cmdline():
+                return child
+    return None
+
+
 def list_running(family: Sequence[psutil.Process]) -> list[str]:
     """Return the command lines of the processes that still run."""
     lines = []
@@ -355,6 +364,19 @@ SMALLEST = (
     "controllers.count=1",
 )
 """Overrides of the tiny job for tests that start it dozens of times."""
+
+SMALLEST_SWEEP = (
+    *(
+        "iterations=2",
+        "pools.cluster=threads",
+        "warmup.steps=2",
+        "evaluation.problems=1",
+        "policy.context=96",
+        "policy.layers=1",
+    ),
+    *("rollout.sampling.max_new_tokens=6", "controllers.count=1"),
+)
+"""Overrides of the tiny job for the runs of a sweep."""
 
 KEEPS_EVENTS = ("PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED", "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED")
 FRUGAL = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", **dict.fromkeys(KEEPS_EVENTS, "false")}
