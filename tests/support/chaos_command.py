@@ -1,7 +1,7 @@
 """Hundreds of faults in a small run: `make chaos SEEDS=1..200`, or `make chaos ARGS=--every=1`.
 
 `make chaos ARGS='--family NAME'` kills another kind of run instead, and `make chaos ARGS=--list` prints the kinds. A
-schedule that fails is printed with the command that repeats it.
+schedule that fails is printed with the command that repeats it. `--family` may be repeated.
 """
 
 import argparse
@@ -9,9 +9,9 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -49,7 +49,14 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="A..B",
         help="seeds of the schedules: A to B, or with A+N the N from A on",
     )
-    parser.add_argument("--family", choices=sorted(kinds()), metavar="NAME", help="kill this kind of run instead")
+    parser.add_argument(
+        "--family",
+        action="append",
+        default=[],
+        choices=sorted(kinds()),
+        metavar="NAME",
+        help="kill this kind of run instead, or several kinds one after another",
+    )
     parser.add_argument("--list", action="store_true", help="print the kinds of runs for --family, and end")
     parser.add_argument("--on", choices=("threads", "ray"), default="threads", help="what the run's workers are")
     parser.add_argument("--every", type=int, metavar="N", help="one kill at every N-th write and each of its moments")
@@ -72,26 +79,38 @@ def main(words: Sequence[str] | None = None) -> int:
             write(f"{name:<24} kills {kind.what}")
         return 0
     os.environ["OMP_NUM_THREADS"] = "1"  # sums depend on it, and workers have one thread
-    with tempfile.TemporaryDirectory(prefix="chaos-") as folder, ExitStack() as stack:
+    runs = [partial(kill_family, name) for name in asked.family] or [kill_text]
+    return max([kill(asked) for kill in runs])
+
+
+@contextmanager
+def home_with_api() -> Iterator[tuple[Path, str]]:
+    """Run the block with a temporary directory and a Prefect API."""
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         home = Path(folder)
         (home / "prefect").mkdir()
-        api = stack.enter_context(prefect_server(home / "prefect", keeps_tasks=False))
-        return kill_family(home, api, stack, asked) if asked.family else kill_text(home, api, asked)
+        with prefect_server(home / "prefect", keeps_tasks=False) as api:
+            yield home, api
 
 
-def kill_family(home: Path, api: str, stack: ExitStack, asked: argparse.Namespace) -> int:
+def kill_family(name: str, asked: argparse.Namespace) -> int:
     """Run the schedules of one kind of run."""
-    plan = kinds()[asked.family].plan(home, api, asked.seeds, stack)
-    write(f"{asked.family}: the undisturbed run is there")
-    schedules = {f"seed {seed}": faults for seed, faults in plan.schedules.items()}
-    side_by_side = min(asked.side_by_side, plan.side_by_side)
-    return judge(
-        schedules, home, plan.problems_after, side_by_side=side_by_side, options=f"--family {quote(asked.family)}"
-    )
+    with home_with_api() as (home, api), ExitStack() as stack:
+        plan = kinds()[name].plan(home, api, asked.seeds, stack)
+        write(f"{name}: the undisturbed run is there")
+        schedules = {f"seed {seed}": faults for seed, faults in plan.schedules.items()}
+        side_by_side = min(asked.side_by_side, plan.side_by_side)
+        options = f"--family {quote(name)}"
+        return judge(schedules, home, plan.problems_after, side_by_side=side_by_side, options=options)
 
 
-def kill_text(home: Path, api: str, asked: argparse.Namespace) -> int:
+def kill_text(asked: argparse.Namespace) -> int:
     """Run the schedules of the small text job."""
+    with home_with_api() as (home, api):
+        return _kill_text(home, api, asked)
+
+
+def _kill_text(home: Path, api: str, asked: argparse.Namespace) -> int:
     (home / "whole").mkdir()
     start = start_on_ray if asked.on == "ray" else run_once
     code = start(home / "whole", api, None, asked.override)

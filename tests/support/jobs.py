@@ -21,6 +21,8 @@ from typing import Any
 
 import psutil
 
+from tests.support.processes import die_with_parent
+
 ROOT = Path(__file__).parents[2]
 
 RHEOSTAT = str(Path(sys.executable).with_name("rheostat"))
@@ -166,12 +168,18 @@ class Job:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                preexec_fn=lambda: [signal.signal(number, signal.SIG_IGN) for number in self.ignores],
+                preexec_fn=self._prepare,
             )
         try:
             yield process
         finally:
             kill(process)
+
+    def _prepare(self) -> None:
+        """Prepare the process of a command before it starts."""
+        die_with_parent()
+        for number in self.ignores:
+            signal.signal(number, signal.SIG_IGN)
 
     def ended(self, process: "subprocess.Popen[bytes]") -> CommandResult:
         """Wait for a started job's end."""
@@ -205,7 +213,13 @@ class Job:
     def _call(self, *arguments: str, program: Sequence[str] | None = None) -> CommandResult:
         command = [*(program or [RHEOSTAT]), *arguments, "--store", self.address or str(self.store)]
         done = subprocess.run(
-            command, cwd=ROOT, env=self.environment(), capture_output=True, text=True, timeout=PATIENCE
+            command,
+            cwd=ROOT,
+            env=self.environment(),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            preexec_fn=die_with_parent,
         )
         return CommandResult(done.returncode, done.stdout + done.stderr)
 
