@@ -7,10 +7,11 @@ from pydantic import Field, field_validator, model_validator
 
 from infra.config import Fraction, Positive, Since
 from infra.renamed import RenamedFrom
-from infra.store.inputs import Location
+from infra.store.inputs import DataLocation, Location, ModelLocation
 from infra.variants import OneOf, Target, Variant
 from models.config.chat_files import ChatFile
 from models.config.file_rules import FileRules
+from models.config.hub_datasets import HubDatasetChoice
 from models.config.images import ImageFileSettings, PixelLimits
 from models.config.texts import TextSettings
 
@@ -180,13 +181,14 @@ class MeasuresData(DataSource):
         return self.heldout_problems
 
 
-class ProblemFile(ChatFile, FileRules, ImageFileSettings):
+class ProblemFile(HubDatasetChoice, ChatFile, FileRules, ImageFileSettings):
     """A file of problems and the settings for reading it."""
 
-    path: Location
+    path: DataLocation
     """File of training problems, on this machine or at s3://bucket/name: .jsonl, .json with an array, .csv or .tsv
-    (each also compressed as .gz or .zst), .parquet, .arrow or .feather."""
-    heldout_path: Location | None = None
+    (each also compressed as .gz or .zst), .parquet, .arrow or .feather. Or the name of a dataset on the Hugging Face
+    Hub, such as `openai/gsm8k` (docs/hub.md)."""
+    heldout_path: DataLocation | None = None
     """File of evaluation problems. If not set, `heldout_fraction` of the training file is kept for evaluation."""
     heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Share of problems kept for evaluation if there is no second file, selected by a hash of the prompt."""
@@ -285,8 +287,9 @@ class DeduplicatedData(DataSource):
     kind: Literal["deduplicated"] = "deduplicated"
     source: Annotated[FileData | MixtureData, Field(discriminator="kind")]
     """Source of the problems before near-duplicates are excluded."""
-    retriever: Location
-    """Directory of a sentence-transformers model, on this machine or at s3://bucket/name (docs/retrieval.md)."""
+    retriever: ModelLocation
+    """Directory of a sentence-transformers model, on this machine or at s3://bucket/name, or a name on the Hub
+    (docs/retrieval.md)."""
     similarity: Annotated[float, Field(gt=0, le=1), RenamedFrom("bound")] = 0.95
     """Threshold of the cosine similarity. Training problems that are at least this similar to a held-out prompt are
     excluded."""
@@ -360,15 +363,16 @@ class ArithmeticPreferences(Preferences):
             )
 
 
-class FilePreferences(ChatFile, FileRules, Preferences):
+class FilePreferences(HubDatasetChoice, ChatFile, FileRules, Preferences):
     """Preference pairs from a JSON Lines, Parquet or Arrow file."""
 
     implementation = "models.data.examples:file_preferences"
 
     kind: Literal["file"] = "file"
-    path: Location
-    """File of training pairs, on this machine or at s3://bucket/name."""
-    heldout_path: Location | None = None
+    path: DataLocation
+    """File of training pairs, on this machine or at s3://bucket/name, or the name of a dataset on the Hugging Face
+    Hub."""
+    heldout_path: DataLocation | None = None
     """File of evaluation pairs. If not set, `heldout_fraction` of the training file is kept for evaluation."""
     heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Share of pairs kept for evaluation if there is no second file, selected by a hash of the prompt."""

@@ -71,11 +71,11 @@ def read_problems(path: Path, data: ProblemFile) -> list[Problem]:
     ]
     columns, optional = list(dict.fromkeys(filter(None, named))), data.optional_chat_columns
     root = data.images_root or path.parent
-    problems, input_errors = list[Problem](), InputErrors()
+    problems, input_errors, has_tables = list[Problem](), InputErrors(), is_table(path)
     rows = read_rows(path, columns, input_errors, optional=optional, version=data.version)
     for place, row in islice(rows, data.limit):
         with input_errors.collect(place):
-            prompt, template = read_prompt(place, row, data, is_table=is_table(path), is_chat=data.system is not None)
+            prompt, template = read_prompt(place, row, data, is_table=has_tables, is_chat=data.system is not None)
             problem = _build_problem(place, row, data, prompt, root=root)
             problems.append(replace(problem, template=template))
     input_errors.check()

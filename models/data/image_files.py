@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from infra.errors import BadInput, InputErrors
-from infra.store.inputs import fetch_path
+from infra.store.inputs import fetch_path, split_into_files
 from models.config.data import ProblemFile
 from models.data.rows import find_format, text_rows
 
@@ -31,7 +31,8 @@ def image_files(data: ProblemFile) -> Iterator[Path]:
     for path in filter(None, (data.path, data.heldout_path)):
         root = data.images_root or path.parent
         with suppress(OSError, EOFError, ValueError, BadInput, zlib.error, pa.ArrowException):
-            for name in _iterate_paths(fetch_path(path), data.images_column):
+            files = [fetch_path(file) for file in split_into_files(path)]
+            for name in (name for file in files for name in _iterate_paths(file, data.images_column)):
                 image_path = root / name
                 if image_path not in seen_paths and name[:5].lower() != "data:" and "://" not in name:
                     seen_paths.add(image_path)

@@ -13,7 +13,7 @@ from typing import IO, Final, Protocol, TypeVar, cast
 import pyarrow as pa
 
 from infra.errors import BadInput, InputErrors
-from infra.store.inputs import fetch_path, format_path, is_remote
+from infra.store.inputs import fetch_path, format_path, split_into_files
 from infra.user_files import FETCH_LFS, describe_irregular, is_lfs_pointer
 from models.data.json_rows import FileRow, check_unique_columns, decode_text, read_json_array, read_json_lines
 from models.data.tables import read_table_rows, require_columns
@@ -54,17 +54,23 @@ def read_rows(
     optional: Sequence[str] = (),
     version: int = 1,
 ) -> Iterator[FileRow]:
-    """Yield the rows of a file in order. Each row must have the columns in `columns`, and may have those in `optional`.
+    """Yield the rows of a file, or of a dataset on the Hub, in order. Each row must have the columns in `columns`, and may have those in `optional`.
 
     `version` is the version of the rules for reading (`ProblemFile.version`). Version 2 refuses repeated keys and
     columns, and converts 32-bit floats and maps of tables to the values that JSON files would have. Invalid rows are
     added to `input_errors`. Raises BadInput if the file cannot be read.
     """
-    _check_is_no_hub_name(path)
+    for file in split_into_files(path):
+        yield from _read_file(file, columns, input_errors, optional=optional, version=version)
+
+
+def _read_file(
+    path: Path, columns: Sequence[str], input_errors: InputErrors, *, optional: Sequence[str], version: int
+) -> Iterator[FileRow]:
     if find_format(path) not in SUFFIXES:
         packed = ", ".join(f"{suffix}{packing}" for packing in PACKED for suffix in TEXTS)
         raise BadInput(
-            f"{path}: files with the suffix {path.suffix!r} cannot be read. Use one of {', '.join(SUFFIXES)}, {packed}."
+            f"{format_path(path)}: files with the suffix {path.suffix!r} cannot be read. Use one of {', '.join(SUFFIXES)}, {packed}."
         )
     here, name = fetch_path(path), format_path(path)
     try:
@@ -104,20 +110,10 @@ def _check_present(place: str, values: Mapping[str, object]) -> None:
             )
 
 
-def _check_is_no_hub_name(path: Path) -> None:
-    """Raise BadInput, with advice, if a path looks like the name of a dataset on the Hugging Face Hub."""
-    if find_format(path) not in SUFFIXES and not is_remote(path) and not path.parent.exists():
-        name = "/".join(path.parts[-2:])
-        raise BadInput(
-            f"{path}: no such file. If {name} is a dataset on the Hugging Face Hub, write it to a file first: "
-            f"datasets.load_dataset({name!r}, split='train').to_parquet('train.parquet')"
-        )
-
-
 def is_table(path: Path) -> bool:
-    """Return whether a file is in Parquet or Arrow format. In these formats, structs have the same fields in all
-    rows."""
-    return find_format(path) not in TEXTS
+    """Return whether a file, or the files of a dataset on the Hub, are in Parquet or Arrow format. In these formats,
+    structs have the same fields in all rows."""
+    return find_format(split_into_files(path)[0]) not in TEXTS
 
 
 def find_format(path: Path) -> str:

@@ -30,7 +30,7 @@ from infra.processes.child import user_folders
 from infra.processes.episodes import RunEnvironment
 from infra.store.dependencies import Dependencies, FileContent, check_dependencies, dependency_records
 from infra.store.file_digests import file_digests
-from infra.store.inputs import PathNames, fetch_path, is_remote, paths_in
+from infra.store.inputs import HubPath, PathNames, fetch_path, is_on_hub, is_remote, paths_in
 from infra.store.run_record import has_results
 from infra.store.runs import Run, list_runs, open_run
 from infra.store.tombstones import check_not_deleted, check_remembers
@@ -76,9 +76,25 @@ def dependencies_of(config: RunConfig, run: Run | None = None) -> Dependencies:
     engines = {name: engine for name, engine, _ in slot_engines(config.rollout, config.scoring)}
     data = _digest_files({names.name(path): [path] for path in paths} | _referenced_files(config.data, names), known)
     environment = None if config.rollout.environment is None else config.rollout.environment.run
-    return _build_dependencies(
+    found = _build_dependencies(
         variants, engines, config.scoring, data=data, layout=config.layout(), environment=environment
     )
+    return found.model_copy(update={"hub": _hub_commits(config)})
+
+
+def _hub_commits(config: RunConfig) -> dict[str, str]:
+    """Return the commits of all models and datasets on the Hub, by their kind and name. Raises BadInput if a job names
+    two revisions of a dataset by the same text."""
+    commits: dict[str, str] = {}
+    for path in paths_in(config):
+        if isinstance(path, HubPath) and path.address.is_pinned:
+            commit = path.address.revision
+            if commits.setdefault(path.key, commit) != commit:
+                raise BadInput(
+                    f"The job uses two revisions of {path.key}. Write the revision into each path: "
+                    f"{path.relative}@REVISION"
+                )
+    return commits
 
 
 def rescoring_dependencies(scoring: ScoringConfig) -> Dependencies:
@@ -186,6 +202,8 @@ def _files_of(value: object) -> Iterator[Path]:
     """Yield the files whose paths occur in the settings. Missing files are skipped, because the code that reads them
     reports the error."""
     for path in paths_in(value):
+        if is_on_hub(path):  # the commit identifies the content
+            continue
         if is_remote(path) or path.is_file():
             yield path
         # a directory of sentence-transformers has modules.json
@@ -211,7 +229,7 @@ def _referenced_files(source: DataSource, names: PathNames) -> dict[str, list[Pa
     )(source)
     folders: dict[str, list[Path]] = {}
     for path in paths_by_reference:
-        if is_remote(path) or path.is_file():
+        if not is_on_hub(path) and (is_remote(path) or path.is_file()):
             folders.setdefault(f"{names.name(path.parent)}/*", []).append(path)
     return {folder: sorted(paths) for folder, paths in folders.items()}
 
