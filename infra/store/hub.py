@@ -12,10 +12,9 @@ import json
 import logging
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -113,10 +112,16 @@ def fetch_files(address: HubAddress, files: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    patterns = [glob.escape(name) for name in files]
-    options = {"repo_type": address.kind, "revision": address.revision, "cache_dir": str(cache_folder())}
+    fetch = partial(
+        snapshot_download,
+        address.name,
+        repo_type=address.kind,
+        revision=address.revision,
+        cache_dir=cache_folder(),
+        allow_patterns=[glob.escape(name) for name in files],
+    )
     with suppress(LocalEntryNotFoundError):
-        return Path(snapshot_download(address.name, local_files_only=True, allow_patterns=patterns, **options))
+        return Path(fetch(local_files_only=True))
     if is_offline():
         raise BadInput(
             f"files of {address.kind} {address.label} are missing from the Hugging Face cache {cache_folder()}, and "
@@ -125,16 +130,10 @@ def fetch_files(address: HubAddress, files: Sequence[str]) -> Path:
         )
     folder = _repository_folder(address) / "snapshots" / address.revision
     new = [name for name in files if not (folder / name).exists()]
+    logger.info("fetching files of %s %s from the Hugging Face Hub", address.kind, address.label)
     for last in (False, False, True)[-DOWNLOAD_TRIES:]:
         with _explained(address, is_last=last):
-            snapshot_download(
-                address.name,
-                allow_patterns=patterns,
-                endpoint=_endpoint(),
-                library_name="rheostat",
-                tqdm_class=_progress_bar(),
-                **options,
-            )
+            fetch(endpoint=_endpoint(), library_name="rheostat")
             _verify(address, folder, new)
             return folder
     raise AssertionError("the last try returns or raises")
@@ -237,17 +236,6 @@ def _verify(address: HubAddress, folder: Path, names: Sequence[str]) -> None:
             path.unlink()
             blob.unlink()
             raise OSError(f"{path.name} has another digest than the Hub names")
-
-
-def _progress_bar() -> type:
-    """Return the class of the progress bar, which is only shown on a terminal."""
-    from huggingface_hub.utils import tqdm
-
-    class Bar(tqdm):  # type: ignore[misc, type-arg]  # untyped
-        def __init__(self, *args: object, **options: object) -> None:
-            super().__init__(*args, **{**options, "disable": not sys.stderr.isatty()})
-
-    return Bar
 
 
 @contextmanager

@@ -85,8 +85,8 @@ def parse_hub_address(text: str, kind: HubKind | None = None) -> HubAddress:
 
     Raises BadInput if the address is not valid, or if it is not one of a repository of the kind `kind`.
     """
-    from huggingface_hub.errors import HfUriError
     from huggingface_hub import parse_hf_uri
+    from huggingface_hub.errors import HfUriError
 
     address, _, query = text.partition("?")
     chosen = dict(parse_qsl(query))

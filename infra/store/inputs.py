@@ -376,7 +376,9 @@ def replace_hub_paths(value: M, change: Callable[[HubPath], Path]) -> M:
             changes = {name: new for name, part in value if (new := replace_hub_paths(part, change)) is not part}
             return value.model_copy(update=changes) if changes else value
         case Mapping():
-            changes = {name: new for name, part in value.items() if (new := replace_hub_paths(part, change)) is not part}
+            changes = {
+                name: new for name, part in value.items() if (new := replace_hub_paths(part, change)) is not part
+            }
             return cast(M, {**value, **changes}) if changes else value
         case tuple():
             parts = tuple(replace_hub_paths(part, change) for part in value)

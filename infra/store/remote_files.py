@@ -55,5 +55,3 @@ def fetch_address(address: str) -> Path:
 def _version_of(entry: dict[str, object]) -> str:
     """Return the text that identifies the content of an object: its ETag, checksum or time, whichever its store has."""
     return next((str(entry[key]) for key in ("etag", "ETag", "md5Hash", "generation", "mtime") if entry.get(key)), "")
-
-

@@ -43,8 +43,8 @@ class CriticConfig(Settings):
     trained together with the policy."""
 
     path: ModelLocation | None = None
-    """Directory, or model on the Hugging Face Hub, to start from, such as a reward model. If not set, the critic starts as the
-    initial policy with a zero-initialized head."""
+    """Directory, or model on the Hugging Face Hub, to start from, such as a reward model. If not set, the critic starts
+    as the initial policy with a zero-initialized head."""
     learning_rate: Annotated[float, Field(gt=0)] = 5e-6
     """Peak learning rate of the critic. Its other optimizer settings are those of `update`."""
     clip: Annotated[float, Field(gt=0)] = 0.2

@@ -18,7 +18,7 @@ class FileRules(Settings):
     """Version of the rules. In version 2, the split is independent of the file format, of letter case, white space and
     Unicode normalization; numeric answers are written without exponents; repeated keys or columns, and answers that are
     NaN or infinite, are refused. Runs that began before this key existed use version 1, and so do retrains of a
-    champion from such a run."""
+    champion from such a run if this key is not set."""
 
 
 def find_file_version(data: JsonValue) -> int | None:
@@ -37,15 +37,18 @@ def find_file_version(data: JsonValue) -> int | None:
     return min(versions, default=None)
 
 
-def with_file_version(data: AnySettings, version: Literal[1, 2]) -> AnySettings:
-    """Return a `[data]` table in which every file is read by this version of the rules."""
+def with_file_version(data: AnySettings, version: Literal[1, 2], *, keeps_set: bool = False) -> AnySettings:
+    """Return a `[data]` table in which every file is read by this version of the rules.
+
+    With `keeps_set`, files whose version is set in the configuration keep their version.
+    """
     update: dict[str, object] = {}
-    if isinstance(data, FileRules):
+    if isinstance(data, FileRules) and not (keeps_set and "version" in data.model_fields_set):
         update["version"] = version
     for name in ("source", "sources"):
         value = getattr(data, name, None)
         if isinstance(value, Settings):
-            update[name] = with_file_version(value, version)
+            update[name] = with_file_version(value, version, keeps_set=keeps_set)
         elif isinstance(value, tuple):
-            update[name] = tuple(with_file_version(each, version) for each in value)
+            update[name] = tuple(with_file_version(each, version, keeps_set=keeps_set) for each in value)
     return data.model_copy(update=update)

@@ -180,7 +180,8 @@ class MergeParent(Settings):
     """One of the policies to merge, with its weight in the sum."""
 
     path: ModelLocation
-    """Directory or name on the Hub of a model, or of a LoRA adapter. An adapter is added to its base model before merging."""
+    """Directory or name on the Hub of a model, or of a LoRA adapter. An adapter is added to its base model
+    before merging."""
     weight: float
     """Factor of this policy in the sum. It may be negative: weights of 1.75 and -0.75 extrapolate beyond the first
     policy."""

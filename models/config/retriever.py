@@ -40,8 +40,8 @@ class PairFile(HubDatasetChoice, FileRules, PairSource):
 
     kind: Literal["file"] = "file"
     path: DataLocation
-    """File of training pairs, or a dataset on the Hugging Face Hub: .jsonl, .json with an array, .csv or .tsv (each also compressed as .gz or .zst),
-    .parquet, .arrow or .feather."""
+    """File of training pairs, or a dataset on the Hugging Face Hub: .jsonl, .json with an array, .csv or
+    .tsv (each also compressed as .gz or .zst), .parquet, .arrow or .feather."""
     heldout_path: DataLocation | None = None
     """File of pairs for the evaluation. If not set, `heldout_fraction` of the training file is kept for evaluation."""
     query_column: str = "query"
@@ -57,8 +57,8 @@ class EncoderConfig(Settings):
     """Settings for an encoder and its training."""
 
     path: ModelLocation | None = None
-    """Directory or name on the Hub of the initial model, in Hugging Face or sentence-transformers format. If not set, a small BERT with
-    random weights is built, with a tokenizer trained on the pairs."""
+    """Directory or name on the Hub of the initial model, in Hugging Face or sentence-transformers format. If not set,
+    a small BERT with random weights is built, with a tokenizer trained on the pairs."""
     hidden_size: Positive = 64
     """Hidden size of a new encoder and size of its embeddings. Must be a multiple of `heads`."""
     layers: Positive = 2

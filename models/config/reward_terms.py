@@ -236,8 +236,8 @@ class ClipReward(BuiltInReward):
 
     kind: Literal["clip"] = "clip"
     path: ModelLocation
-    """Directory of a CLIP model with its image processor and tokenizer, on this machine or at s3://bucket/name, or a name on the
-    Hub."""
+    """Directory of a CLIP model with its image processor and tokenizer, on this machine or at s3://bucket/name, or a
+    name on the Hub."""
     value: Literal["cosine", "logit"] = "cosine"
     """Score: "cosine" is the cosine similarity of the two embeddings, -1 to 1. "logit" is this similarity times the
     CLIP model's logit scale, divided by 100."""

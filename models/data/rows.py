@@ -54,7 +54,8 @@ def read_rows(
     optional: Sequence[str] = (),
     version: int = 1,
 ) -> Iterator[FileRow]:
-    """Yield the rows of a file, or of a dataset on the Hub, in order. Each row must have the columns in `columns`, and may have those in `optional`.
+    """Yield the rows of a file, or of a dataset on the Hub, in order. Each row must have the columns in
+    `columns`, and may have those in `optional`.
 
     `version` is the version of the rules for reading (`ProblemFile.version`). Version 2 refuses repeated keys and
     columns, and converts 32-bit floats and maps of tables to the values that JSON files would have. Invalid rows are
@@ -70,7 +71,8 @@ def _read_file(
     if find_format(path) not in SUFFIXES:
         packed = ", ".join(f"{suffix}{packing}" for packing in PACKED for suffix in TEXTS)
         raise BadInput(
-            f"{format_path(path)}: files with the suffix {path.suffix!r} cannot be read. Use one of {', '.join(SUFFIXES)}, {packed}."
+            f"{format_path(path)}: files with the suffix {path.suffix!r} cannot be read. Use one of "
+            f"{', '.join(SUFFIXES)}, {packed}."
         )
     here, name = fetch_path(path), format_path(path)
     try:

@@ -103,9 +103,9 @@ def check_teacher_directory(
     _check_tokens(fetch_path(teacher.path), inspected.tokenizer, tokenizer)
     if longest_tokens > inspected.shape.context:
         raise BadInput(
-            f"algorithm.distillation.teacher {format_path(teacher.path)}: its context is {inspected.shape.context_text}, but the "
-            f"longest prompt plus max_new_tokens need at least {longest_tokens}. Use a teacher with a longer context, "
-            "or lower rollout.sampling.max_new_tokens."
+            f"algorithm.distillation.teacher {format_path(teacher.path)}: its context is "
+            f"{inspected.shape.context_text}, but the longest prompt plus max_new_tokens need at least "
+            f"{longest_tokens}. Use a teacher with a longer context, or lower rollout.sampling.max_new_tokens."
         )
     inspected.shape.check_slices(slices, what=f"algorithm.distillation.teacher {format_path(teacher.path)}")
     return inspected.shape.parameters

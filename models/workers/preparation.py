@@ -87,7 +87,9 @@ class PreparationWorker:
         started = time.perf_counter()
         policy = fetch_bundle(self._store, work.policy.weights)
         with self._store.scratch() as folder:
-            parameters = write_critic(None if work.critic.path is None else fetch_path(work.critic.path), policy, folder)
+            parameters = write_critic(
+                None if work.critic.path is None else fetch_path(work.critic.path), policy, folder
+            )
             self._progress += 1
             ref = publish_bundle(self._store, folder, prefix="critics")
         self._progress += 1

@@ -77,7 +77,9 @@ def describe_hub_inputs(config: BaseModel) -> dict[str, str]:
             names = files or [name for name in sizes if name.startswith(address.file) and (root / name).is_file()]
             part = ", ".join(filter(None, (address.config, address.split)))
             chosen = f" ({part})" if part else ""
-            lines[f"{address.kind} {path.relative}{chosen}"] = _describe(address.revision, [sizes[name] for name in names])
+            lines[f"{address.kind} {path.relative}{chosen}"] = _describe(
+                address.revision, [sizes[name] for name in names]
+            )
             if base is not None:
                 lines[f"base model {base.name}"] = f"commit {fetch_snapshot(base).name[:12]}"
     return lines

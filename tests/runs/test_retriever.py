@@ -19,7 +19,7 @@ from models.environments.pool import start_process
 from models.retrieval.measure import find, retrieval_of
 from models.retrieval.pairs import load_pairs
 from models.rewards.rules import build_reward
-from tasks.config.run import load_retriever_config
+from tasks.config.retriever import load_retriever_config
 from tasks.retriever import CHOSEN, TEACHER
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import RHEOSTAT, ROOT, Job
@@ -179,6 +179,8 @@ def test_the_search_tool_returns_the_nearest_passages_of_a_file(made, tmp_path):
         ).ready()
 
 
+@pytest.mark.smoke
+@pytest.mark.system
 def test_invalid_retriever_settings_are_refused_in_one_line_and_nothing_is_written(job, tmp_path, capsys, monkeypatch):
     (tmp_path / "pairs.jsonl").write_text('{"query": "a", "text": "b"}\n')
     (tmp_path / "folder").mkdir()

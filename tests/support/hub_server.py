@@ -130,25 +130,28 @@ class _Handler(BaseHTTPRequestHandler):
         elif api:
             kind, name, part, revision = api.groups()
         else:
-            return self._error(404, "")
-        repository = self.hub.repositories.get((kind, name))
+            self._error(404, "")
+            return
+        repository, token = self.hub.repositories.get((kind, name)), self.headers["Authorization"]
+        commit = None if repository is None else repository.commit(revision or "main")
         if repository is None:  # the Hub does not tell strangers which repositories exist
-            return self._error(404 if self.headers["Authorization"] else 401, "RepoNotFound")
-        if repository.is_gated and self.headers["Authorization"] != "Bearer hf_good" and file:
-            return self._error(403 if self.headers["Authorization"] else 401, "GatedRepo")
-        commit = repository.commit(revision or "main")
-        if commit is None:
-            return self._error(404, "RevisionNotFound")
-        files = repository.files(commit)
-        if file:
-            return self._file(files.get(part), part, commit)
-        if part == "tree":
-            return self._json([_entry(name, data) for name, data in files.items()])
-        return self._json({"id": name, "sha": commit, "siblings": [{"rfilename": each} for each in files]})
+            self._error(404 if token else 401, "RepoNotFound")
+        elif repository.is_gated and token != "Bearer hf_good" and file:
+            self._error(403 if token else 401, "GatedRepo")
+        elif commit is None:
+            self._error(404, "RevisionNotFound")
+        elif file:
+            self._file(repository.files(commit).get(part), part, commit)
+        elif part == "tree":
+            self._json([_entry(name, data) for name, data in repository.files(commit).items()])
+        else:
+            siblings = [{"rfilename": each} for each in repository.files(commit)]
+            self._json({"id": name, "sha": commit, "siblings": siblings})
 
     def _file(self, data, name, commit):
         if data is None:
-            return self._error(404, "EntryNotFound")
+            self._error(404, "EntryNotFound")
+            return
         fault = self.hub.faults.pop(0) if self.hub.faults and self.command == "GET" else ""
         etag = hashlib.sha256(data).hexdigest() if name.endswith(LARGE) else blob_id(data)
         start = int((self.headers["Range"] or "bytes=0-").removeprefix("bytes=").split("-")[0])

@@ -1,4 +1,4 @@
-"""Jobs with names of the Hugging Face Hub: the commits that a run records and keeps, and every key that takes a name."""
+"""Jobs with names of the Hugging Face Hub: the commits that a run records and keeps, and the keys that take a name."""
 
 import json
 
@@ -31,7 +31,11 @@ def rows(*answers):
 
 
 def sums(shift=0):
-    files = {"data/train-00000-of-00002.jsonl": (1, 2), "data/train-00001-of-00002.jsonl": (3,), "data/test-00000-of-00001.jsonl": (4,)}
+    files = {
+        "data/train-00000-of-00002.jsonl": (1, 2),
+        "data/train-00001-of-00002.jsonl": (3,),
+        "data/test-00000-of-00001.jsonl": (4,),
+    }
     return {name: rows(*(number + shift for number in numbers)) for name, numbers in files.items()}
 
 
@@ -68,8 +72,11 @@ def test_a_name_is_recorded_as_written_with_its_commit(repositories, tmp_path):
     assert run.record.config["policy"]["path"] == "team/tiny" and run.record.config["data"]["path"] == "team/sums"
     recorded = dependency_records(run)[-1].dependencies.hub
     assert set(recorded) == {"model team/tiny", "dataset team/sums"}
-    assert recorded == {f"{kind} {name}": commit for kind, name in [("model", "team/tiny"), ("dataset", "team/sums")]
-                        for commit in [commits_in(with_hub_commits(job()))[name]]}
+    assert recorded == {
+        f"{kind} {name}": commit
+        for kind, name in [("model", "team/tiny"), ("dataset", "team/sums")]
+        for commit in [commits_in(with_hub_commits(job()))[name]]
+    }
 
 
 def test_a_run_continues_at_its_commits_after_the_branch_moved(repositories, tmp_path):
@@ -92,7 +99,7 @@ def test_the_recorded_configuration_names_the_commits(repositories, tmp_path):
 def test_another_revision_in_the_job_is_refused_by_its_key(repositories, tmp_path):
     run = begin(tmp_path)
     other = with_hub_commits(job({**JOB, "data": {**DATA, "revision": "v2"}}), run)
-    with pytest.raises(RunChanged, match="data.revision"):
+    with pytest.raises(RunChanged, match=r"data\.revision"):
         run.check_identity(other)
 
 
