@@ -24,7 +24,9 @@ class ChatFile(Settings):
     """Keys for files whose prompts may be chats. For plain-text prompts only `prompt_column` has an effect."""
 
     prompt_column: str = "prompt"
-    """Column with the prompt: plain text, or a list of chat messages with `role` and `content`."""
+    """Column with the prompt: plain text, or a chat as a list of messages with `role` and `content` (OpenAI) or turns
+    with `from` and `value` (ShareGPT). A dotted path such as `extra.question` names a nested field, in every column
+    key."""
     message_fields: Annotated[MessageFields, Since("0.2.0", before="drop")] = "keep"
     """Handling of message fields other than `role` and `content`: "keep" passes `name`, `tool_calls`, `tool_call_id`,
     `reasoning_content`, `reasoning`, `thinking` and `tool_plan` to the chat template and refuses all other fields,

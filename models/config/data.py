@@ -189,14 +189,15 @@ class ProblemFile(HubDatasetChoice, ChatFile, FileRules, ImageFileSettings):
 
     path: DataLocation
     """File of training problems, on this machine or at s3://bucket/name: .jsonl, .json with an array, .csv or .tsv
-    (each also compressed as .gz or .zst), .parquet, .arrow or .feather. Or the name of a dataset on the Hugging Face
-    Hub, such as `openai/gsm8k` (docs/hub.md)."""
+    (each also compressed as .gz or .zst), .parquet, .arrow or .feather. Or a folder of such files, a folder that
+    `save_to_disk` of `datasets` wrote, or the name of a dataset on the Hugging Face Hub, such as `openai/gsm8k`
+    (docs/hub.md)."""
     heldout_path: DataLocation | None = None
-    """File of evaluation problems. If not set, `heldout_fraction` of the training file is kept for evaluation."""
+    """File or folder of evaluation problems. If not set, `heldout_fraction` of the training problems is kept."""
     heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Share of problems kept for evaluation if there is no second file, selected by a hash of the prompt."""
     answer_column: str | None = "answer"
-    """Column with the reference answer. Can be unset if no reward needs an answer."""
+    """Column with the reference answer. "" reads no answers, if no reward needs an answer."""
     environment_columns: Annotated[tuple[str, ...], Since("0.1.0", before=())] = ()
     """Columns that an environment receives in its `problem`, in addition to prompt and answer. Rows that differ in
     these columns are different problems."""

@@ -1,8 +1,10 @@
 """Configuration of the rules for reading files of problems and preferences. Torch-free."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Final, Literal, TypeVar
 
-from pydantic import JsonValue
+from pydantic import BaseModel, JsonValue
 
 from infra.config import Settings, Since
 
@@ -52,3 +54,21 @@ def with_file_version(data: AnySettings, version: Literal[1, 2], *, keeps_set: b
         elif isinstance(value, tuple):
             update[name] = tuple(with_file_version(each, version, keeps_set=keeps_set) for each in value)
     return data.model_copy(update=update)
+
+
+DATA_PATHS: Final = ("path", "heldout_path", "corpus")
+"""Keys of the files and folders that are read by the rules."""
+
+
+def iterate_data_paths(settings: object) -> Iterator[Path]:
+    """Yield the paths of all files and folders of data that settings name, at any depth."""
+    match settings:
+        case BaseModel():
+            if isinstance(settings, FileRules):
+                values = (getattr(settings, name, None) for name in DATA_PATHS)
+                yield from (path for path in values if isinstance(path, Path))
+            for _, part in settings:
+                yield from iterate_data_paths(part)
+        case tuple() | list():
+            for part in settings:
+                yield from iterate_data_paths(part)
