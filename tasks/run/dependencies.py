@@ -31,7 +31,7 @@ from infra.processes.child import user_folders
 from infra.processes.episodes import RunEnvironment
 from infra.store.dependencies import Dependencies, FileContent, check_dependencies, dependency_records
 from infra.store.file_digests import file_digests
-from infra.store.inputs import HubPath, PathNames, fetch_path, is_on_hub, is_remote, paths_in
+from infra.store.inputs import PathNames, fetch_path, is_on_hub, is_remote, paths_in
 from infra.store.run_record import has_results
 from infra.store.runs import Run, list_runs, open_run
 from infra.store.tombstones import check_not_deleted, check_remembers
@@ -44,6 +44,7 @@ from models.config.job import slot_engines
 from models.config.rewards import ScoringConfig
 from models.data.rows import find_data_files
 from tasks.config.run import LAYOUT, RunConfig
+from tasks.run.hub_inputs import hub_commits
 from tasks.run.keys import StageKey, evaluation_key, iteration_key, iteration_numbers
 
 LIBRARIES: Final = (
@@ -87,22 +88,7 @@ def dependencies_of(config: RunConfig, run: Run | None = None) -> Dependencies:
     found = _build_dependencies(
         variants, engines, config.scoring, data=data, layout=config.layout(), environment=environment
     )
-    return found.model_copy(update={"hub": _hub_commits(config)})
-
-
-def _hub_commits(config: RunConfig) -> dict[str, str]:
-    """Return the commits of all models and datasets on the Hub, by their kind and name. Raises BadInput if a job names
-    two revisions of a dataset by the same text."""
-    commits: dict[str, str] = {}
-    for path in paths_in(config):
-        if isinstance(path, HubPath) and path.address.is_pinned:
-            commit = path.address.revision
-            if commits.setdefault(path.key, commit) != commit:
-                raise BadInput(
-                    f"The job uses two revisions of {path.key}. Write the revision into each path: "
-                    f"{path.relative}@REVISION"
-                )
-    return commits
+    return found.model_copy(update={"hub": hub_commits(config)})
 
 
 def rescoring_dependencies(scoring: ScoringConfig) -> Dependencies:

@@ -55,6 +55,21 @@ def _local_path(path: HubPath) -> Path:
     return JobPath.locate(text)
 
 
+def hub_commits(config: BaseModel) -> dict[str, str]:
+    """Return the commits of all models and datasets on the Hub, by their kind and name. Raises BadInput if a job names
+    two revisions of a dataset by the same text."""
+    commits: dict[str, str] = {}
+    for path in paths_in(config):
+        if isinstance(path, HubPath) and path.address.is_pinned:
+            commit = path.address.revision
+            if commits.setdefault(path.key, commit) != commit:
+                raise BadInput(
+                    f"The job uses two revisions of {path.key}. Write the revision into each path: "
+                    f"{path.relative}@REVISION"
+                )
+    return commits
+
+
 def fetch_hub_inputs(config: BaseModel) -> None:
     """Fetch all files of a configuration that are on the Hub, with a progress bar. Files in the cache are kept. Raises
     BadInput if a file cannot be fetched."""
