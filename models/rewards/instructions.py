@@ -294,7 +294,7 @@ def read_arguments(name: str, values: Mapping[str, JsonValue]) -> dict[str, Any]
     if name == "detectable_format:constrained_response" and "options" in present:
         types = {"options": list}
     _require_keys(name, present, types)
-    arguments = {key: _convert(value) for key, value in present.items()}
+    arguments: dict[str, Any] = {key: _convert(value) for key, value in present.items()}
     for key, kind in types.items():
         if not isinstance(arguments[key], kind) or isinstance(arguments[key], bool):
             raise ValueError(f"{name}: {key} must be of type {kind.__name__}, found {arguments[key]!r:.40}")
