@@ -198,6 +198,9 @@ class ProblemFile(HubDatasetChoice, ChatFile, FileRules, ImageFileSettings):
     """Share of problems kept for evaluation if there is no second file, selected by a hash of the prompt."""
     answer_column: str | None = "answer"
     """Column with the reference answer. "" reads no answers, if no reward needs an answer."""
+    answer_columns: Annotated[tuple[str, ...], Since("0.2.0", before=())] = ()
+    """Columns that form the reference answer together, instead of `answer_column`: the answer is a JSON object with the
+    values of these columns. For rewards such as `ifeval`, whose instructions are in two columns."""
     environment_columns: Annotated[tuple[str, ...], Since("0.1.0", before=())] = ()
     """Columns that an environment receives in its `problem`, in addition to prompt and answer. Rows that differ in
     these columns are different problems."""
@@ -222,10 +225,22 @@ class ProblemFile(HubDatasetChoice, ChatFile, FileRules, ImageFileSettings):
             raise ValueError(f"each column may be listed only once, found {', '.join(columns)}. Remove the repetition")
         return columns
 
+    @model_validator(mode="after")
+    def _require_one_answer(self) -> Self:
+        default = ProblemFile.model_fields["answer_column"].default
+        if self.answer_columns and (self.answer_column or default) != default:
+            raise ValueError("answer_column and answer_columns cannot be combined. Remove one of them")
+        return self
+
+    @property
+    def required_answer_columns(self) -> tuple[str, ...]:
+        """Columns from which the reference answer is read. Empty if there are no answers."""
+        return self.answer_columns or tuple(filter(None, (self.answer_column,)))
+
     @property
     def has_answers(self) -> bool:
         """Whether a column with reference answers is configured."""
-        return self.answer_column is not None
+        return bool(self.answer_columns) or self.answer_column is not None
 
 
 class FileData(ProblemFile, DataSource):
