@@ -234,7 +234,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem], 
     if new_tokens >= shape.context:
         key = f"rollout.sampling.max_new_tokens {new_tokens}"
         raise BadInput(f"{key} leaves no room for a prompt, because the policy's context is {shape.context_text}")
-    pairs, room, too_long = [*zip(problems, prompts, strict=True)], shape.context - new_tokens, inputs.data.on_too_long
+    pairs, room, too_long = [*zip(problems, prompts, strict=True)], shape.context - new_tokens, inputs.data.long_prompts
     train_asked = enforce_prompt_length(pairs[: len(train)], max_tokens=room, too_long=too_long, split="train")
     heldout_asked = enforce_prompt_length(pairs[len(train) :], max_tokens=room, too_long=too_long, split="heldout")
     longest = max(len(prompt.input) for _, prompt in (*train_asked, *heldout_asked))

@@ -42,8 +42,11 @@ class DataSource(TextSettings, Variant):
     these ids."""
     on_too_long: Annotated[OnTooLong, Since("0.1.0", before="refuse"), RenamedFrom("too_long")] = "refuse"
     """Action for problems whose prompt leaves no room for a completion in the policy's context: "refuse" ends the run
-    before it begins, "drop" excludes these problems from iterations, evaluations and warm-up, and records their
-    number."""
+    before it begins, unless `drop` contains "too_long". "drop" is the same as "too_long" in `drop`."""
+    drop: Annotated[tuple[Literal["empty", "too_long"], ...], Since("0.2.0", before=())] = ()
+    """Problems that are left out and counted, instead of ending the run before it begins: "empty" (rows of files with a
+    blank or missing prompt, message or answer) and "too_long" (the prompt leaves no room for a completion in the
+    policy's context). They are left out of iterations, evaluations and warm-up."""
 
     image_background: Annotated[
         Annotated[str, Field(pattern=r"^(white|black|#[0-9a-fA-F]{6}|unconverted)$")],
@@ -56,6 +59,11 @@ class DataSource(TextSettings, Variant):
     """Version of the rules for reading images. In version 2, colors of 16 bits are rounded to 8 bits, and truncated
     images are refused. In version 1, the upper 8 bits are read, and missing pixels of PNG and JPEG files are black or
     gray. Runs that began before this key existed use version 1."""
+
+    @property
+    def long_prompts(self) -> OnTooLong:
+        """Action for problems that are too long, according to `drop` and `on_too_long`."""
+        return "drop" if "too_long" in self.drop else self.on_too_long
 
     @property
     def has_answers(self) -> bool:
@@ -297,7 +305,14 @@ class DeduplicatedData(DataSource):
 
     @model_validator(mode="after")
     def _require_unset_in_source(self) -> Self:
-        for key in ("exclude_ids_path", "on_too_long", "image_background", "image_version", *TextSettings.model_fields):
+        for key in (
+            "exclude_ids_path",
+            "on_too_long",
+            "drop",
+            "image_background",
+            "image_version",
+            *TextSettings.model_fields,
+        ):
             if getattr(self.source, key) not in (DataSource.model_fields[key].default, getattr(self, key)):
                 raise ValueError(f"source.{key} must not be set. Set {key} next to source instead")
         return self

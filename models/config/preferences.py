@@ -5,12 +5,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from infra.config import Positive
+from infra.config import Positive, Since
 from infra.store.inputs import Location
 from infra.variants import Variant
 from models.config.chat_files import ChatFile
 from models.config.data import DataSource
-from models.config.file_rules import FileRules
+from models.config.file_rules import DropReason, FileRules
 
 
 class Preferences(Variant):
@@ -56,9 +56,15 @@ class FilePreferences(ChatFile, FileRules, Preferences):
     heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Share of pairs kept for evaluation if there is no second file, selected by a hash of the prompt."""
     chosen_column: str = "chosen"
-    """Column with the better completion."""
+    """Column with the better completion: a text, a message of the assistant, or a chat that ends with it. Both
+    completions may begin with the prompt."""
     rejected_column: str = "rejected"
     """Column with the worse completion."""
+    drop: Annotated[tuple[DropReason, ...], Since("0.2.0", before=())] = ()
+    """Rows that are left out and counted, instead of refusing the file: "ties" (equal completions, or equal scores in
+    the columns `score_chosen` and `score_rejected`, or a `margin` of 0), "empty" (a blank or missing prompt, message or
+    completion), "too_long" (more tokens than the model's context), and "mismatched" (two completions of different
+    prompts)."""
     template: str = "{prompt}"
     """Template that turns plain text into a prompt; `{prompt}` is replaced by the text of the column."""
 

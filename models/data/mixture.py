@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from models.config.data import MixtureData
-from models.data.files import file_problems
+from models.data.files import read_split
 from models.data.image_files import image_files
 from models.data.problems import Problem
 
@@ -19,7 +19,7 @@ def mixed_problems(data: MixtureData, split: str, seed: int) -> list[Problem]:
     until a file has no problems left.
     """
     files = [
-        [replace(problem, part=part) for problem in file_problems(source, split, seed)]
+        [replace(problem, part=part) for problem in read_split(source, split, data.drop)]
         for part, source in enumerate(data.sources)
     ]
     if split == "train":

@@ -37,9 +37,9 @@ def deduplicated_problems(data: DeduplicatedData, split: str, seed: int) -> list
 
 
 def _find_source(data: DeduplicatedData) -> FileData | MixtureData:
-    """Return the settings of the wrapped data source, with the settings of images of the outer settings."""
+    """Return the settings of the wrapped data source, with the outer settings of images and dropped rows."""
     return data.source.model_copy(
-        update={"image_background": data.image_background, "image_version": data.image_version}
+        update={"image_background": data.image_background, "image_version": data.image_version, "drop": data.drop}
     )
 
 

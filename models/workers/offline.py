@@ -78,7 +78,7 @@ class OfflineTrainer:
         """Fine-tune the policy on worked examples, or on images for a text-to-image policy."""
         if self._denoising is not None:
             return self._imitate_pictures(work, self._denoising)
-        among = partial(self._drop_long_problems, work) if work.data.on_too_long == "drop" else None
+        among = partial(self._drop_long_problems, work) if work.data.long_prompts == "drop" else None
         examples = warmup_examples(work.data, work.warmup, work.seed, among=among)
         return self._fine_tune(work.policy, examples, work.warmup, ranks=self._ranks, rules=work.data.text_rules)
 

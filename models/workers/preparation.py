@@ -165,7 +165,7 @@ class PreparationWorker:
         )
         if work.split == "train" and work.data.exclude_ids_path is not None:
             problems, prompts = _exclude_listed(problems, prompts, fetch_path(work.data.exclude_ids_path))
-        room, too_long = context - work.max_new_tokens, work.data.on_too_long
+        room, too_long = context - work.max_new_tokens, work.data.long_prompts
         fitting = enforce_prompt_length(
             [*zip(problems, prompts, strict=True)], max_tokens=room, too_long=too_long, split=work.split
         )
