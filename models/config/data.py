@@ -29,6 +29,9 @@ class DataSource(TextSettings, Variant):
     referenced_files: ClassVar[str] = ""
     """`pkg.mod:function` that yields the files named in the source's own files, such as images. Empty if there are
     none."""
+    reading_reporter: ClassVar[str] = ""
+    """`pkg.mod:function` that reports how this source reads files, a `models.data.reading.ReadingReporter`. Empty if
+    the source reads no files."""
     exclusion_filter: ClassVar[str] = ""
     """`pkg.mod:function` that returns the training problems that this source excludes by itself, such as
     near-duplicates, a `models.data.problems.ExclusionFilter`. Empty if the source excludes none."""
@@ -239,6 +242,7 @@ class FileData(ProblemFile, DataSource):
 
     implementation = "models.data.files:file_problems"
     referenced_files = "models.data.image_files:image_files"
+    reading_reporter = "models.data.files:report_file"
 
     kind: Literal["file"] = "file"
 
@@ -259,6 +263,7 @@ class MixtureData(DataSource):
 
     implementation = "models.data.mixture:mixed_problems"
     referenced_files = "models.data.mixture:mixed_image_files"
+    reading_reporter = "models.data.mixture:report_mixture"
 
     kind: Literal["mixture"] = "mixture"
     sources: Annotated[tuple[WeightedFile, ...], Field(min_length=1)]
@@ -292,6 +297,7 @@ class DeduplicatedData(DataSource):
 
     implementation = "models.retrieval.deduplicated:deduplicated_problems"
     referenced_files = "models.retrieval.deduplicated:find_referenced_images"
+    reading_reporter = "models.retrieval.deduplicated:report_source"
     exclusion_filter = "models.retrieval.deduplicated:near_duplicates"
 
     kind: Literal["deduplicated"] = "deduplicated"

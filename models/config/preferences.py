@@ -1,7 +1,7 @@
 """Configuration of preferences between completions. Torch-free."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -16,6 +16,15 @@ from models.config.file_rules import DropReason, FileRules
 class Preferences(Variant):
     """Fields common to all sources of preferences (pairs of a better and a worse completion). `implementation` names a
     `models.data.preferences.PreferenceSource`."""
+
+    reading_reporter: ClassVar[str] = ""
+    """`pkg.mod:function` that reports how this kind reads files, a `models.data.reading.ReadingReporter`. Empty if
+    it reads no files."""
+
+    @property
+    def drops_long_pairs(self) -> bool:
+        """Whether pairs that are longer than the model's context are left out."""
+        return False
 
     def find_conflicts(self, data: DataSource) -> Iterator[str]:
         """Yield one line per reason why these preferences cannot be used with the problems of `data`."""
@@ -47,6 +56,7 @@ class FilePreferences(ChatFile, FileRules, Preferences):
     """Preference pairs from a file, or from a folder of files."""
 
     implementation = "models.data.preferences:file_preferences"
+    reading_reporter = "models.data.preferences:report_file"
 
     kind: Literal["file"] = "file"
     path: Location
@@ -67,6 +77,11 @@ class FilePreferences(ChatFile, FileRules, Preferences):
     prompts)."""
     template: str = "{prompt}"
     """Template that turns plain text into a prompt; `{prompt}` is replaced by the text of the column."""
+
+    @property
+    def drops_long_pairs(self) -> bool:
+        """Whether `drop` contains "too_long"."""
+        return "too_long" in self.drop
 
 
 PreferencesConfig = Annotated[ArithmeticPreferences | FilePreferences, Field(discriminator="kind")]

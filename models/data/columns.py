@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
@@ -80,7 +81,10 @@ def _refuse_problems(path: Path, columns: Sequence[str], shape: Shape) -> BadInp
             "[preferences], or set prompt_column and answer_column to read the file as problems."
         )
     keys = shape.keys if shape.kind == "prompts" else {}
-    example = [f"{key} = {keys.get(key, '…')!r}" for key in ("prompt_column", "answer_column")]
+    example = [
+        f"{key} = {keys.get(key) or next(iter(get_close_matches(name, columns, n=1)), '…')!r}"
+        for key, name in (("prompt_column", "prompt"), ("answer_column", "answer"))
+    ]
     return BadInput(
         f"{describe_missing_column(name, 'prompt', columns)} The shape of the file was not recognized. Set the columns "
         f"of prompts and answers, such as {' and '.join(example)}."

@@ -31,6 +31,7 @@ from models.data.problems import (
     fill_prompt,
     is_heldout,
 )
+from models.data.reading import ReadingReport
 from models.data.rows import find_data_files, read_rows
 
 
@@ -73,6 +74,28 @@ def read_problems(path: Path, data: ProblemFile, drop: Collection[DropReason] = 
 
     Raises one BadInput that lists all invalid rows.
     """
+    return _read_and_count(path, data, drop)[0]
+
+
+def report_file(data: FileData, split: str) -> ReadingReport:
+    """Report how the file of a split is read. The file of both splits counts for the training split."""
+    return report_problems(data, split, data.drop)
+
+
+def report_problems(data: ProblemFile, split: str, drop: Collection[DropReason]) -> ReadingReport:
+    """Report which shape was recognized in the file of a split, and how many rows `drop` leaves out."""
+    path = data.path if split == "train" else data.heldout_path
+    if path is None:
+        return ReadingReport()
+    note = find_problem_columns(path, data).note
+    dropped = _read_and_count(path, data, drop)[1] if "empty" in drop else {}
+    return ReadingReport((note,) if note else (), dropped)
+
+
+def _read_and_count(
+    path: Path, data: ProblemFile, drop: Collection[DropReason]
+) -> tuple[list[Problem], Mapping[str, int]]:
+    """Read all problems of a file, and count the rows that `drop` leaves out, by reason."""
     columns_found = find_problem_columns(path, data)
     data = columns_found.file
     named = [
@@ -108,7 +131,7 @@ def read_problems(path: Path, data: ProblemFile, drop: Collection[DropReason] = 
             f"{path}: data.chat_template_kwargs has no effect, because all prompts are plain text. Use chats, set "
             "data.system, or remove data.chat_template_kwargs."
         )
-    return problems
+    return problems, input_errors.dropped
 
 
 def _build_problem(place: str, row: Mapping[str, object], data: ProblemFile, prompt: Prompt, *, root: Path) -> Problem:

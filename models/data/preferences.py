@@ -29,6 +29,7 @@ from models.data.problems import (
     load_problems,
     split_key,
 )
+from models.data.reading import ReadingReport
 from models.data.rows import find_data_files, read_rows
 from models.data.shapes import SCORES
 
@@ -136,6 +137,22 @@ def file_preferences(config: FilePreferences, data: DataConfig, split: str, seed
 
 def _read_pairs(path: Path, config: FilePreferences) -> list[Preference]:
     """Read all pairs of a file, before the template and the split are applied. Raises BadInput for invalid rows."""
+    return _read_and_count(path, config)[0]
+
+
+def report_file(config: FilePreferences, split: str) -> ReadingReport:
+    """Report which shape was recognized in the file of a split, and how many rows `drop` leaves out. The file of both
+    splits counts for the training split."""
+    path = config.path if split == "train" else config.heldout_path
+    if path is None:
+        return ReadingReport()
+    note = find_pair_columns(path, config).note
+    dropped = _read_and_count(path, config)[1] if config.drop else {}
+    return ReadingReport((note,) if note else (), dropped)
+
+
+def _read_and_count(path: Path, config: FilePreferences) -> tuple[list[Preference], Mapping[str, int]]:
+    """Read all pairs of a file, and count the rows that `drop` leaves out, by reason."""
     found = find_pair_columns(path, config)
     pairs, input_errors = list[Preference](), RowErrors(config.drop)
     is_table, config = find_data_files(path).is_table, found.file
@@ -152,7 +169,7 @@ def _read_pairs(path: Path, config: FilePreferences) -> list[Preference]:
             if dropped
             else f"{path}: the file is empty. Expected at least one preference pair."
         )
-    return pairs
+    return pairs, input_errors.dropped
 
 
 def _list_columns(columns: PairColumns) -> list[str]:
