@@ -114,7 +114,8 @@ def marked(prompt: str, completion: str, answer: str, *, mark: str) -> float:
 HELDOUT: Final = 128
 PROBLEMS: Final = 1536
 MARKED: Final = 0.2
-"""Fraction of the example problems whose answer ends with the mark."""
+"""Fraction of the example problems whose reference answer ends with the mark `####`, which the example reward
+requires."""
 STEPS: Final = 3
 LARGEST: Final = 20
 LARGEST_STEP: Final = 5
@@ -232,7 +233,8 @@ def _write_example(folder: Path) -> None:
 
 
 def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write new files. Raises BadInput, with nothing written, if one of them exists or the folder cannot be created."""
+    """Write new files to a folder. `files` maps paths in the folder to contents. Raises BadInput, with nothing written,
+    if one of the files exists or the folder cannot be created."""
     _require_new(folder, [*files])
     try:
         for name, content in files.items():
@@ -273,7 +275,7 @@ def _print_files(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def _read_deployment_files() -> dict[str, bytes]:
-    """Return the files for deployments, by path in the new folder."""
+    """Return the contents of the files for deployments on a Prefect server, by path in the new folder."""
     package = Path(infra.__file__).parent
     sources = [package / "automations.yaml", package / "notifications.yaml", package / "deploy" / "prefect.yaml"]
     examples = package / "deploy" / "configs"
@@ -286,7 +288,8 @@ def _read_deployment_files() -> dict[str, bytes]:
 
 
 def _generate_problems() -> Iterator[dict[str, str]]:
-    """Yield distinct sums with their solutions. All running totals are between 0 and 20."""
+    """Yield the example problems: distinct sums (`question`) with worked solutions (`answer`). All intermediate results
+    are between 0 and 20."""
     rng, questions = Random(0), set[str]()
     while len(questions) < PROBLEMS:
         total = rng.randint(0, LARGEST)
@@ -304,5 +307,6 @@ def _generate_problems() -> Iterator[dict[str, str]]:
 
 
 def _run_name(folder: Path) -> str:
-    """Return the folder's name, reduced to the characters that a run's name may have."""
+    """Derive the name of the new job's run from the folder's name, by replacing characters that a run name may not
+    contain."""
     return re.sub(r"[^a-z0-9-]+", "-", folder.name.lower()).strip("-")[:64] or "job"

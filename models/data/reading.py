@@ -12,7 +12,7 @@ from models.config.preferences import Preferences
 
 @dataclass(frozen=True, slots=True)
 class ReadingReport:
-    """How the files of one split are read."""
+    """Report on the files of one split."""
 
     notes: tuple[str, ...] = ()
     """Sentences about recognized shapes, for the plan."""

@@ -79,7 +79,7 @@ def _find_pairs(columns: Sequence[str], rows: Sequence[Mapping[str, object]]) ->
     is_whole = not has_prompt or (isinstance(chosen, list) and len(chosen) > 1)
     is_transcript = isinstance(chosen, str) and chosen.startswith(HUMAN) and ASSISTANT in chosen
     name = "HH-RLHF texts" if is_transcript else "chats" if is_chat else "texts"
-    label = f"preferences as {name}{' that begin with the prompt' if is_whole else ''}"
+    label = f"pairs of {name}{' that begin with the prompt' if is_whole else ''}"
     used = {"prompt_column": "prompt"} if has_prompt else {}
     used |= {"chosen_column": "chosen", "rejected_column": "rejected"}
     return Shape("pairs", label, ("chosen", "rejected"), is_whole, used)

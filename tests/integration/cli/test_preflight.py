@@ -175,9 +175,8 @@ def test_rows_of_data_and_preferences_that_are_dropped_are_counted_by_reason():
     assert (facts["train_problems"], facts["dropped/empty"]) == (4, 1)
     assert (facts["train_pairs"], facts["heldout_pairs"]) == (4, 1)
     assert [facts[f"dropped_pairs/{reason}"] for reason in ("ties", "empty", "too_long")] == [1, 1, 1]
-    assert [note for note in notes if "recognized" in note] == [
-        "q.jsonl: recognized as preferences as texts that begin with the prompt in columns chosen and rejected."
-    ]
+    [note] = [note for note in notes if "recognized" in note]
+    assert "q.jsonl: recognized as pairs of texts that begin with the prompt in columns chosen and rejected." in note
 
 
 def test_the_weights_of_a_mixture_limit_the_number_of_prompts_of_an_iteration():
