@@ -45,7 +45,12 @@ def find_problem_columns(path: Path, data: ProblemFile) -> ProblemColumns:
             raise _refuse_problems(path, columns, shape)
         data, is_recognized = data.model_copy(update={"prompt_column": shape.keys["prompt_column"]}), True
     chat = name_chat(first_value(rows, data.prompt_column))
-    takes_answers = chat is not None and _is_default(data, "answer_column") and data.answer_column not in columns
+    takes_answers = (
+        chat is not None
+        and not data.answer_columns
+        and _is_default(data, "answer_column")
+        and data.answer_column not in columns
+    )
     parts = [f"recognized as {chat} in column {data.prompt_column}"]
     if takes_answers:
         parts.append("the last message of each chat is the reference answer, because the file has no column 'answer'")
