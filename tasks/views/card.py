@@ -106,7 +106,7 @@ def shorten_path(text: str) -> str:
 
     A card may be published, so it contains no folders of this machine.
 
-    >>> shorten_path("/home/ann/data/train.jsonl"), shorten_path("data/train.jsonl")
+    >>> shorten_path("/srv/data/train.jsonl"), shorten_path("data/train.jsonl")
     ('…/train.jsonl', 'data/train.jsonl')
     """
     path = PurePosixPath(text)
