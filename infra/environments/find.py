@@ -102,7 +102,7 @@ def num_gpus() -> int:
 
 
 def gpu_memory() -> int | None:
-    """Return the memory of the smallest GPU in bytes, or None if the NVIDIA driver lists no GPU."""
+    """Return the memory in bytes of the GPU with the least memory, or None if the NVIDIA driver lists no GPU."""
     lines = (_query_gpus("--query-gpu=memory.total", "--format=csv,noheader,nounits") or "").split()
     return min((int(line) << 20 for line in lines if line.isdecimal()), default=None)
 
@@ -113,7 +113,8 @@ def _list_gpus() -> str | None:
 
 
 def _query_gpus(*options: str) -> str | None:
-    """Return the output of nvidia-smi, or None if the command is not installed, fails or does not respond."""
+    """Return the output of nvidia-smi with these options, or None if the command is not installed, fails or does not
+    respond."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return None

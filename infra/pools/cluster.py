@@ -29,10 +29,11 @@ from infra.pools import forks
 from infra.pools.fleet import Fleet
 from infra.pools.host import disable_ray_colors, environment, thread_variables
 from infra.pools.launcher import SlotCount
+from infra.pools.machines import Machines
 from infra.pools.placement_group import SLOT, RayLauncher, ReservedSlots
 from infra.pools.pool import Pool
 from infra.pools.ranks import RankGroup
-from infra.pools.worker import Machines, PoolSpec
+from infra.pools.worker import PoolSpec
 from infra.processes.guard import CLUSTER, GIVE_UP_SECONDS, reap, start_guard
 from infra.processes.heap import heap_variables
 from infra.processes.watch import CHECK_SECONDS, QUERY_SECONDS, Watch, WatchedPort, WatchedServer, exit_soon, run_apart
@@ -255,7 +256,7 @@ def _unused_port() -> int:
 
 @contextlib.contextmanager
 def _connected(address: str, namespace: str, *, log_to_driver: bool) -> Iterator[str]:
-    """Run the block with a connection to a running Ray cluster, and yield the cluster's address."""
+    """Connect to a running Ray cluster for the duration of the block, and yield the cluster's address."""
     with environment(EMBEDDED_ENVIRONMENT if address.startswith("127.") else {}):
         import ray
 
@@ -364,8 +365,7 @@ SERVERS = {"gcs_server": ("the control server (GCS)", _gcs_answers), "raylet": (
 async def _in_thread(
     connection: contextlib.AbstractContextManager[str], *, what: str, start_seconds: float, watch: Watch
 ) -> AsyncIterator[str]:
-    """Open a connection to Ray in a separate thread, and keep this thread alive during the block. Yields the address of
-    the cluster. `what` names the cluster in messages.
+    """Open a connection to Ray in a separate thread that lives as long as the block, and yield the address.
 
     The kernel kills Ray's processes when the thread that started them ends. Threads of an executor may end earlier, so
     they cannot be used. If a start takes too long, the thread itself ends the processes that it started.

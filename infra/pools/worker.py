@@ -1,8 +1,4 @@
-"""Functions with which the driver starts, calls, watches and kills a Ray worker process. The pools handle retries.
-
-Ray takes 15 s to notice that a machine died, and a minute if the machine became unreachable. Therefore `Machines`
-checks the machines directly.
-"""
+"""Functions with which the driver starts, calls, watches and kills a Ray worker process. The pools handle retries."""
 
 import asyncio
 import contextlib
@@ -16,7 +12,19 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import psutil
 
 from infra.errors import RheostatError, WorkerFailed, WorkerLost, WorkerStalled
-from infra.pools.host import LIFE, WATCH, WORK, Host, ProcessPlace, Raised, Returned, store_variables, thread_variables
+from infra.pools.host import (
+    LIFE,
+    WATCH,
+    WORK,
+    Host,
+    ProcessPlace,
+    Raised,
+    Returned,
+    find_process,
+    store_variables,
+    thread_variables,
+)
+from infra.pools.machines import Machines
 from infra.processes.watch import run_apart, start_apart
 
 if TYPE_CHECKING:
@@ -27,48 +35,8 @@ R = TypeVar("R")
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-PROBES, PROBE_SECONDS, PAUSE_SECONDS = 3, 1.0, 0.2
 REASON_END = 150
 """Number of characters at each end of a long error message of Ray that are kept. The middle is cut out."""
-
-
-@dataclass(frozen=True, slots=True)
-class Machines:
-    """Machines of the Ray cluster to which this process is connected. A machine is considered available if the port of
-    its raylet (Ray's server on each machine) accepts connections."""
-
-    is_single: bool = False
-    """Whether the cluster consists of this machine only. Then a `Watch` checks its raylet instead."""
-    is_reachable: bool = True
-    """Whether this process can open connections to the machines. If not (`ray://`), Ray's information is used."""
-
-    async def check_nodes(self, *only: str) -> dict[str, bool]:
-        """Return whether each machine is available, by Ray node id. Only the nodes in `only` are checked, or all nodes
-        that Ray considers alive if `only` is empty."""
-        import ray
-
-        if self.is_single:
-            return dict.fromkeys(only, True)
-        nodes = [node for node in await run_apart(ray.nodes) if node["Alive"]]
-        nodes = [node for node in nodes if not only or node["NodeID"] in only]
-        ports = [(str(node["NodeManagerAddress"]), int(node["NodeManagerPort"])) for node in nodes]
-        if not self.is_reachable:
-            return dict.fromkeys((str(node["NodeID"]) for node in nodes), True)
-        serve = await asyncio.gather(*(accepts_connections(*port) for port in ports))
-        return {str(node["NodeID"]): serves for node, serves in zip(nodes, serve, strict=True)}
-
-
-async def accepts_connections(address: str, port: int) -> bool:
-    """Return whether a port accepts connections. A failed attempt is repeated a few times."""
-    for _ in range(PROBES):
-        try:
-            async with asyncio.timeout(PROBE_SECONDS):
-                _, writer = await asyncio.open_connection(address, port)
-            writer.close()
-            return True
-        except (OSError, TimeoutError):
-            await asyncio.sleep(PAUSE_SECONDS)
-    return False
 
 
 MAX_POLL_SECONDS = 5.0
@@ -77,6 +45,9 @@ ANSWER_SECONDS = 1.0
 GONE_POLL_SECONDS = 0.01
 STOP_SECONDS = 5.0
 """Maximum time in seconds for an idle worker to close its resources, before it is killed."""
+EXIT_SECONDS = 60.0
+"""Maximum time in seconds to wait for the end of a killed process. The kernel frees the memory of a large process
+slowly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +76,8 @@ class PoolSpec:
 
 @dataclass(frozen=True, slots=True)
 class ReservedSlot:
-    """Worker slot reserved in a Ray cluster: one bundle (set of resources) of a placement group."""
+    """Worker slot that is reserved in a Ray cluster. It is one bundle (set of reserved resources) of a placement
+    group."""
 
     group: "PlacementGroup"
     index: int
@@ -139,7 +111,8 @@ class WorkerProcess:
     machines: Machines
 
     async def perform(self, method: str, *arguments: object, stall_seconds: float) -> Returned:
-        """Run a method of the worker and return its result. Raises its error, or WorkerLost if the worker died."""
+        """Run a method of the worker, and return its result. Raises the method's error, or WorkerLost if the worker
+        died or stalled."""
         call = self.actor.run.options(concurrency_group=WORK).remote(method, arguments)
         return await self._answer(call, method, stall_seconds)
 
@@ -153,18 +126,20 @@ class WorkerProcess:
             check_result(outcome, str, what=f"{self.role}.take")
 
     async def sleep(self, *, stall_seconds: float) -> float:
-        """Let the worker finish its work and free its memory. Return the seconds that freeing the memory took."""
+        """Wait until the worker has finished its current work, and make it free its memory. Return the seconds that
+        freeing the memory took."""
         call = self.actor.sleep.options(concurrency_group=WORK).remote()
         return (await self._answer(call, "sleep", stall_seconds)).seconds
 
     async def asleep(self) -> bool:
-        """Return whether the worker is asleep, that is, refuses work until its fleet wakes it."""
+        """Return whether the worker is asleep. A sleeping worker refuses work until its fleet wakes it."""
         return bool(
             await _await_reference(self.actor.asleep.options(concurrency_group=WATCH).remote(), f"worker {self.name}")
         )
 
     def prefetch(self, record: object) -> None:
-        """Send the worker a record of work that it may do next. Nothing happens if the worker has died."""
+        """Send the worker a record of work that it may do next, so that it can download the inputs in advance. Nothing
+        happens if the worker has died."""
         self.actor.prefetch.options(concurrency_group=WATCH).remote(record)
 
     async def wait_ended(self) -> None:
@@ -205,7 +180,8 @@ class WorkerProcess:
                 raise WorkerStalled(f"{what} made no progress for {limit}, progress counter: {count}")
 
     async def _progress(self, what: str) -> object:
-        """Return the worker's progress counter. Raises WorkerLost if its machine is unreachable."""
+        """Return the worker's progress counter. Raises WorkerLost if the worker's machine is unreachable. `what` names
+        the current call in messages."""
         query = asyncio.ensure_future(
             _await_reference(self.actor.progress.options(concurrency_group=WATCH).remote(), what)
         )
@@ -239,23 +215,21 @@ class WorkerProcess:
         _kill(self.actor)
 
     async def await_exit(self) -> None:
-        """Wait until a killed process on this machine has ended, for at most `STOP_SECONDS`."""
-        deadline = time.monotonic() + STOP_SECONDS
-        while self._process() is not None and time.monotonic() < deadline:
+        """Wait until a killed process on this machine has ended, because the process occupies the memory of its slots
+        until then. Give up with a warning after `EXIT_SECONDS`."""
+        deadline = time.monotonic() + EXIT_SECONDS
+        while self._process() is not None:
+            if time.monotonic() > deadline:
+                logger.warning("worker %s (pid %d) has not ended since it was killed", self.name, self.place.pid)
+                return
             await asyncio.sleep(GONE_POLL_SECONDS)
 
     def _process(self) -> psutil.Process | None:
         """Return the worker's process if it is alive on this machine, otherwise None."""
         import ray
 
-        if self.place.node != ray.get_runtime_context().get_node_id():
-            return None
-        try:
-            process = psutil.Process(self.place.pid)
-            alive = process.create_time() == self.place.born and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.Error:
-            return None
-        return process if alive else None
+        is_here = self.place.node == ray.get_runtime_context().get_node_id()
+        return find_process(self.place.pid, self.place.born) if is_here else None
 
     async def stop(self) -> None:
         """Let an idle worker close its resources, then kill it."""
@@ -316,7 +290,8 @@ async def start_worker(
 
 
 async def find_worker(spec: PoolSpec, name: str, *, machines: Machines) -> WorkerProcess:
-    """Return the worker with this name of another process. Raises WorkerLost if it is gone or does not respond."""
+    """Return the worker with this name, which another process has started. Raises WorkerLost if it no longer exists or
+    does not respond."""
     import ray
 
     what = f"{spec.role} worker {name}"
@@ -350,8 +325,8 @@ async def gather_errors(starts: Sequence[Awaitable[None]]) -> list[BaseException
 
 
 def check_result(outcome: Returned, returns: type[R], *, what: str) -> R:
-    """Return the result of a call. Raises WorkerFailed, naming the call `what`, if it does not have the type
-    `returns`."""
+    """Return the result of a call of a worker's method. Raises WorkerFailed if the result does not have the type
+    `returns`. `what` names the call in the message."""
     if not isinstance(outcome.result, returns):
         found = type(outcome.result).__name__
         raise WorkerFailed(f"{what} must return {returns.__name__}, but it returned {found}")
@@ -359,7 +334,8 @@ def check_result(outcome: Returned, returns: type[R], *, what: str) -> R:
 
 
 async def _await_reference(answer: "Awaitable[T]", what: str) -> T:
-    """Await the result of the Ray call that `what` names. Errors of Ray become WorkerFailed or WorkerLost."""
+    """Await the result of a Ray call. Errors of Ray are converted to WorkerFailed or WorkerLost. `what` names the call
+    in messages."""
     from ray.exceptions import RayError, RayTaskError
 
     try:
