@@ -347,7 +347,7 @@ def plan_server(home: Path, api: str, seeds: Sequence[int], stack: ExitStack) ->
         def start(fault: Fault | None) -> tuple[int, str]:
             with job.started(*overrides, faults=[] if fault is None else [fault]) as command:
                 if fault is not None and wait_for(lambda: job.struck() or command.poll() is not None):
-                    server = child_of(command.pid, "flows.cli.server")
+                    server = None if command.poll() is not None else child_of(command.pid, "flows.cli.server")
                     if server is not None:
                         server.kill()
                 ended = job.ended(command)
