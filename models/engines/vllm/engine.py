@@ -390,7 +390,7 @@ class ServedEngine:
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, Quarantined | None]:
-    """Call `work` and return (result, None), or (None, error) if it raises Quarantined due to wrong weights."""
+    """Call `work`. Return (result, None), or (None, error) if it raises Quarantined, perhaps due to wrong weights."""
     try:
         return work(), None
     except Quarantined as error:
