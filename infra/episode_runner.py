@@ -90,7 +90,7 @@ def parse_step(value: object, *, role: str) -> dict[str, Any]:
         raise NoStep(f"expected a text, None, or messages, done and reward, found {plain_values.describe_type(value)}")
     content = parts.get("messages") or ()
     if not isinstance(content, (str, Mapping, list, tuple)):
-        raise NoStep(f"expected a text or a list as messages, found {content!r:.80}")
+        raise NoStep(f"expected a text or a list as messages, found {plain_values.describe_value(content)}")
     messages = [content] if isinstance(content, (str, Mapping)) else list(content)
     return {
         "messages": [_message(each, role) for each in messages],
@@ -102,7 +102,7 @@ def parse_step(value: object, *, role: str) -> dict[str, Any]:
 def _message(value: object, role: str) -> dict[str, str]:
     message = {"role": role, "content": value} if isinstance(value, str) else value
     if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
-        raise NoStep(f"expected a message with a text as content, found {value!r:.80}")
+        raise NoStep(f"expected a message with a text as content, found {plain_values.describe_value(value)}")
     repair_text = plain_values.repair_text
     observation = {"role": str(message.get("role", role)), "content": repair_text(message["content"])}
     if observation["role"] not in ROLES:

@@ -83,6 +83,34 @@ def describe_type(value: object) -> str:
     return f"{name} of shape {tuple(shape)}" if isinstance(shape, tuple) and hasattr(value, "dtype") else name
 
 
+def describe_value(value: object) -> str:
+    """Return a value for a message, without the address of an object in memory.
+
+    Plain values are written as Python writes them, shortened to 80 characters. Functions, classes and modules are
+    named, and all other values are described by their type.
+
+    >>> describe_value([1, "a"]), describe_value(math.floor), describe_value(object())
+    ("[1, 'a']", "builtin_function_or_method 'math.floor'", 'object')
+    """
+    if _is_plain(value):
+        return f"{value!r:.80}"
+    name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
+    if not isinstance(name, str):
+        return describe_type(value)
+    module = getattr(value, "__module__", None)
+    prefix = f"{module}." if isinstance(module, str) and module != "builtins" else ""
+    return f"{type(value).__name__} {prefix + name!r:.200}"
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether a value consists of texts, numbers, None, and lists, tuples and dictionaries of these."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    return value is None or type(value) in (str, bytes, bool, int, float)
+
+
 # ---- JSON
 
 

@@ -68,7 +68,8 @@ def import_target(target: str, where: str) -> object:
     found: object = _module(module_name, where)
     for name in path.split("."):
         if not hasattr(found, name):
-            raise InvalidTarget(f"{where}: {found!r} has no attribute {name!r}{nearest_name(name, dir(found))}")
+            what = plain_values.describe_value(found)
+            raise InvalidTarget(f"{where}: {what} has no attribute {name!r}{nearest_name(name, dir(found))}")
         found = getattr(found, name)
     return found
 
@@ -212,7 +213,8 @@ def _load(function: Mapping[str, Any]) -> tuple[Callable[..., object], list[str]
     _forget(target.partition(":")[0].partition(".")[0])
     found = import_target(target, where)
     if not callable(found) or inspect.iscoroutinefunction(found):
-        raise InvalidTarget(f"{where}: expected a function that returns a float or a list of floats, found {found!r}")
+        what = plain_values.describe_value(found)
+        raise InvalidTarget(f"{where}: expected a function that returns a float or a list of floats, found {what}")
     if function["made"]:
         function_made: Callable[..., object] = found(**options)
         return function_made, _extra_parameters(function_made)
@@ -281,11 +283,15 @@ def _environment(order: Mapping[str, Any], tool_box: Callable[..., object]) -> t
         tools = [import_target(tool, f"tool {tool!r}") for tool in order["tools"]]
         for tool in tools:
             if not callable(tool):
-                raise InvalidTarget(f"{where}: every tool must be a function, found {tool!r}")
+                raise InvalidTarget(
+                    f"{where}: every tool must be a function, found {plain_values.describe_value(tool)}"
+                )
         return (lambda: tool_box(tools)), tools
     found = import_target(order["target"], where)
     if not callable(found) or not callable(getattr(found, "step", None)):
-        raise InvalidTarget(f"{where}: expected a class with a method step(turn), found {found!r}")
+        raise InvalidTarget(
+            f"{where}: expected a class with a method step(turn), found {plain_values.describe_value(found)}"
+        )
     check_call(found, where=where, named=options)
     offered: Any = getattr(found, "tools", ())
     if callable(offered):  # tools of a server, which may take time to start and list its tools
