@@ -1,6 +1,7 @@
 """Files at addresses of other object stores, such as gs://bucket/file, read through fsspec and the user's package."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -8,11 +9,12 @@ from infra.errors import BadInput
 from infra.store.cache import open_cache
 
 PACKAGES: Final = {"gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs"}
-"""Python package that reads the addresses of each scheme."""
+"""Name of the Python package that reads addresses, by scheme of the address, such as "gs" for gs://bucket/file."""
 
 
 def fetch_address(address: str) -> Path:
-    """Return a path in the cache with a copy of the file or directory at an address.
+    """Return the local path of a copy of the file or directory at an address such as gs://bucket/file. It is downloaded
+    into the cache if necessary.
 
     A file is downloaded again if its size or version has changed. Files of a cached directory that no longer exist at
     the address are deleted. Raises BadInput if the package for the address is not installed, or if nothing can be read.
@@ -52,6 +54,6 @@ def fetch_address(address: str) -> Path:
     return target
 
 
-def _version_of(entry: dict[str, object]) -> str:
-    """Return the text that identifies the content of an object: its ETag, checksum or time, whichever its store has."""
-    return next((str(entry[key]) for key in ("etag", "ETag", "md5Hash", "generation", "mtime") if entry.get(key)), "")
+def _version_of(entry: Mapping[str, object]) -> str:
+    """Return the text that identifies the content of an object: all that its store lists, such as ETag and time."""
+    return repr(sorted(entry.items(), key=str))
