@@ -112,9 +112,11 @@ def _read_inputs(request: ProposalRequest) -> _Inputs:
     data = FileData(
         path=path, prompt_column=columns.prompt, answer_column=columns.answer, answer_columns=columns.answers
     )
+    if columns.rubric is not None and request.judge is not None:
+        data = data.model_copy(update={"rubric_column": columns.rubric})
     data, train, heldout = _split(data)
     answers = [problem.answer for problem in (*train, *heldout) if problem.answer]
-    reward = propose_reward(answers, judge=request.judge)
+    reward = propose_reward(answers, judge=request.judge, has_rubrics=columns.rubric is not None)
     if reward is None:
         raise BadInput(
             f"{request.data}: no column has the name of an answer (such as answer, solution or label), so only a judge "
@@ -225,6 +227,8 @@ def _write_data(request: ProposalRequest, inputs: _Inputs, *, too_long: int) -> 
         yield 'answer_column = "" # the file has no reference answers'
     else:
         yield f"answer_column = {_encode(data.answer_column)} # reference answer"
+    if data.rubric_column is not None:
+        yield f"rubric_column = {_encode(data.rubric_column)} # criteria for the judge"
     if data.system is not None:
         yield f"system = {_encode(data.system)} # also makes plain prompts chats"
     if data.template != "{prompt}":
