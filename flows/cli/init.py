@@ -38,7 +38,7 @@ JudgeName = Annotated[
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True)
-class Columns:
+class DataOptions:
     """Options that name the parts of a data set that a job reads."""
 
     prompt_column: Annotated[
@@ -55,7 +55,7 @@ class Columns:
     ] = None
 
 
-ALL_FOUND = Columns()
+DEFAULT_OPTIONS = DataOptions()
 
 
 Deployments = Annotated[
@@ -166,7 +166,7 @@ def init(
     data: DataName = None,
     policy: PolicyName = None,
     judge: JudgeName = None,
-    columns: Columns = ALL_FOUND,
+    columns: DataOptions = DEFAULT_OPTIONS,
     deployments: Deployments = False,
 ) -> None:
     """Create a job for a file of problems and a policy, an example job to edit, or the files for deployments."""
