@@ -132,8 +132,8 @@ async def reopen_run(config: RunConfig) -> AsyncIterator[OpenRun]:
 
 @asynccontextmanager
 async def join_run(ref: RunRef) -> AsyncIterator[OpenRun]:
-    """Open the run for a controller, and yield it. If this process has already opened the run, the open run is shared.
-    Otherwise this process joins the run that another process has locked.
+    """Open the run for a controller (a flow that performs one role), and yield it. If this process has already opened
+    the run, the open run is shared. Otherwise this process joins the run that another process has locked.
 
     If several tasks of a controller fail together, the first cause is raised, and its message is shown in the flow's
     state.
