@@ -94,8 +94,8 @@ async def connect_to_prefect() -> AsyncIterator[FlowRuns]:
 
 @dataclass(slots=True)
 class _OpenRequest:
-    """Work request that is not finished. `missing` contains the keys of the results that are not stored yet, in reverse
-    order."""
+    """Work request that is not finished. `missing` lists the keys of the results that are not stored yet, with the
+    first missing result last."""
 
     request: BatchRequest
     missing: list[StageKey]
@@ -193,7 +193,7 @@ class DeployedController:
                 outbox.put(_build_message(request))
 
     def _keys_of(self, request: BatchRequest) -> list[StageKey]:
-        """Return the keys of all results that a work request produces, in reverse order."""
+        """Return the keys of all results that a work request produces, with the first result last."""
         if request.shards is None:
             return [StageKey.of(request.batch, self._role)]
         return [StageKey.of(request.batch, self._role, shard) for shard in reversed(request.shards)]

@@ -25,8 +25,8 @@ async def generate_and_score(open_run: OpenRun, batch: Batch) -> None:
 
 
 async def generate_then_score(open_run: OpenRun, batch: Batch) -> None:
-    """Generate all completions of a batch with all worker slots, and then score all completions with all worker
-    slots."""
+    """Generate all completions of a batch with all worker slots (places for one worker each), and then score all
+    completions with all slots."""
     async with asyncio.TaskGroup() as group:
         start_rollout(group, open_run, batch)
     async with asyncio.TaskGroup() as group:
