@@ -253,7 +253,7 @@ DROPPED: Final = {
     "too_long": "too long",
     "empty": "empty",
     "ties": "ties",
-    "mismatched": "pairs of completions of different prompts",
+    "mismatched": "completions of different prompts",
 }
 """Descriptions of the reasons for which rows of data are left out."""
 
@@ -264,10 +264,7 @@ def _find_dropped(facts: Mapping[str, float], prefix: str) -> dict[str, float]:
 
 def _describe_dropped(dropped: Mapping[str, float]) -> str:
     """Describe how many rows are left out, by reason. Empty if there are none."""
-    counts = [
-        f"{number:,.0f} left out because they are {DROPPED[reason]}" for reason, number in dropped.items() if number
-    ]
-    return "".join(f"; {count}" for count in counts)
+    return "".join(f"; {number:,.0f} left out ({DROPPED[reason]})" for reason, number in dropped.items() if number)
 
 
 def _describe_evaluations(config: RunConfig) -> str:
@@ -292,7 +289,8 @@ def _describe_slots(pools: PoolsConfig) -> str:
 
 
 def _describe_sharing(config: RunConfig) -> str:
-    """Describe which roles share the worker slots, and how the slots are assigned at the start of the run."""
+    """Describe which roles share the worker slots (places for one worker each), and how the slots are assigned at the
+    start of the run."""
     if not config.scoring.hosted_rewards:
         return ", all for rollout"
     return f", {config.placement.kind}: {first_placement(config).decision.reason}"
