@@ -137,7 +137,8 @@ class Fleet:
         return task.result()
 
     def _arrange_again(self) -> None:
-        """Repeat the last `arrange` with the slots that still exist, after a slot was lost."""
+        """Assign the remaining slots to workers again after a slot was lost, as the last call of `arrange`
+        requested."""
         if not self._closed:
             self._start_arranging(None)
 
