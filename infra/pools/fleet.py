@@ -137,8 +137,7 @@ class Fleet:
         return task.result()
 
     def _arrange_again(self) -> None:
-        """Assign the remaining slots to workers again after a slot was lost, as the last call of `arrange`
-        requested."""
+        """Repeat the last `arrange` after a slot was lost, so that its workers get other slots."""
         if not self._closed:
             self._start_arranging(None)
 
