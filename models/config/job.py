@@ -17,7 +17,7 @@ from models.config.objectives import UpdateConfig
 from models.config.policy import PolicySource
 from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
-from models.config.training import DpoConfig, WarmupConfig
+from models.config.training import DpoConfig, PolicyWarmup
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def find_conflicts(job: Job) -> Iterator[str]:
 
 
 def find_image_generation_conflicts(
-    policy: PolicySource, job: Job, *, warmup: WarmupConfig | None, data: DataConfig
+    policy: PolicySource, job: Job, *, warmup: PolicyWarmup | None, data: DataConfig
 ) -> Iterator[str]:
     """Yield one line per setting that does not work with a text-to-image policy, or that works only with such a
     policy."""

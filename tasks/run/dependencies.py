@@ -40,6 +40,7 @@ from models.config.data import DataSource
 from models.config.engines import EngineSettings
 from models.config.job import slot_engines
 from models.config.rewards import ScoringConfig
+from models.config.training import ChatTraining
 from tasks.config.run import LAYOUT, RunConfig
 from tasks.run.keys import StageKey, evaluation_key, iteration_key, iteration_numbers
 
@@ -69,12 +70,14 @@ def dependencies_of(config: RunConfig, run: Run | None = None) -> Dependencies:
     """
     records = [] if run is None else dependency_records(run)
     known = records[-1].dependencies.data if records else {}
-    places = (config.data, config.preferences, config.algorithm, config.update.loss, config.rollout.environment)
+    chats = None if config.warmup is None else config.warmup.chats
+    places = (config.data, chats, config.preferences, config.algorithm, config.update.loss, config.rollout.environment)
     paths = sorted({path for place in (*places, *config.scoring.rules) for path in _files_of(place)})
     names = PathNames(config, None if run is None else run.record.config)
     variants = {"data": config.data, "algorithm": config.algorithm, "loss": config.update.loss}
     engines = {name: engine for name, engine, _ in slot_engines(config.rollout, config.scoring)}
-    data = _digest_files({names.name(path): [path] for path in paths} | _referenced_files(config.data, names), known)
+    images = _referenced_files(config.data, names) | (_referenced_files(chats, names) if chats is not None else {})
+    data = _digest_files({names.name(path): [path] for path in paths} | images, known)
     environment = None if config.rollout.environment is None else config.rollout.environment.run
     return _build_dependencies(
         variants, engines, config.scoring, data=data, layout=config.layout(), environment=environment
@@ -201,13 +204,14 @@ def _is_clip(directory: Path) -> bool:
     return isinstance(config, dict) and config.get("model_type") == "clip"
 
 
-def _referenced_files(source: DataSource, names: PathNames) -> dict[str, list[Path]]:
+def _referenced_files(source: DataSource | ChatTraining, names: PathNames) -> dict[str, list[Path]]:
     """Return the files that data files refer to, such as images. They are grouped by directory, because there may be
     millions."""
     if not source.referenced_files:
         return {}
     paths_by_reference = cast(
-        Callable[[DataSource], Iterator[Path]], find_target(source.referenced_files, where=source.label)
+        Callable[[DataSource | ChatTraining], Iterator[Path]],
+        find_target(source.referenced_files, where="data"),
     )(source)
     folders: dict[str, list[Path]] = {}
     for path in paths_by_reference:
