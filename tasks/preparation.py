@@ -10,6 +10,7 @@ from typing import Final
 from infra.store.manifests import Manifest
 from models.config.checks import CheckResult
 from models.config.environments import DialogueEnvironment
+from models.records.training_orders import order_training
 from models.records.versions import policy_of
 from models.records.work import (
     PolicyWork,
@@ -19,7 +20,6 @@ from models.records.work import (
     UserPreparation,
     UserWarmupWork,
     WarmupWork,
-    order_training,
 )
 from tasks.config.run import RunConfig
 from tasks.run.keys import BASE, DPO, PROMPTS, SFT, USER, USER_BASE, StageKey

@@ -18,7 +18,7 @@ def retriever(
     config: Config, /, *overrides: Overrides, run: Named = None, store: StoredIn = None, as_json: Json = False
 ) -> None:
     """Train a retriever on pairs of queries and passages, and evaluate it, or continue its training."""
-    from tasks.config.run import load_retriever_config
+    from tasks.config.retriever import load_retriever_config
 
     options = {"name": run, "store": store}
     options_given = [f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None]

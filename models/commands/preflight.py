@@ -29,16 +29,17 @@ from models.commands.sizes import check_sizes, count_problems, count_warmup_imag
 from models.config.algorithms import AlgorithmConfig
 from models.config.attention import check_attention
 from models.config.checks import CheckResult
-from models.config.data import DataConfig, PreferencesConfig
+from models.config.data import DataConfig
 from models.config.engines import BYTES
 from models.config.job import slot_engines
 from models.config.objectives import UpdateConfig
-from models.config.policy import ModelOutline, ModelShape, PolicyConfig
+from models.config.policy import ModelOutline, PolicyConfig
+from models.config.preferences import PreferencesConfig
 from models.config.promotion import SuiteCheck
 from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
 from models.config.training import DpoConfig, EvaluationConfig, PolicyWarmup
-from models.data.examples import load_preferences, warmup_examples
+from models.data.examples import warmup_examples
 from models.data.problems import Problem, identity, load_problems
 from models.engines.protocol import check_implemented
 from models.gate.contamination import contamination
@@ -205,6 +206,7 @@ def _check_suite(inputs: Inputs, against: SuiteCheck, heldout: list[Problem]) ->
 def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem], notes: list[str]) -> dict[str, float]:
     """Check everything that depends on the policy's files. Return sizes and memory estimates, and append `notes`."""
     # Imported here, so errors in rewards and data appear before the second that importing transformers takes.
+    from models.commands.preferences import check_preferences
     from models.environments.runtime import check_turns, tools_of
     from models.inspection.chats import check_chats
     from models.inspection.directory import inspect_policy
@@ -252,7 +254,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem], 
         **_check_critic(inputs, policy, longest_tokens=longest + new_tokens),
         **_check_teacher(inputs, problems, tokenizer, processor, longest_tokens=longest + new_tokens),
         **check_chats(inputs.warmup, policy, inputs.data, heldout, notes),
-        **_check_preferences(inputs, tokenizer, heldout, notes, shape=shape),
+        **check_preferences(inputs, tokenizer, heldout, notes, shape=shape),
         **_check_policy_judges(inputs, policy, train),
     }
 
@@ -308,36 +310,6 @@ def _check_teacher(
     images.check_teacher_images(teacher, problems, processor, limits=inputs.data.pixels)
     size = parameters * BYTES[inputs.update.dtype]
     return {"teacher_parameters": parameters, "update_teacher_bytes": size} if parameters else {}
-
-
-def _check_preferences(
-    inputs: Inputs, tokenizer: "PreTrainedTokenizerFast", heldout: list[Problem], notes: list[str], *, shape: ModelShape
-) -> dict[str, float]:
-    """Check all pairs with the models to be trained on them. Reward models are as large as the policy."""
-    from models.inspection.texts import list_preference_notes
-    from models.text.sequences import policy_pairs, reward_pairs
-
-    if inputs.preferences is None:
-        return {}
-    train, heldout_pairs = (
-        load_preferences(inputs.preferences, inputs.data, split=split, seed=inputs.seed)
-        for split in ("train", "heldout")
-    )
-    heldout_prompts, input_errors = {(each.identity_version, each.identity) for each in heldout}, InputErrors()
-    for pair in train:
-        with input_errors.collect(pair.source):
-            if any((rule, pair.identity(rule)) in heldout_prompts for rule in (1, 2)):
-                raise BadInput(f"{pair.source}: this training pair uses a held-out problem. Remove one of the two.")
-    input_errors.check()
-    if inputs.dpo is not None:
-        policy_pairs([*train, *heldout_pairs], tokenizer, context=shape.context, rules=inputs.data.text_rules)
-    trained = inputs.scoring.trained_reward_models
-    for reward in trained.values():
-        template, form = reward.template, reward.chat_prompt
-        reward_pairs([*train, *heldout_pairs], tokenizer, template=template, context=shape.context, chat_prompt=form)
-    sizes = {f"{term}_parameters": shape.parameters for term in trained}
-    notes += list_preference_notes([*train, *heldout_pairs], tokenizer, rules=inputs.data.text_rules)
-    return {**sizes, "train_pairs": len(train), "heldout_pairs": len(heldout_pairs)}
 
 
 def _check_served(inputs: Inputs, train: list[Problem]) -> dict[str, float]:

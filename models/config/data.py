@@ -1,6 +1,5 @@
-"""Configuration of the problems to train on, and of preferences between completions. Torch-free."""
+"""Configuration of the problems to train on. Torch-free."""
 
-from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -327,57 +326,3 @@ DataConfig = Annotated[
         )
     ),
 ]
-
-
-# ---- preferences
-class Preferences(Variant):
-    """Fields common to all sources of preferences (pairs of a better and a worse completion). `implementation` names a
-    `models.data.examples.PreferenceSource`."""
-
-    def find_conflicts(self, data: DataSource) -> Iterator[str]:
-        """Yield one line per reason why these preferences cannot be used with the problems of `data`."""
-        yield from ()
-
-
-class ArithmeticPreferences(Preferences):
-    """Pairs built from arithmetic problems, with a correct completion as the better and a wrong one as the worse."""
-
-    implementation = "models.data.examples:arithmetic_preferences"
-
-    kind: Literal["arithmetic"] = "arithmetic"
-    train_pairs: Positive = 8192
-    """Number of training pairs."""
-    heldout_pairs: Positive = 256
-    """Number of pairs from held-out problems, on which pair accuracy is measured."""
-
-    def find_conflicts(self, data: DataSource) -> Iterator[str]:
-        """Yield a conflict if the data source does not generate arithmetic problems, because wrong answers are then
-        unknown."""
-        if not data.makes_pairs:
-            yield (
-                f"preferences.kind = 'arithmetic' builds pairs from arithmetic problems, but data.kind is "
-                f"{data.label!r}. Use preferences.kind = 'file'"
-            )
-
-
-class FilePreferences(ChatFile, FileRules, Preferences):
-    """Preference pairs from a JSON Lines, Parquet or Arrow file."""
-
-    implementation = "models.data.examples:file_preferences"
-
-    kind: Literal["file"] = "file"
-    path: Location
-    """File of training pairs, on this machine or at s3://bucket/name."""
-    heldout_path: Location | None = None
-    """File of evaluation pairs. If not set, `heldout_fraction` of the training file is kept for evaluation."""
-    heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Share of pairs kept for evaluation if there is no second file, selected by a hash of the prompt."""
-    chosen_column: str = "chosen"
-    """Column with the better completion."""
-    rejected_column: str = "rejected"
-    """Column with the worse completion."""
-    template: str = "{prompt}"
-    """Template that turns plain text into a prompt; `{prompt}` is replaced by the text of the column."""
-
-
-PreferencesConfig = Annotated[ArithmeticPreferences | FilePreferences, Field(discriminator="kind")]

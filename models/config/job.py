@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from infra.config import PoolsConfig
 from models.config.algorithms import Algorithm
 from models.config.attention import find_attention_conflicts
-from models.config.data import DataConfig, PreferencesConfig
+from models.config.data import DataConfig
 from models.config.engines import EngineSettings
 from models.config.objectives import UpdateConfig
 from models.config.policy import PolicySource
+from models.config.preferences import PreferencesConfig
 from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
 from models.config.training import DpoConfig, PolicyWarmup

@@ -120,8 +120,8 @@ class ServedModel(Variant):
     """`pkg.mod:function` that checks the model before the run starts, a
     `models.inspection.other_models.ServedModelCheck`. Not defined for models that the run does not build or copy."""
     training: ClassVar[str | None] = None
-    """`pkg.mod:function` that returns the work unit for training the model, a `models.records.work.TrainingOrder`, or
-    None if the run does not train the model."""
+    """`pkg.mod:function` that returns the work unit for training the model, a
+    `models.records.training_orders.TrainingOrder`, or None if the run does not train the model."""
 
     @property
     def begins_as_policy(self) -> bool:
@@ -160,7 +160,7 @@ class TrainedJudge(JudgeModel):
 
     implementation = "models.modeling.initial:write_trained_judge"
     inspection = "models.inspection.other_models:check_trained_judge"
-    training = "models.records.work:order_judge_warmup"
+    training = "models.records.training_orders:order_judge_warmup"
     uses_chat_template = False  # it learns from the bare question
 
     kind: Literal["trained"] = "trained"
@@ -323,7 +323,7 @@ class TrainedRewardModel(ServedModel):
     """A reward model that starts as the initial policy with a one-output head and is trained on the run's preference
     pairs (Bradley and Terry, 1952)."""
 
-    training = "models.records.work:order_reward_model_training"
+    training = "models.records.training_orders:order_reward_model_training"
 
     kind: Literal["trained"] = "trained"
     steps: Positive = 600

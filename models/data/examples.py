@@ -1,36 +1,21 @@
-"""Data for training before the first iteration: worked examples, and preferences between two completions of a prompt.
+"""Worked examples for training before the first iteration, generated from problems or read from a file."""
 
-The data is generated from problems or read from a file.
-"""
-
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable
 from random import Random
 from typing import Any, Final, NamedTuple, Protocol, cast
 
-from infra.errors import BadInput, InputErrors
+from infra.errors import BadInput
 from infra.plugins import find_target
-from infra.variants import implementation_of
-from models.config.data import ArithmeticPreferences, DataConfig, FilePreferences, Preferences
+from models.config.data import DataConfig
 from models.config.training import WarmupConfig
-from models.data.arithmetic import wrong_completion
 from models.data.images import convert_image
-from models.data.messages import omit_nulls, read_messages, read_prompt, read_text
 from models.data.problems import (
     NO_ARGUMENTS,
-    Message,
     Problem,
     Prompt,
     TemplateArguments,
-    count_image_places,
-    fill_prompt,
-    identity,
-    is_heldout,
     load_problems,
-    split_key,
 )
-from models.data.rows import is_table, read_rows
 
 
 class Example(NamedTuple):
@@ -124,178 +109,3 @@ def _imitated(problem: Problem, data: DataConfig, worked_fraction: float, rng: R
     if rng.random() < worked_fraction:
         return problem.worked_turns or (problem.worked,)
     return (data.guess_template.format(rng.randint(0, data.max_guess)),)
-
-
-@dataclass(frozen=True, slots=True)
-class Preference:
-    """Preference pair: a better and a worse completion of the same prompt."""
-
-    source: str
-    """Origin of the pair in messages, such as `pairs.jsonl:17`."""
-    prompt: Prompt
-    chosen: str
-    """Text of the better completion. Empty if `chosen_message` has only other fields."""
-    rejected: str
-    template: TemplateArguments = NO_ARGUMENTS
-    """Arguments of the chat template, if the prompt is a chat."""
-    chosen_message: Message | None = None
-    """Better completion as a message, if it has more fields than the text, such as tool calls."""
-    rejected_message: Message | None = None
-
-    @property
-    def completions(self) -> tuple[tuple[str, Message | None], tuple[str, Message | None]]:
-        """Better and worse completion: the text, and the message if it has more fields than the text."""
-        return (self.chosen, self.chosen_message), (self.rejected, self.rejected_message)
-
-    def identity(self, version: int) -> str:
-        """Return the text that identifies the prompt. `version` is the version of the rules for reading files."""
-        return identity(self.prompt, tools=self.template.tools, version=version)
-
-    def split_key(self, version: int) -> str:
-        """Return the text whose hash assigns the prompt to a split. `version` is the version of the rules for reading
-        files."""
-        return split_key(self.prompt, tools=self.template.tools, version=version)
-
-
-class PreferenceSource(Protocol):
-    """Function that generates or reads preference pairs. The same arguments give the same pairs in the same order.
-    `load_preferences` calls it."""
-
-    def __call__(self, preferences: Any, data: DataConfig, split: str, seed: int, /) -> list[Preference]:  # noqa: ANN401 -- differs
-        """Return the preference pairs of the split `train` or `heldout`."""
-        ...
-
-
-def load_preferences(preferences: Preferences, data: DataConfig, *, split: str, seed: int) -> list[Preference]:
-    """Return the preference pairs of the split `train` or `heldout` in a fixed order. No prompt is in both splits."""
-    return cast(PreferenceSource, implementation_of(preferences))(preferences, data, split, seed)
-
-
-def arithmetic_preferences(
-    preferences: ArithmeticPreferences, data: DataConfig, split: str, seed: int
-) -> list[Preference]:
-    """Generate pairs of the worked answer to a problem and a wrong completion.
-
-    The problems are reshuffled after all have been used. Raises BadInput if such pairs cannot be built from the data
-    source.
-    """
-    for reason in preferences.find_conflicts(data):
-        raise BadInput(reason)
-    problems, rng = load_problems(data, split, seed), Random(f"{seed}/preferences/{split}")
-    count = preferences.train_pairs if split == "train" else preferences.heldout_pairs
-    order: list[Problem] = []
-    while len(order) < count:
-        order += rng.sample(problems, k=min(len(problems), count - len(order)))
-    return [
-        Preference(
-            source=f"pair {number} ({problem.source})",
-            prompt=problem.prompt,
-            chosen=problem.worked or problem.answer,
-            rejected=wrong_completion(problem, problems, rng),
-            template=problem.template,
-        )
-        for number, problem in enumerate(order)
-    ]
-
-
-def file_preferences(config: FilePreferences, data: DataConfig, split: str, seed: int) -> list[Preference]:
-    """Read the pairs of a split in file order.
-
-    Raises BadInput if the split is empty, a row is invalid or a held-out prompt is also a training prompt.
-    """
-    if "{prompt}" not in config.template:
-        raise BadInput(
-            f"preferences.template {config.template!r} does not contain {{prompt}}, so all prompts would be the same. "
-            "Add {prompt} to the template."
-        )
-    if config.heldout_path is not None:
-        pairs = _read_pairs(config.path if split == "train" else config.heldout_path, config)
-        if split == "heldout":
-            _require_new_prompts(pairs, config)
-    else:
-        in_heldout = split == "heldout"
-        pairs = [
-            pair
-            for pair in _read_pairs(config.path, config)
-            if is_heldout(pair.split_key(config.version), config.heldout_fraction) == in_heldout
-        ]
-    if not pairs:
-        raise BadInput(
-            f"{config.path}: preferences.heldout_fraction = {config.heldout_fraction} leaves no {split} pair. "
-            "Add prompts, change the fraction, or set preferences.heldout_path."
-        )
-    return [replace(pair, prompt=fill_prompt(pair.prompt, config.template)) for pair in pairs]
-
-
-def _read_pairs(path: Path, config: FilePreferences) -> list[Preference]:
-    """Read all pairs of a file, before the template and the split are applied. Raises BadInput for invalid rows."""
-    columns = [config.prompt_column, config.chosen_column, config.rejected_column, *config.required_chat_columns]
-    pairs, input_errors = list[Preference](), InputErrors()
-    optional = config.optional_chat_columns
-    for place, row in read_rows(path, columns, input_errors, optional=optional, version=config.version):
-        with input_errors.collect(place):
-            pairs.append(_build_pair(place, row, config, is_table=is_table(path)))
-    input_errors.check()
-    if not pairs:
-        raise BadInput(f"{path}: the file is empty. Expected at least one preference pair.")
-    return pairs
-
-
-def _build_pair(place: str, row: Mapping[str, object], config: FilePreferences, *, is_table: bool) -> Preference:
-    """Return the preference pair in a row. Raises BadInput, which names the row's `place`, if the row is invalid."""
-    prompt, template = read_prompt(place, row, config, is_table=is_table)
-    if count_image_places(prompt):
-        raise BadInput(
-            f"{place}: {config.prompt_column}: preference pairs support text only, but the prompt contains an image. "
-            "Remove the images, or the row."
-        )
-    (chosen, chosen_message), (rejected, rejected_message) = (
-        _read_completion(place, row, column, config) for column in (config.chosen_column, config.rejected_column)
-    )
-    for column, message in ((config.chosen_column, chosen_message), (config.rejected_column, rejected_message)):
-        if message is not None and isinstance(prompt, str):
-            raise BadInput(
-                f"{place}: {column}[0]: a message with other fields than `content` needs a chat as the prompt, found "
-                "plain text. Write the prompt as a list of messages, or write the completion as text."
-            )
-    if (chosen, chosen_message) == (rejected, rejected_message):
-        columns = f"{config.chosen_column} and {config.rejected_column}"
-        raise BadInput(f"{place}: {columns}: expected two different completions, but both are {chosen!r:.60}")
-    return Preference(place, prompt, chosen, rejected, template, chosen_message, rejected_message)
-
-
-def _read_completion(
-    place: str, row: Mapping[str, object], column: str, config: FilePreferences
-) -> tuple[str, Message | None]:
-    """Return the completion in a column, which is either plain text or a chat with one assistant message.
-
-    The message is returned if it has more fields than the text. Raises BadInput if the value has another form.
-    """
-    value = row[column]
-    if not isinstance(value, list):
-        return read_text(place, value, column), None
-    turns = read_messages(place, [omit_nulls(turn) for turn in value], column, fields=config.message_fields)
-    if [turn.role for turn in turns] != ["assistant"]:
-        roles = ", ".join(turn.role for turn in turns) or "no message"
-        raise BadInput(f"{place}: {column}: expected exactly one message, with role assistant, found {roles}")
-    turn = turns[0]
-    if not all(isinstance(part, str) for part in turn.parts):
-        raise BadInput(
-            f"{place}: {column}[0].content: preference pairs support text only, but the content has an image."
-        )
-    if turn.fields or turn.name:
-        return turn.text, turn
-    return read_text(place, turn.text, column), None
-
-
-def _require_new_prompts(heldout: Sequence[Preference], config: FilePreferences) -> None:
-    """Raise BadInput if a held-out prompt is also a training prompt."""
-    training_prompts, input_errors = (
-        {pair.identity(config.version) for pair in _read_pairs(config.path, config)},
-        InputErrors(),
-    )
-    for pair in heldout:
-        with input_errors.collect(pair.source):
-            if pair.identity(config.version) in training_prompts:
-                raise BadInput(f"{pair.source}: this held-out prompt is also a training prompt. Remove one of the two.")
-    input_errors.check()

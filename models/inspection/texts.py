@@ -7,7 +7,7 @@ from typing import Final
 from transformers import PreTrainedTokenizerFast
 
 from models.config.texts import TextRules
-from models.data.examples import Preference
+from models.data.preferences import Preference
 from models.data.problems import Problem, Prompt, TemplateArguments
 from models.data.training_chats import TrainingChat
 from models.text.chats import join_templates

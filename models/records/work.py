@@ -2,19 +2,19 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, cast
+from typing import ClassVar, Literal
 
-from infra.plugins import find_target
 from infra.store.bundles import BundleRef
 from infra.store.shards import ShardRef
 from models.config.algorithms import CriticConfig
-from models.config.data import DataConfig, PreferencesConfig
+from models.config.data import DataConfig
 from models.config.denoising import DenoisingConfig
 from models.config.engines import SamplingConfig
 from models.config.environments import DialogueEnvironment, EnvironmentConfig
 from models.config.images import PixelLimits
-from models.config.judges import JudgeReward, ModelReward, ServedReward, TrainedJudge, TrainedRewardModel
+from models.config.judges import JudgeReward, ServedReward, TrainedRewardModel
 from models.config.policy import PolicyConfig
+from models.config.preferences import PreferencesConfig
 from models.config.rollout import DynamicSampling, PartialRollout
 from models.config.teachers import TeacherDirectory
 from models.config.training import DpoConfig, PolicyWarmup, WarmupConfig
@@ -328,63 +328,6 @@ class RewardModelWork:
     def course(self) -> str:
         """Length of the training in words, for messages."""
         return f"{self.training.steps} steps of {self.training.batch_size} pairs"
-
-
-class TrainingOrder(Protocol):
-    """Function that returns the request to train the model behind a reward. The model's settings name it as
-    `training`."""
-
-    def __call__(
-        self,
-        base: ModelVersion,
-        reward: Any,  # noqa: ANN401 -- its own settings, as the model's
-        model: Any,  # noqa: ANN401
-        /,
-        *,
-        data: DataConfig,
-        preferences: PreferencesConfig | None,
-        seed: int,
-    ) -> JudgeWarmupWork | RewardModelWork:
-        """Return the request; `base` is the model before its training."""
-        ...
-
-
-def order_training(
-    base: ModelVersion, reward: ServedReward, *, data: DataConfig, preferences: PreferencesConfig | None, seed: int
-) -> JudgeWarmupWork | RewardModelWork | None:
-    """Return the request to train the model behind a reward, or None if the run does not train this model."""
-    model = reward.model
-    if model.training is None:
-        return None
-    order = cast(TrainingOrder, find_target(model.training, where=f"model {model.label!r}"))
-    return order(base, reward, model, data=data, preferences=preferences, seed=seed)
-
-
-def order_judge_warmup(
-    base: ModelVersion,
-    reward: JudgeReward,
-    model: TrainedJudge,
-    *,
-    data: DataConfig,
-    preferences: PreferencesConfig | None,
-    seed: int,
-) -> JudgeWarmupWork:
-    """Return the request to train a judge according to its settings."""
-    return JudgeWarmupWork(judge=base, reward=reward, data=data, warmup=model.warmup, seed=seed)
-
-
-def order_reward_model_training(
-    base: ModelVersion,
-    reward: ModelReward,
-    model: TrainedRewardModel,
-    *,
-    data: DataConfig,
-    preferences: PreferencesConfig | None,
-    seed: int,
-) -> RewardModelWork:
-    """Return the request to train a reward model on the run's preferences."""
-    assert preferences is not None, "a configuration with a trained reward model has preferences"
-    return RewardModelWork(base, data, preferences, model, reward.template, seed, reward.chat_prompt)
 
 
 @dataclass(frozen=True, slots=True)

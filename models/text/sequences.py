@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from infra.errors import BadInput
 from models.config.texts import TextRules
-from models.data.examples import Example, Preference
+from models.data.examples import Example
+from models.data.preferences import Preference
 from models.data.problems import NO_ARGUMENTS, Message, TemplateArguments
 from models.records.model_input import ModelInput
 from models.text.chats import TemplateFailed, render_chats

@@ -12,13 +12,15 @@ from pathlib import Path
 from infra.store.bundles import fetch_bundle
 from infra.store.progress import StepNotes
 from infra.store.storage import Store
-from models.config.data import DataConfig, PreferencesConfig
+from models.config.data import DataConfig
 from models.config.denoising import DenoisingConfig
 from models.config.objectives import UpdateConfig
+from models.config.preferences import PreferencesConfig
 from models.config.texts import RULES_BEFORE, TextRules
 from models.config.training import ChatTraining, WarmupConfig
-from models.data.examples import Example, Preference, load_preferences, picture_examples, warmup_examples
+from models.data.examples import Example, picture_examples, warmup_examples
 from models.data.images import digest_of
+from models.data.preferences import Preference, load_preferences
 from models.data.problems import Problem
 from models.data.training_chats import load_chats, order_chats
 from models.denoising.pipeline import FrozenParts, load_denoiser, read_pipeline

@@ -16,13 +16,14 @@ from infra.validation_errors import explain, nearest
 from models.config.alarms import Alarm, AlarmConfig, LengthCollapse, RewardDip, find_alarm_conflicts
 from models.config.algorithms import AlgorithmConfig, Grpo
 from models.config.budget import BudgetConfig
-from models.config.data import ArithmeticData, DataConfig, PreferencesConfig
+from models.config.data import ArithmeticData, DataConfig
 from models.config.endpoints import MAX_PAUSE_SECONDS, Endpoint
 from models.config.job import Job, find_conflicts, find_image_generation_conflicts, find_preference_conflicts
 from models.config.objectives import UpdateConfig
 from models.config.policy import PolicyConfig, ScratchPolicy
+from models.config.preferences import PreferencesConfig
 from models.config.promotion import PromotionConfig, SuiteConfig
-from models.config.retriever import RETRIEVERS, RetrieverConfig
+from models.config.retriever import RETRIEVERS
 from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
 from models.config.soup import SOUPS, SoupConfig
@@ -358,16 +359,6 @@ def validate_again(config: RunConfig, *, source: str) -> RunConfig:
     document = place_texts(config.model_dump(mode="json", context=names), names.folder)
     assert isinstance(document, dict)
     return parse_config(document, source=source)
-
-
-def load_retriever_config(path: Path, overrides: Sequence[str] = ()) -> RetrieverConfig:
-    """Read the configuration of a retriever from a TOML file and overrides. Raises BadInput if anything is wrong."""
-    placed_overrides = place_overrides(overrides, Path.cwd(), job=path.parent)
-    try:
-        document = apply_overrides(read_document(path, RetrieverConfig), placed_overrides, RetrieverConfig)
-        return RetrieverConfig.model_validate(document)
-    except ValidationError as error:
-        raise BadInput(f"{path}: {explain(error, RetrieverConfig)}") from None
 
 
 def with_rule_rewards_only(config: RunConfig) -> RunConfig:

@@ -19,7 +19,7 @@ from models.environments.pool import start_process
 from models.retrieval.measure import find, retrieval_of
 from models.retrieval.pairs import load_pairs
 from models.rewards.rules import build_reward
-from tasks.config.run import load_retriever_config
+from tasks.config.retriever import load_retriever_config
 from tasks.retriever import CHOSEN, TEACHER
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import RHEOSTAT, ROOT, Job

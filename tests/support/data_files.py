@@ -7,8 +7,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from models.config.data import ArithmeticData, FilePreferences
-from models.data.examples import Preference, load_preferences
+from models.config.data import ArithmeticData
+from models.config.preferences import FilePreferences
+from models.data.preferences import Preference, load_preferences
 from tests.support.pictures import picture
 
 

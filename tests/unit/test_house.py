@@ -15,12 +15,13 @@ import pytest
 from infra.trackers.config import Tracker
 from infra.variants import Variant
 from models.config.algorithms import Algorithm
-from models.config.data import DataSource, Preferences
+from models.config.data import DataSource
 from models.config.denoising import Sampler
 from models.config.engines import EngineSettings
 from models.config.judges import ServedModel
 from models.config.objectives import Correction, PolicyLoss
 from models.config.policy import PolicySource
+from models.config.preferences import Preferences
 from models.config.reward_terms import RewardTerm
 from models.config.teachers import Teacher
 from tasks.config.reference import reference

@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from infra.errors import Quarantined
 from infra.store.bundles import fetch_bundle, publish_bundle
 from infra.store.storage import open_store
-from models.config.data import ArithmeticPreferences
 from models.config.judges import TrainedRewardModel
 from models.config.objectives import UpdateConfig
+from models.config.preferences import ArithmeticPreferences
 from models.config.training import DpoConfig, PolicyWarmup
-from models.data.examples import load_preferences
+from models.data.preferences import load_preferences
 from models.modeling.reward_model import load_reward_model, score
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import PreferenceWork, RewardModelWork, WarmupWork

@@ -5,7 +5,8 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from models.config.texts import RULES_BEFORE, TextRules
-from models.data.examples import Example, Preference
+from models.data.examples import Example
+from models.data.preferences import Preference
 from models.data.problems import ImagePlace, Message, Problem, TemplateArguments
 from models.inspection.texts import list_preference_notes, list_text_notes
 from models.text.control_tokens import ControlTokens

@@ -3,8 +3,9 @@
 import pytest
 
 from infra.errors import BadInput
-from models.config.data import FileData, FilePreferences
-from models.data.examples import load_preferences
+from models.config.data import FileData
+from models.config.preferences import FilePreferences
+from models.data.preferences import load_preferences
 from models.text.sequences import policy_pairs, reward_pairs
 from tests.support.chat_templates import tokenizer_of, with_template
 from tests.support.data_files import write_lines

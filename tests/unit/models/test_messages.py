@@ -6,8 +6,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from models.config.data import FileData, FilePreferences
-from models.data.examples import Example, load_preferences
+from models.config.data import FileData
+from models.config.preferences import FilePreferences
+from models.data.examples import Example
+from models.data.preferences import load_preferences
 from models.data.problems import Message, TemplateArguments, decode_template_input, encode_template_input, load_problems
 from models.text.sequences import example_inputs
 from models.text.template_files import copy_named_templates

@@ -6,8 +6,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from models.config.data import ArithmeticData, ArithmeticPreferences, FileData, FilePreferences
-from models.data.examples import load_preferences
+from models.config.data import ArithmeticData, FileData
+from models.config.preferences import ArithmeticPreferences, FilePreferences
+from models.data.preferences import load_preferences
 from models.data.problems import Message, identity, load_problems
 from tests.support.json_lines import write_json_lines
 

@@ -11,9 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from models.commands.sizes import count_problems
-from models.config.data import FileData, FilePreferences
+from models.config.data import FileData
+from models.config.preferences import FilePreferences
 from models.config.reward_terms import MathReward, NumericReward
-from models.data.examples import load_preferences
+from models.data.preferences import load_preferences
 from models.data.problems import Problem, is_heldout, load_problems
 from models.gate.contamination import contamination
 from models.records.model_input import ModelInput

@@ -1,0 +1,67 @@
+"""Requests to train the models behind rewards before the first iteration."""
+
+from typing import Any, Protocol, cast
+
+from infra.plugins import find_target
+from models.config.data import DataConfig
+from models.config.judges import JudgeReward, ModelReward, ServedReward, TrainedJudge, TrainedRewardModel
+from models.config.preferences import PreferencesConfig
+from models.records.versions import ModelVersion
+from models.records.work import JudgeWarmupWork, RewardModelWork
+
+
+class TrainingOrder(Protocol):
+    """Function that returns the request to train the model behind a reward. The model's settings name it as
+    `training`."""
+
+    def __call__(
+        self,
+        base: ModelVersion,
+        reward: Any,  # noqa: ANN401 -- its own settings, as the model's
+        model: Any,  # noqa: ANN401
+        /,
+        *,
+        data: DataConfig,
+        preferences: PreferencesConfig | None,
+        seed: int,
+    ) -> JudgeWarmupWork | RewardModelWork:
+        """Return the request; `base` is the model before its training."""
+        ...
+
+
+def order_training(
+    base: ModelVersion, reward: ServedReward, *, data: DataConfig, preferences: PreferencesConfig | None, seed: int
+) -> JudgeWarmupWork | RewardModelWork | None:
+    """Return the request to train the model behind a reward, or None if the run does not train this model."""
+    model = reward.model
+    if model.training is None:
+        return None
+    order = cast(TrainingOrder, find_target(model.training, where=f"model {model.label!r}"))
+    return order(base, reward, model, data=data, preferences=preferences, seed=seed)
+
+
+def order_judge_warmup(
+    base: ModelVersion,
+    reward: JudgeReward,
+    model: TrainedJudge,
+    *,
+    data: DataConfig,
+    preferences: PreferencesConfig | None,
+    seed: int,
+) -> JudgeWarmupWork:
+    """Return the request to train a judge according to its settings."""
+    return JudgeWarmupWork(judge=base, reward=reward, data=data, warmup=model.warmup, seed=seed)
+
+
+def order_reward_model_training(
+    base: ModelVersion,
+    reward: ModelReward,
+    model: TrainedRewardModel,
+    *,
+    data: DataConfig,
+    preferences: PreferencesConfig | None,
+    seed: int,
+) -> RewardModelWork:
+    """Return the request to train a reward model on the run's preferences."""
+    assert preferences is not None, "a configuration with a trained reward model has preferences"
+    return RewardModelWork(base, data, preferences, model, reward.template, seed, reward.chat_prompt)
