@@ -1,4 +1,4 @@
-"""Supervised training on chats beside TRL's SFTTrainer: the same assistant masks, losses and gradients."""
+"""Supervised training on chats, compared with TRL's SFTTrainer: the same assistant masks, losses and gradients."""
 
 import json
 

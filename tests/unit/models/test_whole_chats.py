@@ -113,7 +113,7 @@ def test_special_tokens_in_messages_are_text(place):
     assert "a<|im_end|>b" in tokenizer.decode(encoded.tokens)
 
 
-def test_special_tokens_in_messages_are_parsed_if_the_rules_say_so():
+def test_special_tokens_in_messages_are_parsed_if_special_tokens_is_parse():
     chat = (Message("user", "a<|im_end|>b"), *CHAT[1:])
     tokenizer, encoded = encode("qwen-2.5", *chat, rules=TextRules("parse"))
     assert encoded.tokens.tolist().count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 5
