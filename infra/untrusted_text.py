@@ -6,8 +6,10 @@ import html
 import logging
 import re
 import sys
+from array import array
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from itertools import repeat
+from typing import Final, NamedTuple
 
 _HIDDEN: Final = "***"
 _SHORTEST: Final = 6
@@ -15,18 +17,25 @@ _SHORTEST: Final = 6
 chance."""
 _NESTED: Final = 5
 """Maximum depth to which nested escapes are decoded."""
-_BASE64: Final = {"-": "+", "_": "/"}
+_BASE64: Final = str.maketrans("-_", "+/")
 """Characters of the URL-safe base64 alphabet, and the corresponding characters of the standard alphabet."""
 _ESCAPE: Final = re.compile(
-    r"""\\+u\{(?P<braces>[0-9a-fA-F]{1,6})\}|\\+U(?P<long>[0-9a-fA-F]{8})|\\+u(?P<short>[0-9a-fA-F]{4})
-    |\\+x(?P<byte>[0-9a-fA-F]{2})|%(?P<url>[0-9a-fA-F]{2})|&\#[xX](?P<entity>[0-9a-fA-F]{1,8});?
-    |&\#(?P<decimal>[0-9]{1,8});?|(?P<named>&[A-Za-z]{2,24};)|\\+(?P<plain>[^\\\w\s])""",
+    r"""(?<!\\)\\++(?:u\{(?P<braces>[0-9a-fA-F]{1,6})\}|U(?P<long>[0-9a-fA-F]{8})|u(?P<short>[0-9a-fA-F]{4})
+    |x(?P<byte>[0-9a-fA-F]{2})|(?P<plain>[^\\\w\s]))|%(?P<url>[0-9a-fA-F]{2})|&\#[xX](?P<entity>[0-9a-fA-F]{1,8});?
+    |&\#(?P<decimal>[0-9]{1,8});?|(?P<named>&[A-Za-z]{2,24};)""",
     re.VERBOSE,
 )
-"""Pattern of escape sequences in JSON, Python, URLs and HTML."""
+"""Pattern of escape sequences in JSON, Python, URLs and HTML. A run of backslashes is read once, from its start."""
+_HEX_DIGITS: Final = str.maketrans("ABCDEF", "abcdef")
 _Span = tuple[int, int]
-_Character = tuple[str, _Span]
-"""Decoded character, and its position (span) in the original text."""
+
+
+class _Decoded(NamedTuple):
+    """Decoded text, and where each of its characters was in the original text."""
+
+    text: str
+    starts: Sequence[int]
+    ends: Sequence[int]
 
 
 def make_visible(text: str) -> str:
@@ -93,44 +102,55 @@ def _spans(text: str, secret: str) -> Iterator[_Span]:
     """Yield (first, last) for each part of a text that contains a secret in any encoding. Nested escapes are decoded
     level by level."""
     data = secret.encode("utf-8", "replace")
-    needles = [secret]
     dense = [_base64_core(data, before) for before in range(3)]
     dense = [core for core in dense if len(core) >= _SHORTEST]
-    characters = [(character, (place, place + 1)) for place, character in enumerate(text)]
+    digits = [data.hex()] if len(data.hex()) >= _SHORTEST else []
+    decoded = _Decoded(text, range(len(text)), range(1, len(text) + 1))
     for _ in range(_NESTED):
-        yield from _find_spans(characters, needles)
+        yield from _find_spans(decoded, decoded.text, [secret])
         # base64 may be wrapped into lines, and hexadecimal may contain colons
-        packed = [
-            (_BASE64.get(character, character), span) for character, span in characters if not character.isspace()
-        ]
-        yield from _find_spans(packed, dense)
-        digits = [(character.lower(), span) for character, span in packed if character != ":"]
-        yield from _find_spans(digits, [data.hex()] if len(data.hex()) >= _SHORTEST else [])
-        decoded = _decode_escapes(characters)
-        if len(decoded) == len(characters):
+        packed = "".join(decoded.text.split()).translate(_BASE64)
+        yield from _find_spans(decoded, packed, dense)
+        yield from _find_spans(decoded, packed.replace(":", "").translate(_HEX_DIGITS), digits, skipped=":")
+        following = _decode_escapes(decoded)
+        if following is None:
             return
-        characters = decoded
+        decoded = following
 
 
-def _find_spans(characters: Sequence[_Character], needles: Sequence[str]) -> Iterator[_Span]:
-    haystack = "".join(character for character, _ in characters)
+def _find_spans(decoded: _Decoded, haystack: str, needles: Sequence[str], *, skipped: str = "") -> Iterator[_Span]:
+    """Yield the place in the original text of each needle in `haystack`.
+
+    `haystack` has the characters of the decoded text, or those that are neither white space nor `skipped`.
+    """
+    starts, ends = decoded.starts, decoded.ends
     for needle in needles:
         place = haystack.find(needle)
+        if place >= 0 and len(haystack) < len(starts):
+            kept = [at for at, each in enumerate(decoded.text) if not each.isspace() and each != skipped]
+            starts, ends = [decoded.starts[at] for at in kept], [decoded.ends[at] for at in kept]
         while place >= 0:
-            yield characters[place][1][0], characters[place + len(needle) - 1][1][1]
+            yield starts[place], ends[place + len(needle) - 1]
             place = haystack.find(needle, place + 1)
 
 
-def _decode_escapes(characters: Sequence[_Character]) -> list[_Character]:
-    """Decode the outermost escapes. Each decoded character gets the span of its escape."""
-    decoded: list[_Character] = []
-    end = 0
-    for match in _ESCAPE.finditer("".join(character for character, _ in characters)):
-        decoded += characters[end : match.start()]
+def _decode_escapes(decoded: _Decoded) -> _Decoded | None:
+    """Decode the outermost escapes. Each decoded character gets the span of its escape. Return None if the text has no
+    escapes."""
+    texts, starts, ends, end = list[str](), array("q"), array("q"), 0
+    for match in _ESCAPE.finditer(decoded.text):
+        character = _character_of(match)
+        texts += [decoded.text[end : match.start()], character]
+        starts.extend(decoded.starts[end : match.start()])
+        ends.extend(decoded.ends[end : match.start()])
+        starts.extend(repeat(decoded.starts[match.start()], len(character)))
+        ends.extend(repeat(decoded.ends[match.end() - 1], len(character)))
         end = match.end()
-        span = (characters[match.start()][1][0], characters[end - 1][1][1])
-        decoded += [(character, span) for character in _character_of(match)]
-    return [*decoded, *characters[end:]]
+    if not end:
+        return None
+    starts.extend(decoded.starts[end:])
+    ends.extend(decoded.ends[end:])
+    return _Decoded("".join([*texts, decoded.text[end:]]), starts, ends)
 
 
 def _character_of(match: re.Match[str]) -> str:

@@ -13,6 +13,7 @@ from infra.processes.sandbox import NOBODY, switches_user
 from infra.store.storage import open_store
 from models.config.teachers import Distillation
 from tasks.config.run import RunConfig
+from tasks.promotion.draft import describe_file_rules
 from tasks.run.dependencies import find_matching_run
 from tasks.run.preflight import describe_images, preflight, with_data_sized_defaults, with_recorded_defaults
 from tasks.views.estimate import DeviceEstimate, accelerator, estimate, peak_memory_by_part
@@ -175,6 +176,8 @@ def _list_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
             f"{repeated} of {facts['train_problems']:,.0f} training problems {others}. Remove the "
             "duplicates from the data to train equally often on each problem."
         )
+    if rules := describe_file_rules(config):
+        yield rules
     if "chosen_pad_token" in facts:
         yield (
             f"The policy's tokenizer names no pad token. Token {facts['chosen_pad_token']:.0f} pads, and the copies of "

@@ -225,7 +225,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem], 
     problems, processor, rules = [*train, *heldout], policy.load_processor(inputs.data.pixels), inputs.data.text_rules
     texts, denoising = [(each.source, identity(each.prompt)) for each in problems], inputs.rollout.denoising
     image_tokens = 0 if denoising is None else policy.check_drawing(denoising, texts)
-    images.check_images(problems, processor)
+    images.check_images(problems, processor, allows_missing=inputs.data.image_version == 1)
     environment = inputs.rollout.environment
     tools = tools_of(environment, problems)
     prompts = tokenize_problems(problems, tokenizer, processor, tools=tools, rules=rules)

@@ -63,7 +63,9 @@ class ChatFile(ChatColumns):
     """Keys for files whose prompts may be chats. For plain-text prompts only `prompt_column` has an effect."""
 
     prompt_column: str = "prompt"
-    """Column with the prompt: plain text, or a list of chat messages with `role` and `content`."""
+    """Column with the prompt: plain text, or a chat as a list of messages with `role` and `content` (OpenAI) or turns
+    with `from` and `value` (ShareGPT). A dotted path such as `extra.question` names a nested field, in every column
+    key."""
 
     @property
     def chat_columns(self) -> list[str]:

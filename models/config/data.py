@@ -52,6 +52,10 @@ class DataSource(TextSettings, Variant):
     """Background color onto which transparent images are composed: `white`, `black` or `#rrggbb`. Gray images with more
     than 8 bits are scaled to 8 bits. `unconverted` passes all images to the policy as they are, which drops
     transparency and turns most 16-bit shades white."""
+    image_version: Annotated[Literal[1, 2], Since("0.2.0", before=1)] = 2
+    """Version of the rules for reading images. In version 2, colors of 16 bits are rounded to 8 bits, and truncated
+    images are refused. In version 1, the upper 8 bits are read, and missing pixels of PNG and JPEG files are black or
+    gray. Runs that began before this key existed use version 1."""
 
     @property
     def has_answers(self) -> bool:
@@ -184,13 +188,14 @@ class ProblemFile(ChatFile, FileRules, ImageFileSettings):
 
     path: Location
     """File of training problems, on this machine or at s3://bucket/name: .jsonl, .json with an array, .csv or .tsv
-    (each also compressed as .gz or .zst), .parquet, .arrow or .feather."""
+    (each also compressed as .gz or .zst), .parquet, .arrow or .feather. Or a folder of such files, or a folder that
+    `save_to_disk` of `datasets` wrote."""
     heldout_path: Location | None = None
-    """File of evaluation problems. If not set, `heldout_fraction` of the training file is kept for evaluation."""
+    """File or folder of evaluation problems. If not set, `heldout_fraction` of the training problems is kept."""
     heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Share of problems kept for evaluation if there is no second file, selected by a hash of the prompt."""
     answer_column: str | None = "answer"
-    """Column with the reference answer. Can be unset if no reward needs an answer."""
+    """Column with the reference answer. "" reads no answers, if no reward needs an answer."""
     environment_columns: Annotated[tuple[str, ...], Since("0.1.0", before=())] = ()
     """Columns that an environment receives in its `problem`, in addition to prompt and answer. Rows that differ in
     these columns are different problems."""
@@ -292,7 +297,7 @@ class DeduplicatedData(DataSource):
 
     @model_validator(mode="after")
     def _require_unset_in_source(self) -> Self:
-        for key in ("exclude_ids_path", "on_too_long", "image_background", *TextSettings.model_fields):
+        for key in ("exclude_ids_path", "on_too_long", "image_background", "image_version", *TextSettings.model_fields):
             if getattr(self.source, key) not in (DataSource.model_fields[key].default, getattr(self, key)):
                 raise ValueError(f"source.{key} must not be set. Set {key} next to source instead")
         return self

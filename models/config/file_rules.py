@@ -1,8 +1,10 @@
 """Configuration of the rules for reading files of problems and preferences. Torch-free."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Final, Literal, TypeVar
 
-from pydantic import JsonValue
+from pydantic import BaseModel, JsonValue
 
 from infra.config import Settings, Since
 
@@ -18,7 +20,7 @@ class FileRules(Settings):
     """Version of the rules. In version 2, the split is independent of the file format, of letter case, white space and
     Unicode normalization; numeric answers are written without exponents; repeated keys or columns, and answers that are
     NaN or infinite, are refused. Runs that began before this key existed use version 1, and so do retrains of a
-    champion from such a run."""
+    champion from such a run if this key is not set."""
 
 
 def find_file_version(data: JsonValue) -> int | None:
@@ -37,15 +39,36 @@ def find_file_version(data: JsonValue) -> int | None:
     return min(versions, default=None)
 
 
-def with_file_version(data: AnySettings, version: Literal[1, 2]) -> AnySettings:
-    """Return a `[data]` table in which every file is read by this version of the rules."""
+def with_file_version(data: AnySettings, version: Literal[1, 2], *, keeps_set: bool = False) -> AnySettings:
+    """Return a `[data]` table in which every file is read by this version of the rules.
+
+    With `keeps_set`, files whose version is set in the configuration keep their version.
+    """
     update: dict[str, object] = {}
-    if isinstance(data, FileRules):
+    if isinstance(data, FileRules) and not (keeps_set and "version" in data.model_fields_set):
         update["version"] = version
     for name in ("source", "sources"):
         value = getattr(data, name, None)
         if isinstance(value, Settings):
-            update[name] = with_file_version(value, version)
+            update[name] = with_file_version(value, version, keeps_set=keeps_set)
         elif isinstance(value, tuple):
-            update[name] = tuple(with_file_version(each, version) for each in value)
+            update[name] = tuple(with_file_version(each, version, keeps_set=keeps_set) for each in value)
     return data.model_copy(update=update)
+
+
+DATA_PATHS: Final = ("path", "heldout_path", "corpus")
+"""Keys of the files and folders that are read by the rules."""
+
+
+def iterate_data_paths(settings: object) -> Iterator[Path]:
+    """Yield the paths of all files and folders of data that settings name, at any depth."""
+    match settings:
+        case BaseModel():
+            if isinstance(settings, FileRules):
+                values = (getattr(settings, name, None) for name in DATA_PATHS)
+                yield from (path for path in values if isinstance(path, Path))
+            for _, part in settings:
+                yield from iterate_data_paths(part)
+        case tuple() | list():
+            for part in settings:
+                yield from iterate_data_paths(part)

@@ -44,15 +44,15 @@ class ArithmeticPreferences(Preferences):
 
 
 class FilePreferences(ChatFile, FileRules, Preferences):
-    """Preference pairs from a JSON Lines, Parquet or Arrow file."""
+    """Preference pairs from a file, or from a folder of files."""
 
     implementation = "models.data.preferences:file_preferences"
 
     kind: Literal["file"] = "file"
     path: Location
-    """File of training pairs, on this machine or at s3://bucket/name."""
+    """File or folder of training pairs, on this machine or at s3://bucket/name, in the formats of `[data]`."""
     heldout_path: Location | None = None
-    """File of evaluation pairs. If not set, `heldout_fraction` of the training file is kept for evaluation."""
+    """File or folder of evaluation pairs. If not set, `heldout_fraction` of the training pairs is kept."""
     heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Share of pairs kept for evaluation if there is no second file, selected by a hash of the prompt."""
     chosen_column: str = "chosen"

@@ -38,14 +38,15 @@ class ChatTraining(ChatColumns, FileRules):
     """`pkg.mod:function` that yields the image files that the rows name."""
 
     path: Location
-    """File of training chats, on this machine or at s3://bucket/name, in a format that `[data]` reads."""
+    """File or folder of training chats, on this machine or at s3://bucket/name, in a format that `[data]` reads."""
     heldout_path: Location | None = None
     """File of chats on which the loss is measured. If not set, `heldout_fraction` of the training file is held out."""
     heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """Share of chats that are held out if there is no second file, selected by a hash of the messages before the first
     turn of the assistant. With 0, no loss is measured on held-out chats."""
     messages_column: str = "messages"
-    """Column with the messages of a chat, including the turns of the assistant to train on."""
+    """Column with the messages of a chat, including the turns of the assistant to train on: `role` and `content`
+    (OpenAI), or `from` and `value` (ShareGPT)."""
     images_column: str | None = None
     """Column with the images of a chat, in the order of their placeholders. Not set means that chats have no images."""
     images_root: Location | None = None

@@ -88,7 +88,15 @@ def picture_examples(data: DataConfig, warmup: WarmupConfig, seed: int) -> list[
     pictures, rng = make(data, min(num_examples, MAX_PICTURES), seed), Random(f"{seed}/warmup")
     if data.image_background != "unconverted":
         pictures = [
-            (caption, convert_image(picture, data.image_background, where=f"warmup: the picture of {caption!r}"))
+            (
+                caption,
+                convert_image(
+                    picture,
+                    data.image_background,
+                    where=f"warmup: the picture of {caption!r}",
+                    rounds_color=data.image_version > 1,
+                ),
+            )
             for caption, picture in pictures
         ]
     examples: list[tuple[str, bytes]] = []

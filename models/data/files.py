@@ -27,7 +27,7 @@ from models.data.problems import (
     fill_prompt,
     is_heldout,
 )
-from models.data.rows import is_table, read_rows
+from models.data.rows import find_data_files, read_rows
 
 
 def file_problems(data: ProblemFile, split: str, seed: int) -> list[Problem]:
@@ -70,12 +70,13 @@ def read_problems(path: Path, data: ProblemFile) -> list[Problem]:
         *data.required_chat_columns,
     ]
     columns, optional = list(dict.fromkeys(filter(None, named))), data.optional_chat_columns
-    root = data.images_root or path.parent
+    found = find_data_files(path)
+    root = data.images_root or (path if found.is_folder else path.parent)
     problems, input_errors = list[Problem](), InputErrors()
     rows = read_rows(path, columns, input_errors, optional=optional, version=data.version)
     for place, row in islice(rows, data.limit):
         with input_errors.collect(place):
-            prompt, template = read_prompt(place, row, data, is_table=is_table(path), is_chat=data.system is not None)
+            prompt, template = read_prompt(place, row, data, is_table=found.is_table, is_chat=data.system is not None)
             problem = _build_problem(place, row, data, prompt, root=root)
             problems.append(replace(problem, template=template))
     input_errors.check()

@@ -7,16 +7,17 @@ the root, are skipped, because reading the problems reports them.
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from infra.errors import BadInput, InputErrors
-from infra.store.inputs import fetch_path
 from models.config.data import ProblemFile
 from models.config.training import ChatTraining
-from models.data.rows import find_format, text_rows
+from models.data.nested import find_field, find_root, has_field
+from models.data.rows import find_data_files, find_format, text_rows
 
 PATH, BYTES = "path", "bytes"
 """Field names of the structs in which Hugging Face `datasets` stores an image: a path and the encoded bytes."""
@@ -30,9 +31,10 @@ def image_files(data: ProblemFile | ChatTraining) -> Iterator[Path]:
         return
     seen_paths: set[Path] = set()
     for path in filter(None, (data.path, data.heldout_path)):
-        root = data.images_root or path.parent
         with suppress(OSError, EOFError, ValueError, BadInput, zlib.error, pa.ArrowException):
-            for name in _iterate_paths(fetch_path(path), data.images_column):
+            found = find_data_files(path)
+            root = data.images_root or (path if found.is_folder else path.parent)
+            for name in chain.from_iterable(_iterate_paths(here, data.images_column) for here, _ in found.files):
                 image_path = root / name
                 if image_path not in seen_paths and name[:5].lower() != "data:" and "://" not in name:
                     seen_paths.add(image_path)
@@ -44,18 +46,18 @@ def _iterate_paths(path: Path, column: str) -> Iterator[str]:
     match find_format(path):
         case ".jsonl" | ".json" | ".csv" | ".tsv":
             for _, row in text_rows(path, InputErrors(), name=str(path)):
-                yield from _paths_in_value(row.get(column))
+                if has_field(row, column):
+                    yield from _paths_in_value(find_field(row, column))
         case ".parquet":
             file = pq.ParquetFile(path)
             leaves = [file.schema.column(index) for index in range(len(file.schema))]
             leaf_paths = [leaf.path for leaf in leaves if _may_name(leaf, column)]
             for batch in file.iter_batches(ROWS, columns=leaf_paths) if leaf_paths else ():
-                yield from _iterate_texts(batch.column(0))
+                yield from _iterate_texts(_find_array(batch, column))
         case ".arrow" | ".feather":
             with pa.memory_map(str(path)) as mapped:
                 for batch in _iterate_batches(mapped):
-                    if column in batch.schema.names:
-                        yield from _iterate_texts(batch.column(column))
+                    yield from _iterate_texts(_find_array(batch, column))
 
 
 def _paths_in_value(value: object) -> Iterator[str]:
@@ -69,8 +71,8 @@ def _paths_in_value(value: object) -> Iterator[str]:
 def _may_name(leaf: pq.ColumnSchema, column: str) -> bool:
     """Return whether a leaf column of a Parquet file contains image paths: the texts of `column`, or the path field of
     its structs."""
-    parts = leaf.path.split(".")
-    return parts[0] == column and parts[-1] != BYTES and bool(leaf.logical_type.type == "STRING")
+    last = leaf.path.rpartition(".")[2]
+    return f"{leaf.path}.".startswith(f"{column}.") and last != BYTES and bool(leaf.logical_type.type == "STRING")
 
 
 def _iterate_batches(mapped: pa.MemoryMappedFile) -> Iterator[pa.RecordBatch]:
@@ -82,6 +84,18 @@ def _iterate_batches(mapped: pa.MemoryMappedFile) -> Iterator[pa.RecordBatch]:
         return
     opened = pa.ipc.open_file(mapped)
     yield from map(opened.get_batch, range(opened.num_record_batches))
+
+
+def _find_array(batch: pa.RecordBatch, path: str) -> pa.Array:
+    """Return a column of a batch, or the nested field that a dotted path names. An empty array if there is none."""
+    if path in batch.schema.names:
+        return batch.column(path)
+    root = find_root(batch.schema, path)
+    if root is None or not pa.types.is_struct(batch.schema.field(root).type):
+        return pa.nulls(0, pa.string())
+    array = batch.column(root)
+    inner = pa.RecordBatch.from_arrays(array.flatten(), schema=pa.schema([*array.type]))
+    return _find_array(inner, path[len(root) + 1 :])
 
 
 def _iterate_texts(column: pa.Array) -> Iterator[str]:

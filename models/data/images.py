@@ -20,6 +20,7 @@ from PIL import Image, ImageFile
 from infra.errors import BadInput
 from infra.store.inputs import fetch_path, format_path, is_remote
 from infra.user_files import FETCH_LFS, LFS_POINTER
+from models.data.complete_images import find_missing_data
 from models.records.schemas import MEDIA_SCHEMA
 from models.vision.color_conversion import (
     FORMATS,
@@ -122,13 +123,19 @@ def read_header(encoded: bytes, *, where: str) -> ImageHeader:
     return header
 
 
-def check_pixels(encoded: bytes, *, where: str) -> None:
-    """Raise BadInput, which names the image as `where`, if its pixels cannot be decoded completely."""
+def check_pixels(encoded: bytes, *, where: str, allows_missing: bool = False) -> None:
+    """Raise BadInput, which names the image as `where`, if its pixels cannot be decoded completely.
+
+    With `allows_missing`, missing pixels that Pillow fills are allowed.
+    """
     with _open_image(encoded, where=where) as image:
         try:
             image.convert("RGB")
+            missing = None if allows_missing else find_missing_data(encoded)
         except Exception as error:  # decoders raise any kind of exception for unexpected bytes
             raise _undecodable(error, where=where) from error
+    if missing is not None:
+        raise BadInput(f"{where}: {missing}, so the image is truncated. Copy or download the file again")
 
 
 def data_address(encoded: bytes) -> str:
@@ -146,20 +153,22 @@ def open_picture(encoded: bytes, *, background: str = "white") -> Image.Image:
     """
     with _open_image(encoded, where="image") as opened:
         try:
-            return convert_to_rgb(opened, background)
+            return convert_to_rgb(opened, encoded, background)
         except Exception as error:  # decoders raise any kind of exception for unexpected bytes
             raise _undecodable(error, where="image") from error
 
 
-def convert_image(encoded: bytes, background: str, *, where: str) -> bytes:
+def convert_image(encoded: bytes, background: str, *, where: str, rounds_color: bool = True) -> bytes:
     """Return the encoded image unchanged, or converted to an RGB PNG if a policy would otherwise lose its shades or
     transparency.
 
-    Raises BadInput if the image cannot be decoded.
+    Without `rounds_color`, images of color with 16 bits are unchanged. Raises BadInput if the image cannot be decoded.
     """
     with _open_image(encoded, where=where) as image:
         try:
-            return encode_converted(image, background) if find_conversion(image) else encoded
+            if not find_conversion(image, encoded, rounds_color=rounds_color):
+                return encoded
+            return encode_converted(image, encoded, background, rounds_color=rounds_color)
         except Exception as error:  # decoders raise any kind of exception for unexpected bytes
             raise _undecodable(error, where=where) from error
 

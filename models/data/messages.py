@@ -15,6 +15,7 @@ from infra.plugins import nearest_name
 from models.config.chat_files import RESERVED_KWARGS, ChatColumns, ChatFile, MessageFields
 from models.data.json_rows import decode_text
 from models.data.problems import NO_ARGUMENTS, Content, ImagePlace, Message, Prompt, TemplateArguments, check_columns
+from models.data.sharegpt import convert_turns
 
 _TEXT_FIELDS: Final = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking", "tool_plan")
 FIELDS: Final = ("role", "content", "tool_calls", *_TEXT_FIELDS)
@@ -24,6 +25,8 @@ _THOUGHTS: Final = ("tool_calls", "reasoning_content", "reasoning", "thinking", 
 _OPTIONAL_CONTENT: Final = ("system", "developer", "tool")
 """Roles whose messages may be empty. With an empty system message, a template does not insert its default one."""
 _CALL, _FUNCTION = ("id", "type", "index", "function"), ("name", "arguments")
+_TEXT_PARTS: Final = ("text", "input_text", "output_text")
+"""Types of text parts in contents: that of chat templates, and those of OpenAI's Responses API."""
 _WAY_OUT: Final = "Rename or remove the field, or set message_fields = 'drop' to read only role and content."
 
 
@@ -85,10 +88,12 @@ def read_messages(
 ) -> tuple[Message, ...]:
     """Return the messages of a chat, given the objects in a row. With `fields="drop"`, only role and content are read.
 
-    Raises BadInput if a message lacks `role` or `content`, has an unknown field, or an invalid value.
+    Turns in the format of ShareGPT (`from` and `value`) are converted first. Raises BadInput if a message lacks `role`
+    or `content`, has an unknown field, or an invalid value.
     """
     read = _read_message if fields == "keep" else _read_plain_message
-    return tuple(read(place, turn, f"{column}[{index}]") for index, turn in enumerate(turns))
+    messages = convert_turns(place, turns, column)
+    return tuple(read(place, turn, f"{column}[{index}]") for index, turn in enumerate(messages))
 
 
 def _read_plain_message(place: str, turn: object, column: str) -> Message:
@@ -238,14 +243,14 @@ def _read_content(place: str, value: object, column: str, *, fields: MessageFiel
         return read_text(place, value, column)
     parts: list[str | ImagePlace] = []
     for index, part in enumerate(value):
-        if fields == "keep" and isinstance(part, dict) and part.get("type") in ("image", "text"):
+        if fields == "keep" and isinstance(part, dict) and part.get("type") in ("image", *_TEXT_PARTS):
             present = {name: each for name, each in part.items() if each not in (None, "")}
             known = ("type",) if part["type"] == "image" else ("type", "text")
             _require_known(place, present, f"{column}[{index}]", known, what=f"a part of type {part['type']!r}")
         match part:
             case {"type": "image"}:
                 parts.append(ImagePlace())
-            case {"type": "text", "text": text}:
+            case {"type": kind, "text": text} if kind in _TEXT_PARTS:
                 parts.append(read_text(place, text, f"{column}[{index}].text"))
             case _:
                 raise BadInput(

@@ -25,7 +25,7 @@ from models.data.problems import (
     load_problems,
     split_key,
 )
-from models.data.rows import is_table, read_rows
+from models.data.rows import find_data_files, read_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +133,11 @@ def _read_pairs(path: Path, config: FilePreferences) -> list[Preference]:
     """Read all pairs of a file, before the template and the split are applied. Raises BadInput for invalid rows."""
     columns = [config.prompt_column, config.chosen_column, config.rejected_column, *config.required_chat_columns]
     pairs, input_errors = list[Preference](), InputErrors()
+    is_table = find_data_files(path).is_table
     optional = config.optional_chat_columns
     for place, row in read_rows(path, columns, input_errors, optional=optional, version=config.version):
         with input_errors.collect(place):
-            pairs.append(_build_pair(place, row, config, is_table=is_table(path)))
+            pairs.append(_build_pair(place, row, config, is_table=is_table))
     input_errors.check()
     if not pairs:
         raise BadInput(f"{path}: the file is empty. Expected at least one preference pair.")

@@ -381,20 +381,20 @@ def load_problems(data: DataConfig, split: str, seed: int) -> list[Problem]:
         if not isinstance(problem, Problem):
             raise BadInput(f"{where}: expected objects of models.data.problems.Problem, found {problem!r:.80}")
         check_columns(problem.columns, source=problem.source)
-    return problems if data.image_background == "unconverted" else _convert_images(problems, data.image_background)
+    return problems if data.image_background == "unconverted" else _convert_images(problems, data)
 
 
-def _convert_images(problems: Sequence[Problem], background: str) -> list[Problem]:
+def _convert_images(problems: Sequence[Problem], data: DataConfig) -> list[Problem]:
     """Return the problems with their images converted to RGB if policies would lose shades or transparency of them.
 
     Raises one BadInput that lists all images that cannot be decoded.
     """
-    converted, input_errors = list[Problem](), InputErrors()
+    converted, input_errors, rounds = list[Problem](), InputErrors(), data.image_version > 1
     for problem in problems:
         images: list[bytes] = []
         for number, image in enumerate(problem.images):
             with input_errors.collect(where := problem.find_image(number)):
-                images.append(convert_image(image, background, where=where))
+                images.append(convert_image(image, data.image_background, where=where, rounds_color=rounds))
         converted.append(replace(problem, images=tuple(images)) if images else problem)
     input_errors.check()
     return converted

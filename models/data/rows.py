@@ -6,7 +6,9 @@ import io
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import count
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count, islice
 from pathlib import Path
 from typing import IO, Final, Protocol, TypeVar, cast
 
@@ -15,8 +17,10 @@ import pyarrow as pa
 from infra.errors import BadInput, InputErrors
 from infra.store.inputs import fetch_path, format_path, is_remote
 from infra.user_files import FETCH_LFS, describe_irregular, is_lfs_pointer
+from models.data.folders import list_data_files
 from models.data.json_rows import FileRow, check_unique_columns, decode_text, read_json_array, read_json_lines
-from models.data.tables import read_table_rows, require_columns
+from models.data.nested import add_fields, list_fields
+from models.data.tables import peek_table, read_table_rows, require_columns
 
 T = TypeVar("T", str, bytes, covariant=True)
 
@@ -54,20 +58,73 @@ def read_rows(
     optional: Sequence[str] = (),
     version: int = 1,
 ) -> Iterator[FileRow]:
-    """Yield the rows of a file in order. Each row must have the columns in `columns`, and may have those in `optional`.
+    """Yield the rows of a file, or of all files of a folder, in order. Each row must have the columns in `columns`, and
+    may have those in `optional`. A dotted path names a nested field.
 
     `version` is the version of the rules for reading (`ProblemFile.version`). Version 2 refuses repeated keys and
     columns, and converts 32-bit floats and maps of tables to the values that JSON files would have. Invalid rows are
     added to `input_errors`. Raises BadInput if the file cannot be read.
     """
+    found = find_data_files(path)
+    for here, name in found.files:
+        yield from _read_file(here, columns, input_errors, optional=optional, name=name, version=version)
+
+
+def _read_file(
+    here: Path, columns: Sequence[str], input_errors: InputErrors, *, optional: Sequence[str], name: str, version: int
+) -> Iterator[FileRow]:
+    """Yield the rows of one local file. `name` is the name of the file in messages."""
+    try:
+        if is_lfs_pointer(here):
+            raise BadInput(f"{name} {FETCH_LFS}.")
+        if find_format(here) not in TEXTS:
+            yield from read_table_rows(here, columns, input_errors, optional=optional, name=name, version=version)
+            return
+        is_csv = version > 1 and find_format(here) in DELIMITERS
+        for place, row in text_rows(here, input_errors, name=name, version=version):
+            with input_errors.collect(place):
+                values = add_fields(row, [*columns, *optional])
+                if any(column not in values for column in columns):
+                    require_columns(place, columns, values, list_fields(row))
+                if is_csv:
+                    _check_present(place, {column: row[column] for column in columns})
+                yield place, values
+    except (OSError, EOFError, zlib.error) as error:
+        raise BadInput(f"{name}: the file cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class DataFiles:
+    """Files of one data set: a single file, or the files of a folder in the order of the rows."""
+
+    files: tuple[tuple[Path, str], ...]
+    """Local path of each file, and its name in messages."""
+    is_folder: bool
+
+    @property
+    def is_table(self) -> bool:
+        """Whether the files are in Parquet or Arrow format. In these formats, structs have the same fields in all
+        rows."""
+        return find_format(self.files[0][0]) not in TEXTS
+
+
+def find_data_files(path: Path) -> DataFiles:
+    """Return the data files at a path, which names a file or a folder. Files in a bucket are downloaded first.
+
+    Raises BadInput if there is no such file, or if the format cannot be read.
+    """
     _check_is_no_hub_name(path)
-    if find_format(path) not in SUFFIXES:
-        packed = ", ".join(f"{suffix}{packing}" for packing in PACKED for suffix in TEXTS)
-        raise BadInput(
-            f"{path}: files with the suffix {path.suffix!r} cannot be read. Use one of {', '.join(SUFFIXES)}, {packed}."
-        )
     here, name = fetch_path(path), format_path(path)
     try:
+        if here.is_dir():
+            files = list_data_files(here, name, formats=SUFFIXES, packed=PACKED)
+            return DataFiles(tuple((each, f"{name}/{each.name}") for each in files), is_folder=True)
+        if find_format(path) not in SUFFIXES:
+            packed = ", ".join(f"{suffix}{packing}" for packing in PACKED for suffix in TEXTS)
+            raise BadInput(
+                f"{path}: files with the suffix {path.suffix!r} cannot be read. Use one of {', '.join(SUFFIXES)}, "
+                f"{packed}, or a folder of such files."
+            )
         kind = describe_irregular(here)
     except OSError as error:
         reason = (
@@ -76,21 +133,26 @@ def read_rows(
         raise BadInput(f"{name}: {reason}{'' if here.is_absolute() else f' (looked in {Path.cwd()})'}") from None
     if kind:
         raise BadInput(f"{name}: expected a file, but the path is {kind}")
-    try:
-        if is_lfs_pointer(here):
-            raise BadInput(f"{name} {FETCH_LFS}.")
-        if find_format(path) not in TEXTS:
-            yield from read_table_rows(here, columns, input_errors, optional=optional, name=name, version=version)
-            return
-        is_csv = version > 1 and find_format(path) in DELIMITERS
-        for place, row in text_rows(here, input_errors, name=name, version=version):
-            with input_errors.collect(place):
-                require_columns(place, columns, list(row))
-                if is_csv:
-                    _check_present(place, {column: row[column] for column in columns})
-                yield place, row
-    except (OSError, EOFError, zlib.error) as error:
-        raise BadInput(f"{name}: the file cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    return DataFiles(((here, name),), is_folder=False)
+
+
+PEEKED_ROWS: Final = 16
+"""Number of rows from which the shape of a file is recognized."""
+
+
+def peek_rows(path: Path) -> tuple[list[str], list[Mapping[str, object]]]:
+    """Return the columns and the first rows of a data set. Names of nested fields are dotted paths.
+
+    Only the first file of a folder is read. Both lists are empty if the rows cannot be read: `read_rows` reports the
+    reason. Raises BadInput if there is no such file.
+    """
+    here, name = find_data_files(path).files[0]
+    with suppress(BadInput, OSError, EOFError, zlib.error, ValueError, pa.ArrowException):
+        if find_format(here) not in TEXTS:
+            return peek_table(here, PEEKED_ROWS)
+        rows = [row for _, row in islice(text_rows(here, InputErrors(), name=name), PEEKED_ROWS)]
+        return list(dict.fromkeys(column for row in rows for column in list_fields(row))), rows
+    return [], []
 
 
 def _check_present(place: str, values: Mapping[str, object]) -> None:
@@ -112,12 +174,6 @@ def _check_is_no_hub_name(path: Path) -> None:
             f"{path}: no such file. If {name} is a dataset on the Hugging Face Hub, write it to a file first: "
             f"datasets.load_dataset({name!r}, split='train').to_parquet('train.parquet')"
         )
-
-
-def is_table(path: Path) -> bool:
-    """Return whether a file is in Parquet or Arrow format. In these formats, structs have the same fields in all
-    rows."""
-    return find_format(path) not in TEXTS
 
 
 def find_format(path: Path) -> str:

@@ -1,7 +1,8 @@
 """Reader of the rows of Parquet and Arrow files."""
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -10,6 +11,7 @@ import pyarrow.parquet as pq
 
 from infra.errors import BadInput, InputErrors
 from models.data.json_rows import FileRow, check_unique_columns
+from models.data.nested import add_fields, find_root, list_fields, list_schema_fields
 
 ROWS: Final = 4096
 """Number of table rows that are converted to Python objects at a time, which limits memory."""
@@ -30,11 +32,13 @@ def read_table_rows(
     column or has a column twice.
     """
     try:
-        table = pq.ParquetFile(path).read() if path.suffix == ".parquet" else _read_arrow(path)
+        table = read_table(path)
     except pa.ArrowException as error:
         raise BadInput(f"{name}: the file is not a valid {path.suffix} file: {str(error).splitlines()[0]}") from error
-    require_columns(name, columns, table.column_names)
-    columns = [*columns, *(each for each in optional if each in table.column_names and each not in columns)]
+    roots = {column: find_root(table.schema, column) for column in (*columns, *optional)}
+    require_columns(name, columns, [column for column, root in roots.items() if root], list_schema_fields(table.schema))
+    required, columns = columns, list(dict.fromkeys(root for root in roots.values() if root is not None))
+    nested = [column for column, root in roots.items() if root not in (None, column)]
     names = table.column_names if version > 1 else [column for column in table.column_names if column in columns]
     check_unique_columns(name, names)
     selected = table.select(columns)
@@ -42,8 +46,26 @@ def read_table_rows(
         selected = pa.table({column: _shorten_floats(selected[column]) for column in columns})
     number = 0
     for batch in selected.to_batches(max_chunksize=ROWS):
-        yield from _read_batch(batch, input_errors, name=name, start=number, version=version)
+        for place, row in _read_batch(batch, input_errors, name=name, start=number, version=version):
+            with input_errors.collect(place):
+                values = add_fields(row, nested)
+                if nested:
+                    require_columns(place, required, values, list_fields(row))
+                yield place, values
         number += batch.num_rows
+
+
+def peek_table(path: Path, count: int) -> tuple[list[str], list[Mapping[str, object]]]:
+    """Return the columns of a Parquet or Arrow file, with nested fields as dotted paths, and its first `count` rows.
+
+    Raises ArrowException if the file is invalid, and ValueError if a value cannot be read.
+    """
+    if path.suffix == ".parquet":
+        file = pq.ParquetFile(path)
+        table = pa.Table.from_batches(islice(file.iter_batches(count), 1), file.schema_arrow)
+    else:
+        table = _read_arrow(path).slice(0, count)
+    return list_schema_fields(table.schema), table.to_pylist(maps_as_pydicts="lossy")
 
 
 def _read_batch(
@@ -107,6 +129,11 @@ def _replace_floats(kind: pa.DataType, replacement: pa.DataType) -> pa.DataType:
     return kind
 
 
+def read_table(path: Path) -> pa.Table:
+    """Read a whole Parquet or Arrow file. Raises ArrowException if the file is invalid."""
+    return pq.ParquetFile(path).read() if path.suffix == ".parquet" else _read_arrow(path)
+
+
 def _read_arrow(path: Path) -> pa.Table:
     """Read an Arrow IPC file or stream. `datasets` writes streams with the suffix `.arrow`."""
     with pa.OSFile(str(path)) as file:
@@ -116,15 +143,18 @@ def _read_arrow(path: Path) -> pa.Table:
         return pa.ipc.open_stream(file).read_all()
 
 
-def require_columns(place: str, required: Sequence[str], columns: Sequence[str]) -> None:
+def require_columns(place: str, required: Sequence[str], columns: Collection[str], names: Sequence[str] = ()) -> None:
     """Raise BadInput if a required column is missing in the file or row `place`.
 
-    The message suggests the nearest name.
+    The message lists `names` (default: the columns) and suggests the nearest one. Names of nested fields are dotted
+    paths.
     """
     for column in required:
         if column not in columns:
-            nearest = difflib.get_close_matches(column, columns, n=1)
+            names = [*(names or columns)]
+            nearest = difflib.get_close_matches(column, names, n=1)
+            nearest = nearest or [each for each in names if each.rpartition(".")[2] == column.rpartition(".")[2]][:1]
             hint = f", did you mean {nearest[0]!r}?" if nearest else "."
             raise BadInput(
-                f"{place}: there is no column {column!r}{hint} The columns are: {', '.join(columns) or 'none'}."
+                f"{place}: there is no column {column!r}{hint} The columns are: {', '.join(names) or 'none'}."
             )

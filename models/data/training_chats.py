@@ -18,7 +18,7 @@ from models.data.problems import (
     is_heldout,
     split_key,
 )
-from models.data.rows import is_table, read_rows
+from models.data.rows import find_data_files, read_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +89,12 @@ def order_chats(num_chats: int, num_examples: int, seed: int) -> list[int]:
 def _read_chats(path: Path, config: ChatTraining, *, background: str) -> list[TrainingChat]:
     """Read all chats of a file. Raises one BadInput that lists all invalid rows."""
     columns = [config.messages_column, *filter(None, [config.images_column]), *config.required_chat_columns]
-    chats, input_errors = list[TrainingChat](), InputErrors()
+    chats, input_errors, found = list[TrainingChat](), InputErrors(), find_data_files(path)
     optional = config.optional_chat_columns
+    root = config.images_root or (path if found.is_folder else path.parent)
     for place, row in read_rows(path, columns, input_errors, optional=optional, version=config.version):
         with input_errors.collect(place):
-            chats.append(_build_chat(place, row, config, path=path, background=background))
+            chats.append(_build_chat(place, row, config, is_table=found.is_table, root=root, background=background))
     input_errors.check()
     if not chats:
         raise BadInput(f"{path}: the file is empty. Expected at least one chat.")
@@ -101,16 +102,16 @@ def _read_chats(path: Path, config: ChatTraining, *, background: str) -> list[Tr
 
 
 def _build_chat(
-    place: str, row: Mapping[str, object], config: ChatTraining, *, path: Path, background: str
+    place: str, row: Mapping[str, object], config: ChatTraining, *, is_table: bool, root: Path, background: str
 ) -> TrainingChat:
     """Return the chat in a row. Raises BadInput, which names the row's `place`, if the row is invalid."""
     column = config.messages_column
     read = [column, *config.argument_columns]
-    values = {name: omit_nulls(row.get(name)) for name in read} if is_table(path) else row
+    values = {name: omit_nulls(row.get(name)) for name in read} if is_table else row
     value = values[column]
     if not isinstance(value, list):
         raise BadInput(
-            f"{place}: {column}: expected a list of messages with `role` and `content`, found {value!r:.60}. Set "
+            f"{place}: {column}: expected a chat as a list of messages, found {value!r:.60}. Set "
             "warmup.chats.messages_column to the column with the messages."
         )
     messages = read_messages(place, value, column, fields=config.message_fields)
@@ -119,7 +120,6 @@ def _build_chat(
         raise BadInput(f"{place}: {column}: the chat has no turn of the assistant to train on, found roles: {roles}.")
     images: Sequence[bytes] = ()
     if config.images_column is not None:
-        root = config.images_root or path.parent
         images = read_images(row, config.images_column, place=place, root=root)
         if background != "unconverted":
             where = f"{place}: {config.images_column}: image"

@@ -29,10 +29,13 @@ SIDE: Final = 224
 """Side length in pixels of the test squares. All model families accept this size."""
 
 
-def check_images(problems: Sequence[Problem], processor: VisionProcessor | None) -> None:
+def check_images(
+    problems: Sequence[Problem], processor: VisionProcessor | None, *, allows_missing: bool = False
+) -> None:
     """Check each distinct image by decoding it once. The header alone does not show whether the file is complete.
 
-    `processor` is the image processor of the policy that receives the images. Raises BadInput with the places of all
+    `processor` is the image processor of the policy that receives the images. With `allows_missing`, missing pixels
+    that Pillow fills are allowed. Raises BadInput with the places of all
     images that cannot be used.
     """
     places = {
@@ -41,12 +44,12 @@ def check_images(problems: Sequence[Problem], processor: VisionProcessor | None)
     input_errors = InputErrors()
     for encoded, where in places.items():
         with input_errors.collect(where):
-            _check_image(encoded, processor, where=where)
+            check_pixels(encoded, where=where, allows_missing=allows_missing)
+            _check_processor(encoded, processor, where=where)
     input_errors.check()
 
 
-def _check_image(encoded: bytes, processor: VisionProcessor | None, *, where: str) -> None:
-    check_pixels(encoded, where=where)
+def _check_processor(encoded: bytes, processor: VisionProcessor | None, *, where: str) -> None:
     try:
         if processor is not None:
             processor.check(encoded)

@@ -37,8 +37,10 @@ def deduplicated_problems(data: DeduplicatedData, split: str, seed: int) -> list
 
 
 def _find_source(data: DeduplicatedData) -> FileData | MixtureData:
-    """Return the settings of the wrapped data source, with the image background of the outer settings."""
-    return data.source.model_copy(update={"image_background": data.image_background})
+    """Return the settings of the wrapped data source, with the settings of images of the outer settings."""
+    return data.source.model_copy(
+        update={"image_background": data.image_background, "image_version": data.image_version}
+    )
 
 
 def near_duplicates(data: DeduplicatedData, seed: int) -> dict[str, str]:

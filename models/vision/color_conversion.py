@@ -8,7 +8,8 @@ Images are converted when problems are loaded. An image of which no shade and no
 bytes. All images are read upright, as their EXIF orientation specifies.
 
 - 16 bits per channel: scaled from 0..65535, or from the range of the sample size of a TIFF file, such as 0..4095 for 12
-  bits. Pillow itself reads color images of 16 bits with their upper 8 bits.
+  bits.
+- Color with 16 bits per channel: rounded to 8 bits (`round_color`). Pillow itself reads the upper 8 bits.
 - 32-bit integers: scaled from 0..65535 if all values are within this range, otherwise from the image's own range.
 - Floating point: scaled from 0..1 if all values are within this range, otherwise from the image's own range. NaN and
   infinite values become black.
@@ -16,6 +17,7 @@ bytes. All images are read upright, as their EXIF orientation specifies.
 - Transparent: composed on the background color.
 """
 
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable
@@ -33,7 +35,8 @@ FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 NOTE: Final = "rheostat-converted"
 """Key of the PNG text entry that names the conversion of an image."""
 FLOAT, INTEGER, SIXTEEN_BITS, TRANSPARENT = "floating point", "32 bits", "16 bits", "transparent"
-CONVERSIONS: Final = (SIXTEEN_BITS, INTEGER, FLOAT, TRANSPARENT)
+ROUNDED_COLOR: Final = "rounded color"
+CONVERSIONS: Final = (SIXTEEN_BITS, INTEGER, FLOAT, ROUNDED_COLOR, TRANSPARENT)
 ROTATED, DEEP_COLOR, INK = "rotated", "color with 16 bits", "CMYK"
 READINGS: Final = (ROTATED, DEEP_COLOR, INK)
 """Properties of images that keep their bytes but are read differently than their file may suggest."""
@@ -44,6 +47,10 @@ WHITE_IS_ZERO: Final = 0
 KEY_FACTORS: Final = {"L;2": 85, "L;4": 17}
 """Factor by which Pillow scales the gray levels of PNG files with 2 and 4 bits. Pillow does not scale their transparent
 level."""
+DEEP_MODES: Final = ("RGB;16", "RGBA;16", "RGBX;16", "LA;16")
+"""Pillow's names of pixels with color or transparency and 16 bits per channel, without their order of bytes."""
+LOW_BYTES: Final = {"B": "L", "L": "B", "N": "B" if sys.byteorder == "little" else "L"}
+"""Order of bytes with which Pillow reads the lower byte of each number, by the actual order of bytes."""
 SIDEWAYS: Final = (5, 6, 7, 8)
 """EXIF orientations that swap width and height."""
 _PNG_ORIENTATION: Final = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")
@@ -128,25 +135,60 @@ def _find_gray_format(image: Image.Image) -> _GrayFormat | None:
     return None
 
 
-def find_conversion(image: Image.Image) -> str:
+def find_conversion(image: ImageFile.ImageFile, encoded: bytes, *, rounds_color: bool = True) -> str:
     """Return the reason why an image needs a conversion, one of `CONVERSIONS`, or an empty string.
 
-    Only the pixels of images with an alpha channel are decoded, because many such images are opaque.
+    Only the pixels of images with an alpha channel and of colors with 16 bits are decoded, because many such images
+    are opaque, or have colors of 8 bits. Without `rounds_color`, colors of 16 bits are read with their upper 8 bits.
     """
     if (gray := _find_gray_format(image)) is not None:
         return gray.kind
-    if not image.has_transparency_data:
-        return ""
-    return TRANSPARENT if image.convert("RGBA").getchannel("A").getextrema() != (255, 255) else ""
+    rounded = round_color(image, encoded) if rounds_color else None
+    if image.has_transparency_data and image.convert("RGBA").getchannel("A").getextrema() != (255, 255):
+        return TRANSPARENT
+    return "" if rounded is None or np.array_equal(np.asarray(rounded), np.asarray(image)) else ROUNDED_COLOR
 
 
-def convert_to_rgb(image: Image.Image, background: str) -> Image.Image:
+def round_color(image: ImageFile.ImageFile, encoded: bytes) -> Image.Image | None:
+    """Return an opened image of color, or gray and transparency, with 16 bits per channel rounded to 8 bits.
+
+    Return None for all other images, and for files whose lower bytes Pillow cannot read, such as separate planes.
+    """
+    with open_image(encoded) as other:
+        raw_modes = {tile.args if isinstance(tile.args, str) else str((tile.args or ("",))[0]) for tile in other.tile}
+        raw_mode = raw_modes.pop() if len(raw_modes) == 1 else ""
+        if raw_mode[:-1] not in DEEP_MODES or raw_mode[-1] not in LOW_BYTES:
+            return None
+        if raw_mode == "LA;16B":
+            other._mode, other.tile = "RGBA", [tile._replace(args="RGBA") for tile in other.tile]
+            levels_YXC = np.asarray(other).view(">u2").astype(np.uint32)
+        else:
+            low_mode = raw_mode[:-1] + LOW_BYTES[raw_mode[-1]]
+            other.tile = [
+                tile._replace(args=low_mode if isinstance(tile.args, str) else (low_mode, *(tile.args or ())[1:]))
+                for tile in other.tile
+            ]
+            levels_YXC = np.asarray(image).astype(np.uint32) * 256 + np.asarray(other)
+    rounded = Image.fromarray(((levels_YXC + 128) // 257).astype(np.uint8)).convert(image.mode)
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = find_orientation(image, encoded)
+    rounded.info["exif"] = exif.tobytes()
+    if "transparency" in image.info:
+        rounded.putalpha(image.convert("RGBA").getchannel("A"))
+    return rounded
+
+
+def convert_to_rgb(
+    image: ImageFile.ImageFile, encoded: bytes, background: str, *, rounds_color: bool = True
+) -> Image.Image:
     """Return an opened image upright and in mode RGB.
 
-    A transparent image is composed on `background`, a color in Pillow's notation.
+    A transparent image is composed on `background`, a color in Pillow's notation. Without `rounds_color`, colors of
+    16 bits are read with their upper 8 bits.
     """
     gray, key = _find_gray_format(image), image.info.get("transparency")
-    upright = ImageOps.exif_transpose(image)
+    rounded = round_color(image, encoded) if rounds_color and gray is None else None
+    upright = ImageOps.exif_transpose(image if rounded is None else rounded)
     if gray is not None:
         levels_YX = _read_levels(upright, gray)
         shades = Image.fromarray(_scale(levels_YX, gray)).convert("RGB")
@@ -154,9 +196,7 @@ def convert_to_rgb(image: Image.Image, background: str) -> Image.Image:
             shades.putalpha(Image.fromarray(np.where(levels_YX == key, 0, 255).astype(np.uint8)))
             return _compose(shades, background)
         return shades
-    if find_conversion(upright) == TRANSPARENT:
-        return _compose(upright.convert("RGBA"), background)
-    return upright.convert("RGB")
+    return _compose(upright.convert("RGBA"), background) if upright.has_transparency_data else upright.convert("RGB")
 
 
 def _compose(layer: Image.Image, background: str) -> Image.Image:
@@ -186,12 +226,14 @@ def _scale(levels_YX: NDArray[np.float64], gray: _GrayFormat) -> NDArray[np.uint
     return np.rint(255 - shades_YX if gray.inverted else shades_YX).astype(np.uint8)
 
 
-def encode_converted(image: Image.Image, background: str) -> bytes:
+def encode_converted(
+    image: ImageFile.ImageFile, encoded: bytes, background: str, *, rounds_color: bool = True
+) -> bytes:
     """Convert an image to RGB and return it as a PNG, upright according to its EXIF orientation. A text entry names the
     conversion."""
     note = PngInfo()
-    note.add_text(NOTE, find_conversion(image))
-    upright = convert_to_rgb(image, background)
+    note.add_text(NOTE, find_conversion(image, encoded, rounds_color=rounds_color))
+    upright = convert_to_rgb(image, encoded, background, rounds_color=rounds_color)
     upright.info.clear()
     sink = BytesIO()
     upright.save(sink, "PNG", optimize=False, compress_level=6, pnginfo=note)

@@ -39,8 +39,12 @@ class Draft(Settings):
     without: str
     """File with the ids of the prompts that the retrain leaves out. Empty if none are left out."""
     data_version: Annotated[int | None, Since("0.2.0", before=None)] = None
-    """Version of the rules by which the champion's run read its files of problems (`FileRules.version`), or None if
-    the run read no files or its record was deleted."""
+    """Version of the rules by which the champion's run read its files of problems (`FileRules.version`), 2 if the
+    configuration of the retrain sets this version for all files, or None if the champion's run read no files or its
+    record was deleted."""
+    keeps_set_versions: Annotated[bool, Since("0.2.0", before=False)] = False
+    """Whether files whose version is set in the configuration keep this version. False in drafts of earlier
+    versions."""
 
     @property
     def exclude_ids_key(self) -> str:
@@ -50,13 +54,18 @@ class Draft(Settings):
     def start_config(self, config: RunConfig) -> RunConfig:
         """Return the configuration of the retrain's run. It starts from the champion and skips training on data (SFT,
         DPO), which the champion has already had. If the champion's files were read by version 1 of the rules, the
-        retrain reads its files by version 1 too, or else training problems could become held-out problems."""
+        retrain reads files without a set version by version 1 too, or else training problems could become held-out
+        problems."""
         if not self.policy:
             return config
         excluded = Path(self.without) if self.without else config.data.exclude_ids_path
-        data = config.data.model_copy(update={"exclude_ids_path": excluded})
-        if self.data_version == 1 and find_file_version(data.model_dump(mode="json")) == CURRENT_RULES:
-            data = with_file_version(data, 1)
+        configured = config.data.model_copy(update={"exclude_ids_path": excluded})
+        data = configured
+        if self.data_version == 1 and self.keeps_set_versions:
+            data = with_file_version(configured, 1, keeps_set=True)
+        elif self.data_version == 1 and find_file_version(configured.model_dump(mode="json")) == CURRENT_RULES:
+            data = with_file_version(configured, 1)
+        if data != configured:
             logger.info("data.version = 1 for run %s, because the champion was trained by these rules", self.run)
         start = {"policy": config.policy.with_path(Path(self.policy)), "warmup": None, "dpo": None}
         return validate_again(config.model_copy(update={"data": data, **start}), source=f"retrain {self.run}")
@@ -130,7 +139,42 @@ def _create_draft(config: RunConfig, promotion: PromotionConfig, registry: Regis
         )
     without = registry.store.locate(trained_ids_key(champion.run)) if promotion.problems == "new" else ""
     version = _find_data_version(config.store, registry, champion.run)
-    return Draft(run=config.name, champion=champion.number, policy=policy, without=without, data_version=version)
+    if version == 1 and not _files_without_version(config):
+        version = CURRENT_RULES
+    return Draft(
+        run=config.name,
+        champion=champion.number,
+        policy=policy,
+        without=without,
+        data_version=version,
+        keeps_set_versions=True,
+    )
+
+
+def _files_without_version(config: RunConfig) -> bool:
+    """Return whether version 1 of the rules applies to a file if the files without a set version are read by it."""
+    return find_file_version(with_file_version(config.data, 1, keeps_set=True).model_dump(mode="json")) == 1
+
+
+def describe_file_rules(config: RunConfig) -> str | None:
+    """Return a sentence about the rules by which a retrain of this job would read its files, if the champion's run read
+    them by version 1. Otherwise return None."""
+    registry = None if config.promotion is None else open_registry(config.store, config.promotion.registry)
+    champion = None if registry is None else registry.champion()
+    if registry is None or champion is None or _find_data_version(config.store, registry, champion.run) != 1:
+        return None
+    if find_file_version(config.data.model_dump(mode="json")) != CURRENT_RULES:
+        return None
+    if with_file_version(config.data, 1, keeps_set=True) != config.data:
+        return (
+            f"The champion {champion.run} was trained with data.version = 1, so `rheostat retrain` reads files without "
+            "a set version by version 1. Set data.version = 2 to use the new rules."
+        )
+    return (
+        f"data.version = 2 is set, but the champion {champion.run} was trained with version 1, which splits files "
+        "differently. Problems on which the champion was trained may be held out in a retrain. Remove data.version to "
+        "keep the champion's rules."
+    )
 
 
 def _find_data_version(store: str, registry: Registry, run: str) -> int | None:

@@ -12,6 +12,7 @@ import json
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -38,9 +39,11 @@ from infra.variants import Variant
 from models.config.algorithms import Algorithm
 from models.config.data import DataSource
 from models.config.engines import EngineSettings
+from models.config.file_rules import iterate_data_paths
 from models.config.job import slot_engines
 from models.config.rewards import ScoringConfig
 from models.config.training import ChatTraining
+from models.data.rows import find_data_files
 from tasks.config.run import LAYOUT, RunConfig
 from tasks.run.keys import StageKey, evaluation_key, iteration_key, iteration_numbers
 
@@ -72,12 +75,19 @@ def dependencies_of(config: RunConfig, run: Run | None = None) -> Dependencies:
     known = records[-1].dependencies.data if records else {}
     chats = None if config.warmup is None else config.warmup.chats
     places = (config.data, chats, config.preferences, config.algorithm, config.update.loss, config.rollout.environment)
-    paths = sorted({path for place in (*places, *config.scoring.rules) for path in _files_of(place)})
+    folders = _data_folders(places)
+    files = {path for place in (*places, *config.scoring.rules) for path in _files_of(place)}
     names = PathNames(config, None if run is None else run.record.config)
+    referenced = _referenced_files(config.data, names)
+    if chats is not None:
+        for name, inner in _referenced_files(chats, names).items():
+            referenced[name] = sorted({*referenced.get(name, ()), *inner})
+    paths_by_name = {names.name(path): [path] for path in sorted(files - folders.keys())}
+    for name, inner in ((f"{names.name(folder)}/*", paths) for folder, paths in folders.items()):
+        referenced[name] = sorted({*referenced.get(name, ()), *inner})
     variants = {"data": config.data, "algorithm": config.algorithm, "loss": config.update.loss}
     engines = {name: engine for name, engine, _ in slot_engines(config.rollout, config.scoring)}
-    images = _referenced_files(config.data, names) | (_referenced_files(chats, names) if chats is not None else {})
-    data = _digest_files({names.name(path): [path] for path in paths} | images, known)
+    data = _digest_files(paths_by_name | referenced, known)
     environment = None if config.rollout.environment is None else config.rollout.environment.run
     return _build_dependencies(
         variants, engines, config.scoring, data=data, layout=config.layout(), environment=environment
@@ -194,6 +204,18 @@ def _files_of(value: object) -> Iterator[Path]:
         # a directory of sentence-transformers has modules.json
         elif (path / "modules.json").is_file() or _is_clip(path):
             yield from (inner for inner in path.rglob("*") if inner.is_file())
+
+
+def _data_folders(settings: Sequence[object]) -> dict[Path, tuple[Path, ...]]:
+    """Return the folders of data that settings name, each with its data files. Paths that cannot be read are skipped,
+    because the code that reads them reports the error."""
+    folders: dict[Path, tuple[Path, ...]] = {}
+    for path in (path for each in settings for path in iterate_data_paths(each)):
+        with suppress(BadInput):
+            found = find_data_files(path)
+            if found.is_folder:
+                folders[path] = tuple(file for file, _ in found.files)
+    return folders
 
 
 def _is_clip(directory: Path) -> bool:

@@ -43,7 +43,11 @@ IMAGE_READINGS: Final = {
 }
 """Messages about images that are read in a special way but stay unchanged, by kind of image. Kinds are keys of
 `models.vision.color_conversion.READINGS`."""
-IMAGE_CONVERSIONS: Final = {"16 bits": "gray with 16 bits", "32 bits": "gray with 32 bits"}
+IMAGE_CONVERSIONS: Final = {
+    "16 bits": "gray with 16 bits",
+    "32 bits": "gray with 32 bits",
+    "rounded color": "color with 16 bits, rounded",
+}
 """Messages about images that were converted, for kinds of image whose name is not clear. Kinds are keys of
 `models.vision.color_conversion.CONVERSIONS`."""
 LIMITED_BY_PROMPTS: Final = ("rollout.shard_prompts", "update.minibatches")

@@ -52,6 +52,12 @@ def write_damaged_files(folder: Path) -> None:
     (folder / "latin-pairs.jsonl").write_bytes(b'{"prompt": "a", "chosen": "b", "rejected": "\xff"}\n')
 
 
+def write_nested_table(folder: Path) -> None:
+    """Write a table with a struct, which is null in the second row."""
+    rows = [{"prompt": "a", "reward_model": {"ground_truth": "1"}}, {"prompt": "b", "reward_model": None}]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "nested.parquet")
+
+
 def load_pairs(name: str) -> list[Preference]:
     """Load the preferences of a file in the working directory."""
     preferences = FilePreferences(path=Path(name), heldout_fraction=0.5)

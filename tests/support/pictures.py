@@ -42,6 +42,20 @@ def _write_chunk(name: bytes, content: bytes) -> bytes:
     return pack(">I", len(content)) + name + content + pack(">I", zlib.crc32(name + content))
 
 
+def write_color_tiff(samples_YXC: np.ndarray) -> bytes:
+    """Write a TIFF file of color with 16 bits per channel, in the order of bytes of the samples. The last of four
+    channels is transparency."""
+    height, width, channels = samples_YXC.shape
+    order = ">" if samples_YXC.dtype.byteorder == ">" else "<"
+    content = pack(f"{order}{channels}H", *[16] * channels) + samples_YXC.tobytes()
+    tags = {256: (4, 1, width), 257: (4, 1, height), 258: (3, channels, 8), 259: (4, 1, 1), 262: (4, 1, 2)}
+    tags |= {273: (4, 1, 8 + 2 * channels), 277: (4, 1, channels), 278: (4, 1, height)}
+    tags |= {279: (4, 1, samples_YXC.nbytes)} | ({338: (4, 1, 2)} if channels == 4 else {})
+    entries = b"".join(pack(f"{order}HHII", tag, *value) for tag, value in tags.items())
+    head = (b"MM\0*" if order == ">" else b"II*\0") + pack(f"{order}I", 8 + len(content)) + content
+    return head + pack(f"{order}H", len(tags)) + entries + pack(f"{order}I", 0)
+
+
 def write_tiff(samples_YX: np.ndarray, *, bits: int, sample_format: int = 1, photometric: int = 1) -> bytes:
     """Write a gray TIFF file. Samples of 12 bits are packed, all others are written as they are."""
     height, width = samples_YX.shape

@@ -92,8 +92,8 @@ def test_no_two_folders_import_each_other(graph):
 
 
 def test_a_public_class_name_has_one_meaning():
-    trees = [ast.parse(path.read_text()) for path in SOURCES if ELSEWHERE not in path.parents]
-    names = [node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+    texts = [path.read_text() for path in SOURCES if ELSEWHERE not in path.parents]
+    names = [name for text in texts for name in re.findall(r"^class (\w+)", text, re.MULTILINE)]
     assert [name for name, count in Counter(names).items() if count > 1 and not name.startswith("_")] == []
 
 

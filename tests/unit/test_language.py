@@ -7,7 +7,7 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -47,7 +47,10 @@ def _docstrings(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _comments(path: Path) -> Iterator[tuple[int, str]]:
-    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+    text = path.read_text()
+    if "#" not in text:
+        return
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT and not re.match(r"# (noqa|type:|fmt:|pragma)", token.string):
             yield token.start[0], token.string
 
@@ -62,7 +65,7 @@ def _sentences(path: Path) -> Iterator[tuple[int, str]]:
             yield number, re.sub(r"`[^`]*`", "x", line)
 
 
-def _faults(texts: Iterator[tuple[int, str]], where: Path, *patterns: re.Pattern[str]) -> list[str]:
+def _faults(texts: Iterable[tuple[int, str]], where: Path, *patterns: re.Pattern[str]) -> list[str]:
     found = [(line, match[0]) for line, text in texts for pattern in patterns for match in pattern.finditer(text)]
     return [f"{where.relative_to(ROOT)}:{line}: {words!r}" for line, words in found]
 
@@ -71,11 +74,12 @@ def _faults(texts: Iterator[tuple[int, str]], where: Path, *patterns: re.Pattern
 def test_docstrings_and_comments_use_plain_terms_and_begin_with_their_subject(package):
     faults = []
     for path in sorted((ROOT / package).rglob("*.py")):
-        faults += _faults(_docstrings(path), path, HOMELY, CLIPPED)
+        docstrings = [*_docstrings(path)]
+        faults += _faults(docstrings, path, HOMELY, CLIPPED)
         faults += _faults(_comments(path), path, HOMELY)
         faults += [
             f"{path.relative_to(ROOT)}:{line}: begins with {text.split()[0]!r}"
-            for line, text in _docstrings(path)
+            for line, text in docstrings
             if OPENING.match(text)
         ]
     assert faults == []

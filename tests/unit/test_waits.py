@@ -62,21 +62,33 @@ BLOCKING = ("wait", "join", "acquire", "get", "result")
 """Methods that wait forever without a limit: of processes, threads, locks, queues and futures."""
 COMMANDS = ("subprocess.run", "subprocess.call", "subprocess.check_call", "subprocess.check_output", "asyncio.wait")
 
+RECEIVING = ("communicate", "recv", "accept")
+"""Methods that wait until another process sends something or ends."""
+METHODS = {*BLOCKING, *RECEIVING, "wait_for", *(command.rpartition(".")[2] for command in COMMANDS)}
+
+
+def _method(call: ast.Call) -> str:
+    """Return the last name of the function or method that is called, or ""."""
+    return getattr(call.func, "attr", getattr(call.func, "id", ""))
+
 
 def unbounded(tree: ast.AST) -> Iterator[str]:
     """Return the calls that may wait forever."""
     limited = set()
+    calls = []
     for node in ast.walk(tree):
         if isinstance(node, ast.AsyncWith) and any("asyncio.timeout(" in ast.unparse(item) for item in node.items):
             limited |= set(map(id, ast.walk(node)))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "asyncio.wait_for":
-            limited |= set(map(id, ast.walk(node)))
-    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call) and id(node) not in limited):
+        if isinstance(node, ast.Call) and _method(node) in METHODS:
+            calls.append(node)
+            if ast.unparse(node.func) == "asyncio.wait_for":
+                limited |= set(map(id, ast.walk(node)))
+    for call in (call for call in calls if id(call) not in limited):
         what = ast.unparse(call.func)
         owner, _, method = what.rpartition(".")
         has_limit = "timeout" in {keyword.arg for keyword in call.keywords}
         waits = owner and not owner.isupper() and not owner.endswith("Context") and method in BLOCKING and not call.args
-        if not has_limit and (waits or what in COMMANDS or method in ("communicate", "recv", "accept")):
+        if not has_limit and (waits or what in COMMANDS or method in RECEIVING):
             yield what
 
 

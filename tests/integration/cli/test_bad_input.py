@@ -47,6 +47,8 @@ def refuse_job(place, capsys):
     return refuse
 
 
+@pytest.mark.smoke
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("arguments", "code", "output", "errors"),
     [

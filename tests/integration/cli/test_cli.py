@@ -261,6 +261,8 @@ def test_a_closed_pipe_is_no_error(reference):
     assert done.stderr == ""
 
 
+@pytest.mark.smoke
+@pytest.mark.system
 def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path, reference, monkeypatch, capsys):
     monkeypatch.setenv("RHEOSTAT_ENGINES", str(tmp_path / "engines"))
     monkeypatch.chdir(tmp_path)
@@ -311,6 +313,8 @@ def show_plan(capsys):
     return plan
 
 
+@pytest.mark.smoke
+@pytest.mark.system
 def test_a_plan_names_the_workers_that_a_run_begins_with(show_plan):
     code, out, _ = show_plan("judge.toml", "pools.workers=8", "--json")
     assert (code, json.loads(out)["inputs"]["workers"]) == (0, 8)
@@ -321,6 +325,8 @@ def test_a_plan_names_the_workers_that_a_run_begins_with(show_plan):
     assert max(map(len, out.splitlines())) <= WIDTH
 
 
+@pytest.mark.smoke
+@pytest.mark.system
 def test_a_plan_estimates_an_iteration_on_gpus_of_another_machine(show_plan):
     code, out, _ = show_plan("demo.toml", "--device", "h100", "--tokens", "20", "pools.update_ranks=2")
     assert code == 0
@@ -334,6 +340,8 @@ def test_a_plan_for_more_tokens_than_max_new_tokens_is_refused(show_plan):
     assert code == 2 and all(name in err for name in ("--tokens 33", "max_new_tokens, which is 32"))
 
 
+@pytest.mark.smoke
+@pytest.mark.system
 def test_a_plan_as_json_has_the_memory_even_without_a_placement_decision(show_plan):
     code, out, _ = show_plan("demo.toml", "--json")
     plan = json.loads(out)

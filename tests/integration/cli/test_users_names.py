@@ -45,6 +45,8 @@ def test_rewards_in_user_modules_named_like_rheostats_packages_are_found(folder:
         evaluator.close()
 
 
+@pytest.mark.smoke
+@pytest.mark.system
 def test_a_job_is_checked_next_to_user_modules_named_like_rheostats_packages(folder: Path):
     done = command(folder, "train", "job.toml", "--dry-run")
     assert done.returncode == 0, done.stderr

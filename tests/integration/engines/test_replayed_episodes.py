@@ -49,8 +49,8 @@ def play(episodes: Episodes) -> Play:
     ],
 )
 def test_answers_and_failures_that_follow_from_problem_seed_and_turns_repeat(play, name, options):
-    seconds = 1 if options.get("how") == "hang" else 20
-    work, rows = play(target_environment(name, options=options, step_seconds=seconds), prompts=(7, 2), rows=range(8))
+    seconds, prompts, rows = (1, (7,), range(2)) if options.get("how") == "hang" else (20, (7, 2), range(8))
+    work, rows = play(target_environment(name, options=options, step_seconds=seconds), prompts=prompts, rows=rows)
     kind = "error" if name in ("Bad", "Unready") else "observation"
     assert any(turn[kind] for row in rows for turn in row["turns"])
     assert replay(work) == []

@@ -144,6 +144,8 @@ def generate_elsewhere(root: Path) -> None:
     (root / "digest").write_text(digest(busy.generate(work)))
 
 
+@pytest.mark.smoke
+@pytest.mark.system
 def test_another_process_that_generated_other_work_before_writes_the_same_shard(outcome, home):
     with process(generate_elsewhere, home) as elsewhere:
         elsewhere.join()

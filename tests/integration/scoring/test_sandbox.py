@@ -128,6 +128,8 @@ def programs(secret: Path, port: int) -> Iterator[tuple[str, str]]:
             yield attack, f"{source}\nfound = hostile({str(secret)!r}, {attack!r}, '', port={port})\n"
 
 
+@pytest.mark.smoke
+@pytest.mark.system
 @needs_sandbox
 @pytest.mark.usefixtures("no_traces")
 def test_no_program_of_a_policy_escapes_and_the_next_call_is_answered(port: int, secret: Path):
@@ -150,6 +152,8 @@ def test_no_program_of_a_policy_escapes_and_the_next_call_is_answered(port: int,
     assert {attack for attack, output in expected.items() if not re.fullmatch(output, outputs[attack])} == set()
 
 
+@pytest.mark.smoke
+@pytest.mark.system
 @needs_sandbox
 @pytest.mark.usefixtures("no_traces")
 def test_no_code_under_test_escapes_or_passes_and_the_next_completion_is_judged(port: int, secret: Path):

@@ -269,6 +269,8 @@ def test_adapters_are_joined_by_rank_only_if_all_parents_are_adapters(tmp_path, 
 # ---- the command
 
 
+@pytest.mark.smoke
+@pytest.mark.system
 def test_the_command_writes_a_directory_with_a_card(tmp_path, parents, capsys):
     store = tmp_path / "store"
     write_trained_run(store, "demo", parents[2], parents[0])

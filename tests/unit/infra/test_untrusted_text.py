@@ -4,7 +4,10 @@ import base64
 import html
 import json
 import logging
+import re
 import urllib.parse
+from itertools import product
+from random import Random
 
 import pytest
 
@@ -57,6 +60,91 @@ def test_a_secret_is_redacted_in_every_encoding(spelling):
 def test_a_text_without_the_secret_stays_as_it_is(text):
     assert redact(text, KEY) == text
     assert redact(text, "") == text
+
+
+def redact_slowly(text, secret):
+    """Redact as `redact` does, character by character: an independent implementation."""
+    data = secret.encode()
+    cores = [base64.b64encode(bytes(before) + data).decode() for before in range(3)]
+    cores = [core[-(-8 * before // 6) : 8 * (before + len(data)) // 6] for before, core in enumerate(cores)]
+    characters = [(each, place, place + 1) for place, each in enumerate(text)]
+    hidden = set()
+    for _ in range(5):
+        packed = [("+/"["-_".index(each)] if each in "-_" else each, *span) for each, *span in characters
+                  if not each.isspace()]  # fmt: skip
+        digits = [(each.lower() if each in "ABCDEF" else each, *span) for each, *span in packed if each != ":"]
+        for haystack, needles in ((characters, [secret]), (packed, cores), (digits, [data.hex()])):
+            for at, needle in product(range(len(haystack)), needles):
+                part = haystack[at : at + len(needle)]
+                if "".join(each for each, _, _ in part) == needle:
+                    hidden.add((part[0][1], part[-1][2]))
+        decoded, at = [], 0
+        joined = "".join(each for each, _, _ in characters)
+        while at < len(characters):
+            match = ESCAPE.match(joined, at)
+            if match is None:
+                decoded.append(characters[at])
+                at += 1
+                continue
+            decoded += [(each, characters[at][1], characters[match.end() - 1][2]) for each in decode_escape(match)]
+            at = match.end()
+        characters = decoded
+    covered, end = [], 0
+    for first, last in sorted(hidden):
+        if last > end:
+            covered += [text[end:first], "***"] if first >= end else []
+            end = last
+    return "".join([*covered, text[end:]])
+
+
+ESCAPE = re.compile(
+    r"\\+u\{(?P<a>[\da-fA-F]{1,6})\}|\\+U(?P<b>[\da-fA-F]{8})|\\+u(?P<c>[\da-fA-F]{4})|\\+x(?P<d>[\da-fA-F]{2})"
+    r"|%(?P<e>[\da-fA-F]{2})|&#[xX](?P<f>[\da-fA-F]{1,8});?|(?P<html>&(?:#\d{1,8};?|[A-Za-z]{2,24};))"
+    r"|\\+(?P<plain>[^\\\w\s])",
+)
+
+
+def decode_escape(match):
+    if match["plain"] or match["html"]:
+        return match["plain"] or html.unescape(match["html"])
+    return chr(int(next(filter(None, match.groups())), 16))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_texts_with_secrets_between_other_escapes_are_redacted_as_character_by_character(seed):
+    random = Random(seed)
+    others = [
+        "\\",
+        "\\\\",
+        " ",
+        "\n",
+        "%",
+        "%41",
+        "&amp;",
+        "&#",
+        "a",
+        "x",
+        ":",
+        "_",
+        "-",
+        r"\u002d",
+        "%25",
+        "sk-",
+        ";",
+        "İ",
+    ]
+    for _ in range(12):
+        pieces = [random.choice(others if random.random() < 0.8 else SPELLINGS) for _ in range(random.randrange(30))]
+        assert redact("".join(pieces), KEY) == redact_slowly("".join(pieces), KEY)
+
+
+@pytest.mark.parametrize("piece", ["\\", "&", "%25", r"\u005c", ":", "İ"])
+def test_a_long_text_without_a_secret_stays_as_it_is(piece):
+    assert redact(piece * 50_000, KEY) == piece * 50_000
+
+
+def test_a_letter_that_becomes_longer_in_lower_case_does_not_move_the_redacted_part():
+    assert redact(f"İİ{KEY.encode().hex()}", KEY) == "İİ***"
 
 
 def test_escaping_removes_control_characters_and_keeps_lines_and_spaces():

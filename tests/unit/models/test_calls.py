@@ -222,6 +222,8 @@ def test_text_that_a_response_template_cannot_parse_is_a_call_with_an_error():
     assert [re.search("json parser.* JSON", call.error) is None for call in parsed.calls] == [False]
 
 
+@pytest.mark.smoke
+@pytest.mark.system
 def test_a_response_template_that_takes_too_long_is_stopped():
     """Three adjacent runs of white space in its pattern take time that is cubic in the length of the text."""
     text = "<tool_call><function=add><parameter=a>" + "\n" * 20000 + "</tool_call>"

@@ -13,7 +13,7 @@ from models.data.problems import load_problems
 from models.vision.color_conversion import READINGS, count_conversions, decode_rgb
 from tasks.run.preflight import IMAGE_READINGS, describe_images
 from tests.support.data_files import write_lines
-from tests.support.pictures import picture, write_png, write_tiff
+from tests.support.pictures import picture, write_color_tiff, write_png, write_tiff
 
 RAMP = np.linspace(0, 1, 64).reshape(8, 8)
 SHADES = np.rint(RAMP * 255).astype(np.uint8)
@@ -87,7 +87,7 @@ def test_shades_beyond_8_bits_are_scaled(encoded, shades):
         (encode(Image.new("RGBA", (8, 8), CLEAR_RED), "WEBP", lossless=True), (255, 255, 255)),
         (write_png([b"\x00\x0f" * 8] * 8, width=8, bits=16, color=0, tRNS=b"\x00\x0f"), (255, 255, 255)),
         (write_png([b"\x12\x34" * 24] * 8, width=8, bits=16, color=2, tRNS=b"\x12\x34" * 3), (255, 255, 255)),
-        (write_png([b"\xf0\x00" * 24] * 8, width=8, bits=16, color=2), (240, 240, 240)),
+        (write_png([b"\xf0\x00" * 24] * 8, width=8, bits=16, color=2), (239, 239, 239)),
         (write_png([b"\x11" * 4] * 8, width=8, bits=4, color=0, tRNS=b"\0\1"), (255, 255, 255)),
         (write_png([b"\x55" * 2] * 8, width=8, bits=2, color=0, tRNS=b"\0\1"), (255, 255, 255)),
         (write_png([b"\0"] * 8, width=8, bits=1, color=0, tRNS=b"\0\0"), (255, 255, 255)),
@@ -138,6 +138,53 @@ def test_the_size_and_the_pixels_of_an_image_are_upright(kind, orientation, corn
     assert pixels.size == read_header(encoded, where="a").size == ((10, 30) if orientation in (6, 8) else (30, 10))
     assert pixels.getpixel(corner)[0] > 200
     assert count_conversions([encoded]).get("rotated", 0) == (orientation != 1)
+
+
+def write_deep(levels_YXC, kind):
+    """Encode color, or gray with transparency, with 16 bits per channel."""
+    _, width, channels = levels_YXC.shape
+    if kind == "PNG":
+        rows = [row.astype(">u2").tobytes() for row in levels_YXC]
+        return write_png(rows, width=width, bits=16, color={2: 4, 3: 2, 4: 6}[channels])
+    return write_color_tiff(levels_YXC.astype(kind))
+
+
+@pytest.mark.parametrize(("kind", "channels"), [("PNG", 2), ("PNG", 3), ("PNG", 4), ("<u2", 3), (">u2", 3), (">u2", 4)])
+def test_colors_of_16_bits_are_rounded_to_the_nearest_of_8_bits(tmp_path, kind, channels):
+    levels_YXC = np.random.default_rng(0).integers(0, 65536, (16, 16, channels))
+    if channels != 3:
+        levels_YXC[..., -1] = 65535
+    nearest_YXC = np.rint(levels_YXC[..., : 3 if channels > 2 else 1] / 65535 * 255)
+    encoded = write_deep(levels_YXC, kind)
+    [image] = load_images(tmp_path, encoded)
+    assert (np.asarray(decode_rgb(image)) == nearest_YXC).all()
+    assert (np.asarray(open_picture(encoded)) == nearest_YXC).all()
+    assert count_conversions([image]) == {"images": 1, "rounded color": 1}
+
+
+def test_transparency_and_colors_of_16_bits_are_composed_after_rounding(tmp_path):
+    levels_YXC = np.full((8, 8, 4), 61440)
+    levels_YXC[..., -1] = 32768
+    [image] = load_images(tmp_path, write_deep(levels_YXC, "PNG"), image_background="black")
+    assert decode_rgb(image).getpixel((0, 0)) == (120, 120, 120)
+
+
+def test_colors_of_16_bits_that_fit_8_bits_and_those_of_earlier_runs_keep_their_bytes(tmp_path):
+    fitting = write_deep(np.full((8, 8, 3), 257 * 9), "PNG")
+    assert load_images(tmp_path, fitting) == [fitting]
+    other = write_deep(np.full((8, 8, 3), 61440), "PNG")
+    assert load_images(tmp_path, other, image_version=1) == [other]
+
+
+@pytest.mark.parametrize("orientation", [3, 6])
+def test_colors_of_16_bits_are_rounded_upright(orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    levels_YXC = np.random.default_rng(0).integers(0, 65536, (4, 8, 3))
+    rows = [row.astype(">u2").tobytes() for row in levels_YXC]
+    encoded = write_png(rows, width=8, bits=16, color=2, eXIf=exif.tobytes().removeprefix(b"Exif\0\0"))
+    turned = np.rot90(levels_YXC, 2 if orientation == 3 else -1)
+    assert (np.asarray(open_picture(encoded)) == np.rint(turned / 257)).all()
 
 
 def test_images_that_are_read_differently_than_their_file_suggests_are_counted():

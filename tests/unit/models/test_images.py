@@ -4,6 +4,7 @@ import base64
 import zlib
 from io import BytesIO
 from pathlib import Path
+from struct import pack
 
 import numpy as np
 import pyarrow as pa
@@ -172,6 +173,74 @@ def test_a_truncated_image_is_refused_when_its_pixels_are_read():
     assert read_header(truncated, where="a").size == (300, 300)
     with pytest.raises(BadInput, match=r"a: .*truncated"):
         check_pixels(truncated, where="a")
+
+
+def shorten_png(encoded, rows):
+    """Return a PNG file with the compressed data of fewer rows, and everything else as before."""
+    height = Image.open(BytesIO(encoded)).height
+    begin = encoded.index(b"IDAT") - 4
+    end = encoded.index(b"IEND") - 4
+    pixels = zlib.decompress(encoded[begin + 8 : end - 4])
+    content = b"IDAT" + zlib.compress(pixels[: len(pixels) * rows // height])
+    chunk = pack(">I", len(content) - 4) + content + pack(">I", zlib.crc32(content))
+    return encoded[:begin] + chunk + encoded[end:]
+
+
+NOISE = Image.effect_noise((300, 300), 90).convert("RGB")
+
+
+def encode(kind, size=(300, 300), **options):
+    sink = BytesIO()
+    NOISE.crop((0, 0, *size)).save(sink, kind, **options)
+    return sink.getvalue()
+
+
+COMPLETE = {
+    "PNG": encode("PNG"),
+    "JPEG": encode("JPEG"),
+    "progressive JPEG": encode("JPEG", progressive=True),
+    "WEBP": encode("WEBP"),
+    "lossless WEBP": encode("WEBP", lossless=True),
+    "GIF": encode("GIF"),
+    "BMP": encode("BMP"),
+    "TIFF": encode("TIFF"),
+    "compressed TIFF": encode("TIFF", compression="tiff_lzw"),
+}
+
+
+@pytest.mark.parametrize("kind", COMPLETE)
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.999])
+def test_a_truncated_image_of_every_format_is_refused(kind, share):
+    encoded = COMPLETE[kind]
+    check_pixels(encoded, where="a")
+    with pytest.raises(BadInput, match=r"^a: "):
+        check_pixels(encoded[: int(len(encoded) * share)], where="a")
+
+
+@pytest.mark.parametrize(
+    ("encoded", "reason"),
+    [
+        (shorten_png(encode("PNG", (100, 100)), 99), "29,799 of 30,100 bytes of pixels"),
+        (shorten_png(encode("PNG", (100, 100)), 1), "301 of 30,100 bytes of pixels"),
+        (COMPLETE["PNG"][:-12], "no end .chunk IEND"),
+        (COMPLETE["JPEG"][:-2000] + b"\xff\xd9", "ends before the last pixels"),
+        (COMPLETE["progressive JPEG"][:-2000] + b"\xff\xd9", "ends before the last pixels"),
+    ],
+)
+def test_an_image_whose_missing_pixels_would_be_filled_is_refused_except_in_earlier_runs(encoded, reason):
+    with pytest.raises(BadInput, match=rf"^a: .*{reason}.*truncated"):
+        check_pixels(encoded, where="a")
+    check_pixels(encoded, where="a", allows_missing=True)
+
+
+def test_an_interlaced_png_file_is_complete():
+    passes = [b"\0\0", b"\0\0", b"\0\0\0", b"\0\0\0" * 2, b"\0\0\0" * 2, b"\0" * 4 * 4, b"\0" * 6 * 2]
+    header = pack(">IIBBBBB", 5, 5, 8, 0, 0, 0, 1)
+    encoded = b"\x89PNG\r\n\x1a\n" + b"".join(
+        pack(">I", len(content)) + name + content + pack(">I", zlib.crc32(name + content))
+        for name, content in ((b"IHDR", header), (b"IDAT", zlib.compress(b"".join(passes))), (b"IEND", b""))
+    )
+    check_pixels(encoded, where="a")
 
 
 def test_a_photograph_with_an_exif_rotation_has_the_size_after_the_rotation():

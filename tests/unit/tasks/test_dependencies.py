@@ -24,6 +24,7 @@ from tasks.config.run import RunConfig, load_config
 from tasks.run import dependencies
 from tasks.run.dependencies import dependencies_of, find_matching_run
 from tests.support.configurations import accepted
+from tests.support.data_files import write_lines
 from tests.support.pictures import picture
 
 DOCUMENT = """
@@ -198,6 +199,25 @@ def test_dependencies_include_the_image_files_that_rows_name(suffix, shape):
     Path("pictures/red.png").touch()
     Path("pictures/another.png").write_bytes(RED)  # no row names it
     assert found.changes(dependencies_of(config)) == []
+
+
+def test_dependencies_include_the_files_of_a_folder_and_the_images_in_it():
+    Path("rows").mkdir()
+    for number in (1, 2):
+        write_lines(Path(f"rows/{number}.jsonl"), {"prompt": f"{number}?", "answer": "1", "images": "red.png"})
+    Path("rows/red.png").write_bytes(RED)
+    Path("job.toml").write_text('name = "job"\n[data]\nkind = "file"\npath = "rows"\nimages_column = "images"\n')
+    config = load_config(Path("job.toml"))
+    found = dependencies_of(config)
+    assert [*found.data] == ["rows/*"]
+    Path("rows/README.md").write_text("No data.")
+    assert found.changes(dependencies_of(config)) == []
+    for changed in ("1.jsonl", "red.png"):
+        before = Path("rows", changed).read_bytes()
+        Path("rows", changed).write_bytes(before + b"\n")
+        [change] = found.changes(dependencies_of(config))
+        assert "data file rows/* has changed" in change
+        Path("rows", changed).write_bytes(before)
 
 
 def test_two_images_that_are_swapped_are_a_change():

@@ -6,7 +6,7 @@ from infra.store.registry import open_registry
 from infra.store.runs import create_run
 from models.config.file_rules import find_file_version
 from tasks.config.run import override_config
-from tasks.promotion.draft import draft_retrain
+from tasks.promotion.draft import describe_file_rules, draft_retrain
 from tests.support.champions import append_record
 
 RULES = {"registry": "assistant", "problems": "all", "primary": {"suite": "heldout", "min_gain": 0}}
@@ -46,6 +46,32 @@ def test_every_file_of_a_mixture_is_read_by_the_rules_of_the_champion(tmp_path):
     sources = [{"path": "a.jsonl"}, {"path": "b.jsonl"}]
     _, _, started = draft_config(tmp_path, FILE, {"kind": "mixture", "sources": sources})
     assert [source.version for source in started.data.sources] == [1, 1]
+
+
+def test_a_version_in_the_configuration_wins_over_the_version_of_the_champion(tmp_path):
+    config, draft, started = draft_config(tmp_path, FILE, {"kind": "file", "path": "a.jsonl", "version": 2})
+    assert (started.data.version, draft.data_version) == (2, 2)
+    assert "Problems on which the champion was trained may be held out" in (describe_file_rules(config) or "")
+
+
+def test_only_the_files_of_a_mixture_without_a_version_are_read_by_the_rules_of_the_champion(tmp_path):
+    sources = [{"path": "a.jsonl", "version": 2}, {"path": "b.jsonl"}]
+    config, draft, started = draft_config(tmp_path, FILE, {"kind": "mixture", "sources": sources})
+    assert [source.version for source in started.data.sources] == [2, 1]
+    assert draft.data_version == 1
+    assert "reads files without a set version by version 1" in (describe_file_rules(config) or "")
+
+
+def test_a_draft_of_an_earlier_version_still_replaces_the_configured_version(tmp_path):
+    config, draft, _ = draft_config(tmp_path, FILE, {"kind": "file", "path": "a.jsonl", "version": 2})
+    earlier = draft.model_copy(update={"data_version": 1, "keeps_set_versions": False})
+    assert earlier.start_config(config).data.version == 1
+
+
+@pytest.mark.parametrize("champion", [FILE | {"version": 2}, {"kind": "arithmetic"}, None])
+def test_the_plan_has_no_note_about_rules_if_the_champion_was_not_trained_by_version_1(tmp_path, champion):
+    config, _, _ = draft_config(tmp_path, champion, {"kind": "file", "path": "a.jsonl", "version": 2})
+    assert describe_file_rules(config) is None
 
 
 def test_the_draft_keeps_the_rules_if_the_run_of_the_champion_is_deleted_later(tmp_path):

@@ -1,0 +1,156 @@
+"""Shapes of users' data files, recognized from the names of the columns and the first rows."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from models.data.nested import find_field, has_field
+from models.data.sharegpt import is_sharegpt_turn
+
+ShapeKind = Literal["prompts", "chats", "pairs", "ranked", "labels", "unknown"]
+
+CHAT_COLUMNS: Final = ("messages", "conversations", "conversation", "chat", "dialogue", "dialog")
+"""Names under which published data sets store whole chats."""
+PROMPT_NAMES: Final = ("prompt", "question", "problem", "instruction", "query", "input", "text")
+"""Names under which published data sets store prompts, the most usual first."""
+ANSWER_NAMES: Final = (
+    *("answer", "reward_model.ground_truth", "ground_truth", "final_answer", "expected_answer", "reference_answer"),
+    *("solution", "target", "label", "output", "response", "completion"),
+)
+"""Names under which published data sets store reference answers, the most usual first."""
+COMPLETION_LISTS: Final = ("completions", "responses", "answers")
+"""Names under which published data sets store several completions of a prompt."""
+TEXT_FIELDS: Final = ("text", "content", "response", "completion", "answer")
+"""Names of the text of a completion in a list of completions."""
+SCORE_FIELDS: Final = ("score", "overall_score", "rating")
+"""Names of the score of a completion in a list of completions."""
+SCORES: Final = "scores"
+"""Column with the scores of a list of completions that are texts."""
+HUMAN: Final = "\n\nHuman:"
+ASSISTANT: Final = "\n\nAssistant:"
+"""Marks of the turns in the texts of the data set HH-RLHF."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Content of the rows of a data file, and the configuration keys that read the rows."""
+
+    kind: ShapeKind
+    """Use of the rows: "prompts" with or without answers, whole "chats", preference "pairs", "ranked" completions (a
+    list of completions with scores), unpaired "labels", or "unknown"."""
+    name: str
+    """Name of the shape, such as "ShareGPT chats". Empty for "unknown"."""
+    columns: tuple[str, ...] = ()
+    """Columns by which the shape was recognized."""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Keys of `[data]` or `[preferences]` that read the rows, such as `prompt_column`. Keys with their default values
+    are included."""
+
+    @property
+    def label(self) -> str:
+        """Name of the shape and its columns, such as "ShareGPT chats in column conversations"."""
+        noun = "column" if len(self.columns) == 1 else "columns"
+        return f"{self.name} in {noun} {' and '.join(self.columns)}" if self.columns else self.name
+
+
+UNKNOWN: Final = Shape("unknown", "")
+
+
+def recognize(columns: Sequence[str], first_rows: Sequence[Mapping[str, object]]) -> Shape:
+    """Return the shape of a data file with these columns and first rows.
+
+    Columns may include nested fields as dotted paths. Preferences are recognized before chats, because files of
+    preferences often also contain chats.
+    """
+    for find in (_find_pairs, _find_ranked, _find_labels, _find_chats, _find_prompts):
+        if (shape := find(columns, first_rows)) is not None:
+            return shape
+    return UNKNOWN
+
+
+def _find_pairs(columns: Sequence[str], rows: Sequence[Mapping[str, object]]) -> Shape | None:
+    """Return the shape of files with the columns `chosen` and `rejected`, or None for other files."""
+    if not {"chosen", "rejected"} <= {*columns}:
+        return None
+    chosen, prompt = _first(rows, "chosen"), _first(rows, "prompt")
+    if isinstance(chosen, list):
+        is_whole = len(chosen) > 1
+        name = "conversations" if is_whole else "completions as messages"
+    else:
+        is_whole = "prompt" not in columns
+        is_transcript = isinstance(chosen, str) and HUMAN in chosen and ASSISTANT in chosen
+        name = "HH-RLHF texts" if is_transcript else "texts"
+    if "prompt" not in columns or (is_whole and not isinstance(prompt, list)):
+        name = f"{name} that begin with the prompt"
+    used = {"chosen_column": "chosen", "rejected_column": "rejected"}
+    used = {"prompt_column": "prompt", **used} if "prompt" in columns else used
+    return Shape("pairs", f"preferences as {name}", ("chosen", "rejected"), used)
+
+
+def _find_ranked(columns: Sequence[str], rows: Sequence[Mapping[str, object]]) -> Shape | None:
+    """Return the shape of files with lists of completions and their scores, or None for other files."""
+    prompt = next((name for name in PROMPT_NAMES if name in columns), None)
+    for name in COMPLETION_LISTS if prompt is not None else ():
+        values = _first(rows, name)
+        if not isinstance(values, list) or not values:
+            continue
+        has_scores = all(isinstance(each, Mapping) and _has_score(each) for each in values)
+        if has_scores or SCORES in columns:
+            used = (name,) if has_scores else (name, SCORES)
+            keys = {"prompt_column": prompt, "completions_column": name} if prompt is not None else {}
+            return Shape("ranked", "completions with scores", used, keys)
+    return None
+
+
+def _has_score(completion: Mapping[str, object]) -> bool:
+    return any(name in completion for name in TEXT_FIELDS) and any(name in completion for name in SCORE_FIELDS)
+
+
+def _find_labels(columns: Sequence[str], rows: Sequence[Mapping[str, object]]) -> Shape | None:
+    """Return the shape of files with single completions that are labeled as good or bad, or None for other files."""
+    label = _first(rows, "label")
+    if {"prompt", "completion", "label"} <= {*columns} and (isinstance(label, bool) or label in (0, 1)):
+        return Shape("labels", "unpaired completions with labels", ("prompt", "completion", "label"))
+    return None
+
+
+def _find_chats(columns: Sequence[str], rows: Sequence[Mapping[str, object]]) -> Shape | None:
+    """Return the shape of files with whole chats, or None for other files."""
+    ends = [name for name in columns if name.rpartition(".")[2] in CHAT_COLUMNS]
+    for column in sorted(ends, key=lambda name: (name.count("."), CHAT_COLUMNS.index(name.rpartition(".")[2]))):
+        if (name := name_chat(_first(rows, column))) is not None:
+            keys = {"prompt_column": column} | _find_answer(columns, ())
+            return Shape("chats", name, (column,), keys)
+    return None
+
+
+def name_chat(value: object) -> str | None:
+    """Return the name of the format of a chat, or None if the value is not a list of turns."""
+    if not isinstance(value, list) or not value or not all(isinstance(turn, Mapping) for turn in value):
+        return None
+    if is_sharegpt_turn(value[0]):
+        return "ShareGPT chats"
+    return "OpenAI chats" if value[0].get("role") is not None else None
+
+
+def _find_prompts(columns: Sequence[str], rows: Sequence[Mapping[str, object]]) -> Shape | None:
+    """Return the shape of files with prompts and perhaps answers, or None for other files."""
+    prompt = next((name for name in PROMPT_NAMES if name in columns), None)
+    if prompt is None:
+        return None
+    answer = _find_answer(columns, (prompt,))
+    chat = name_chat(_first(rows, prompt))
+    noun = "prompts" if chat is None else f"prompts as {chat}"
+    return Shape("prompts", noun, (prompt, *answer.values()), {"prompt_column": prompt} | answer)
+
+
+def _find_answer(columns: Sequence[str], used: Sequence[str]) -> dict[str, str]:
+    """Return the key for the column with the reference answer, or nothing if no column has a usual name."""
+    answer = next((name for name in ANSWER_NAMES if name in columns and name not in used), None)
+    return {} if answer is None else {"answer_column": answer}
+
+
+def _first(rows: Sequence[Mapping[str, object]], column: str) -> object:
+    """Return the first value of a column that is not null. `column` may be a dotted path."""
+    values = (find_field(row, column) for row in rows if has_field(row, column))
+    return next((value for value in values if value is not None), None)

@@ -1,0 +1,196 @@
+"""Shapes of users' data: chats of ShareGPT and OpenAI, nested fields, and folders of shards."""
+
+import gzip
+import json
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pyarrow import feather
+
+from infra.errors import BadInput, InputErrors
+from models.config.data import FileData
+from models.data.image_files import image_files
+from models.data.messages import read_messages
+from models.data.nested import find_field
+from models.data.problems import load_problems
+from models.data.rows import read_rows
+from tests.support.data_files import write_lines
+from tests.support.pictures import picture
+
+CALL = {"type": "function", "function": {"name": "find", "arguments": {"what": "it"}}}
+
+
+# ---- chats
+
+
+def encode_chat(turns):
+    return [message.encode() for message in read_messages("a.jsonl:1", turns, "conversations")]
+
+
+@pytest.mark.parametrize(
+    ("author", "role"),
+    [
+        ("human", "user"), ("user", "user"), ("Human", "user"),
+        ("gpt", "assistant"), ("assistant", "assistant"), ("chatgpt", "assistant"), ("model", "assistant"),
+        ("system", "system"), ("tool", "tool"), ("observation", "tool"),
+    ],
+)  # fmt: skip
+def test_turns_of_sharegpt_become_messages(author, role):
+    assert encode_chat([{"from": author, "value": "Hi."}]) == [{"role": role, "content": "Hi."}]
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ('{"name": "find", "arguments": {"what": "it"}}', [CALL]),
+        ('[{"name": "find", "arguments": {"what": "it"}}]', [CALL]),
+        ('{"type": "function", "function": {"name": "find", "arguments": {"what": "it"}}}', [CALL]),
+    ],
+)
+def test_function_calls_of_sharegpt_become_tool_calls(text, calls):
+    assert encode_chat([{"from": "function_call", "value": text}]) == [{"role": "assistant", "tool_calls": calls}]
+
+
+def test_text_parts_of_both_chat_formats_are_read():
+    parts = [{"type": "text", "text": "Hi"}, {"type": "input_text", "text": " there."}, {"type": "image"}]
+    expected = [{"type": "text", "text": "Hi"}, {"type": "text", "text": " there."}, {"type": "image"}]
+    for turn in ({"from": "human", "value": parts}, {"role": "user", "content": parts}):
+        assert encode_chat([turn]) == [{"role": "user", "content": expected}]
+
+
+def test_messages_with_a_role_keep_their_role():
+    assert encode_chat([{"role": "human", "content": "Hi."}]) == [{"role": "human", "content": "Hi."}]
+
+
+@pytest.mark.parametrize(
+    ("turn", "parts"),
+    [
+        ({"from": "humna", "value": "Hi."}, ["conversations[0].from", "humna", "human"]),
+        ({"from": "human"}, ["conversations[0]", "no text"]),
+        ({"from": "function_call", "value": "find()"}, ["conversations[0].value", "JSON"]),
+        ({"from": "gpt", "value": "Hi.", "weight": 1}, ["conversations[0].weight", "message_fields"]),
+    ],
+)
+def test_turns_that_are_no_messages_are_refused_with_their_place(turn, parts):
+    with pytest.raises(BadInput) as error:
+        encode_chat([turn])
+    assert all(part in str(error.value) for part in ("a.jsonl:1", *parts)), error.value
+
+
+# ---- folders
+
+
+def make_rows(count):
+    return [
+        {"prompt": f"Q{n}?", "extra": {"answer": {"text": str(n), "unit": None if n % 2 else "m"}}, "x.y": f"{n}!"}
+        for n in range(count)
+    ]
+
+
+def load_all(path, **keys):
+    """Return the problems of both splits, by split."""
+    data = FileData(path=path, heldout_fraction=0.3, answer_column="extra.answer.text", **keys)
+    return [[(p.prompt, p.answer, p.identity) for p in load_problems(data, split, 0)] for split in ("train", "heldout")]
+
+
+def write_shards(folder, suffix, rows):
+    """Write the rows to two files of a format in a folder, with a file that is no data next to them."""
+    folder.mkdir()
+    (folder / "README.md").write_text("Rows.")
+    (folder / ".hidden.csv").write_text("a")
+    for number, part in enumerate((rows[:7], rows[7:])):
+        path = folder / f"part-{number}{suffix}"
+        if suffix == ".parquet":
+            pq.write_table(pa.Table.from_pylist(part), path)
+        elif suffix == ".feather":
+            feather.write_feather(pa.Table.from_pylist(part), path)
+        elif suffix == ".jsonl.gz":
+            path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in part).encode()))
+        elif suffix == ".json":
+            path.write_text(json.dumps(part))
+        else:
+            write_lines(path, *part)
+    return folder
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".json", ".parquet", ".feather"])
+def test_a_folder_of_shards_has_the_problems_of_one_file_in_every_format(tmp_path, suffix):
+    rows = make_rows(20)
+    whole = load_all(write_lines(tmp_path / "a.jsonl", *rows), environment_columns=("extra.answer", "x.y"))
+    shards = write_shards(tmp_path / "shards", suffix, rows)
+    assert load_all(shards, environment_columns=("extra.answer", "x.y")) == whole
+    assert all(whole)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_folder_that_datasets_saved_has_the_problems_of_one_file(tmp_path, shards):
+    rows = make_rows(20)
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved", num_shards=shards)
+    assert load_all(tmp_path / "saved") == load_all(write_lines(tmp_path / "a.jsonl", *rows))
+
+
+def test_the_files_of_a_saved_folder_are_read_in_its_own_order(tmp_path):
+    rows = make_rows(3)
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved", num_shards=3)
+    state = tmp_path / "saved/state.json"
+    document = json.loads(state.read_text())
+    state.write_text(json.dumps(document | {"_data_files": document["_data_files"][::-1]}))
+    data = FileData(path=tmp_path / "saved", heldout_path=tmp_path / "saved", answer_column="")
+    assert [problem.prompt for problem in load_problems(data, "train", 0)] == ["Q2?", "Q1?", "Q0?"]
+
+
+def test_images_of_a_folder_are_found_in_the_folder_and_in_nested_fields(tmp_path):
+    for suffix in (".jsonl", ".parquet", ".feather"):
+        rows = [{"prompt": f"What is {n}?", "shown": {"image": f"{n}.png"}} for n in range(9)]
+        folder = write_shards(tmp_path / suffix, suffix, rows)
+        for n in range(9):
+            (folder / f"{n}.png").write_bytes(picture("red"))
+        data = FileData(path=folder, heldout_path=folder, answer_column="", images_column="shown.image")
+        assert len(load_problems(data, "train", 0)[0].images) == 1
+        assert [*image_files(data)] == [folder / f"{n}.png" for n in range(9)]
+
+
+def test_a_place_in_a_folder_names_the_file_and_the_row(tmp_path):
+    folder = write_shards(
+        tmp_path / "shards", ".jsonl", [*make_rows(8), {"prompt": "", "extra": {"answer": {"text": 1}}}]
+    )
+    with pytest.raises(BadInput, match=r"shards/part-1.jsonl:2: prompt"):
+        load_all(folder)
+
+
+# ---- nested fields
+
+
+@pytest.mark.parametrize(
+    ("row", "path", "value"),
+    [
+        ({"a": {"b": 1}}, "a.b", 1),
+        ({"a": {"b": {"c": 1}}}, "a.b.c", 1),
+        ({"a.b": 2, "a": {"b": 1}}, "a.b", 2),
+        ({"a": {"b.c": 2, "b": {"c": 1}}}, "a.b.c", 2),
+        ({"a.b": {"c": 2}, "a": {"b": {"c": 1}}}, "a.b.c", 2),
+        ({"a.b": {"d": 2}, "a": {"b": {"c": 1}}}, "a.b.c", 1),
+        ({"a": None}, "a.b", None),
+    ],
+)
+def test_a_dotted_path_names_a_nested_field_unless_a_name_has_the_dot(row, path, value, tmp_path):
+    assert find_field(row, path) == value
+    null = pa.schema([("a", pa.struct([("b", pa.int64())]))])
+    table = pa.Table.from_pylist([row], null if row == {"a": None} else None)
+    for suffix in (".jsonl", ".parquet"):
+        path_of_file = tmp_path / f"a{suffix}"
+        write_lines(path_of_file, row) if suffix == ".jsonl" else pq.write_table(table, path_of_file)
+        [(_, read)] = read_rows(path_of_file, [path], InputErrors(), version=2)
+        assert read[path] == value
+
+
+def test_a_dotted_path_into_a_map_of_a_table_is_read_row_by_row(tmp_path):
+    rows = [{"a": [("b", 1)]}, {"a": [("c", 2)]}]
+    schema = pa.schema([("a", pa.map_(pa.string(), pa.int64()))])
+    pq.write_table(pa.Table.from_pylist(rows, schema), tmp_path / "a.parquet")
+    errors = InputErrors()
+    assert [row["a.b"] for _, row in read_rows(tmp_path / "a.parquet", ["a.b"], errors, version=2)] == [1]
+    with pytest.raises(BadInput, match=r"row 1: there is no column 'a.b'"):
+        errors.check()
