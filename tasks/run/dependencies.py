@@ -80,8 +80,8 @@ def dependencies_of(config: RunConfig, run: Run | None = None) -> Dependencies:
     names = PathNames(config, None if run is None else run.record.config)
     referenced = _referenced_files(config.data, names)
     if chats is not None:
-        for name, inner in _referenced_files(chats, names).items():
-            referenced[name] = sorted({*referenced.get(name, ()), *inner})
+        for name, images in _referenced_files(chats, names).items():
+            referenced[name] = sorted({*referenced.get(name, ()), *images})
     paths_by_name = {names.name(path): [path] for path in sorted(files - folders.keys())}
     for name, inner in ((f"{names.name(folder)}/*", paths) for folder, paths in folders.items()):
         referenced[name] = sorted({*referenced.get(name, ()), *inner})
