@@ -25,15 +25,16 @@ class RunPlan(Settings):
     """Summary of what a run would do, which `rheostat train --dry-run` prints."""
 
     lines: dict[str, str]
-    """Descriptions of the run's parts as text, by label such as "policy"."""
+    """Descriptions of the parts of the run, such as its policy or its workers. Keys are labels such as "policy"."""
     facts: dict[str, float]
-    """Numbers that the input check counted or estimated, by name. Numbers of bytes are per worker."""
+    """Numbers that the input check counted or estimated, by name, such as "train_problems". Numbers of bytes are per
+    worker."""
     notes: list[str] = []
-    """Sentences that the user should read before the run starts: changed defaults, and settings that will not work as
-    configured."""
+    """Sentences that the user should read before the run starts, about changed defaults and about settings that will
+    not work as intended."""
 
     def text(self) -> str:
-        """Return the summary as lines of text, followed by the notes."""
+        """Return the plan as text: one line for each part of the run, then the notes."""
         width = max(map(len, self.lines))
         lines = [f"{name.ljust(width)}  {value}" for name, value in self.lines.items()]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
@@ -94,7 +95,8 @@ def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
 
 
 def plan_memory(config: RunConfig) -> dict[str, str]:
-    """Return a text about the peak memory of a worker for each role, and about the memory of this machine.
+    """Return a description of the estimated peak memory of a rollout worker and of an update rank, and of the memory of
+    this machine, by label.
 
     Raises BadInput in the same cases as the run itself.
     """
@@ -108,7 +110,7 @@ def plan_memory(config: RunConfig) -> dict[str, str]:
 
 
 def plan_device(config: RunConfig, device: str, *, completion_tokens: int | None) -> DeviceEstimate:
-    """Estimate the shortest possible time of an iteration, and the memory, on accelerators of this kind.
+    """Estimate the shortest possible duration of an iteration, and the memory use, on accelerators of this kind.
 
     Without `completion_tokens`, completions are assumed to have half of their maximum length. Raises BadInput if the
     accelerator is unknown, the number of tokens is out of range, or the policy is a text-to-image policy, and in the
@@ -128,7 +130,8 @@ def plan_device(config: RunConfig, device: str, *, completion_tokens: int | None
 
 
 def _describe_controllers(config: RunConfig) -> str:
-    """Describe how many controllers each role has, and where they run."""
+    """Describe how many controllers (flows that send work to workers) each role has, and whether they are sub-flows or
+    deployed flow runs."""
     count, where = config.controllers.count, config.controllers.where
     place = "sub-flows of this process" if where == "nested" else "runs of Prefect deployments"
     return f"{count} per role, {where}: {place} that give work to the workers"
@@ -143,13 +146,14 @@ def _describe_lengths(config: RunConfig, facts: dict[str, float]) -> str:
 
 
 def _describe_images(config: RunConfig, facts: Mapping[str, float], group: str) -> dict[str, str]:
-    """Describe how many images of a group are read differently than their files suggest. Empty if there are none."""
+    """Describe how many images of a group were converted while reading, such as transparent images that get a
+    background color. `group` is "images" or "warm-up images". Return an empty dict if no image was converted."""
     text = describe_images(facts, config.data.image_background, group=group)
     return {group: text} if text else {}
 
 
 def _list_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
-    """Yield sentences about settings that will not work as configured, or probably not as the user intends."""
+    """Yield a warning for each setting that will not work as configured, or probably not as the user intends."""
     pools, minibatches, prompts = config.pools, config.update.minibatches, config.rollout.prompts
     slots, ranks = pools.workers.min_slots * pools.gpus_per_worker, pools.update_ranks * pools.gpus_per_update_rank
     needed_gpus = slots + ranks if pools.dedicated_update_resources else max(slots, ranks)
@@ -203,7 +207,7 @@ def _list_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
 
 
 def _list_sandboxed(config: RunConfig) -> list[str]:
-    """Return the names of the settings that make the run execute code in a sandbox."""
+    """Return the names of the settings, such as a reward, that make the run execute code in a sandbox."""
     scoring, environment = config.scoring, config.rollout.environment
     settings = [f"reward {term!r}" for term in scoring.code_rewards]
     if scoring.sandbox == "bubblewrap" and any(rule.brings_code for rule in scoring.rules):
@@ -259,12 +263,12 @@ def _describe_waves(config: RunConfig) -> str:
 
 
 def _describe_slots(pools: PoolsConfig) -> str:
-    """Describe the number of worker slots, which is a range if the cluster is elastic."""
+    """Describe the number of worker slots (places for one worker each). This is a range if the cluster is elastic."""
     return f"{pools.workers.max}" if pools.workers.min is None else f"{pools.workers.min} to {pools.workers.max}"
 
 
 def _describe_sharing(config: RunConfig) -> str:
-    """Describe which roles share the worker slots, and how the first decision assigns them."""
+    """Describe which roles share the worker slots, and how the slots are assigned at the start of the run."""
     if not config.scoring.hosted_rewards:
         return ", all for rollout"
     return f", {config.placement.kind}: {first_placement(config).decision.reason}"
@@ -298,8 +302,8 @@ def _format_update_memory(config: RunConfig, facts: dict[str, float]) -> str:
 
 
 def _format_memory(facts: dict[str, float], role: str, *, offloaded: tuple[str, ...] = ()) -> str:
-    """Describe the estimated peak memory of one worker and its parts. Parts that are offloaded to the machine's memory
-    are listed separately."""
+    """Describe the estimated peak memory of one worker of a role, as a sum of its parts. Parts that are offloaded to
+    CPU memory are listed separately."""
     parts = {name: value / 2**20 for name, value in peak_memory_by_part(facts, role).items()}
     offloaded_parts = {name: parts.pop(name) for name in offloaded}
     detail = " + ".join(f"{name} {value:,.1f}" for name, value in parts.items())

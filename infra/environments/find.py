@@ -98,13 +98,24 @@ def num_gpus() -> int:
     return count if visible is None else min(count, len([*filter(None, visible.split(","))]))
 
 
+def gpu_memory() -> int | None:
+    """Return the memory of the smallest GPU in bytes, or None if the NVIDIA driver lists no GPU."""
+    lines = (_query_gpus("--query-gpu=memory.total", "--format=csv,noheader,nounits") or "").split()
+    return min((int(line) << 20 for line in lines if line.isdecimal()), default=None)
+
+
 def _list_gpus() -> str | None:
     """Return the output of `nvidia-smi -L`, or None if the command is not installed, fails or does not respond."""
+    return _query_gpus("-L")
+
+
+def _query_gpus(*options: str) -> str | None:
+    """Return the output of nvidia-smi, or None if the command is not installed, fails or does not respond."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return None
     try:
-        done = subprocess.run([command, "-L"], capture_output=True, text=True, check=False, timeout=ANSWER_SECONDS)
+        done = subprocess.run([command, *options], capture_output=True, text=True, check=False, timeout=ANSWER_SECONDS)
     except subprocess.TimeoutExpired:
         return None
     return done.stdout if done.returncode == 0 else None
