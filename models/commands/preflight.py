@@ -239,6 +239,8 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem], 
     train_asked = enforce_prompt_length(pairs[: len(train)], max_tokens=room, too_long=too_long, split="train")
     heldout_asked = enforce_prompt_length(pairs[len(train) :], max_tokens=room, too_long=too_long, split="heldout")
     longest = max(len(prompt.input) for _, prompt in (*train_asked, *heldout_asked))
+    chats = check_chats(inputs.warmup, policy, inputs.data, heldout, notes)
+    longest_chat = int(chats.get("longest_chat_tokens", 0))
     imitates = inputs.warmup is not None and inputs.warmup.chats is None and inputs.policy.picture_side is None
     notes += list_text_notes(problems, tokenizer, rules=rules, processor=processor, examples=train if imitates else [])
     return {
@@ -250,10 +252,12 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem], 
         **inputs.rollout.engine.estimate_memory(
             shape, longest=longest + new_tokens, gpus=inputs.pools.gpus_per_worker, name="rollout.engine"
         ),
-        **_update_memory(inputs, policy.outline, longest_tokens=image_tokens or longest + new_tokens),
+        **_update_memory(
+            inputs, policy.outline, longest_tokens=image_tokens or max(longest + new_tokens, longest_chat)
+        ),
         **_check_critic(inputs, policy, longest_tokens=longest + new_tokens),
         **_check_teacher(inputs, problems, tokenizer, processor, longest_tokens=longest + new_tokens),
-        **check_chats(inputs.warmup, policy, inputs.data, heldout, notes),
+        **chats,
         **check_preferences(inputs, tokenizer, heldout, notes, shape=shape),
         **_check_policy_judges(inputs, policy, train),
     }

@@ -98,7 +98,7 @@ def find_image_generation_conflicts(
     if not engine.generates_images:
         yield f"rollout.engine.kind is {engine.label!r}, but {kind} generates pictures. Use 'diffusers'"
     if warmup is not None:
-        yield from _find_warmup_conflicts(policy, data)
+        yield from _find_warmup_conflicts(policy, data, warmup)
     rollout, update = job.rollout, job.update
     text_only_settings = {
         "rollout.partial": (rollout.partial is not None, "a picture cannot be continued later. Remove it"),
@@ -137,7 +137,9 @@ def find_image_generation_conflicts(
             )
 
 
-def _find_warmup_conflicts(policy: PolicySource, data: DataConfig) -> Iterator[str]:
+def _find_warmup_conflicts(policy: PolicySource, data: DataConfig, warmup: PolicyWarmup) -> Iterator[str]:
+    if warmup.chats is not None:
+        yield f"warmup.chats trains on texts, but policy.kind = {policy.label!r} generates pictures. Remove chats"
     if policy.picture_side is None:
         yield f"policy.kind = {policy.label!r} is already trained and needs no warm-up. Remove [warmup]"
     elif not data.pictures:

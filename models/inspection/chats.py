@@ -48,6 +48,7 @@ def check_chats(
         "too_long_chats": len(train) + len(heldout_chats) - sum(map(len, kept)),
         "chat_tokens": sum(map(len, inputs)),
         "trained_chat_tokens": sum(len(each.trained_positions) for each in inputs),
+        "longest_chat_tokens": max(map(len, inputs)),
         "chat_steps": warmup.for_chats(len(kept[0])).steps,
     }
     notes += list_chat_notes([*train, *heldout_chats], policy.tokenizer, rules=rules)

@@ -35,8 +35,8 @@ from models.text.turn_end import find_turn_end
 from models.text.turns import TURN, first_error_line
 from models.vision.processor import VisionProcessor
 
-CHATS_PER_REQUEST: Final = 64
-"""Number of chats that are rendered in one request, which limits memory: a chat is rendered once per turn."""
+CHATS_AT_A_TIME: Final = 64
+"""Number of chats that are prepared at a time, which limits memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +108,8 @@ class ChatEncoder:
         be encoded.
         """
         encoded, input_errors = list[list[ModelInput]](), InputErrors()
-        for start in range(0, len(chats), CHATS_PER_REQUEST):
-            for chat, rendered, marks in self._render(chats[start : start + CHATS_PER_REQUEST], input_errors):
+        for start in range(0, len(chats), CHATS_AT_A_TIME):
+            for chat, rendered, marks in self._render(chats[start : start + CHATS_AT_A_TIME], input_errors):
                 with input_errors.collect(chat.source):
                     encoded.append(self._build_inputs(chat, rendered, marks))
         input_errors.check()
@@ -129,11 +129,13 @@ class ChatEncoder:
         if not self._in_parts:
             fitted = fit_chats(fitted, self._tokenizer, [arguments for *_, arguments in prepared])
         for (chat, marks, _, arguments), messages in zip(prepared, fitted, strict=True):
+            rendered = None
             with input_errors.collect(chat.source):
                 try:
                     rendered = self._render_chat(messages, arguments, chat.source)
                 except TemplateFailed as error:
                     raise BadInput(f"{chat.source}: the policy's chat template {first_error_line(error)}") from error
+            if rendered is not None:
                 yield chat, rendered, marks
 
     def _prepare(self, chat: TrainingChat) -> tuple[Marks | None, list[dict[str, object]], TemplateArguments]:
@@ -284,7 +286,8 @@ class ChatEncoder:
                 images = [each.digest for each in headers[:used]]
                 current = ModelInput.from_prompt([*current.tokens, *tokens], images)
             elif piece.is_trained:
-                current = current.append_completion(tokens)
+                begin = 0 if len(current) else 1  # nothing predicts the first token
+                current = current.append_observation(tokens[:begin]).append_completion(tokens[begin:])
             else:
                 current = current.append_observation(tokens)
         if used != len(headers):

@@ -129,6 +129,15 @@ def test_generation_blocks_of_the_template_are_trained():
     assert encoded.trained_positions.tolist() == np.flatnonzero(whole["assistant_masks"]).tolist()
 
 
+def test_the_first_token_of_a_sequence_is_not_trained_because_nothing_predicts_it():
+    template = "{% for m in messages %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% endfor %}"
+    tokenizer, encoded = encode(
+        with_template(template, backend=tokenizer_of("qwen-2.5").backend_tokenizer), ANSWER, LAST
+    )
+    assert encoded.trained_positions.tolist() == list(range(1, len(encoded)))
+    assert tokenizer.decode(encoded.tokens) == "it is sunny<|im_end|>role user tool<|im_end|>"
+
+
 def test_without_generation_blocks_the_same_tokens_are_trained():
     backend = tokenizer_of("qwen-2.5").backend_tokenizer
     marked = with_template(GENERATION, backend=backend)
