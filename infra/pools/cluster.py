@@ -29,10 +29,11 @@ from infra.pools import forks
 from infra.pools.fleet import Fleet
 from infra.pools.host import disable_ray_colors, environment, thread_variables
 from infra.pools.launcher import SlotCount
+from infra.pools.machines import Machines
 from infra.pools.placement_group import SLOT, RayLauncher, ReservedSlots
 from infra.pools.pool import Pool
 from infra.pools.ranks import RankGroup
-from infra.pools.worker import Machines, PoolSpec
+from infra.pools.worker import PoolSpec
 from infra.processes.guard import CLUSTER, GIVE_UP_SECONDS, reap, start_guard
 from infra.processes.heap import heap_variables
 from infra.processes.watch import CHECK_SECONDS, QUERY_SECONDS, Watch, WatchedPort, WatchedServer, exit_soon, run_apart

@@ -47,8 +47,8 @@ class Hosted(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlace:
-    """Location of a worker's process. The start time `born` distinguishes processes that used the same process id one
-    after another."""
+    """Location of a worker's process. The start time `born`, in seconds since the machine was booted, distinguishes
+    processes that used the same process id one after another."""
 
     pid: int
     born: float
@@ -57,6 +57,28 @@ class ProcessPlace:
     address: str
     job: str
     """Ray's id of the job (the driver process) that started the worker. The worker ends when the job ends."""
+
+
+def start_seconds(process: psutil.Process) -> float:
+    """Return when a process was started, in seconds since the machine was booted.
+
+    Unlike `create_time`, which adds the time of the boot, this number does not change if the system's clock is set.
+    """
+    while True:
+        booted = psutil.boot_time()
+        seconds = psutil.Process(process.pid).create_time() - booted
+        if psutil.boot_time() == booted:  # otherwise the clock was set in between
+            return round(seconds, 2)  # the kernel counts hundredths
+
+
+def find_process(pid: int, born: float) -> psutil.Process | None:
+    """Return the process with this id and start time if it is alive on this machine, otherwise None."""
+    try:
+        process = psutil.Process(pid)
+        is_alive = start_seconds(process) == born and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return None
+    return process if is_alive else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +118,7 @@ class Host:
         process, context = psutil.Process(), ray.get_runtime_context()
         return ProcessPlace(
             pid=process.pid,
-            born=process.create_time(),
+            born=start_seconds(process),
             node=context.get_node_id(),
             host=socket.gethostname(),
             address=ray.util.get_node_ip_address(),

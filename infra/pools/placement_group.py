@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from infra.errors import BadInput, ClusterFailed, NodeLost
 from infra.pools.launcher import SlotCount
-from infra.pools.worker import Machines, PoolSpec, ReservedSlot, WorkerProcess, find_worker, list_workers, start_worker
+from infra.pools.machines import Machines
+from infra.pools.worker import PoolSpec, ReservedSlot, WorkerProcess, find_worker, list_workers, start_worker
 from infra.processes.watch import run_apart, start_apart
 
 if TYPE_CHECKING:

@@ -25,7 +25,15 @@ import psutil
 
 from infra.errors import BadInput, WorkerFailed, WorkerLost
 from infra.pools.fleet import Fleet
-from infra.pools.host import Host, ProcessPlace, Raised, Returned, environment, thread_variables
+from infra.pools.host import (
+    Host,
+    ProcessPlace,
+    Raised,
+    Returned,
+    environment,
+    start_seconds,
+    thread_variables,
+)
 from infra.pools.launcher import SlotCount
 from infra.pools.pool import Pool
 from infra.pools.ranks import JOIN, RankGroup
@@ -282,4 +290,4 @@ class ThreadCluster:
 
 def _here() -> ProcessPlace:
     process, host = psutil.Process(), socket.gethostname()
-    return ProcessPlace(os.getpid(), process.create_time(), node="here", host=host, address="127.0.0.1", job="here")
+    return ProcessPlace(os.getpid(), start_seconds(process), node="here", host=host, address="127.0.0.1", job="here")

@@ -1,8 +1,4 @@
-"""Functions with which the driver starts, calls, watches and kills a Ray worker process. The pools handle retries.
-
-Ray takes 15 s to notice that a machine died, and a minute if the machine became unreachable. Therefore `Machines`
-checks the machines directly.
-"""
+"""Functions with which the driver starts, calls, watches and kills a Ray worker process. The pools handle retries."""
 
 import asyncio
 import contextlib
@@ -16,7 +12,19 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import psutil
 
 from infra.errors import RheostatError, WorkerFailed, WorkerLost, WorkerStalled
-from infra.pools.host import LIFE, WATCH, WORK, Host, ProcessPlace, Raised, Returned, store_variables, thread_variables
+from infra.pools.host import (
+    LIFE,
+    WATCH,
+    WORK,
+    Host,
+    ProcessPlace,
+    Raised,
+    Returned,
+    find_process,
+    store_variables,
+    thread_variables,
+)
+from infra.pools.machines import Machines
 from infra.processes.watch import run_apart, start_apart
 
 if TYPE_CHECKING:
@@ -27,49 +35,8 @@ R = TypeVar("R")
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-PROBES, PROBE_SECONDS, PAUSE_SECONDS = 3, 1.0, 0.2
 REASON_END = 150
 """Number of characters that are kept at each end of a long error message of Ray."""
-
-
-@dataclass(frozen=True, slots=True)
-class Machines:
-    """Machines of the Ray cluster to which this process is connected. A machine is available if the port of its raylet
-    (the Ray server on each machine) responds."""
-
-    is_single: bool = False
-    """Whether the cluster has only this machine. In this case, a `Watch` checks its raylet."""
-    is_reachable: bool = True
-    """Whether this process can connect to the machines. A `ray://` client cannot, and uses Ray's information
-    instead."""
-
-    async def check_nodes(self, *only: str) -> dict[str, bool]:
-        """Return whether each node is available, by node id. Checks the nodes in `only`, or by default all nodes that
-        Ray considers alive."""
-        import ray
-
-        if self.is_single:
-            return dict.fromkeys(only, True)
-        nodes = [node for node in await run_apart(ray.nodes) if node["Alive"]]
-        nodes = [node for node in nodes if not only or node["NodeID"] in only]
-        ports = [(str(node["NodeManagerAddress"]), int(node["NodeManagerPort"])) for node in nodes]
-        if not self.is_reachable:
-            return dict.fromkeys((str(node["NodeID"]) for node in nodes), True)
-        serve = await asyncio.gather(*(accepts_connections(*port) for port in ports))
-        return {str(node["NodeID"]): serves for node, serves in zip(nodes, serve, strict=True)}
-
-
-async def accepts_connections(address: str, port: int) -> bool:
-    """Whether a port accepts connections. If an attempt fails, it is repeated."""
-    for _ in range(PROBES):
-        try:
-            async with asyncio.timeout(PROBE_SECONDS):
-                _, writer = await asyncio.open_connection(address, port)
-            writer.close()
-            return True
-        except (OSError, TimeoutError):
-            await asyncio.sleep(PAUSE_SECONDS)
-    return False
 
 
 MAX_POLL_SECONDS = 5.0
@@ -78,6 +45,8 @@ ANSWER_SECONDS = 1.0
 GONE_POLL_SECONDS = 0.01
 STOP_SECONDS = 5.0
 """Maximum seconds for an idle worker to close its resources before it is killed."""
+EXIT_SECONDS = 60.0
+"""Maximum seconds to wait for the end of a killed process. The kernel frees the memory of a large process slowly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,23 +207,20 @@ class WorkerProcess:
         _kill(self.actor)
 
     async def await_exit(self) -> None:
-        """Wait until a killed process on this node has ended, but at most `STOP_SECONDS`."""
-        deadline = time.monotonic() + STOP_SECONDS
-        while self._process() is not None and time.monotonic() < deadline:
+        """Wait until a killed process on this node has ended, because it holds the memory of its slots until then."""
+        deadline = time.monotonic() + EXIT_SECONDS
+        while self._process() is not None:
+            if time.monotonic() > deadline:
+                logger.warning("worker %s (pid %d) has not ended since it was killed", self.name, self.place.pid)
+                return
             await asyncio.sleep(GONE_POLL_SECONDS)
 
     def _process(self) -> psutil.Process | None:
         """Return the worker's process if it is alive on this node, otherwise None."""
         import ray
 
-        if self.place.node != ray.get_runtime_context().get_node_id():
-            return None
-        try:
-            process = psutil.Process(self.place.pid)
-            alive = process.create_time() == self.place.born and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.Error:
-            return None
-        return process if alive else None
+        is_here = self.place.node == ray.get_runtime_context().get_node_id()
+        return find_process(self.place.pid, self.place.born) if is_here else None
 
     async def stop(self) -> None:
         """Let an idle worker close its resources, then kill it."""

@@ -1,6 +1,7 @@
 """Durable file operations of a local store. They are ordered in such a way that no reader ever finds an incomplete
 file."""
 
+import errno
 import fcntl
 import json
 import os
@@ -97,6 +98,16 @@ def _open_scratch(root: Path) -> tuple[int, Path]:
         if path.is_dir():
             return descriptor, path
         os.close(descriptor)
+
+
+class _LifelongLease:
+    """Kernel lock on a local file. The lock can only be lost when the process ends."""
+
+    def check(self) -> None:
+        """Do nothing, because a running process cannot lose a kernel lock."""
+
+
+LIFELONG = _LifelongLease()
 
 
 @contextmanager
@@ -303,11 +314,14 @@ def _nearest(path: Path) -> Path:
     return next(each for each in (path, *path.parents) if each.exists() or each == each.parent)
 
 
-def make_directory(path: Path) -> None:
-    """Create a directory and its parents, and make them durable (fsync)."""
+def make_directory(path: Path, *, required: Path | None = None) -> None:
+    """Create a directory and its parents, and make them durable (fsync). Raises FileNotFoundError if the `required` one
+    of these directories does not exist."""
     if path.is_dir():
         return
-    make_directory(path.parent)
+    if path == required:
+        raise FileNotFoundError(errno.ENOENT, "the directory was deleted while it was in use", str(path))
+    make_directory(path.parent, required=required)
     path.mkdir(exist_ok=True)
     sync(path.parent)
 

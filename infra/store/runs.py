@@ -346,7 +346,7 @@ def create_run(store_uri: str, name: str, config: Mapping[str, JsonValue]) -> Ru
             )
         record = new_record(name, config)
         if store.put(RECORD, record.seal()):
-            return Run(store, record)
+            return Run(run_store(store_uri, name), record)  # opened again, because its directory exists now
     run = open_run(store_uri, name)
     changes = describe_difference(run.record.config, config)
     if changes and not has_results(store):

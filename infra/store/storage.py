@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
@@ -15,6 +15,7 @@ from urllib.request import url2pathname
 
 from infra.errors import BadInput, Damaged, StoreFailed
 from infra.store.disk import (
+    LIFELONG,
     TEMPORARY,
     LockState,
     check_writable,
@@ -178,7 +179,7 @@ def open_store(uri: str) -> Store:
         raise BadInput(f"store {uri!r}: {URI_FORMS}, without '::' chains")
     scheme, separator, _ = uri.partition("://")
     if not separator:
-        return LocalStore(checked_directory(Path(uri).expanduser().resolve()))
+        return _open_local(Path(uri).expanduser().resolve())
     if scheme == "s3":
         from infra.store.s3 import open_s3  # importing the S3 client takes 0.1 s
 
@@ -188,7 +189,11 @@ def open_store(uri: str) -> Store:
         raise BadInput(f"store {uri!r}: {URI_FORMS}")
     if parts.netloc not in ("", "localhost"):
         raise BadInput(f"store {uri!r}: a file:// address has no host. Use file:///absolute/path.")
-    return LocalStore(checked_directory(Path(url2pathname(parts.path)).resolve()))
+    return _open_local(Path(url2pathname(parts.path)).resolve())
+
+
+def _open_local(root: Path) -> "LocalStore":
+    return LocalStore(checked_directory(root), is_required=root.is_dir())
 
 
 def _moment(status: os.stat_result) -> datetime:
@@ -206,22 +211,14 @@ def check_key(key: str) -> None:
         raise BadInput(f"key {key!r} is not valid: expected parts like {_SEGMENT} joined by '/', without '..'")
 
 
-class _LifelongLease:
-    """Kernel lock on a local file. The lock can only be lost when the process ends."""
-
-    def check(self) -> None:
-        """Do nothing, because a running process cannot lose a kernel lock."""
-
-
-_LIFELONG = _LifelongLease()
-
-
 @dataclass(frozen=True, slots=True)
 class LocalStore:
     """Store in a local directory. To write an object, it writes a temporary file, calls fsync, creates a hard link
     (which fails if the key exists) and syncs the directory."""
 
     root: Path
+    is_required: bool = field(default=False, kw_only=True)
+    """Whether the directory existed when the store was opened. If it is deleted later, it is not created again."""
 
     @property
     def uri(self) -> str:
@@ -238,10 +235,10 @@ class LocalStore:
         path = self._own_path(key)
         with self._failures(f"cannot write {key!r}"):
             try:
-                make_directory(path.parent)
+                make_directory(path.parent, required=self._required)
                 won = not path.exists() and publish_file(path, data, root=self.root, durable=durable)
             except FileNotFoundError:
-                if path.parent.is_dir():
+                if path.parent.is_dir() or (self.is_required and not self.root.is_dir()):
                     raise
                 # Another process deleted the folder because it was empty.
                 return self.put(key, data, durable=durable)
@@ -330,11 +327,11 @@ class LocalStore:
         path = self._own_path(key)
         with ExitStack() as stack:
             with self._failures(f"cannot lock {key!r}"):
-                make_directory(path.parent)
+                make_directory(path.parent, required=self._required)
                 is_locked = stack.enter_context(lock_file(path))
                 if is_locked:
                     sweep(self.root)
-            yield _LIFELONG if is_locked else None
+            yield LIFELONG if is_locked else None
             if is_locked:  # delete temporary files of processes that died meanwhile
                 with self._failures("cannot delete temporary files"):
                     sweep(self.root)
@@ -347,7 +344,7 @@ class LocalStore:
     def scratch(self) -> Iterator[Path]:
         with ExitStack() as stack:
             with self._failures("cannot create a scratch directory"):
-                make_directory(self.root)
+                make_directory(self.root, required=self._required)
                 sweep(self.root)  # a store that is never locked, such as a registry, is only swept here
                 directory = stack.enter_context(scratch_directory(self.root))
             yield directory
@@ -355,6 +352,10 @@ class LocalStore:
     def _path(self, key: str) -> Path:
         check_key(key)
         return self.root / key
+
+    @property
+    def _required(self) -> Path | None:
+        return self.root if self.is_required else None
 
     def _own_path(self, key: str) -> Path:
         """Return the path of an object to write or delete. Raises BadInput if the path contains a symbolic link."""

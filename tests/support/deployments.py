@@ -13,6 +13,7 @@ import httpx
 
 from flows.cli.passwords import PROFILE
 from tests.support.jobs import AUTH, PASSWORD, PATIENCE, ROOT, kill, process_tree, wait_for
+from tests.support.processes import die_with_parent
 
 PREFECT = str(Path(sys.executable).with_name("prefect"))
 ENDED = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
@@ -112,6 +113,7 @@ def run_worker(server: Server, home: Path) -> Iterator["subprocess.Popen[bytes]"
             stdout=output,
             stderr=output,
             start_new_session=True,
+            preexec_fn=die_with_parent,
         )
     try:
         yield process

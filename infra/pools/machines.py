@@ -1,0 +1,52 @@
+"""Machines of a Ray cluster, and whether they are available.
+
+Ray takes 15 s to notice that a machine died, and a minute if the machine became unreachable. Therefore `Machines`
+checks the machines directly.
+"""
+
+import asyncio
+from dataclasses import dataclass
+
+from infra.processes.watch import run_apart
+
+PROBES, PROBE_SECONDS, PAUSE_SECONDS = 3, 1.0, 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """Machines of the Ray cluster to which this process is connected. A machine is available if the port of its raylet
+    (the Ray server on each machine) responds."""
+
+    is_single: bool = False
+    """Whether the cluster has only this machine. In this case, a `Watch` checks its raylet."""
+    is_reachable: bool = True
+    """Whether this process can connect to the machines. A `ray://` client cannot, and uses Ray's information
+    instead."""
+
+    async def check_nodes(self, *only: str) -> dict[str, bool]:
+        """Return whether each node is available, by node id. Checks the nodes in `only`, or by default all nodes that
+        Ray considers alive."""
+        import ray
+
+        if self.is_single:
+            return dict.fromkeys(only, True)
+        nodes = [node for node in await run_apart(ray.nodes) if node["Alive"]]
+        nodes = [node for node in nodes if not only or node["NodeID"] in only]
+        ports = [(str(node["NodeManagerAddress"]), int(node["NodeManagerPort"])) for node in nodes]
+        if not self.is_reachable:
+            return dict.fromkeys((str(node["NodeID"]) for node in nodes), True)
+        serve = await asyncio.gather(*(accepts_connections(*port) for port in ports))
+        return {str(node["NodeID"]): serves for node, serves in zip(nodes, serve, strict=True)}
+
+
+async def accepts_connections(address: str, port: int) -> bool:
+    """Whether a port accepts connections. If an attempt fails, it is repeated."""
+    for _ in range(PROBES):
+        try:
+            async with asyncio.timeout(PROBE_SECONDS):
+                _, writer = await asyncio.open_connection(address, port)
+            writer.close()
+            return True
+        except (OSError, TimeoutError):
+            await asyncio.sleep(PAUSE_SECONDS)
+    return False
