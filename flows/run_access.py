@@ -37,6 +37,7 @@ from tasks.placement.stage import place_single_role
 from tasks.preparation import check_inputs
 from tasks.run.batch import Batch
 from tasks.run.dependencies import dependencies_of, find_matching_run, next_iteration, recorded_layout
+from tasks.run.hub_inputs import fetch_hub_inputs
 from tasks.run.open_run import OpenRun, RunRef, get_open_run, is_open, open_with_workers
 from tasks.run.preflight import with_data_sized_defaults, with_recorded_defaults
 from tasks.run.stages import commit_pending_results, tag_tasks
@@ -76,6 +77,7 @@ async def lock_run(
         if config.controllers.where == "deployment":
             # Queues are in the processes of the controllers, so the placement cannot be corrected during a stage.
             config = config.model_copy(update={"placement": config.placement.without_moves()})
+        await asyncio.to_thread(fetch_hub_inputs, config)
         existing = find_matching_run(config, accept_change=accept_change)
         dependencies = dependencies_of(config, existing)
         run = existing or create_run(config.store, config.name, config.identity())

@@ -10,11 +10,13 @@ from infra.config import PoolsConfig, Settings
 from infra.environments.find import num_gpus
 from infra.errors import BadInput
 from infra.processes.sandbox import NOBODY, switches_user
+from infra.store.inputs import format_path
 from infra.store.storage import open_store
 from models.config.teachers import Distillation
 from tasks.config.run import RunConfig
 from tasks.promotion.draft import describe_file_rules
 from tasks.run.dependencies import find_matching_run
+from tasks.run.hub_inputs import describe_hub_inputs
 from tasks.run.preflight import describe_images, preflight, with_data_sized_defaults, with_recorded_defaults
 from tasks.views.estimate import DeviceEstimate, accelerator, estimate, peak_memory_by_part
 from tasks.views.metrics import sealed_iterations
@@ -65,6 +67,7 @@ def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
         + (f"; {facts['too_long']:,.0f} left out because they are too long" if facts["too_long"] else ""),
         **_describe_images(config, facts, "images"),
         **_describe_images(config, facts, "warm-up images"),
+        **describe_hub_inputs(config),
         "policy": f"{facts['parameters']:,.0f} parameters, context {facts['context']:,.0f} tokens",
         **_describe_adapter(config, facts),
         "longest": _describe_lengths(config, facts),
@@ -125,6 +128,7 @@ def plan_device(config: RunConfig, device: str, *, completion_tokens: int | None
     tokens = max(1, longest // 2) if completion_tokens is None else completion_tokens
     if not 1 <= tokens <= longest:
         raise BadInput(f"--tokens {tokens} must be between 1 and rollout.sampling.max_new_tokens, which is {longest}.")
+    config = with_recorded_defaults(config)
     config, _ = with_data_sized_defaults(config, facts := asyncio.run(preflight(config, part="plan")).facts)
     return estimate(config, facts, kind, completion_tokens=tokens)
 
@@ -289,7 +293,7 @@ def _describe_teacher(distillation: Distillation, facts: dict[str, float]) -> st
     if endpoint is not None:
         return f"endpoint, {endpoint.base_url}"
     assert directory is not None, "a teacher is here or elsewhere"
-    return f"{facts['teacher_parameters']:,.0f} parameters, {directory.path}, on every update rank"
+    return f"{facts['teacher_parameters']:,.0f} parameters, {format_path(directory.path)}, on every update rank"
 
 
 def _format_count(number: int, noun: str) -> str:

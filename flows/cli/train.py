@@ -271,10 +271,12 @@ def run_part(
 
 def evaluate_here(policy: Path, *, config_path: Path | None, overrides: Sequence[str]) -> "Accuracy":
     """Evaluate a policy directory on held-out problems, in a temporary store that is deleted afterwards."""
+    from tasks.run.hub_inputs import with_hub_commits
     from tasks.run.preflight import preflight, with_data_sized_defaults
 
     with guarded_directory("rheostat-evaluate-") as scratch:
         config = _build_evaluation_config(policy, config_path, overrides).model_copy(update={"store": str(scratch)})
+        config = with_hub_commits(config)
         result = asyncio.run(preflight(config))
         config, _ = with_data_sized_defaults(config, result.facts)
         for line in result.notes:

@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError
 
 from infra.config import Settings, Since, read_recorded
 from infra.errors import Damaged, RunChanged
-from infra.store.inputs import place_texts
+from infra.store.inputs import place_hub_names, place_texts
 from infra.store.manifests import provenance_here
 from infra.store.runs import Run
 
@@ -48,6 +48,9 @@ class Dependencies(Settings):
     """Digest, size and time of each data file, by its path in the configuration."""
     libraries: dict[str, str]
     """Versions of Rheostat, Python and the libraries on which results depend."""
+    hub: Annotated[dict[str, str], Since("0.2.0", before={})] = {}
+    """Commit of each model and dataset on the Hugging Face Hub, by its kind and its name in the configuration. A run
+    keeps its commits, so they never count as a change."""
     layout: dict[str, int] = {}
     """Settings that affect the rounding of sums: numbers of ranks and threads, ZeRO stage. By dotted configuration
     key."""
@@ -119,10 +122,19 @@ def dependency_records(run: Run, prefix: str = "") -> list[DependencyRecord]:
 
 
 def recorded_config(run: Run) -> dict[str, object]:
-    """Return the recorded configuration of a run, with relative paths resolved from the folder of its job."""
+    """Return the recorded configuration of a run, with relative paths resolved from the folder of its job, and with the
+    recorded commits of names on the Hub."""
     records = dependency_records(run)
     folder = records[-1].folder if records else ""
-    return {key: place_texts(value, folder) for key, value in run.record.config.items()}
+    document = place_hub_names(run.record.config, records[-1].dependencies.hub if records else {}, folder)
+    assert isinstance(document, dict)
+    return {key: place_texts(value, folder) for key, value in document.items()}
+
+
+def recorded_commits(run: Run) -> dict[str, str]:
+    """Return the recorded commits of models and datasets on the Hub, by `HubPath.key`."""
+    records = dependency_records(run)
+    return records[-1].dependencies.hub if records else {}
 
 
 def accepted_changes(run: Run) -> list[AcceptedChange]:

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict
 from infra.config import PoolsConfig
 from infra.errors import BadInput, EndpointDown, InputErrors
 from infra.runner import die_with_parent
+from infra.store.inputs import fetch_path
 from infra.trackers.config import TrackerConfig, check_tracker
 from infra.variants import check_implementation
 from models.algorithms.advantages import check_algorithm, required_models
@@ -289,7 +290,8 @@ def _check_critic(inputs: Inputs, policy: "Inspected", *, longest_tokens: int) -
     if value_model is None:
         return {}
     ranks, slices = inputs.pools.update_ranks, inputs.update.sequence_parallel
-    critic = inspect_critic(value_model.path, policy, longest_tokens=longest_tokens, slices=slices)
+    source = None if value_model.path is None else fetch_path(value_model.path)
+    critic = inspect_critic(source, policy, longest_tokens=longest_tokens, slices=slices)
     sizes = resident_bytes(inputs.update, critic, ranks=ranks)
     update_bytes = sum(value for name, value in sizes.items() if name.endswith("_bytes"))
     return {"critic_parameters": critic.parameters, "update_critic_bytes": update_bytes}

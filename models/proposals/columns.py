@@ -30,6 +30,8 @@ ANSWERS: Final = (
     ("tests", "test_cases", "test", "schema", "expected", "result", "summary", "highlights", "translation"),
 )
 """Names of columns with reference answers, in lower case. Columns of an earlier group are preferred."""
+INSTRUCTION_COLUMNS: Final = ("instruction_id_list", "kwargs")
+"""Columns with the verifiable instructions of google/IFEval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,8 @@ class Columns:
     prompt: str
     answer: str | None
     """Column with the reference answer, or None if there is none."""
+    answers: tuple[str, ...]
+    """Columns that form the reference answer together. Empty if one column or no column is the answer."""
     unused: tuple[str, ...]
     """Other columns at the top level of the file, which a job does not read."""
     is_chat: bool
@@ -66,10 +70,13 @@ def find_columns(path: Path, *, prompt: str | None = None, answer: str | None = 
         )
     others = {name: kind for name, kind in contents.items() if name != chosen and not name.startswith(f"{chosen}.")}
     reference = _require_column(where, answer, contents, "--answer-column") if answer else None
+    if reference is None and {*INSTRUCTION_COLUMNS} <= {*contents}:
+        unused = tuple(name for name in contents if "." not in name and name not in (chosen, *INSTRUCTION_COLUMNS))
+        return Columns(chosen, None, INSTRUCTION_COLUMNS, unused, is_chat=contents[chosen] == "chat")
     reference = reference or _choose(where, ANSWERS, others, rows, kinds=("text", "structure"), what="answer")
     used = {name.partition(".")[0] for name in (chosen, reference) if name}
     unused = tuple(name for name in contents if "." not in name and name not in used)
-    return Columns(chosen, reference, unused, is_chat=contents[chosen] == "chat")
+    return Columns(chosen, reference, (), unused, is_chat=contents[chosen] == "chat")
 
 
 def _report_unreadable(path: Path) -> None:

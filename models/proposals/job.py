@@ -108,7 +108,9 @@ def _read_inputs(request: ProposalRequest) -> _Inputs:
     """Read data and policy, and choose the columns, the reward and the instruction for the policy."""
     path = Path(request.data)
     columns = find_columns(path, prompt=request.prompt_column, answer=request.answer_column)
-    data = FileData(path=path, prompt_column=columns.prompt, answer_column=columns.answer)
+    data = FileData(
+        path=path, prompt_column=columns.prompt, answer_column=columns.answer, answer_columns=columns.answers
+    )
     data, train, heldout = _split(data)
     answers = [problem.answer for problem in (*train, *heldout) if problem.answer]
     reward = propose_reward(answers, judge=request.judge)
@@ -186,7 +188,8 @@ def _measure(inputs: _Inputs) -> TextLengths:
 def _describe(inputs: _Inputs, lengths: TextLengths, lora: Value | None) -> dict[str, str]:
     """Return descriptions of what was recognized and chosen, by label."""
     columns, data = inputs.columns, inputs.data
-    answer = "no answers" if columns.answer is None else f"answers in {columns.answer}"
+    names = columns.answers or tuple(filter(None, (columns.answer,)))
+    answer = f"answers in {' and '.join(names)}" if names else "no answers"
     unused = f"; not used: {', '.join(columns.unused)}" if columns.unused else ""
     instruction = data.system or data.template.removeprefix("{prompt}").strip()
     return {
@@ -213,7 +216,9 @@ def _write_data(request: ProposalRequest, inputs: _Inputs, *, too_long: int) -> 
     yield 'kind = "file"'
     yield f"path = {_encode(_place(request.data, request.folder))}"
     yield f"prompt_column = {_encode(data.prompt_column)}"
-    if data.answer_column is None:
+    if data.answer_columns:
+        yield f"answer_columns = {_encode(list(data.answer_columns))} # form the reference answer together"
+    elif data.answer_column is None:
         yield 'answer_column = "" # the file has no reference answers'
     else:
         yield f"answer_column = {_encode(data.answer_column)} # reference answer"

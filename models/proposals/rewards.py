@@ -10,6 +10,7 @@ from pydantic import JsonValue
 
 from models.config.reward_terms import MathReward, NumericReward
 from models.rewards.code import read_tests
+from models.rewards.ifeval import read_checks
 from models.rewards.rules import Reward, build_reward
 
 NEARLY_ALL: Final = 0.95
@@ -61,6 +62,23 @@ def propose_reward(answers: Sequence[str], *, judge: str | None) -> RewardPropos
         "better"
     )
     return RewardProposal("f1", reason=reason)
+
+
+def _propose_instructions(answers: Sequence[str]) -> RewardProposal | None:
+    """Propose IFEval's reward if the answers list verifiable instructions."""
+    if not all("instruction_id" in answer or "func_name" in answer for answer in answers):
+        return None
+    if _share(answers, _lists_instructions) < 1:
+        return None
+    return RewardProposal("ifeval", reason=f"all {len(answers):,} rows list verifiable instructions", thinks=True)
+
+
+def _lists_instructions(answer: str) -> bool:
+    try:
+        read_checks(answer)
+    except ValueError:
+        return False
+    return True
 
 
 def _propose_code(answers: Sequence[str]) -> RewardProposal | None:
@@ -173,6 +191,7 @@ def _propose_short(answers: Sequence[str]) -> RewardProposal | None:
 
 
 _RULES: Final[tuple[Rule, ...]] = (
+    _propose_instructions,
     _propose_code,
     _propose_schema,
     _propose_numeric,

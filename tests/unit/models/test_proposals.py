@@ -94,6 +94,14 @@ DATA = {
         ],
         ("prompt", "reward_model.ground_truth", "numeric"),
     ),
+    "instructions in two columns": (
+        ".jsonl",
+        [
+            {"prompt": f"Write {n}.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+            for n in range(ROWS)
+        ],
+        ("prompt", "answer", "ifeval"),
+    ),
     "mathematics": (
         ".jsonl",
         [{"problem": f"Divide {n} by 7.", "answer": formula} for n, formula in enumerate(FORMULAS)],
