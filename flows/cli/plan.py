@@ -178,11 +178,22 @@ def _list_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
             f"pools.update_ranks is {pools.update_ranks}, but an optimizer step has {_format_count(step, 'completion')}"
             ", so some ranks are idle. Lower pools.update_ranks or update.minibatches, or raise rollout.prompts."
         )
+    yield from list_data_notes(config, facts)
+
+
+def list_data_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
+    """Yield sentences about the problems and the policy's files that the user may not expect."""
     if repeated := int(facts["repeated_problems"]):
         others = "is a duplicate of another" if repeated == 1 else "are duplicates of others"
         yield (
             f"{repeated} of {facts['train_problems']:,.0f} training problems {others}. Remove the "
             "duplicates from the data to train equally often on each problem."
+        )
+    is_set = config.warmup is not None and "worked_answer_fraction" in config.warmup.model_fields_set
+    if is_set and facts.get("worked_answers") == 0:
+        yield (
+            "warmup.worked_answer_fraction has no effect, because no training problem has a worked answer. All "
+            "examples train on the reference answers. Remove the key."
         )
     if rules := describe_file_rules(config):
         yield rules

@@ -14,18 +14,19 @@ PROBES, PROBE_SECONDS, PAUSE_SECONDS = 3, 1.0, 0.2
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """Machines of the Ray cluster to which this process is connected. A machine is available if the port of its raylet
-    (the Ray server on each machine) responds."""
+    """Machines of the Ray cluster to which this process is connected. A machine is considered available if the port of
+    its raylet (Ray's server on each machine) accepts connections."""
 
     is_single: bool = False
-    """Whether the cluster has only this machine. In this case, a `Watch` checks its raylet."""
+    """Whether the cluster consists of this machine only. Then the machine is not checked here, because a `Watch`
+    already checks its raylet."""
     is_reachable: bool = True
-    """Whether this process can connect to the machines. A `ray://` client cannot, and uses Ray's information
-    instead."""
+    """Whether this process can open connections to the machines. A `ray://` client cannot, and relies on Ray's
+    information about them."""
 
     async def check_nodes(self, *only: str) -> dict[str, bool]:
-        """Return whether each node is available, by node id. Checks the nodes in `only`, or by default all nodes that
-        Ray considers alive."""
+        """Return whether each machine is available, by Ray node id. Only the nodes in `only` are checked, or all nodes
+        that Ray considers alive if `only` is empty."""
         import ray
 
         if self.is_single:
@@ -40,7 +41,7 @@ class Machines:
 
 
 async def accepts_connections(address: str, port: int) -> bool:
-    """Whether a port accepts connections. If an attempt fails, it is repeated."""
+    """Return whether a port accepts connections. A failed attempt is repeated a few times."""
     for _ in range(PROBES):
         try:
             async with asyncio.timeout(PROBE_SECONDS):

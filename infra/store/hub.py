@@ -25,26 +25,28 @@ if TYPE_CHECKING:
     from huggingface_hub.hf_api import HfApi
 
 MODEL_FILES: Final = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "README.md")
-"""Files of a model that are fetched: weights, configuration and tokenizer. Code and pickles are not."""
+"""Patterns of the files of a model that are downloaded: weights, configuration and tokenizer. Files that could execute
+code, such as Python files and pickles, do not match."""
 SKIPPED_MODEL_FILES: Final = (
     *("original/*", "onnx/*", "openvino/*", "coreml/*", "flax/*", "runs/*", "consolidated*"),
     *("*.fp16.safetensors", "*.bf16.safetensors", "*.non_ema.safetensors", "trainer_state.json"),
 )
-"""Copies of a model in other formats, which are not fetched."""
+"""Patterns of files that are not downloaded, because they contain copies of the model in other formats."""
 PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
-"""Suffixes of weights that are never read, because loading them may execute code or needs another library."""
+"""Suffixes of weight files that are never read, because loading them could execute code or requires another library."""
 METADATA: Final = ("README.md", "config.json", "adapter_config.json")
-"""Small files that are fetched first."""
+"""Names of small files that are downloaded first, because they show which other files are needed."""
 DOWNLOAD_TRIES: Final = 3
-"""Number of times that a file is downloaded before an incomplete or wrong file is an error."""
+"""Maximum number of attempts to download a file that arrives incomplete or with a wrong digest."""
 RESOLVE_SECONDS: Final = 30
-"""Maximum seconds to wait for the Hub to resolve a name."""
+"""Maximum time in seconds to wait until the Hub returns the commit of a name."""
 
 logger = logging.getLogger(__name__)
 
 
 def resolve_commit(address: HubAddress) -> str:
-    """Return the commit of an address, according to the Hub or, if HF_HUB_OFFLINE is set, to the cache.
+    """Return the commit to which the revision of an address refers now. The Hub is queried or, if HF_HUB_OFFLINE is
+    set, the local cache.
 
     The result is kept for this process. Raises BadInput if the Hub or the cache does not have the repository.
     """
@@ -62,7 +64,8 @@ def resolve_commit(address: HubAddress) -> str:
 
 @cache
 def _query_commit(address: HubAddress, endpoint: str, token: str, folder: Path) -> str:
-    """Return the commit of an address on the Hub. The other arguments are those on which the result depends."""
+    """Query the Hub for the commit of an address. The other arguments are settings on which the result depends, so that
+    the cached results are separate."""
     with _explained(address):
         info = _api().repo_info(
             address.name, repo_type=address.kind, revision=address.revision or None, timeout=RESOLVE_SECONDS
@@ -76,7 +79,8 @@ def _query_commit(address: HubAddress, endpoint: str, token: str, folder: Path) 
 
 
 def fetch_snapshot(address: HubAddress) -> Path:
-    """Return the folder in the cache with the files of a repository, or the path of one file in it, at a commit.
+    """Return a local folder with the needed files of a model or dataset on the Hugging Face Hub, or the local path of a
+    single file. Missing files are downloaded into the Hub's cache.
 
     Missing files are downloaded with a progress bar and verified, unless HF_HUB_OFFLINE is set. If the model is an
     adapter, its base model on the Hub is fetched too. Raises BadInput if the files cannot be fetched.
@@ -93,7 +97,7 @@ def fetch_snapshot(address: HubAddress) -> Path:
 
 
 def split_files(address: HubAddress) -> list[str]:
-    """Return the files of a dataset's split in their order, as paths in the repository.
+    """Return the paths in the repository of the files that contain a dataset's split, in order.
 
     Raises BadInput, with the list of configurations or splits, if the choice is missing or ambiguous.
     """
@@ -105,7 +109,8 @@ def split_files(address: HubAddress) -> list[str]:
 
 
 def fetch_files(address: HubAddress, files: Sequence[str]) -> Path:
-    """Return the folder in the cache that contains these files of a pinned address. Missing files are downloaded.
+    """Return the folder in the Hub's cache that contains these files of a repository. Missing files are downloaded. The
+    revision of the address must be a commit.
 
     Files that the repository does not have are skipped.
     """
@@ -140,7 +145,8 @@ def fetch_files(address: HubAddress, files: Sequence[str]) -> Path:
 
 
 def list_files(address: HubAddress) -> dict[str, int]:
-    """Return the files of a pinned address with their sizes in bytes, after some of them were fetched."""
+    """Return the size in bytes of each file of a repository, by path. The revision of the address must be a commit, and
+    at least one file must be in the cache already."""
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
@@ -156,7 +162,8 @@ def list_files(address: HubAddress) -> dict[str, int]:
 
 
 def find_hub_base(directory: Path) -> Path | None:
-    """Return the folder of the base model of an adapter if `adapter_config.json` names a model on the Hub, else None.
+    """Return a local folder with the base model of an adapter, downloaded if necessary. Return None unless
+    `adapter_config.json` in this directory names a base model on the Hugging Face Hub.
 
     A local directory of the same name comes first. The files are fetched as by `fetch_snapshot`.
     """
@@ -165,7 +172,8 @@ def find_hub_base(directory: Path) -> Path | None:
 
 
 def base_address(directory: Path) -> HubAddress | None:
-    """Return the address of the base model of an adapter if it is a name on the Hub, else None."""
+    """Return the address of the base model of an adapter on the Hugging Face Hub. Return None if this directory
+    contains no adapter, or if the base model is a local directory."""
     try:
         settings = json.loads((directory / "adapter_config.json").read_text())
         name, revision = settings["base_model_name_or_path"], settings.get("revision")
@@ -180,18 +188,19 @@ def base_address(directory: Path) -> HubAddress | None:
 
 
 def is_offline() -> bool:
-    """Return whether HF_HUB_OFFLINE forbids this process to access the Hub."""
+    """Return whether HF_HUB_OFFLINE is set, which forbids access to the Hugging Face Hub."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
 
 
 def cache_folder() -> Path:
-    """Return the folder of the Hugging Face cache, from HF_HUB_CACHE, HF_HOME or XDG_CACHE_HOME."""
+    """Return the folder of the Hugging Face Hub's cache, as set by HF_HUB_CACHE, HF_HOME or XDG_CACHE_HOME."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     return Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or home) / "hub").expanduser()
 
 
 def _model_files(address: HubAddress) -> list[str]:
-    """Return the files of a model that are needed. Raises BadInput if its weights are only stored as pickles."""
+    """Return the files of a model that must be downloaded. Raises BadInput if the model has no weights in safetensors
+    files."""
     fetch_files(address, METADATA)
     files = list_files(address)
     chosen = [name for name in files if _matches(name, MODEL_FILES) and not _matches(name, SKIPPED_MODEL_FILES)]
@@ -222,8 +231,8 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _verify(address: HubAddress, folder: Path, names: Sequence[str]) -> None:
-    """Compare downloaded files with their digests, which are the names of their files in the cache. Wrong files are
-    deleted, and OSError is raised."""
+    """Compare downloaded files with their digests, which are the file names in the Hub's cache. Raises OSError and
+    deletes the file if a digest is wrong."""
     for path in (folder / name for name in names):
         blob = path.resolve()
         if blob.parent.name != "blobs" or not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", blob.name):
@@ -240,8 +249,8 @@ def _verify(address: HubAddress, folder: Path, names: Sequence[str]) -> None:
 
 @contextmanager
 def _explained(address: HubAddress, *, is_last: bool = True) -> Iterator[None]:
-    """Raise BadInput with one clear line for an error of the Hub in the block. Unless `is_last`, an incomplete download
-    is only logged."""
+    """Run the block, and convert errors of the Hub to BadInput with a one-line explanation. If `is_last` is false, an
+    incomplete download is only logged, because it is repeated."""
     from httpx2 import TransportError
     from huggingface_hub import errors
 

@@ -19,42 +19,42 @@ _FILE_SUFFIXES: Final = (
     *(".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".feather", ".gz", ".zst", ".zip", ".tar"),
     *(".safetensors", ".bin", ".pt", ".pth", ".onnx", ".gguf", ".png", ".jpg", ".jpeg", ".py", ".toml", ".yaml", ".md"),
 )
-"""Suffixes of files. A text with one of them is a path, never the name of a repository."""
+"""Suffixes of file names. A text that ends with one of them is a path, and not the name of a repository."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubAddress:
-    """Repository on the Hub, or a file or folder in it."""
+    """Address of a repository on the Hugging Face Hub, or of a file or folder in it."""
 
     kind: HubKind
     name: str
     """Name of the repository, `owner/name`."""
     revision: str = ""
-    """Branch, tag or commit. Empty for the default branch."""
+    """Branch, tag or commit of the repository. Empty for the default branch."""
     file: str = ""
     """Path of a file or folder in the repository. Empty for the whole repository."""
     config: str = ""
-    """Configuration of a dataset, also called subset. Empty if it is not chosen."""
+    """Configuration (also called subset) of a dataset. Empty if none was chosen."""
     split: str = ""
-    """Split of a dataset, such as `train`. Empty if it is not chosen."""
+    """Split of a dataset, such as `train`. Empty if none was chosen."""
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the revision is a commit, so that the content cannot change."""
+        """Whether the revision is a commit, so that the files at this address cannot change."""
         return _COMMIT.fullmatch(self.revision) is not None
 
     @property
     def label(self) -> str:
-        """Name for messages, with the revision if it is set. Commits are shortened."""
+        """Name of the repository for messages, with the revision if one is set. Commits are shortened to 8 digits."""
         revision = self.revision[:8] if self.is_pinned else self.revision
         return f"{self.name}@{revision}" if revision else self.name
 
     def pin(self, commit: str) -> Self:
-        """Return the address of the same files at a commit."""
+        """Return the same address with this commit as its revision."""
         return replace(self, revision=commit)
 
     def text(self) -> str:
-        """Return the address as text: `hf://models/owner/name@revision/file`."""
+        """Return the address as text, such as `hf://models/owner/name@revision/file`."""
         from huggingface_hub import HfUri
 
         uri = HfUri(type=self.kind, id=self.name, revision=self.revision or None, path_in_repo=self.file)
@@ -63,7 +63,8 @@ class HubAddress:
 
 
 def is_hub_name(text: str) -> bool:
-    """Return whether a text can be the name of a repository on the Hub: `owner/name` or `owner/name@revision`.
+    """Return whether a text has the form of a repository name on the Hugging Face Hub: `owner/name` or
+    `owner/name@revision`.
 
     A text that begins with `.`, `/` or `~`, or that ends with the suffix of a file, is a path.
 
@@ -75,13 +76,13 @@ def is_hub_name(text: str) -> bool:
 
 
 def parse_hub_name(text: str, kind: HubKind) -> HubAddress:
-    """Return the address of the repository with a name for which `is_hub_name` is true."""
+    """Convert the name of a repository, for which `is_hub_name` is true, to an address."""
     name, _, revision = text.partition("@")
     return HubAddress(kind, name, revision)
 
 
 def parse_hub_address(text: str, kind: HubKind | None = None) -> HubAddress:
-    """Parse an address `hf://…`.
+    """Parse an address on the Hugging Face Hub, `hf://…`.
 
     Raises BadInput if the address is not valid, or if it is not one of a repository of the kind `kind`.
     """

@@ -16,11 +16,12 @@ from infra.store.hub_names import HubAddress
 from infra.validation_errors import nearest
 
 READABLE: Final = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather")
-"""Suffixes of data files that can be read, also followed by .gz or .zst."""
+"""Suffixes of data files that can be read. They may be followed by .gz or .zst."""
 
 
 def choose_files(address: HubAddress, folder: Path, files: tuple[str, ...]) -> list[str]:
-    """Return the files of the chosen configuration and split, in order. `folder` contains the README.
+    """Return the paths of the files that contain the configuration and split of a dataset that the address names, in
+    order. `folder` contains the README, and `files` are all paths in the repository.
 
     Raises BadInput, with the possible values, if the configuration or split does not exist or must be chosen.
     """
@@ -47,7 +48,7 @@ def _of_config(address: HubAddress) -> str:
 
 @cache
 def _files_by_split(address: HubAddress, folder: Path, files: tuple[str, ...]) -> dict[str, list[str]]:
-    """Return the files of each split of a dataset's configuration.
+    """Return the paths of the files of each split of a dataset, for the configuration that the address names.
 
     The result is stored next to the cached snapshot, because importing `datasets` takes seconds.
     """

@@ -39,23 +39,24 @@ _SCHEMES: Final = (S3, HUB, *(f"{scheme}:" for scheme in remote_files.PACKAGES))
 
 
 def is_remote(path: Path) -> bool:
-    """Return whether a path is an address of a file elsewhere, such as s3://bucket/file."""
+    """Return whether a path is an address of a file that is not on this machine, such as `s3://bucket/file`."""
     return path.parts[:1] != () and path.parts[0] in _SCHEMES
 
 
 def is_on_hub(path: Path) -> bool:
-    """Return whether a path is an address on the Hugging Face Hub."""
+    """Return whether a path is an address on the Hugging Face Hub (`hf://…`)."""
     return path.parts[:1] == (HUB,)
 
 
 def format_path(path: Path) -> str:
-    """Return a path or an address as text. An address has two slashes after its scheme, such as `s3:`."""
+    """Return a path or an address as text. A `Path` contains only one slash after the scheme of an address, such as
+    `s3:`. The text has two."""
     return f"{path.parts[0]}//{'/'.join(path.parts[1:])}" if is_remote(path) else str(path)
 
 
 class JobText(str):
-    """Text in a job file or an override, which may be a relative path. Such a path starts in `folder`, and is recorded
-    relative to `job`."""
+    """Text from a job file or an override, with the folders that are needed if the text is a relative path. The path
+    starts in `folder`, and runs store it relative to `job`."""
 
     folder: Path
     """Absolute path of the folder that contains the file with this text. For an override, this is the working
@@ -65,24 +66,25 @@ class JobText(str):
 
 
 class RecordedName(JobText):
-    """Name or address on the Hub in the recorded configuration of a run, with the commit that the run uses."""
+    """Name or address on the Hugging Face Hub in the configuration that is stored with a run, together with the commit
+    that the run uses."""
 
     commits: Mapping[str, str]
-    """Commit by the kind of repository."""
+    """Recorded commit by kind of the repository, "model" or "dataset"."""
 
 
 class JobPath(PosixPath):
-    """Absolute path that was written as a relative path in a job file or an override. Paths derived from it are plain
-    paths without both fields."""
+    """Absolute path that the user wrote as a relative path in a job file or an override. Paths derived from it are
+    plain paths, without the two fields."""
 
     relative: str = ""
-    """Path relative to the folder of the job."""
+    """The same path relative to the folder of the job."""
     job: str = ""
     """Folder of the job."""
 
     @classmethod
     def locate(cls, text: JobText) -> Self:
-        """Return the absolute path for a text that contains a relative path."""
+        """Return the absolute path for a text that is a relative path. It starts in the folder of the text."""
         path = cls(text.folder / text)
         path.relative, path.job = os.path.relpath(path, text.job), str(text.job)
         return path
@@ -93,34 +95,34 @@ class JobPath(PosixPath):
 
 
 class HubPath(JobPath):
-    """Address of a model or dataset on the Hugging Face Hub. `relative` is the text in the job file, which a run
-    records."""
+    """Address of a model or dataset on the Hugging Face Hub. `relative` is the text that the user wrote in the job
+    file, and that runs store."""
 
     @classmethod
     def build(cls, address: HubAddress, text: str, job: str) -> Self:
-        """Return the path of an address that a job file in the folder `job` names with this text."""
+        """Return the path for an address. `text` is what the user wrote, and `job` is the folder of the job file."""
         path = cls(address.text())
         path.relative, path.job = text, job
         return path
 
     @property
     def address(self) -> HubAddress:
-        """Address on the Hub."""
+        """Parsed address on the Hugging Face Hub."""
         return parse_hub_address(format_path(self))
 
     @property
     def key(self) -> str:
-        """Kind and recorded name, such as `model Qwen/Qwen3-0.6B`, under which a run records the commit."""
+        """Key under which a run records the commit: kind and name in the job file, such as `model Qwen/Qwen3-0.6B`."""
         return f"{self.address.kind} {self.relative}"
 
     def with_address(self, address: HubAddress) -> Self:
-        """Return a path with another address and the same recorded name."""
+        """Return a path with another address, but the same text in the job file."""
         return self.build(address, self.relative, self.job)
 
 
 def place_texts(document: object, folder: Path | str, *, job: Path | str | None = None) -> object:
-    """Return a copy of a document in which each text is a `JobText`. Relative paths start in `folder`, and are recorded
-    relative to `job` (default: `folder`).
+    """Return a copy of a configuration document in which each text is a `JobText`. Relative paths start in `folder`,
+    and runs store them relative to `job` (default: `folder`).
 
     If `folder` is empty, the document is returned unchanged. A text that is already a `JobText` is kept.
     """
@@ -140,8 +142,8 @@ def _place(document: object, folder: Path, job: Path) -> object:
 
 
 def place_hub_names(document: object, commits: Mapping[str, str], folder: Path | str) -> object:
-    """Return a copy of a recorded document in which each name on the Hub is a `RecordedName`. `commits` are the
-    recorded commits by `HubPath.key`, and `folder` is the folder of the job."""
+    """Return a copy of a stored configuration in which each name on the Hugging Face Hub is a `RecordedName`. `commits`
+    are the recorded commits by `HubPath.key`, and `folder` is the folder of the job."""
     by_text: dict[str, dict[str, str]] = {}
     for key, commit in commits.items():
         kind, _, text = key.partition(" ")
@@ -169,7 +171,8 @@ def _replace_texts(document: object, change: Callable[[str], str]) -> object:
 
 
 def _locate(value: object, info: ValidationInfo, kind: HubKind | None = None) -> object:
-    """Convert a relative path in a `JobText` to an absolute path, and a name or address on the Hub to a `HubPath`.
+    """Convert a relative path in a configuration to an absolute path, and a name or address on the Hugging Face Hub to
+    a `HubPath`. Other values are not changed.
 
     `kind` is the kind of repository that a name on the Hub means, or None if names are not allowed. A local path of the
     same name comes first. Raises ValueError if the kind of the location is not supported.
@@ -203,7 +206,8 @@ def _locate(value: object, info: ValidationInfo, kind: HubKind | None = None) ->
 def _validate_location(
     value: object, read: Callable[[object], Path], info: ValidationInfo, kind: HubKind | None = None
 ) -> Path:
-    """Validate a location. `read` converts a text to a path."""
+    """Validate a path or address in a configuration. `read` converts other texts to a path. `kind` is the kind of
+    repository that a name on the Hugging Face Hub means, or None if names are not allowed."""
     place = _locate(value, info, kind)
     return place if isinstance(place, Path) else read(place)
 
@@ -217,7 +221,8 @@ def _validate_dataset(value: object, read: Callable[[object], Path], info: Valid
 
 
 def _locate_in_working_directory(text: JobText) -> JobPath:
-    """Return the path in the working directory, in which all relative paths started before version 0.2, and warn."""
+    """Return the path of a text relative to the working directory, and warn that this is deprecated. Before version
+    0.2, all relative paths started there."""
     path = JobPath(Path(text).absolute())
     path.relative, path.job = os.path.relpath(path, text.job), str(text.job)
     warnings.warn(
@@ -231,14 +236,15 @@ def _locate_in_working_directory(text: JobText) -> JobPath:
 
 
 def _locate_program(value: object, info: ValidationInfo) -> object:
-    """Convert the relative path of a program to an absolute path. A name without `/` is searched in PATH."""
+    """Convert the relative path of a program in a configuration to an absolute path. A name without `/`, such as
+    `python3`, is not changed, because it is searched in PATH."""
     if not isinstance(value, str) or "/" not in value:
         return value
     return _locate(value, info) if isinstance(value, JobText) else str(Path(value).absolute())
 
 
 class PathNames:
-    """Names under which a run records the paths of its settings. A path that was relative in the job is recorded
+    """Names under which a run stores the paths in its settings. A path that was relative in the job file is stored
     relative to the folder of the job.
 
     `recorded` is the configuration of an existing run. If it contains another name of a path (absolute, or relative to
@@ -254,7 +260,8 @@ class PathNames:
         self._parents |= {str(path): path.relative for path in found}
 
     def name(self, path: Path) -> str:
-        """Return the recorded name of a path in the settings, or of a path that is below or next to such a path."""
+        """Return the name under which a run stores a path. The path is in the settings, or below or next to a path in
+        the settings."""
         text = self._relative(path) or format_path(path)
         return text if text in self._recorded.values() else self._recorded.get(_full(path), text)
 
@@ -272,7 +279,7 @@ def _full(path: Path | str) -> str:
 
 
 def paths_in(value: object) -> Iterator[Path]:
-    """Yield all paths that settings contain."""
+    """Yield all paths that settings contain, at any depth."""
     match value:
         case Path():
             yield value
@@ -302,22 +309,25 @@ def _serialize(path: Path, info: SerializationInfo) -> str:
 _AS_TEXT: Final = PlainSerializer(_serialize, return_type=str, when_used="json")
 
 Location = Annotated[Path, WrapValidator(_validate_location), _AS_TEXT]
-"""Path on this machine, or an address such as `s3://bucket/name` or `hf://datasets/owner/name/file`. All paths in a
-configuration have the type `Location`, `ModelLocation`, `DataLocation` or `Program`."""
+"""Type of a path in a configuration: a path on this machine, or an address such as `s3://bucket/name` or
+`hf://datasets/owner/name/file`. All paths in a configuration have the type `Location`, `ModelLocation`, `DataLocation`
+or `Program`."""
 
 ModelLocation = Annotated[Path, WrapValidator(_validate_model), _AS_TEXT]
-"""Directory of a model: a `Location`, or the name `owner/name` of a model on the Hugging Face Hub."""
+"""Type of a model directory in a configuration: a `Location`, or the name `owner/name` of a model on the Hugging Face
+Hub."""
 
 DataLocation = Annotated[Path, WrapValidator(_validate_dataset), _AS_TEXT]
-"""File of data: a `Location`, or the name `owner/name` of a dataset on the Hugging Face Hub."""
+"""Type of a data file in a configuration: a `Location`, or the name `owner/name` of a dataset on the Hugging Face
+Hub."""
 
 Program = Annotated[Path, BeforeValidator(_locate_program), _AS_TEXT]
-"""Program, given as a path with `/` or as a name that is searched in PATH."""
+"""Type of a program in a configuration, given as a path with `/` or as a name that is searched in PATH."""
 
 
 def fetch_path(path: Path) -> Path:
-    """Return a local path of a file or directory. If it is in a bucket or on the Hub, it is downloaded into the cache
-    first.
+    """Return a local path of a file or directory. If it is in a bucket or on the Hugging Face Hub, it is first
+    downloaded into the cache.
 
     Files of a cached directory that no longer exist in the bucket are deleted. Raises BadInput if the file or directory
     does not exist.
@@ -348,7 +358,7 @@ def fetch_path(path: Path) -> Path:
 
 
 def has_run(path: Path) -> bool:
-    """Return whether a path is the directory of a run, that is, contains a run record."""
+    """Return whether a path or s3:// address is the directory of a run, that is, contains run.json."""
     if not is_remote(path):
         return (path / "run.json").is_file()
     return path.parts[0] == S3 and len(path.parts) > 1 and open_store(format_path(path)).exists("run.json")

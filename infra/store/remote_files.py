@@ -8,11 +8,12 @@ from infra.errors import BadInput
 from infra.store.cache import open_cache
 
 PACKAGES: Final = {"gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs"}
-"""Python package that reads the addresses of each scheme."""
+"""Name of the Python package that reads addresses, by scheme of the address, such as "gs" for gs://bucket/file."""
 
 
 def fetch_address(address: str) -> Path:
-    """Return a path in the cache with a copy of the file or directory at an address.
+    """Return the local path of a copy of the file or directory at an address such as gs://bucket/file. It is downloaded
+    into the cache if necessary.
 
     A file is downloaded again if its size or version has changed. Files of a cached directory that no longer exist at
     the address are deleted. Raises BadInput if the package for the address is not installed, or if nothing can be read.
@@ -53,5 +54,6 @@ def fetch_address(address: str) -> Path:
 
 
 def _version_of(entry: dict[str, object]) -> str:
-    """Return the text that identifies the content of an object: its ETag, checksum or time, whichever its store has."""
+    """Return a text that changes if the content of an object changes: its ETag, checksum, generation or time, depending
+    on its store."""
     return next((str(entry[key]) for key in ("etag", "ETag", "md5Hash", "generation", "mtime") if entry.get(key)), "")

@@ -42,6 +42,7 @@ from models.config.rollout import RolloutConfig
 from models.config.training import DpoConfig, EvaluationConfig, PolicyWarmup
 from models.data.examples import warmup_examples
 from models.data.problems import Problem, identity, load_problems
+from models.data.unread_columns import list_column_notes
 from models.engines.protocol import check_implemented
 from models.gate.contamination import contamination
 from models.inspection import images
@@ -243,10 +244,13 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem], 
     chats = check_chats(inputs.warmup, policy, inputs.data, heldout, notes)
     longest_chat = int(chats.get("longest_chat_tokens", 0))
     imitates = inputs.warmup is not None and inputs.warmup.chats is None and inputs.policy.picture_side is None
-    notes += list_text_notes(problems, tokenizer, rules=rules, processor=processor, examples=train if imitates else [])
+    examples = train if imitates else []
+    notes += list_text_notes(problems, tokenizer, rules=rules, processor=processor, examples=examples)
+    notes += dict.fromkeys(list_column_notes(inputs.data, problems))
     return {
         **count_problems(inputs.data, [each for each, _ in train_asked], [each for each, _ in heldout_asked]),
         "too_long": len(problems) - len(train_asked) - len(heldout_asked),
+        **({"worked_answers": sum(each.worked is not None for each in examples)} if examples else {}),
         **policy.sizes(),
         "mean_prompt_tokens": fmean(len(prompt.input) for _, prompt in train_asked),
         "longest_prompt_tokens": longest,

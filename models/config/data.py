@@ -53,7 +53,7 @@ class DataSource(TextSettings, Variant):
     """Background color onto which transparent images are composed: `white`, `black` or `#rrggbb`. Gray images with more
     than 8 bits are scaled to 8 bits. `unconverted` passes all images to the policy as they are, which drops
     transparency and turns most 16-bit shades white."""
-    image_version: Annotated[Literal[1, 2], Since("0.2.0", before=1)] = 2
+    image_version: Annotated[int, Field(ge=1, le=2), Since("0.2.0", before=1)] = 2
     """Version of the rules for reading images. In version 2, colors of 16 bits are rounded to 8 bits, and truncated
     images are refused. In version 1, the upper 8 bits are read, and missing pixels of PNG and JPEG files are black or
     gray. Runs that began before this key existed use version 1."""

@@ -83,10 +83,11 @@ def read_problems(path: Path, data: ProblemFile) -> list[Problem]:
     input_errors.check()
     if not problems:
         raise BadInput(f"{path}: the file is empty. Expected at least one problem.")
-    if data.chat_template_kwargs and data.system is None and all(isinstance(each.prompt, str) for each in problems):
+    unused = "chat_template_kwargs" if data.chat_template_kwargs else next(iter(data.set_chat_keys), None)
+    if unused is not None and data.system is None and all(isinstance(each.prompt, str) for each in problems):
         raise BadInput(
-            f"{path}: data.chat_template_kwargs has no effect, because all prompts are plain text. Use chats, set "
-            "data.system, or remove data.chat_template_kwargs."
+            f"{path}: data.{unused} has no effect, because all prompts are plain text. Use chats, set data.system, or "
+            f"remove data.{unused}."
         )
     return problems
 

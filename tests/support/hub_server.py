@@ -25,6 +25,9 @@ class Repository:
     commits: list[dict[str, bytes]]
     is_gated: bool = False
     """Whether the token must be `hf_good`."""
+    is_private: bool = False
+    messages: list[str] = field(default_factory=list)
+    """Messages of the commits that clients pushed."""
 
     def commit(self, revision: str) -> str | None:
         """Return the commit of a revision: `main`, or a commit."""
@@ -98,10 +101,13 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers["Authorization"] != "Bearer hf_good":
             self._error(401, "")
         elif path == "/api/repos/create":
-            asked = json.loads(body)
-            name = f"{asked['organization']}/{asked['name']}" if asked.get("organization") else asked["name"]
-            self.hub.repositories.setdefault(("models", name), Repository([{}]))
+            request = json.loads(body)
+            name = f"{request['organization']}/{request['name']}" if request.get("organization") else request["name"]
+            is_private = request.get("private") is True or request.get("visibility") == "private"
+            self.hub.repositories.setdefault(("models", name), Repository([{}], is_private=is_private))
             self._json({"url": f"{self.hub.url}/{name}", "name": name})
+        elif path == "/api/validate-yaml":
+            self._json({"errors": [], "warnings": []})
         elif "/preupload/" in path:
             names = [each["path"] for each in json.loads(body)["files"]]
             self._json({"files": [{"path": n, "uploadMode": "regular", "shouldIgnore": False} for n in names]})
@@ -117,6 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
         new = {
             each["value"]["path"]: base64.b64decode(each["value"]["content"]) for each in lines if each["key"] == "file"
         }
+        repository.messages += [each["value"]["summary"] for each in lines if each["key"] == "header"]
         repository.commits.append({**repository.commits[-1], **new})
         commit = commit_of(repository.commits[-1])
         self._json({"success": True, "commitOid": commit, "commitUrl": f"{self.hub.url}/{name}/commit/{commit}"})

@@ -116,7 +116,7 @@ class ServedEngine:
 
     def show(self, images: ImageSource) -> None:
         if not isinstance(images, ImageFiles):
-            raise BadInput(f"vLLM needs images in files that its servers can read, found {images!r}")
+            raise BadInput(f"vLLM needs images in files that its servers can read, found {type(images).__name__}")
         self._images = images
         if self._policy is not None:
             self._policy.vision.files = images
