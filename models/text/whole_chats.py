@@ -28,7 +28,8 @@ from models.text.chats import (
     render_chats,
     render_marked_chats,
 )
-from models.text.control_tokens import ControlTokens, Marks, as_message
+from models.text.control_tokens import ControlTokens, Marks
+from models.text.message_texts import as_message
 from models.text.template_fields import Chat, fit_chats
 from models.text.tokenizer import renders_plain_text
 from models.text.turn_end import find_turn_end
