@@ -43,8 +43,8 @@ class RunPlan(Settings):
 
 
 def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
-    """Check a job and summarize what its run would do, without writing anything. Raises BadInput in the same cases as
-    the run itself."""
+    """Check a job and summarize what its run would do, without writing anything. Raises BadInput if the run itself
+    could not start."""
     config = with_recorded_defaults(config)
     run = find_matching_run(config, accept_change=accept_change)
     result = asyncio.run(preflight(config, part="plan"))
@@ -182,7 +182,7 @@ def _list_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
 
 
 def list_data_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
-    """Yield sentences about the problems and the policy's files that the user may not expect."""
+    """Yield notes about the problems and the policy's files that may surprise the user, such as duplicate problems."""
     if repeated := int(facts["repeated_problems"]):
         others = "is a duplicate of another" if repeated == 1 else "are duplicates of others"
         yield (

@@ -1,6 +1,7 @@
 """Files at addresses of other object stores, such as gs://bucket/file, read through fsspec and the user's package."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -53,7 +54,6 @@ def fetch_address(address: str) -> Path:
     return target
 
 
-def _version_of(entry: dict[str, object]) -> str:
-    """Return a text that changes if the content of an object changes: its ETag, checksum, generation or time, depending
-    on its store."""
-    return next((str(entry[key]) for key in ("etag", "ETag", "md5Hash", "generation", "mtime") if entry.get(key)), "")
+def _version_of(entry: Mapping[str, object]) -> str:
+    """Return the text that identifies the content of an object: all that its store lists, such as ETag and time."""
+    return repr(sorted(entry.items(), key=str))

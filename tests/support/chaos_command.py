@@ -12,7 +12,8 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 from infra.terminal import write
@@ -28,8 +29,37 @@ from tests.support.chaos import (
     storms_of,
     writes_of,
 )
-from tests.support.chaos_families import kinds
+from tests.support.chaos_deployed import plan_deployed
+from tests.support.chaos_families import Plan, plan_bucket, plan_family, plan_server, plan_soup, plan_sweep
 from tests.support.jobs import Job, prefect_server
+from tests.support.whole_runs import read_families
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Kind of run with kills."""
+
+    what: str
+    """Description of the run and of the kills, for `--list`."""
+    plan: Callable[[Path, str, Sequence[int], ExitStack], Plan]
+    """Make the undisturbed run in a directory with a Prefect API, and return the schedules of some seeds."""
+
+
+@cache
+def kinds() -> Mapping[str, Kind]:
+    """Return all kinds by name. The families whose undisturbed run has processes as workers are not among them."""
+    on_threads = {
+        family.name: Kind("the process of the run, or a full disk, at its writes", partial(plan_family, family.name))
+        for family in read_families().values()
+        if family.on == "threads"
+    }
+    return on_threads | {
+        "soup": Kind("the process of a soup of several runs, at its writes", plan_soup),
+        "sweep": Kind("the command of a sweep, or one of its runs", plan_sweep),
+        "s3": Kind("the process of a run in a bucket of moto, at its requests", plan_bucket),
+        "prefect server": Kind("the run's own Prefect server, during its updates", plan_server),
+        "deployed": Kind("a deployed controller, the driver, the worker or the Prefect server", plan_deployed),
+    }
 
 
 def read_seeds(text: str) -> range:

@@ -87,31 +87,6 @@ class Plan:
     """Number of schedules that may run at a time."""
 
 
-@dataclass(frozen=True)
-class Kind:
-    """Kind of run with kills."""
-
-    what: str
-    """Description of the run and of the kills, for `--list`."""
-    plan: Callable[[Path, str, Sequence[int], ExitStack], Plan]
-    """Make the undisturbed run in a directory with a Prefect API, and return the schedules of some seeds."""
-
-
-def kinds() -> dict[str, Kind]:
-    """Return all kinds by name. The families whose undisturbed run has processes as workers are not among them."""
-    families = [family for family in read_families().values() if family.on == "threads"]
-    on_threads = {
-        family.name: Kind("the process of the run, or a full disk, at its writes", partial(_plan_family, family.name))
-        for family in families
-    }
-    return on_threads | {
-        "soup": Kind("the process of a soup of several runs, at its writes", _plan_soup),
-        "sweep": Kind("the command of a sweep, or one of its runs", _plan_sweep),
-        "s3": Kind("the process of a run in a bucket of moto, at its requests", _plan_bucket),
-        "prefect server": Kind("the run's own Prefect server during an update", _plan_server),
-    }
-
-
 def run_chain(
     faults: Sequence[S],
     start: Callable[[S | None], tuple[int, str]],
@@ -162,7 +137,7 @@ def make_undisturbed(name: str, together: Path, api: str) -> None:
     os._exit(0)
 
 
-def _undisturbed(name: str, home: Path, api: str) -> Path:
+def undisturbed_run(name: str, home: Path, api: str) -> Path:
     """Return the directory of the undisturbed run of a family."""
     with process(make_undisturbed, name, home, api) as child:
         child.join(PATIENCE)
@@ -170,8 +145,9 @@ def _undisturbed(name: str, home: Path, api: str) -> Path:
     return read_families()[name].undisturbed(home, api).run
 
 
-def _plan_family(name: str, home: Path, api: str, seeds: Sequence[int], stack: ExitStack) -> Plan:
-    whole, family = _undisturbed(name, home, api), read_families()[name]
+def plan_family(name: str, home: Path, api: str, seeds: Sequence[int], stack: ExitStack) -> Plan:
+    """Kill the process of a family's run, or fill the disk, at random writes."""
+    whole, family = undisturbed_run(name, home, api), read_families()[name]
     overrides = (*family.settings(home), *family.chaos_overrides)
     writes = len(files_of(whole))
     schedules = {seed: schedule_of(seed, writes, shares=SHARES) for seed in seeds}
@@ -189,7 +165,8 @@ def _plan_family(name: str, home: Path, api: str, seeds: Sequence[int], stack: E
 # ---- several runs
 
 
-def _plan_soup(home: Path, api: str, seeds: Sequence[int], stack: ExitStack) -> Plan:
+def plan_soup(home: Path, api: str, seeds: Sequence[int], stack: ExitStack) -> Plan:
+    """Kill the process of a soup of several runs at random writes."""
     # Runs name the directories of the policies from which they start, so every soup is made in the same directory.
     document, here, whole = (ROOT / "configs/soup.toml").read_text(), home / "soup", home / "whole"
     job = Job(here, api, counts_works=True, document=document)
@@ -237,7 +214,9 @@ class SweepKill:
     """Whether a process that trains a run is killed, instead of the command."""
 
 
-def _plan_sweep(home: Path, api: str, seeds: Sequence[int], stack: ExitStack) -> Plan:
+def plan_sweep(home: Path, api: str, seeds: Sequence[int], stack: ExitStack) -> Plan:
+    """Kill the command of a sweep, or one of its runs, at random moments."""
+
     def start(place: Path, fault: SweepKill | None) -> tuple[int, str]:
         job = Job(place, api)
         words = ["sweep", str(job.configured()), "rollout.prompts=6,4", *SMALLEST_SWEEP, "--store", str(job.store)]
@@ -295,8 +274,9 @@ def count_files(folder: Path) -> int:
 # ---- a bucket
 
 
-def _plan_bucket(home: Path, api: str, seeds: Sequence[int], stack: ExitStack) -> Plan:
-    whole = _undisturbed(SMALL, home, api)
+def plan_bucket(home: Path, api: str, seeds: Sequence[int], stack: ExitStack) -> Plan:
+    """Kill the process of a run in a bucket of moto before or after random requests."""
+    whole = undisturbed_run(SMALL, home, api)
     overrides = (*read_families()[SMALL].settings(home), THREADS)
     requests = len(files_of(whole))
     (home / "moto").mkdir()
@@ -355,8 +335,9 @@ UPDATE_MOMENTS = (
 """Moments of an update at which the Prefect server is killed."""
 
 
-def _plan_server(home: Path, api: str, seeds: Sequence[int], stack: ExitStack) -> Plan:
-    whole = _undisturbed(SMALL, home, api)
+def plan_server(home: Path, api: str, seeds: Sequence[int], stack: ExitStack) -> Plan:
+    """Kill a run's own Prefect server at moments of its updates."""
+    whole = undisturbed_run(SMALL, home, api)
     overrides = read_families()[SMALL].settings(home)
 
     def find(faults: Sequence[Fault], place: Path) -> list[str]:
@@ -366,7 +347,7 @@ def _plan_server(home: Path, api: str, seeds: Sequence[int], stack: ExitStack) -
         def start(fault: Fault | None) -> tuple[int, str]:
             with job.started(*overrides, faults=[] if fault is None else [fault]) as command:
                 if fault is not None and wait_for(lambda: job.struck() or command.poll() is not None):
-                    server = child_of(command.pid, "flows.cli.server")
+                    server = None if command.poll() is not None else child_of(command.pid, "flows.cli.server")
                     if server is not None:
                         server.kill()
                 ended = job.ended(command)

@@ -402,8 +402,8 @@ MADE_DATABASE = ROOT / "build" / f"prefect-{version('prefect')}.db"
 
 
 @contextmanager
-def prefect_server(home: Path, *, keeps_tasks: bool = True, keeps_events: bool = False) -> Iterator[str]:
-    """Serve a Prefect API that several jobs share: starting one takes as long as a small job.
+def prefect_server(home: Path, *, keeps_tasks: bool = True, keeps_events: bool = False, port: int = 0) -> Iterator[str]:
+    """Serve a Prefect API that several jobs share: starting one takes as long as a small job. It ends by SIGKILL.
 
     Keeping task runs is two fifths of the server's work for a small job. With `keeps_events` there are automations.
     """
@@ -414,7 +414,7 @@ def prefect_server(home: Path, *, keeps_tasks: bool = True, keeps_events: bool =
     environment |= {"PREFECT_SERVER_API_AUTH_STRING": ":".join(PASSWORD)}
     environment |= {"PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_ENABLED": str(keeps_tasks).lower()}
     environment |= dict.fromkeys(KEEPS_EVENTS, str(keeps_events).lower())
-    with socket.create_server(("127.0.0.1", 0)) as listener, (home / "output").open("wb") as output:
+    with socket.create_server(("127.0.0.1", port)) as listener, (home / "output").open("wb") as output:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
         server = subprocess.Popen(
             [sys.executable, "-m", "flows.cli.server", str(listener.fileno()), str(os.getpid())],
