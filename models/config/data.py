@@ -30,6 +30,9 @@ class DataSource(TextSettings, Variant):
     referenced_files: ClassVar[str] = ""
     """`pkg.mod:function` that yields the files named in the source's own files, such as images. Empty if there are
     none."""
+    reading_reporter: ClassVar[str] = ""
+    """`pkg.mod:function` that reports how this source reads files, a `models.data.reading.ReadingReporter`. Empty if
+    the source reads no files."""
     exclusion_filter: ClassVar[str] = ""
     """`pkg.mod:function` that returns the training problems that this source excludes by itself, such as
     near-duplicates, a `models.data.problems.ExclusionFilter`. Empty if the source excludes none."""
@@ -43,8 +46,11 @@ class DataSource(TextSettings, Variant):
     these ids."""
     on_too_long: Annotated[OnTooLong, Since("0.1.0", before="refuse"), RenamedFrom("too_long")] = "refuse"
     """Action for problems whose prompt leaves no room for a completion in the policy's context: "refuse" ends the run
-    before it begins, "drop" excludes these problems from iterations, evaluations and warm-up, and records their
-    number."""
+    before it begins, unless `drop` contains "too_long". "drop" is the same as "too_long" in `drop`."""
+    drop: Annotated[tuple[Literal["empty", "too_long"], ...], Since("0.2.0", before=())] = ()
+    """Problems that are left out and counted, instead of ending the run before it begins: "empty" (rows of files with a
+    blank or missing prompt, message or answer) and "too_long" (the prompt leaves no room for a completion in the
+    policy's context). They are left out of iterations, evaluations and warm-up."""
 
     image_background: Annotated[
         Annotated[str, Field(pattern=r"^(white|black|#[0-9a-fA-F]{6}|unconverted)$")],
@@ -57,6 +63,11 @@ class DataSource(TextSettings, Variant):
     """Version of the rules for reading images. In version 2, colors of 16 bits are rounded to 8 bits, and truncated
     images are refused. In version 1, the upper 8 bits are read, and missing pixels of PNG and JPEG files are black or
     gray. Runs that began before this key existed use version 1."""
+
+    @property
+    def long_prompts(self) -> OnTooLong:
+        """Action for problems that are too long, according to `drop` and `on_too_long`."""
+        return "drop" if "too_long" in self.drop else self.on_too_long
 
     @property
     def has_answers(self) -> bool:
@@ -248,6 +259,7 @@ class FileData(ProblemFile, DataSource):
 
     implementation = "models.data.files:file_problems"
     referenced_files = "models.data.image_files:image_files"
+    reading_reporter = "models.data.files:report_file"
 
     kind: Literal["file"] = "file"
 
@@ -268,6 +280,7 @@ class MixtureData(DataSource):
 
     implementation = "models.data.mixture:mixed_problems"
     referenced_files = "models.data.mixture:mixed_image_files"
+    reading_reporter = "models.data.mixture:report_mixture"
 
     kind: Literal["mixture"] = "mixture"
     sources: Annotated[tuple[WeightedFile, ...], Field(min_length=1)]
@@ -301,6 +314,7 @@ class DeduplicatedData(DataSource):
 
     implementation = "models.retrieval.deduplicated:deduplicated_problems"
     referenced_files = "models.retrieval.deduplicated:find_referenced_images"
+    reading_reporter = "models.retrieval.deduplicated:report_source"
     exclusion_filter = "models.retrieval.deduplicated:near_duplicates"
 
     kind: Literal["deduplicated"] = "deduplicated"
@@ -315,7 +329,14 @@ class DeduplicatedData(DataSource):
 
     @model_validator(mode="after")
     def _require_unset_in_source(self) -> Self:
-        for key in ("exclude_ids_path", "on_too_long", "image_background", "image_version", *TextSettings.model_fields):
+        for key in (
+            "exclude_ids_path",
+            "on_too_long",
+            "drop",
+            "image_background",
+            "image_version",
+            *TextSettings.model_fields,
+        ):
             if getattr(self.source, key) not in (DataSource.model_fields[key].default, getattr(self, key)):
                 raise ValueError(f"source.{key} must not be set. Set {key} next to source instead")
         return self

@@ -335,8 +335,9 @@ def enforce_prompt_length(
     input_errors.check()
     if not fitting:
         raise BadInput(
-            f"data.on_too_long = 'drop' leaves no {split} problem: all {len(asked)} prompts have more than "
-            f"{max_tokens} tokens, the policy's context minus rollout.sampling.max_new_tokens. Lower max_new_tokens."
+            f"data.drop with 'too_long' (or data.on_too_long = 'drop') leaves no {split} problem: all {len(asked)} "
+            f"prompts have more than {max_tokens} tokens, the policy's context minus rollout.sampling.max_new_tokens. "
+            "Lower max_new_tokens."
         )
     return fitting
 
@@ -347,7 +348,7 @@ def _require_room(problem: Problem, prompt: TokenizedPrompt, *, max_tokens: int)
         raise BadInput(
             f"{problem.source}: the prompt has {len(prompt.input)} tokens{_describe_image_tokens(prompt)}, expected 1 "
             f"to {max_tokens}, the policy's context minus rollout.sampling.max_new_tokens. Shorten or remove the "
-            "prompt, lower max_new_tokens, or set data.on_too_long = 'drop'."
+            "prompt, lower max_new_tokens, or set data.drop = ['too_long']."
         )
 
 

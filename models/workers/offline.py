@@ -22,6 +22,7 @@ from models.data.examples import Example, picture_examples, warmup_examples
 from models.data.images import digest_of
 from models.data.preferences import Preference, load_preferences
 from models.data.problems import Problem
+from models.data.reading import report_reading
 from models.data.training_chats import load_chats, order_chats
 from models.denoising.pipeline import FrozenParts, load_denoiser, read_pipeline
 from models.denoising.policy import policy_context
@@ -88,7 +89,7 @@ class OfflineTrainer:
             return self._imitate_pictures(work, self._denoising)
         if work.warmup.chats is not None:
             return self._train_on_chats(work, work.warmup.chats)
-        among = partial(self._drop_long_problems, work) if work.data.on_too_long == "drop" else None
+        among = partial(self._drop_long_problems, work) if work.data.long_prompts == "drop" else None
         examples = warmup_examples(work.data, work.warmup, work.seed, among=among)
         return self._fine_tune(work.policy, examples, work.warmup, ranks=self._ranks, rules=work.data.text_rules)
 
@@ -148,7 +149,8 @@ class OfflineTrainer:
         rules, ends = work.data.text_rules, stated_ends(generation_settings(directory))
 
         def read(preferences: Sequence[Preference]) -> list[SequencePair]:
-            return policy_pairs(preferences, tokenizer, context=context, rules=rules, ends=ends)
+            drop_long = work.preferences.drops_long_pairs
+            return policy_pairs(preferences, tokenizer, context=context, rules=rules, ends=ends, drop_long=drop_long)
 
         def loss(numbers: PairScores, start: PairScores) -> DpoTerms:
             return dpo(
@@ -159,9 +161,11 @@ class OfflineTrainer:
                 label_smoothing=dpo_config.label_smoothing,
             )
 
-        train, heldout = map(read, _both(work.preferences, work.data, work.seed))
+        pairs = _both(work.preferences, work.data, work.seed)
+        train, heldout = map(read, pairs)
         learning = PreferenceTraining(train, heldout, schedule=work.dpo, loss=loss, baseline="start", seed=work.seed)
-        return self._learn(work.policy, learning, self._logprobs)
+        outcome = self._learn(work.policy, learning, self._logprobs)
+        return _with_dropped(outcome, work.preferences, sum(map(len, pairs)) - len(train) - len(heldout))
 
     def train_reward_model(self, work: RewardModelWork) -> Outcome:
         """Train a reward model on preferences: the policy's decoder with a new head.
@@ -173,17 +177,24 @@ class OfflineTrainer:
 
         def read(preferences: Sequence[Preference]) -> list[SequencePair]:
             return reward_pairs(
-                preferences, tokenizer, template=work.template, context=context, chat_prompt=work.chat_prompt
+                preferences,
+                tokenizer,
+                template=work.template,
+                context=context,
+                chat_prompt=work.chat_prompt,
+                drop_long=work.preferences.drops_long_pairs,
             )
 
         def loss(numbers: PairScores, _: PairScores) -> PairTerms:
             return bradley_terry(*numbers, centering=work.training.centering)
 
-        train, heldout = map(read, _both(work.preferences, work.data, work.seed))
+        pairs = _both(work.preferences, work.data, work.seed)
+        train, heldout = map(read, pairs)
         learning = PreferenceTraining(
             train, heldout, schedule=work.training, loss=loss, baseline="nothing", seed=work.seed
         )
-        return self._learn(work.policy, learning, self._rewards)
+        outcome = self._learn(work.policy, learning, self._rewards)
+        return _with_dropped(outcome, work.preferences, sum(map(len, pairs)) - len(train) - len(heldout))
 
     def _fine_tune(
         self,
@@ -298,3 +309,13 @@ class OfflineTrainer:
 def _both(preferences: PreferencesConfig, data: DataConfig, seed: int) -> tuple[list[Preference], list[Preference]]:
     train, heldout = (load_preferences(preferences, data, split=split, seed=seed) for split in ("train", "heldout"))
     return train, heldout
+
+
+def _with_dropped(outcome: Outcome, preferences: PreferencesConfig, num_long: int) -> Outcome:
+    """Return the outcome with the numbers of pairs that `drop` left out, by reason. `num_long` is the number of pairs
+    that are longer than the context."""
+    dropped: dict[str, int] = {**report_reading(preferences, "train", "heldout").dropped}
+    if preferences.drops_long_pairs:
+        dropped["too_long"] = num_long
+    counts = {f"dropped_{reason}": float(number) for reason, number in sorted(dropped.items())}
+    return replace(outcome, metrics={**(outcome.metrics or {}), **counts}) if counts else outcome
