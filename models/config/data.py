@@ -76,6 +76,11 @@ class DataSource(TextSettings, Variant):
         return True
 
     @property
+    def has_rubrics(self) -> bool:
+        """Whether every problem has a rubric, by which a judge can rate completions."""
+        return False
+
+    @property
     def num_heldout_problems(self) -> int | None:
         """Number of held-out problems if it is known before the problems are read or generated, else None."""
         return None
@@ -212,6 +217,10 @@ class ProblemFile(HubDatasetChoice, ChatFile, FileRules, ImageFileSettings):
     answer_columns: Annotated[tuple[str, ...], Since("0.2.0", before=())] = ()
     """Columns that form the reference answer together, instead of `answer_column`: the answer is a JSON object with the
     values of these columns. For rewards such as `ifeval`, whose instructions are in two columns."""
+    rubric_column: Annotated[str | None, Since("0.2.0", before=None)] = None
+    """Column with the problem's rubric, for judges with `verdict.kind` "rubric": a list of objects with `criterion`,
+    `description`, `text` or `title`, and `weight` or `points`, or JSON text of such a list. Environments receive it as
+    `rubric`. Rows that differ in their rubrics are different problems."""
     environment_columns: Annotated[tuple[str, ...], Since("0.1.0", before=())] = ()
     """Columns that an environment receives in its `problem`, in addition to prompt and answer. Rows that differ in
     these columns are different problems."""
@@ -242,6 +251,20 @@ class ProblemFile(HubDatasetChoice, ChatFile, FileRules, ImageFileSettings):
         if self.answer_columns and (self.answer_column or default) != default:
             raise ValueError("answer_column and answer_columns cannot be combined. Remove one of them")
         return self
+
+    @model_validator(mode="after")
+    def _require_one_rubric(self) -> Self:
+        if self.rubric_column and "rubric" in self.environment_columns:
+            raise ValueError(
+                "environment_columns must not list 'rubric', because environments receive the rubric of rubric_column "
+                "under this name. Remove it"
+            )
+        return self
+
+    @property
+    def has_rubrics(self) -> bool:
+        """Whether every problem has a rubric."""
+        return self.rubric_column is not None
 
     @property
     def required_answer_columns(self) -> tuple[str, ...]:
@@ -298,6 +321,11 @@ class MixtureData(DataSource):
         return all(source.has_answers for source in self.sources)
 
     @property
+    def has_rubrics(self) -> bool:
+        """Whether every file has a column with rubrics."""
+        return all(source.has_rubrics for source in self.sources)
+
+    @property
     def weights(self) -> tuple[float, ...]:
         """Configured weight of each file."""
         return tuple(source.weight for source in self.sources)
@@ -345,6 +373,11 @@ class DeduplicatedData(DataSource):
     def has_answers(self) -> bool:
         """Whether the wrapped source has reference answers."""
         return self.source.has_answers
+
+    @property
+    def has_rubrics(self) -> bool:
+        """Whether the problems of the wrapped source have rubrics."""
+        return self.source.has_rubrics
 
     @property
     def weights(self) -> tuple[float, ...]:

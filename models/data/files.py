@@ -34,6 +34,7 @@ from models.data.problems import (
 )
 from models.data.reading import ReadingReport
 from models.data.rows import find_data_files, read_rows
+from models.data.rubrics import RUBRIC, encode_rubric, parse_rubric
 
 
 def file_problems(data: FileData, split: str, seed: int) -> list[Problem]:
@@ -103,6 +104,7 @@ def _read_and_count(
         data.prompt_column,
         *data.required_answer_columns,
         data.images_column,
+        data.rubric_column,
         *data.environment_columns,
         *data.required_chat_columns,
     ]
@@ -142,6 +144,8 @@ def _build_problem(place: str, row: Mapping[str, object], data: ProblemFile, pro
     images = read_images(row, data.images_column, place=place, root=root) if data.images_column else ()
     check_places(prompt, len(images), source=place)
     columns = {column: cast(JsonValue, row[column]) for column in data.environment_columns}
+    if data.rubric_column:
+        columns[RUBRIC] = _read_rubric(place, row[data.rubric_column], data.rubric_column)
     check_columns(columns, source=place)  # tables can contain dates and bytes
     return Problem(
         source=place,
@@ -152,6 +156,14 @@ def _build_problem(place: str, row: Mapping[str, object], data: ProblemFile, pro
         columns=columns,
         identity_version=data.version,
     )
+
+
+def _read_rubric(place: str, value: object, column: str) -> JsonValue:
+    """Return the rubric in a column as JSON. Raises BadInput if the value is no rubric."""
+    try:
+        return encode_rubric(parse_rubric(omit_nulls(value)))
+    except ValueError as error:
+        raise BadInput(f"{place}: {column}: {error}. Fix the rubric, or remove the row.") from error
 
 
 def _read_answers(place: str, row: Mapping[str, object], data: ProblemFile) -> str:
