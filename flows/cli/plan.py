@@ -267,7 +267,7 @@ DROPPED: Final = {
     "too_long": "too long",
     "empty": "empty",
     "ties": "ties",
-    "mismatched": "pairs of completions of different prompts",
+    "mismatched": "completions of different prompts",
 }
 """Descriptions of the reasons for which rows of data are left out."""
 
@@ -278,10 +278,7 @@ def _find_dropped(facts: Mapping[str, float], prefix: str) -> dict[str, float]:
 
 def _describe_dropped(dropped: Mapping[str, float]) -> str:
     """Describe how many rows are left out, by reason. Empty if there are none."""
-    counts = [
-        f"{number:,.0f} left out because they are {DROPPED[reason]}" for reason, number in dropped.items() if number
-    ]
-    return "".join(f"; {count}" for count in counts)
+    return "".join(f"; {number:,.0f} left out ({DROPPED[reason]})" for reason, number in dropped.items() if number)
 
 
 def _describe_evaluations(config: RunConfig) -> str:

@@ -25,24 +25,25 @@ from models.training.ranks import Ranks, sum_and_max
 from models.training.trainer import Trainer, learning_rate
 
 LAST_STEPS = 20
-"""Number of steps at the end of a training over which the final metrics are averaged."""
+"""Number of last training steps over which final metrics and reported losses are averaged."""
 
 CURVE_POINTS = 50
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingCallbacks:
-    """Callbacks through which a training on fixed data reports its progress."""
+    """Callbacks through which training on fixed data (fine-tuning or preference training) reports its progress."""
 
     on_progress: Callable[[], None]
     """Called after every forward pass."""
     on_steps: Callable[[int, int, float], None] = lambda taken, steps, loss: None
-    """Called periodically with the steps done, the total steps, and the mean loss of the last `LAST_STEPS` steps."""
+    """Called periodically with the number of steps done, the total number of steps, and the mean loss of the last
+    `LAST_STEPS` steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
-    """Losses and final metrics of a training on fixed data."""
+    """Losses and final metrics of training on fixed data (fine-tuning or preference training)."""
 
     metrics: dict[str, float]
     losses: list[float]
@@ -75,10 +76,9 @@ def report_steps(
 def take_step(
     trainer: Trainer, index: int, schedule: WarmupConfig | DpoConfig | TrainedRewardModel, *, where: str
 ) -> None:
-    """Take an optimizer step. The learning rate warms up over 5% of the steps and decays by a cosine to a tenth.
-
-    Raises Quarantined, with `where` as the name of the step, if the gradient norm is not finite.
-    """
+    """Take optimizer step `index`. The learning rate warms up over the first 5% of the steps of `schedule` and decays
+    by a cosine to a tenth. Raises Quarantined, with `where` as the name of the step, if the gradient norm is not
+    finite."""
     rate = learning_rate(
         index,
         schedule.steps,
@@ -92,24 +92,27 @@ def take_step(
 
 
 def lay_out_pairs(pairs: Sequence[SequencePair]) -> MicroBatch:
-    """Build one micro-batch: all chosen completions, then all rejected ones."""
+    """Build one micro-batch from preference pairs: the chosen completions of all pairs first, then the rejected
+    completions in the same order."""
     return lay_out([*(pair.chosen for pair in pairs), *(pair.rejected for pair in pairs)])
 
 
 class PairScores(NamedTuple):
-    """Numbers that a model assigns to both completions of each pair: summed log-probs of a policy, or rewards."""
+    """Scores of the chosen and the rejected completion of each pair: summed log-probs of a policy, or rewards of a
+    reward model."""
 
     chosen_P: Tensor
     rejected_P: Tensor
 
 
 PairLoss = Callable[[PairScores, PairScores], PairTerms | DpoTerms]
-"""Function that computes the loss of pairs from the scores of the trained model and the baseline scores."""
+"""Function that computes the loss of preference pairs from the scores of the trained model and the baseline scores, in
+this order."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreferenceTraining:
-    """Preference pairs and training settings. They are the same on every rank."""
+    """Preference pairs and settings of a preference training. They are the same on every rank."""
 
     train: Sequence[SequencePair]
     heldout: Sequence[SequencePair]
@@ -129,10 +132,8 @@ def train_on_preferences(
     ranks: Ranks,
     callbacks: TrainingCallbacks,
 ) -> TrainingResult:
-    """Train on preference pairs for all steps, then measure the held-out pairs.
-
-    Raises Quarantined if a gradient norm is not finite. Collective: every rank must call this.
-    """
+    """Train a policy or a reward model on preference pairs for all steps, then measure the loss and accuracy on the
+    held-out pairs. Raises Quarantined if a gradient norm is not finite. Collective: every rank must call this."""
     learner = _Pairs(trainer, work, microbatch_tokens=microbatch_tokens, ranks=ranks, on_progress=callbacks.on_progress)
     steps = [learner.microbatches(rows, work.train) for rows in _sample_batches(work)]
     heldout = learner.microbatches(tuple(range(len(work.heldout))), work.heldout)
@@ -149,7 +150,8 @@ def train_on_preferences(
 
 
 def _sample_batches(work: PreferenceTraining) -> Iterator[Rows]:
-    """Yield the rows of each step: all training pairs in random order, reshuffled for every epoch."""
+    """Yield the row numbers of the pairs for each training step. Every epoch contains all training pairs in a new
+    random order."""
     rng, size, rows = Random(f"{work.seed}/pairs"), work.schedule.batch_size, list[int]()
     for _ in range(work.schedule.steps):
         while len(rows) < size:
@@ -159,7 +161,7 @@ def _sample_batches(work: PreferenceTraining) -> Iterator[Rows]:
 
 
 class _Pairs:
-    """Preference training on one rank: its micro-batches, optimizer steps and evaluation."""
+    """Preference training on one rank: planning of micro-batches, optimizer steps and evaluation."""
 
     def __init__(
         self,
@@ -177,10 +179,8 @@ class _Pairs:
         self._on_progress = on_progress
 
     def microbatches(self, rows: Rows, pairs: Sequence[SequencePair]) -> tuple[Rows, ...]:
-        """Return this rank's micro-batches for the given pairs.
-
-        Both completions of a pair are always in the same micro-batch.
-        """
+        """Split the pairs at `rows` over the ranks, and return the rows of each of this rank's micro-batches. Both
+        completions of a pair are always in the same micro-batch."""
         places = tuple(range(len(rows)))  # by position, because a pair may occur twice in a step
         sizes = Sequences.unrelated([pairs[row].size for row in rows])
         plan = plan_step(places, sizes, ranks=self._ranks.data_parallel_size, microbatch_tokens=self._microbatch_tokens)
@@ -188,17 +188,16 @@ class _Pairs:
 
     @torch.no_grad()
     def start(self, microbatches: Sequence[Rows], pairs: Sequence[SequencePair]) -> list[PairScores]:
-        """Return the baseline scores of the pairs in each micro-batch. Must be called before the first step."""
+        """Return the baseline scores of the pairs in each micro-batch: zeros, or the model's own scores before
+        training. Must be called before the first step."""
         if self._work.baseline == "start":
             return [self._compute_numbers([pairs[row] for row in rows]) for rows in microbatches]
         zeros = [torch.zeros(len(rows), device=self._ranks.device) for rows in microbatches]
         return [PairScores(zeros_P, zeros_P) for zeros_P in zeros]
 
     def step(self, index: int, microbatches: Sequence[Rows], start: Sequence[PairScores]) -> Tensor:
-        """Take one optimizer step and return this rank's sums of loss, correctly ordered pairs and margin.
-
-        `start` contains the baseline scores of each micro-batch.
-        """
+        """Take optimizer step `index` and return this rank's sums of loss, correctly ordered pairs and margin. `start`
+        contains the baseline scores of each micro-batch."""
         schedule, total = self._work.schedule, torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
         for number, rows in enumerate(microbatches):
             terms = self._work.loss(self._compute_numbers([self._work.train[row] for row in rows]), start[number])
@@ -222,7 +221,8 @@ class _Pairs:
         return total
 
     def _compute_numbers(self, pairs: Sequence[SequencePair]) -> PairScores:
-        """Run one forward pass and return the sum of the model's outputs over the tokens of each completion."""
+        """Run one forward pass and return the score of each completion, which is the sum of the model's outputs over
+        the completion's tokens."""
         batch = lay_out_pairs(pairs)
         logprobs_N = self._trainer.forward(batch)
         rows_N = torch.from_numpy(batch.rows_N).to(logprobs_N.device)
@@ -237,7 +237,8 @@ def _summarize_terms(terms: PairTerms | DpoTerms) -> Tensor:
 
 
 def _build_metrics(sums_S3: Tensor, work: PreferenceTraining) -> TrainingResult:
-    """Build the training result from sums over all ranks: one row per step, and a last row for the held-out pairs."""
+    """Build the training result from sums over all ranks. `sums_S3` has the columns loss, correctly ordered pairs and
+    margin, one row per step, and a last row for the held-out pairs."""
     losses, *_ = sums_S3[:-1].T.tolist()
     last = sums_S3[:-1][-LAST_STEPS:].mean(0).tolist()
     heldout = sums_S3[-1].tolist()
