@@ -303,7 +303,8 @@ def _describe_slots(pools: PoolsConfig) -> str:
 
 
 def _describe_sharing(config: RunConfig) -> str:
-    """Describe which roles share the worker slots, and how the slots are assigned at the start of the run."""
+    """Describe which roles share the worker slots (places for one worker each), and how the slots are assigned at the
+    start of the run."""
     if not config.scoring.hosted_rewards:
         return ", all for rollout"
     return f", {config.placement.kind}: {first_placement(config).decision.reason}"

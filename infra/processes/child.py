@@ -369,7 +369,7 @@ class RestartingProcess(Generic[Process]):
             self._is_ready = False
 
     def ready(self) -> Process:
-        """Start the process if it is not running, and return it after its imports. Retry if it dies meanwhile.
+        """Start the process if it is not running, and return it after its imports. If it dies meanwhile, try again.
 
         Raises WorkerFailed after `MAX_STARTS` attempts.
         """
