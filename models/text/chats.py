@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 CPU_SECONDS: Final = 3
-"""CPU time allowed for a request, in seconds. Published templates need about a millisecond per chat."""
+"""CPU time allowed for rendering or parsing in the subprocess, in seconds per request. Published templates need about a
+millisecond per chat."""
 CPU_SECONDS_PER_CHAT: Final = 0.01
-"""Additional CPU time allowed for each chat of a request, in seconds."""
+"""CPU time allowed in addition to `CPU_SECONDS` for each chat of a request, in seconds."""
 MEMORY_BYTES: Final = 2**31
 """Limit on the address space of the subprocess in bytes, including libraries."""
 _GENERATION: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -44,7 +45,7 @@ class TemplateFailed(ValueError):
     def __init__(self, message: str, *, chat: int) -> None:
         super().__init__(message)
         self.chat = chat
-        """Index of the chat that failed, among the chats of the request."""
+        """Index of the failed chat within the request."""
 
 
 def render_chats(
@@ -135,10 +136,7 @@ def join_templates(tokenizer: "PreTrainedTokenizerFast") -> str:
 
 
 def find_variables(template: str) -> frozenset[str]:
-    """Return the names of variables that a chat template reads.
-
-    Raises TemplateFailed if the template is invalid.
-    """
+    """Return the names of the variables that a chat template uses. Raises TemplateFailed if the template is invalid."""
     [encoded] = _RENDERER.render("variables", [template], {})
     return frozenset(json.loads(encoded))
 
@@ -150,10 +148,11 @@ def parse_response(
     prefix: str,
     tools: "Sequence[Mapping[str, JsonValue]]" = (),
 ) -> "dict[str, JsonValue]":
-    """Parse a turn into a message with the tokenizer's response template, like the tokenizer's own `parse_response`.
+    """Parse the text of a turn that the policy generated into a message with fields, such as content and tool calls, by
+    the tokenizer's response template. `prefix` is the chat rendered before the turn, and `tools` are JSON schemas of
+    functions. Raises TemplateFailed if the turn cannot be parsed.
 
-    `prefix` is the chat rendered before the turn, and `tools` are JSON schemas of functions. Raises TemplateFailed if
-    the turn cannot be parsed.
+    The result is that of the tokenizer's own `parse_response`.
     """
     settings = {
         "response_template": tokenizer.response_template,
@@ -166,8 +165,8 @@ def parse_response(
 
 
 class _Renderer:
-    """Client of the subprocess that runs templates. It starts the subprocess when needed, and again after a template
-    has exceeded a limit."""
+    """Client of the subprocess that runs chat templates. It starts the subprocess when needed, and again after a
+    template has exceeded a limit."""
 
     def __init__(self) -> None:
         self._turn = threading.Lock()
@@ -175,10 +174,8 @@ class _Renderer:
         self._owner = 0
 
     def render(self, kind: str, items: Sequence[object], settings: Mapping[str, object]) -> list[str]:
-        """Run the request `kind` on each item in the subprocess, and return the resulting texts in order.
-
-        Raises TemplateFailed for the first item that fails.
-        """
+        """Run a request of the given `kind` on each item in the subprocess, with `settings` as its arguments, and
+        return the resulting texts in order. Raises TemplateFailed for the first item that fails."""
         request = json.dumps({"kind": kind, "items": items, "settings": settings}).encode() + b"\n"
         with self._turn:
             process = self._ensure_started()
@@ -222,7 +219,8 @@ class _Renderer:
 
 
 def _describe_end(process: "subprocess.Popen[bytes]") -> str:
-    """Wait for a subprocess that ended during a request, and return the reason as a text for messages."""
+    """Wait for a template subprocess that ended during a request, and return the reason why it ended, as a text for
+    messages."""
     process.communicate()
     if process.returncode == -signal.SIGXCPU:
         return f"does not end: it took more than {CPU_SECONDS} s of CPU time"
@@ -240,7 +238,8 @@ class _TooLong(Exception):
 
 
 def _serve() -> None:
-    """Answer requests from stdin until stdin is closed. This is the main function of the subprocess."""
+    """Read requests from stdin and write responses until stdin is closed. This is the main function of the subprocess
+    that runs chat templates."""
     from jinja2 import meta
     from transformers.utils import chat_parsing, chat_template_utils
 
@@ -305,8 +304,8 @@ def _check_length(text: str, chat: Sequence[Mapping[str, Any]], tools: object) -
 def _run_template(
     make: Callable[..., str], item: object, settings: Mapping[str, object], *, rejection: str
 ) -> dict[str, str]:
-    """Return the result of `make` for one item, or an error message, which starts with `rejection` if the template
-    failed."""
+    """Return the result of calling `make` with one item and the settings, or an error message. The message starts with
+    `rejection` if the template failed."""
     try:
         return {"text": make(item, **settings)}
     except MemoryError:
