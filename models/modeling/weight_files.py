@@ -70,7 +70,7 @@ def check_loaded_weights(
         name, found, expected = sizes[0]
         more = f", as {len(sizes) - 1} more weights do not" if len(sizes) > 1 else ""
         raise BadInput(
-            f"{where}: the size of {name} in {_file_of(name, stored)} is {_size(found)}, which does not fit "
+            f"{where}: the size of {name} in {_find_file(name, stored)} is {_size(found)}, which does not fit "
             f"config.json: {_size(expected)}{more}; {SAME_CHECKPOINT}"
         )
     if missing := sorted(loading["missing_keys"]):
@@ -91,7 +91,7 @@ def check_loaded_weights(
             )
 
 
-def _file_of(name: str, stored: Mapping[str, StoredWeight]) -> str:
+def _find_file(name: str, stored: Mapping[str, StoredWeight]) -> str:
     """Return the name of the file that contains a weight. If transformers has renamed the weight, return the names of
     all files."""
     return stored[name].file if name in stored else ", ".join(sorted({each.file for each in stored.values()}))

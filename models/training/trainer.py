@@ -233,7 +233,8 @@ class Trainer:
             raise Damaged(f"optimizer state: expected {expected} tensors for this engine, found {len(moments)}")
 
     def close(self) -> None:
-        """Release the engine's memory. Without this call, DeepSpeed's hooks would keep an unused engine alive."""
+        """Release the memory of the DeepSpeed engine. Without this call, DeepSpeed's hooks would keep an unused engine
+        alive."""
         optimizer = self._engine.optimizer
         tensors = [*self._partitions(), *self._model.parameters()]
         self._engine.destroy()

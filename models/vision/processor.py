@@ -242,10 +242,10 @@ def _build_processor(family: Family, parts: Parts, tokenizer: Tokenizer, directo
         token = getattr(parts.config, name, None)
         if token is not None and tokenizer.id_to_token(token) is None:
             raise BadInput(f"policy {directory}: config.json has {name} {token}, which the tokenizer does not contain")
-    return VisionProcessor(family, parts, tokenizer, ends=_ends(directory, tokenizer))
+    return VisionProcessor(family, parts, tokenizer, ends=_read_end_tokens(directory, tokenizer))
 
 
-def _ends(directory: Path, tokenizer: Tokenizer) -> set[int]:
+def _read_end_tokens(directory: Path, tokenizer: Tokenizer) -> set[int]:
     """Return the IDs of the tokens that end a completion, according to the tokenizer and the directory's
     generation_config.json."""
     named = _settings(directory / "tokenizer_config.json").get("eos_token")
