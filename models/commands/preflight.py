@@ -60,7 +60,8 @@ if TYPE_CHECKING:
 
 
 LOSS, LOSS_NAMED = ("logprobs_N", "old_N"), ("tokens", "config")
-"""Parameter names that a configured policy loss must have: the positional ones and the keyword-only ones."""
+"""Names of the parameters that a user-defined policy loss must have: first the positional ones, then the keyword-only
+ones."""
 
 
 class Inputs(BaseModel):
@@ -168,7 +169,7 @@ def _check_rewards(inputs: Inputs) -> None:
 
 
 def _check_sizes(inputs: Inputs, counts: Mapping[str, float]) -> None:
-    """Raise BadInput if there are not enough problems for an iteration or an evaluation."""
+    """Raise BadInput if there are not enough problems for one iteration or for an evaluation."""
     prompts, evaluated = inputs.rollout.prompts, inputs.evaluation.problems
     check_sizes(inputs.data, counts, prompts=prompts, evaluated=evaluated, giving_way=inputs.giving_way)
 
@@ -278,7 +279,8 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem], 
 
 
 def _update_memory(inputs: Inputs, model: ModelOutline, *, longest_tokens: int) -> dict[str, float]:
-    """Return the bytes that each rank needs for the policy, its reference model and the largest micro-batch."""
+    """Return the bytes that each rank needs for training the policy, for its reference model and for the largest
+    micro-batch, by purpose."""
     update, ranks = inputs.update, inputs.pools.update_ranks
     model = model.guided(1 if inputs.rollout.denoising is None else inputs.rollout.denoising.guidance)
     bytes_needed = resident_bytes(update, model, ranks=ranks)

@@ -30,12 +30,12 @@ class ResolvedEndpoint:
 
     scheme: str
     host: str
-    """Host in lower case. An IPv6 address has no brackets."""
+    """Host of the URL in lower case. An IPv6 address has no brackets."""
     port: int
     path: str
     """Path of the URL without a trailing `/`."""
     allow_private: bool
-    """Whether the host may have a private address."""
+    """Whether the host may have a private IP address."""
 
     @property
     def authority(self) -> str:
@@ -184,5 +184,5 @@ def _find_fault(address: Address, endpoint: ResolvedEndpoint) -> str:
 
 
 def _add_brackets(host: str) -> str:
-    """Return the host with brackets if it is an IPv6 address."""
+    """Return the host as it is written in a URL, which is with brackets if it is an IPv6 address."""
     return f"[{host}]" if ":" in host else host

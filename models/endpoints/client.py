@@ -184,7 +184,7 @@ class EndpointClient:
         return request.answer(data)
 
     def _excerpt(self, data: bytes) -> str:
-        """Return the start of a response in one line, with the API key redacted, because some servers repeat it."""
+        """Return the start of a response in one line, with the API key removed, because some servers repeat it."""
         text = " ".join(data[:MAX_QUOTED].decode(errors="replace").split())
         return redact(text, self._key)[:EXCERPT]
 

@@ -21,10 +21,10 @@ from models.records.model_input import ModelInput
 IMPOSSIBLE = -9999.0
 """Number that vLLM sends in place of a log-prob of -inf, which JSON cannot represent."""
 MAX_BODY_BYTES = 64 << 20
-"""Maximum size of a response in bytes: two candidates at each of 400,000 positions."""
+"""Maximum size of a response in bytes, which is enough for two candidates at each of 400,000 positions."""
 
 TokenText = Callable[[int], str]
-"""Function that returns the text of one token in the policy's tokenizer."""
+"""Function that returns the text of a token, given its ID, in the policy's tokenizer."""
 
 
 class _Read(BaseModel):
@@ -47,7 +47,7 @@ class _Choice(_Read):
 
 
 class _Completion(_Read):
-    """Body of a completions response."""
+    """Body of a response from the completions API."""
 
     choices: Annotated[tuple[_Choice, ...], Field(min_length=1, max_length=1)]
 

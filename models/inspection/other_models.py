@@ -81,8 +81,8 @@ def check_teacher(teacher: Teacher, tokenizer: PreTrainedTokenizerFast, *, longe
 def check_teacher_endpoint(
     teacher: TeacherEndpoint, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int, slices: int = 1
 ) -> int:
-    """Check that the configuration allows requests to the teacher's endpoint, and return 0, because workers load no
-    teacher."""
+    """Check that the configuration allows requests to the teacher's endpoint. Returns 0 as the number of parameters,
+    because workers load no teacher."""
     TokenScorer(teacher, spell=build_token_decoder(tokenizer), on_progress=lambda: None)
     return 0
 
@@ -188,7 +188,8 @@ def check_served_model(term: str, reward: ServedReward, *, problems: Sequence[Pr
 def check_directory_reward_model(
     reward: ModelReward, model: DirectoryRewardModel, *, problems: Sequence[Problem], seed: int, gpus: float
 ) -> int:
-    """Check the directory of a reward model, and return its number of parameters."""
+    """Check the reward model in an external directory, and return its number of parameters. Raises BadInput if the
+    model does not fit."""
     from models.modeling.reward_model import check_reward_model
 
     return check_reward_model(fetch_path(model.path), reward.template)
@@ -197,14 +198,16 @@ def check_directory_reward_model(
 def check_directory_judge(
     reward: JudgeReward, model: DirectoryJudge, *, problems: Sequence[Problem], seed: int, gpus: float
 ) -> int:
-    """Check the directory of a judge, and return its number of parameters."""
+    """Check the judge in an external directory, and return its number of parameters. Raises BadInput if the judge does
+    not fit."""
     return _check_judge(inspect_directory(fetch_path(model.path)), reward, model.engine, problems=problems, gpus=gpus)
 
 
 def check_trained_judge(
     reward: JudgeReward, model: TrainedJudge, *, problems: Sequence[Problem], seed: int, gpus: float
 ) -> int:
-    """Check the judge that a run would build and train, and return its number of parameters."""
+    """Check the judge that a run would build and train, and return its number of parameters. Raises BadInput if the
+    judge does not fit."""
     assert not isinstance(model.shape, PolicyShape), "a judge that starts as the policy is checked with the policy"
     inspected = inspect_policy(model.shape, vocabulary_texts(reward, problems, seed=seed))
     return _check_judge(inspected, reward, model.engine, problems=problems, gpus=gpus)
@@ -213,7 +216,8 @@ def check_trained_judge(
 def check_policy_judge(
     term: str, reward: JudgeReward, policy: Inspected, *, problems: Sequence[Problem], gpus: float
 ) -> int:
-    """Check that a judge can start as a copy of the policy, and return its number of parameters."""
+    """Check that a judge can start as a copy of the policy, and return its number of parameters. `term` is the name of
+    the reward in messages, and `gpus` the number of GPUs of a worker."""
     assert reward.engine is not None, "a judge that the run trains has an engine in this process"
     try:
         return _check_judge(policy, reward, reward.engine, problems=problems, gpus=gpus)

@@ -73,7 +73,7 @@ def list_preference_notes(
 def list_chat_notes(
     chats: Sequence[TrainingChat], tokenizer: PreTrainedTokenizerFast, *, rules: TextRules
 ) -> list[str]:
-    """Return notes on chats of the warm-up, like those of `list_text_notes`."""
+    """Return remarks for the user on the chats on which the warm-up trains, such as control tokens in their texts."""
     control = ControlTokens.of(tokenizer)
     contained = [(each.source, control.find(each.messages)) for each in chats]
     prompts = [(each.messages, each.template) for each in chats]

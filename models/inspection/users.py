@@ -57,7 +57,7 @@ def check_endpoint_user(
 def check_directory_user(
     environment: DialogueEnvironment, model: DirectoryUser, *, problems: Sequence[Problem], gpus: float
 ) -> int:
-    """Check the directory of a simulated user, and return its number of parameters."""
+    """Check the simulated user's model in an external directory, and return its number of parameters."""
     return _check(environment, inspect_directory(fetch_path(model.path)), problems=problems, gpus=gpus)
 
 

@@ -125,7 +125,7 @@ def _check_links(directory: Path) -> None:
 
 
 def _resolve_link(path: Path) -> Path:
-    """Resolve a link. Raises BadInput if its target does not exist."""
+    """Return the target of a link. Raises BadInput if the target does not exist."""
     try:
         return path.resolve()
     except (OSError, RuntimeError) as error:
@@ -226,7 +226,8 @@ def _check_known(kind: object, path: Path) -> None:
 
 
 def _check_quantization(settings: dict[str, object], at: str, path: Path) -> None:
-    """Raise BadInput if loading the quantized weights would download kernels."""
+    """Raise BadInput if the quantization settings would make transformers download kernels. `at` is the path of the
+    settings in config.json."""
     method = settings.get("quant_method")
     if method in FETCHING and settings.get("dequantize") is not True:
         raise BadInput(

@@ -48,7 +48,7 @@ class Parts:
     images: Any
     """Image processor of the model, from transformers."""
     token: Callable[[int], str]
-    """Function that returns the text of a token ID."""
+    """Function that returns the text of a token, given its ID."""
 
     @property
     def image_token(self) -> str:

@@ -131,11 +131,8 @@ class VisionProcessor:
         return self.encode_image(size).count(self.image_id)
 
     def prepare(self, encoded: bytes) -> PreparedImage:
-        """Decode an image and compute the input arrays of the vision tower.
-
-        Raises ValueError if the bytes are not an image, or if every pixel of a frame would be 0, because the model
-        would treat the frame as padding.
-        """
+        """Decode an image and compute the input arrays of the vision tower. Raises ValueError if the bytes are not an
+        image, or if all values of a frame would be 0, because the model would treat the frame as padding."""
         image = decode_rgb(encoded)
         return self._prepare_image(image, tokens=self.count_tokens(ImageSize(*image.size)), options={})
 

@@ -72,7 +72,8 @@ class VisionInputs:
 
     @property
     def banned(self) -> tuple[int, ...]:
-        """IDs of the tokens that the policy must never generate. Their probability is set to 0."""
+        """IDs of the tokens that the policy must never generate, such as image tokens. Their probability is set to
+        0."""
         return self.processor.banned
 
     def prepare(self, digest: str) -> PreparedImage:

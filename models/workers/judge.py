@@ -89,7 +89,8 @@ class JudgeWorker:
         return policy.digest
 
     def sleep(self) -> None:
-        """Release the model's memory, so that another worker can use the GPU. The next work loads it again."""
+        """Release the memory of the judge's model, so that another worker can use the GPU. The next work unit loads the
+        model again."""
         if self._local is not None:
             self._local.sleep()
 
@@ -137,7 +138,8 @@ class JudgeWorker:
         )
 
     def _add_rubrics(self, completions: list[JudgedCompletion], work: JudgeWork) -> list[JudgedCompletion]:
-        """Return the completions with the rubrics of their problems, if the judge uses rubrics."""
+        """Return the completions together with the rubrics (grading criteria) of their problems, if the judge uses
+        rubrics."""
         if not self._reward.uses_rubric:
             return completions
         if work.prompts is None:
@@ -176,7 +178,8 @@ class JudgeWorker:
     def _read_answers(
         self, judged: JudgedCompletion, answers: Sequence[Answer], num_steps: int
     ) -> tuple[Answer, Judgement]:
-        """Return the answer and the judgement of a vote. The answers to the criteria of a rubric are combined."""
+        """Return the judge's answer and the judgement for one vote on a completion. If the judge uses a rubric, the
+        answers to all of its criteria are combined."""
         judgements = [read_verdict(each, self._reward.answer_verdict, num_steps=num_steps) for each in answers]
         if not judged.rubric:
             return answers[0], judgements[0]
@@ -260,7 +263,7 @@ def _iter_rows(
 
 
 def _compute_metrics(everything: Sequence[JudgedCompletion], votes: _Votes, reward: JudgeReward) -> dict[str, float]:
-    """Return counts of the requests to the judge, of their tokens, and of valid and invalid votes."""
+    """Return the number of requests to the judge, of their tokens, and of valid and invalid votes."""
     spoken = [judged for judged in everything if not judged.is_blank]
     answer_lengths = [cast.answer.tokens for casts in votes.cast.values() for cast in casts]
     return {

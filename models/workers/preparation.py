@@ -247,7 +247,7 @@ def _build_table(problems: list[Problem], prompts: list[TokenizedPrompt]) -> pa.
 
 
 def _messages(problem: Problem) -> list[dict[str, str | None]] | None:
-    """Return the messages of a chat, or None if the prompt is plain text."""
+    """Return the messages of a problem's chat prompt as dicts, or None if the prompt is plain text."""
     if isinstance(problem.prompt, str):
         return None
     return [{"role": each.role, "content": each.text, "name": each.name or None} for each in problem.prompt]

@@ -59,7 +59,8 @@ class RewardModelWorker:
         return self._loaded
 
     def sleep(self) -> None:
-        """Release the model's memory, so that another worker can use the GPU. The next work loads it again."""
+        """Release the memory of the reward model, so that another worker can use the GPU. The next work unit loads the
+        model again."""
         self._model, self._loaded = None, ""
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

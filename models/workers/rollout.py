@@ -38,7 +38,7 @@ from models.rollouts.groups import Group, build_table, fresh_groups, read_groups
 logger = logging.getLogger(__name__)
 
 WEIGHTS = ".safetensors"
-"""Suffix of weight files. An engine verifies the digests of these files while it loads them."""
+"""File name extension of weights. An engine verifies the digests of such files while it loads them."""
 
 
 class RolloutWorker:
@@ -74,12 +74,14 @@ class RolloutWorker:
         return self._engine.progress + (0 if self._environment is None else self._environment.progress)
 
     def take(self, policy: ModelVersion) -> str:
-        """Load a policy unless the engine already serves it, and return the digest of the served policy."""
+        """Load policy version `policy` unless the engine already serves it, and return the digest of the served
+        policy."""
         self._load(policy)
         return policy.digest
 
     def sleep(self) -> None:
-        """Release the policy's memory, so that another worker can use the GPU. The next work loads it again."""
+        """Release the memory of the policy, so that another worker can use the GPU. The next work unit loads the policy
+        again."""
         self._engine.sleep()
         if self._environment is not None:
             self._environment.sleep()
