@@ -238,19 +238,12 @@ class ProblemFile(HubDatasetChoice, ChatFile, FileRules, ImageFileSettings):
         return columns
 
     @model_validator(mode="after")
-    def _require_one_answer(self) -> Self:
+    def _check_columns(self) -> Self:
         default = ProblemFile.model_fields["answer_column"].default
         if self.answer_columns and (self.answer_column or default) != default:
             raise ValueError("answer_column and answer_columns cannot be combined. Remove one of them")
-        return self
-
-    @model_validator(mode="after")
-    def _require_one_rubric(self) -> Self:
         if self.rubric_column and "rubric" in self.environment_columns:
-            raise ValueError(
-                "environment_columns must not list 'rubric', because environments receive the rubric of rubric_column "
-                "under this name. Remove it"
-            )
+            raise ValueError("environment_columns must not list 'rubric', the name of the rubric. Remove it")
         return self
 
     @property

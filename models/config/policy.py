@@ -297,6 +297,8 @@ class ModelShape:
     slices: bool = True
     """Whether the model supports sequence parallelism. If so, tokens interact only in attention, and attention can be
     split by heads."""
+    packs: bool = True
+    """Whether one row of a batch can contain several sequences. If so, tokens interact only in attention."""
 
     decoding_conflict: str = ""
     """Reason why the engine `transformers` cannot decode with the model. Empty if no reason is known."""

@@ -12,11 +12,18 @@ class ProposalRequest(Settings):
     """Absolute path of the folder in which the job file will be stored. Local paths in the job are relative to this
     folder."""
     data: str
-    """Path of the file of problems."""
+    """Path of the file of problems, or the name of a dataset on the Hugging Face Hub."""
     policy: str
-    """Directory of the policy in Hugging Face format."""
+    """Directory of the policy in Hugging Face format, or the name of a model on the Hub."""
     judge: str | None = None
-    """Directory of a judge model, used if no rule can score the answers. None if there is no judge."""
+    """Directory of a judge model, or its name on the Hub. Used if no rule can score the answers. None without a
+    judge."""
+    config: str | None = None
+    """Configuration (subset) of the dataset on the Hub."""
+    split: str | None = None
+    """Split of the dataset on the Hub that contains the training problems."""
+    heldout_split: str | None = None
+    """Split of the dataset on the Hub that contains the held-out problems."""
     prompt_column: str | None = None
     answer_column: str | None = None
     gpus: int = 0

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from models.config.texts import TextRules
 from models.data.preferences import Preference
 from models.data.problems import Problem, Prompt, TemplateArguments
+from models.data.training_chats import TrainingChat
 from models.text.chats import join_templates
 from models.text.control_tokens import ControlTokens
 from models.text.template_fields import count_changes, fit_chats
@@ -18,7 +19,7 @@ from models.text.unread_fields import count_unread_fields
 from models.vision.processor import VisionProcessor
 
 MISSING_WORDS: Final = frozenset(("none", "null", "na", "n/a", "nan", "nil", "missing", "inf", "infinity", "-infinity"))
-"""Answers, in lower case, that data frames and programs write for missing values."""
+"""Words, in lower case, that data frames and programs write in place of missing answers."""
 
 
 def list_text_notes(
@@ -29,7 +30,8 @@ def list_text_notes(
     processor: VisionProcessor | None = None,
     examples: Sequence[Problem] = (),
 ) -> list[str]:
-    """Return notes on the texts of problems. The warm-up trains on the answers of `examples`."""
+    """Return remarks for the user on the texts of problems, such as control tokens in prompts. The warm-up trains on
+    the answers of `examples`."""
     control = ControlTokens.of(tokenizer, images=[] if processor is None else [processor.placeholder])
     contained = [(each.source, control.find(each.prompt)) for each in problems]
     answers = [
@@ -53,7 +55,7 @@ def list_text_notes(
 def list_preference_notes(
     pairs: Sequence[Preference], tokenizer: PreTrainedTokenizerFast, *, rules: TextRules
 ) -> list[str]:
-    """Return notes on preference pairs, like those of `list_text_notes`."""
+    """Return remarks for the user on the texts of preference pairs, such as control tokens in prompts."""
     control = ControlTokens.of(tokenizer)
     prompts = [(each.source, control.find(each.prompt)) for each in pairs]
     texts = [
@@ -68,6 +70,20 @@ def list_preference_notes(
     ]
 
 
+def list_chat_notes(
+    chats: Sequence[TrainingChat], tokenizer: PreTrainedTokenizerFast, *, rules: TextRules
+) -> list[str]:
+    """Return remarks for the user on the chats on which the warm-up trains, such as control tokens in their texts."""
+    control = ControlTokens.of(tokenizer)
+    contained = [(each.source, control.find(each.messages)) for each in chats]
+    prompts = [(each.messages, each.template) for each in chats]
+    return [
+        *_describe_contained(contained, "chat of the warm-up", rules),
+        *_describe_unread(prompts, tokenizer, "chats of the warm-up"),
+        *_describe_changes(prompts, tokenizer),
+    ]
+
+
 def _describe_unread(
     prompts: Sequence[tuple[Prompt, TemplateArguments]],
     tokenizer: PreTrainedTokenizerFast,
@@ -75,8 +91,8 @@ def _describe_unread(
     *,
     in_parts: bool = False,
 ) -> Iterator[str]:
-    """Yield a note if the chat template ignores some of the fields or contents of messages, tools or variables. `what`
-    names the data."""
+    """Yield a remark for the user if the chat template ignores some of the message fields, message contents, tools or
+    variables in the prompts. `what` names the data."""
     if unread := count_unread_fields(prompts, tokenizer, in_parts=in_parts):
         fields = ", ".join(f"{name} ({rows:,} {what})" for name, rows in unread.items())
         yield f"The policy's chat template does not read {fields}, so the policy does not see these values."
@@ -85,7 +101,8 @@ def _describe_unread(
 def _describe_changes(
     prompts: Sequence[tuple[Prompt, TemplateArguments]], tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[str]:
-    """Yield a note if the chat template receives values in another form than the file has."""
+    """Yield a remark for the user if some values of the prompts are passed to the chat template in another form than
+    the data file has."""
     chats = [(prompt, arguments) for prompt, arguments in prompts if not isinstance(prompt, str)]
     if not tokenizer.chat_template:
         return
@@ -98,7 +115,7 @@ def _describe_changes(
 def _describe_date(
     prompts: Sequence[tuple[Prompt, TemplateArguments]], tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[str]:
-    """Yield a note if the chat template writes the present date into prompts."""
+    """Yield a remark for the user if the chat template writes the current date into prompts."""
     chats = [arguments for prompt, arguments in prompts if not isinstance(prompt, str)]
     has_dates = all(any("date" in name for name in arguments.kwargs) for arguments in chats)
     if not has_dates and "strftime_now" in join_templates(tokenizer):
@@ -110,10 +127,8 @@ def _describe_date(
 
 
 def _describe_contained(tokens: Sequence[tuple[str, str | None]], noun: str, rules: TextRules) -> Iterator[str]:
-    """Yield a note if texts contain control tokens. `tokens` has the origin of each text and its first control token.
-
-    `noun` names one text.
-    """
+    """Yield a remark for the user if texts contain control tokens. `tokens` has the origin of each text and its first
+    control token. `noun` is the word for one text."""
     contained = [(source, token) for source, token in tokens if token is not None]
     if not contained:
         return
@@ -131,7 +146,7 @@ def _describe_contained(tokens: Sequence[tuple[str, str | None]], noun: str, rul
 
 
 def _describe_missing(problems: Sequence[Problem]) -> Iterator[str]:
-    """Yield a note if answers are words that data frames write for missing values."""
+    """Yield a remark for the user if some answers are words that data frames write for missing values."""
     suspects = [problem for problem in problems if problem.answer.strip().casefold() in MISSING_WORDS]
     if suspects:
         answers = "1 answer is a word" if len(suspects) == 1 else f"{len(suspects):,} answers are words"
@@ -142,7 +157,7 @@ def _describe_missing(problems: Sequence[Problem]) -> Iterator[str]:
 
 
 def _describe_end(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast, rules: TextRules) -> Iterator[str]:
-    """Yield a note if the chat template ends turns with a token other than EOS."""
+    """Yield a remark for the user if the chat template ends turns with a token other than EOS."""
     if not rules.ends_as_template or all(isinstance(problem.prompt, str) for problem in problems):
         return
     end = find_turn_end(tokenizer)
