@@ -369,7 +369,9 @@ def read_number_variable(variable: str, default: float) -> float:
     BadInput if the value is not a whole number."""
     text = os.environ.get(variable) or f"{default:g}"
     if not text.isdecimal():
-        raise BadInput(f"the environment variable {variable} is {text!r}, but it must be a whole number")
+        raise BadInput(
+            f"the environment variable {variable} is {text!r}, but it must be a whole number. Change or unset it"
+        )
     return int(text)
 
 

@@ -50,7 +50,7 @@ def compare(
     from tasks.views.report.comparison import compare_runs, comparison_page, run_cells
 
     if opened and to is None:
-        raise BadInput("compare --open needs --to FILE, the file for the page.")
+        raise BadInput("compare --open needs --to FILE, because the page to be opened is written to this file.")
     if to is not None:
         _check_path(to)
     comparison = compare_runs(store, runs)
@@ -79,7 +79,10 @@ def _shorten(text: str) -> str:
 def _check_path(path: Path) -> None:
     """Raise BadInput if no file can be written at this path. Called before the page is created, which takes time."""
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise BadInput(f"--to {path} must be a file in an existing directory.")
+        raise BadInput(
+            f"--to {path} cannot be written, because it is a directory or its parent directory does not exist. Name a "
+            "file in an existing directory."
+        )
 
 
 def _write_page(path: Path, text: str) -> int:

@@ -104,7 +104,7 @@ def runs(*, limit: Newest = None, store: Store = DEFAULT_STORE, as_json: Json = 
     from tasks.views.run_list import list_run_lines
 
     if limit is not None and limit < 1:
-        raise BadInput(f"--limit {limit} is not allowed. It must be at least 1.")
+        raise BadInput(f"--limit is {limit}, but it must be at least 1.")
     listed, num_runs = list_run_lines(store, limit=limit)
     if as_json:
         write(json.dumps([run.model_dump() for run in listed], indent=2))
@@ -195,7 +195,7 @@ def rollouts(
     from tasks.views.runs import open_known_run, read_rollouts
 
     if limit < 1:
-        raise BadInput(f"--limit {limit} is not allowed. It must be at least 1.")
+        raise BadInput(f"--limit is {limit}, but it must be at least 1.")
     samples = read_rollouts(store, run, iteration=iteration, order=sort, limit=limit)
     if pictured.sheet is not None:
         write_sheet(open_known_run(store, run), samples, pictured.sheet)
@@ -297,7 +297,9 @@ def verify(
     from tasks.views.runs import open_known_run
 
     if episodes is not None and (episodes < 1 or not environment):
-        raise BadInput(f"--episodes {episodes} must be at least 1, and needs --environment.")
+        raise BadInput(
+            f"--episodes is {episodes}, but it must be at least 1 and can only be used together with --environment."
+        )
     if not environment and run not in list_runs(store):
         if run in registries(store):
             registry = open_registry(store, run)

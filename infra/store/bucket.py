@@ -146,7 +146,10 @@ class Bucket:
                 if stored is not None and stored.writer == token:
                     return stored.tag
                 if "NoSuchUpload" in str(error):  # the outcome of the upload is unknown
-                    raise Unsettled(f"the server no longer has the upload of {name!r}") from error
+                    raise Unsettled(
+                        f"the server no longer knows the multipart upload of {name!r}, so it is unknown whether the "
+                        "object was written"
+                    ) from error
                 raise
 
         return self._retry(f"cannot write {name!r}", attempt)
@@ -193,7 +196,10 @@ class Bucket:
 
             first = self._retry(what, beginning)
             if any(part.result() != first for part in rest):
-                raise StoreFailed(f"store {self.uri}: {name!r} was replaced during the download. Try again.")
+                raise StoreFailed(
+                    f"store {self.uri}: the object {name!r} was replaced while it was downloaded. Run the same "
+                    "command again."
+                )
             return first
 
     def _range(self, name: str, start: int, end: int) -> "GetResult":
@@ -263,8 +269,8 @@ class Bucket:
             self.known.discard(name)
         if is_there and not is_listed:
             raise Unsettled(
-                f"the object {name!r} exists but is not in the listing: the server returned XML that is no "
-                "ListBucketResult"
+                f"the object {name!r} exists, but the server's listing lacks it: the response is not a "
+                "ListBucketResult in XML"
             )
 
     def delete(self, name: str) -> None:
@@ -280,7 +286,10 @@ class Bucket:
         probe = self.find(name)
         self.delete(name)
         if probe is None:
-            raise StoreFailed(f"store {self.uri}: another program deleted {name!r} right after it was written")
+            raise StoreFailed(
+                f"store {self.uri}: another program deleted the test object {name!r} right after it was written. Let "
+                "only Rheostat write below this prefix"
+            )
         return probe.modified
 
     def quotes_etags(self) -> bool:
@@ -301,7 +310,9 @@ class Bucket:
             won = list(racers.map(lambda body: self._write(name, body, version="") is not None, bodies))
         found = self.read(name)
         if won.count(True) != 1 or found is None or found[0] != bodies[won.index(True)]:
-            raise self._refusal(f"{won.count(True)} of {_RACERS} simultaneous writers of one new object succeeded")
+            raise self._refusal(
+                f"{won.count(True)} of {_RACERS} simultaneous writers of the same new object succeeded, instead of one"
+            )
         tag = found[1].tag
         if self._write(name, b"stale", version='"00000000000000000000000000000000"') is not None:
             raise self._refusal("If-Match with a wrong ETag did not prevent a write")
@@ -313,7 +324,10 @@ class Bucket:
         return quotes
 
     def _refusal(self, fault: str) -> BadInput:
-        return BadInput(f"store {self.uri}: the server must support conditional writes, but {fault} (docs/s3.md)")
+        return BadInput(
+            f"store {self.uri}: the server must support conditional writes (If-Match and If-None-Match), but {fault}. "
+            "Use another server (docs/s3.md)"
+        )
 
     def _write(self, name: str, body: bytes | Path, *, version: str) -> str | None:
         """Write an object if its name is free, or its ETag is `version`. Return the new ETag, or None if the condition
@@ -338,7 +352,9 @@ class Bucket:
                     return stored.tag
                 unchanged = stored.tag.strip('"') == version.strip('"') if stored is not None else not version
                 if isinstance(error, AlreadyExistsError) and unchanged:  # 409: none of several simultaneous writers won
-                    raise Unsettled(f"the write was refused, but {name!r} is unchanged") from error
+                    raise Unsettled(
+                        f"the server refused the write of {name!r}, although the object is unchanged"
+                    ) from error
                 return None
 
         return self._retry(f"cannot write {name!r}", attempt)
@@ -396,5 +412,5 @@ def _write_body(answer: "GetResult", descriptor: int) -> ObjectHead:
             written = os.pwrite(descriptor, remaining, start)
             remaining, start = remaining[written:], start + written
     if start != end:
-        raise BaseError(f"the response ended at byte {start} instead of {end}")
+        raise BaseError(f"the response ended at byte {start}, but it should end at byte {end}")
     return _read_head(answer)

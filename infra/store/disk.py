@@ -282,8 +282,9 @@ def checked_directory(root: Path) -> Path:
     """Return the directory of a store. Raises BadInput if the path is a file, or if one of its parents is a file."""
     nearest = _nearest(root)
     if not nearest.is_dir():
-        below = "" if nearest == root else f" at {nearest}"
-        raise BadInput(f"store {str(root)!r}: expected a directory, found a file{below}. Choose another directory.")
+        raise BadInput(
+            f"store {str(root)!r} must be a directory, but {str(nearest)!r} is a file. Choose another directory."
+        )
     return root
 
 

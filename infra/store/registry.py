@@ -119,7 +119,8 @@ class Registry:
             raise Damaged(f"{where}: the checksum is right, but the content is not a valid record: {error}") from error
         if record.number != number:
             raise Damaged(
-                f"{where}: the file contains record {record.number} instead. Restore it from a copy of the store."
+                f"{where}: the file contains record {record.number} instead of this one. Restore the file from a copy "
+                "of the store."
             )
         return record
 
@@ -152,6 +153,6 @@ def open_existing_registry(store_uri: str, name: str) -> Registry:
     names = registries(store_uri)
     if name not in names:
         raise BadInput(
-            f"there is no registry {name!r} in {store_uri!r}; existing registries: {', '.join(names) or 'none'}"
+            f"there is no registry {name!r} in {store_uri!r}. Existing registries: {', '.join(names) or 'none'}"
         )
     return open_registry(store_uri, name)

@@ -96,7 +96,10 @@ class Run:
         """Lock the run during the block without beginning an epoch. Raises RunLocked if a live process has the lock."""
         with self.store.lock(LOCK) as lease:
             if lease is None:
-                raise RunLocked(f"run {self.name!r} in {self.store.uri} is locked by {_holder(self.store)}")
+                raise RunLocked(
+                    f"run {self.name!r} in {self.store.uri} is locked by {_holder(self.store)}. Wait until that "
+                    "process ends, or stop it"
+                )
             yield lease
 
     @contextmanager
@@ -117,7 +120,10 @@ class Run:
         if the epoch has not begun. Commits raise Fenced after a newer epoch has begun."""
         newest = newest_epoch(self.store)
         if not 1 <= epoch <= newest:
-            raise BadInput(f"run {self.name!r} has no epoch {epoch} to join; it has epochs from 1 to {newest}")
+            raise BadInput(
+                f"run {self.name!r} has no epoch {epoch}, which this process should join. Its epochs (numbers of the "
+                f"processes that locked it) are 1 to {newest}"
+            )
         return Run(self.store, self.record, epoch=epoch)
 
     def find(self, key: str) -> Manifest | None:
@@ -221,7 +227,10 @@ class Run:
         if winner is None:
             if absent is not None:
                 where = f"manifest {manifest.key!r} of run {self.name!r}"
-                raise Damaged(f"{where} cannot be committed: {absent!r} is not in the store")
+                raise Damaged(
+                    f"{where} cannot be committed, because the object {absent!r}, which it names, is not in the "
+                    "store. Run the same command again"
+                )
             provenance = manifest.provenance.model_copy(update={"epoch": self.epoch})
             manifest = manifest.model_copy(update={"provenance": provenance})
             if self.store.put(f"{MANIFESTS}{manifest.key}.json", manifest.encode()):
@@ -232,8 +241,10 @@ class Run:
         self._expected.pop(manifest.key, None)
         if winner.digest != manifest.digest:
             raise Conflict(
-                f"manifest {manifest.key!r} of run {self.name!r} was committed with digest {winner.digest} under epoch "
-                f"{winner.provenance.epoch}, but epoch {self.epoch} computed digest {manifest.digest}"
+                f"manifest {manifest.key!r} of run {self.name!r} was already committed with the digest "
+                f"{winner.digest} by epoch {winner.provenance.epoch}, but this process (epoch {self.epoch}) computed "
+                f"the digest {manifest.digest}. The same stage must always have the same result: check whether code, "
+                "libraries or data have changed"
             )
         return winner
 
@@ -241,12 +252,20 @@ class Run:
         """Raise Fenced if another process may have locked the run, so that this process may no longer write. Raises
         BadInput if the run is only open for reading."""
         if not self.epoch:
-            raise BadInput(f"run {self.name!r} is only open for reading. Call lock() or join() before commits.")
+            raise BadInput(
+                f"run {self.name!r} is open for reading only. Call lock() or join() before you commit results."
+            )
         self.check_lock()
         if self._epoch.is_over():
             newest = newest_epoch(self.store)
-            why = f"another process has epoch {newest}" if newest > self.epoch else "the run was deleted from the store"
-            raise Fenced(f"run {self.name!r}: epoch {self.epoch} is over, {why}")
+            why = (
+                f"another process has locked the run (epoch {newest})"
+                if newest > self.epoch
+                else "the run was deleted from the store"
+            )
+            raise Fenced(
+                f"run {self.name!r}: this process (epoch {self.epoch}) may no longer commit results, because {why}"
+            )
         self.check_lock()
 
     def check_lock(self) -> None:
@@ -264,7 +283,10 @@ class Run:
             overtaken = True
         if overtaken and (absent := self._absent_part(manifest, deferred)) is not None:
             self.store.delete(f"{MANIFESTS}{manifest.key}.json")
-            raise Fenced(f"manifest {manifest.key!r} of run {self.name!r}: {absent!r} was deleted before the commit")
+            raise Fenced(
+                f"manifest {manifest.key!r} of run {self.name!r} cannot be committed, because another process has "
+                f"locked the run and deleted the object {absent!r}, which the manifest names"
+            )
 
     def write_entry(self, key: str, entry: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
         """Write a journal entry, unless the key already has one. Return the stored entry. The journal contains
@@ -281,7 +303,10 @@ class Run:
         record."""
         self.check_lease()
         if not self.store.put(key, record.seal()) and self.store.read(key) != record.seal():
-            raise Conflict(f"{key!r} of run {self.name!r}: another process wrote a different record first")
+            raise Conflict(
+                f"{key!r} of run {self.name!r} cannot be written, because another process has already written a "
+                "different record"
+            )
 
     def find_entry(self, key: str) -> dict[str, JsonValue] | None:
         """Return the journal entry with this key, or None if there is none."""
@@ -305,8 +330,9 @@ class Run:
         manifest = decode_manifest(content, key=key)
         if manifest.run not in ("", self.record.fingerprint):
             raise Damaged(
-                f"manifest {key!r} of run {self.name!r} was created under the configuration {manifest.run}, but the "
-                f"record of the run names {self.record.fingerprint}. Restore run.json from a copy of the run."
+                f"manifest {key!r} of run {self.name!r} was created by a configuration with the fingerprint "
+                f"{manifest.run}, but the record of the run names {self.record.fingerprint}. Restore run.json from a "
+                "copy of the run."
             )
         return self._remember(manifest)
 
@@ -369,7 +395,7 @@ def open_run(store_uri: str, name: str) -> Run:
     """Open an existing run for reading. Raises BadInput if the run does not exist."""
     store = run_store(store_uri, name)
     if not store.exists(RECORD):
-        raise BadInput(f"there is no run {name!r} in {store_uri!r}; existing runs: {_join_names(list_runs(store_uri))}")
+        raise BadInput(f"there is no run {name!r} in {store_uri!r}. Existing runs: {_join_names(list_runs(store_uri))}")
     return Run(store, read_record(store, name))
 
 
@@ -383,8 +409,8 @@ def list_runs(store_uri: str) -> list[str]:
 def run_store(store_uri: str, name: str) -> Store:
     """Open the directory of a run as a separate store. Raises BadInput if the name is not valid."""
     if not _NAME.fullmatch(name) or ".." in name:
-        allowed = "Use up to 64 of a-z 0-9 . _ - with a letter or digit first, and without '..'."
-        raise BadInput(f"run name {name!r} is not valid. {allowed}")
+        allowed = "Use up to 64 characters (a-z 0-9 . _ -) without '..', starting with a letter or digit."
+        raise BadInput(f"the run name {name!r} is not valid. {allowed}")
     return open_store(f"{store_uri.rstrip('/')}/{name}")
 
 

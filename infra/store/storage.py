@@ -168,14 +168,14 @@ class Store(Objects, LocalFiles, Leases, Protocol):
     """Complete interface of a store. Functions that need only a part of it use one of the smaller protocols."""
 
 
-URI_FORMS = "expected a path, file:// or s3://bucket/prefix"
+URI_FORMS = "write a path, file:///path or s3://bucket/prefix"
 
 
 def open_store(uri: str) -> Store:
     """Open a store by its path, file:// or s3:// address. Nothing is written until the first object is put. Raises
     BadInput if the address is not valid or names a file."""
     if not uri or "::" in uri:
-        raise BadInput(f"store {uri!r}: {URI_FORMS}, without '::' chains")
+        raise BadInput(f"store {uri!r} is not a valid address: {URI_FORMS}, without '::' chains")
     scheme, separator, _ = uri.partition("://")
     if not separator:
         return LocalStore(checked_directory(Path(uri).expanduser().resolve()))
@@ -185,9 +185,9 @@ def open_store(uri: str) -> Store:
         return open_s3(uri)
     parts = urlsplit(uri)
     if scheme != "file":
-        raise BadInput(f"store {uri!r}: {URI_FORMS}")
+        raise BadInput(f"store {uri!r} is not a valid address: {URI_FORMS}")
     if parts.netloc not in ("", "localhost"):
-        raise BadInput(f"store {uri!r}: a file:// address has no host. Use file:///absolute/path.")
+        raise BadInput(f"store {uri!r}: a file:// address must not contain a host. Write file:///absolute/path.")
     return LocalStore(checked_directory(Path(url2pathname(parts.path)).resolve()))
 
 
@@ -203,7 +203,7 @@ def is_key(key: str) -> bool:
 def check_key(key: str) -> None:
     """Raise BadInput if a key is not valid because it is outside the store or looks like a temporary file."""
     if not is_key(key):
-        raise BadInput(f"key {key!r} is not valid: expected parts like {_SEGMENT} joined by '/', without '..'")
+        raise BadInput(f"the key {key!r} is not valid. Keys are parts like {_SEGMENT} joined by '/', without '..'")
 
 
 class _LifelongLease:
@@ -272,7 +272,10 @@ class LocalStore:
         if not path.is_file():
             raise Damaged(f"{key!r} is missing from {self.uri}. Restore the file from a copy of the store.")
         if link := self._link_to(path):
-            raise Damaged(f"{key!r} in {self.uri} must be a plain file, but its path contains the symbolic link {link}")
+            raise Damaged(
+                f"{key!r} in {self.uri} must be a plain file, but its path contains the symbolic link {link}. Replace "
+                "the link by the file"
+            )
         return path
 
     def cached_copy(self, key: str) -> Path | None:

@@ -214,7 +214,8 @@ class ProblemFile(ChatFile, FileRules, ImageFileSettings):
     def _require_unique_columns(cls, columns: tuple[str, ...]) -> tuple[str, ...]:
         if reserved := {"prompt", "answer"} & set(columns):
             raise ValueError(
-                f"{sorted(reserved)[0]!r} must not be listed: environments always receive prompt and answer. Remove it"
+                f"{sorted(reserved)[0]!r} must not be listed in environment_columns, because environments always "
+                "receive the prompt and the answer. Remove it"
             )
         if len(set(columns)) < len(columns):
             raise ValueError(f"each column may be listed only once, found {', '.join(columns)}. Remove the repetition")
@@ -299,7 +300,10 @@ class DeduplicatedData(DataSource):
     def _require_unset_in_source(self) -> Self:
         for key in ("exclude_ids_path", "on_too_long", "image_background", "image_version", *TextSettings.model_fields):
             if getattr(self.source, key) not in (DataSource.model_fields[key].default, getattr(self, key)):
-                raise ValueError(f"source.{key} must not be set. Set {key} next to source instead")
+                raise ValueError(
+                    f"source.{key} must not be set in the nested source. Set {key} in the table that contains "
+                    "`source` instead"
+                )
         return self
 
     @property

@@ -37,8 +37,8 @@ def file_problems(data: ProblemFile, split: str, seed: int) -> list[Problem]:
     """
     if "{prompt}" not in data.template:
         raise BadInput(
-            f"data.template {data.template!r} does not contain {{prompt}}, so all prompts would be the same. "
-            "Add {prompt} to the template."
+            f"data.template is {data.template!r}, which does not contain {{prompt}}, so all prompts would be the "
+            "same. Add {prompt} to the template."
         )
     if data.heldout_path is not None:
         problems = read_problems(data.path if split == "train" else data.heldout_path, data)
@@ -51,8 +51,8 @@ def file_problems(data: ProblemFile, split: str, seed: int) -> list[Problem]:
         ]
     if not problems:
         raise BadInput(
-            f"{data.path}: data.heldout_fraction = {data.heldout_fraction} leaves no {split} problem. "
-            "Add problems, change the fraction, or set data.heldout_path."
+            f"{data.path}: data.heldout_fraction is {data.heldout_fraction}, which leaves no {split} problem. Add "
+            "problems, change the fraction, or set data.heldout_path."
         )
     return [_apply_template(problem, data) for problem in problems]
 
@@ -81,11 +81,14 @@ def read_problems(path: Path, data: ProblemFile) -> list[Problem]:
             problems.append(replace(problem, template=template))
     input_errors.check()
     if not problems:
-        raise BadInput(f"{path}: the file is empty. Expected at least one problem.")
+        raise BadInput(
+            f"{path}: the file is empty, but it must contain at least one problem. Check that the file was written "
+            "completely, or set the path of another file."
+        )
     if data.chat_template_kwargs and data.system is None and all(isinstance(each.prompt, str) for each in problems):
         raise BadInput(
-            f"{path}: data.chat_template_kwargs has no effect, because all prompts are plain text. Use chats, set "
-            "data.system, or remove data.chat_template_kwargs."
+            f"{path}: data.chat_template_kwargs is set, but it has no effect, because all prompts of the file are "
+            "plain text. Remove it, write the prompts as chats, or set data.system, which makes every prompt a chat."
         )
     return problems
 

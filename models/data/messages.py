@@ -72,8 +72,15 @@ def _read_prompt_value(place: str, prompt: object, file: ChatFile) -> Prompt:
         return read_text(place, prompt, column)
     messages = read_messages(place, prompt, column, fields=file.message_fields)
     if not messages or messages[-1].role == "assistant":
-        fault = "no messages" if not messages else "a message of the assistant at its end"
-        raise BadInput(f"{place}: {column}: expected a chat whose last message is not by the assistant, found {fault}")
+        fault = (
+            "the chat has no messages. Add a message, or remove the row"
+            if not messages
+            else "its last message is by the assistant. Move that message to the answer column, or remove it"
+        )
+        raise BadInput(
+            f"{place}: {column}: a prompt must be a chat whose last message is not by the assistant, because the "
+            f"policy generates the next message, but {fault}."
+        )
     return messages
 
 
@@ -184,7 +191,10 @@ def _parse_json(place: str, value: object, column: str) -> object:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise BadInput(f"{place}: {column}: the text is not valid JSON: {error}") from error
+        raise BadInput(
+            f"{place}: {column}: the text must be valid JSON: {error}. Correct the text, or write the value as JSON "
+            "instead of text."
+        ) from error
 
 
 def read_tools(place: str, value: object, column: str) -> tuple[Mapping[str, JsonValue], ...]:
@@ -223,7 +233,10 @@ def read_kwargs(place: str, value: object, column: str) -> dict[str, JsonValue]:
         raise BadInput(f"{place}: {column}: expected an object with variables of the template, found {value!r:.60}")
     for name in RESERVED_KWARGS:
         if name in kwargs:
-            raise BadInput(f"{place}: {column}.{name}: this variable of the template is always set. Remove it.")
+            raise BadInput(
+                f"{place}: {column}.{name}: Rheostat always sets this variable of the chat template. Remove it from "
+                "the column."
+            )
     check_columns(kwargs, source=f"{place}: {column}")
     return kwargs
 
@@ -252,7 +265,10 @@ def _read_content(place: str, value: object, column: str, *, fields: MessageFiel
                     f"found {part!r:.80}"
                 )
     if not parts:
-        raise BadInput(f"{place}: {column}: expected text or images, found an empty list")
+        raise BadInput(
+            f"{place}: {column}: the list of parts is empty, but a message needs at least one text or image. Add the "
+            "text, or remove the row."
+        )
     return tuple(parts)
 
 
@@ -263,7 +279,9 @@ def read_text(place: str, value: object, column: str) -> str:
     """
     text = _read_any_text(place, value, column)
     if not text.strip():
-        raise BadInput(f"{place}: {column}: expected text, found only blank characters or none")
+        raise BadInput(
+            f"{place}: {column}: the text is missing, is empty or contains only white space. Fill in the text, or remove the row."
+        )
     return text
 
 
@@ -277,7 +295,8 @@ def _read_any_text(place: str, value: object, column: str) -> str:
         value.encode()
     except UnicodeEncodeError as error:  # JSON can encode half a surrogate pair, which tokenizers reject
         raise BadInput(
-            f"{place}: {column}: the text is not valid Unicode: {error.reason} at character {error.start}"
+            f"{place}: {column}: the text is not valid Unicode ({error.reason} at character {error.start}). Remove "
+            "this character."
         ) from error
     return value
 

@@ -98,7 +98,9 @@ def _read_cell(place: str, value: pa.Scalar, maps: str | None) -> object:
     except UnicodeDecodeError as error:
         raise BadInput(f"{place}: expected text in UTF-8, but {error}. Write the file with text in UTF-8.") from error
     except (ValueError, KeyError, OverflowError) as error:
-        raise BadInput(f"{place}: the value cannot be read: {error.args[0]}") from error
+        raise BadInput(
+            f"{place}: the value cannot be read: {error.args[0]}. Correct the value, or write the column as text."
+        ) from error
 
 
 def _shorten_floats(values: pa.ChunkedArray) -> pa.ChunkedArray:

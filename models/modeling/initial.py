@@ -119,7 +119,10 @@ def refuse_to_write(
 ) -> int:
     """Raise BadInput, because a model behind an endpoint, or one that starts as a copy of the policy, is not built
     separately."""
-    raise BadInput("a model behind an endpoint, or one that starts from the policy, cannot be built for the reward")
+    raise BadInput(
+        "the model of this reward is behind an endpoint or starts as a copy of the policy, so it is not written "
+        "separately"
+    )
 
 
 def write_reward_model(
@@ -178,7 +181,7 @@ def refuse_to_write_user(
     environment: DialogueEnvironment, model: UserModel, directory: Path, *, problems: Sequence[Problem], seed: int
 ) -> int:
     """Raise BadInput, because a model behind an endpoint cannot be built for the run."""
-    raise BadInput("a model behind an endpoint cannot be built for the run")
+    raise BadInput("the simulated user is behind an endpoint, so the run does not write its model")
 
 
 def copy_user(

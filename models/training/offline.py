@@ -173,7 +173,8 @@ def _reject_placeholders(inputs: Sequence[ModelInput], processor: VisionProcesso
         placeholders = np.intersect1d(each.completion, banned)
         if len(placeholders):
             raise BadInput(
-                f"warm-up example {row}: the completion contains token {placeholders[0]}, which policies never generate"
+                f"warm-up example {row}: the completion contains the image placeholder token {placeholders[0]}, which "
+                "policies never generate. Remove it from the answer"
             )
 
 
@@ -193,7 +194,7 @@ def _take_step(
         floor=0.1,
     )
     if not isfinite(norm := trainer.step(rate)):
-        raise Quarantined(f"{where}: the gradient norm is {norm}, but it must be finite. Lower learning_rate")
+        raise Quarantined(f"{where}: the gradient norm is {norm}, which is not finite. Lower learning_rate")
 
 
 def _shares_at(shares_N: torch.Tensor, logprobs_C: torch.Tensor, places_C: torch.Tensor) -> torch.Tensor:

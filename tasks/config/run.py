@@ -126,25 +126,40 @@ class RunConfig(Settings):
     @classmethod
     def _name_stays_in_the_store(cls, name: str) -> str:
         if ".." in name:
-            raise ValueError(f"{name!r} must not contain '..'. Choose another name.")
+            raise ValueError(f"the name of a run must not contain '..', found {name!r}. Choose another name.")
         reserved = {REGISTRIES: "registries", SOUPS: "records of soups", RETRIEVERS: "retrievers"}
         if name in reserved:
-            raise ValueError(f"{name!r} is the folder of {reserved[name]} in a store. Choose another name.")
+            raise ValueError(
+                f"a run cannot have the name {name!r}, which is the folder of {reserved[name]} in a store. Choose "
+                "another name."
+            )
         return name
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> "RunConfig":
         problems, limit = self.evaluation.problems, self.data.num_heldout_problems
         if limit is not None and problems > limit and "problems" in self.evaluation.model_fields_set:
-            raise ValueError(f"evaluation.problems is {problems}, above data.heldout_problems, {limit}. Lower it.")
+            raise ValueError(
+                f"evaluation.problems is {problems}, but data.heldout_problems is only {limit}. Lower the first, or "
+                "raise the second."
+            )
         if self.rollout.sampling.temperature == 0:
-            raise ValueError("rollout.sampling.temperature is 0, so all completions of a group are equal. Raise it.")
+            raise ValueError(
+                "rollout.sampling.temperature is 0, at which all completions of a group are equal and nothing can be "
+                "trained. Set it above 0."
+            )
         partial, longest = self.rollout.partial, self.rollout.sampling.max_new_tokens
         if partial is not None and partial.tokens >= longest:
-            raise ValueError(f"rollout.partial.tokens is {partial.tokens}; it must be below max_new_tokens, {longest}.")
+            raise ValueError(
+                f"rollout.partial.tokens is {partial.tokens}, but it must be below rollout.sampling.max_new_tokens, "
+                f"which is {longest}. Lower it."
+            )
         stale, kept = self.rollout.staleness, self.retention.keep_last
         if kept < stale + 2:
-            raise ValueError(f"retention.keep_last is {kept}; rollout.staleness {stale} needs {stale + 2} versions.")
+            raise ValueError(
+                f"retention.keep_last is {kept}, but with rollout.staleness = {stale} the last {stale + 2} policy "
+                f"versions are needed. Set it to at least {stale + 2}."
+            )
         return self
 
     @model_validator(mode="after")
@@ -152,15 +167,15 @@ class RunConfig(Settings):
         dynamic, terms, local = self.rollout.dynamic, self.scoring.terms, [*self.scoring.hosted_rewards]
         if dynamic is not None and dynamic.metric is not None and dynamic.metric not in terms:
             raise ValueError(
-                f"rollout.dynamic.metric is {dynamic.metric!r}, but must be a reward term: {', '.join(terms)}"
-                f"{nearest(dynamic.metric, terms)}"
+                f"rollout.dynamic.metric is {dynamic.metric!r}, but it must be the name of a reward: "
+                f"{', '.join(terms)}{nearest(dynamic.metric, terms)}"
             )
         for term in self.placement.replicas:
             if term not in local:
                 known = ", ".join(local) or "none"
                 raise ValueError(
-                    f"placement.replicas.{term} names no reward whose model runs in worker slots. Such rewards: {known}"
-                    f"{nearest(term, local)}"
+                    f"placement.replicas contains {term!r}, which is not a reward whose model runs in worker slots. "
+                    f"Such rewards: {known}{nearest(term, local)}"
                 )
         return self
 
@@ -171,8 +186,8 @@ class RunConfig(Settings):
             if term not in remote_terms:
                 known = ", ".join(remote_terms) or "none"
                 raise ValueError(
-                    f"budget.prices.judges.{term} names no reward with a judge at an endpoint. Such rewards: {known}"
-                    f"{nearest(term, remote_terms)}"
+                    f"budget.prices.judges contains {term!r}, which is not a reward with a judge behind an endpoint. "
+                    f"Such rewards: {known}{nearest(term, remote_terms)}"
                 )
         return self
 
@@ -180,7 +195,9 @@ class RunConfig(Settings):
     def _suites_are_known(self) -> "RunConfig":
         names = [suite.name for suite in self.evaluations]
         if len({*names}) < len(names):
-            raise ValueError(f"evaluations must have different names, found {', '.join(names)}. Rename one.")
+            raise ValueError(
+                f"each table of [[evaluations]] needs a different name, found {', '.join(names)}. Rename one."
+            )
         if self.promotion is not None:
             heldout = self.evaluation.problems
             reasons = self.promotion.find_conflicts(self.evaluations, self.scoring, heldout=heldout, run=self.name)
@@ -200,7 +217,10 @@ class RunConfig(Settings):
         for reason in find_alarm_conflicts(self.alarms, self._job()):
             raise ValueError(reason)
         if self.soup is not None and self.policy.generates_images:
-            raise ValueError(f"[soup] cannot merge image policies (policy.kind {self.policy.label!r}). Remove [soup].")
+            raise ValueError(
+                f"[soup] merges only policies that generate text, but policy.kind = {self.policy.label!r} generates "
+                "pictures. Remove [soup]."
+            )
         for reason in self.soup.find_conflicts(self.scoring, self.update, self.data) if self.soup else ():
             raise ValueError(reason)
         return self
@@ -226,8 +246,8 @@ class RunConfig(Settings):
     def _others_can_join(self) -> "RunConfig":
         if self.pools.cluster == "threads" and self.controllers.where == "deployment":
             raise ValueError(
-                "controllers.where is 'deployment', but controllers in other processes cannot reach the workers of "
-                "pools.cluster 'threads'. Set controllers.where = 'nested' or pools.cluster = 'ray'."
+                "controllers.where = 'deployment' runs controllers in other processes, which cannot reach the workers "
+                "of pools.cluster = 'threads'. Set controllers.where = 'nested' or pools.cluster = 'ray'."
             )
         return self
 
@@ -236,11 +256,14 @@ class RunConfig(Settings):
         slots, min_workers = self._reward_slots(), self.pools.workers.min_slots
         key = "pools.workers" if self.pools.workers.min is None else "pools.workers.min"
         if slots > min_workers:
-            raise ValueError(f"{key} is {min_workers}, but the reward models need at least {slots} slots. Raise {key}.")
+            raise ValueError(
+                f"{key} is {min_workers}, but the reward models alone need {slots} worker slots. Raise {key}."
+            )
         if slots and slots == min_workers and not self.placement.can_take_turns:
             raise ValueError(
-                f"{key} is {min_workers}, but the reward models take {slots} slots, and placement.kind "
-                f"{self.placement.kind!r} needs more for rollout. Raise {key}, or use 'colocated' or 'adaptive'."
+                f"{key} is {min_workers}, and the reward models need all {slots} slots, but placement.kind = "
+                f"{self.placement.kind!r} needs more slots for rollout. Raise {key}, or set placement.kind to "
+                "'colocated' or 'adaptive'."
             )
         return self
 
@@ -250,8 +273,9 @@ class RunConfig(Settings):
         for key, endpoint in self._endpoints():
             if endpoint.timeout_seconds + MAX_PAUSE_SECONDS >= stall_seconds:
                 raise ValueError(
-                    f"{key}.timeout_seconds is {endpoint.timeout_seconds:g}. With a pause of {MAX_PAUSE_SECONDS:g} s "
-                    f"this reaches pools.stall_seconds, {stall_seconds:g}. Lower the first or raise the second."
+                    f"{key}.timeout_seconds is {endpoint.timeout_seconds:g}. Together with the longest pause between "
+                    f"attempts ({MAX_PAUSE_SECONDS:g} s), this reaches pools.stall_seconds ({stall_seconds:g} s), so "
+                    "a slow request would count as a stalled worker. Lower the first or raise the second."
                 )
         return self
 
@@ -378,9 +402,14 @@ def require_part(command: str, config: RunConfig) -> None:
     """Raise BadInput if the configuration lacks the part of the job that the command runs."""
     match command:
         case "sft" if config.warmup is None:
-            raise BadInput(f"Run {config.name!r} has no supervised warm-up. Set [warmup].")
+            raise BadInput(
+                f"Run {config.name!r} has no supervised fine-tuning, because [warmup] is not set. Set [warmup]."
+            )
         case "dpo" if config.dpo is None:
-            raise BadInput(f"Run {config.name!r} has no preference optimization. Set [dpo] and [preferences].")
+            raise BadInput(
+                f"Run {config.name!r} has no preference optimization, because [dpo] is not set. Set [dpo] and "
+                "[preferences]."
+            )
         case "reward-model" if not _trains_rewards(config):
             raise BadInput(
                 f"Run {config.name!r} trains no reward model. Set model.kind = 'trained' in a reward of kind 'model'."

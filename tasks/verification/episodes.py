@@ -99,7 +99,10 @@ def _run_replay(work: ReplayWork) -> list[Difference]:
     try:
         response = json.loads(answer)
     except ValueError:
-        raise WorkerFailed(f"The replay failed with code {code}: {errors.decode()[-2000:]}") from None
+        raise WorkerFailed(
+            f"The process that replays episodes failed with exit code {code}. Its last output is: "
+            f"{errors.decode()[-2000:]}"
+        ) from None
     if response["error"]:
         raise BadInput(response["error"])
     return [Difference.model_validate(each) for each in response["differences"]]

@@ -168,11 +168,17 @@ def write_export(tables: Iterable[pa.Table], path: Path, *, key: str) -> None:
     remaining = iter(tables)
     first = next(remaining, None)
     if first is None:
-        raise BadInput(f"There is no table to export as {key!r}, because no iteration has this data.")
+        raise BadInput(
+            f"There is nothing to export as {key!r}, because no iteration of the run contains this data. Choose "
+            "another table."
+        )
     schema = first.schema.remove_metadata()  # the metadata of a shard describes that shard only
     with pq.ParquetWriter(path, schema, compression="zstd") as writer:
         writer.write_table(first.cast(schema))
         for table in remaining:
             if not table.schema.equals(schema):
-                raise BadInput(f"Tables of {key!r} must have the columns {schema.names}, found {table.schema.names}")
+                raise BadInput(
+                    f"All tables of {key!r} must have the same columns, {schema.names}, but one has "
+                    f"{table.schema.names}. Export the iterations separately."
+                )
             writer.write_table(table.cast(schema))

@@ -95,7 +95,7 @@ REASONS = (  # by what is left of the seed
     "OSError: the backend is down",
     "NoStep: expected a text, None, or messages, done and reward, found int",
     "NoStep: expected a message with a text as content, found 5",
-    "its process wrote what is no answer",
+    "its process wrote something other than a valid response",
     "NoStep: expected a finite number as reward, found 'much'",
 )
 

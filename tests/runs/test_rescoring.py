@@ -165,7 +165,7 @@ def refusals() -> Iterator[tuple[list[str], str]]:
     yield [*regex, "--iterations", "3-2"], "must be like 3, 3-7 or 1,3-5, found '3-2'"
     yield [*regex, "--iterations", "0"], "run 'tiny' only has the sealed iterations 1 to 3"
     yield [*regex, "--iterations", "one"], "found 'one'"
-    yield [*regex, "seed=3"], "'seed=3' is not allowed. Only pools.* of a stored run can be changed"
+    yield [*regex, "seed=3"], "'seed=3' is not allowed, because the other settings of a stored run cannot be changed"
     yield [*regex, "pools.wrkers=3"], "did you mean 'workers'?"
     yield (
         ["rescore", "--rewards", JUDGED.replace('"judge",', '"judge",slots=2,'), "pools.workers=1"],

@@ -254,7 +254,7 @@ def test_other_methods_share_the_start_and_the_policies_for_one_reward(soup, tmp
     soup_policy(soup.store, "soup", (0.5, 0.5), tmp_path / "policy", method="oracle")
     own = Path(oracle.backbones[1].path) / WEIGHTS
     assert (tmp_path / "policy" / WEIGHTS).read_bytes() == own.read_bytes()
-    with pytest.raises(BadInput, match="method 'oracle' only has policies for the preferences of its grid"):
+    with pytest.raises(BadInput, match="method 'oracle' has a policy only for the preferences of its grid"):
         soup_policy(soup.store, "soup", (0.3, 0.7), tmp_path / "other", method="oracle")
     with pytest.raises(BadInput, match="set --method to bone or rewarded or oracle, found none"):
         soup_policy(soup.store, "soup", (0.3, 0.7), tmp_path / "other")

@@ -251,7 +251,8 @@ class ServerClient:
         logprobs = np.frombuffer(answer.logprobs, "<f8")
         if logprobs.size != len(prompts) * len(continuations):
             raise WorkerFailed(
-                f"{self} returned {logprobs.size} log-probs, but {len(prompts)} x {len(continuations)} were requested"
+                f"{self} returned {logprobs.size} log-probs, but {len(prompts)} prompts x {len(continuations)} "
+                "continuations were requested. Use a server that was started with `rheostat engine serve vllm`"
             )
         return logprobs.reshape(len(prompts), len(continuations)), answer
 
@@ -299,28 +300,31 @@ class ServerClient:
                 yield answer
                 if isinstance(answer, RequestDone):
                     return
-        raise EndpointDown(f"{self} ended its response before it was complete")
+        raise EndpointDown(f"{self} closed the connection before its response was complete")
 
     def _build_refusal(self, refused: RequestRefused, digest: str) -> RheostatError:
         if refused.digest is not None:
             return StaleWeights(
-                f"{self}: {self._quoted(refused.error)} (it serves {refused.digest!r}, the work needs {digest!r})"
+                f"{self}: {self._quoted(refused.error)} (it serves policy {refused.digest!r}, but this request needs "
+                f"policy {digest!r})"
             )
-        return self._build_failure(f"{self} failed while it responded: {self._quoted(refused.error)}")
+        return self._build_failure(f"{self} reported an error in its response: {self._quoted(refused.error)}")
 
     def _build_failure(self, message: str) -> RheostatError:
         """Return WorkerFailed if the server is healthy, because then the request is at fault, else EndpointDown."""
         return (
             WorkerFailed(message)
             if self.is_healthy()
-            else EndpointDown(f"{message}. The engine of the server has failed")
+            else EndpointDown(f"{message}. The server's engine has failed, so the server must be restarted")
         )
 
     def _parse_line(self, line: str) -> Chunk | RequestDone | RequestRefused:
         try:
             return LINES.validate_json(line)
         except ValidationError:
-            raise EndpointDown(f"{self} sent an incomplete line: {self._quoted(line)!r}") from None
+            raise EndpointDown(
+                f"{self} sent a line that is not a complete JSON message: {self._quoted(line)!r}"
+            ) from None
 
     def _read(self, method: str, path: str, answer: type[A], *, body: dict[str, JsonValue] | None = None) -> A:
         with self._request(method, path, body) as response:
@@ -331,7 +335,10 @@ class ServerClient:
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
-            raise WorkerFailed(f"{self}{path}: {where}: {first['msg']}, found {self._excerpt(data)!r}") from error
+            raise WorkerFailed(
+                f"{self} returned an unexpected response to {path} ({where}: {first['msg']}): "
+                f"{self._excerpt(data)!r}. Use a server that was started with `rheostat engine serve vllm`"
+            ) from error
 
     def _check(self, response: httpx.Response) -> None:
         """Raise the error for the status of a response. Do nothing for status 200."""
@@ -339,7 +346,10 @@ class ServerClient:
         if status == HTTPStatus.OK:
             return
         if status == HTTPStatus.UNAUTHORIZED:
-            raise BadInput(f"{self} rejects the API key in engine.api_key_variable. Use the key of the server's start")
+            raise BadInput(
+                f"{self} rejects the API key in engine.api_key_variable. Set that environment variable to the key "
+                "with which the server was started"
+            )
         data = response.read()
         try:
             error = Error.model_validate_json(data)
@@ -347,7 +357,7 @@ class ServerClient:
             error = Error(error=self._excerpt(data))
         error = Error(error=self._quoted(error.error), digest=error.digest)
         if status == HTTPStatus.CONFLICT:
-            raise StaleWeights(f"{self}: {error.error} (it serves {error.digest!r})")
+            raise StaleWeights(f"{self}: {error.error} (it serves policy {error.digest!r})")
         if status == HTTPStatus.UNPROCESSABLE_ENTITY:
             raise Quarantined(f"{self}: {error.error}")
         refusal = f"{self} responded with status {status}: {error.error}"

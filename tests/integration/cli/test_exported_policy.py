@@ -204,13 +204,16 @@ def test_a_policy_is_pushed_with_the_token_to_a_private_repository(exported, mon
 def test_a_push_that_the_hub_refuses_names_the_command_that_pushes_the_directory(exported, monkeypatch):
     with hub(refuses=True) as (url, _):
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
-        with pytest.raises(EndpointDown, match=r"was written but not pushed: .*403.*`hf upload team/model"):
+        with pytest.raises(EndpointDown, match=r"could not be pushed to the Hub: .*403.*`hf upload team/model"):
             push_policy(exported, "team/model", token="hf_secret")
 
 
 @pytest.mark.parametrize(
     ("name", "names"),
-    [("team/model", ["token", "HF_TOKEN", "`hf auth login`"]), ("a b", ["name on the Hub", "team/my-model"])],
+    [
+        ("team/model", ["token", "HF_TOKEN", "`hf auth login`"]),
+        ("a b", ["name on the Hugging Face Hub", "team/my-model"]),
+    ],
 )
 def test_a_push_without_a_token_or_a_valid_name_is_refused_and_writes_nothing(
     reference, tmp_path, monkeypatch, name, names

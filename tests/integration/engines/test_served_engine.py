@@ -160,7 +160,7 @@ ABORTED = chunk(0, [7, 8, 9], finish="abort")
     [
         (EndpointDown, "broke off.*`rheostat engine serve vllm`", lambda lines: [*lines[:9], None]),
         (EndpointDown, '\'{"id": 2, "tok\'', lambda lines: [*lines[:4], b'{"id": 2, "tok\n', *lines[4:]]),
-        (EndpointDown, "before it was complete", lambda lines: lines[:9]),
+        (EndpointDown, "before its response was complete", lambda lines: lines[:9]),
         (EndpointDown, "1 tokens .*2 log-prob", lambda lines: [UNEVEN, *lines]),
         (WorkerFailed, "1 completions have no end", lambda lines: [*lines[:-2], lines[-1]]),
         (WorkerFailed, "completion 99", lambda lines: [chunk(99, [5], finish="length"), *lines]),

@@ -299,7 +299,7 @@ async def test_waiting_work_retries_an_empty_slot_and_a_fleet_can_be_closed_duri
     pids = shared.pids
     await shared.fleet.close()
     assert await wait_until_gone(*pids)
-    with pytest.raises(ClusterFailed, match="closed while workers were being moved"):
+    with pytest.raises(ClusterFailed, match="closed while workers were moved"):
         await arranging
 
 

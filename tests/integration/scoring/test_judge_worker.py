@@ -160,7 +160,7 @@ def test_a_worker_reports_the_digest_that_it_serves_and_loads_it_once(judging):
 
 def test_a_local_judge_without_a_model_is_refused(judging):
     work = JudgeWork(iteration=3, rollouts=rollouts(judging.home, "a"), model=None, seed=5)
-    with pytest.raises(BadInput, match=r"judge honest: .* no model"):
+    with pytest.raises(BadInput, match=r"judge honest: .* does not name the model"):
         judging.worker().judge(work)
 
 

@@ -185,7 +185,7 @@ def test_attempts_to_reach_an_endpoint_count_as_progress_and_a_dead_endpoint_is_
 
 
 def test_work_without_the_teachers_model_is_refused(uri, student):
-    with pytest.raises(BadInput, match="no teacher model"):
+    with pytest.raises(BadInput, match="does not name the teacher"):
         start(uri, MICROBATCHES).estimate(estimate_work(uri, student, None))
 
 

@@ -54,7 +54,7 @@ def test_numbers_of_every_library_are_rewards(value, number):
 @pytest.mark.parametrize(("value", "reason"), NO_NUMBERS, ids=repr)
 def test_other_values_are_refused_with_their_type_and_its_module(value, reason):
     assert compute_value(lambda: value, None, "") == (None, reason)
-    with pytest.raises(NoStep, match="expected a finite number as reward"):
+    with pytest.raises(NoStep, match="the reward must be a finite number"):
         parse_step({"reward": [value] if value is None else value}, role="tool")
 
 

@@ -147,7 +147,7 @@ def test_a_file_cut_at_any_byte_is_damage_even_after_it_was_verified(store):
     read_shard(store, ref)
     for size in range(0, len(data), 97):
         store.local_path(ref.key).write_bytes(data[:size])
-        with pytest.raises(Damaged, match=f"expected {len(data)} bytes, found {size}"):
+        with pytest.raises(Damaged, match=f"must have {len(data)} bytes, but it has {size}"):
             read_shard(store, ref)
 
 

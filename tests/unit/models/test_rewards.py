@@ -92,7 +92,7 @@ def test_each_harmful_completion_is_missing_with_its_reason_and_no_other_is(star
         "raise": "RuntimeError: cannot judge <object object at 0x…>",
         "nan": "finite float.* nan",
         "exit": "exit code 0",
-        "hang": "no value.* 1 s",
+        "hang": "no score.* 1 s",
         "none": "float.* NoneType",
         "crash": "SIGSEGV",
         "inf": "finite float.* inf",

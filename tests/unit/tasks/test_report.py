@@ -199,7 +199,7 @@ def test_the_commands_write_pages_and_refuse_invalid_output_paths(store, tmp_pat
     assert "rollout.group_size     4      3" in shown and "other - long: no paired test: " in shown
     assert "<h1>long and other</h1>" in (tmp_path / "both.html").read_text()
     assert main(["report", "long", *where, "--to", str(tmp_path / "none/page.html")]) == 2
-    assert "must be a file in an existing directory" in capsys.readouterr().err
+    assert "Name a file in an existing directory" in capsys.readouterr().err
     assert main(["report", "lomg", *where, "--to", str(tmp_path / "page.html")]) == 2
     assert "did you mean 'long'" in capsys.readouterr().err
     assert main(["compare", "long", *where]) == 2
