@@ -67,7 +67,7 @@ mutants: $(VENV)/.dev  ## how many of 300 random changes of the code the default
 
 SEEDS := 1..20
 chaos: $(VENV)/.dev  ## kills and full disks at random writes of a small run, by seeds; a failing one is named
-	@$(BIN)/python -c "import sys; from tests.support.chaos import main; sys.exit(main())" --seeds $(SEEDS) $(ARGS)
+	@$(BIN)/python -c "import sys; from tests.support.chaos_command import main; sys.exit(main())" --seeds $(SEEDS) $(ARGS)
 
 faults: $(VENV)/.dev  ## docs/faults.md, written again from disturbed runs
 	@$(BIN)/python -m bench.faults

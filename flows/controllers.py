@@ -32,13 +32,14 @@ from tasks.run.work_queue import (
 )
 
 Role = Flow[Concatenate[RunRef, ...], Coroutine[object, object, int | State[int]]]
-"""Flow that performs one role of a run. With a batch it works on this batch and ends. Without a batch it serves the
-work requests of the process that has locked the run."""
+"""Prefect flow that performs one role of a run (rollout, scoring or update). If it is called with a batch, it processes
+this batch and ends. Otherwise it serves requests of the process that has locked the run, until that process ends it."""
 
 
 class Controllers:
-    """All controllers of an open run. Each controller starts with its first work request, serves a number of iterations
-    (`controllers.iterations_per_flow_run`), and is then replaced.
+    """Running controllers of an open run. A controller is a Prefect flow run that sends the work of one role to
+    workers. Each controller starts with its first request, serves a number of iterations
+    (`controllers.iterations_per_flow_run`), and is then replaced by a new flow run.
 
     Creating flow runs is the largest cost of using Prefect. So a controller's flow run serves many batches.
     """
@@ -51,8 +52,8 @@ class Controllers:
         self._serving: dict[tuple[str, int | None], ControllerSpan] = {}
 
     def send(self, role: Role, number: int | None, request: BatchRequest) -> None:
-        """Send a request to a controller. If the controller has served all its iterations, start a new controller for
-        the request.
+        """Send a request for work on a batch to a controller, which is the flow run for one role. If the current
+        controller has served all its iterations, start a new one.
 
         `number` identifies the controller if its role has several controllers, otherwise it is None.
         """
@@ -69,7 +70,7 @@ class Controllers:
         serving.requests.put_nowait(request)
 
     def close(self) -> None:
-        """Make the controllers end after they have served their pending requests."""
+        """Signal all controllers to end after they have served their pending requests."""
         for serving in self._serving.values():
             serving.requests.put_nowait(None)
 
@@ -90,8 +91,8 @@ _SPAN: contextvars.ContextVar[ControllerSpan] = contextvars.ContextVar("controll
 
 @asynccontextmanager
 async def open_controllers(open_run: OpenRun) -> AsyncIterator[None]:
-    """Run the block with controllers available, so that `run_on_controller` can be called in it. An error of one
-    controller stops the other controllers and the flow."""
+    """Run the block with controllers available. A controller is a flow that sends the work of one role to workers, and
+    `run_on_controller` uses it. An error in one controller stops the other controllers and the main flow."""
     try:
         async with AsyncExitStack() as stack:
             deployed = None
@@ -110,7 +111,8 @@ async def open_controllers(open_run: OpenRun) -> AsyncIterator[None]:
 
 
 async def serve_requests(open_run: OpenRun, run_batch: RunBatch) -> int:
-    """Do the requested work until no more requests come. Return the number of requests. Called by a controller."""
+    """Serve the work requests for this controller until the sender ends them. `run_batch` does the work of one request.
+    Return the number of requests."""
     count, controller_span = 0, _SPAN.get(None)
     works = _received_work(open_run, run_batch) if controller_span is None else _queued_work(controller_span, run_batch)
     async with asyncio.TaskGroup() as group:
@@ -128,8 +130,8 @@ async def _queued_work(
 
 
 async def _received_work(open_run: OpenRun, perform: RunBatch) -> AsyncIterator[Coroutine[object, object, None]]:
-    """Yield a coroutine for each work request that arrives from the process that has locked the run. Work whose result
-    is stored already is not repeated."""
+    """Yield a coroutine for each work request that arrives from the process that has locked the run. The coroutine does
+    the requested work. Results that are stored already are not computed again."""
 
     async def carry_out(batch: str, shards: Shards) -> None:
         await perform(batch, shards)
@@ -140,8 +142,8 @@ async def _received_work(open_run: OpenRun, perform: RunBatch) -> AsyncIterator[
 
 
 def controller_name() -> str:
-    """Return the name of a flow run, for `flow_run_name`: `rollout 0`, `rollout 0 from it-0051` for a successor, or
-    `it-0003 rollout 0` for a single batch."""
+    """Return the display name of the current controller flow run, for `flow_run_name`: `rollout 0`, `rollout 0 from
+    it-0051` for a flow run that replaces an earlier one, or `it-0003 rollout 0` for a single batch."""
     parameters = flow_run.parameters
     first = parameters.get("first", 1)
     later = f"from {iteration_key(first)}" if first > 1 else None
@@ -152,7 +154,8 @@ def controller_name() -> str:
 async def run_on_controller(
     role: Role, open_run: OpenRun, *, batch: str, controller: int | None = None, shards: Shards = None
 ) -> None:
-    """Let a controller of a role work on a batch, and wait until its work is done.
+    """Send work on a batch to the controller of a role (a flow that passes the work on to workers), and wait until the
+    work is done.
 
     `controller` is the number of the controller if several controllers share the batch. `shards` are the shards that it
     works on, by default all.

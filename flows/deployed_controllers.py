@@ -32,18 +32,20 @@ from tasks.run.work_queue import (
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
-"""Interval in seconds between two queries to Prefect for ended controllers. One query covers all controllers."""
+"""Minimum interval in seconds between two queries to Prefect for ended controllers. One query covers all
+controllers."""
 END_SECONDS = 60.0
-"""Time limit in seconds for a controller to end after its last request."""
+"""Time limit in seconds for the flow run of a controller to end after its last request is finished."""
 CANCEL_SECONDS = 10.0
-"""Time limit in seconds for cancelling a flow run in Prefect."""
+"""Time limit in seconds for the requests to Prefect's API that cancel a flow run."""
 
 FINAL_STATES = (StateType.COMPLETED, StateType.FAILED, StateType.CRASHED, StateType.CANCELLED)
 
 
 @dataclass(slots=True)
 class FlowRuns:
-    """Flow runs of controllers that this process has started, with the final states of those that have ended."""
+    """Flow runs of controllers that this process has started in Prefect, and the final states of the flow runs that
+    have ended."""
 
     client: PrefectClient
     _open: set[UUID] = field(default_factory=set)
@@ -52,8 +54,8 @@ class FlowRuns:
 
     @asynccontextmanager
     async def start(self, deployment: str, parameters: dict[str, object], *, tag: str) -> AsyncIterator[FlowRun]:
-        """Run the block with a new run of a deployment. The flow run is canceled if it has not ended when the block
-        ends."""
+        """Start a flow run of a Prefect deployment, and run the block. If the flow run has not ended when the block
+        ends, it is canceled. Yields the flow run."""
         child = await arun_deployment(deployment, client=self.client, parameters=parameters, tags=[tag], timeout=0)
         self._open.add(child.id)
         try:
@@ -64,8 +66,8 @@ class FlowRuns:
                 await self._cancel(child)
 
     async def find_ended(self, child: FlowRun) -> FlowRun | None:
-        """Return the flow run in its final state, or None if it has not ended. One request to Prefect serves all
-        callers."""
+        """Return the flow run `child` in its final state, or None if it has not ended. Calls within a short interval
+        share one request to Prefect."""
         if time.monotonic() - self._last_query > POLL_SECONDS:
             self._last_query = time.monotonic()
             open_ids = FlowRunFilterId(any_=[*(self._open - self._ended.keys())])
@@ -84,22 +86,24 @@ class FlowRuns:
 
 @asynccontextmanager
 async def connect_to_prefect() -> AsyncIterator[FlowRuns]:
-    """Connect to Prefect's API during the block, to start flow runs there."""
+    """Connect to Prefect's API during the block. Yields an object that starts flow runs of deployments and queries
+    their states."""
     async with get_client() as client:
         yield FlowRuns(client)
 
 
 @dataclass(slots=True)
 class _OpenRequest:
-    """Work request that is not finished, with the keys of the results that are still missing, in reverse order."""
+    """Work request that is not finished. `missing` contains the keys of the results that are not stored yet, in reverse
+    order."""
 
     request: BatchRequest
     missing: list[StageKey]
 
 
 class DeployedController:
-    """Controller in a separate flow run, as seen by the process that has locked the run. If the flow run is lost, a new
-    one replaces it."""
+    """Handle of a controller that runs as a separate Prefect flow run, in the process that has locked the run. It sends
+    requests to the flow run, checks that the flow run is alive, and replaces it if it is lost."""
 
     def __init__(
         self, role: str, open_run: OpenRun, number: int | None, *, controller_span: ControllerSpan, flow_runs: FlowRuns
@@ -115,8 +119,8 @@ class DeployedController:
         """Whether the last request was passed on."""
 
     async def serve(self) -> None:
-        """Pass on all work requests until the last one is finished. Raises WorkerFailed if a request fails, and
-        WorkerLost if too many flow runs in a row are lost."""
+        """Pass work requests on to the flow run until the last request is finished. A lost flow run is replaced. Raises
+        WorkerFailed if the flow run fails, and WorkerLost if too many flow runs in a row are lost."""
         lost_runs, progress, max_lost = 0, 0, self._open_run.settings.pools.max_restarts
         while self._open_requests or not self._is_over:
             try:
@@ -131,7 +135,8 @@ class DeployedController:
                 logger.warning("%s. The controller was lost at attempt %d of %d.", lost, lost_runs, max_lost + 1)
 
     async def _follow(self) -> None:
-        """Start a flow run and pass on requests to it until it has ended."""
+        """Start one flow run of the controller, send it all open and new requests, and return when it has ended with
+        all requests finished."""
         open_run = self._open_run
         for pool in open_run.get_controller_pools(self._role):  # started here: workers end with their parent
             await open_run.get_pool(pool)
@@ -151,13 +156,15 @@ class DeployedController:
                 outbox.close()
 
     def _first_iteration(self) -> int:
-        """Return the number of the first iteration for which a new flow run has to work."""
+        """Return the number of the first iteration with unfinished work. A new flow run of this controller starts with
+        it."""
         return max(
             self._span.first, *(_iteration_of(open_request.request) for open_request in self._open_requests[:1]), 1
         )
 
     def _check_commits(self) -> None:
-        """Check which results were stored since the last check, and wake the tasks whose requests are finished."""
+        """Look for new results in the store, and wake the tasks that wait for a request whose results are now
+        complete."""
         for open_request in self._open_requests:
             before = len(open_request.missing)
             while open_request.missing and self._open_run.run.has(open_request.missing[-1]):
@@ -169,7 +176,8 @@ class DeployedController:
         self._open_requests = [open_request for open_request in self._open_requests if open_request.missing]
 
     async def _pass_on_request(self, outbox: Outbox) -> None:
-        """Wait for the next request for a limited time, and pass it on to the flow run."""
+        """Wait a short time for the next work request, and send it to the flow run if one arrives. If all requests were
+        sent already, only wait."""
         waited = time.monotonic() - self._last_progress
         pause = min(pause_seconds(waited), POLL_SECONDS) if self._open_requests or self._is_over else POLL_SECONDS
         if self._is_over:
@@ -186,13 +194,13 @@ class DeployedController:
                 outbox.put(_build_message(request))
 
     def _keys_of(self, request: BatchRequest) -> list[StageKey]:
-        """Return the keys of all results that a request produces, in reverse order."""
+        """Return the keys of all results that a work request produces, in reverse order."""
         if request.shards is None:
             return [StageKey.of(request.batch, self._role)]
         return [StageKey.of(request.batch, self._role, shard) for shard in reversed(request.shards)]
 
     async def _has_ended(self, child: FlowRun, outbox: Outbox) -> bool:
-        """Return whether all requests are finished and the flow run has ended.
+        """Return whether the last request was sent, all requests are finished, and the flow run `child` has completed.
 
         Raises WorkerLost if the flow run is lost, WorkerFailed if it failed.
         """
@@ -212,7 +220,8 @@ class DeployedController:
         raise WorkerLost(outcome) if ended.state.is_crashed() or ended.state.is_completed() else WorkerFailed(outcome)
 
     def _check_alive(self, child: FlowRun, outbox: Outbox) -> None:
-        """Check that the flow run is alive.
+        """Check that the flow run `child` of this controller is still working. `outbox` contains the messages to the
+        flow run.
 
         Raises WorkerFailed if it does not start in time, WorkerLost if it no longer reads its requests or does not end.
         """

@@ -13,8 +13,8 @@ from tasks.run.open_run import OpenRun
 
 
 async def generate_and_score(open_run: OpenRun, batch: Batch) -> None:
-    """Generate and score all completions of a batch, with workers assigned as the placement policy decides. The failure
-    of one controller stops the others."""
+    """Generate and score all completions of a batch. The placement policy decides how many workers generate and score,
+    and whether both happen at the same time. The failure of one controller stops the other controllers."""
     async with open_run.slots_lock:
         plan = await place_stage(open_run, batch)
         if plan.mode == "colocated":
@@ -25,7 +25,8 @@ async def generate_and_score(open_run: OpenRun, batch: Batch) -> None:
 
 
 async def generate_then_score(open_run: OpenRun, batch: Batch) -> None:
-    """Generate all completions with all worker slots, and then score them with all worker slots."""
+    """Generate all completions of a batch with all worker slots, and then score all completions with all worker
+    slots."""
     async with asyncio.TaskGroup() as group:
         start_rollout(group, open_run, batch)
     async with asyncio.TaskGroup() as group:
@@ -34,7 +35,8 @@ async def generate_then_score(open_run: OpenRun, batch: Batch) -> None:
 
 
 async def score_while_generating(open_run: OpenRun, batch: Batch, plan: Plan) -> None:
-    """Score shards while other shards are generated, and move workers between generation and scoring as needed."""
+    """Score the completed shards of a batch while other shards are still generated. `plan` assigns the workers to both
+    tasks, and workers are reassigned if the measured speeds require it."""
     async with asyncio.TaskGroup() as outer_group:
         correction = outer_group.create_task(correct_placement(open_run, batch, plan))
         async with asyncio.TaskGroup() as group:
@@ -44,13 +46,14 @@ async def score_while_generating(open_run: OpenRun, batch: Batch, plan: Plan) ->
 
 
 def start_rollout(group: asyncio.TaskGroup, open_run: OpenRun, batch: Batch) -> None:
-    """Let each rollout controller generate a part of the batch's shards. Starts one task per controller."""
+    """Start the generation of a batch's completions in a task group. The shards of the batch are divided among the
+    rollout controllers, with one task per controller."""
     for number, shards in enumerate(slice_shards(batch.shards, controllers=open_run.settings.controllers.count)):
         group.create_task(run_on_controller(rollout, open_run, batch=batch.key, controller=number, shards=shards))
 
 
 def start_scoring(group: asyncio.TaskGroup, open_run: OpenRun, batch: Batch) -> None:
-    """Let each scoring controller score the shards that one rollout controller generates. Starts one task per
-    controller."""
+    """Start the scoring of a batch's completions in a task group. The shards of the batch are divided among the scoring
+    controllers, with one task per controller."""
     for number, shards in enumerate(slice_shards(batch.shards, controllers=open_run.settings.controllers.count)):
         group.create_task(run_on_controller(scoring, open_run, batch=batch.key, controller=number, shards=shards))

@@ -27,8 +27,8 @@ because sealing uses the CPU."""
 
 
 async def generate_iteration(open_run: OpenRun, number: int) -> None:
-    """Generate and score the completions of an iteration, batch by batch, until enough groups have unequal rewards.
-    Work whose result is stored already is not repeated."""
+    """Generate and score the completions of an iteration. More batches are generated until enough groups (the
+    completions of one prompt) have unequal rewards. Results that are stored already are not computed again."""
     this = Iteration(open_run.run, number)
     with tag_tasks(this.key):
         wave: Batch | None = plan_iteration(open_run, this)
@@ -38,7 +38,8 @@ async def generate_iteration(open_run: OpenRun, number: int) -> None:
 
 
 async def train_iteration(open_run: OpenRun, number: int) -> None:
-    """Train the policy on the rollouts of an iteration: auxiliary scores, credit and update."""
+    """Train the policy on the rollouts of an iteration, in three stages: compute auxiliary scores (such as log-probs of
+    a reference model), compute advantages, and update the policy."""
     this = Iteration(open_run.run, number)
     with tag_tasks(this.key):
         async with reserve_update_machines(open_run, this):
@@ -48,8 +49,8 @@ async def train_iteration(open_run: OpenRun, number: int) -> None:
 
 
 async def close_iteration(open_run: OpenRun, number: int, thread: Executor) -> None:
-    """Mark a trained iteration as complete (seal), delete the policies and rollouts that are now too old, and report
-    the iteration.
+    """Mark a trained iteration as complete (seal it), delete policies and rollouts that the retention settings no
+    longer keep, and report the iteration's metrics. `thread` executes the writes to the store.
 
     The next iteration runs meanwhile. It does not need the seal, because it reads the results of the stages directly.
     """
@@ -71,7 +72,8 @@ def _seal(open_run: OpenRun, iteration: Iteration) -> None:
 
 
 async def generate_ahead(group: asyncio.TaskGroup, open_run: OpenRun, numbers: Sequence[int]) -> AsyncIterator[int]:
-    """Yield the number of each iteration when its rollouts are generated and scored.
+    """Start the generation of rollouts for several iterations ahead of training, and yield the number of each iteration
+    when its rollouts are generated and scored.
 
     The caller trains on an iteration before it requests the next one. Meanwhile later iterations are generated one
     after another, as far ahead as `rollout.staleness` allows, because their generating policies already exist.

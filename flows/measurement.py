@@ -19,8 +19,8 @@ async def measure_policy(open_run: OpenRun, policy: str) -> Accuracy | None:
 
 @flow(name="measurement", flow_run_name="held-out accuracy of {policy}")
 async def measure_heldout_accuracy(run: RunRef, policy: str) -> Accuracy:
-    """Generate and score completions for the held-out problems, and store the accuracy. `policy` is the key of the
-    policy."""
+    """Generate and score completions of a stored policy for the held-out problems, and store the accuracy. `policy` is
+    the key of the policy in the run's store."""
     open_run = get_open_run(run)
     batch = plan_measurement(open_run, policy)
     await generate_and_score(open_run, batch)
@@ -28,8 +28,8 @@ async def measure_heldout_accuracy(run: RunRef, policy: str) -> Accuracy:
 
 
 async def evaluate_iteration(open_run: OpenRun, number: int) -> Accuracy:
-    """Evaluate the policy after this number of iterations on the held-out problems, unless the result is already
-    stored."""
+    """Evaluate the policy after `number` iterations on the held-out problems, and return its accuracy. If the result is
+    already stored, nothing is generated again."""
     with tag_tasks(evaluation_key(number)):
         batch = plan_evaluation(open_run, number)
         if not is_summarized(batch):

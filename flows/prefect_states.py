@@ -23,13 +23,14 @@ CANCELLED: Final = "Cancelled before its end."
 _CRASHED: Final = f"Crash detected! {CANCELLED}"
 _FINISHED: Final = "Finished in state Cancel"
 _RAISE: Final = engine_signals._prefect_sigterm_handler
-"""Prefect's own handler of SIGTERM, which raises an error wherever the process is at that moment."""
+"""Prefect's own handler of SIGTERM, which raises an error at whatever point the process has reached."""
 
 logger = logging.getLogger(__name__)
 
 
 def install_state_handling() -> None:
-    """Make Prefect report cancellations and bad input correctly in this process. Repeated calls have no effect."""
+    """Change Prefect in this process so that it reports cancellations as canceled instead of crashed, and bad user
+    input without a traceback. Repeated calls have no effect."""
     for engine in (flow_engine, task_engine):
         engine.exception_to_crashed_state = _build_state  # type: ignore[attr-defined]
     for name in ("prefect.flow_runs", "prefect.task_runs", "prefect.engine", "asyncio"):
@@ -38,7 +39,8 @@ def install_state_handling() -> None:
 
 
 def _cancel_in_order() -> None:
-    """Make this process cancel the task of its flow if a Prefect worker cancels the flow, as Ctrl-C does.
+    """Make a cancellation by a Prefect worker, which sends SIGTERM, cancel the asyncio task of this process's flow,
+    like Ctrl-C.
 
     Prefect's own handler raises an error in an arbitrary task, which causes tracebacks from all other tasks. If the
     SIGTERM was not sent by a worker's cancellation, Prefect's handler is used and marks the run as crashed.
@@ -69,7 +71,8 @@ async def _build_state(error: BaseException) -> State:
 
 
 def _filter_record(record: logging.LogRecord) -> bool:
-    """Return whether to log a record, and reduce the level of cancellation records to INFO.
+    """Logging filter that drops redundant error records of Prefect. Return whether to log a record. Records about a
+    cancellation are kept, with level INFO instead of an error level.
 
     The traceback of a BadInput is left out, because the state that is logged next has its message. Errors after a
     worker's cancellation are left out, because they are consequences of it, such as errors of a stopping Ray cluster.

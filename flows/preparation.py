@@ -12,19 +12,21 @@ from tasks.run.open_run import RunRef, get_open_run
 
 @flow(name="fine-tuning", flow_run_name="fine-tuning")
 async def run_fine_tuning(run: RunRef) -> None:
-    """Train the initial policy on worked examples, before reinforcement learning."""
+    """Train the initial policy on example completions with supervised learning, before reinforcement learning."""
     await fine_tune_policy(get_open_run(run))
 
 
 @flow(name="preference-learning", flow_run_name="preference learning")
 async def run_preference_training(run: RunRef) -> None:
-    """Train the policy on pairs of better and worse completions, after its warm-up if there is one."""
+    """Train the policy on pairs of better and worse completions. If the run also has supervised warm-up, this comes
+    after it."""
     await train_policy_on_preferences(get_open_run(run))
 
 
 @flow(name="reward-modelling", flow_run_name="reward modelling")
 async def train_reward_models(run: RunRef) -> None:
-    """Build or copy the model of each reward that is computed in worker slots, and train it if the run trains it."""
+    """Build or copy the model of each reward that a model in a worker slot computes, and train the models that the
+    configuration says to train."""
     open_run = get_open_run(run)
     for term in open_run.settings.scoring.hosted_rewards:
         base = await make_reward_model(open_run, term)

@@ -26,7 +26,8 @@ from tasks.run.rescorings import DerivedResult, Recredit, Rescoring, rescored_ba
 
 @flow(name="rescore", flow_run_name="{request.config.name} {request.name}")
 async def rescore(request: Rescoring) -> None:
-    """Score the selected iterations of a run again. If started again, only missing iterations are scored."""
+    """Score stored rollouts of a run again with other rewards, for the selected iterations. If the flow is started
+    again, it only scores the missing iterations."""
     derived = DerivedResult("rescore", request.name)
     async with reopen_run(request.config) as open_run:
         await begin_rescoring(open_run, derived)
@@ -47,8 +48,8 @@ async def rescore(request: Rescoring) -> None:
 
 @flow(name="recredit", flow_run_name="{request.config.name} {request.name}")
 async def recredit(request: Recredit) -> None:
-    """Compute new advantages for the selected iterations of a run. If started again, only missing iterations are
-    computed."""
+    """Compute new advantages for stored rollouts of a run, for the selected iterations. If the flow is started again,
+    it only computes the missing iterations."""
     derived = DerivedResult("recredit", request.name)
     async with reopen_run(request.config) as open_run:
         await begin_recredit(open_run, derived, request.scores)

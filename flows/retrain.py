@@ -20,20 +20,21 @@ from tasks.promotion.suites import find_opponent, policies_to_compare, suites_of
 
 
 def _build_name() -> str:
-    """Return the name of the run, which ends with the day, as the name of the flow run that Prefect is
-    about to start."""
+    """Return the name of the retrain's run: the configured name and the scheduled day, such as `run-20261123`. Prefect
+    uses this name for the flow run."""
     parameters = flow_run.parameters
     return with_date(parameters["config"], parameters["day"] or flow_run.scheduled_start_time).name
 
 
 @flow(name="retrain", flow_run_name=_build_name, persist_result=True, result_serializer="json")
 async def retrain(config: RunConfig, accept_change: bool = False, day: date | None = None) -> Retrained:
-    """Train a policy as a run with the configured name and the scheduled day, such as `run-20261123`.
+    """Train a policy as a run with the configured name and the scheduled day, such as `run-20261123`. If a registry is
+    configured, the run starts from the champion, trains on new problems, and is compared with the champion. The
+    promotion gate then decides whether the new policy becomes the champion.
 
-    With a registry, the run starts from the champion, trains on new problems, and is compared with the champion. The
-    gate then decides whether its policy becomes champion. Started again on the same day, this flow continues the day's
-    run. Later, `train` continues it by its full name. After a restart, possibly on another machine, finished work is
-    found in the store and not in Prefect's results.
+    If the flow is started again on the same day, it continues the day's run. Later, `train` continues the run by its
+    full name. After a restart, possibly on another machine, finished work is found in the store and not in Prefect's
+    results.
 
     Args:
         config: Configuration of the run.

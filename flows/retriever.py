@@ -22,7 +22,8 @@ from tasks.retriever import (
 
 @flow(name="retriever", flow_run_name="{config.name}", persist_result=True, result_serializer="json")
 async def retriever(config: RetrieverConfig) -> TrainedRetriever:
-    """Train a retriever and evaluate it on held-out queries. If started again, it continues from the store.
+    """Train a retriever and evaluate it on held-out queries. If the flow is started again, it continues from the
+    results in the store.
 
     Args:
         config: Pairs, encoders and method.

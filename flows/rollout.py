@@ -11,7 +11,9 @@ from tasks.run.open_run import RunRef
 
 @flow(name="rollout", flow_run_name=controller_name, persist_result=True, result_serializer="json")
 async def rollout(run: RunRef, batch: str | None = None, controller: int = 0, first: int = 1) -> int | State[int]:
-    """Generate and commit shards of planned batches. Return the number of batches.
+    """Generate and store the completions of planned batches as the rollout controller with the number `controller`,
+    from iteration `first` on. Return the number of batches, or the state Crashed if the process that has locked the run
+    no longer sends requests.
 
     Args:
         run: The run. Without an epoch (the number of the holder's lease) this flow locks the run itself.

@@ -37,6 +37,7 @@ from tasks.placement.stage import place_single_role
 from tasks.preparation import check_inputs
 from tasks.run.batch import Batch
 from tasks.run.dependencies import dependencies_of, find_matching_run, next_iteration, recorded_layout
+from tasks.run.hub_inputs import fetch_hub_inputs
 from tasks.run.open_run import OpenRun, RunRef, get_open_run, is_open, open_with_workers
 from tasks.run.preflight import with_data_sized_defaults, with_recorded_defaults
 from tasks.run.stages import commit_pending_results, tag_tasks
@@ -45,8 +46,8 @@ from tasks.run.work_queue import Shards
 logger = logging.getLogger(__name__)
 
 SECRETS_VARIABLE: Final = "RHEOSTAT_SECRETS"
-"""Environment variable with the names of Prefect Secret blocks, separated by commas, that contain keys for deployed
-flows."""
+"""Name of the environment variable that lists Prefect Secret blocks, separated by commas. The blocks contain keys, such
+as API keys, for deployed flows."""
 _VALUES: Final = TypeAdapter(dict[str, str])
 
 BatchWork = Callable[[OpenRun, Batch, Sequence[int]], Awaitable[object]]
@@ -57,7 +58,8 @@ BatchWork = Callable[[OpenRun, Batch, Sequence[int]], Awaitable[object]]
 async def lock_run(
     config: RunConfig, *, scope: RunConfig | None = None, accept_change: bool = False, final_key: str | None = None
 ) -> AsyncIterator[OpenRun]:
-    """Create or resume the configured run, lock it for this process, and open its worker pools.
+    """Create the configured run or open the existing one, lock it for this process, and start its worker pools. Yields
+    the open run.
 
     `scope` is the configuration that the open run uses if it needs less than the whole run. With `accept_change` the
     run continues with the current code, data and libraries. `final_key` is the key of the last manifest of the run. If
@@ -75,6 +77,7 @@ async def lock_run(
         if config.controllers.where == "deployment":
             # Queues are in the processes of the controllers, so the placement cannot be corrected during a stage.
             config = config.model_copy(update={"placement": config.placement.without_moves()})
+        await asyncio.to_thread(fetch_hub_inputs, config)
         existing = find_matching_run(config, accept_change=accept_change)
         dependencies = dependencies_of(config, existing)
         run = existing or create_run(config.store, config.name, config.identity())
@@ -99,7 +102,7 @@ async def lock_run(
 
 @contextmanager
 def _report_run(open_run: OpenRun) -> Iterator[None]:
-    """Send Prefect events about a run: now that it has started, and at the end of the block how it ended."""
+    """Send Prefect an event that the run has started, run the block, and send an event that says how the run ended."""
     run = open_run.run
     emit_of_run(run.name, "run.started", iterations=next_iteration(run) - 1)
     outcome = "stopped"
@@ -115,8 +118,8 @@ def _report_run(open_run: OpenRun) -> Iterator[None]:
 
 @asynccontextmanager
 async def reopen_run(config: RunConfig) -> AsyncIterator[OpenRun]:
-    """Lock an existing run and open it with the settings in `config`, to compute something new from its stored results.
-    The recorded configuration is kept.
+    """Lock an existing run and open it with the settings in `config`, to compute new scores or advantages from its
+    stored rollouts. The configuration that is stored with the run does not change. Yields the open run.
 
     Raises RunLocked if another process holds the run.
     """
@@ -129,8 +132,8 @@ async def reopen_run(config: RunConfig) -> AsyncIterator[OpenRun]:
 
 @asynccontextmanager
 async def join_run(ref: RunRef) -> AsyncIterator[OpenRun]:
-    """Open the run for a controller. If this process has the run open, that one is used, otherwise the process joins
-    the run of another process.
+    """Open the run for a controller, and yield it. If this process has already opened the run, the open run is shared.
+    Otherwise this process joins the run that another process has locked.
 
     If several tasks of a controller fail together, the first cause is raised, and its message is shown in the flow's
     state.
@@ -145,8 +148,8 @@ async def join_run(ref: RunRef) -> AsyncIterator[OpenRun]:
 async def run_controller(
     run: RunRef, batch: str | None, *, work: BatchWork, slots: Role | None = None
 ) -> int | State[int]:
-    """Do a role's work for one batch, or for all requests of the process that has locked the run. Return the number of
-    batches.
+    """Do the work of one role for a single batch, or for all requests of the process that has locked the run if `batch`
+    is None. `work` does the role's work. Return the number of processed batches.
 
     `slots` is the role whose workers use the worker slots. If a single batch is requested and no process has locked the
     run, this function assigns the slots. If the controller no longer receives messages, the flow run ends as crashed,
@@ -172,7 +175,8 @@ async def run_controller(
 
 
 async def _carry_out(open_run: OpenRun, work: BatchWork, batch: str, shards: Shards) -> None:
-    """Do a role's work for some shards of a planned batch, or for all shards if `shards` is None."""
+    """Call `work`, which does the work of one role, for some shards of a planned batch, or for all shards if `shards`
+    is None. `batch` is the key of the batch."""
     planned = Batch.read(open_run.run, batch)
     with tag_tasks(batch):
         await work(open_run, planned, planned.shards if shards is None else shards)
@@ -204,7 +208,8 @@ async def _join(ref: RunRef) -> AsyncIterator[OpenRun]:
 
 
 async def _prepare_process() -> None:
-    """Prepare this process for running flows: error handling, logging, and keys from Prefect's Secret blocks."""
+    """Prepare this process for running flows: set up error handling and logging, and load keys from Prefect's Secret
+    blocks."""
     install_state_handling()
     log_visibly("prefect", *PACKAGES)
     await _load_secrets()
@@ -213,8 +218,8 @@ async def _prepare_process() -> None:
 
 
 async def _load_secrets() -> None:
-    """Set environment variables from the Secret blocks named in `SECRETS_VARIABLE`. Each block is a JSON object of
-    variable names and texts. Variables that are already set are kept.
+    """Set environment variables from the Prefect Secret blocks that are listed in the variable `SECRETS_VARIABLE`. Each
+    block is a JSON object of variable names and values. Variables that are already set do not change.
 
     Raises BadInput if a block is missing or has other content. The message does not repeat the content.
     """

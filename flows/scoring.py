@@ -15,7 +15,9 @@ from tasks.scoring import judge_shards, score_shards
 
 @flow(name="scoring", flow_run_name=controller_name, persist_result=True, result_serializer="json")
 async def scoring(run: RunRef, batch: str | None = None, controller: int = 0, first: int = 1) -> int | State[int]:
-    """Score shards of planned batches as soon as they are generated. Return the number of batches.
+    """Score the completions of planned batches as soon as they are generated, as the scoring controller with the number
+    `controller`, from iteration `first` on. Return the number of batches, or the state Crashed if the process that has
+    locked the run no longer sends requests.
 
     Args:
         run: The run. Without an epoch (the number of the holder's lease) this flow locks the run itself.
@@ -27,8 +29,9 @@ async def scoring(run: RunRef, batch: str | None = None, controller: int = 0, fi
 
 
 async def judge_and_score(open_run: OpenRun, batch: Batch, shards: Sequence[int]) -> None:
-    """Compute the verdicts of judges and reward models for some shards, and then the scores. Each shard is processed as
-    soon as its completions are generated."""
+    """Score the completions in some shards of a batch. First the judges and reward models evaluate the completions,
+    then all rewards are combined into scores. The scoring of each shard starts as soon as its completions are
+    generated."""
     async with asyncio.TaskGroup() as group:
         for term in open_run.settings.scoring.model_rewards:
             group.create_task(judge_shards(open_run, batch, shards, term))

@@ -14,7 +14,7 @@ from tasks.run.keys import BASE, SFT
 
 @flow(name="sft", flow_run_name="{config.name}", persist_result=True, result_serializer="json")
 async def sft(config: RunConfig, accept_change: bool = False) -> TrainedPolicy:
-    """Run the job up to the end of supervised warm-up, and evaluate the policy on held-out problems.
+    """Run the job up to the end of supervised fine-tuning (the warm-up), and evaluate the policy on held-out problems.
 
     Args:
         config: Configuration of the run.

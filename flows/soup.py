@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 @flow(name="soup", flow_run_name="{config.name}", persist_result=True, result_serializer="json")
 async def soup(config: RunConfig, accept_change: bool = False) -> SoupRecord:
-    """Create a policy for every preference between a run's rewards. If started again, the flow continues from the
-    store.
+    """Train and evaluate a policy for every preference between the rewards of a run, by merging the weights of
+    separately trained policies. If the flow is started again, it continues from the results in the store.
 
     Every part is a separate run: the start, the backbones, and the evaluation of each merge on the same problems with
     the same seeds.
@@ -58,8 +58,10 @@ async def soup(config: RunConfig, accept_change: bool = False) -> SoupRecord:
 
 
 async def _search(config: RunConfig, statistics: Statistics, accept_change: bool) -> dict[float, float]:
-    """Train policies for each value of β in `soup.candidates` for a part of the iterations, to find the best β. Return
-    the hypervolume of the measured rewards by β, the best first. Empty if no candidates are configured."""
+    """Find the best value of β, the weight of a policy's main reward in the mix of rewards that it trains on. For each
+    value in `soup.candidates`, train the policies for a part of the iterations, merge them, and measure the rewards of
+    the merges. Return the hypervolume of these rewards by β, the best first, or an empty dict if no candidates are
+    configured."""
     iterations, points = search_iterations(config), dict[float, list[PreferencePoint]]()
     for beta in soup_settings(config).candidates if soup_settings(config).mixes else ():
         await _train(backbone_runs(config, statistics, beta, iterations=iterations), accept_change)

@@ -26,7 +26,8 @@ from tasks.views.summary import RunSummary
     name="train", flow_run_name="{config.name}", persist_result=True, result_serializer="json", validate_parameters=True
 )
 async def train(config: RunConfig, accept_change: bool = False) -> RunSummary:
-    """Retrain a model by reinforcement learning. If the flow is started again, it continues from the store.
+    """Train a language model by reinforcement learning. If the flow is started again, it continues from the results in
+    the store.
 
     Args:
         config: Configuration of the run.
@@ -43,8 +44,8 @@ async def train(config: RunConfig, accept_change: bool = False) -> RunSummary:
 
 
 async def run_iterations(open_run: OpenRun) -> None:
-    """Run the remaining iterations of a run, with evaluations, until the configured number is reached or an alarm or
-    the budget ends the run.
+    """Run the remaining iterations of a run, with evaluations, until the configured number of iterations is reached, or
+    until an alarm or the budget ends the run.
 
     Iterations that were trained but not marked as complete (sealed) before an interruption are sealed first. A single
     thread seals iterations, so seals stay in order. The run stays locked until this thread has ended.

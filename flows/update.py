@@ -15,7 +15,8 @@ from tasks.update import update_policy
 
 @flow(name="update", flow_run_name=controller_name, persist_result=True, result_serializer="json")
 async def update(run: RunRef, batch: str | None = None, first: int = 1) -> int | State[int]:
-    """Train and commit the next policy version for each requested batch. Return the number of versions.
+    """Train and store the next version of the policy for each requested batch, from iteration `first` on. Return the
+    number of new versions, or the state Crashed if the process that has locked the run no longer sends requests.
 
     Args:
         run: The run. Without an epoch (the number of the holder's lease) this flow locks the run itself.
@@ -26,6 +27,6 @@ async def update(run: RunRef, batch: str | None = None, first: int = 1) -> int |
 
 
 async def train_policy(open_run: OpenRun, batch: Batch, shards: Sequence[int]) -> None:
-    """Train the policy on all samples of an iteration, on all update ranks. The samples must be stored. `shards` is not
-    used."""
+    """Train the policy on all samples of an iteration, with all update ranks, which must find the samples in the store.
+    `shards` is ignored."""
     await update_policy(open_run, Iteration(open_run.run, batch.plan.number))

@@ -17,8 +17,8 @@ from tasks.run.open_run import RunRef, get_open_run
 
 @flow(name="warmup", flow_run_name="warm-up")
 async def prepare_run(run: RunRef) -> None:
-    """Create everything that the first iteration needs: version 0 of the policy, the prompts, and, if configured,
-    reward models, teacher and critic."""
+    """Create everything that the first iteration needs: version 0 of the policy, the prompts and, if they are
+    configured, the reward models, the teacher and the critic."""
     open_run = get_open_run(run)
     await prepare_policy_and_prompts(open_run)
     if uses_fine_tuning(open_run):

@@ -12,8 +12,8 @@ _WRITTEN = Path(__file__).with_name("commit.txt")
 
 
 def find_commit() -> str:
-    """Return the commit of this installation or checkout: 12 digits, and `-dirty` if there are uncommitted changes.
-    Return "" if the commit is unknown."""
+    """Return the git commit of the installed Rheostat: 12 hexadecimal digits, followed by `-dirty` if there are
+    uncommitted changes. Return "" if the commit is unknown."""
     return _WRITTEN.read_text().strip() if _WRITTEN.exists() else describe_checkout(Path(__file__).parents[1])
 
 

@@ -38,8 +38,8 @@ from infra.renamed import (
 )
 
 RECORDED: Final = "recorded"
-"""Pydantic validation context for documents of stored runs. With this context, a key that is missing gets the value
-`Since.before`."""
+"""Pydantic validation context for configurations that are read from stored runs. In this context, a missing key gets
+the value `Since.before` instead of its present default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,8 @@ class Since:
     version: str
     """Version of Rheostat that added the key."""
     before: object
-    """Value of the key with which a run computes the same results as before the key was added."""
+    """Value that a stored run without the key is given. With this value, the run computes the same results as before
+    the key was added."""
 
 
 def since_of(field: FieldInfo) -> Since | None:
@@ -64,13 +65,13 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def read_recorded(model: type[M], document: object) -> M:
-    """Validate settings from the record of a stored run. If a key with a `Since` annotation is missing, its value is
+    """Validate settings that were read from a stored run. A missing key with a `Since` annotation gets the value
     `Since.before`."""
     return model.model_validate(document, context=RECORDED)
 
 
 def encode_recorded(document: Mapping[str, JsonValue], settings: BaseModel) -> dict[str, JsonValue]:
-    """Return a JSON document in the format in which runs record it.
+    """Convert a JSON dump of settings to the format in which runs store it.
 
     At every depth, keys with a `Since` annotation are omitted if their value is `before`, and renamed keys and values
     get their old names.
@@ -100,13 +101,13 @@ def _encode_within(value: JsonValue, part: object) -> JsonValue:
 
 
 def _plain_json(value: object) -> JsonValue:
-    """Return the value of a key as JSON, in the format in which runs record it."""
+    """Convert the value of a configuration key to JSON, in the format in which runs store it."""
     return _encode_within(to_jsonable_python(value), value)
 
 
 def adopt_recorded(settings: M, recorded: Mapping[str, JsonValue]) -> M:
-    """Return a copy of the settings. Each key with a `Since` annotation that is neither set nor recorded gets its value
-    `before`."""
+    """Return a copy of the settings that is compatible with a stored run. A key with a `Since` annotation gets the
+    value `Since.before` if the user has not set the key and the stored configuration `recorded` does not contain it."""
     fields = read_names(_fields_of(recorded, settings), renames_of(type(settings)))
     changes = dict[str, object]()
     for name, field in type(settings).model_fields.items():
@@ -128,16 +129,16 @@ def _adopt_within(part: object, value: JsonValue) -> object:
 
 
 def _fields_of(document: Mapping[str, JsonValue], settings: BaseModel) -> Mapping[str, JsonValue]:
-    """Return the part of a document that contains the fields of the settings. For a user's own class this is the table
-    `options`."""
+    """Return the part of a document that contains the fields of the settings. This is the table `options` if the
+    settings are a user's own class, otherwise the whole document."""
     options = document.get("options")
     is_target = "target" in document and "target" not in type(settings).model_fields
     return options if is_target and isinstance(options, dict) else document
 
 
 def _title(model: type[BaseModel]) -> str:
-    """Return the title of a model in forms. If the model is a variant, the title consists of its kind and the first
-    clause of its docstring."""
+    """Return the title of a settings class in forms. For a variant (a class that users select with `kind`), this is its
+    kind and the first clause of its docstring."""
     kind = model.model_fields.get("kind")
     if kind is None:
         return model.__name__
@@ -164,8 +165,9 @@ _WITHIN: Final = ("schema", "items_schema", "keys_schema", "values_schema", "cho
 
 @dataclass(frozen=True, slots=True)
 class _ReadOlder:
-    """Validation step that runs before the fields of a model. It replaces old names of keys and values by the present
-    names, and adds missing keys with the value `Since.before` to documents of stored runs."""
+    """Pydantic validation step that runs before the fields of a model are validated. It replaces old names of keys and
+    values with the present names. In documents of stored runs, it also adds missing keys with the value
+    `Since.before`."""
 
     marks: Mapping[str, Since]
     renames: Renames
@@ -178,7 +180,8 @@ class _ReadOlder:
         return {**{name: mark.before for name, mark in self.marks.items()}, **read_names(value, self.renames)}
 
     def add_to(self, schema: Any) -> Any:  # noqa: ANN401 -- pydantic's, of many types
-        """Return the core schema of a model with this step, which a schema that pydantic reuses already contains."""
+        """Add this step to the core schema of a model, and return the schema. If pydantic reuses a schema that already
+        contains the step, nothing is added."""
         inner = schema["schema"]
         if schema["type"] != "model":
             return schema | {"schema": self.add_to(inner)}
@@ -242,12 +245,12 @@ class Settings(BaseModel):
         return schema
 
     def as_recorded(self) -> dict[str, JsonValue]:
-        """Return the settings as JSON for a stored record. Keys with a `Since` annotation are omitted if their value is
-        `before`, and renamed keys have their old names."""
+        """Return the settings as JSON, in the format in which runs store them. Keys with a `Since` annotation are
+        omitted if their value is `before`, and renamed keys have their old names."""
         return encode_recorded(self.model_dump(mode="json"), self)
 
     def present_names(self, recorded: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-        """Return recorded settings in which renamed keys and values have their present names, for use in messages."""
+        """Return a stored configuration with the present names of renamed keys and values, for use in messages."""
         return with_present_names(recorded, type(self))
 
 
@@ -256,26 +259,26 @@ class Identified(Protocol):
     settings that have the same identity."""
 
     def identity(self, recorded: Mapping[str, JsonValue] | None = None) -> dict[str, JsonValue]:
-        """Return the keys and values that determine the results. Paths have the same names as in the recorded
-        configuration."""
+        """Return the keys and values that determine the results of a run. `recorded` is the configuration of an
+        existing run. If it is given, paths are written in the same way as in it."""
         ...
 
     def normalize(self, recorded: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-        """Convert an identity that any version of Rheostat recorded to the present format of `identity`."""
+        """Convert an identity that any version of Rheostat stored to the present format of `identity`."""
         ...
 
     def present_names(self, recorded: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-        """Return a recorded identity in which renamed keys and values have their present names, for use in messages."""
+        """Return a stored identity with the present names of renamed keys and values, for use in messages."""
         ...
 
 
 class WorkerRange(Settings):
-    """Number of worker slots (places for one worker each): a number, or a table with a minimum and a maximum if
-    machines join and leave. The number does not affect results."""
+    """Number of worker slots (places for one worker each). A single number means a fixed number of slots. A table with
+    a minimum and a maximum allows machines to join and leave. The number does not affect results."""
 
     min: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """Minimum number of slots with which a run begins and continues. By default a run waits for `max` slots before it
-    begins, and continues while every role has a worker."""
+    """Minimum number of slots that a run needs to begin and to continue. By default a run waits for `max` slots before
+    it begins, and continues as long as every role has a worker."""
     max: Annotated[int, Field(ge=1, le=4096)]
     """Maximum number of slots. Fewer slots are used if the cluster has no room for all of them."""
 
@@ -292,7 +295,7 @@ class WorkerRange(Settings):
 
     @property
     def min_slots(self) -> int:
-        """Minimum number of slots with which a run begins."""
+        """Minimum number of slots that a run needs to begin."""
         return self.max if self.min is None else self.min
 
     @model_serializer
@@ -365,8 +368,8 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 def read_number_variable(variable: str, default: float) -> float:
-    """Return the value of an environment variable as a whole number, or the default if the variable is not set. Raises
-    BadInput if the value is not a whole number."""
+    """Return the value of an environment variable, which must be a whole number. Return the default if the variable is
+    not set. Raises BadInput for any other value."""
     text = os.environ.get(variable) or f"{default:g}"
     if not text.isdecimal():
         raise BadInput(
@@ -383,11 +386,8 @@ def fingerprint_of(config: Mapping[str, JsonValue]) -> str:
 def describe_difference(
     old: Mapping[str, JsonValue], new: Mapping[str, JsonValue], *, ignored: Collection[str] = (), shown: int = 5
 ) -> str:
-    """Return a text that lists the settings that differ, each with its old and new value. Settings in `ignored` (dotted
-    keys) are omitted.
-
-    At most `shown` settings are listed, followed by the number of the others.
-    """
+    """Describe which settings differ between two configurations, each with its old and new value. Settings whose dotted
+    keys are in `ignored` are omitted. At most `shown` settings are listed, followed by the number of the others."""
     before, after = dict(_dotted(old)), dict(_dotted(new))
     keys = [key for key in {**before, **after} if before.get(key) != after.get(key) and key not in ignored]
     parts = [f"{key} was {before.get(key, 'absent')}, is {after.get(key, 'absent')}" for key in keys[:shown]]

@@ -28,7 +28,8 @@ class Cost(Settings):
     """Total size in bytes of the data that was added to the store: tables (shards), and folders such as
     model weights."""
     judge_calls: int = 0
-    """Number of responses from reward models and judges, including canary requests and retries."""
+    """Number of responses from reward models and judges, including retries and tests of judges with known-bad answers
+    (canaries)."""
     price: float = 0.0
     """Price of these costs, computed from the prices in `[budget.prices]` when the costs were recorded."""
 
@@ -48,7 +49,7 @@ class Cost(Settings):
         return self.gpu_seconds / HOUR
 
     def cells(self) -> dict[str, str]:
-        """Return the costs as formatted table cells, by column heading."""
+        """Return the costs as formatted table cells. Keys are the column headings."""
         return {
             "prompt tokens": f"{self.prompt_tokens:,}",
             "generated": f"{self.written_tokens:,}",
@@ -62,7 +63,7 @@ class Cost(Settings):
         }
 
     def line(self) -> str:
-        """Return a summary of the costs in one line. GPUs, judges and the price are omitted if they are 0."""
+        """Return a one-line summary of the costs. GPU time, judge calls and the price are omitted if they are 0."""
         numbers = {
             "tokens": f"{self.tokens:,}",
             "worker hours": f"{self.worker_hours:,.3f}",
@@ -81,8 +82,8 @@ def total(costs: Iterable[Cost]) -> Cost:
 
 
 class Account:
-    """Running total of the costs of a run, kept by the process that trains it, to end the run at the limit of its
-    budget."""
+    """Running total of the costs of a run. The process that trains the run uses it to end the run when a limit of the
+    budget is reached."""
 
     def __init__(self) -> None:
         self.spent = Cost()
@@ -93,10 +94,11 @@ class Account:
         self._since = time.monotonic()
 
     def seconds_since_last_call(self) -> float:
-        """Return the seconds since the last call, or since the run was opened if this is the first call."""
+        """Return the seconds since the previous call of this method. The first call returns the seconds since the run
+        was opened."""
         before, self._since = self._since, time.monotonic()
         return self._since - before
 
     def add(self, costs: Mapping[str, Cost]) -> None:
-        """Add costs, given by role, to the total."""
+        """Add costs to the running total. Keys of `costs` are roles."""
         self.spent = total([self.spent, *costs.values()])

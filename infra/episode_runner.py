@@ -23,15 +23,17 @@ from typing import Any
 
 ROLES = ("tool", "user", "system")
 MAX_STEP_BYTES = (1 << 24) - (1 << 16)
-"""Maximum size of the messages of a step as JSON. A step with its other fields must fit into a frame of 16 MiB."""
+"""Maximum size in bytes of the messages of one step, encoded as JSON. It is slightly less than 16 MiB, the limit for
+sending a step, because a step has other fields too."""
 KEPT_CHARACTERS = 1 << 20
-"""Number of characters that are kept of the messages of a larger step. Each takes at most 12 bytes of JSON."""
+"""Number of characters of the messages that are kept if a step is too large. One character takes at most 12 bytes of
+JSON."""
 OMISSION = "\n[...]\n"
-"""Marker for text that was removed."""
+"""Marker that replaces the removed middle of a long text."""
 
 
 def _import_sibling(name: str) -> ModuleType:
-    """Import a file in the same folder as this one."""
+    """Import a Python file from the folder that contains this file."""
     spec = importlib.util.spec_from_file_location(f"rheostat_{name}", Path(__file__).with_name(f"{name}.py"))
     assert spec is not None and spec.loader is not None, "the file exists"
     module = importlib.util.module_from_spec(spec)
@@ -43,7 +45,8 @@ plain_values: Any = _import_sibling("plain_values")
 
 
 class ToolError(Exception):
-    """Raised when a tool rejects a call. The policy receives the error message, and the episode continues."""
+    """Exception that a tool raises to reject a call. The policy receives the error message, and the episode
+    continues."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class EpisodeTurn:
 
 
 class NoStep(Exception):
-    """Raised when an environment returns a value that is not a valid step."""
+    """Raised when an environment or tool returns a value that cannot be converted to a step of an episode."""
 
 
 # ---- return values of environments
@@ -75,7 +78,7 @@ class NoStep(Exception):
 
 def parse_step(value: object, *, role: str) -> dict[str, Any]:
     """Convert the return value of an environment's `reset` or `step` to a dictionary with `messages`, `done` and
-    `reward`.
+    `reward`. `role` is the default role of the messages.
 
     None means that there is no message and, after `step`, that the episode has ended. A text is an observation.
     Otherwise the value must be a mapping or an object with `messages` (a text, or a list of texts and `{role, content,
@@ -93,7 +96,9 @@ def parse_step(value: object, *, role: str) -> dict[str, Any]:
         )
     content = parts.get("messages") or ()
     if not isinstance(content, (str, Mapping, list, tuple)):
-        raise NoStep(f"`messages` must be a text or a list, but the environment returned {content!r:.80}")
+        raise NoStep(
+            f"`messages` must be a text or a list, but the environment returned {plain_values.describe_value(content)}"
+        )
     messages = [content] if isinstance(content, (str, Mapping)) else list(content)
     return {
         "messages": [_message(each, role) for each in messages],
@@ -105,7 +110,10 @@ def parse_step(value: object, *, role: str) -> dict[str, Any]:
 def _message(value: object, role: str) -> dict[str, str]:
     message = {"role": role, "content": value} if isinstance(value, str) else value
     if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
-        raise NoStep(f"each message must have a text as its content, but the environment returned {value!r:.80}")
+        raise NoStep(
+            "each message must have a text as its content, but the environment returned "
+            f"{plain_values.describe_value(value)}"
+        )
     repair_text = plain_values.repair_text
     observation = {"role": str(message.get("role", role)), "content": repair_text(message["content"])}
     if observation["role"] not in ROLES:
@@ -129,10 +137,8 @@ def _reward(value: object) -> float | None:
 
 
 def shorten_step(step: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a step whose messages together are small enough to be sent. The middle of long texts is removed.
-
-    Raises NoStep if the step has too many messages.
-    """
+    """Return a step whose messages are small enough to be sent to the parent process. Long texts lose their middle.
+    Raises NoStep if the step has too many messages."""
     messages = step["messages"]
     if sum(map(_size_of, messages)) <= MAX_STEP_BYTES:
         return dict(step)
@@ -152,7 +158,7 @@ def _size_of(message: Mapping[str, str]) -> int:
 
 
 def _drop_middle(text: str, num_kept: int) -> str:
-    """Return the text with at most `num_kept` characters, from its start and its end, and a marker between them."""
+    """Shorten a text to its first and last characters, `num_kept` in total, with a marker between them."""
     if len(text) <= num_kept:
         return text
     return f"{text[: (num_kept + 1) // 2]}{OMISSION}{text[len(text) - num_kept // 2 :]}"
@@ -162,7 +168,7 @@ def _drop_middle(text: str, num_kept: int) -> str:
 
 
 class ToolBox:
-    """Environment that consists only of tools. It responds to every tool call. A turn without tool calls ends the
+    """Environment that consists only of tools. It runs the tool calls of each turn. A turn without tool calls ends the
     episode."""
 
     def __init__(self, tools: Sequence[Callable[..., object]]) -> None:
@@ -205,13 +211,15 @@ def call_tool(call: ToolCall, tools: Mapping[str, Callable[..., object]]) -> str
 
 
 def _refuse_result(value: object) -> object:
-    """Raise NoStep for a part of a tool's result that JSON does not allow."""
+    """Raise NoStep because the result of a tool contains an object that cannot be encoded as JSON. Used as the
+    `default` function of `json.dumps`."""
     kind = plain_values.describe_type(value)
     raise NoStep(f"a tool must return a text or a JSON value, but it returned {kind}")
 
 
 def build_schemas(tools: Sequence[Any], *, skip_unknown: bool = False) -> list[dict[str, Any]]:
-    """Return descriptions of tools (JSON schemas) for chat templates, derived from type hints and docstrings.
+    """Return JSON schemas that describe tools to the policy, for use in chat templates. They are derived from type
+    hints and docstrings.
 
     Tools that are schemas already are returned unchanged. With `skip_unknown`, docstrings are not required, and tools
     whose type hints are not sufficient are left out. Otherwise raises ValueError if a schema cannot be derived.
@@ -236,7 +244,8 @@ def build_schemas(tools: Sequence[Any], *, skip_unknown: bool = False) -> list[d
 
 
 def _schemas_from_type_hints(tool: Callable[..., object], library: Any) -> list[dict[str, Any]]:  # noqa: ANN401
-    """Return the schema of a function's parameters, in a list that is empty if the type hints are not sufficient."""
+    """Return a list with the schema of a tool, derived from its type hints without a docstring. Return an empty list if
+    the type hints are not sufficient."""
 
     @functools.wraps(tool)
     def documented(*args: object, **kwargs: object) -> object:
@@ -261,7 +270,8 @@ def _schemas_from_type_hints(tool: Callable[..., object], library: Any) -> list[
 
 
 class LiveEpisodes:
-    """Environment objects of the unfinished episodes in this process, so that each turn is processed only once."""
+    """Environment objects of all unfinished episodes in this process. They are kept between turns, so that each turn of
+    an episode is processed only once."""
 
     def __init__(self, make: Callable[[], Any], role: str) -> None:
         self._make, self._role = make, role
@@ -284,7 +294,8 @@ class LiveEpisodes:
         return shorten_step(step)
 
     def close(self, names: Iterable[str]) -> None:
-        """Close finished episodes. If closing one episode fails, the others are still closed."""
+        """Close the environments of finished episodes, given by name. If closing one fails, the others are still
+        closed."""
         for name in names:
             with contextlib.suppress(Exception):
                 self._close(self._live.pop(name, (None, 0))[0])
@@ -297,6 +308,6 @@ class LiveEpisodes:
 
 
 def parse_turn(document: Mapping[str, Any], number: int) -> EpisodeTurn:
-    """Return a turn from its JSON form. `number` is the index of the turn, starting at 0."""
+    """Convert a turn from JSON to an `EpisodeTurn`. `number` is the index of the turn, starting at 0."""
     calls = (ToolCall(call["name"], call["arguments"], call["error"]) for call in document["calls"])
     return EpisodeTurn(document["text"], tuple(calls), number)

@@ -56,8 +56,8 @@ MAX_OTHER_PLACES: Final = 3
 
 
 class InputErrors:
-    """Collector of the input errors at several places, such as the lines of a file, to report them together in one
-    line."""
+    """Collector of input errors from several places, such as the lines of a file. It reports all of them in one
+    message."""
 
     def __init__(self) -> None:
         self._places: dict[str, list[str]] = {}
@@ -65,7 +65,8 @@ class InputErrors:
 
     @contextmanager
     def collect(self, place: str) -> Iterator[None]:
-        """Run the block that reads one place of the input. If it raises BadInput, keep the error and continue."""
+        """Run the block, which reads one place of the input. If the block raises BadInput, record the error for the
+        place and continue."""
         try:
             yield
         except BadInput as error:
@@ -76,7 +77,7 @@ class InputErrors:
                 places += [place] if len(places) <= MAX_OTHER_PLACES else []
 
     def check(self) -> None:
-        """Raise BadInput that lists all collected errors with their places. Do nothing if there are none."""
+        """Raise one BadInput that lists all recorded errors with their places. Do nothing if there are none."""
         if not self._count:
             return
         lines = [
@@ -100,22 +101,22 @@ class Damaged(RheostatError):
 
 
 class StoreFailed(RheostatError):
-    """Raised when the store cannot be read or written. No incomplete object was published, and the run can be
+    """Raised when the store cannot be read or written. Everything stored so far is complete, and the run can be
     resumed."""
 
 
 class Fenced(RheostatError):
-    """Raised when a newer process has taken over the run by beginning a new epoch, so that this process may no longer
-    commit."""
+    """Raised when this process may no longer write results of a run, because another process has locked the run in the
+    meantime."""
 
 
 class HolderLost(RheostatError):
-    """Raised when a controller (a process that runs one role) has had no contact for too long with the process that
-    locked the run."""
+    """Raised when a controller (a flow that runs one role) has not heard for too long from the process that has locked
+    the run."""
 
 
 class Conflict(RheostatError):
-    """Raised when two different results are committed under the same key of a run."""
+    """Raised when a result differs from the result that is already stored under the same key of a run."""
 
 
 class ClusterFailed(RheostatError):
@@ -131,19 +132,20 @@ class InstallFailed(RheostatError):
 
 
 class EndpointDown(RheostatError, ConnectionError):
-    """Raised when a service that a worker calls did not respond, even after retries. The work can be done later.
+    """Raised when an external service, such as a judge's endpoint, did not respond even after retries. The work can be
+    done later.
 
     This error is an OSError, like all failures of external services, because neither the work nor the worker caused it.
     """
 
 
 class WorkerFailed(RheostatError):
-    """Raised when a worker raised an error while it was working. The work would fail in the same way on another
-    worker."""
+    """Raised when the code of a worker raised an error. The same work would fail again on another worker, so it is not
+    retried."""
 
 
 class WorkerLost(RheostatError):
-    """Raised when a worker process died. The work can be done again by another worker."""
+    """Raised when a worker process died. Its work can be done again by another worker."""
 
 
 class WorkerStalled(WorkerLost):
@@ -151,15 +153,16 @@ class WorkerStalled(WorkerLost):
 
 
 class NodeLost(WorkerLost):
-    """Raised when the machine on which a worker was to start is no longer part of the cluster."""
+    """Raised when a worker cannot be started because its machine has left the cluster."""
 
 
 class WorkerAsleep(RheostatError):
-    """Raised when a worker was put to sleep before its work arrived."""
+    """Raised when work reaches a worker that was put to sleep (freed its memory) shortly before."""
 
 
 class Quarantined(RheostatError):
-    """Raised when a stage does not pass on its result, for example because too many completions failed."""
+    """Raised when the result of a stage is withheld from later stages, for example because too many completions
+    failed."""
 
 
 class RunsFailed(RheostatError):
@@ -167,22 +170,22 @@ class RunsFailed(RheostatError):
 
 
 class BudgetSpent(RheostatError):
-    """Raised after an iteration when a run has reached a limit of its budget. The run can continue with a larger
-    budget."""
+    """Raised at the end of an iteration when the run has reached a limit of its budget. The run can continue with a
+    larger budget."""
 
     exit_code = 3
 
 
 class AlarmStopped(RheostatError):
-    """Raised after an iteration when an alarm ends the run. The run can continue after the alarm's setting was
-    changed."""
+    """Raised at the end of an iteration when an alarm, such as one for a collapsing entropy, ends the run. The run can
+    continue after a change of the alarm's setting."""
 
     exit_code = 4
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """Return the error to report to the user. For an exception group, this is its first error, preferably an error of
-    Rheostat. Any other error is returned unchanged."""
+    """Return the error that should be reported to the user. For an exception group, this is the first error in it, or
+    the first error of Rheostat if there is one. Any other error is returned unchanged."""
     while isinstance(error, BaseExceptionGroup):
         ours, _ = error.split(RheostatError)
         error = (ours or error).exceptions[0]
@@ -190,5 +193,5 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 class DeprecatedSpelling(FutureWarning):
-    """Category of the warning that a configuration uses the old name of a renamed key or value, or a path that starts
-    in the working directory instead of the folder of the file."""
+    """Category of warnings about deprecated spellings in a configuration: the old name of a renamed key or value, or a
+    path relative to the working directory instead of the file's folder."""

@@ -14,21 +14,22 @@ from fractions import Fraction
 from typing import Any
 
 MAX_POWER_OF_TEN = 400
-"""Maximum exponent at which a Decimal without decimal places becomes an int. The largest float64 is about 1e308."""
+"""Maximum exponent up to which a whole Decimal is converted to an int. The largest float64 is about 1e308, so larger
+numbers are invalid anyway."""
 
 
 class InvalidValue(Exception):
-    """Raised when the return value of a function is not valid."""
+    """Raised when a user's function returns a value of the wrong type, or a number that is not finite."""
 
 
 # ---- numbers
 
 
 def to_number(value: object) -> float:
-    """Return a number of Python, decimal, numpy or torch as a float.
+    """Convert a number to a float. The number may be a Python, decimal or numpy number, or an array or torch tensor
+    without dimensions.
 
-    Arrays and tensors without dimensions are numbers. Raises InvalidValue for any other type and for numbers that are
-    not finite.
+    Raises InvalidValue for any other type and for numbers that are not finite.
     """
     plain = _to_scalar(value)
     if not _is_number(plain):
@@ -47,12 +48,13 @@ def to_number(value: object) -> float:
 
 
 def _is_number(value: object) -> bool:
-    """Return whether a value is a real number: a number of Python or decimal, or a number type of numpy."""
+    """Return whether a value is a real number of Python, the decimal module or numpy."""
     return isinstance(value, (numbers.Real, Decimal))
 
 
 def _to_scalar(value: Any) -> Any:  # noqa: ANN401 -- a user's object
-    """Return the Python number in a numpy scalar, or in an array or tensor without dimensions, or the value itself."""
+    """Convert a numpy scalar, or an array or tensor without dimensions, to a Python number. Other values are returned
+    unchanged."""
     if _is_number(value) or not has_no_dimensions(value):
         return value
     if getattr(value, "mask", None) is not None and bool(value.mask):
@@ -66,13 +68,13 @@ def _to_scalar(value: Any) -> Any:  # noqa: ANN401 -- a user's object
 
 
 def has_no_dimensions(value: object) -> bool:
-    """Return whether a value is an array, tensor or numpy scalar with the shape ()."""
+    """Return whether a value is a numpy scalar, or an array or tensor with the shape ()."""
     shape = getattr(value, "shape", None)
     return isinstance(shape, tuple) and not shape
 
 
 def describe_type(value: object) -> str:
-    """Return the type of a value for a message, with its module and, for arrays and tensors, its shape.
+    """Describe the type of a value for a message: its module and name and, for arrays and tensors, the shape.
 
     >>> describe_type("a"), describe_type(Fraction(1, 2))
     ('str', 'fractions.Fraction')
@@ -83,11 +85,40 @@ def describe_type(value: object) -> str:
     return f"{name} of shape {tuple(shape)}" if isinstance(shape, tuple) and hasattr(value, "dtype") else name
 
 
+def describe_value(value: object) -> str:
+    """Return a value for a message, without the address of an object in memory.
+
+    Plain values are written as Python writes them, shortened to 80 characters. Functions, classes and modules are
+    named, and all other values are described by their type.
+
+    >>> describe_value([1, "a"]), describe_value(math.floor), describe_value(object())
+    ("[1, 'a']", "builtin_function_or_method 'math.floor'", 'object')
+    """
+    if _is_plain(value):
+        return f"{value!r:.80}"
+    name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
+    if not isinstance(name, str):
+        return describe_type(value)
+    module = getattr(value, "__module__", None)
+    prefix = f"{module}." if isinstance(module, str) and module != "builtins" else ""
+    return f"{type(value).__name__} {prefix + name!r:.200}"
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether a value consists of texts, numbers, None, and lists, tuples and dictionaries of these."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    return value is None or type(value) in (str, bytes, bool, int, float)
+
+
 # ---- JSON
 
 
 def to_json_value(value: Any) -> Any:  # noqa: ANN401 -- a user's object
-    """Return a value with its numbers, arrays and tensors as `json` can encode them. Other objects stay unchanged."""
+    """Convert the numbers, arrays and tensors in a value to types that `json` can encode. Other objects are not
+    changed."""
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     if isinstance(value, Mapping):
@@ -103,12 +134,14 @@ def to_json_value(value: Any) -> Any:  # noqa: ANN401 -- a user's object
 
 
 def _to_key(key: object) -> object:
-    """Return the key of a mapping for JSON. Numbers of numpy, torch and decimal become Python numbers."""
+    """Convert a key of a mapping for JSON. Numbers of numpy, torch and the decimal module become Python numbers, and
+    other keys are not changed."""
     return to_json_value(key) if has_no_dimensions(key) or isinstance(key, (Decimal, Fraction)) else key
 
 
 def _to_json_number(value: Any) -> int | float | bool:  # noqa: ANN401 -- a number of any library
-    """Return a number for JSON: as an int if its type or its notation has no decimal places, otherwise as a float."""
+    """Convert a number for JSON. The result is an int if the type or notation of the number has no decimal places,
+    otherwise a float."""
     if isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, Decimal):
@@ -124,7 +157,7 @@ def _to_json_number(value: Any) -> int | float | bool:  # noqa: ANN401 -- a numb
 
 
 def repair_text(text: str) -> str:
-    """Return a text that UTF-8 can encode: each half of a surrogate pair without its other half becomes U+FFFD.
+    """Replace characters that UTF-8 cannot encode: a surrogate (half of a pair) without its other half becomes U+FFFD.
 
     >>> repair_text("page 1: " + chr(0xD83D)) == "page 1: " + chr(0xFFFD)
     True

@@ -30,15 +30,13 @@ __all__ = [
 PACKAGES: Final = ("flows", "tasks", "models", "placement", "infra")
 """Top-level packages of Rheostat."""
 TARGETS: Final = "RHEOSTAT_TARGETS"
-"""Environment variable with additional folders that contain users' modules, separated as in PATH. These folders are
-searched last."""
+"""Name of the environment variable with additional folders of users' Python modules, separated as in PATH. These
+folders are searched last."""
 
 
 def find_target(target: str, *, where: str) -> object:
-    """Import the object that the import string `target` names. Error messages start with `where`.
-
-    Raises BadInput if the object cannot be imported. The message suggests the most similar name.
-    """
+    """Import the object that the import string `target` names, and return it. Raises BadInput if it cannot be imported.
+    The message starts with `where` and suggests the most similar name."""
     add_target_folders()
     try:
         return runner.import_target(target, where)
@@ -47,13 +45,13 @@ def find_target(target: str, *, where: str) -> object:
 
 
 def register_target_folder(folder: Path) -> None:
-    """Add a folder with users' modules. It is searched by this process and by all processes that it starts later."""
+    """Add a folder with users' Python modules to the folders that are searched for imports, in this process and in all
+    processes that it starts later."""
     os.environ[TARGETS] = os.pathsep.join(dict.fromkeys([*_named_folders(), str(folder.resolve())]))
 
 
 def add_target_folders() -> None:
-    """Append the folders with users' modules to `sys.path`. A user's `models.py` then does not hide Rheostat's package
-    of that name.
+    """Append the folders with users' Python modules to `sys.path`, after Rheostat's packages.
 
     The packages of Rheostat are imported first, because an editable installation is searched after all folders in
     `sys.path`.
@@ -64,14 +62,14 @@ def add_target_folders() -> None:
 
 
 def target_folders() -> list[str]:
-    """Return the folders that are searched for users' modules: the working directory, and the folders in
-    RHEOSTAT_TARGETS."""
+    """Return the folders that are searched for users' Python modules: the working directory, and the folders in the
+    environment variable RHEOSTAT_TARGETS."""
     return [str(Path.cwd()), *_named_folders()]
 
 
 def check_function(target: str, *parameters: str, where: str, named: Iterable[str] = ()) -> None:
-    """Raise BadInput unless the function that `target` names can be imported and accepts these parameters. Parameters
-    in `named` are passed by keyword."""
+    """Raise BadInput unless the function that the import string `target` names exists and accepts these parameters.
+    Parameters in `named` are passed by keyword. The message starts with `where`."""
     function = find_target(target, where=where)
     if not callable(function) or inspect.iscoroutinefunction(function):
         raise BadInput(

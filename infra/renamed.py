@@ -19,12 +19,12 @@ from infra.errors import DeprecatedSpelling
 from infra.validation_errors import field_models
 
 _KIND: Final = "kind"
-"""Key with which a table selects one of several configuration classes."""
+"""Name of the key with which a table selects one of several configuration classes."""
 
 
 @dataclass(frozen=True, slots=True)
 class RenamedFrom:
-    """Annotation for a configuration key that was renamed. It is added to the type of the key.
+    """Annotation for a renamed configuration key, added to the type of the key. The old name is still accepted.
 
     Example: `exclude_ids_path: Annotated[Location | None, RenamedFrom("without")] = None`.
     """
@@ -35,8 +35,8 @@ class RenamedFrom:
 
 @dataclass(frozen=True, slots=True)
 class RenamedValue:
-    """Annotation for a configuration key with a renamed value. It is added to the type of the key, once for each
-    renamed value."""
+    """Annotation for a configuration key one of whose values was renamed. It is added to the type of the key, once for
+    each renamed value. The old name is still accepted."""
 
     old: str
     """Old name of the value, which stored runs contain."""
@@ -49,12 +49,13 @@ class Renames:
     """Renamed keys and values of one configuration class."""
 
     keys: Mapping[str, str]
-    """Present names of the renamed keys, by old name."""
+    """Mapping from the old name of each renamed key to its present name."""
     values: Mapping[str, Mapping[str, str]]
-    """Present names of the renamed values: first by the present name of the key, then by the old name of the value."""
+    """Mapping from old to present names of the renamed values of each key. The outer keys are present names of
+    configuration keys."""
     kinds: Mapping[str, Mapping[str, str]]
-    """Present names of the renamed values of `kind` in inner tables: first by the present name of the key that contains
-    the table, then by the old name."""
+    """Mapping from old to present names of the values of `kind` in inner tables. The outer keys are present names of
+    the keys that contain these tables."""
 
     def __bool__(self) -> bool:
         """Return whether there are any renamed keys or values."""
@@ -91,13 +92,14 @@ def _renamed_kinds(models: Sequence[type[BaseModel]]) -> dict[str, str]:
 
 
 Report = Callable[[str, str], None]
-"""Function that is called for each old name in a document, with the old and the present name."""
+"""Function that is called for each old name that is found in a document, with the old and the present name."""
 
 
 def read_names(
     table: Mapping[str, object], renames: Renames, *, report: Report = lambda old, new: None
 ) -> dict[str, Any]:
-    """Return a table with the present names of its keys and values, and of the values of `kind` in its inner tables.
+    """Return a table in which old names of keys and values are replaced by present names. In its inner tables, only
+    values of `kind` are replaced.
 
     Raises ValueError if the table contains both the old and the present name of a key.
     """
@@ -119,7 +121,8 @@ def read_names(
 
 
 def _rename_kind(value: object, kinds: Mapping[str, str], name: str, report: Report) -> object:
-    """Return a table, or a list of tables, in which an old value of `kind` is replaced by its present name."""
+    """Replace an old value of `kind` in a table, or in each table of a list, by the present value. `name` is the key
+    that contains the table, for `report`."""
     if isinstance(value, list | tuple) and kinds:
         return [_rename_kind(each, kinds, name, report) for each in value]
     if not isinstance(value, Mapping) or not isinstance(kind := value.get(_KIND), str) or kind not in kinds:
@@ -129,8 +132,8 @@ def _rename_kind(value: object, kinds: Mapping[str, str], name: str, report: Rep
 
 
 def stored_names(table: Mapping[str, JsonValue], model: type[BaseModel]) -> dict[str, JsonValue]:
-    """Return a table with the old names of renamed keys and values, in the form in which runs record it. Inner tables
-    are not changed."""
+    """Return a table in which renamed keys and values have their old names, in the format in which runs store them.
+    Inner tables are not changed."""
     renames = renames_of(model)
     keys = {name: key for key, name in renames.keys.items()}
     values = {name: {new: old for old, new in renamed.items()} for name, renamed in renames.values.items()}
@@ -143,7 +146,8 @@ def stored_names(table: Mapping[str, JsonValue], model: type[BaseModel]) -> dict
 def with_present_names(
     document: Mapping[str, Any], model: type[BaseModel], *, report: Report = lambda old, new: None
 ) -> dict[str, Any]:
-    """Return a document of this configuration class with the present names of all keys and values, at every depth.
+    """Return a document in which old names of keys and values are replaced by present names, at every depth. `model` is
+    the configuration class of the document.
 
     The document may be incomplete or invalid. A table that contains both names of a key is not changed, because its
     validation reports the error. `report` is called with dotted keys.
@@ -181,7 +185,8 @@ def _models_of(model: type[BaseModel], name: str) -> tuple[type[BaseModel], ...]
 
 
 def _select_variants(table: Mapping[str, object], models: Sequence[type[BaseModel]]) -> Sequence[type[BaseModel]]:
-    """Return the models that match the `kind` of a table, or all models if `kind` is missing or unknown."""
+    """Return the configuration classes whose `kind` is that of the table. Return all of `models` if the table's `kind`
+    is missing or unknown."""
     kind = table.get(_KIND)
     return (isinstance(kind, str) and [model for model in models if kind in _kinds_of(model)]) or models
 
@@ -193,19 +198,21 @@ def _kinds_of(model: type[BaseModel]) -> frozenset[str]:
 
 
 def _present_key(key: str, models: Sequence[type[BaseModel]], table: Mapping[str, object]) -> str | None:
-    """Return the present name of a key that one of the models has renamed. Return None if there is no such name, if
-    there are several, or if the table also contains the present name."""
+    """Return the present name of a key that one of the models has renamed, or None if there is none. Return None also
+    if the name is ambiguous, or if the table already contains the present name."""
     names = {renames_of(model).keys[key] for model in models if key in renames_of(model).keys}
     return names.pop() if len(names) == 1 and names.isdisjoint(table) else None
 
 
 def warn(old: str, new: str, *, source: str = "") -> None:
-    """Warn that a user's document, described by `source`, contains the old name of a key or value."""
+    """Issue a deprecation warning that a user's document contains the old name of a key or value. The message begins
+    with `source`, such as "job.toml: "."""
     warnings.warn(f"{source}{old} is deprecated. Write {new} instead.", DeprecatedSpelling, stacklevel=2)
 
 
 def present_names_in(document: Mapping[str, Any], model: type[BaseModel], *, source: str) -> dict[str, Any]:
-    """Return a user's document with the present names of all keys and values. Warn once about each old name."""
+    """Return a user's document in which old names of keys and values are replaced by present names. Warn about each old
+    name. `source` is the name of the document in warnings."""
     return with_present_names(document, model, report=_report_once(source))
 
 
@@ -221,8 +228,8 @@ def _report_once(source: str) -> Report:
 
 
 def accept_old_names(schema: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
-    """Return the JSON schema of a table, changed to also accept the old names of keys and values. Forms only show
-    present names of keys."""
+    """Return a copy of the JSON schema of a table that also accepts old names of keys and values. Forms created from it
+    only show present names."""
     renames = renames_of(model)
     changed = dict(schema)
     if renames.keys:

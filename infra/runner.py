@@ -32,20 +32,22 @@ from typing import Any, BinaryIO
 MIN_PYTHON = (3, 9)
 """Oldest Python version that can run this file."""
 FILES = ("runner.py", "episode_runner.py", "plain_values.py", "sandbox_runner.py")
-"""Files that the process reads from the folder of this file."""
+"""Names of the files that a child process of users' code reads from the folder of this file."""
 LENGTH_BYTES = 4
 MAX_RESPONSE_BYTES = 1 << 24
 STOP = "stop"
-"""Message that stops the program that is running. The response contains the output of the program so far."""
+"""Message from the parent process that stops the running program. The response then contains the output so far."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class InvalidTarget(ValueError):
-    """Raised when an object that the user named cannot be imported, or does not accept the required arguments."""
+    """Raised when an object that the user named in a setting cannot be imported, or does not accept the required
+    arguments."""
 
 
 def import_sibling(name: str) -> ModuleType:
-    """Import a file in the same folder as this one, which is not on the module path of users' functions."""
+    """Import a Python file from the folder that contains this file. This folder is not on the module path of users'
+    functions."""
     spec = importlib.util.spec_from_file_location(f"rheostat_{name}", Path(__file__).with_name(f"{name}.py"))
     assert spec is not None and spec.loader is not None, "the file exists"
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -60,15 +62,14 @@ plain_values: Any = import_sibling("plain_values")
 
 
 def import_target(target: str, where: str) -> object:
-    """Import the object that the import string `pkg.mod:attribute` names. Error messages start with `where`.
-
-    Raises InvalidTarget if the object cannot be imported. The message suggests the most similar name.
-    """
+    """Import the object that the import string `pkg.mod:attribute` names, and return it. Raises InvalidTarget if it
+    cannot be imported. The message starts with `where` and suggests the most similar name."""
     module_name, _, path = target.partition(":")
     found: object = _module(module_name, where)
     for name in path.split("."):
         if not hasattr(found, name):
-            raise InvalidTarget(f"{where}: {found!r} has no attribute {name!r}{nearest_name(name, dir(found))}")
+            what = plain_values.describe_value(found)
+            raise InvalidTarget(f"{where}: {what} has no attribute {name!r}{nearest_name(name, dir(found))}")
         found = getattr(found, name)
     return found
 
@@ -76,7 +77,8 @@ def import_target(target: str, where: str) -> object:
 def check_call(
     function: Callable[..., object], *parameters: str, where: str, named: Mapping[str, object] | None = None
 ) -> None:
-    """Raise InvalidTarget unless a function accepts these parameters. Parameters in `named` are passed by keyword."""
+    """Raise InvalidTarget unless a function can be called with these parameters. Parameters in `named` are passed by
+    keyword. The message starts with `where`."""
     options = named or {}
     try:
         signature = inspect.signature(function)
@@ -93,8 +95,8 @@ def check_call(
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
-    """Return the text `, did you mean 'x'?` with the most similar known name, or an empty string if no known name is
-    similar."""
+    """Return the text `, did you mean 'x'?` with the known name that is most similar to `name`, or an empty string if
+    no known name is similar."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f", did you mean {near[0]!r}?" if near else ""
 
@@ -132,10 +134,11 @@ def _siblings(name: str) -> Iterable[str]:
 def compute_value(
     call: Callable[[], object], expected: int | None, part: str
 ) -> tuple[float | list[float] | None, str | None]:
-    """Call a function. Return its value and None, or None and the reason if the call failed.
+    """Call a user's function, and return (value, None), or (None, reason) if the call failed. `expected` is None if the
+    function must return one number, otherwise the length of the list that it must return (-1: any length). `part` names
+    the list's elements in messages.
 
-    The value is a number if `expected` is None, otherwise a list of `expected` floats (-1: any number of floats). Every
-    exception of the function counts as a failed call.
+    Every exception of the function counts as a failed call.
     """
     try:
         result = call()
@@ -183,13 +186,13 @@ def _numbers(result: object, part: str, expected: int) -> list[float]:
 
 
 def frame(content: object) -> bytes:
-    """Encode content for the pipe: its length, then the content as JSON."""
+    """Encode a message for the pipe: the length of its JSON text, followed by the text."""
     body = json.dumps(content).encode()
     return len(body).to_bytes(LENGTH_BYTES, "big") + body
 
 
 def _receive(stream: BinaryIO) -> Any:  # noqa: ANN401 - JSON that ours has written
-    """Read one frame and return its content, or None at the end of the pipe."""
+    """Read one message from the pipe, and return its content. Return None at the end of the pipe."""
     head = stream.read(LENGTH_BYTES)
     return json.loads(stream.read(int.from_bytes(head, "big"))) if len(head) == LENGTH_BYTES else None
 
@@ -205,18 +208,19 @@ def _write(pipe: int, content: bytes) -> None:
 
 
 def _load(function: Mapping[str, Any]) -> tuple[Callable[..., object], list[str]]:
-    """Import a function, and check that it accepts prompt, completion, answer, the options, and the parameter for
-    parts.
+    """Import a user's function and check its parameters. Return the function with its options bound, and the names of
+    the additional parameters (`images`, `messages`) that it accepts.
 
-    Also return which of the parameters `images` and `messages` the function has. Raises InvalidTarget if the parameters
-    are wrong.
+    The function must accept prompt, completion, answer, the options, and the parameter for parts if it has one. Raises
+    InvalidTarget if it does not.
     """
     where, target, options, part = (function[name] for name in ("where", "target", "options", "part"))
     _forget(target.partition(":")[0].partition(".")[0])
     found = import_target(target, where)
     if not callable(found) or inspect.iscoroutinefunction(found):
+        what = plain_values.describe_value(found)
         raise InvalidTarget(
-            f"{where} must be a function (not async) that returns a float or a list of floats, found {found!r}"
+            f"{where} must be a function (not async) that returns a float or a list of floats, found {what}"
         )
     if function["made"]:
         function_made: Callable[..., object] = found(**options)
@@ -237,8 +241,8 @@ def _extra_parameters(function: Callable[..., object]) -> list[str]:
 
 
 def _forget(name: str) -> None:
-    """Remove a module from this process if the user has a module of the same name, so that importing it loads the
-    user's module."""
+    """Unload a module if the user has another module of the same name, so that the next import loads the user's
+    module."""
     loaded = getattr(sys.modules.get(name), "__spec__", None)
     if loaded is not None and loaded.has_location:
         before = sys.modules.pop(name)
@@ -248,8 +252,8 @@ def _forget(name: str) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when its parent process ends, even if this process hangs or is suspended (Linux
-    only)."""
+    """Make the kernel kill this process when its parent process `parent` ends, even if this process hangs or is
+    suspended (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before the call
@@ -257,8 +261,9 @@ def die_with_parent(parent: int) -> None:
 
 
 def serve_episodes(order: Mapping[str, Any], calls: BinaryIO, answers: int) -> None:
-    """Load an environment or tools, and respond to turns of episodes. Raises ValueError if the environment or tools
-    cannot be used."""
+    """Load the environment or tools that `order` describes, then respond to turns of episodes until the pipe is closed.
+    Requests are read from `calls`, and responses are written to the file descriptor `answers`. Raises ValueError if the
+    environment or tools cannot be used."""
     episodes_module = import_sibling("episode_runner")
     make, tools = _environment(order, episodes_module.ToolBox)
     describes = order["describes"]
@@ -275,7 +280,8 @@ def serve_episodes(order: Mapping[str, Any], calls: BinaryIO, answers: int) -> N
 
 
 def _environment(order: Mapping[str, Any], tool_box: Callable[..., object]) -> tuple[Callable[[], object], list[Any]]:
-    """Return a function that creates the environment of an episode, and the tools that the policy can call.
+    """Return a function that creates the environment of one episode, and the tools that the policy can call. `order`
+    describes the environment, and `tool_box` creates an environment that consists only of tools.
 
     Raises InvalidTarget if the environment or tools cannot be imported or called.
     """
@@ -286,11 +292,15 @@ def _environment(order: Mapping[str, Any], tool_box: Callable[..., object]) -> t
         tools = [import_target(tool, f"tool {tool!r}") for tool in order["tools"]]
         for tool in tools:
             if not callable(tool):
-                raise InvalidTarget(f"{where}: every tool must be a function, found {tool!r}")
+                raise InvalidTarget(
+                    f"{where}: every tool must be a function, found {plain_values.describe_value(tool)}"
+                )
         return (lambda: tool_box(tools)), tools
     found = import_target(order["target"], where)
     if not callable(found) or not callable(getattr(found, "step", None)):
-        raise InvalidTarget(f"{where} must be a class with a method step(turn), found {found!r}")
+        raise InvalidTarget(
+            f"{where} must be a class with a method step(turn), found {plain_values.describe_value(found)}"
+        )
     check_call(found, where=where, named=options)
     offered: Any = getattr(found, "tools", ())
     if callable(offered):  # tools of a server, which may take time to start and list its tools
@@ -304,7 +314,8 @@ def _environment(order: Mapping[str, Any], tool_box: Callable[..., object]) -> t
 
 
 def serve_programs(box: Any, limits: Mapping[str, int], calls: BinaryIO, answers: int) -> None:  # noqa: ANN401
-    """Run the programs that the parent process requests, one after another."""
+    """Run the programs that the parent process requests, one after another. Requests are read from `calls`, and results
+    are written to the file descriptor `answers`. `box` is the module sandbox_runner."""
     _send(answers, [])
     while (call := _receive(calls)) is not None:
         if call == STOP:  # the program to be stopped has already ended
@@ -321,8 +332,9 @@ def _write_result(compute: Callable[[], object], pipe: int) -> None:
 
 
 def serve_functions(order: Mapping[str, Any], box: ModuleType | None, calls: BinaryIO, answers: int) -> None:
-    """Load functions and respond to calls. In a sandbox, each call runs in a forked process. Raises ValueError if a
-    function cannot be used."""
+    """Load the functions that `order` describes, then call them for each request until the pipe is closed. Requests are
+    read from `calls`, and results are written to the file descriptor `answers`. If `box` (the module sandbox_runner) is
+    given, each call runs in a forked process. Raises ValueError if a function cannot be used."""
     functions = [_load(function) for function in order["functions"]]
     _send(answers, [takes for _, takes in functions])
     while (call := _receive(calls)) is not None:
@@ -343,7 +355,8 @@ def serve_functions(order: Mapping[str, Any], box: ModuleType | None, calls: Bin
 
 
 def main() -> None:
-    """Load the code that the order names, then respond to calls until the pipe is closed."""
+    """Run the child process: read the first message, which describes the code to load, and then respond to requests
+    until the pipe is closed."""
     calls, answers = os.fdopen(os.dup(0), "rb"), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # output of functions

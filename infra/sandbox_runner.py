@@ -18,17 +18,19 @@ from pathlib import Path
 from typing import Any
 
 KILLED = "its process was killed by "
-"""Start of the message about a call whose process was killed. The name of the signal follows."""
+"""Start of the message about a call whose process was killed. It is followed by the name of the signal."""
 STOPPED = "it was stopped"
-"""Message about a program that was stopped because its time was over."""
+"""Message about a program that was stopped because its time limit was exceeded."""
 WATCH_SECONDS = 0.02
 FOLDER = "/tmp"
-"""Working directory of programs. All files in it are deleted after a call."""
+"""Working directory of sandboxed programs. All files in it are deleted after each call."""
 _PR_SET_DUMPABLE = 4  # linux/prctl.h
 
 
 def isolate(outside: str, user: int | None, folders: Iterable[str]) -> str:
-    """Switch to `user` (if not None), and prevent sandboxed code from reading or changing this process.
+    """Prepare this process to run sandboxed code: switch to `user` if it is not None, and prevent other processes from
+    reading or changing this process. `outside` identifies the process namespace outside the sandbox, and `folders`
+    contain users' code.
 
     Return the end of an error message that lists the folders of code that this user cannot read, or an empty string.
     Raises ValueError if this process is not in a sandbox.
@@ -52,7 +54,9 @@ def isolate(outside: str, user: int | None, folders: Iterable[str]) -> str:
 
 
 def limit(limits: Mapping[str, int], *, lasts: bool = False) -> None:
-    """Limit the resources of this process and its descendants. With `lasts`, the CPU time is not limited."""
+    """Set the resource limits of this process and its descendants. `limits` contains the maximum memory and file size
+    in bytes and the CPU time in seconds, with the keys "memory", "file" and "cpu". If `lasts` is true, CPU time is not
+    limited, because the process serves many calls."""
     import resource
 
     for name, kind in {"memory": resource.RLIMIT_AS, "file": resource.RLIMIT_FSIZE}.items():
@@ -64,8 +68,9 @@ def limit(limits: Mapping[str, int], *, lasts: bool = False) -> None:
 
 
 def run_program(order: Mapping[str, Any], limits: Mapping[str, int], hidden: Iterable[int]) -> dict[str, str]:
-    """Run Python with the arguments, files and input of a program. Return the output, and a description of the end if
-    the program failed, under the keys "output" and "ending"."""
+    """Run Python with the arguments, files and stdin in `order`. Return a dict with the "output" of the program and its
+    "ending", which is a description of the failure or an empty string. `hidden` are pipes that the program cannot
+    access."""
     for name, text in order["files"].items():
         Path(FOLDER, name).write_text(text, encoding="utf-8", errors="replace")
     input_file = os.memfd_create("input")
@@ -96,12 +101,12 @@ def run_program(order: Mapping[str, Any], limits: Mapping[str, int], hidden: Ite
 def run_in_fork(
     body: Callable[[int], None], limits: Mapping[str, int], *, max_bytes: int, hidden: Iterable[int]
 ) -> tuple[bytes, int | None, str | None]:
-    """Call a function in a forked process, where it writes to a pipe. Afterwards, remove all of its processes and
-    files.
+    """Call a function in a forked process, where it writes its result to a pipe. Return the written bytes, the exit
+    status (None if the process was stopped early), and the reason for stopping it early, or None. Afterwards, all its
+    processes and files are removed.
 
-    Return the written bytes, the exit status or None, and the reason for an early end or None. The process is ended
-    early if it writes more than `max_bytes` bytes, if it exceeds the limits, or if a message arrives at the first of
-    the `hidden` pipes, which the function cannot access.
+    The process is stopped early if it writes more than `max_bytes` bytes, if it exceeds the limits, or if a message
+    arrives at the first of the `hidden` pipes, which the function cannot access.
     """
     read, write = os.pipe()
     child = os.fork()
@@ -134,7 +139,8 @@ def run_in_fork(
 
 
 def _describe_excess(limits: Mapping[str, int]) -> str | None:
-    """Describe the limit that the processes of a call exceed together, or return None if they exceed no limit."""
+    """Describe the limit (number of processes, or memory) that all processes of a call together exceed. Return None if
+    they exceed no limit."""
     others = _others()
     if len(others) > limits["processes"]:
         return f"its process started more than {limits['processes']}"
@@ -144,8 +150,8 @@ def _describe_excess(limits: Mapping[str, int]) -> str | None:
 
 
 def _memory_of(pid: int) -> int:
-    """Return the memory of a process in bytes, without memory that is backed by files. Return 0 if the process has
-    ended."""
+    """Return the memory that a process uses, in bytes. Memory that is backed by files is not counted. Return 0 if the
+    process has ended."""
     try:
         _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
     except (OSError, ValueError):
@@ -161,8 +167,9 @@ def _read(pipe: int) -> bytes:
 
 
 def decode_result(written: bytes, status: int | None, reason: str | None) -> list[Any]:
-    """Decode `[value, reason]` from the output of a forked process. Append a description of its end, or None if it
-    ended normally."""
+    """Decode the output of `run_in_fork` for a call of a user's function. Return [value, None, None] if the call
+    succeeded, [None, message, None] if the function failed, and [None, None, description] if its process ended
+    early."""
     try:
         answer = json.loads(written)
         return [*answer, None] if reason is None and len(answer) == 2 else [None, None, reason]
@@ -171,14 +178,14 @@ def decode_result(written: bytes, status: int | None, reason: str | None) -> lis
 
 
 def describe_end(status: int) -> str:
-    """Describe how a process ended, from its exit status."""
+    """Describe how a process ended, from its exit status as returned by `os.waitpid`."""
     if os.WIFSIGNALED(status):
         return f"{KILLED}{signal_name(os.WTERMSIG(status))}"
     return f"its process ended with exit code {os.WEXITSTATUS(status)}"
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal, or `signal N` if it has no name, such as a real-time signal."""
+    """Return the name of a signal such as SIGKILL, or `signal N` if the signal has no name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -189,12 +196,12 @@ def signal_name(number: int) -> str:
 
 
 def _others() -> list[int]:
-    """Return the ids of all processes in the sandbox, except its first process and this process."""
+    """Return the ids of all processes in the sandbox except this process and process 1, which started the sandbox."""
     return [pid for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()) if pid not in (1, os.getpid())]  # noqa: PTH208
 
 
 def clean() -> None:
-    """Kill all other processes in the sandbox, and delete all files that calls can write."""
+    """Kill all other processes in the sandbox, and delete all files that sandboxed code can write."""
     while _others():
         try:
             os.kill(-1, signal.SIGKILL)
@@ -207,7 +214,7 @@ def clean() -> None:
 
 
 def _remove(path: Path) -> None:
-    """Delete a file or a folder that a call may have created. Mount points and their parent folders are kept.
+    """Delete a file or folder that sandboxed code may have created. Mount points and their parent folders are kept.
 
     Raises SystemExit, which ends the sandbox, if the file cannot be deleted.
     """

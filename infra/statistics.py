@@ -11,9 +11,8 @@ Z95 = 1.959963984540054  # normal_quantile(0.975)
 
 
 def mean_interval(total: float, squares: float, count: int) -> tuple[float, float]:
-    """Return the 95% confidence interval of a mean, computed from the sum, the sum of squares and the number of values.
-
-    It is Wilson's interval if every value is 0 or 1, otherwise the normal interval.
+    """Return the 95% confidence interval of a mean, from the sum `total`, the sum of squares `squares` and the number
+    of values `count`. If every value is 0 or 1, this is Wilson's interval, otherwise the normal interval.
 
     >>> mean_interval(8, 8, 10) == wilson_interval(8, 10)
     True
@@ -50,7 +49,8 @@ def wilson_interval(successes: float, trials: int) -> tuple[float, float]:
 
 
 def pass_at(k: int, *, samples: int, right: int) -> float:
-    """Return an unbiased estimate of the probability that at least one of k samples is right.
+    """Return an unbiased estimate of pass@k, the probability that at least one of k samples is right. `right` of the
+    `samples` are right.
 
     Implements Chen et al. 2021, arXiv 2107.03374, eq. 1.
 
@@ -62,7 +62,7 @@ def pass_at(k: int, *, samples: int, right: int) -> float:
 
 
 def normal_cdf(z: "ArrayLike") -> "NDArray[np.float64]":
-    """Return the probability below z in the standard normal distribution, elementwise with the shape of `z`.
+    """Return the cumulative distribution function of the standard normal distribution at each element of `z`.
 
     >>> float(normal_cdf(0))
     0.5
@@ -74,7 +74,8 @@ def normal_cdf(z: "ArrayLike") -> "NDArray[np.float64]":
 
 
 def normal_quantile(share: "ArrayLike") -> "NDArray[np.float64]":
-    """Return the standard normal quantile for each probability in `share`. It is infinite for 0 and 1.
+    """Return the quantile of the standard normal distribution for each probability in `share`. The quantiles of 0 and 1
+    are infinite.
 
     >>> round(float(normal_quantile(0.975)), 6)
     1.959964

@@ -8,7 +8,7 @@ import logging
 import time
 
 from infra.config import read_recorded
-from infra.store.dependencies import Dependencies, record_dependencies
+from infra.store.dependencies import Dependencies, record_dependencies, recorded_config
 from infra.store.manifests import Manifest
 from models.config.rewards import ScoringConfig
 from models.records.versions import policy_of
@@ -74,7 +74,7 @@ async def find_remaining_iterations(
 async def reuse_reward_models(open_run: OpenRun, derived: DerivedResult) -> list[str]:
     """Reuse the run's reward models for rewards whose configuration is unchanged. Return the names of the rewards whose
     model must be built again."""
-    own_rewards = read_recorded(ScoringConfig, open_run.run.record.config["scoring"]).hosted_rewards
+    own_rewards = read_recorded(ScoringConfig, recorded_config(open_run.run)["scoring"]).hosted_rewards
     missing = []
     for term, reward in open_run.settings.scoring.hosted_rewards.items():
         key = StageKey.reward_model(term)

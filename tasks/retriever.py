@@ -1,6 +1,7 @@
 """Stages that train a retriever. They build training pairs, train a student (dual encoder) and a teacher
 (cross-encoder), and choose the final student."""
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -18,6 +19,7 @@ from infra.store.runs import Run, create_run, list_runs, open_run
 from models.config.retriever import RETRIEVERS, RetrieverConfig, Terms
 from models.records.retrievals import CrossEncoderWork, Retrieval, StudentWork, TrainedRetriever
 from models.records.versions import Outcome
+from tasks.run.hub_inputs import fetch_hub_inputs, with_hub_commits
 from tasks.run.stages import controller_provenance, stage
 
 logger = logging.getLogger(__name__)
@@ -63,6 +65,7 @@ async def lock_retriever(config: RetrieverConfig) -> AsyncIterator[OpenRetriever
         stall_seconds=pools.stall_seconds,
         max_restarts=pools.max_restarts,
     )
+    await asyncio.to_thread(fetch_hub_inputs, config)
     async with opening as cluster:
         pool = await cluster.pool(spec)
         if existing is None:
@@ -75,7 +78,7 @@ async def lock_retriever(config: RetrieverConfig) -> AsyncIterator[OpenRetriever
 def with_recorded_defaults(config: RetrieverConfig) -> RetrieverConfig:
     """Return the configuration with defaults that preserve the previous behavior for keys that are newer than the
     stored results."""
-    existing = _find_existing(config)
+    existing, config = _find_existing(config), with_hub_commits(config)
     return config if existing is None else adopt_recorded(config, existing.record.config)
 
 

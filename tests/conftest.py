@@ -18,6 +18,7 @@ hypothesis.settings.register_profile("without a deadline", deadline=None)  # no 
 hypothesis.settings.load_profile("without a deadline")
 # Sums depend on it, workers have one, and a second thread spins while it waits for a processor that others hold.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # nothing answers there: no test reaches the internet
 pytest.register_assert_rewrite("tests.support.engines")  # claims that several modules import
 pytest_plugins = ["tests.support.cpu_seconds"]
 
@@ -29,6 +30,19 @@ def same_environment() -> Iterator[None]:
     """Restore the environment variables that a test sets, such as those of a command run in this process."""
     with patch.dict(os.environ):
         yield
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Local server that speaks the Hub's API, used by this process with an empty cache and without a token."""
+    from tests.support.hub_server import serve_hub
+
+    for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    with serve_hub() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -36,12 +36,12 @@ from infra.terminal import command_app, run_command, write
 
 
 def completion(shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(name="SHELL")], /) -> None:
-    """Print the shell script that completes commands, options and names of runs."""
+    """Print a script for your shell that completes the commands, options and run names of `rheostat`."""
     write(app().generate_completion(shell=shell))
 
 
 Command = tuple[Callable[..., int | None], str]
-"""Function that implements a command, and the arguments of the example in its help."""
+"""Function that implements a CLI command, and the example arguments that the help of the command shows."""
 
 GROUPS: Final[tuple[tuple[str, tuple[Command, ...]], ...]] = (
     (
@@ -124,7 +124,7 @@ GROUPS: Final[tuple[tuple[str, tuple[Command, ...]], ...]] = (
         ),
     ),
 )
-"""Commands by the headings of `rheostat --help`, in the order of the help."""
+"""Headings of `rheostat --help`, each with its commands, in the order of the help."""
 
 ACTIONS: Final[tuple[Command, ...]] = (
     (engines.install, "vllm --platform cpu"),
@@ -134,7 +134,8 @@ ACTIONS: Final[tuple[Command, ...]] = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code (see `run_command`). New files are readable only by the user."""
+    """Run one `rheostat` command and return its exit code (see `run_command`). Files that the command creates are
+    readable only by the user. `arguments` defaults to `sys.argv[1:]`."""
     os.umask(os.umask(0o077) | 0o077)
     set_defaults()  # before a command imports Prefect, which sends usage statistics on import
     again = "run the same command again to continue"
@@ -143,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def app() -> App:
-    """Return the app with all commands, grouped as in `GROUPS`."""
+    """Return the `rheostat` command-line app with all commands, under the headings of `GROUPS`."""
     summary = "Retrain language models by reinforcement learning, as a durable batch pipeline."
     rheostat = command_app("rheostat", summary, version=_read_version)
     rheostat.default(_reject_no_command)
@@ -160,8 +161,8 @@ def app() -> App:
 
 
 def _add_commands(parent: App, words: str, commands: Sequence[Command], *, group: Group | None = None) -> None:
-    """Add commands to an app in this order. `words` is what a user types before the name of a command, and `group` is
-    the heading of the commands in the help."""
+    """Add commands to an app, in the given order. `words` is the text that a user types before the name of a command,
+    such as `rheostat engine`. `group` is the heading of the commands in the help."""
     for place, (function, example) in enumerate(commands):
         name = function.__name__.replace("_", "-")
         parent.command(
@@ -178,7 +179,8 @@ def _reject_no_action() -> None:
 
 
 def _read_version() -> str:
-    """Return the version of Rheostat, with the commit from which it was built or in which it runs."""
+    """Return the text of `rheostat --version`: the installed version and, if known, the git commit of the source
+    code."""
     from importlib.metadata import version
 
     commit = find_commit()

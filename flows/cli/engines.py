@@ -66,7 +66,7 @@ def install(
     platform: Platform = None,
     as_json: Json = False,
 ) -> None:
-    """Create the environment of an engine, or find the existing one."""
+    """Create the Python environment of an inference engine, or find the existing one."""
     from infra.environments import install as environments
 
     log_progress(quiet=True)
@@ -76,7 +76,7 @@ def install(
 
 
 def check(engine: Engine, /, *, python: InstalledInterpreter = None, as_json: Json = False) -> None:
-    """Import an engine in its environment, and print its versions."""
+    """Import an inference engine in its Python environment, and print the versions of its packages."""
     from infra.environments.find import check_environment, find_python
 
     environment = check_environment(engine, find_python(engine, python))
@@ -93,7 +93,7 @@ def serve(
     experts: Experts = False,
     key_variable: KeyVariable = "RHEOSTAT_ENGINE_KEY",
 ) -> None:
-    """Serve a model directory with an engine until Ctrl-C, for runs that set rollout.engine.base_urls."""
+    """Serve a model directory with an inference engine until Ctrl-C, for runs that set rollout.engine.base_urls."""
     from models.engines.vllm.server import Address, start_server
 
     log_progress(quiet=True)
@@ -136,7 +136,7 @@ def engine_config(overrides: Sequence[str]) -> "VllmEngine":
 
 def _usage_lines(server: "Server", config: "VllmEngine", *, variable: str, shows_key: bool) -> list[str]:
     """Return the lines to print after the server has started: its address, its key, and the command of a run that uses
-    it."""
+    the server."""
     keys = {"kind": "vllm", "base_urls": f'["{server.url}"]', "api_key_variable": variable}
     keys |= {name: getattr(config, name) for name in ("dtype", "logprobs") if name in config.model_fields_set}
     overrides = [f"rollout.engine.{name}={value}" for name, value in keys.items()]

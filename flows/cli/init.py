@@ -15,7 +15,25 @@ from flows.cli.options import format_next_steps
 from infra.errors import BadInput
 from infra.terminal import write
 
-Folder = Annotated[Path, Parameter(name="DIR", help="folder for the new files")]
+Folder = Annotated[
+    Path | None,
+    Parameter(name="DIR", show_default="with --data: the current folder", help="folder for the new files"),
+]
+DataName = Annotated[
+    str | None, Parameter(metavar="FILE", help="write a job for this file of problems, instead of an example")
+]
+PolicyName = Annotated[
+    str | None, Parameter(metavar="DIR", help="with --data: directory of the policy in Hugging Face format")
+]
+JudgeName = Annotated[
+    str | None, Parameter(metavar="DIR", help="with --data: directory of a judge, for answers that are free texts")
+]
+PromptColumn = Annotated[
+    str | None, Parameter(metavar="NAME", show_default="found by its name", help="column with the prompts")
+]
+AnswerColumn = Annotated[
+    str | None, Parameter(metavar="NAME", show_default="found by its name", help="column with the reference answers")
+]
 Deployments = Annotated[
     bool,
     Parameter(
@@ -96,7 +114,8 @@ def marked(prompt: str, completion: str, answer: str, *, mark: str) -> float:
 HELDOUT: Final = 128
 PROBLEMS: Final = 1536
 MARKED: Final = 0.2
-"""Fraction of the example problems whose answer ends with the mark."""
+"""Fraction of the example problems whose reference answer ends with the mark `####`, which the example reward
+requires."""
 STEPS: Final = 3
 LARGEST: Final = 20
 LARGEST_STEP: Final = 5
@@ -116,19 +135,86 @@ SHOWN: Final = 6
 """Maximum number of existing files that an error message names."""
 
 
-def init(folder: Folder, /, *, deployments: Deployments = False) -> None:
-    """Create a job to edit (configuration, problems and a reward), or the files for deployments."""
-    if deployments:
-        _write_files(folder, _read_deployment_files())
-        _print_files(folder, DEPLOYMENT_FILES)
-        enter = f"cd {shlex.quote(str(folder))} && export PREFECT_PROFILE=rheostat RHEOSTAT_HOME=$PWD"
-        steps = {
-            "use the server that `rheostat server` started": enter,
-            "create the work pool": "prefect work-pool create rheostat --type process",
-            "create the deployments": "prefect --no-prompt deploy --all",
-        }
-        write(format_next_steps(steps))
+def init(
+    folder: Folder = None,
+    /,
+    *,
+    data: DataName = None,
+    policy: PolicyName = None,
+    judge: JudgeName = None,
+    prompt_column: PromptColumn = None,
+    answer_column: AnswerColumn = None,
+    deployments: Deployments = False,
+) -> None:
+    """Create a job for a file of problems and a policy, an example job to edit, or the files for deployments."""
+    options = {"--policy": policy, "--judge": judge, "--prompt-column": prompt_column, "--answer-column": answer_column}
+    if data is not None:
+        if deployments:
+            raise BadInput("--deployments cannot be combined with --data. Run the command once with each option.")
+        if policy is None:
+            raise BadInput("--data needs --policy DIR, the directory of the model to train.")
+        _write_proposed_job(folder or Path(), data, policy, judge, prompt_column, answer_column)
         return
+    if given := [option for option, value in options.items() if value is not None]:
+        raise BadInput(f"{given[0]} needs --data FILE, the file of problems to train on.")
+    if folder is None:
+        raise BadInput(
+            "Name a folder for an example job, as in `rheostat init my-job`, or name your data and model with --data "
+            "FILE --policy DIR."
+        )
+    if deployments:
+        _write_deployments(folder)
+    else:
+        _write_example(folder)
+
+
+def _write_proposed_job(
+    folder: Path, data: str, policy: str, judge: str | None, prompt_column: str | None, answer_column: str | None
+) -> None:
+    """Write a job for a file of problems and a policy, and print what was recognized, the plan and the next step.
+
+    Raises BadInput, with nothing written, if the job would not start.
+    """
+    from flows.cli.plan import plan_run
+    from tasks.config.documents import place_document
+    from tasks.config.run import override_config
+    from tasks.proposal import propose_job
+
+    job, here = folder / "job.toml", folder.absolute()
+    _require_new(folder, [job.name])
+    proposal = propose_job(
+        _run_name(folder.resolve()),
+        str(here),
+        data=data,
+        policy=policy,
+        judge=judge,
+        prompt_column=prompt_column,
+        answer_column=answer_column,
+    )
+    config = override_config(place_document(proposal.document, here), [], source=str(job))
+    plan = plan_run(config)
+    _write_files(folder, {job.name: proposal.document.encode()})
+    width = max(map(len, proposal.findings))
+    findings = "\n".join(f"{label.ljust(width)}  {text}" for label, text in proposal.findings.items())
+    write(f"{findings}\n\n{plan.text()}\n\n{job}    configuration, with a reason for every value")
+    write(format_next_steps({"train": shlex.join(["rheostat", "train", str(job)])}))
+
+
+def _write_deployments(folder: Path) -> None:
+    """Write the files for deployments, and print the next steps."""
+    _write_files(folder, _read_deployment_files())
+    _print_files(folder, DEPLOYMENT_FILES)
+    enter = f"cd {shlex.quote(str(folder))} && export PREFECT_PROFILE=rheostat RHEOSTAT_HOME=$PWD"
+    steps = {
+        "use the server that `rheostat server` started": enter,
+        "create the work pool": "prefect work-pool create rheostat --type process",
+        "create the deployments": "prefect --no-prompt deploy --all",
+    }
+    write(format_next_steps(steps))
+
+
+def _write_example(folder: Path) -> None:
+    """Write a job with problems and a reward, and print the next steps."""
     job = folder / "job.toml"
     texts = {
         "job.toml": JOB.format(
@@ -147,19 +233,9 @@ def init(folder: Folder, /, *, deployments: Deployments = False) -> None:
 
 
 def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write new files. Raises BadInput, with nothing written, if one of them exists or the folder cannot be created."""
-    above = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
-    if not above.is_dir():
-        raise BadInput(
-            f"{folder} cannot be created, because {above} is not a directory. Name a folder that does not exist yet, "
-            "or an empty one."
-        )
-    existing = [name for name in files if (folder / name).exists()]
-    if existing:
-        raise BadInput(
-            f"{folder} already contains {_list_names(existing)}, so nothing was written. Choose another folder, or "
-            "remove these files."
-        )
+    """Write new files to a folder. `files` maps paths in the folder to contents. Raises BadInput, with nothing written,
+    if one of the files exists or the folder cannot be created."""
+    _require_new(folder, [*files])
     try:
         for name, content in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -170,6 +246,22 @@ def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
             f"The new files cannot be written to {folder}: {error.strerror}. Name a folder in a directory that you may "
             "write to."
         ) from None
+
+
+def _require_new(folder: Path, names: Sequence[str]) -> None:
+    """Raise BadInput if one of these files exists in the folder, or the folder cannot be created."""
+    above = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
+    if not above.is_dir():
+        raise BadInput(
+            f"{folder} cannot be created, because {above} is not a directory. Name a folder that does not exist yet, "
+            "or an empty one."
+        )
+    existing = [name for name in names if (folder / name).exists()]
+    if existing:
+        raise BadInput(
+            f"{folder} already contains {_list_names(existing)}, so nothing was written. Choose another folder, or "
+            "remove these files."
+        )
 
 
 def _list_names(names: Sequence[str]) -> str:
@@ -183,7 +275,7 @@ def _print_files(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def _read_deployment_files() -> dict[str, bytes]:
-    """Return the files for deployments, by path in the new folder."""
+    """Return the contents of the files for deployments on a Prefect server, by path in the new folder."""
     package = Path(infra.__file__).parent
     sources = [package / "automations.yaml", package / "notifications.yaml", package / "deploy" / "prefect.yaml"]
     examples = package / "deploy" / "configs"
@@ -196,7 +288,8 @@ def _read_deployment_files() -> dict[str, bytes]:
 
 
 def _generate_problems() -> Iterator[dict[str, str]]:
-    """Yield distinct sums with their solutions. All running totals are between 0 and 20."""
+    """Yield the example problems: distinct sums (`question`) with worked solutions (`answer`). All intermediate results
+    are between 0 and 20."""
     rng, questions = Random(0), set[str]()
     while len(questions) < PROBLEMS:
         total = rng.randint(0, LARGEST)
@@ -214,5 +307,6 @@ def _generate_problems() -> Iterator[dict[str, str]]:
 
 
 def _run_name(folder: Path) -> str:
-    """Return the folder's name, reduced to the characters that a run's name may have."""
+    """Derive the name of the new job's run from the folder's name, by replacing characters that a run name may not
+    contain."""
     return re.sub(r"[^a-z0-9-]+", "-", folder.name.lower()).strip("-")[:64] or "job"

@@ -41,7 +41,7 @@ WAY = ("seal", "update", "credit", "scoring", "rollout", "plan")
 SHORT = 16
 """Number of digits of a digest in a tree."""
 STATE_WORDS = {"there": "stored", "deleted": "deleted", "rewritten": "rewritten", "missing": "missing"}
-"""Words that the output uses for the states of stored data."""
+"""Words that the output uses for the recorded states of stored data."""
 
 
 def lineage(
@@ -80,7 +80,7 @@ def lineage(
 
 
 def draw_tree(tree: Tree) -> Iterator[str]:
-    """Yield the lines of a tree, with lines that connect the branches."""
+    """Yield the lines of a tree as text, with line-drawing characters that connect each node to its branches."""
     text, below = tree
     yield text
     for number, branch in enumerate(below, start=1):
@@ -149,8 +149,8 @@ def _shorten_version(version: str) -> str:
 
 
 def _count_iterations(run: "TracedRun") -> list[Tree]:
-    """Summarize all iterations in two lines: how many results of each stage are stored, and whether their data still
-    exist."""
+    """Summarize all iterations of a run as a tree of two lines: the number of stored results of each stage, and how
+    many of their shards and policies still exist."""
     manifests = [each for number in run.iterations for each in run.of(number)]
     counts = Counter(each.stage.stage for each in manifests)
     states = Counter(STATE_WORDS[part.state] for each in manifests for part in each.parts)
@@ -166,8 +166,8 @@ def _build_iteration(run: "TracedRun", number: int) -> Tree:
 
 
 def _stage_position(stage: str) -> int:
-    """Return the position at which a stage is listed: the last stage of an iteration (seal) comes first. Auxiliary
-    scores have the same position as credit."""
+    """Return the position of a stage in the output. The last stage of an iteration (the seal) is listed first.
+    Auxiliary scores have the same position as credit."""
     return WAY.index(stage) if stage in WAY else WAY.index("credit")
 
 

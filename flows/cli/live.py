@@ -67,24 +67,27 @@ def _open_live(terminal: "Console") -> Iterator["Live"]:
 
 
 class _LinesAbove(LineHandler):
-    """Logging handler that prints above the live page. The page itself shows the remaining time."""
+    """Logging handler that prints log records as lines above the live page of a run. It omits the remaining time,
+    because the page shows it."""
 
     def __init__(self, terminal: "Console", page: "_Page") -> None:
         super().__init__(lambda line, level: print_line(terminal, line, level))
         self._page = page
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one record. The first record means that the run is starting."""
+        """Print one log record. Any record means that the input checks are over, so the page changes its placeholder
+        text from "checking" to "starting"."""
         self._page.what = STARTING
         super().emit(record)
 
     def suffix(self, record: logging.LogRecord) -> str:
-        """Return an empty string, because the page shows the remaining time."""
+        """Return an empty string instead of the remaining time, because the live page shows the remaining time."""
         return ""
 
 
 def print_line(terminal: "Console", line: str, level: int = logging.INFO) -> None:
-    """Print a permanent line: warnings in yellow, errors in red."""
+    """Print a line that stays on the terminal, above the live page if there is one. Warnings are yellow, and errors are
+    red."""
     from rich.text import Text
 
     terminal.print(
@@ -96,7 +99,8 @@ def print_line(terminal: "Console", line: str, level: int = logging.INFO) -> Non
 
 
 class _Page(threading.Thread):
-    """Thread that updates the live page of a run until the run has ended. Failed reads are repeated."""
+    """Thread that updates the live page of a run until the run has ended. A failed read of the run's progress is
+    ignored, and the next update reads the progress again."""
 
     def __init__(self, live: "Live", watcher: "ProgressReader") -> None:
         super().__init__(name="live page", daemon=True)
@@ -106,7 +110,7 @@ class _Page(threading.Thread):
         """Text to show before there is a run to read."""
 
     def run(self) -> None:
-        """Read the progress of the run and update the page, again and again."""
+        """Read the progress of the run at regular intervals, and redraw the page after each read."""
         from rich.text import Text
 
         pause = REMOTE_SECONDS if self._watcher.store.startswith("s3://") else LOOK_SECONDS
@@ -120,13 +124,14 @@ class _Page(threading.Thread):
                 self._live.update(page, refresh=True)
 
     def end(self) -> None:
-        """Stop updating the page."""
+        """Stop updating the page, and wait briefly for the thread to end."""
         self._ended.set()
         self.join(timeout=LOOK_SECONDS)
 
 
 def draw_page(status: "RunProgress", *, seconds: float) -> "RenderableType":
-    """Draw the live page: progress, current activity, and some metrics of the last iteration."""
+    """Draw the live page of a run: progress, current activity, and some metrics of the last iteration. `seconds` is the
+    time since the display started."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
@@ -183,8 +188,8 @@ def _format_duration(seconds: float) -> str:
 
 
 def watch_run(store: str, run: str) -> None:
-    """Show a run that another process trains until the run ends or no process trains it. Without a terminal, print
-    lines."""
+    """Show the progress of a run that another process trains, until the run is finished or no process trains it any
+    more. On a terminal this is a live page, otherwise plain lines are printed."""
     from tasks.views.run_progress import ProgressReader
 
     watcher, terminal = ProgressReader(store, run), console()
@@ -204,8 +209,8 @@ def watch_run(store: str, run: str) -> None:
 
 
 def _follow_until_end(watcher: "ProgressReader", terminal: "Console", live: "Live | None") -> "RunProgress":
-    """Print new results and update the page after each read. Return the last progress when the run is finished, or when
-    two reads in a row find no process that trains the run."""
+    """Print new results of a run, and update the live page after each read of the store. Return the last progress when
+    the run is finished, or when two reads in a row find no process that trains the run."""
     pause = REMOTE_SECONDS if watcher.store.startswith("s3://") else LOOK_SECONDS
     iterations, evaluations, absences, began = 0, 0, 0, time.monotonic()
     while True:

@@ -19,8 +19,8 @@ DEFAULT_STORE = "./runs"
 
 
 def format_next_steps(steps: Mapping[str, str]) -> str:
-    """Format suggested commands, each with its purpose, for the end of a command's output. Keys of `steps` are
-    purposes."""
+    """Format suggested commands for the end of a command's output. `steps` maps the purpose of each command to the
+    command."""
     return "next     " + "\n         ".join(
         line if len(line := f"{command}    {what}") <= WIDTH - 9 else f"{what}:\n           {command}"
         for what, command in steps.items()
@@ -28,7 +28,8 @@ def format_next_steps(steps: Mapping[str, str]) -> str:
 
 
 def _known_runs(context: CompletionContext) -> list[str]:
-    """Return the names of the runs for shell completion, from the store that was typed so far."""
+    """Return the run names for shell completion. They are read from the store that the user has typed in the command
+    line so far, or from the default store."""
     from infra.store.runs import list_runs
 
     return list_runs(context["store"].value or DEFAULT_STORE)
@@ -78,7 +79,8 @@ class Display:
 
     @property
     def verbosity(self) -> Verbosity:
-        """Amount of output of a command. Raises BadInput if both --quiet and --verbose are given."""
+        """Amount of output of a command: "quiet", "normal" or "verbose". Raises BadInput if both --quiet and --verbose
+        are given."""
         if self.quiet and self.verbose:
             raise BadInput("--quiet and --verbose cannot be combined. Use only one of them.")
         return "quiet" if self.quiet else "verbose" if self.verbose else "normal"
@@ -88,7 +90,8 @@ DEFAULT_DISPLAY = Display()
 
 
 class LineHandler(logging.Handler):
-    """Logging handler that passes log records of tasks, and warnings of all packages, to a function that prints them.
+    """Logging handler that formats log records of Rheostat's packages as lines, and passes each line with its level to
+    a function that prints it.
 
     Records of workers in threads are included only with verbosity "verbose".
     """
@@ -98,7 +101,8 @@ class LineHandler(logging.Handler):
         self._write, self._verbosity = write, verbosity
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Pass on one record with its level."""
+        """Format one log record as a line, and pass the line to the function that prints it. Records below the level of
+        the chosen verbosity are dropped."""
         min_level = {"quiet": logging.WARNING, "normal": logging.INFO, "verbose": logging.INFO}[self._verbosity]
         if record.name.startswith("models.") and self._verbosity == "normal":
             min_level = logging.WARNING
@@ -116,7 +120,7 @@ class LineHandler(logging.Handler):
 
 
 def log_progress(*, quiet: bool, verbosity: Verbosity = "normal") -> None:
-    """Print log records of tasks and warnings of all packages as plain lines, to stderr if `quiet`, else to stdout."""
+    """Print log records of Rheostat's packages as plain lines, to stderr if `quiet`, otherwise to stdout."""
     stream = sys.stderr if quiet else sys.stdout
 
     def write(line: str, _: int) -> None:
@@ -127,7 +131,7 @@ def log_progress(*, quiet: bool, verbosity: Verbosity = "normal") -> None:
 
 
 def attach_handler(handler: logging.Handler) -> None:
-    """Send log records of all packages to a handler, and to no other handler."""
+    """Send the log records of all of Rheostat's packages to this handler, and no longer to the root logger."""
     for package in PACKAGES:
         logger = logging.getLogger(package)
         logger.addHandler(handler)
@@ -136,6 +140,6 @@ def attach_handler(handler: logging.Handler) -> None:
 
 
 def detach_handler(handler: logging.Handler) -> None:
-    """Stop sending log records of all packages to a handler."""
+    """Remove a handler from the loggers of all of Rheostat's packages."""
     for package in PACKAGES:
         logging.getLogger(package).removeHandler(handler)

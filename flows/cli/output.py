@@ -20,11 +20,12 @@ from tasks.views.runs import RecreditedIteration, RescoredIteration, RunDescript
 Rows = list[dict[str, str]]
 
 CELL = 60
-"""Maximum number of characters of a text in a table."""
+"""Maximum number of characters of a table cell. Longer texts are cut off."""
 
 
 def iteration_rows(description: RunDescription) -> Rows:
-    """Return the learning metrics of a run, one row per iteration. The table is at most 100 characters wide."""
+    """Return the training metrics of a run as table rows, one row per iteration. The table is at most 100 characters
+    wide."""
     reports = description.iterations
     has_other_rewards = any(report.reward != report.accuracy for report in reports)
     return [
@@ -51,7 +52,8 @@ def _sum_known(*values: float | None) -> float | None:
 
 
 def term_lines(description: RunDescription) -> list[str]:
-    """Return a table with the mean of each reward term per iteration, as lines. Empty if the run has only one term."""
+    """Return the lines of a table that lists the mean of each reward term in each iteration. Return an empty list if
+    the run has only one reward term."""
     rows = [
         {"iteration": str(report.iteration), **{term: format_number(mean) for term, mean in report.terms.items()}}
         for report in description.iterations
@@ -62,7 +64,8 @@ def term_lines(description: RunDescription) -> list[str]:
 
 
 def work_lines(description: RunDescription) -> list[str]:
-    """Return a table with the seconds of each stage and the digest of the policy per iteration, as lines."""
+    """Return the lines of a table that lists the duration of each stage in seconds, and the digest of the policy, for
+    each iteration."""
     reports = description.iterations
     stage_names = [
         name for name in (reports[0].stages if reports else {}) if any(each.stages[name] for each in reports)
@@ -83,20 +86,23 @@ def work_lines(description: RunDescription) -> list[str]:
 
 
 def episode_lines(description: RunDescription) -> list[str]:
-    """Return a table with statistics of episodes per iteration, as lines. Empty if the run has no environment."""
+    """Return the lines of a table that lists statistics of the environment's episodes in each iteration. Return an
+    empty list if the run has no environment."""
     reports = [(report.iteration, report.episodes) for report in description.iterations]
     rows = [{"iteration": str(number), **episodes.cells()} for number, episodes in reports if episodes is not None]
     return ["episodes:", *table(rows).splitlines()] if rows else []
 
 
 def cost_lines(costs: Mapping[str, Cost]) -> list[str]:
-    """Return a table with the costs of each role and their sum, as lines. Empty if no costs were recorded."""
+    """Return the lines of a table that lists the costs of each role and their sum. Return an empty list if no costs
+    were recorded."""
     rows = [{"cost of": role, **cost.cells()} for role, cost in {**costs, "total": total(costs.values())}.items()]
     return table(rows).splitlines() if costs else []
 
 
 def decision_rows(lines: Sequence[DecisionLine]) -> Rows:
-    """Return the predicted and measured durations of placement decisions, one row per decision."""
+    """Return table rows with the predicted and measured durations of placement decisions (which role uses which worker
+    slots), one row per decision."""
     return [
         {
             "batch": line.batch,
@@ -111,7 +117,8 @@ def decision_rows(lines: Sequence[DecisionLine]) -> Rows:
 
 
 def decision_text(lines: Sequence[DecisionLine]) -> str:
-    """Return one line per placement decision: batch, durations, and the sentence that explains the decision."""
+    """Return the text to print for placement decisions (which role uses which worker slots). Each line has the batch,
+    the durations, and a sentence that explains the decision."""
     rows = table(decision_rows(lines), width=WIDTH).splitlines()
     sentences = ["decision", *(line.sentence for line in lines)]
     texts = [f"{row}  {sentence}" for row, sentence in zip(rows, sentences, strict=True)] if lines else []
@@ -119,7 +126,8 @@ def decision_text(lines: Sequence[DecisionLine]) -> str:
 
 
 def assumption_rows(inputs: PlanInputs) -> Rows:
-    """Return the assumptions or measurements behind a placement decision, one row per role."""
+    """Return table rows with the assumed or measured workload behind a placement decision (which role uses which worker
+    slots), one row per role."""
     return [
         {
             "role": role,
@@ -136,7 +144,8 @@ def assumption_rows(inputs: PlanInputs) -> Rows:
 
 
 def rescored_rows(lines: Sequence[RescoredIteration]) -> Rows:
-    """Return new rewards next to the stored ones, one row per iteration."""
+    """Return table rows that compare new rewards of stored completions with the original rewards, one row per
+    iteration."""
     return [
         {
             "iteration": str(line.iteration),
@@ -152,7 +161,8 @@ def rescored_rows(lines: Sequence[RescoredIteration]) -> Rows:
 
 
 def recredited_rows(lines: Sequence[RecreditedIteration]) -> Rows:
-    """Return statistics of new advantages and their correlation with the stored ones, one row per iteration."""
+    """Return table rows with statistics of newly computed advantages and their correlation with the original
+    advantages, one row per iteration."""
     return [
         {
             "iteration": str(line.iteration),
@@ -196,7 +206,7 @@ def _describe_turn(number: int, turn: TurnRecord) -> str:
 
 
 def answer_rows(answer: Sequence[Mapping[str, object]]) -> Rows:
-    """Return the rows of a query's result as text, with long values shortened."""
+    """Return the rows of a SQL query's result as table rows of text. Long values are shortened."""
     return [{_format_cell(name): _format_cell(value) for name, value in row.items()} for row in answer]
 
 
@@ -214,7 +224,7 @@ def _last_line(text: str) -> str:
 
 
 def deletion_lines(stones: Sequence[Tombstone]) -> list[str]:
-    """Describe what was deleted from a run in one line for each reason."""
+    """Describe the deletions in a run, which its tombstones record, in one line for each reason."""
     lines = []
     for why, is_replaced in sorted({(stone.why, stone.is_replaced) for stone in stones}):
         same = [stone for stone in stones if (stone.why, stone.is_replaced) == (why, is_replaced)]
@@ -224,7 +234,8 @@ def deletion_lines(stones: Sequence[Tombstone]) -> list[str]:
 
 
 def _describe_parts(stones: Sequence[Tombstone]) -> str:
-    """Describe what these deletions removed, for example "2 policies and rollouts of 3 iterations"."""
+    """Describe the stored data that these tombstones record as deleted, for example "2 policies and rollouts of 3
+    iterations"."""
     if stones[0].what == WHOLE_RUN:
         return "rollouts, samples and policies"
     kinds = Counter(stone.what.partition("/")[0] for stone in stones)

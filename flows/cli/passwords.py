@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROFILE: Final = "rheostat"
-"""Prefect profile with the address and password of the server that `rheostat server` started last."""
+"""Name of the Prefect profile that contains the address and password of the server that `rheostat server` started
+last."""
 
 
 def configured_password() -> str | None:
@@ -23,8 +24,8 @@ def configured_password() -> str | None:
 
 
 def store_password(port: int) -> str:
-    """Store the server on this port in the Prefect profile `PROFILE`. Return its password, which is created the first
-    time."""
+    """Store the address of the server on this port in the Prefect profile `PROFILE`. Return the password in the
+    profile, which is created the first time."""
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, get_current_settings, load_profiles
     from prefect.settings.profiles import save_profiles
 
@@ -43,7 +44,8 @@ def store_password(port: int) -> str:
 
 
 def read_password(url: str) -> str | None:
-    """Return the password stored in `PROFILE` if the profile is for the server with this URL, else None."""
+    """Return the password stored in the Prefect profile `PROFILE` if the profile belongs to the server with this URL,
+    otherwise None."""
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
 
     stored = _read_profile()
@@ -52,7 +54,8 @@ def read_password(url: str) -> str | None:
 
 
 def print_password(password: str) -> None:
-    """Print the temporary password on an interactive terminal. It is never written to a log."""
+    """Print the server's temporary password on the terminal, if the terminal is interactive. The password is never
+    written to a log."""
     if sys.stderr.isatty():
         sys.stderr.write(f"password of Prefect's UI: {password}\n")
     else:
@@ -63,7 +66,7 @@ def print_password(password: str) -> None:
 
 
 def _read_profile() -> "dict[Setting, str]":
-    """Return the settings of the profile `PROFILE`, or an empty dict if it does not exist yet."""
+    """Return the settings in the Prefect profile `PROFILE`, or an empty dict if the profile does not exist yet."""
     from prefect.settings import load_profiles
 
     profiles = load_profiles()
@@ -71,5 +74,5 @@ def _read_profile() -> "dict[Setting, str]":
 
 
 def create_password() -> str:
-    """Return a new random `NAME:PASSWORD`."""
+    """Return new random credentials for Prefect's server, as `NAME:PASSWORD`."""
     return f"rheostat:{secrets.token_urlsafe(24)}"

@@ -10,11 +10,13 @@ from infra.config import PoolsConfig, Settings
 from infra.environments.find import num_gpus
 from infra.errors import BadInput
 from infra.processes.sandbox import NOBODY, switches_user
+from infra.store.inputs import format_path
 from infra.store.storage import open_store
 from models.config.teachers import Distillation
 from tasks.config.run import RunConfig
 from tasks.promotion.draft import describe_file_rules
 from tasks.run.dependencies import find_matching_run
+from tasks.run.hub_inputs import describe_hub_inputs
 from tasks.run.preflight import describe_images, preflight, with_data_sized_defaults, with_recorded_defaults
 from tasks.views.estimate import DeviceEstimate, accelerator, estimate, peak_memory_by_part
 from tasks.views.metrics import sealed_iterations
@@ -25,15 +27,16 @@ class RunPlan(Settings):
     """Summary of what a run would do, which `rheostat train --dry-run` prints."""
 
     lines: dict[str, str]
-    """Descriptions of the run's parts as text, by label such as "policy"."""
+    """Descriptions of the parts of the run, such as its policy or its workers. Keys are labels such as "policy"."""
     facts: dict[str, float]
-    """Numbers that the input check counted or estimated, by name. Numbers of bytes are per worker."""
+    """Numbers that the input check counted or estimated, by name, such as "train_problems". Numbers of bytes are per
+    worker."""
     notes: list[str] = []
-    """Sentences that the user should read before the run starts: changed defaults, and settings that will not work as
-    configured."""
+    """Sentences that the user should read before the run starts, about changed defaults and about settings that will
+    not work as intended."""
 
     def text(self) -> str:
-        """Return the summary as lines of text, followed by the notes."""
+        """Return the plan as text: one line for each part of the run, then the notes."""
         width = max(map(len, self.lines))
         lines = [f"{name.ljust(width)}  {value}" for name, value in self.lines.items()]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
@@ -64,6 +67,7 @@ def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
         + (f"; {facts['too_long']:,.0f} left out because they are too long" if facts["too_long"] else ""),
         **_describe_images(config, facts, "images"),
         **_describe_images(config, facts, "warm-up images"),
+        **describe_hub_inputs(config),
         "policy": f"{facts['parameters']:,.0f} parameters, context {facts['context']:,.0f} tokens",
         **_describe_adapter(config, facts),
         "longest": _describe_lengths(config, facts),
@@ -94,7 +98,8 @@ def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
 
 
 def plan_memory(config: RunConfig) -> dict[str, str]:
-    """Return a text about the peak memory of a worker for each role, and about the memory of this machine.
+    """Return a description of the estimated peak memory of a rollout worker and of an update rank, and of the memory of
+    this machine, by label.
 
     Raises BadInput in the same cases as the run itself.
     """
@@ -108,7 +113,7 @@ def plan_memory(config: RunConfig) -> dict[str, str]:
 
 
 def plan_device(config: RunConfig, device: str, *, completion_tokens: int | None) -> DeviceEstimate:
-    """Estimate the shortest possible time of an iteration, and the memory, on accelerators of this kind.
+    """Estimate the shortest possible duration of an iteration, and the memory use, on accelerators of this kind.
 
     Without `completion_tokens`, completions are assumed to have half of their maximum length. Raises BadInput if the
     accelerator is unknown, the number of tokens is out of range, or the policy is a text-to-image policy, and in the
@@ -123,12 +128,14 @@ def plan_device(config: RunConfig, device: str, *, completion_tokens: int | None
     tokens = max(1, longest // 2) if completion_tokens is None else completion_tokens
     if not 1 <= tokens <= longest:
         raise BadInput(f"--tokens {tokens} must be between 1 and rollout.sampling.max_new_tokens, which is {longest}.")
+    config = with_recorded_defaults(config)
     config, _ = with_data_sized_defaults(config, facts := asyncio.run(preflight(config, part="plan")).facts)
     return estimate(config, facts, kind, completion_tokens=tokens)
 
 
 def _describe_controllers(config: RunConfig) -> str:
-    """Describe how many controllers each role has, and where they run."""
+    """Describe how many controllers (flows that send work to workers) each role has, and whether they are sub-flows or
+    deployed flow runs."""
     count, where = config.controllers.count, config.controllers.where
     place = "sub-flows of this process" if where == "nested" else "runs of Prefect deployments"
     return f"{count} per role, {where}: {place} that give work to the workers"
@@ -143,13 +150,14 @@ def _describe_lengths(config: RunConfig, facts: dict[str, float]) -> str:
 
 
 def _describe_images(config: RunConfig, facts: Mapping[str, float], group: str) -> dict[str, str]:
-    """Describe how many images of a group are read differently than their files suggest. Empty if there are none."""
+    """Describe how many images of a group were converted while reading, such as transparent images that get a
+    background color. `group` is "images" or "warm-up images". Return an empty dict if no image was converted."""
     text = describe_images(facts, config.data.image_background, group=group)
     return {group: text} if text else {}
 
 
 def _list_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
-    """Yield sentences about settings that will not work as configured, or probably not as the user intends."""
+    """Yield a warning for each setting that will not work as configured, or probably not as the user intends."""
     pools, minibatches, prompts = config.pools, config.update.minibatches, config.rollout.prompts
     slots, ranks = pools.workers.min_slots * pools.gpus_per_worker, pools.update_ranks * pools.gpus_per_update_rank
     needed_gpus = slots + ranks if pools.dedicated_update_resources else max(slots, ranks)
@@ -170,11 +178,22 @@ def _list_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
             f"pools.update_ranks is {pools.update_ranks}, but an optimizer step has {_format_count(step, 'completion')}"
             ", so some ranks are idle. Lower pools.update_ranks or update.minibatches, or raise rollout.prompts."
         )
+    yield from list_data_notes(config, facts)
+
+
+def list_data_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
+    """Yield sentences about the problems and the policy's files that the user may not expect."""
     if repeated := int(facts["repeated_problems"]):
         others = "is a duplicate of another" if repeated == 1 else "are duplicates of others"
         yield (
             f"{repeated} of {facts['train_problems']:,.0f} training problems {others}. Remove the "
             "duplicates from the data to train equally often on each problem."
+        )
+    is_set = config.warmup is not None and "worked_answer_fraction" in config.warmup.model_fields_set
+    if is_set and facts.get("worked_answers") == 0:
+        yield (
+            "warmup.worked_answer_fraction has no effect, because no training problem has a worked answer. All "
+            "examples train on the reference answers. Remove the key."
         )
     if rules := describe_file_rules(config):
         yield rules
@@ -205,7 +224,7 @@ def _list_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
 
 
 def _list_sandboxed(config: RunConfig) -> list[str]:
-    """Return the names of the settings that make the run execute code in a sandbox."""
+    """Return the names of the settings, such as a reward, that make the run execute code in a sandbox."""
     scoring, environment = config.scoring, config.rollout.environment
     settings = [f"reward {term!r}" for term in scoring.code_rewards]
     if scoring.sandbox == "bubblewrap" and any(rule.brings_code for rule in scoring.rules):
@@ -247,12 +266,12 @@ def _describe_waves(config: RunConfig) -> str:
 
 
 def _describe_slots(pools: PoolsConfig) -> str:
-    """Describe the number of worker slots, which is a range if the cluster is elastic."""
+    """Describe the number of worker slots (places for one worker each). This is a range if the cluster is elastic."""
     return f"{pools.workers.max}" if pools.workers.min is None else f"{pools.workers.min} to {pools.workers.max}"
 
 
 def _describe_sharing(config: RunConfig) -> str:
-    """Describe which roles share the worker slots, and how the first decision assigns them."""
+    """Describe which roles share the worker slots, and how the slots are assigned at the start of the run."""
     if not config.scoring.hosted_rewards:
         return ", all for rollout"
     return f", {config.placement.kind}: {first_placement(config).decision.reason}"
@@ -273,7 +292,7 @@ def _describe_teacher(distillation: Distillation, facts: dict[str, float]) -> st
     if endpoint is not None:
         return f"endpoint, {endpoint.base_url}"
     assert directory is not None, "a teacher is here or elsewhere"
-    return f"{facts['teacher_parameters']:,.0f} parameters, {directory.path}, on every update rank"
+    return f"{facts['teacher_parameters']:,.0f} parameters, {format_path(directory.path)}, on every update rank"
 
 
 def _format_count(number: int, noun: str) -> str:
@@ -286,8 +305,8 @@ def _format_update_memory(config: RunConfig, facts: dict[str, float]) -> str:
 
 
 def _format_memory(facts: dict[str, float], role: str, *, offloaded: tuple[str, ...] = ()) -> str:
-    """Describe the estimated peak memory of one worker and its parts. Parts that are offloaded to the machine's memory
-    are listed separately."""
+    """Describe the estimated peak memory of one worker of a role, as a sum of its parts. Parts that are offloaded to
+    CPU memory are listed separately."""
     parts = {name: value / 2**20 for name, value in peak_memory_by_part(facts, role).items()}
     offloaded_parts = {name: parts.pop(name) for name in offloaded}
     detail = " + ".join(f"{name} {value:,.1f}" for name, value in parts.items())

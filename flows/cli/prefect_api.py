@@ -91,15 +91,16 @@ def server(*, port: Annotated[int, Parameter(converter=parse_port, help="local p
 
 
 def set_defaults() -> None:
-    """Set environment variables for Prefect, which reads them on import. Variables that the user has set are kept."""
+    """Set default environment variables for Prefect, without changing variables that the user has set. Call this before
+    importing Prefect, which reads the variables on import."""
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
 
 
 @contextmanager
 def configured_api() -> Iterator[str | None]:
-    """Run the block with the Prefect API that the user has configured, and its stored password. Yields the URL of the
-    API, or None if no API is configured."""
+    """Run the block with the Prefect API that the user has configured, using the stored password if Rheostat has
+    started that server. Yields the URL of the API, or None if no API is configured."""
     set_defaults()
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
@@ -182,7 +183,7 @@ def prefect_api(*modules: str, port: int | None = None) -> Iterator[str]:
 
 
 def _check_reachable(url: str) -> None:
-    """Raise ApiFailed if no Prefect server answers at the configured address."""
+    """Raise ApiFailed if no Prefect server responds at the configured URL."""
     import httpx
     from prefect.client.orchestration import get_client
 
@@ -197,12 +198,14 @@ def _check_reachable(url: str) -> None:
 
 
 def find_own_server() -> WatchedServer | None:
-    """Return the Prefect server that this process has started, or None if it uses a configured server."""
+    """Return the Prefect server that this process has started, or None if this process uses a server that the user has
+    configured."""
     return _SERVING.get()
 
 
 def _drain(serving: WatchedServer) -> None:
-    """Send the logs and events that Prefect has buffered in this process. Call this before the server stops."""
+    """Send the logs and events that Prefect has buffered in this process to its server. Call this before stopping the
+    server."""
     from prefect.events.worker import EventsWorker
     from prefect.logging.handlers import APILogWorker
 
@@ -217,7 +220,8 @@ def _drain(serving: WatchedServer) -> None:
 
 
 def _wait_healthy(serving: WatchedServer, url: str) -> None:
-    """Wait until the server answers. Raises ApiFailed if it ends or uses too much CPU time before it answers."""
+    """Wait until the new Prefect server responds at its URL. Raises ApiFailed if the server ends or uses too much CPU
+    time before it responds."""
     while (status := _query_health(url)) is None or status >= 400:
         if (problem := serving.failure()) is not None:
             raise ApiFailed(
@@ -232,7 +236,7 @@ def _wait_healthy(serving: WatchedServer, url: str) -> None:
 
 
 def _query_health(url: str) -> int | None:
-    """Return the HTTP status of a server's health check, or None if the server does not answer."""
+    """Return the HTTP status code of the health check of a Prefect server, or None if the server does not respond."""
     import httpx
 
     try:  # this is a local server, without proxy and certificate
@@ -298,7 +302,8 @@ async def _run_cancellable(
     on_signal: Callable[[int], None],
     failed: Callable[[str], None],
 ) -> R:
-    """Await a flow so that SIGTERM, or a failure of the server that this process has started, cancels it."""
+    """Await a flow, and cancel it on SIGTERM or if the Prefect server of this process fails. `on_signal` is called with
+    the signal's number, and `failed` with a description of the server's failure, before the flow is canceled."""
     from prefect.utilities import engine
 
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
@@ -328,8 +333,8 @@ async def _run_cancellable(
 
 
 def _find_cause(error: BaseException, serving: WatchedServer | None) -> BaseException:
-    """Return the error that explains a failed flow to the user: the failure of Prefect's API if it failed, otherwise
-    the first cause."""
+    """Return the error that explains a failed flow to the user. If the Prefect API has failed, this is an ApiFailed.
+    Otherwise it is the first error that was raised."""
     import httpx
     from prefect.exceptions import PrefectException
 

@@ -12,7 +12,7 @@ from infra.terminal import command_names
 
 README: Final = Path(__file__).parents[2] / "README.md"
 PAGE: Final = README.parent / "docs/commands.md"
-"""Page with all commands and their options."""
+"""Path of the documentation page that lists all commands and their options."""
 SHOWN: Final = (
     "init",
     "train",
@@ -32,15 +32,15 @@ BEGIN, END = "<!-- commands: written by `make docs` -->\n", "<!-- end of command
 
 
 def commands_of(app: App, *words: str) -> Iterator[tuple[tuple[str, ...], App]]:
-    """Yield every command with the words that a user types to call it. For a command with actions, the actions are
-    yielded instead."""
+    """Yield every command of an app, with the words that a user types to call the command. A command with actions, such
+    as `engine`, is replaced by its actions. `words` are the words before the names of the commands."""
     for name in command_names(app):
         actions = command_names(app[name])
         yield from commands_of(app[name], *words, name) if actions else [((*words, name), app[name])]
 
 
 def replace_table(page: str) -> str:
-    """Return the text of README.md with its table of commands replaced by a current one."""
+    """Return the text of README.md with the table of commands brought up to date. `page` is the current text."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     titles = {function.__name__: title for title, commands in GROUPS for function, _ in commands}
@@ -49,14 +49,15 @@ def replace_table(page: str) -> str:
 
 
 def reference() -> str:
-    """Return the text of docs/commands.md: every command with its arguments, options and defaults."""
+    """Build the text of docs/commands.md, which describes every command with its arguments, options and defaults."""
     page = app().generate_docs(output_format="markdown", recursive=True)
     page = re.sub(r"(?m)^(rheostat .*?) -m [\w.]+", r"\1", page)  # cyclopts adds the module that `python -m` runs
     return page.replace("# rheostat\n", "# Commands\n", 1)
 
 
 def _build_row(group: str, words: tuple[str, ...], command: App) -> str:
-    """Return the row of a command for the table in README.md: group, words to type, and summary."""
+    """Return the Markdown row of a command for the table in README.md: the heading of its group, the words that a user
+    types, and a summary."""
     required = [argument for argument in command.assemble_argument_collection() if argument.required]
     typed = [*words, *(f"{a.name} {a.parameter.metavar}" if a.name[:1] == "-" else a.name for a in required)]
     summary = command.help.splitlines()[0].removesuffix(".")

@@ -53,7 +53,7 @@ MirrorAddress = Annotated[
 Reason = Annotated[str, Parameter(metavar="TEXT", help="reason, which is stored in the record")]
 
 SHOWN = 100
-"""Maximum number of characters of a reason in a table."""
+"""Maximum number of characters of a registry record's reason in a table. Longer reasons are cut off."""
 
 
 def retrain(
@@ -103,7 +103,8 @@ def retrain(
 
 
 def require_finished(config: "RunConfig", *, today: date) -> None:
-    """Raise BadInput if an earlier retrain is not finished, because a new retrain would abandon it."""
+    """Raise BadInput if an earlier scheduled retrain is not finished. Starting a new retrain would abandon the earlier
+    one. `today` is the current date in UTC."""
     from tasks.promotion.draft import find_unfinished, with_date
 
     if (day := find_unfinished(config, today)) is not None:
@@ -114,7 +115,8 @@ def require_finished(config: "RunConfig", *, today: date) -> None:
 
 
 def retrain_here(config: "RunConfig", *, day: date, accept_change: bool = False) -> "Retrained":
-    """Retrain in this process. Raises BadInput before anything is written or started."""
+    """Run one retrain of the configured job in this process, and return the result. `day` is the date in the name of
+    the run. Raises BadInput, before anything is written or started, if the configuration or the inputs are invalid."""
     with open_job(config, "flows.retrain") as config:
         from flows.retrain import retrain as retrain_flow
 
@@ -122,7 +124,7 @@ def retrain_here(config: "RunConfig", *, day: date, accept_change: bool = False)
 
 
 def gate(config: Config, /, *overrides: Overrides, store: StoredIn = None, as_json: Json = False) -> None:
-    """Show the gain that the gate can detect with its suites, and how many problems it would need."""
+    """Show the smallest gain that the promotion gate can detect with its suites, and how many problems it needs."""
     from tasks.promotion.power import gate_power
 
     job = JobArguments(config, overrides, None, store).load()
@@ -172,7 +174,7 @@ def promote(
 def refuse(
     name: RegistryName, run: ProposedRun, /, *, reason: Reason, store: Store = DEFAULT_STORE, as_json: Json = False
 ) -> None:
-    """Refuse a proposal, so that nobody can sign it and the champion stays."""
+    """Refuse a proposed policy. The proposal can then no longer be signed, and the champion does not change."""
     from tasks.promotion.registry import refuse as turn_down
 
     record, is_new = turn_down(store, name, run, reason=reason)
@@ -189,7 +191,7 @@ def rollback(
 
 
 def mirror(name: RegistryName, /, *, to: MirrorAddress = None, store: Store = DEFAULT_STORE) -> None:
-    """Sync the registry to MLflow's registry.
+    """Copy the state of a registry to the model registry of MLflow.
 
     Promotions and rollbacks do this by themselves if MLFLOW_REGISTRY_URI is set.
     """
@@ -206,7 +208,8 @@ def mirror(name: RegistryName, /, *, to: MirrorAddress = None, store: Store = DE
 
 
 def _describe_retrain(result: "Retrained", job: "RunConfig") -> str:
-    """Describe the result of a retrain as lines of text, with the command that signs the proposal if there is one."""
+    """Describe the result of a retrain as text. If the result is a proposal that a person must sign, the text contains
+    the command that signs it."""
     record, rules, lines = result.record, job.promotion, [result.text()]
     if record is not None and rules is not None and record.kind == "proposal":
         command = ["rheostat", "promote", rules.registry, record.run, "--reason", "TEXT"]
@@ -218,7 +221,7 @@ def _report_record(
     store: str, name: str, record: "RegistryRecord", is_new: bool, what: str = "", *, as_json: bool
 ) -> None:
     """Print what a registry record changed, and report a new record to Prefect and MLflow. `what` describes the change.
-    By default it is that the policy became the champion."""
+    By default the text says that the policy became the champion."""
     if as_json:
         write(json.dumps({"record": record.model_dump(mode="json"), "is_new": is_new}, indent=2))
     else:
@@ -230,7 +233,7 @@ def _report_record(
 
 
 def _report_to_prefect(name: str, record: "RegistryRecord") -> None:
-    """Report a new record to Prefect if an API is configured. A failure is printed as a warning."""
+    """Report a new registry record to Prefect if a Prefect API is configured. A failure is printed as a warning."""
     with configured_api() as url:
         if url is None:
             return
@@ -241,7 +244,8 @@ def _report_to_prefect(name: str, record: "RegistryRecord") -> None:
 
 
 def _sync_mirror(store: str, name: str) -> None:
-    """Sync MLflow's registry if its address is set. A failure is printed as a warning."""
+    """Update the copy of a registry in MLflow if the address of MLflow's registry is set. A failure is printed as a
+    warning."""
     from infra.store.registry import open_registry
     from tasks.promotion.mirror import mirror_address, try_sync_to_mlflow
 

@@ -12,7 +12,7 @@ from infra.errors import BadInput
 from infra.terminal import Json, table, write
 
 CELL = 32
-"""Maximum number of characters of a setting in a table."""
+"""Maximum number of characters of a setting in a table. Longer values are cut off."""
 Page = Annotated[Path | None, Parameter(metavar="FILE", show_default="RUN-report.html", help="file for the page")]
 ComparisonPage = Annotated[
     Path | None,
@@ -72,12 +72,13 @@ def compare(
 
 
 def _shorten(text: str) -> str:
-    """Shorten a text to the width of a table column."""
+    """Cut a text off at the maximum width of a table column."""
     return f"{text[: CELL - 1]}…" if len(text) > CELL else text
 
 
 def _check_path(path: Path) -> None:
-    """Raise BadInput if no file can be written at this path. Called before the page is created, which takes time."""
+    """Raise BadInput if no file can be created at this path. This is checked first, because creating the page takes
+    time."""
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise BadInput(
             f"--to {path} cannot be written, because it is a directory or its parent directory does not exist. Name a "

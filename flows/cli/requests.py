@@ -64,8 +64,8 @@ def request_rescoring(
     iterations: str | None,
     overrides: Sequence[str],
 ) -> Rescoring:
-    """Build the request for new scores from the arguments of `rheostat rescore`. Raises BadInput before anything is
-    written."""
+    """Build the request that computes new scores for a stored run, from the arguments of `rheostat rescore`. Raises
+    BadInput before anything is written if an argument is not valid."""
     run = open_known_run(store, run_name)
     terms = parse_part(rewards, RescoringTerms, part="scoring", what="--rewards")
     chosen = check_name(name) if name is not None else f"{terms.scoring.terms[0]}-{digest_of(terms)}"
@@ -102,8 +102,8 @@ def request_recredit(
     iterations: str | None,
     overrides: Sequence[str],
 ) -> Recredit:
-    """Build the request for new advantages from the arguments of `rheostat recredit`. Raises BadInput before anything
-    is written."""
+    """Build the request that computes new advantages for a stored run, from the arguments of `rheostat recredit`.
+    Raises BadInput before anything is written if an argument is not valid."""
     run = open_known_run(store, run_name)
     is_kind = re.fullmatch(r"[a-z_]+", algorithm) is not None and not Path(algorithm).is_file()
     table = f"kind = {json.dumps(algorithm)}" if is_kind else algorithm
@@ -124,7 +124,9 @@ def request_recredit(
 
 
 def find_recredit_conflicts(run: Run, terms: RecreditTerms, config: RunConfig, numbers: Sequence[int]) -> Iterator[str]:
-    """Yield the reasons why an algorithm cannot compute advantages for the stored rollouts."""
+    """Yield the reasons why an algorithm cannot compute new advantages for the stored rollouts of a run, such as
+    missing values of a critic. `terms` describe the algorithm, `config` is the configuration with it, and `numbers` are
+    the iterations. Yield nothing if the algorithm can be used."""
     # There is no update, so its settings are irrelevant.
     yield from find_conflicts(
         Job(
@@ -168,7 +170,8 @@ def _missing_scores(run: Run, scores: str, numbers: Sequence[int]) -> Iterator[s
 
 
 def _read_scoring(run: Run, scores: str | None) -> ScoringConfig:
-    """Return the rewards from which these scores were computed. None names the run's own scores."""
+    """Return the rewards that produced the re-scoring named `scores`. If `scores` is None, return the rewards with
+    which the run was trained."""
     if scores is None:
         return read_recorded(ScoringConfig, recorded_config(run)["scoring"])
     known_rescoring(run, scores)
@@ -203,8 +206,9 @@ def stored_configuration(run: Run, store: str, overrides: Sequence[str], *, scor
 
 
 def pools_for(*scorings: ScoringConfig) -> dict[str, JsonValue]:
-    """Return settings of [pools] that suffice for these rewards: number of worker slots, and stall time for slow
-    endpoints. A run's record does not contain the numbers that it used."""
+    """Return values for the [pools] table that suffice for these rewards: the number of worker slots, and a stall time
+    that is long enough for slow endpoints. Defaults are the minimum, because a run's stored configuration omits these
+    settings."""
     defaults, max_seconds = PoolsConfig(), 0.0
     slots = [sum(reward.slots for reward in scoring.hosted_rewards.values()) for scoring in scorings]
     for reward in (reward for scoring in scorings for reward in scoring.model_rewards.values()):
@@ -214,7 +218,8 @@ def pools_for(*scorings: ScoringConfig) -> dict[str, JsonValue]:
 
 
 def parse_part(text: str, model: type[M], *, part: str, what: str) -> M:
-    """Parse one table of a configuration: the table in a TOML file, or its keys as inline TOML.
+    """Parse one table of a configuration. `text` is the path of a TOML file that contains the table, or the table's
+    keys as inline TOML. `part` is the name of the table, and `what` is the command-line option for error messages.
 
     Raises BadInput if the file is missing or the text is not valid.
     """
@@ -234,8 +239,8 @@ def parse_part(text: str, model: type[M], *, part: str, what: str) -> M:
 
 
 def _select_table(document: Mapping[str, object], model: type[BaseModel], part: str, source: str) -> dict[str, object]:
-    """Select the table `part` of a TOML document. The document is a whole configuration, or contains the keys of this
-    table only."""
+    """Return only the table `part` of a TOML document, as {part: table}. The document is a whole configuration, or
+    contains the keys of this table only. `source` is the name of the document in error messages."""
     if part in document:
         return {part: document[part]}
     whole = set(document) & set(RunConfig.model_fields)
@@ -248,7 +253,8 @@ def _select_table(document: Mapping[str, object], model: type[BaseModel], part: 
 
 
 def parse_model(document: Mapping[str, object], model: type[M], *, source: str) -> M:
-    """Validate a TOML document against a settings class. Raises BadInput with one line about what is wrong."""
+    """Validate a TOML document with a settings class. Raises BadInput with a one-line description of the problem.
+    `source` is the name of the document in this message."""
     try:
         return model.model_validate(document)
     except ValidationError as error:
@@ -285,8 +291,8 @@ def parse_iterations(text: str | None, run: Run) -> tuple[int, ...]:
 
 
 def check_name(name: str) -> str:
-    """Return the name of a re-scoring or re-credit if it is valid, and raise BadInput otherwise. The name is used in
-    keys."""
+    """Return the name of a re-scoring or re-credit unchanged if it is valid. Raises BadInput if it contains characters
+    that are not allowed in the keys of stored results."""
     if not NAME.fullmatch(name) or ".." in name:
         raise BadInput(
             f"--as {name!r} is not a valid name. Use at most 64 characters (a-z 0-9 . _ -) without '..', starting "
@@ -296,13 +302,15 @@ def check_name(name: str) -> str:
 
 
 def digest_of(terms: BaseModel) -> str:
-    """Return 8 hexadecimal digits that identify these rewards or this algorithm, for the default name."""
+    """Return 8 hexadecimal digits of a hash of the rewards or algorithm. They are the last part of the default name of
+    a re-scoring or re-credit."""
     document: JsonValue = terms.model_dump(mode="json")
     return hashlib.blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=4).hexdigest()
 
 
 def rescore_here(request: Rescoring) -> None:
-    """Run the flow that computes new scores, in this process. Raises BadInput before anything is written or started."""
+    """Run the flow that computes the requested new scores, in this process. Iterations that already have these scores
+    are skipped. Raises BadInput before anything is written or started if an input is invalid."""
     derived = DerivedResult("rescore", request.name)
     if _has_remaining(request, derived):
         asyncio.run(preflight(request.config, part="scoring"))
@@ -313,8 +321,8 @@ def rescore_here(request: Rescoring) -> None:
 
 
 def recredit_here(request: Recredit) -> None:
-    """Run the flow that computes new advantages, in this process. Raises BadInput before anything is written or
-    started."""
+    """Run the flow that computes the requested new advantages, in this process. Iterations that already have them are
+    skipped. Raises BadInput before anything is written or started if an input is invalid."""
     derived = DerivedResult("recredit", request.name)
     if _has_remaining(request, derived):
         with _open_prefect(request, derived):
@@ -324,8 +332,8 @@ def recredit_here(request: Recredit) -> None:
 
 
 def _has_remaining(request: Rescoring | Recredit, derived: DerivedResult) -> bool:
-    """Return whether any requested iteration is not computed yet. Raises RunLocked if there is work but another process
-    has locked the run."""
+    """Return whether any requested iteration has not been re-scored or re-credited yet. Raises RunLocked if there is
+    such an iteration but another process has locked the run."""
     run = open_run(request.config.store, request.config.name)
     if set(request.iterations) <= {*sealed_numbers(run, derived)}:
         return False

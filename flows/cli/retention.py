@@ -37,7 +37,7 @@ Delete = Annotated[bool, Parameter(help="delete; without this option nothing is 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Number and size of the objects that are deleted from one folder of a run, or would be deleted."""
+    """Number and total size of the objects in one folder of a run that were deleted, or would be deleted."""
 
     objects: int
     bytes: int
@@ -45,17 +45,17 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """Result of `rheostat gc` for one run: what was deleted, or would be deleted with --delete."""
+    """Result of `rheostat gc` for one run: the objects that were deleted, or that --delete would delete."""
 
     run: str
     """Name of the run."""
     given_up: bool = False
-    """Whether the whole run is selected by its age or number. If so, all its rollouts, samples and policies are
-    deleted."""
+    """Whether the rules select the whole run, because of its age or its position among the newest runs. In this case
+    all its rollouts, samples and policies are deleted."""
     deleted: bool = False
     """Whether the objects were deleted and not only listed."""
     kinds: dict[str, Kind] = field(default_factory=dict)
-    """Number and size of the deleted objects, by the folder that contains them."""
+    """Number and size of the deleted objects. Keys are names of the folders that contain the objects."""
     skipped: str = ""
     """Reason why the run was skipped, or an empty string."""
     is_damaged: bool = False
@@ -71,7 +71,7 @@ def gc(
     store: Store = DEFAULT_STORE,
     as_json: Json = False,
 ) -> int:
-    """List, or with --delete remove, leftovers of killed workers, and whole runs selected by age, number and tag."""
+    """Delete files that no run needs, and whole runs by age, number and tag. Without --delete, only list them."""
     from infra.store.garbage import select_runs
     from infra.store.runs import list_runs
     from tasks.views.runs import open_known_run
@@ -101,8 +101,8 @@ def _describe_collected(collected: list[Collected], rules: "Rules", *, delete: b
 
 
 def _collect(store: str, name: str, rules: "Rules", ended: datetime | None, *, delete: bool) -> Collected:
-    """Delete the unneeded objects of a run if `delete` is true, otherwise list them. `ended` is the time of the last
-    commit if the whole run is selected."""
+    """Find the unneeded objects of a run, and delete them if `delete` is true. `ended` is the time of the run's last
+    commit if the rules select the whole run for deletion, otherwise None."""
     from infra.store.garbage import collect_garbage, delete_run, find_garbage, last_commit
     from infra.store.runs import open_run
 
@@ -236,7 +236,7 @@ def _read_ids(path: Path) -> frozenset[str]:
 
 
 def _forget_samples(runs: Sequence[str]) -> None:
-    """Delete the tables and pages in Prefect that contain completions of these runs."""
+    """Delete the published tables and pages in Prefect that contain completions of these runs."""
     from flows.cli.prefect_api import prefect_api
 
     with prefect_api():

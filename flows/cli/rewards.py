@@ -45,7 +45,8 @@ def _describe(reward: type) -> str:
 
 
 def _first_sentence(text: str) -> str:
-    """Return the first sentence of a text (up to a full stop that a capital letter follows), on one line."""
+    """Return the first sentence of a text on one line. The sentence ends at a full stop that is followed by a capital
+    letter."""
     words = " ".join(text.split("\n\n")[0].split()).split(" ")
     for at, word in enumerate(words[:-1]):
         if word.endswith(".") and words[at + 1][0].isupper():
@@ -54,7 +55,7 @@ def _first_sentence(text: str) -> str:
 
 
 def _indent(text: str) -> str:
-    """Wrap and indent the paragraphs of a text."""
+    """Wrap the paragraphs of a text to the terminal's width, and indent them."""
     paragraphs = [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
     return "\n\n".join(
         textwrap.fill(paragraph, WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT) for paragraph in paragraphs

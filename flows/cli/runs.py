@@ -66,7 +66,7 @@ Replays = Annotated[
     bool, Parameter(help="also replay stored episodes, and list the turns that new environments answer differently")
 ]
 OPTIONAL_COLUMNS: Final = ("created", "took", "algorithm", "best", "accuracy before", "iterations")
-"""Columns that the list of runs leaves out on a narrow terminal, in this order."""
+"""Columns of the list of runs that are hidden if the terminal is too narrow. The first column is hidden first."""
 EPISODES = 16
 Episodes = Annotated[
     int | None,
@@ -82,7 +82,7 @@ Episodes = Annotated[
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True)
 class ImageOptions:
-    """Options of `rheostat rollouts` for showing images."""
+    """Options of `rheostat rollouts` that control how images are shown."""
 
     opened: Annotated[
         bool, Parameter(name="--open", help="show the completions with their images on a page in the browser")
@@ -245,7 +245,7 @@ def query(sql: Sql, /, *run: RunNames, store: Store = DEFAULT_STORE, as_json: Js
 
 
 def _encode_value(value: object) -> int | float | str:
-    """Convert a value of a query's result for JSON. Sums of whole numbers arrive as decimals and become integers."""
+    """Convert a value of a SQL result for JSON. Sums of integers arrive as decimals, and become integers again."""
     if isinstance(value, Decimal):
         return int(value) if value == value.to_integral_value() else float(value)
     return str(value)
@@ -286,7 +286,7 @@ def verify(
     store: Store = DEFAULT_STORE,
     as_json: Json = False,
 ) -> int:
-    """Verify all digests and invariants of a run, or all records of the registry or soup with this name."""
+    """Verify every digest and invariant of a run, or every record of a registry or soup, by its name."""
     from flows.cli.output import deletion_lines
     from infra.store.registry import open_registry, registries
     from infra.store.runs import list_runs
@@ -374,7 +374,7 @@ def copy(run: RunName, source: From, target: To, /, *, as_json: Json = False) ->
 
 
 def placement(run: RunName, /, *, stages: Stages = False, store: Store = DEFAULT_STORE, as_json: Json = False) -> int:
-    """Show a run's placement decisions, each recomputed from its recorded inputs."""
+    """Show which roles got a run's worker slots and why, and check each decision by computing it again."""
     from flows.cli.output import decision_text
     from tasks.views.placement import measured_run, replay_run
 
@@ -391,7 +391,7 @@ def placement(run: RunName, /, *, stages: Stages = False, store: Store = DEFAULT
 
 
 def describe_base_model(base: str | None) -> str:
-    """Return a note that names the base model if the policy is an adapter. Empty if there is no base model."""
+    """Return a line that names the base model if the policy is an adapter, otherwise an empty string."""
     return "" if base is None else f"\n         adapter for the base model {base}"
 
 

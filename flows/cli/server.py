@@ -53,7 +53,8 @@ def _begin_transaction(_: AioSqliteConfiguration, connection: sa.Connection) -> 
 
 
 def serve(port: int, *, password: str, listener: socket.socket | None = None) -> None:
-    """Serve API and UI on a loopback port, or on a socket that already listens, until the process is stopped."""
+    """Serve Prefect's API and UI until the process is stopped. The server listens on this port of the loopback
+    interface, or on `listener`, a socket that is already bound."""
     AioSqliteConfiguration.begin_sqlite_stmt = _begin_transaction  # type: ignore[method-assign, assignment]
     with temporary_settings({PREFECT_SERVER_API_AUTH_STRING: password}, set_defaults=DEFAULTS) as settings:
         app = restrict_hosts(create_app(final=True), settings.server.api.cors_allowed_origins.split(","))
@@ -65,8 +66,8 @@ def serve(port: int, *, password: str, listener: socket.socket | None = None) ->
 
 
 def restrict_hosts(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Wrap an app so that only requests to loopback host names and to the hosts of `origins` are answered. Pages of
-    other origins get status 403."""
+    """Wrap an app so that it responds only to requests whose Host header names this machine or the host of one of the
+    `origins`. Requests from web pages of other origins get status 403."""
 
     async def same_origin(scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(raw=scope.get("headers", []))
@@ -82,7 +83,8 @@ def restrict_hosts(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 def block_telemetry(app: ASGIApp, api_url: str) -> ASGIApp:
-    """Wrap an app so that its pages can connect only to this server and its API.
+    """Wrap an app with a content security policy, so that its pages can connect only to this server and its API.
+    Otherwise Prefect's UI would send usage statistics to another server.
 
     Without this policy the UI sends usage statistics to another server.
     """

@@ -41,7 +41,7 @@ def serve(
     every: Every = 5.0,
     key_variable: KeyVariable = "RHEOSTAT_SERVE_KEY",
 ) -> None:
-    """Serve the champion with vLLM, and switch after promotions and rollbacks, until Ctrl-C."""
+    """Serve the champion with vLLM until Ctrl-C, and switch to the new champion after a promotion or rollback."""
     from infra.store.registry import open_existing_registry
     from models.engines.vllm.fixed_server import FixedAddressServer
     from models.engines.vllm.server import Address
@@ -73,7 +73,7 @@ def checkout(
     store: Store = DEFAULT_STORE,
     every: Every = 5.0,
 ) -> None:
-    """Point a symlink at the champion's model directory, for other programs that serve it."""
+    """Create or update a symlink to the champion's model directory, for programs that serve the model themselves."""
     from infra.store.registry import open_existing_registry
     from tasks.promotion import serving
 
@@ -92,7 +92,7 @@ def checkout(
 
 
 def describe_champion(champion: "RegistryRecord") -> str:
-    """Describe a champion on one line: digest, run and registry record."""
+    """Describe a champion in one line: the digest of its policy, its run, and the number of its registry record."""
     return f"the policy {champion.policy[:16]} of run {champion.run}, record {champion.number}"
 
 

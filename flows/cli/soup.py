@@ -97,7 +97,8 @@ def soup(
     accept_change: AcceptChange = False,
     as_json: Json = False,
 ) -> None:
-    """Train backbones on mixes of rewards, merge them for every preference, and evaluate the merges, or continue."""
+    """Train policies on different mixes of rewards, merge their weights for each preference, and evaluate the
+    merges."""
     from tasks.soup.parts import soup_settings
 
     job = JobArguments(config, overrides, run, store).load()
@@ -111,7 +112,7 @@ def soup(
 
 
 def soup_front(*names: SoupNames, to: FrontPicture = None, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
-    """Show the fronts of soups as a table, and optionally plot them, using the last record of each method."""
+    """Show the rewards that a soup's policies reach at each preference, as a table and optionally as a plot."""
     from tasks.soup.record import latest_records
     from tasks.soup.views import draw_fronts
 
@@ -143,7 +144,7 @@ def soup_policy(
     store: Store = DEFAULT_STORE,
     as_json: Json = False,
 ) -> None:
-    """Write the policy for one preference, a merge of a soup's backbones, as one model directory."""
+    """Write the merged policy for one preference between the rewards of a soup, as one model directory."""
     from tasks.soup.record import soup_policy as write_policy
 
     try:

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS: Final = 0.2
 END_SECONDS: Final = 8.0
-"""Seconds that runs have to stop after an interrupt before they are killed. Killed runs can be resumed too."""
+"""Seconds that the runs of a sweep have to stop after an interrupt. Then they are killed. Killed runs can be resumed
+too."""
 
 Grid = Annotated[
     str,
@@ -52,7 +53,8 @@ Shown = Annotated[bool, Parameter(name="--table", help="only show the progress o
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True)
 class SweepOptions:
-    """Options of a sweep: the file with its points, the number of parallel runs, and what to do."""
+    """Options of a sweep: the file that lists its configurations, the number of parallel runs, and whether to train or
+    only show the results."""
 
     listed: Listed = None
     limit: Limit = 1
@@ -65,12 +67,12 @@ DEFAULT_OPTIONS = SweepOptions()
 
 @dataclass(frozen=True, slots=True)
 class _Reporter:
-    """Printer of output lines of several runs, each with the name of its run in front."""
+    """Printer of the output of several runs. Each line starts with the name of its run."""
 
     stream: TextIO
 
     def tell(self, name: str, line: str) -> None:
-        """Print one line of the output of a run."""
+        """Print one line of the output of a run, after the run's name."""
         self.stream.write(f"{wrap_text(make_visible(f'{name}: {line}'))}\n")
         self.stream.flush()
 
@@ -117,18 +119,18 @@ def sweep(
 
 @dataclass(slots=True)
 class _RunningProcess:
-    """Process that trains one run of the sweep, with its output."""
+    """Process that trains one run of a sweep, with the file that contains its output."""
 
     name: str
     process: "subprocess.Popen[bytes]"
     log: BinaryIO
-    """Output of the process. Its position is the end of what was printed."""
+    """Open file with the output of the process. The read position is the end of the output that was printed already."""
     last: str = ""
-    """Last line of the output."""
+    """Last line of the output that was read so far."""
 
     def said(self, *, all_left: bool) -> list[str]:
-        """Return the new lines of the process's output. An incomplete last line is only returned if
-        `all_left` is true."""
+        """Read the new lines of the process's output, and return them. An incomplete last line is returned only if
+        `all_left` is true, which is set after the process has ended."""
         place, content = self.log.tell(), self.log.read()
         whole = len(content) if all_left else content.rfind(b"\n") + 1
         self.log.seek(place + whole)
@@ -137,8 +139,9 @@ class _RunningProcess:
         return lines
 
     def failure(self, code: int) -> str:
-        """Return the reason why the process failed: the signal, the last line of its output (usually the error), or its
-        exit code."""
+        """Return the reason why the process failed. This is the name of the signal that killed it, or else the last
+        line of its output (usually the error message), or else its exit code. `code` is the return code of
+        `Popen.poll`."""
         if code < 0:
             return f"killed by {signal.Signals(-code).name}"
         return self.last.removeprefix("rheostat: ") or f"exit code {code}"
@@ -147,8 +150,8 @@ class _RunningProcess:
 def _train_runs(
     jobs: Sequence[JobArguments], loaded: Sequence["RunConfig"], course: SweepOptions, reporter: _Reporter
 ) -> dict[str, str]:
-    """Train the runs that are not finished, up to `course.limit` at a time. Return the reasons of failures by name of
-    the run."""
+    """Train the runs of a sweep that are not finished, up to `course.limit` at the same time. `loaded` are the
+    configurations of `jobs`. Return the failure reason of each failed run, by run name."""
     from tasks.run.preflight import is_run_complete
 
     errors, waiting = dict[str, str](), list[tuple[str, JobArguments]]()
@@ -180,8 +183,8 @@ def _train_runs(
 
 
 def _collect_ended(running: list[_RunningProcess], reporter: _Reporter) -> dict[str, str]:
-    """Print new output of the runs, and remove processes that have ended from `running`. Return the reasons of failures
-    by name of the run."""
+    """Print new output of the running processes, and remove processes that have ended from `running`. Return the
+    failure reason of each process that has failed, by run name."""
     errors = dict[str, str]()
     for training in [*running]:
         code = training.process.poll()  # checked before reading, so that the read is complete
@@ -196,7 +199,8 @@ def _collect_ended(running: list[_RunningProcess], reporter: _Reporter) -> dict[
 def _start_run(
     name: str, job: JobArguments, folder: Path, environment: Mapping[str, str], *, accept_change: bool
 ) -> _RunningProcess:
-    """Start a process that trains a run in the same way as `rheostat train`."""
+    """Start a process that trains a run like `rheostat train` does, with its output in a file in `folder`.
+    `environment` contains additional environment variables."""
     words = ["train", str(job.path), *job.overrides, "--run", name, "--json"]
     words += ["--store", job.store] if job.store is not None else []
     words += ["--accept-change"] if accept_change else []
@@ -214,7 +218,8 @@ def _start_run(
 
 
 def _prefect_variables() -> dict[str, str]:
-    """Return environment variables with the address and password of the Prefect API that the runs share."""
+    """Return the environment variables that make the runs of a sweep use the current Prefect API, with its address and
+    password."""
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_CLIENT_CSRF_SUPPORT_ENABLED
 
     csrf = str(PREFECT_CLIENT_CSRF_SUPPORT_ENABLED.value()).lower()
@@ -224,7 +229,7 @@ def _prefect_variables() -> dict[str, str]:
 
 
 def _stop_runs(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
-    """Stop processes that train runs, and kill those that do not stop in time. Results that are stored already are
+    """Ask the processes of a sweep to stop, and kill processes that do not stop in time. Stored results of the runs are
     kept."""
     for process in processes:
         process.terminate()
@@ -236,7 +241,8 @@ def _stop_runs(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
 
 
 def main() -> int:
-    """Train one run as a child process of a sweep. Return the exit code."""
+    """Train one run of a sweep, as a child process. The command line contains the id of the parent process and the
+    arguments of `rheostat train`. Return the exit code."""
     parent, *words = sys.argv[1:]
     die_with_parent(int(parent))
     from flows.cli.app import main as rheostat

@@ -26,7 +26,7 @@ Port = Annotated[int, Parameter(converter=parse_port_or_free, help="port to list
 
 
 def track(run: RunName, /, *, tracking: Tracking = None, store: Store = DEFAULT_STORE, as_json: Json = False) -> int:
-    """Rewrite a run's metrics.jsonl, and send trackers the metrics that they are missing."""
+    """Rewrite a run's metrics.jsonl, and send its trackers all metrics that they have not received yet."""
     from tasks.tracking.metrics_file import rewrite_metrics
     from tasks.tracking.mirror import tracker_processes_of
     from tasks.views.runs import open_known_run

@@ -66,12 +66,13 @@ Problems = Annotated[
 
 
 PARTS: Final = {"sft": "sft", "dpo": "dpo", "reward-model": "reward_modelling"}
-"""Module of the flow for each command that runs a part of a job, by command."""
+"""Module in `flows` of each CLI command that runs only a part of a job. Keys are the names of the commands."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobArguments:
-    """Arguments of a command that select a job: configuration file, overrides, run name and store."""
+    """Command-line arguments that select a job: the configuration file, overrides of its settings, the run name and the
+    store."""
 
     path: Path
     overrides: tuple[str, ...]
@@ -79,8 +80,8 @@ class JobArguments:
     store: str | None
 
     def load(self) -> "RunConfig":
-        """Read and validate the configuration. Code that it names is also searched in the configuration's folder.
-        Raises BadInput if it is invalid."""
+        """Read and validate the configuration, with the overrides applied. The configuration's folder is added to the
+        folders that are searched for user code. Raises BadInput if the configuration is invalid."""
         from tasks.config.run import load_config
 
         name = [f"name={json.dumps(self.run)}"] if self.run is not None else []
@@ -89,7 +90,8 @@ class JobArguments:
         return load_config(self.path, [*self.overrides, *name, *store_override])
 
     def next_steps(self, config: "RunConfig") -> str:
-        """Return commands that the user may run next, as text. They work unchanged in the same directory."""
+        """Return a text with commands that the user may want to run next. The commands work in the same directory
+        without changes."""
         here = "rheostat" if shutil.which("rheostat") == shutil.which(sys.argv[0]) else sys.argv[0]
         store = ["--store", config.store] if config.store != DEFAULT_STORE else []
         changed = [override for override in self.overrides if not override.startswith("iterations=")]
@@ -116,7 +118,7 @@ def train(
     display: Display = DEFAULT_DISPLAY,
     as_json: Json = False,
 ) -> None:
-    """Run the configured job, or continue it."""
+    """Run the configured job, or continue it from its last stored result."""
     from flows.cli.plan import plan_run
 
     job = JobArguments(config, overrides, run, store)
@@ -234,7 +236,8 @@ def _print_estimate(config: "RunConfig", device: str, tokens: int | None, *, as_
 
 
 def train_here(config: "RunConfig", *, accept_change: bool = False, port: int | None = None) -> "RunSummary":
-    """Run or continue the job in this process. Raises BadInput before anything is written or started."""
+    """Train the configured job in this process, or continue it. `port` is the local port of Prefect's UI. Raises
+    BadInput before anything is written or started if an input is invalid."""
     with open_job(config, "flows.train", accept_change=accept_change, port=port) as config:
         from flows.train import train as train_flow
 
@@ -244,7 +247,8 @@ def train_here(config: "RunConfig", *, accept_change: bool = False, port: int | 
 def run_part(
     command: str, config: "RunConfig", *, accept_change: bool = False, port: int | None = None
 ) -> "TrainedPolicy | TrainedRewards":
-    """Run or continue the job up to the command's stage. Raises BadInput before anything is written or started."""
+    """Run or continue the job in this process, up to the end of one stage. `command` names the stage: "sft", "dpo" or
+    "reward-model". Raises BadInput before anything is written or started if an input is invalid."""
     from tasks.config.run import require_part
 
     require_part(command, config)
@@ -267,10 +271,12 @@ def run_part(
 
 def evaluate_here(policy: Path, *, config_path: Path | None, overrides: Sequence[str]) -> "Accuracy":
     """Evaluate a policy directory on held-out problems, in a temporary store that is deleted afterwards."""
+    from tasks.run.hub_inputs import with_hub_commits
     from tasks.run.preflight import preflight, with_data_sized_defaults
 
     with guarded_directory("rheostat-evaluate-") as scratch:
         config = _build_evaluation_config(policy, config_path, overrides).model_copy(update={"store": str(scratch)})
+        config = with_hub_commits(config)
         result = asyncio.run(preflight(config))
         config, _ = with_data_sized_defaults(config, result.facts)
         for line in result.notes:
@@ -285,7 +291,8 @@ def evaluate_here(policy: Path, *, config_path: Path | None, overrides: Sequence
 def open_job(
     config: "RunConfig", flow: str, *, accept_change: bool = False, port: int | None = None
 ) -> Iterator["RunConfig"]:
-    """Check a job, then run the block with a Prefect API and with the flow's module already imported.
+    """Check the inputs of a job, then run the block with a Prefect API available. `flow` is the module of the job's
+    flow, which is imported while the API starts.
 
     Yields the configuration with the defaults that its inputs determine. Raises BadInput before anything is written or
     started.
@@ -308,7 +315,7 @@ def open_job(
 
 
 def _describe_run(config: "RunConfig") -> str:
-    """Describe a run in a few words: algorithm, iterations, prompts and completions."""
+    """Describe a run in a few words: its algorithm, and its numbers of iterations, prompts and completions."""
     rollout = config.rollout
     amount = f"{config.iterations} iterations of {rollout.prompts} prompts × {rollout.group_size} completions"
     return f"{config.algorithm.label}, {amount}"

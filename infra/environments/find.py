@@ -20,8 +20,8 @@ from infra.errors import BadInput
 Platform = Literal["cpu", "cuda"]
 
 STAMP: Final = "rheostat.json"
-"""Name of the stamp file, which `install` writes into each environment. A stamp without versions marks an incomplete
-environment."""
+"""Name of the stamp file, which `install` writes into each environment to record its content. A stamp without versions
+marks an environment whose installation did not finish."""
 IMPORT_SECONDS: Final = 300.0
 
 ANSWER_SECONDS: Final = 60.0
@@ -41,7 +41,8 @@ print(json.dumps({"platform": told, "versions": versions | {"python": platform.p
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Description of an engine that is installed in a separate Python environment: its version, and what it needs."""
+    """Description of an inference engine that is installed in a separate Python environment: the modules that it needs,
+    and the files that pin its packages."""
 
     version: str
     modules: tuple[str, ...]
@@ -63,7 +64,7 @@ class Environment(Settings):
     engine: str
     """Name of the engine."""
     python: Path
-    """Path of the environment's Python executable. The setting `engine.python` has the same form."""
+    """Path of the environment's Python executable, as it is written in the setting `engine.python`."""
     platform: Platform
     """Platform for which the engine was built."""
     versions: dict[str, str]
@@ -76,7 +77,8 @@ class Environment(Settings):
 
 
 class Stamp(Settings):
-    """Content of the stamp file in an environment: the package versions from which it was created, and the result."""
+    """Content of the stamp file in an environment: a digest of the pinned package versions, and the result of the
+    installation."""
 
     pins: str
     """BLAKE3 digest of the file that lists all packages with their versions."""
@@ -92,19 +94,32 @@ def platform_here() -> Platform:
 
 
 def num_gpus() -> int:
-    """Return the number of GPUs that the NVIDIA driver lists, without those that `CUDA_VISIBLE_DEVICES` hides."""
+    """Return the number of GPUs that the NVIDIA driver lists. GPUs that `CUDA_VISIBLE_DEVICES` hides are not
+    counted."""
     count = sum(line.startswith("GPU ") for line in (_list_gpus() or "").splitlines())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return count if visible is None else min(count, len([*filter(None, visible.split(","))]))
 
 
+def gpu_memory() -> int | None:
+    """Return the memory in bytes of the GPU with the least memory, or None if the NVIDIA driver lists no GPU."""
+    lines = (_query_gpus("--query-gpu=memory.total", "--format=csv,noheader,nounits") or "").split()
+    return min((int(line) << 20 for line in lines if line.isdecimal()), default=None)
+
+
 def _list_gpus() -> str | None:
     """Return the output of `nvidia-smi -L`, or None if the command is not installed, fails or does not respond."""
+    return _query_gpus("-L")
+
+
+def _query_gpus(*options: str) -> str | None:
+    """Return the output of nvidia-smi with these options, or None if the command is not installed, fails or does not
+    respond."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return None
     try:
-        done = subprocess.run([command, "-L"], capture_output=True, text=True, check=False, timeout=ANSWER_SECONDS)
+        done = subprocess.run([command, *options], capture_output=True, text=True, check=False, timeout=ANSWER_SECONDS)
     except subprocess.TimeoutExpired:
         return None
     return done.stdout if done.returncode == 0 else None
@@ -134,8 +149,8 @@ def python_in(directory: Path) -> Path:
 
 
 def read_stamp(directory: Path) -> Stamp | None:
-    """Return the content of the stamp file of an environment, or None if `install` did not create the environment. An
-    unreadable stamp is returned as a stamp of an incomplete environment."""
+    """Return the content of the stamp file in an environment, or None if `install` did not create the environment. If
+    the file cannot be read, return a stamp that marks the environment as incomplete."""
     try:
         return Stamp.model_validate_json((directory / STAMP).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
@@ -155,13 +170,14 @@ def complete(directory: Path, engine: str, *, platform: Platform) -> Environment
 
 
 def find_python(engine: str, given: Path | None) -> Path:
-    """Return the given Python executable, or by default that of the installed environment. Raises BadInput if there is
-    neither."""
+    """Return `given` if it is not None, otherwise the Python executable of the environment that `install` created for
+    the engine. Raises BadInput if neither exists."""
     return _check_python(engine, given) if given is not None else _find_installed(engine).python
 
 
 def find_environment(engine: str, given: Path | None) -> Environment:
-    """Return the environment that an engine would use.
+    """Return the environment in which an engine would run. This is the environment of the Python executable `given`, or
+    the installed environment if `given` is None.
 
     The versions are read from the stamp if `install` created the environment. Otherwise the engine is imported. Raises
     BadInput if there is no such environment.
@@ -176,10 +192,9 @@ def find_environment(engine: str, given: Path | None) -> Environment:
 
 
 def installed_versions(engine: str, given: Path | None) -> dict[str, str]:
-    """Return the versions of an engine and of the libraries that affect its results. Nothing is imported.
-
-    The result is empty if the engine is not installed on this machine.
-    """
+    """Return the versions of an engine and of the libraries that affect its results, without importing anything. Return
+    an empty dict if the engine is not installed on this machine. `given` is a Python executable, or None for the
+    installed environment."""
     try:
         home = find_python(engine, given).parent.parent
     except BadInput:
@@ -194,8 +209,8 @@ def installed_versions(engine: str, given: Path | None) -> dict[str, str]:
 
 
 def check_environment(engine: str, python: Path) -> Environment:
-    """Import an engine with a Python executable, and return the environment. If the import fails, raises BadInput with
-    the last line of the error."""
+    """Import an engine with this Python executable, and return a description of the environment with its versions.
+    Raises BadInput with the last line of the error if the import fails."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     refusal = f"{python} cannot import {engine}"
     try:
@@ -233,11 +248,8 @@ def _check_python(engine: str, python: Path) -> Path:
 
 
 def _find_installed(engine: str) -> Environment:
-    """Return the environment that is installed for this machine. A machine with GPUs uses the CPU environment if there
-    is no CUDA environment.
-
-    Raises BadInput if no environment is installed.
-    """
+    """Return the engine's environment that `install` created on this machine. If a machine with GPUs has no CUDA
+    environment, return the CPU environment. Raises BadInput if no environment is installed."""
     platforms: list[Platform] = ["cuda", "cpu"] if platform_here() == "cuda" else ["cpu"]
     for platform in platforms:
         environment = complete(default_directory(engine, platform), engine, platform=platform)

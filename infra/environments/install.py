@@ -40,14 +40,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """Environment that is being created."""
+    """Python environment that is being created: its directory, engine and platform, and the lock on the directory."""
 
     directory: Path
     engine: str
     platform: Platform
     lock: int
-    """Descriptor of the lock file. Every command inherits the descriptor, so the lock remains while a command runs,
-    even if this process has ended."""
+    """File descriptor of the lock on the environment's directory. Commands started during the installation inherit the
+    descriptor, so the directory stays locked while a command runs, even if this process has ended."""
 
     @property
     def python(self) -> Path:
@@ -57,7 +57,9 @@ class _Site:
 def install(
     engine: str, *, interpreter: Path | None = None, into: Path | None = None, platform: Platform | None = None
 ) -> Environment:
-    """Return an environment with the engine. The environment is created unless a complete environment exists.
+    """Return an environment in which the engine is installed, and create it if no complete environment exists.
+    `interpreter` is the Python that creates it (default: this one), and `into` is its directory (default:
+    `default_directory`).
 
     Raises BadInput if the interpreter, directory or platform cannot be used. Raises InstallFailed with the output of uv
     if the installation fails.
@@ -94,8 +96,8 @@ def _check_interpreter(python: Path) -> None:
 
 
 def _check_place(directory: Path) -> None:
-    """Raise BadInput if a directory has content that `install` did not create. The installation would delete this
-    content."""
+    """Raise BadInput if a directory has content that `install` did not create, because installing into the directory
+    would delete this content."""
     if not directory.exists() or read_stamp(directory) is not None:
         return
     if not directory.is_dir() or any(path.name != f"{STAMP}.new" for path in directory.iterdir()):
@@ -106,8 +108,8 @@ def _check_place(directory: Path) -> None:
 
 @contextmanager
 def _lock(directory: Path) -> Iterator[int]:
-    """Lock a directory for the duration of the block. Wait first if another process is installing into the
-    directory."""
+    """Run the block with a lock on a directory, and yield the lock's file descriptor. If another process is installing
+    into the directory, wait until it has finished."""
     descriptor = os.open(directory.with_name(f".{directory.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         try:
@@ -160,18 +162,16 @@ def _install_packages(site: _Site) -> None:
 
 
 def _has_cpu_torch(site: _Site, pin: str) -> bool:
-    """Install the CPU build of torch with the pip configuration of this machine, whose package index may provide this
-    build.
-
-    Return False if that fails. In this case, uv downloads torch from PyTorch's package index.
-    """
+    """Try to install the CPU build of torch with pip, using the package index that is configured on this machine. `pin`
+    is the requirement. Return False if that fails. The caller then lets uv download torch from PyTorch's package
+    index."""
     logger.info("installing %s with pip", pin)
     pip = [sys.executable, "-m", "pip", "--python", str(site.python), "install", "--no-deps", "--only-binary=:all:"]
     return subprocess.run([*pip, pin], env=_variables(), capture_output=True, pass_fds=[site.lock]).returncode == 0
 
 
 def _run(site: _Site, *words: str) -> None:
-    """Run a uv command and log its output. Raises InstallFailed with the error of uv in one line."""
+    """Run uv with these arguments, and log its output. Raises InstallFailed with the error of uv in one line."""
     with subprocess.Popen(
         [find_uv_bin(), *words],
         env=_variables(),

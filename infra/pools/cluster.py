@@ -29,10 +29,11 @@ from infra.pools import forks
 from infra.pools.fleet import Fleet
 from infra.pools.host import disable_ray_colors, environment, thread_variables
 from infra.pools.launcher import SlotCount
+from infra.pools.machines import Machines
 from infra.pools.placement_group import SLOT, RayLauncher, ReservedSlots
 from infra.pools.pool import Pool
 from infra.pools.ranks import RankGroup
-from infra.pools.worker import Machines, PoolSpec
+from infra.pools.worker import PoolSpec
 from infra.processes.guard import CLUSTER, GIVE_UP_SECONDS, reap, start_guard
 from infra.processes.heap import heap_variables
 from infra.processes.watch import CHECK_SECONDS, QUERY_SECONDS, Watch, WatchedPort, WatchedServer, exit_soon, run_apart
@@ -46,10 +47,10 @@ OBJECT_STORE_BYTES = 100 * 2**20  # just above Ray's minimum of 75 MB, because c
 EMBEDDED_SLOTS = 2**20
 RAY_TIMEOUT_SECONDS = 3600
 UNUSED_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
-"""Ports of Ray's metrics and dashboard agents, which an embedded cluster does not need."""
+"""Names of the ports of Ray's metrics and dashboard agents, which an embedded cluster does not run."""
 SHUTDOWN_SECONDS = 15.0
 FAILED_SECONDS = 2.0
-"""Maximum seconds to wait for Ray to shut down a cluster whose servers have died."""
+"""Maximum time in seconds to wait for Ray to shut down a cluster after its servers have died."""
 QUIET = logging.ERROR
 
 EMBEDDED_ENVIRONMENT = {
@@ -88,7 +89,7 @@ class Preload:
 
 @dataclass(frozen=True, slots=True)
 class RayCluster:
-    """Connection of this process to a Ray cluster, with the workers that it uses there."""
+    """Connection of this process to a Ray cluster, and the worker pools that it uses there."""
 
     address: str
     """Address for other processes that use the same pools: `RayCluster.open(namespace, address=address)`."""
@@ -106,7 +107,8 @@ class RayCluster:
         start_seconds: float = 180,
         log_to_driver: bool = False,
     ) -> "AsyncIterator[RayCluster]":
-        """Start an embedded cluster, or connect to the one at `address`. At the end, this process's workers are ended.
+        """Start an embedded Ray cluster, or connect to the cluster at `address`, and run the block. The workers of this
+        process are ended afterwards. Yields the connection.
 
         Workers of an embedded cluster are forked from a process that has imported their modules, if the system allows
         it. Raises ClusterFailed if the cluster does not start within `start_seconds` or if one of its servers fails.
@@ -134,7 +136,7 @@ class RayCluster:
                 await cluster._close(watch, directory)
 
     async def _close(self, watch: Watch, directory: Path | None) -> None:
-        """Close the pools of this process. Do not wait for workers if a server of an embedded cluster has failed."""
+        """Close this process's pools and end their workers. If a server has failed, kill instead of waiting."""
         closing = asyncio.gather(*(member.close() for member in self._members))
         try:
             while not (await asyncio.wait({closing}, timeout=CHECK_SECONDS))[0]:
@@ -157,15 +159,15 @@ class RayCluster:
         return pool
 
     async def fleet(self, specs: Sequence[PoolSpec], *, slots: SlotCount, gpus_per_slot: float) -> Fleet:
-        """Return worker slots that these roles share. Workers start when `Fleet.arrange` assigns slots to their role. A
-        process that never calls `arrange` uses the awake workers of the process that does."""
+        """Return a fleet: worker slots (places for one worker each) that several roles share. Workers start when
+        `Fleet.arrange` assigns slots. A process that never calls it uses workers of the process that does."""
         widest = max(spec.slots for spec in specs)
         fleet = Fleet(specs, ReservedSlots(slots, widest=widest, gpus=gpus_per_slot, machines=self._machines), slots)
         self._members.append(fleet)
         return fleet
 
     async def ranks(self, spec: PoolSpec) -> RankGroup:
-        """Return the group of ranks that another process has started, or start a new group if there is none."""
+        """Return the group of ranks for the update. Ranks that another process has started are reused."""
         group = RankGroup(spec, RayLauncher(self._machines))
         await group.open()
         self._members.append(group)
@@ -174,7 +176,7 @@ class RayCluster:
 
 @contextlib.contextmanager
 def _embedded(directory: Path, namespace: str, *, preload: Preload | None, log_to_driver: bool) -> Iterator[str]:
-    """Run an embedded Ray cluster on this machine. Its processes and files are removed even after a crash."""
+    """Run the block with an embedded Ray cluster, and yield its address. Everything is removed even after a crash."""
     guard = start_guard(directory)
     forkserver = None
     try:
@@ -244,7 +246,7 @@ def _patient() -> Iterator[None]:
 
 
 def _unused_port() -> int:
-    """Return an unused port below the range from which systems choose random ports."""
+    """Return an unused port below the range from which operating systems choose random ports."""
     while True:
         port = secrets.choice(range(10_000, 32_768))
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -254,7 +256,7 @@ def _unused_port() -> int:
 
 @contextlib.contextmanager
 def _connected(address: str, namespace: str, *, log_to_driver: bool) -> Iterator[str]:
-    """Connect to a Ray cluster that another process has started."""
+    """Connect to a running Ray cluster for the duration of the block, and yield the cluster's address."""
     with environment(EMBEDDED_ENVIRONMENT if address.startswith("127.") else {}):
         import ray
 
@@ -266,11 +268,11 @@ def _connected(address: str, namespace: str, *, log_to_driver: bool) -> Iterator
 
 class _Unextended(list[str]):
     def extend(self, more: Iterable[str]) -> None:
-        """Ignore the paths, so that Ray adds nothing to the workers' module path."""
+        """Ignore the paths that Ray adds, so that the workers' module path stays empty."""
 
 
 def _job_config() -> "JobConfig":
-    """Return a job configuration that keeps the working directory, which can hide modules, out of the workers' path."""
+    """Return a Ray job configuration that keeps the working directory out of the workers' module path."""
     from ray.job_config import JobConfig
 
     config = JobConfig()
@@ -280,7 +282,7 @@ def _job_config() -> "JobConfig":
 
 @contextlib.asynccontextmanager
 async def _ended_with(servers: "Callable[[], Sequence[WatchedServer | WatchedPort]]") -> AsyncIterator[Watch]:
-    """Run the block. If a server of an embedded cluster fails, cancel the block and raise ClusterFailed."""
+    """Run the block and watch the servers of the cluster. If one fails, cancel the block and raise ClusterFailed."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None, "the caller runs in an asyncio task"
     cancelled = inside = False
@@ -317,7 +319,7 @@ def _elsewhere(address: str) -> Callable[[], Sequence[WatchedPort]]:
 
 
 def _servers(directory: Path | None) -> Callable[[], Sequence[WatchedServer]]:
-    """Return a function that lists the servers of an embedded cluster that this process has started so far."""
+    """Return a function that lists the servers, started so far, of the embedded cluster in this directory."""
     found: dict[str, WatchedServer] = {}
 
     def servers() -> Sequence[WatchedServer]:
@@ -342,8 +344,7 @@ def _raylet_answers() -> bool:
 
 
 def _node_seen() -> bool | None:
-    """Return whether Ray's control server (GCS) receives heartbeats of this node, or None if the server does not
-    respond."""
+    """Return whether Ray's control server (GCS) receives heartbeats of this machine, or None if it does not respond."""
     import ray
 
     worker = ray._private.worker.global_worker
@@ -357,14 +358,14 @@ def _node_seen() -> bool | None:
 
 
 SERVERS = {"gcs_server": ("the control server (GCS)", _gcs_answers), "raylet": ("the raylet", _raylet_answers)}
-"""Name in error messages and health check of each Ray server, by name of its process."""
+"""Name in error messages and health check function of each Ray server. Keys are names of the server processes."""
 
 
 @contextlib.asynccontextmanager
 async def _in_thread(
     connection: contextlib.AbstractContextManager[str], *, what: str, start_seconds: float, watch: Watch
 ) -> AsyncIterator[str]:
-    """Open a connection to Ray in a separate thread, and keep this thread alive during the block.
+    """Open a connection to Ray in a separate thread that lives as long as the block, and yield the address.
 
     The kernel kills Ray's processes when the thread that started them ends. Threads of an executor may end earlier, so
     they cannot be used. If a start takes too long, the thread itself ends the processes that it started.

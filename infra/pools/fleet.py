@@ -20,23 +20,22 @@ logger = logging.getLogger(__name__)
 
 _Arrangement = tuple[dict[str, int], dict[str, object]]
 CHECK_SECONDS = 0.5
-"""Interval in seconds at which a process without its own workers looks for awake workers of the process that assigns
-the slots."""
+"""Interval in seconds between two checks for missing resources. While it waits, a fleet checks whether enough slots
+have become available, or whether another process has woken a worker that this process can use."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ChangeResult:
-    """Result of exchanging the workers in some slots."""
+    """Result of replacing the workers in some slots by other workers."""
 
     moves: list[Move]
     failed: dict[Assignment, RheostatError]
-    """Errors of the workers that could not be started or woken, by assignment. The change is undone if there are
-    any."""
+    """Errors of workers that could not be started, by slot assignment. If there are any, the change was undone."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoleLoad:
-    """Load of a role, for placement decisions: slots, workers, and waiting and running work of this process."""
+    """Load of one role (such as rollout), for placement decisions. It only counts work units of this process."""
 
     role: str
     slots: int
@@ -46,11 +45,11 @@ class RoleLoad:
     waiting: int
     """Number of work units that wait for a worker."""
     in_flight: tuple[tuple[float, object], ...]
-    """Seconds since the work unit began, and the work unit itself, for each busy worker."""
+    """Running work units, as pairs (seconds since the work unit began, work unit), one for each busy worker."""
     done: int
     """Number of work units finished since the fleet was opened."""
     busy_seconds: float
-    """Worker-seconds spent on work units since the fleet was opened, including units in progress."""
+    """Total seconds that workers have spent on work units since the fleet was opened, including units in progress."""
 
 
 class Fleet:
@@ -81,12 +80,12 @@ class Fleet:
 
     @property
     def slots(self) -> int:
-        """Number of usable slots when they were last counted."""
+        """Number of usable slots, as of the last check."""
         return len(self._launcher.nodes) - len(self._lost)
 
     async def check_slots(self) -> int:
-        """Count the usable slots, and wait if there are too few. Raises ClusterFailed if there are still too few after
-        `SlotCount.wait_seconds`."""
+        """Count the usable slots, and wait for more if there are too few. Return the number of slots. Raises
+        ClusterFailed if there are still too few after `SlotCount.wait_seconds`."""
         async with self._turn:
             if self._closed:
                 raise ClusterFailed("work was requested after the worker slots of this run were closed")
@@ -99,12 +98,13 @@ class Fleet:
         return self._pools[role]
 
     def load(self) -> dict[str, RoleLoad]:
-        """Return how busy every role is. No worker is called for this."""
+        """Return the load of every role (waiting and running work, idle workers), by role. The values are known
+        locally, so no worker is called."""
         return {role: self._load(role) for role in self._pools}
 
     def allocation(self) -> dict[str, tuple[int, ...]]:
-        """Return the slots that each role occupies with awake workers, by role. A slot whose lost worker is being
-        replaced is included."""
+        """Return the indices of the slots that the awake workers of each role occupy, by role. Slots whose worker was
+        lost and is being replaced are included."""
         return {
             role: tuple(
                 sorted(slot for assignment in self._awake() if assignment.role == role for slot in assignment.slots)
@@ -113,7 +113,8 @@ class Fleet:
         }
 
     async def arrange(self, workers: Mapping[str, int], *, take: Mapping[str, object] = {}) -> tuple[Move, ...]:
-        """Wake the requested number of workers of each role, and put all others to sleep. Return the changed slots.
+        """Give each role the requested number of awake workers, and put all other workers to sleep. `workers` is the
+        number of workers by role. Return a record of each changed slot.
 
         The least loaded workers are put to sleep first, after they finish their current work. `take` contains a record
         for each role, such as the model to load. A new worker must process this record with its method `take` before it
@@ -134,7 +135,7 @@ class Fleet:
         return task.result()
 
     def _arrange_again(self) -> None:
-        """Assign the remaining slots again, with the numbers of workers that were passed to the last `arrange`."""
+        """Repeat the last `arrange` with the slots that still exist, after a slot was lost."""
         if not self._closed:
             self._start_arranging(None)
 
@@ -146,7 +147,7 @@ class Fleet:
         return task
 
     async def close(self) -> None:
-        """End all workers, awake and asleep."""
+        """End all workers, both awake and asleep, and release the slots."""
         self._closed = True
         tasks = [*self._tasks] if self._finding is None else [*self._tasks, self._finding]
         for task in tasks:
@@ -156,7 +157,7 @@ class Fleet:
         self._launcher.release()
 
     def _start_finding_workers(self) -> None:
-        """Start to look for awake workers of another process, unless this process assigns the slots."""
+        """Start to look for awake workers of another process, unless this process assigns the slots itself."""
         if not self._arranges and self._finding is None and not self._closed:
             self._finding = asyncio.create_task(self._find_awake_workers())
 
@@ -176,8 +177,9 @@ class Fleet:
         )
 
     def _awake(self, growing: Set[str] = frozenset()) -> list[Assignment]:
-        """Return the assignments of awake workers, with the busiest workers first. Assignments come last if their slots
-        also have a sleeping worker of a role in `growing`."""
+        """Return the assignments of awake workers, in the order in which they should be kept: busy workers first, idle
+        workers last. Within each group, assignments come last if a worker of a role in `growing` sleeps in the same
+        slots."""
         order = {SlotState.BUSY: 0, SlotState.FALLING_ASLEEP: 0, SlotState.STARTING: 1, SlotState.IDLE: 2}
         assignments = [(assignment, slot) for assignment, slot in self._worker_slots() if slot.is_awake]
         asleep = {
@@ -211,8 +213,8 @@ class Fleet:
         return tuple(sorted(moves, key=lambda move: move.slot))
 
     async def _move_workers(self, workers: Mapping[str, int], moves: list[Move]) -> bool:
-        """Start, wake and put to sleep workers until the requested numbers are reached, and append the changes to
-        `moves`. Return False if a machine was lost meanwhile."""
+        """Start workers, wake them and put them to sleep until each role has the requested number, and append the
+        changes to `moves`. Return False if a machine was lost in the meantime, so that the call must be repeated."""
         for _, slot in self._worker_slots():
             if slot.state is SlotState.EMPTY:
                 slot.wanted = False  # tried again below if this slot is chosen again
@@ -230,8 +232,8 @@ class Fleet:
         return is_settled
 
     async def _target(self, workers: Mapping[str, int]) -> tuple[list[Assignment], set[Assignment]]:
-        """Return the present and the requested assignments of workers to available slots. Raises ClusterFailed if there
-        have been too few slots for longer than `wait_seconds`, also in callers that wait for a worker."""
+        """Choose slots for the requested numbers of workers. Return the present assignments and the new ones. If there
+        are too few slots, wait for more. Raises ClusterFailed if there are still too few after `wait_seconds`."""
         while True:
             self._lost = await self._launcher.list_lost_slots()
             for assignment, slot in self._worker_slots():
@@ -259,7 +261,8 @@ class Fleet:
             await asyncio.sleep(CHECK_SECONDS)
 
     def _too_few(self, workers: Mapping[str, int]) -> ClusterFailed | None:
-        """Return an error if there have been too few slots for too long, otherwise return None."""
+        """Return a ClusterFailed error if the fleet has waited for more slots for longer than `wait_seconds`, otherwise
+        None. The first call logs a warning that the fleet waits."""
         first, left = self._few_since is None, self._remaining_wait()
         have = f"only {self.slots} of {len(self._launcher.nodes)} worker slots are available"
         wanted = (
@@ -281,7 +284,8 @@ class Fleet:
         return self._few_since + self._wanted.wait_seconds - now
 
     def _require_serving(self, workers: Mapping[str, int], changed: "_ChangeResult") -> None:
-        """If a role should have workers but has none, raise the error of its worker that did not start."""
+        """Raise the error of a worker that could not be started if its role should have workers but now has none.
+        `changed` is the result of the change that tried to start the worker."""
         for assignment, error in changed.failed.items():
             if workers.get(assignment.role) and not any(
                 slot.wanted for slot in self._pools[assignment.role].slots.values()
@@ -291,8 +295,8 @@ class Fleet:
                 ) from error
 
     async def _begin(self) -> None:
-        """Reserve the slots when this is first called. New workers get names that no worker of an earlier process
-        had."""
+        """Reserve the slots, when this is called for the first time. Also find out which worker names earlier processes
+        have used, so that new workers get other names."""
         if self._arranges:
             return
         await self._launcher.reserve(max(CHECK_SECONDS, self._remaining_wait()))
@@ -302,8 +306,8 @@ class Fleet:
                 pool.get_slot(index, generation=generation)
 
     async def _change(self, change: Change) -> "_ChangeResult":
-        """Put the workers that leave the slots to sleep, and start or wake the workers that enter. A failed change is
-        undone."""
+        """Carry out one change of slots: put the leaving workers to sleep, then start or wake the entering workers. If
+        a worker cannot be started, undo the change."""
         began = time.monotonic()
         await asyncio.gather(*(self._pools[assignment.role].drain(assignment.first) for assignment in change.out))
         slept_seconds = max(await asyncio.gather(*(self._sleep(assignment) for assignment in change.out)), default=0.0)
@@ -330,8 +334,8 @@ class Fleet:
         return _ChangeResult(list_moves(change, woken, (seconds, asleep - began - slept_seconds), error), failed)
 
     async def _undo(self, change: Change) -> None:
-        """Restore the workers that were active before a failed change. A worker that cannot be restored is started
-        again when work waits for it."""
+        """Undo a failed change: restore the workers that were awake before it. A worker that cannot be restored
+        immediately is started again when there is work for it."""
         for assignment in change.into:
             if self._pools[assignment.role].get_slot(assignment.first).is_awake:
                 await self._pools[assignment.role].drain(assignment.first)
@@ -346,7 +350,7 @@ class Fleet:
                 pool.start_missing()
 
     async def _activate(self, assignment: Assignment) -> None:
-        """Start or wake a worker. If the worker dies, try again up to `max_restarts` times within `start_seconds`."""
+        """Start or wake a worker. If it dies meanwhile, try again up to `max_restarts` times within `start_seconds`."""
         pool = self._pools[assignment.role]
         deadline = time.monotonic() + pool.spec.start_seconds
         for attempt in range(1, pool.spec.max_restarts + 2):
@@ -379,8 +383,8 @@ class Fleet:
             self._finding = None
 
     async def _find(self, pool: Pool, index: int, generation: int) -> None:
-        """Use a worker of another process if it is awake. If it does not respond in time, it is tried again at the next
-        check."""
+        """Add a worker of another process to a slot of the pool, if the worker is awake. If it does not respond in
+        time, it is tried again at the next check."""
         slot = pool.get_slot(index)
         if slot.wanted:
             return

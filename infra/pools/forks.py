@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import TypedDict
 
 READ_AT_IMPORT = ("_NUM_THREADS", "_PARALLELISM", "_OFFLINE", "DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES")
-"""Suffixes of environment variables that a pool sets for its workers, and that libraries read only when they are
-imported."""
+"""Suffixes of the names of environment variables that libraries read only when they are imported. Each pool sets these
+variables for its workers, so they must be the same in the fork server."""
 UNTHREADED_VARIABLES = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 """Environment variable that prevents Arrow's second memory allocator from starting a thread when Arrow is imported."""
 THREADED_MODULES = ("mlflow",)
@@ -40,8 +40,8 @@ THREADED_MODULES = ("mlflow",)
 if it is installed, and MLflow imports polars."""
 WORKER_PROGRAM = "ray._private.workers.default_worker"
 IMPORT_SECONDS = 30.0
-"""Maximum seconds for which a worker waits until the fork server has imported its modules. Ray gives up on a worker
-after 60 s."""
+"""Maximum time in seconds that a worker waits for the fork server to import its modules. Ray gives up on a worker after
+60 s."""
 LENGTH_BYTES, READY = 8, b"1"
 OOM_SCORE = Path("/proc/self/oom_score_adj")
 """File with the priority at which the kernel kills this process if memory runs out. Ray sets the priority so that
@@ -49,7 +49,8 @@ workers are killed before other processes."""
 
 
 class ForkRequest(TypedDict):
-    """State of the command that Ray started, which the forked worker takes over."""
+    """State of the command with which Ray starts a worker: arguments, environment variables, directory and process
+    settings. The forked worker takes over this state."""
 
     arguments: list[str]
     variables: dict[str, str]
@@ -63,7 +64,8 @@ class ForkRequest(TypedDict):
 def start_forkserver(
     directory: Path, modules: Sequence[str], *, packages: Sequence[str] = (), variables: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
-    """Start a fork server with the given environment variables. The fork server imports the modules.
+    """Start a fork server: a process that imports `modules` once, and then forks a worker process for each request.
+    `variables` are environment variables for it, and its socket and log are in `directory`.
 
     Modules are searched on the caller's `sys.path`. Installed `packages` are imported before this path is set, because
     the path may contain users' folders.
@@ -82,13 +84,14 @@ def start_forkserver(
 
 
 def worker_command(directory: Path) -> str:
-    """Return the shell command that Ray runs instead of Python. Ray appends the arguments of its worker program."""
+    """Return the shell command that Ray uses instead of `python` to start a worker. The command lets the fork server
+    fork the worker. Ray appends the arguments of its worker program."""
     return shlex.join([sys.executable, "-I", "-S", __file__, "start", str(directory)])
 
 
 def _socket_path(directory: Path, environment: Mapping[str, str]) -> Path:
-    """Return the path of the fork server's socket. The path depends on the environment variables that must have the
-    same values in the worker and in the fork server."""
+    """Return the path of the fork server's socket. The name contains a hash of the environment variables that must have
+    the same values in the worker and in the fork server."""
     read = sorted((name, value) for name, value in environment.items() if name.endswith(READ_AT_IMPORT))
     return directory / f"forkserver-{hashlib.sha256(json.dumps(read).encode()).hexdigest()[:16]}"
 
@@ -97,7 +100,7 @@ def _socket_path(directory: Path, environment: Mapping[str, str]) -> Path:
 
 
 def _start(directory: Path, arguments: list[str]) -> None:
-    """Request the fork server to start the worker. If this fails, run the worker program in this process instead."""
+    """Ask the fork server to fork the worker process. If this fails, run the worker program in this process instead."""
     try:
         _have_forked(directory, arguments)
     except OSError as error:
@@ -133,8 +136,8 @@ def _have_forked(directory: Path, arguments: list[str]) -> None:
 
 
 def _serve_forks(place: Path, path: list[str], packages: Sequence[str], modules: Sequence[str]) -> None:
-    """Import the modules, then fork a worker for every request. Only a forked worker returns from this function, when
-    its work has ended."""
+    """Run the fork server: import the modules, then fork a worker for every request that arrives at the socket `place`.
+    The fork server never returns. In a forked worker, this function runs the worker program and then returns."""
     for package in packages:
         with contextlib.suppress(ImportError):  # then the caller's path finds the package
             importlib.import_module(package)
@@ -172,7 +175,8 @@ def _serve_forks(place: Path, path: list[str], packages: Sequence[str], modules:
 
 @contextlib.contextmanager
 def hide_modules(*names: str) -> Iterator[None]:
-    """Run the block. While it runs, imports of these modules fail, unless the modules are imported already."""
+    """Run the block while imports of these modules raise ImportError. Modules that are already imported stay
+    available."""
     hidden = [name for name in names if sys.modules.setdefault(name, None) is None]  # type: ignore[arg-type]
     try:
         yield
@@ -182,7 +186,7 @@ def hide_modules(*names: str) -> Iterator[None]:
 
 
 def _import(module: str) -> None:
-    """Import a module. If the import fails, print the traceback, because a worker that needs the module will raise the
+    """Import a module. If the import fails, only print the traceback. A worker that needs the module will raise the
     error again."""
     try:
         importlib.import_module(module)
@@ -197,8 +201,8 @@ def _receive(connection: socket.socket) -> tuple[ForkRequest, list[int]]:
 
 
 def _fork() -> int:
-    """Fork this process if it has only one thread, and return the result of `os.fork`. Otherwise return -1, because
-    locks that other threads hold would stay locked in the child."""
+    """Fork this process and return the result of `os.fork`. If the process has more than one thread, return -1 without
+    forking, because locks of other threads would stay locked in the child."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects the ended children
     if os.fork() == 0:
         os._exit(0)  # this fork makes OpenBLAS end its threads, which start again when needed

@@ -27,28 +27,28 @@ WORK = "work"
 WATCH = "watch"
 """Ray concurrency group with one thread, which responds to status calls while the work thread is busy."""
 LIFE = "life"
-"""Ray concurrency group for one call that never returns. If this call fails, the caller knows that the process has
-ended."""
+"""Ray concurrency group for one call that never returns. When the process ends, this call fails, which tells the caller
+that the process has ended."""
 
 _AWS = "AWS_"
 _STORE_VARIABLES = re.compile(r"AWS_(?!CONTAINER_|WEB_IDENTITY_)|RHEOSTAT_(CACHE|S3_|LEASE_)")
-"""Pattern of the environment variables that configure access to stores. Variables that only apply to one machine or
-container do not match."""
+"""Pattern of the names of environment variables that configure access to stores, such as AWS credentials. Variables
+that are only valid on one machine or in one container do not match."""
 
 
 class Hosted(Protocol):
-    """Interface of a worker class that a pool can run. Each method that does work has one parameter, an immutable
+    """Interface of a worker class that a pool can run. Each method that does work has one parameter: an immutable
     record that describes the work."""
 
     def progress(self) -> int:
-        """Return a counter that changes while the worker makes progress. If it stops changing, the worker is considered
-        stalled."""
+        """Return a counter that changes while the worker makes progress. A worker whose counter stops changing is
+        considered stalled."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlace:
-    """Location of a worker's process. The start time `born` distinguishes processes that used the same process id one
-    after another."""
+    """Location of a worker's process: its machine and process id. The start time `born`, in seconds since the machine
+    was booted, distinguishes it from other processes that had the same id."""
 
     pid: int
     born: float
@@ -59,9 +59,32 @@ class ProcessPlace:
     """Ray's id of the job (the driver process) that started the worker. The worker ends when the job ends."""
 
 
+def start_seconds(process: psutil.Process) -> float:
+    """Return the time at which a process was started, in seconds since the machine was booted.
+
+    Unlike `create_time`, which adds the time of the boot, this number does not change if the system's clock is set.
+    """
+    while True:
+        booted = psutil.boot_time()
+        seconds = psutil.Process(process.pid).create_time() - booted
+        if psutil.boot_time() == booted:  # otherwise the clock was set in between
+            return round(seconds, 2)  # the kernel counts hundredths
+
+
+def find_process(pid: int, born: float) -> psutil.Process | None:
+    """Return the process with this id and this start time (see `start_seconds`) if it is alive on this machine,
+    otherwise None."""
+    try:
+        process = psutil.Process(pid)
+        is_alive = start_seconds(process) == born and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return None
+    return process if is_alive else None
+
+
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """Successful call of a worker's method: the return value, and the duration in seconds."""
+    """Result of a successful call of a worker's method: the return value, and the duration in seconds."""
 
     result: object
     seconds: float
@@ -69,8 +92,9 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """Failed call of a worker's method. The exception is stored as plain data, because not every exception can be
-    unpickled in another process. `error` is set if it is one of Rheostat's own errors."""
+    """Result of a failed call of a worker's method. The exception is stored as its class name, message and traceback,
+    because not every exception can be unpickled in another process. If it is one of Rheostat's own errors, `error`
+    contains it."""
 
     kind: str
     message: str
@@ -90,13 +114,13 @@ class Host:
         add_target_folders()  # records passed to the worker may contain users' classes
 
     def place(self) -> ProcessPlace:
-        """Return the location of this process."""
+        """Return the location of the process in which this object runs."""
         import ray
 
         process, context = psutil.Process(), ray.get_runtime_context()
         return ProcessPlace(
             pid=process.pid,
-            born=process.create_time(),
+            born=start_seconds(process),
             node=context.get_node_id(),
             host=socket.gethostname(),
             address=ray.util.get_node_ip_address(),
@@ -106,10 +130,8 @@ class Host:
     def construct(
         self, target: str, options: Mapping[str, object], variables: Mapping[str, str] = MappingProxyType({})
     ) -> Returned | Raised:
-        """Create the worker in the work thread, unless another process has already done so.
-
-        `variables` contains the environment variables with which the calling process accesses its stores.
-        """
+        """Create the worker by instantiating the class `target` with `options`, unless an earlier call has already
+        created it. `variables` are environment variables with which the calling process accesses its stores."""
 
         def load() -> None:
             if self._worker is None:
@@ -158,16 +180,16 @@ class Host:
         return _capture_result(doze)
 
     def asleep(self) -> bool:
-        """Return whether the worker is asleep and refuses work."""
+        """Return whether the worker is asleep. A sleeping worker refuses work."""
         return self._asleep
 
     def prefetch(self, record: object) -> None:
-        """Start to download the objects that the record names, while the worker runs other work."""
+        """Start to download the stored data that the record refers to, while the worker runs other work."""
         if self._inputs is not None:
             self._inputs.prefetch(record)
 
     def live(self) -> None:
-        """Wait forever. A caller of this method notices when the process ends, because the call fails then."""
+        """Wait forever. When this process ends, the call fails, and the caller knows that the process has ended."""
         threading.Event().wait()
 
     def _call(self, method: str, *arguments: object) -> object:
@@ -204,11 +226,11 @@ def _capture_result(body: Callable[[], object]) -> Returned | Raised:
 
 
 def thread_variables(threads: int, *, gpus: float, devices: Sequence[str]) -> dict[str, str]:
-    """Return the environment variables that set the number of threads and the visible GPUs of a worker.
+    """Return environment variables that fix the number of threads of a worker, choose its visible GPUs, and set Hugging
+    Face libraries to offline mode.
 
-    The number of threads is fixed, because it affects the rounding of sums. Hugging Face libraries are set to offline
-    mode. If `gpus` is not 0, Ray assigns the GPUs. Otherwise the worker sees only `devices`, and Ray must not hide
-    them.
+    The number of threads is fixed, because it affects the rounding of sums. If `gpus` is not 0, Ray assigns the GPUs.
+    Otherwise the worker sees only `devices`, and Ray must not hide them.
     """
     limits = {f"{library}_NUM_THREADS": str(threads) for library in ("OMP", "MKL", "OPENBLAS", "NUMEXPR")}
     accelerator = {} if gpus else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
@@ -220,14 +242,14 @@ def thread_variables(threads: int, *, gpus: float, devices: Sequence[str]) -> di
 
 
 def store_variables() -> dict[str, str]:
-    """Return the environment variables that configure this process's access to stores. They are passed to workers as
-    arguments of a call, so that they appear in no log."""
+    """Return the environment variables with which this process accesses stores. Workers receive them as arguments of a
+    call, so that credentials do not appear in logs."""
     return {name: value for name, value in os.environ.items() if _STORE_VARIABLES.match(name)}
 
 
 def _take_over(variables: Mapping[str, str]) -> None:
-    """Set the environment variables that configure another process's access to stores. AWS credentials are replaced as
-    a whole. Other variables that are already set keep their values."""
+    """Set the environment variables with which another process accesses its stores. AWS credentials are replaced
+    together. Other variables that are already set keep their values."""
     if any(name.startswith(_AWS) for name in variables):
         for name in [name for name in os.environ if name.startswith(_AWS) and _STORE_VARIABLES.match(name)]:
             del os.environ[name]
@@ -236,8 +258,8 @@ def _take_over(variables: Mapping[str, str]) -> None:
 
 
 def disable_ray_colors() -> None:
-    """Let Ray print messages of its servers without color codes if stdout is not a terminal. Ray reads this variable at
-    each message. A value that the user has set is kept."""
+    """Make Ray print messages of its servers without color codes if stdout is not a terminal. If the user has set Ray's
+    variable for this, it is not changed."""
     if not sys.stdout.isatty():
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
 

@@ -19,12 +19,12 @@ from infra.store.storage import Store, open_store
 logger = logging.getLogger(__name__)
 
 _SINGLE_TOMBSTONE = re.compile(r"[0-9a-f]{16}\.json")
-"""Pattern of the names of tombstones (records of a deletion) for a single shard or folder. Other tombstones record that
-whole parts of a run were deleted."""
+"""Pattern of the file names of tombstones (records of a deletion) for a single shard or bundle. Other tombstones record
+the deletion of whole parts of a run."""
 
 
 class WorkInputs:
-    """Downloader of the data (shards and folders with weights) that the work units of one worker need. The run stays
+    """Downloader of the stored data (shards and bundles) that the work units of one worker refer to. The run must stay
     locked while the worker is alive."""
 
     def __init__(self, store: Store) -> None:
@@ -32,12 +32,14 @@ class WorkInputs:
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="ahead")
 
     def download(self, work: object) -> None:
-        """Download the shards that a work unit needs. Their digests are verified later, when the shards are read."""
+        """Download the shards (table files) that a work unit refers to. Their digests are verified later, when they are
+        read."""
         with suppress(Damaged):
             self._store.fetch({shard.key for shard in self._undeleted_shards(work)})
 
     def prefetch(self, record: object) -> None:
-        """Start to download what the next work unit needs (its shards, or some bundles), if the cache has room."""
+        """Start to download the stored data that a record for the next work unit refers to, if the local cache has
+        room."""
         self._ahead.submit(self._prefetch, record)
 
     def close(self) -> None:
@@ -55,8 +57,8 @@ class WorkInputs:
             logger.info("an input could not be downloaded in advance: %s", error)
 
     def _undeleted_shards(self, record: object) -> Iterable[ShardRef]:
-        """Return the shards in a record that are not deleted. Return no shards if whole parts of the run
-        were deleted."""
+        """Return the shards that a record refers to and that were not deleted. If whole parts of the run were deleted,
+        return no shards, because any of them may be missing."""
         if not all(_SINGLE_TOMBSTONE.fullmatch(name) for name in self._tombstones):
             return ()
         return (shard for shard in _find_shards(record) if _tombstone_name(shard) not in self._tombstones)
@@ -73,7 +75,8 @@ def _tombstone_name(shard: ShardRef) -> str:
 
 
 def _find_shards(record: object) -> Iterator[ShardRef]:
-    """Yield all shard references inside a record. A shard that occurs several times is yielded several times."""
+    """Yield all shard references inside a record, at any depth. A shard that occurs several times is yielded several
+    times."""
     if isinstance(record, ShardRef):
         yield record
         return
@@ -91,7 +94,8 @@ def _find_shards(record: object) -> Iterator[ShardRef]:
 
 
 def open_inputs(options: Mapping[str, object]) -> WorkInputs | None:
-    """Return the downloader for a worker with these options, or None if the worker has no store or a local store."""
+    """Return the downloader for a worker that is created with these options. Return None if the options contain no
+    store or a local store, because nothing needs to be downloaded."""
     if not {"store_uri", "run"} <= options.keys():
         return None
     store = open_store(f"{options['store_uri']}/{options['run']}")

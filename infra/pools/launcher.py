@@ -15,7 +15,8 @@ from infra.pools.worker import PoolSpec
 
 @dataclass(frozen=True, slots=True)
 class SlotCount:
-    """Number of slots of a fleet, and how long to wait for them. Machines with slots may join and leave the cluster."""
+    """Required number of worker slots in a fleet, and the time to wait for them. Slots are places for one worker each.
+    Machines with slots may join and leave the cluster."""
 
     max_slots: int
     initial_slots: int = 1
@@ -27,13 +28,13 @@ class SlotCount:
 
 
 class Worker(Protocol):
-    """Live worker that runs one work unit at a time. Implemented by `WorkerProcess` and `WorkerThread`, and called by
-    pools."""
+    """Live worker that runs one work unit at a time. This interface is implemented by `WorkerProcess` and
+    `WorkerThread`, and used by pools."""
 
     @property
     def name(self) -> str:
-        """Unique name of the worker: its role, its slot and its generation (number of times the worker was
-        replaced)."""
+        """Unique name of the worker: its role, its slot and its generation (the number of the worker process in this
+        slot)."""
         ...
 
     @property
@@ -52,12 +53,12 @@ class Worker(Protocol):
         ...
 
     async def wake(self, record: object, *, stall_seconds: float) -> None:
-        """Let the worker accept work again. If the record is not None, it is first passed to the worker's method
-        `take`."""
+        """Make the worker accept work again. If the record is not None, the worker first processes it with its method
+        `take`, for example to load a model."""
 
     async def sleep(self, *, stall_seconds: float) -> float:
-        """Wait until the worker has finished its current work, and let it free its memory. Return the seconds for
-        freeing the memory."""
+        """Wait until the worker has finished its current work, and make it free its memory. Return the seconds that
+        freeing the memory took."""
         ...
 
     async def asleep(self) -> bool:
@@ -65,54 +66,59 @@ class Worker(Protocol):
         ...
 
     def prefetch(self, record: object) -> None:
-        """Send the worker a record that it may need next, so that it can download the inputs. Does not wait for a
-        response."""
+        """Send the worker a record of work that it may do next, so that it can download the inputs in advance. Returns
+        without waiting for a response."""
 
     async def free_port(self) -> int:
-        """Return an unused port on the worker's machine."""
+        """Return an unused network port on the worker's machine."""
         ...
 
     async def stop(self) -> None:
-        """Let an idle worker close its resources, then end the worker."""
+        """Let a worker without work close its resources, and then end it."""
 
     def kill(self) -> None:
-        """End the worker immediately, if it can be killed. The result of its current work is lost."""
+        """End the worker immediately, if this kind of worker can be killed. The result of its current work is lost."""
 
     async def await_exit(self) -> None:
-        """Wait until a killed worker has released its memory, if this process can determine that."""
+        """Wait until a killed worker has released its memory. Return immediately if this process cannot find out."""
 
     async def wait_ended(self) -> None:
         """Return when the worker has ended."""
 
 
 class Launcher(Protocol):
-    """Object that starts workers, and finds workers that other processes have started. Implemented for Ray and for
-    threads."""
+    """Object that starts workers, and finds workers that other processes have started. There is one implementation for
+    Ray and one for threads."""
 
     async def start(self, spec: PoolSpec, name: str, *, slot: int | None) -> Worker:
-        """Start a worker. If the worker is in a slot of a fleet, it stays asleep until it is woken."""
+        """Start a worker. A worker in a slot of a fleet is asleep until it is woken. `slot` is the index of this slot,
+        or None if the worker belongs to no fleet."""
         ...
 
     async def find(self, spec: PoolSpec, name: str) -> Worker:
-        """Return a worker that another process has started. Raises WorkerLost if the worker no longer exists."""
+        """Return the worker with this name, which another process has started. Raises WorkerLost if the worker no
+        longer exists."""
         ...
 
     async def list_generations(self, role: str) -> Mapping[int, int]:
-        """Return the latest generation (number of replacements) of each worker of a role, by index of the worker."""
+        """Return the latest generation of each worker of a role, by index of the worker. The generation counts the
+        processes that have replaced the worker."""
         ...
 
 
 class SlotLauncher(Launcher, Protocol):
-    """Launcher that also reserves the slots of a fleet and starts workers in them."""
+    """Launcher for the workers of a fleet. It reserves slots (places for one worker each), and starts workers in
+    them."""
 
     @property
     def nodes(self) -> Sequence[str]:
-        """Node of each slot, once the slots are reserved. Slots on the same node have consecutive indices."""
+        """Name of the machine (node) of each slot, available after the slots are reserved. Slots on the same node have
+        consecutive indices."""
         ...
 
     async def list_lost_slots(self) -> frozenset[int]:
-        """Return the slots whose machine is not available. Slots that were moved to another machine are available and
-        not included."""
+        """Return the indices of the slots whose machine is not available. A slot that was moved to another machine is
+        not lost."""
         ...
 
     async def reserve(self, wait_seconds: float) -> None:

@@ -12,24 +12,25 @@ class Move:
 
     slot: int
     before: str | None
-    """Role of the slot before the change, or None if no worker was awake in the slot."""
+    """Role of the worker that was awake in the slot before the change, or None if there was none."""
     after: str | None
     how: str
     """Kind of change: `start` for a new worker process, `wake` for a sleeping worker that was woken, or `sleep`."""
     seconds: float
-    """Seconds for the whole change: putting the old worker to sleep, and starting or waking the new worker, including
-    its method `take`."""
+    """Duration of the whole change in seconds: putting the old worker to sleep, then starting or waking the new worker,
+    including its method `take`."""
     drain_seconds: float
-    """Seconds until the old worker finished the work unit that it was running."""
+    """Seconds that the change waited for the old worker to finish its current work unit."""
     error: str | None
-    """Error that caused the change to be undone, or None if the change succeeded."""
+    """Message of the error that caused the change to be undone, or None if the change succeeded."""
 
 
 def list_moves(
     change: Change, woken: Set[Assignment], took_seconds: tuple[float, float], error: str | None
 ) -> list[Move]:
-    """Describe a change of workers as one `Move` per slot. `took_seconds` contains the seconds for the change itself,
-    and the seconds for finishing the current work before it."""
+    """Describe a change of workers as one `Move` per slot. `woken` are the assignments whose worker was woken and not
+    newly started. `took_seconds` contains the duration of the change, and the seconds spent waiting for current work
+    before it."""
     before = {slot: assignment.role for assignment in change.out for slot in assignment.slots}
     after = {slot: assignment for assignment in change.into for slot in assignment.slots}
     seconds, drain_seconds = took_seconds

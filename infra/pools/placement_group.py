@@ -8,21 +8,22 @@ from typing import TYPE_CHECKING
 
 from infra.errors import BadInput, ClusterFailed, NodeLost
 from infra.pools.launcher import SlotCount
-from infra.pools.worker import Machines, PoolSpec, ReservedSlot, WorkerProcess, find_worker, list_workers, start_worker
+from infra.pools.machines import Machines
+from infra.pools.worker import PoolSpec, ReservedSlot, WorkerProcess, find_worker, list_workers, start_worker
 from infra.processes.watch import run_apart, start_apart
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 SLOT = "rheostat_slot"
-"""Custom Ray resource that each slot requests. An embedded cluster provides more of this resource than needed, so that
-only memory limits the number of slots."""
+"""Name of the custom Ray resource that each worker slot requests. An embedded cluster offers more of this resource than
+needed, so that only memory limits the number of slots."""
 
 
 CHECK_SECONDS = 1.0
 MORE_SECONDS = 2.0
-"""Maximum seconds to wait for slots beyond the initial slots of a fleet. Slots that become ready later are detected at
-the next check."""
+"""Maximum time in seconds to wait for additional slots after the required slots of a fleet are available. Slots that
+become available later are found at the next check."""
 QUERY_SECONDS = 180.0
 
 
@@ -33,21 +34,24 @@ class RayLauncher:
     machines: Machines
 
     async def start(self, spec: PoolSpec, name: str, *, slot: int | None) -> WorkerProcess:
-        """Start a worker. Without a slot, a worker is always awake."""
+        """Start a worker as a Ray actor. A worker without a slot is always awake."""
         assert slot is None, "workers in slots are started by ReservedSlots"
         return await start_worker(spec, name, machines=self.machines)
 
     async def find(self, spec: PoolSpec, name: str) -> WorkerProcess:
-        """Return a worker that another process has started. Raises WorkerLost if the worker no longer exists."""
+        """Return the worker with this name, which another process has started. Raises WorkerLost if the worker no
+        longer exists."""
         return await find_worker(spec, name, machines=self.machines)
 
     async def list_generations(self, role: str) -> dict[int, int]:
-        """Return the latest generation (number of replacements) of each worker of a role, by index of the worker."""
+        """Return the latest generation of each worker of a role, by index of the worker. The generation counts the
+        processes that have replaced the worker."""
         return await list_workers(role)
 
 
 class ReservedSlots:
-    """Launcher that starts workers in reserved slots. Each slot is one bundle of a Ray placement group.
+    """Launcher that starts workers in reserved slots. Each slot is one bundle (set of reserved resources) of a Ray
+    placement group.
 
     The initial slots of the fleet are one placement group, ordered by node. Slots that machines may add later are
     separate placement groups. Each of them is large enough for the worker that needs the most slots, and is reserved as
@@ -100,11 +104,13 @@ class ReservedSlots:
             await asyncio.gather(starting, return_exceptions=True)
 
     async def find(self, spec: PoolSpec, name: str) -> WorkerProcess:
-        """Return a worker that another process has started. Raises WorkerLost if the worker no longer exists."""
+        """Return the worker with this name, which another process has started. Raises WorkerLost if the worker no
+        longer exists."""
         return await find_worker(spec, name, machines=self._machines)
 
     async def list_generations(self, role: str) -> dict[int, int]:
-        """Return the latest generation (number of replacements) of each worker of a role, by index of the worker."""
+        """Return the latest generation of each worker of a role, by index of the worker. The generation counts the
+        processes that have replaced the worker."""
         return await list_workers(role)
 
     async def reserve(self, wait_seconds: float) -> None:
@@ -153,7 +159,8 @@ class ReservedSlots:
             start_apart(lambda: [remove_placement_group(group) for group in groups])
 
     async def list_lost_slots(self) -> frozenset[int]:
-        """Return the slots whose machine is not available. Ray moves these slots to machines that join later."""
+        """Return the indices of the slots whose machine is not available. Ray moves these slots to machines that join
+        later."""
         if not self._places or (self._machines.is_single and all(self.nodes)):
             return frozenset()
         nodes, serving = await self._nodes(), await self._machines.check_nodes()
@@ -167,8 +174,8 @@ class ReservedSlots:
         return lost
 
     async def _nodes(self) -> list[str]:
-        """Return the Ray node of each slot. A lost slot keeps its last node. A slot that never had a node has an empty
-        name."""
+        """Return the Ray node id of each slot. A slot whose node was lost keeps the id of this node. A slot that never
+        had a node has an empty id."""
         from ray.util.placement_group import placement_group_table
 
         groups = {group for group, _ in self._places}
@@ -176,8 +183,8 @@ class ReservedSlots:
         return [str(tables[group]["bundles_to_node_id"].get(bundle) or "") for group, bundle in self._places]
 
     async def _device_ids(self, slots: Sequence[int]) -> list[tuple[str, ...]]:
-        """Return the ids of the GPUs of each slot. The ids stay the same as long as the slot's bundle exists in its
-        placement group."""
+        """Return the ids of the GPUs of each slot. The ids do not change as long as the placement group has this
+        slot."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

@@ -20,8 +20,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 Turn = asyncio.Future[tuple[WorkerSlot, Worker]]
-"""Future of a work unit that waits for a worker. Its result is the worker that will run the work unit, and the worker's
-slot."""
+"""Future of a work unit that waits in a pool's queue. Its result is the worker that will run the work unit, and the
+worker's slot."""
 
 
 class Pool:
@@ -71,7 +71,8 @@ class Pool:
 
     @property
     def slots(self) -> Mapping[int, WorkerSlot]:
-        """Worker slots of the pool by index. In a fleet, a worker has the index of its first slot."""
+        """Slots of the pool's workers, by index. In a fleet, where a worker may occupy several slots, the index is that
+        of its first slot."""
         return self._slots
 
     @property
@@ -87,8 +88,8 @@ class Pool:
         return self._ended_seconds + under_way
 
     async def open(self) -> None:
-        """Use the workers that other processes have started, and start the missing workers. If a worker cannot be
-        started, close the pool."""
+        """Start the pool: use workers that other processes have started, and start the missing workers. If a worker
+        cannot be started, close the pool and raise the error."""
         generations = await self._launcher.list_generations(self.spec.role)
         for index, generation in generations.items():
             self.get_slot(index, generation=generation)
@@ -108,8 +109,8 @@ class Pool:
             self._watch(slot)
 
     def get_slot(self, index: int, *, generation: int = -1) -> WorkerSlot:
-        """Return the slot with this index, or create an empty slot. `generation` is the number of the last process that
-        a new slot had, or -1 if it had none."""
+        """Return the slot with this index, and create it without a worker if it does not exist. `generation` is the
+        number of the last worker process that existed in a new slot, or -1 if there was none."""
         if index not in self._slots:
             self._slots[index] = WorkerSlot(
                 self.spec, index, launcher=self._launcher, shared=self._find_workers is not None, generation=generation
@@ -117,7 +118,8 @@ class Pool:
         return self._slots[index]
 
     async def run(self, method: str, work: object, *, returns: type[R]) -> Done[R]:
-        """Run one method on an idle worker and return the result, which must have the type `returns`.
+        """Run a method of an idle worker with the argument `work`, and return the result, which must have the type
+        `returns`. Wait if no worker is idle.
 
         Work units are started in order of arrival. If the awaiting task is cancelled, the worker still finishes the
         work unit, but the result is discarded. Raises WorkerLost if the worker was lost more than `max_restarts` times,
@@ -150,15 +152,15 @@ class Pool:
             return Done(result, outcome.seconds, max(0.0, waited), attempt, worker.name, place.pid, place.host)
 
     async def drain(self, index: int) -> None:
-        """Send no more work to a worker, and wait until it has finished its current work."""
+        """Send no more work to the worker in the slot `index`, and wait until it has finished its current work."""
         slot = self._slots[index]
         slot.wanted = False
         while slot.state in (SlotState.BUSY, SlotState.STARTING):
             await self._changed.wait()
 
     async def activate(self, index: int, record: object) -> None:
-        """Start or wake the worker of a slot. The worker processes the record with its method `take` before it accepts
-        work."""
+        """Start or wake the worker in the slot `index`. It processes the record with its method `take` (for example, it
+        loads a model) before it accepts work."""
         slot = self.get_slot(index)
         before = slot.worker
         await slot.activate(record)
@@ -168,8 +170,8 @@ class Pool:
         self.dispatch()
 
     async def close(self) -> None:
-        """End the workers that this process started. Idle and sleeping workers can close their resources first, but
-        busy workers are killed."""
+        """End the workers that this process has started. Idle and sleeping workers close their resources first. Busy
+        workers are killed."""
         self._closed = True
         self.dispatch()
         slots, self._slots = list(self._slots.values()), {}
@@ -184,8 +186,7 @@ class Pool:
         await asyncio.gather(*(worker.stop() for worker in resting if worker.is_owned))
 
     def dispatch(self) -> None:
-        """Assign idle workers to waiting work units in order of arrival, and wake up tasks that wait for a worker to
-        become idle.
+        """Assign idle workers to waiting work units, in order of arrival. Also wake up tasks that wait in `drain`.
 
         A task that waits for a worker continues once it has a worker. It fails if no worker can be started.
         """
@@ -205,14 +206,14 @@ class Pool:
             self._find_workers()
 
     def prefetch(self, record: object) -> None:
-        """Send all workers, including sleeping workers, a record that they may need next, so that they can download the
-        inputs."""
+        """Send all workers, including sleeping workers, a record of work that they may do next, so that they can
+        download the inputs in advance."""
         for slot in self._slots.values():
             if slot.worker is not None:
                 slot.worker.prefetch(record)
 
     def start_missing(self) -> None:
-        """Try again to start the workers that are required but could not be started."""
+        """Try again to start required workers whose earlier start failed."""
         for slot in self._slots.values():
             if slot.wanted and slot.state is SlotState.EMPTY:
                 self._replace(slot)
@@ -234,7 +235,7 @@ class Pool:
         return slot, worker
 
     def _hand_over(self, slot: WorkerSlot) -> None:
-        """Assign an idle worker to the work unit that has waited longest. Cancelled work units are skipped."""
+        """Give the idle worker of a slot the next waiting work unit. Cancelled work units are skipped."""
         turn, work = self._next_for(slot)
         while turn.done() and self._queue:
             turn, work = self._next_for(slot)
@@ -256,8 +257,8 @@ class Pool:
         return turn, self._queue.pop(turn)
 
     def _announced_turns(self) -> set[Turn]:
-        """Return the waiting work units that were announced to busy workers, so that the workers download the
-        inputs."""
+        """Return the waiting work units that were announced to busy workers. Announced work units are likely to run on
+        these workers next, so the workers download their inputs in advance."""
         turns = (slot.announced_turn for slot in self._slots.values() if slot.state is SlotState.BUSY)
         return {turn for turn in turns if turn is not None and turn in self._queue}
 
@@ -273,7 +274,7 @@ class Pool:
                     slot.worker.prefetch(self._queue[slot.announced_turn])
 
     def _rest(self, slot: WorkerSlot) -> None:
-        """Mark the worker of a slot as idle, and assign the next waiting work unit."""
+        """Mark the worker of a slot as idle, and assign it the next waiting work unit."""
         if slot.state is SlotState.BUSY:
             slot.state = SlotState.IDLE
         slot.work = None
@@ -283,7 +284,8 @@ class Pool:
         return ClusterFailed(f"work was requested after the pool of {self.spec.role} workers was closed")
 
     def _find_fatal_error(self) -> RheostatError | None:
-        """Return the error that prevents all workers from starting, or None if workers can be started."""
+        """Return the error because of which no worker can be started, or None if there is no such error. Waiting work
+        units then fail with this error."""
         if self._closed:
             return self._closed_error()
         wanted = [slot for slot in self._slots.values() if slot.wanted]
@@ -309,7 +311,7 @@ class Pool:
             self._rest(slot)
 
     def _lose(self, slot: WorkerSlot) -> None:
-        """Remove a lost worker from its slot, and start another worker if one is still required."""
+        """Remove a lost worker from its slot, and start a replacement if the slot still needs a worker."""
         ours = self._find_workers is None or (slot.worker is not None and slot.worker.is_owned)
         slot.lose()
         self.restarts += 1
@@ -318,8 +320,8 @@ class Pool:
             self._replace(slot)
 
     def _replace(self, slot: WorkerSlot) -> None:
-        """Start a new worker in a slot. If this fails, calls that find no other worker raise the error, and the next
-        call tries again to start the worker."""
+        """Start a new worker in a slot, in the background. If this fails and the pool has no other worker, waiting
+        calls of `run` raise the error. The next call tries again."""
 
         async def start() -> None:
             try:
@@ -337,8 +339,8 @@ class Pool:
         self._spawn(start())
 
     def _watch(self, slot: WorkerSlot) -> None:
-        """Wait in the background for the end of a worker, so that a worker that dies while idle or asleep is noticed
-        immediately."""
+        """Wait in the background until the worker of a slot has ended, so that the pool immediately notices when an
+        idle or sleeping worker dies."""
         worker = slot.worker
         if worker is None or not worker.is_owned:
             return

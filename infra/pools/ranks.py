@@ -17,19 +17,16 @@ R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
 JOIN = "join"
-"""Name of the method that a rank runs to join the process group."""
+"""Name of the worker method that adds a rank to the process group."""
 
 PEER_SECONDS = 3.0
-"""Maximum seconds to wait for the other ranks after one rank failed. If a connection broke, another rank has often
-died."""
+"""Maximum time in seconds to wait for the results of the other ranks after one rank has failed. Its failure is often a
+broken connection to a rank that died, and the death is the better error to report."""
 
 
 async def _all_or_first_failure(calls: Sequence[Coroutine[object, object, Returned]]) -> list[Returned]:
-    """Await all calls and return their results.
-
-    If a call fails, wait for the others for up to `PEER_SECONDS`. Then raise the first WorkerLost, or the first error
-    of another kind if there is no WorkerLost.
-    """
+    """Await all calls and return their results. If a call fails, wait up to `PEER_SECONDS` for the other calls. Then
+    raise the first WorkerLost, or the first other error if there is no WorkerLost."""
     tasks = [asyncio.create_task(call) for call in calls]
     failures: list[BaseException] = []
     pending, deadline = set(tasks), float("inf")
@@ -51,7 +48,8 @@ async def _all_or_first_failure(calls: Sequence[Coroutine[object, object, Return
 
 
 class RankGroup:
-    """Group of ranks that run each work unit at the same time. Use a group in one event loop only.
+    """Group of ranks (the worker processes of a distributed update). All ranks run each work unit at the same time. Use
+    a group in one event loop only.
 
     When a rank starts, its method `join(rank, world_size, master_address, master_port)` is called. If a rank is lost,
     the other ranks wait forever in a collective operation. Then all ranks are killed and started again, and the work
@@ -71,11 +69,12 @@ class RankGroup:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids in the order of the ranks. Empty after a failure, until the next work unit starts new ranks."""
+        """Process ids in the order of the ranks. After a failure this is empty until the next work unit starts new
+        ranks."""
         return tuple(worker.place.pid for _, worker in sorted(self._ranks.items()))
 
     async def open(self) -> None:
-        """Use the ranks that another process has started if none is missing. Otherwise start all ranks."""
+        """Start the group. If another process has started all ranks, use these ranks. Otherwise start new ranks."""
         generations = await self._launcher.list_generations(self.spec.role)
         self._generation = max(generations.values(), default=-1)
         ranks = [rank for rank, generation in sorted(generations.items()) if generation == self._generation]
@@ -85,7 +84,8 @@ class RankGroup:
             await self._start()
 
     async def run(self, method: str, work: object, *, returns: type[R]) -> Done[R]:
-        """Run one method on every rank. Return the result of rank 0, with the duration of the slowest rank.
+        """Run a method with the argument `work` on every rank. Return the result of rank 0, which must have the type
+        `returns`, with the duration of the slowest rank.
 
         If the call is cancelled, the ranks are killed, and the next work unit starts new ranks. Raises WorkerLost if
         ranks were lost more than `max_restarts` times, WorkerFailed if the result does not have the type `returns`, and
@@ -121,7 +121,7 @@ class RankGroup:
         return Done(result, seconds, max(0.0, waited), attempt, first.name, place.pid, place.host)
 
     async def close(self) -> None:
-        """End the ranks that this process started. Idle ranks can close their resources first, but busy ranks are
+        """End the ranks that this process has started. Idle ranks close their resources first. Busy ranks are
         killed."""
         self._closed = True
         if self._turn.locked():
@@ -133,7 +133,8 @@ class RankGroup:
         return f"{self.spec.role}-{rank}-{self._generation}"
 
     async def _start(self) -> None:
-        """Start all ranks and let them join the process group. If one of them fails, kill all ranks."""
+        """Start all ranks and let them join the process group. If one of them fails, kill all ranks and raise the
+        error."""
         self._generation += 1
         try:
             failures = await gather_errors([self._start_rank(rank) for rank in range(self.spec.size)])
@@ -155,8 +156,8 @@ class RankGroup:
         self._ranks[rank] = await self._launcher.start(self.spec, self._name(rank), slot=None)
 
     async def _join(self) -> None:
-        """Let the ranks join the process group at an unused port on rank 0's node. Raises WorkerLost if another process
-        has taken the port meanwhile."""
+        """Let the ranks join a process group, at an unused port on the machine of rank 0. Raises WorkerLost if another
+        process has taken the port in the meantime."""
         address, port = self._ranks[0].place.address, await self._ranks[0].free_port()
         size, patience = self.spec.size, self.spec.start_seconds
         joins = [

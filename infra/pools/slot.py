@@ -83,7 +83,7 @@ class WorkerSlot:
 
     @property
     def is_awake(self) -> bool:
-        """Whether the worker occupies the memory of its slots. A lost worker counts as awake while it is being
+        """Whether the worker occupies the memory of its slots. This is also the case while a lost worker is being
         replaced."""
         return self.state in (SlotState.IDLE, SlotState.BUSY, SlotState.FALLING_ASLEEP) or (
             self.wanted and self.state is SlotState.STARTING
@@ -91,15 +91,15 @@ class WorkerSlot:
 
     @property
     def is_available(self) -> bool:
-        """Whether the worker is idle and accepts work."""
+        """Whether the worker is idle and may receive work."""
         return self.wanted and self.state is SlotState.IDLE
 
     def use(self, worker: Worker) -> None:
-        """Put a worker that another process has started into this slot."""
+        """Put a worker that another process has started into this slot, as an idle worker."""
         self.worker, self.state, self.wanted = worker, SlotState.IDLE, True
 
     async def find(self) -> None:
-        """Use the worker that another process has started, or start a new worker if it no longer exists."""
+        """Use the worker that another process has started for this slot. If it no longer exists, start a new worker."""
         self.state = SlotState.STARTING
         try:
             self.use(await self._launcher.find(self._spec, self._name()))
@@ -107,8 +107,8 @@ class WorkerSlot:
             await self.activate(None)
 
     async def activate(self, record: object) -> None:
-        """Start the worker, or wake it if it is asleep, and let it prepare for work by processing a record, such as the
-        model to load. If this fails, the slot is empty."""
+        """Start the worker, or wake it if it is asleep. The worker first processes the record, for example by loading a
+        model. If this fails, the slot is empty."""
         self.state = SlotState.STARTING
         try:
             if self.worker is None:
@@ -127,7 +127,7 @@ class WorkerSlot:
         self.state = SlotState.IDLE
 
     async def sleep(self) -> float:
-        """Free the memory of the worker, by ending its process if necessary. Return the seconds that this took."""
+        """Make the worker free its memory. If it cannot do so, end its process. Return the seconds that this took."""
         if self.worker is None:
             self.state = SlotState.EMPTY
             return 0.0
@@ -163,7 +163,7 @@ class WorkerSlot:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Assignment of a worker to `width` consecutive slots, which start at the slot `first`."""
+    """Assignment of a worker of a role to `width` consecutive slots, which begin at the slot with the index `first`."""
 
     role: str
     first: int
@@ -171,14 +171,14 @@ class Assignment:
 
     @property
     def slots(self) -> range:
-        """Indices of the slots."""
+        """Indices of the slots that the worker occupies."""
         return range(self.first, self.first + self.width)
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Exchange of workers in a set of slots: the workers that leave the slots, and the workers that enter them
-    afterwards."""
+    """Exchange of workers in a set of slots: the workers `out` leave the slots, and then the workers `into` enter
+    them."""
 
     out: tuple[Assignment, ...]
     into: tuple[Assignment, ...]
@@ -193,12 +193,13 @@ def assign_slots(
     asleep: Set[Assignment],
     lost: frozenset[int] = frozenset(),
 ) -> set[Assignment]:
-    """Assign slots to the requested number of workers of each role, and return the assignments.
+    """Choose slots for the requested number of workers of each role, and return the assignments. `widths` is the number
+    of slots that a worker needs, by role, and `nodes` lists the machine of each slot. Awake workers (`current`) are
+    kept if possible. New workers preferably get slots in which a worker of their role is `asleep`.
 
-    `nodes` names the node of each slot. A worker never gets slots on two nodes or a `lost` slot. `current` lists the
-    assignments of awake workers, those to keep first. New workers get free slots, starting with the workers that need
-    the most slots, and if possible slots in which a worker of their role sleeps. If the new workers do not fit into the
-    free slots, all workers are assigned again. Raises BadInput if the workers do not fit at all.
+    A worker never gets slots on two machines or a slot in `lost`. The first assignments in `current` are kept first.
+    New workers that need the most slots are placed first. If the new workers do not fit into the free slots, all
+    workers are assigned again. Raises BadInput if the workers do not fit at all.
     """
     needed = sum(count * widths[role] for role, count in wanted.items())
     if min(wanted.values(), default=0) < 0:
@@ -237,10 +238,10 @@ def assign_fewer(
     asleep: Set[Assignment],
     lost: frozenset[int],
 ) -> set[Assignment] | None:
-    """Assign slots in the same way as `assign_slots`, but with fewer workers if slots were lost.
+    """Choose slots like `assign_slots`. If slots were lost and the requested workers do not fit, choose slots for fewer
+    workers. Return None if not even one worker of each requested role fits.
 
-    The role that uses the most slots loses one worker at a time until the workers fit. Returns None if the slots are
-    too few for one worker of every requested role.
+    The role that uses the most slots loses one worker at a time until the workers fit.
     """
     fewer = dict(wanted)
     while True:
@@ -256,8 +257,8 @@ def assign_fewer(
 
 
 def changes(current: Set[Assignment], target: Set[Assignment]) -> list[Change]:
-    """Split the difference between two sets of assignments into changes that use different slots and can therefore run
-    in parallel."""
+    """Split the difference between two sets of slot assignments into changes that affect different slots. The changes
+    can therefore be carried out in parallel."""
     groups: list[tuple[set[int], list[Assignment]]] = []
     for assignment in sorted(current ^ target, key=lambda assignment: assignment.first):
         slots, assignments = set(assignment.slots), [assignment]
@@ -282,8 +283,8 @@ def _add_assignments(
     nodes: Sequence[str | None],
     asleep: Set[Assignment],
 ) -> set[Assignment] | None:
-    """Add assignments for the missing workers to the kept assignments, starting with the workers that need the most
-    slots.
+    """Choose slots for the missing workers, next to the `kept` assignments, and return all assignments. Workers that
+    need the most slots come first. `missing` is the number of workers by role.
 
     Return None if the workers do not fit. If no assignment is kept, the workers are placed without gaps.
     """

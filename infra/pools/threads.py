@@ -25,7 +25,15 @@ import psutil
 
 from infra.errors import BadInput, WorkerFailed, WorkerLost
 from infra.pools.fleet import Fleet
-from infra.pools.host import Host, ProcessPlace, Raised, Returned, environment, thread_variables
+from infra.pools.host import (
+    Host,
+    ProcessPlace,
+    Raised,
+    Returned,
+    environment,
+    start_seconds,
+    thread_variables,
+)
 from infra.pools.launcher import SlotCount
 from infra.pools.pool import Pool
 from infra.pools.ranks import JOIN, RankGroup
@@ -37,8 +45,8 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
 STARTING = threading.Lock()
-"""Lock held while a worker is created or joins a process group. Parallel imports of modules that import each other can
-fail."""
+"""Lock that is held while a worker is created or joins a process group. Parallel imports of modules that import each
+other could fail."""
 
 
 class WorkerThread:
@@ -60,7 +68,8 @@ class WorkerThread:
         self._thread.start()
 
     async def construct(self) -> None:
-        """Create the worker in its thread. Raises WorkerLost if this takes too long."""
+        """Create the worker object in the worker's thread. Raises WorkerLost if this takes longer than
+        `start_seconds`."""
         spec = self._spec
         constructing = self._begin(lambda: self._host.construct(spec.target, spec.options), alone=True)
         try:
@@ -82,15 +91,15 @@ class WorkerThread:
         return await self._answer(lambda: self._host.run(method, arguments), method, stall_seconds)
 
     async def wake(self, record: object, *, stall_seconds: float) -> None:
-        """Let the worker accept work again. If the record is not None, it is first passed to the worker's method
-        `take`."""
+        """Make the worker accept work again. If the record is not None, the worker first processes it with its method
+        `take`, for example to load a model."""
         outcome = await self._answer(lambda: self._host.wake(record), "take", stall_seconds)
         if record is not None:
             check_result(outcome, str, what=f"{self.role}.take")
 
     async def sleep(self, *, stall_seconds: float) -> float:
-        """Wait until the worker has finished its current work, and let it free its memory. Return the seconds for
-        freeing the memory."""
+        """Wait until the worker has finished its current work, and make it free its memory. Return the seconds that
+        freeing the memory took."""
         return (await self._answer(self._host.sleep, "sleep", stall_seconds)).seconds
 
     async def asleep(self) -> bool:
@@ -98,7 +107,7 @@ class WorkerThread:
         return self._host.asleep()
 
     def prefetch(self, record: object) -> None:
-        """Send the worker a record that it may need next, so that it can download the inputs."""
+        """Send the worker a record of work that it may do next, so that it can download the inputs in advance."""
         self._host.prefetch(record)
 
     async def free_port(self) -> int:
@@ -111,8 +120,7 @@ class WorkerThread:
         await self.leave()
 
     async def leave(self) -> None:
-        """Wait until the worker's thread has ended. Stop waiting if the worker's current work makes no more
-        progress."""
+        """Wait until the worker's thread has ended. Give up if the worker's current work makes no more progress."""
         with contextlib.suppress(WorkerFailed):
             if not self._stalled:
                 await self._watch(asyncio.wrap_future(self._ended), f"worker {self.name}", self._spec.stall_seconds)
@@ -141,8 +149,8 @@ class WorkerThread:
         self._ended.set_result(None)
 
     def _begin(self, body: Callable[[], T], *, alone: bool) -> "asyncio.Future[T]":
-        """Queue a call for the worker's thread. With `alone`, no other worker is created or joins a process group
-        during the call."""
+        """Queue a call for the worker's thread, and return a future with its result. If `alone` is true, no other
+        worker is created and none joins a process group during the call."""
         answer: Future[T] = Future()
 
         def work() -> None:
@@ -165,8 +173,8 @@ class WorkerThread:
             answer.cancel()
 
     async def _watch(self, answer: "asyncio.Future[T]", what: str, stall_seconds: float) -> None:
-        """Wait for the result of a call. Raises WorkerFailed if the progress counter does not change for
-        `stall_seconds`."""
+        """Wait for the result of a call. Raises WorkerFailed if the worker's progress counter does not change for
+        `stall_seconds`. `what` names the call in the message."""
         count, moved = self._host.progress(), time.monotonic()
         while not (await asyncio.wait({answer}, timeout=min(POLL_SECONDS, stall_seconds / 4)))[0]:
             seen = self._host.progress()
@@ -183,7 +191,7 @@ class WorkerThread:
 
 @dataclass(frozen=True, slots=True)
 class ThreadLauncher:
-    """Launcher that starts workers as threads of this process. All slots are on one node."""
+    """Launcher that starts workers as threads of this process. All slots are on one node, this machine."""
 
     slots: int = 0
     started: list[WorkerThread] = field(default_factory=list)
@@ -201,7 +209,7 @@ class ThreadLauncher:
         return worker
 
     async def find(self, spec: PoolSpec, name: str) -> WorkerThread:
-        """Raise WorkerLost, because no other process can start workers in this process."""
+        """Raise WorkerLost. There is nothing to find, because no other process can start workers in this process."""
         raise WorkerLost(
             f"the {spec.role} worker {name} was requested from another process, but workers of pools.cluster = "
             "'threads' exist only in the process that started them"
@@ -224,18 +232,19 @@ class ThreadLauncher:
 
 @dataclass(frozen=True, slots=True)
 class ThreadCluster:
-    """Worker pools of one run whose workers are threads of this process."""
+    """Worker pools of one run, with workers that are threads of this process. Used in notebooks and tests."""
 
     address: None = None
-    """Address of the cluster. Always None, because other processes cannot use the pools."""
+    """Address of the cluster for other processes. It is always None, because other processes cannot use threads of this
+    process."""
     _members: list[Pool | Fleet | RankGroup] = field(default_factory=list)
     _started: list[WorkerThread] = field(default_factory=list)
 
     @staticmethod
     @contextlib.asynccontextmanager
     async def open(*, threads: int) -> "AsyncIterator[ThreadCluster]":
-        """Open a cluster in which each worker uses `threads` CPU threads for computations. All workers end when the
-        block ends."""
+        """Open the worker pools and run the block. Each worker computes with `threads` CPU threads. All workers are
+        ended afterwards."""
         cluster = ThreadCluster()
         with environment(thread_variables(threads, gpus=0, devices=())):
             try:
@@ -245,18 +254,15 @@ class ThreadCluster:
                 await asyncio.gather(*(worker.leave() for worker in cluster._started))
 
     async def pool(self, spec: PoolSpec) -> Pool:
-        """Return a pool whose workers have been started."""
+        """Start the workers of one role, and return their pool."""
         pool = Pool(spec, self._launcher())
         await pool.open()
         self._members.append(pool)
         return pool
 
     async def fleet(self, specs: Sequence[PoolSpec], *, slots: SlotCount, gpus_per_slot: float) -> Fleet:
-        """Return the fleet of worker slots that these roles share. Its workers start when `Fleet.arrange` assigns the
-        slots.
-
-        Raises BadInput if the slots require GPUs.
-        """
+        """Return a fleet: worker slots (places for one worker each) that several roles share. Workers start when
+        `Fleet.arrange` assigns slots to their role. Raises BadInput if the slots require GPUs."""
         if gpus_per_slot:
             raise BadInput(
                 f"pools.gpus_per_worker is {gpus_per_slot:g}, but the workers of pools.cluster = 'threads' cannot "
@@ -267,8 +273,8 @@ class ThreadCluster:
         return fleet
 
     async def ranks(self, spec: PoolSpec) -> RankGroup:
-        """Return a group with one rank. Raises BadInput if `spec` requires more ranks, because every rank needs a
-        separate process."""
+        """Return a group with one rank for the update. Raises BadInput if `spec` requires several ranks, because each
+        rank needs a separate process."""
         if spec.size > 1:
             raise BadInput(
                 f"pools.update_ranks is {spec.size}, and {spec.role} ranks are separate processes, but pools.cluster "
@@ -285,4 +291,4 @@ class ThreadCluster:
 
 def _here() -> ProcessPlace:
     process, host = psutil.Process(), socket.gethostname()
-    return ProcessPlace(os.getpid(), process.create_time(), node="here", host=host, address="127.0.0.1", job="here")
+    return ProcessPlace(os.getpid(), start_seconds(process), node="here", host=host, address="127.0.0.1", job="here")

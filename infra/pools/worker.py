@@ -1,8 +1,4 @@
-"""Functions with which the driver starts, calls, watches and kills a Ray worker process. The pools handle retries.
-
-Ray takes 15 s to notice that a machine died, and a minute if the machine became unreachable. Therefore `Machines`
-checks the machines directly.
-"""
+"""Functions with which the driver starts, calls, watches and kills a Ray worker process. The pools handle retries."""
 
 import asyncio
 import contextlib
@@ -16,7 +12,19 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import psutil
 
 from infra.errors import RheostatError, WorkerFailed, WorkerLost, WorkerStalled
-from infra.pools.host import LIFE, WATCH, WORK, Host, ProcessPlace, Raised, Returned, store_variables, thread_variables
+from infra.pools.host import (
+    LIFE,
+    WATCH,
+    WORK,
+    Host,
+    ProcessPlace,
+    Raised,
+    Returned,
+    find_process,
+    store_variables,
+    thread_variables,
+)
+from infra.pools.machines import Machines
 from infra.processes.watch import run_apart, start_apart
 
 if TYPE_CHECKING:
@@ -27,57 +35,19 @@ R = TypeVar("R")
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-PROBES, PROBE_SECONDS, PAUSE_SECONDS = 3, 1.0, 0.2
 REASON_END = 150
-"""Number of characters that are kept at each end of a long error message of Ray."""
-
-
-@dataclass(frozen=True, slots=True)
-class Machines:
-    """Machines of the Ray cluster to which this process is connected. A machine is available if the port of its raylet
-    (the Ray server on each machine) responds."""
-
-    is_single: bool = False
-    """Whether the cluster has only this machine. In this case, a `Watch` checks its raylet."""
-    is_reachable: bool = True
-    """Whether this process can connect to the machines. A `ray://` client cannot, and uses Ray's information
-    instead."""
-
-    async def check_nodes(self, *only: str) -> dict[str, bool]:
-        """Return whether each node is available, by node id. Checks the nodes in `only`, or by default all nodes that
-        Ray considers alive."""
-        import ray
-
-        if self.is_single:
-            return dict.fromkeys(only, True)
-        nodes = [node for node in await run_apart(ray.nodes) if node["Alive"]]
-        nodes = [node for node in nodes if not only or node["NodeID"] in only]
-        ports = [(str(node["NodeManagerAddress"]), int(node["NodeManagerPort"])) for node in nodes]
-        if not self.is_reachable:
-            return dict.fromkeys((str(node["NodeID"]) for node in nodes), True)
-        serve = await asyncio.gather(*(accepts_connections(*port) for port in ports))
-        return {str(node["NodeID"]): serves for node, serves in zip(nodes, serve, strict=True)}
-
-
-async def accepts_connections(address: str, port: int) -> bool:
-    """Whether a port accepts connections. If an attempt fails, it is repeated."""
-    for _ in range(PROBES):
-        try:
-            async with asyncio.timeout(PROBE_SECONDS):
-                _, writer = await asyncio.open_connection(address, port)
-            writer.close()
-            return True
-        except (OSError, TimeoutError):
-            await asyncio.sleep(PAUSE_SECONDS)
-    return False
+"""Number of characters at each end of a long error message of Ray that are kept. The middle is cut out."""
 
 
 MAX_POLL_SECONDS = 5.0
 ANSWER_SECONDS = 1.0
-"""Seconds without a response from a worker after which its machine is checked."""
+"""Time in seconds to wait for a response from a worker, before its machine is checked."""
 GONE_POLL_SECONDS = 0.01
 STOP_SECONDS = 5.0
-"""Maximum seconds for an idle worker to close its resources before it is killed."""
+"""Maximum time in seconds for an idle worker to close its resources, before it is killed."""
+EXIT_SECONDS = 60.0
+"""Maximum time in seconds to wait for the end of a killed process. The kernel frees the memory of a large process
+slowly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +56,7 @@ class PoolSpec:
 
     role: str
     target: str
-    """Import string of the worker class, `pkg.mod:Class`, found on the `sys.path` of this process."""
+    """Import string of the worker class, `pkg.mod:Class`. It must be importable with the `sys.path` of this process."""
     options: dict[str, object] = field(default_factory=dict)
     """Keyword arguments with which the worker class is instantiated."""
     size: int = 1
@@ -95,18 +65,19 @@ class PoolSpec:
     """Number of GPUs reserved per worker. If 0, no GPU is visible to the worker."""
     start_seconds: float = 180
     stall_seconds: float = 300
-    """Seconds without a change of `progress()` after which the worker counts as stalled."""
+    """Time in seconds after which a worker whose method `progress()` returns the same value is considered stalled."""
     max_restarts: int = 3
     """Maximum number of times that a work unit is run again after its worker died."""
     prefetches: bool = False
-    """Whether waiting work is announced to busy workers, so that they download its inputs in advance."""
+    """Whether the pool announces waiting work to busy workers, so that they can download its inputs in advance."""
     slots: int = 1
-    """Number of slots that one worker of a fleet occupies. Its process runs in the first of these slots."""
+    """Number of slots of a fleet that one worker occupies. The worker's process runs in the first of these slots."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReservedSlot:
-    """Bundle (reserved resources) of a Ray placement group, in which a worker can run."""
+    """Worker slot that is reserved in a Ray cluster. It is one bundle (set of reserved resources) of a placement
+    group."""
 
     group: "PlacementGroup"
     index: int
@@ -122,7 +93,7 @@ class Done(Generic[R]):
     seconds: float
     """Duration of the work unit in the worker, in seconds."""
     waited_seconds: float
-    """Seconds until the work unit started, including attempts whose worker was lost."""
+    """Time in seconds that the work unit waited before its last attempt started, including failed attempts."""
     attempts: int
     worker: str
     pid: int
@@ -140,12 +111,14 @@ class WorkerProcess:
     machines: Machines
 
     async def perform(self, method: str, *arguments: object, stall_seconds: float) -> Returned:
-        """Run a method of the worker. Raises the method's error, or WorkerLost if the worker died or stalled."""
+        """Run a method of the worker, and return its result. Raises the method's error, or WorkerLost if the worker
+        died or stalled."""
         call = self.actor.run.options(concurrency_group=WORK).remote(method, arguments)
         return await self._answer(call, method, stall_seconds)
 
     async def wake(self, record: object, *, stall_seconds: float) -> None:
-        """Let the worker accept work again. If the record is not None, the worker first runs `take(record)`."""
+        """Make the worker accept work again. If the record is not None, the worker first processes it with its method
+        `take`, for example to load a model."""
         outcome = await self._answer(
             self.actor.wake.options(concurrency_group=WORK).remote(record), "take", stall_seconds
         )
@@ -153,18 +126,20 @@ class WorkerProcess:
             check_result(outcome, str, what=f"{self.role}.take")
 
     async def sleep(self, *, stall_seconds: float) -> float:
-        """Let the worker finish its work and free its memory. Return the seconds for freeing the memory."""
+        """Wait until the worker has finished its current work, and make it free its memory. Return the seconds that
+        freeing the memory took."""
         call = self.actor.sleep.options(concurrency_group=WORK).remote()
         return (await self._answer(call, "sleep", stall_seconds)).seconds
 
     async def asleep(self) -> bool:
-        """Return whether the worker refuses work until its fleet wakes it."""
+        """Return whether the worker is asleep. A sleeping worker refuses work until its fleet wakes it."""
         return bool(
             await _await_reference(self.actor.asleep.options(concurrency_group=WATCH).remote(), f"worker {self.name}")
         )
 
     def prefetch(self, record: object) -> None:
-        """Send the worker a record that it may need next. Has no effect if the worker has died."""
+        """Send the worker a record of work that it may do next, so that it can download the inputs in advance. Nothing
+        happens if the worker has died."""
         self.actor.prefetch.options(concurrency_group=WATCH).remote(record)
 
     async def wait_ended(self) -> None:
@@ -188,7 +163,8 @@ class WorkerProcess:
         return unwrap_result(outcome, f"{self.role}.{method}", self.place.pid)
 
     async def _watch(self, what: str, stall_seconds: float) -> None:
-        """Raise WorkerStalled if the progress counter does not change for `stall_seconds`."""
+        """Check the worker's progress counter until the call is cancelled. Raises WorkerStalled if the counter does not
+        change for `stall_seconds`. `what` names the current call in messages."""
         count, moved, limit = None, time.monotonic(), f"{stall_seconds:g} s (pools.stall_seconds)"
         pause = min(MAX_POLL_SECONDS, stall_seconds / 4)
         while True:
@@ -204,7 +180,8 @@ class WorkerProcess:
                 raise WorkerStalled(f"{what} made no progress for {limit}, progress counter: {count}")
 
     async def _progress(self, what: str) -> object:
-        """Return the progress counter. Raises WorkerLost if the machine is unreachable, so that no response arrives."""
+        """Return the worker's progress counter. Raises WorkerLost if the worker's machine is unreachable. `what` names
+        the current call in messages."""
         query = asyncio.ensure_future(
             _await_reference(self.actor.progress.options(concurrency_group=WATCH).remote(), what)
         )
@@ -225,12 +202,12 @@ class WorkerProcess:
         return bool(self.place.job == ray.get_runtime_context().get_job_id())
 
     async def free_port(self) -> int:
-        """Return an unused port on the worker's node."""
+        """Return an unused network port on the worker's machine."""
         query = self.actor.free_port.options(concurrency_group=WATCH).remote()
         return int(await _await_reference(query, f"worker {self.name}"))
 
     def kill(self) -> None:
-        """Kill the process, even if it is suspended. Its current work is lost."""
+        """Kill the worker process, even if it is suspended. The result of its current work is lost."""
         process = self._process()
         if process is not None:  # Ray needs 5 s to give up a suspended process
             with contextlib.suppress(psutil.Error):
@@ -238,23 +215,21 @@ class WorkerProcess:
         _kill(self.actor)
 
     async def await_exit(self) -> None:
-        """Wait until a killed process on this node has ended, but at most `STOP_SECONDS`."""
-        deadline = time.monotonic() + STOP_SECONDS
-        while self._process() is not None and time.monotonic() < deadline:
+        """Wait until a killed process on this machine has ended, because the process occupies the memory of its slots
+        until then. Give up with a warning after `EXIT_SECONDS`."""
+        deadline = time.monotonic() + EXIT_SECONDS
+        while self._process() is not None:
+            if time.monotonic() > deadline:
+                logger.warning("worker %s (pid %d) has not ended since it was killed", self.name, self.place.pid)
+                return
             await asyncio.sleep(GONE_POLL_SECONDS)
 
     def _process(self) -> psutil.Process | None:
-        """Return the worker's process if it is alive on this node, otherwise None."""
+        """Return the worker's process if it is alive on this machine, otherwise None."""
         import ray
 
-        if self.place.node != ray.get_runtime_context().get_node_id():
-            return None
-        try:
-            process = psutil.Process(self.place.pid)
-            alive = process.create_time() == self.place.born and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.Error:
-            return None
-        return process if alive else None
+        is_here = self.place.node == ray.get_runtime_context().get_node_id()
+        return find_process(self.place.pid, self.place.born) if is_here else None
 
     async def stop(self) -> None:
         """Let an idle worker close its resources, then kill it."""
@@ -271,10 +246,8 @@ class WorkerProcess:
 async def start_worker(
     spec: PoolSpec, name: str, *, machines: Machines, reservation: ReservedSlot | None = None
 ) -> WorkerProcess:
-    """Start a worker, or return the one with this name. A worker in a reserved slot is asleep at first.
-
-    Raises WorkerLost and kills the process if the worker is not ready within `start_seconds`.
-    """
+    """Start a worker with this name, or return the existing worker. A worker in a reserved slot is asleep at first.
+    Raises WorkerLost and kills the process if the worker is not ready within `start_seconds`."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -317,7 +290,8 @@ async def start_worker(
 
 
 async def find_worker(spec: PoolSpec, name: str, *, machines: Machines) -> WorkerProcess:
-    """Return another process's worker. Raises WorkerLost if it no longer exists or does not respond."""
+    """Return the worker with this name, which another process has started. Raises WorkerLost if it no longer exists or
+    does not respond."""
     import ray
 
     what = f"{spec.role} worker {name}"
@@ -333,7 +307,8 @@ async def find_worker(spec: PoolSpec, name: str, *, machines: Machines) -> Worke
 
 
 async def list_workers(role: str) -> dict[int, int]:
-    """Return the latest generation (number of replacements) of each worker of a role, by index of the worker."""
+    """Return the latest generation of each worker of a role, by index of the worker. The generation counts the
+    processes that have replaced the worker."""
     import ray
 
     generations: dict[int, int] = {}
@@ -346,13 +321,14 @@ async def list_workers(role: str) -> dict[int, int]:
 
 
 async def gather_errors(starts: Sequence[Awaitable[None]]) -> list[BaseException]:
-    """Wait until all starts have ended, and return the exceptions of those that failed."""
+    """Await all of these starts, and return the exceptions of those that failed."""
     results = await asyncio.gather(*starts, return_exceptions=True)
     return [result for result in results if isinstance(result, BaseException)]
 
 
 def check_result(outcome: Returned, returns: type[R], *, what: str) -> R:
-    """Return the result of a work unit. Raises WorkerFailed if the result does not have the expected type."""
+    """Return the result of a call of a worker's method. Raises WorkerFailed if the result does not have the type
+    `returns`. `what` names the call in the message."""
     if not isinstance(outcome.result, returns):
         found = type(outcome.result).__name__
         raise WorkerFailed(f"{what} must return an object of type {returns.__name__}, but it returned {found}")
@@ -360,7 +336,8 @@ def check_result(outcome: Returned, returns: type[R], *, what: str) -> R:
 
 
 async def _await_reference(answer: "Awaitable[T]", what: str) -> T:
-    """Await the result of a Ray call. Errors of Ray become WorkerFailed or WorkerLost."""
+    """Await the result of a Ray call. Errors of Ray are converted to WorkerFailed or WorkerLost. `what` names the call
+    in messages."""
     from ray.exceptions import RayError, RayTaskError
 
     try:
@@ -372,7 +349,8 @@ async def _await_reference(answer: "Awaitable[T]", what: str) -> T:
 
 
 def unwrap_result(outcome: Returned | Raised, what: str, pid: int) -> Returned:
-    """Return a worker's result, or raise the worker's error with its traceback as a note."""
+    """Return the result of a call if it succeeded. Otherwise raise the worker's error, with the traceback from the
+    worker as a note. `what` and `pid` name the call and the process in messages."""
     if isinstance(outcome, Returned):
         return outcome
     error: RheostatError = outcome.error or WorkerFailed(f"{what} raised {outcome.kind}: {outcome.message}")
@@ -381,10 +359,8 @@ def unwrap_result(outcome: Returned | Raised, what: str, pid: int) -> Returned:
 
 
 def _first_cause(error: Exception) -> str:
-    """Return the cause of a worker's death from Ray's error: its `Worker exit detail`, or the whole message.
-
-    The middle of a long text is cut, because Ray writes the cause first and its advice last.
-    """
+    """Extract the cause of a worker's death from an error of Ray: the part `Worker exit detail`, or the whole message.
+    The middle of a long text is cut out, because Ray writes the cause first and its advice last."""
     text = " ".join(str(error).split())
     _, _, detail = text.rpartition("Worker exit detail: ")
     return detail if len(detail) <= 2 * REASON_END else f"{detail[:REASON_END]} … {detail[-REASON_END:]}"
@@ -396,7 +372,7 @@ def _kill_when_started(starting: "asyncio.Future[ActorHandle]") -> None:
 
 
 def _kill(actor: "ActorHandle") -> None:
-    """Kill a worker process through Ray, without waiting until it has ended."""
+    """Kill a worker process through Ray, without waiting for its end."""
     import ray
 
     start_apart(lambda: ray.kill(actor, no_restart=True))

@@ -32,23 +32,23 @@ from infra.processes.sandbox import NOBODY, call_limits, check_sandbox, query_py
 from infra.untrusted_text import make_visible
 
 START_SECONDS: Final = 120.0
-"""Maximum seconds for the process to import users' functions. For example, sympy can take 10 s on a busy machine."""
+"""Maximum seconds for a child process to import users' functions. sympy alone takes 10 s on a busy machine."""
 MAX_STARTS: Final = 3
 """Maximum number of attempts to start a process that dies while it imports its functions."""
 MAX_ENDS: Final = 4
-"""Maximum number of attempts to run one call if the process ends during each attempt."""
+"""Maximum number of attempts for one call if the child process ends during each attempt."""
 MAX_SLOWDOWN: Final = 10.0
-"""Maximum duration of a call on a busy machine, as a multiple of its time limit. One minute is added."""
+"""Maximum duration of a call, as a multiple of its limit, which only counts time in which the process could run."""
 MAX_FRAME: Final = 1 << 24
 _EXIT_SECONDS = 1.0  # a process that dies closes its pipe before its exit code is known
 _HOME = str(Path(__file__).parents[2])
 _CRASHES = {"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP", "SIGXCPU", "SIGXFSZ"}
-"""Signals that the kernel sends to a process because of an error in this process."""
+"""Names of the signals that the kernel sends to a process because of an error in the process itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """Python executable for users' functions, and module folders that are searched before and after its own folders."""
+    """Python executable for users' functions. Its module path starts with `first` and ends with `last`."""
 
     python: str
     first: tuple[str, ...]
@@ -57,7 +57,7 @@ class Interpreter:
 
 
 class ProcessEnded(Exception):
-    """Raised when the process ended during a call, or has to be ended."""
+    """Raised when a child process ended during a call, or must be ended because of it."""
 
     def __init__(self, reason: str, *, cause: str, num_repeats: int | None = 2) -> None:
         super().__init__(reason)
@@ -68,13 +68,14 @@ class ProcessEnded(Exception):
 
 
 def rheostat_interpreter() -> Interpreter:
-    """Return the interpreter for Rheostat's own functions, which does not search users' folders for modules."""
+    """Return the interpreter for functions that belong to Rheostat. It does not search users' folders for modules."""
     here = {"", str(Path.cwd())}
     return Interpreter(sys.executable, (), (_HOME, *(folder for folder in sys.path if folder not in here)))
 
 
 def user_interpreter(python: Path | None = None, *, sandbox: str = "") -> Interpreter:
-    """Return the interpreter for users' functions. It searches users' folders first.
+    """Return the interpreter for users' functions, which searches users' folders for modules first. `python` is its
+    executable (default: this process's Python).
 
     If the interpreter is the Python of this process, it also searches the module path of this process, after its own.
 
@@ -88,7 +89,7 @@ def user_interpreter(python: Path | None = None, *, sandbox: str = "") -> Interp
 
 
 def user_folders() -> tuple[str, ...]:
-    """Return the folders that are searched first for modules in processes that run users' functions."""
+    """Return the folders that processes of users' functions search first for modules, such as the working directory."""
     installed = {"site-packages", "dist-packages"}
     prefixes = tuple(Path(prefix) for prefix in (sys.prefix, sys.base_prefix))
     added = [
@@ -103,7 +104,8 @@ def user_folders() -> tuple[str, ...]:
 
 
 class Child:
-    """Running child process and its pipes. The first message to the process tells it which code to load."""
+    """Child process that runs users' code, with the pipes to exchange messages with it. The first message (`order`)
+    tells the process which code to load."""
 
     def __init__(self, order: Mapping[str, JsonValue], interpreter: Interpreter, *, what: str, seconds: float) -> None:
         """Start the process without waiting for its imports. `seconds` is the time limit of a call."""
@@ -140,7 +142,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Process id of the child process."""
         return self._process.pid
 
     def ready(self) -> list[object]:
@@ -165,7 +167,7 @@ class Child:
         return description
 
     def kill(self) -> None:
-        """Kill the process, its process group and its descendants. Calling this again has no effect."""
+        """Kill the process, its process group and its descendants. Repeated calls have no effect."""
         if self._killed:
             return
         self._killed = True
@@ -178,7 +180,8 @@ class Child:
         self._process.communicate()
 
     def exchange(self, content: object, seconds: float, *, stop_seconds: float = 0.0) -> tuple[object, float]:
-        """Send a message. Return the response, and the seconds in which the process could run during the call.
+        """Send a message. Return the response, and the elapsed seconds in which the process could run. Time spent
+        waiting for a busy CPU is not counted. `seconds` is the time limit.
 
         After `seconds` the process is requested to stop its work, and has `stop_seconds` to return a partial response.
         Raises ProcessEnded if the process ended or is too slow, and WorkerLost if the machine is too busy.
@@ -203,8 +206,8 @@ class Child:
                 )
 
     def _poll(self, unsent: memoryview, seconds: float) -> tuple[memoryview, tuple[object] | None]:
-        """Send and receive data for at most `seconds`. Return the bytes that were not sent, and the message if it is
-        complete."""
+        """Send and receive data for at most `seconds`. Return the bytes that are not sent yet, and the received message
+        in a tuple if it is complete, otherwise None."""
         polled = select.poll()
         polled.register(self._out, select.POLLIN)
         if unsent:
@@ -227,8 +230,8 @@ class Child:
         return unsent, frame
 
     def _frame(self) -> tuple[object] | None:
-        """Remove one complete message from the received bytes and return it. Raises ProcessEnded for an invalid
-        message."""
+        """Remove a complete message from the received bytes and return it in a tuple. Return None if none is
+        complete."""
         size = int.from_bytes(self._unread[: runner.LENGTH_BYTES], "big")
         whole = runner.LENGTH_BYTES + size
         if len(self._unread) < runner.LENGTH_BYTES or (size <= MAX_FRAME and len(self._unread) < whole):
@@ -243,7 +246,7 @@ class Child:
             raise invalid_answer() from None
 
     def _timeout_error(self, seconds: float, *, used: float) -> ProcessEnded:
-        """Return the error for a call that exceeded its time limit. A suspended process is not considered slow."""
+        """Return the error for a call that used `used` CPU seconds and exceeded its limit of `seconds`."""
         with suppress(psutil.Error):
             if not self._sandboxed and psutil.Process(self.pid).status() == psutil.STATUS_STOPPED:
                 return ProcessEnded("its process was stopped", cause="SIGSTOP", num_repeats=None)
@@ -265,7 +268,7 @@ class Child:
         return _signal_error(sandbox_runner.signal_name(-code))
 
     def _exit(self) -> int | None:
-        """Return the exit code, or the negative number of the signal that ended the process. Return None while it runs.
+        """Return the process's exit code, or the negative number of the signal that ended it, or None while it runs.
 
         On Linux, no other process gets the same id before this class kills the process.
         """
@@ -281,7 +284,7 @@ class Child:
 
 
 def _print_visibly() -> int:
-    """Return a pipe for output of functions. A thread copies the output to stderr with control characters escaped."""
+    """Return a pipe for users' functions to print to. A thread copies it to stderr with control characters escaped."""
     read, write = os.pipe()
 
     def copy() -> None:
@@ -295,14 +298,14 @@ def _print_visibly() -> int:
 
 
 def _readable(pipe: int) -> bool:
-    """Whether the pipe has data to read. If the other end was closed, there is no data."""
+    """Return whether the pipe has data to read. The result is False if the other end was closed."""
     polled = select.poll()
     polled.register(pipe, select.POLLIN)
     return any(event & select.POLLIN for _, event in polled.poll(0))
 
 
 def _signal_error(name: str, *, inside: bool = False) -> ProcessEnded:
-    """Return the error for a process that was ended by a signal.
+    """Return the error for a process (in a sandbox if `inside` is true) that a signal with this name has ended.
 
     The call counts as the cause only if the kernel sends this signal because of an error in the process itself. Code
     `inside` a sandbox can also send signals to its own process, so there any signal may have been caused by the call.
@@ -317,9 +320,8 @@ def invalid_answer() -> ProcessEnded:
 
 
 def check_answer(answer: object, token: str) -> tuple[object, str | None]:
-    """Validate a response from the pipe, to which the user's code could write anything.
-
-    Returns (value, None) if the call succeeded, or (None, reason) if it failed.
+    """Validate a response from a child process's pipe, to which users' code may have written anything. `token`
+    identifies the call. Return (value, None) if the call succeeded, or (None, reason) if it failed.
 
     Raises ProcessEnded if the process of the call ended, or if the response is not valid.
     """
@@ -338,11 +340,10 @@ def check_answer(answer: object, token: str) -> tuple[object, str | None]:
 
 
 class ChildProgram(Protocol):
-    """Code that runs in a child process, as used by `RestartingProcess`. Implemented in this package."""
+    """Interface of the child processes (for functions, programs, environments) that `RestartingProcess` starts."""
 
     def ready(self) -> None:
-        """Wait until the process can be used. Raises BadInput if its code cannot be used, and ProcessEnded if it
-        ends."""
+        """Wait until the process can be used. Raises BadInput if its code is unusable, ProcessEnded if it ends."""
 
     def kill(self) -> None:
         """Kill the process."""
@@ -352,7 +353,7 @@ Process = TypeVar("Process", bound=ChildProgram)
 
 
 class RestartingProcess(Generic[Process]):
-    """Wrapper that starts a process when it is needed, and starts it again after it has ended."""
+    """Wrapper that starts a child process when it is needed, and starts it again after it has ended."""
 
     def __init__(self, start: Callable[[], Process], *, what: str) -> None:
         self._start, self._what = start, what
@@ -361,7 +362,7 @@ class RestartingProcess(Generic[Process]):
 
     @property
     def is_up(self) -> bool:
-        """Whether the process had loaded its code and could be used when it was last used."""
+        """Whether the process is running and has loaded its code, as far as known from its last use."""
         return self._process is not None and self._is_ready
 
     def start(self) -> None:
@@ -371,8 +372,7 @@ class RestartingProcess(Generic[Process]):
             self._is_ready = False
 
     def ready(self) -> Process:
-        """Return the process once it has imported its code. If the process dies during its imports, it is started
-        again.
+        """Start the process if it is not running, and return it after its imports. Retry if it dies meanwhile.
 
         Raises WorkerFailed after `MAX_STARTS` attempts.
         """
@@ -397,7 +397,7 @@ class RestartingProcess(Generic[Process]):
         return self._process
 
     def close(self) -> None:
-        """Kill the process and its descendants, if the process is running."""
+        """Kill the process and its descendants. Do nothing if the process is not running."""
         if self._process is not None:
             self._process.kill()
             self._process = None

@@ -10,15 +10,17 @@ import psutil
 
 SHORTEST_SLICE: Final = 0.05
 LONGEST_SLICE: Final = 1.0
-"""Longest interval between two measurements of a process, in seconds. `SHORTEST_SLICE` is the shortest."""
+"""Longest interval in seconds between two measurements of a process's CPU use. `SHORTEST_SLICE` is the shortest
+interval."""
 SLICES: Final = 100
-"""Number of measurements within the time limit of a call. If the limit is very short or very long, there are fewer or
-more."""
+"""Number of times that a process's CPU use is measured within the time limit of a call. For very short and very long
+limits, the interval between measurements is limited by `SHORTEST_SLICE` and `LONGEST_SLICE`, which changes this
+number."""
 
 
 class CallClock:
-    """Clock that counts the time in which a process could run during a call. It measures the process at regular
-    intervals, and takes CPU use into account from the second interval on."""
+    """Clock for the time limit of a call. It only counts time in which the process could run, and not time spent
+    waiting for a busy CPU. For this, it measures the CPU use of the process at regular intervals."""
 
     def __init__(self, pid: int, seconds: float) -> None:
         """Start the clock for a process. `seconds` is the time limit of the call."""
@@ -37,7 +39,8 @@ class CallClock:
         return time.monotonic() - self._began
 
     def counted_seconds(self) -> float:
-        """Return the seconds since the start of the call in which the process could run."""
+        """Return the seconds since the start of the call in which the process could run. Time that it spent waiting for
+        a busy CPU is not counted."""
         now = time.monotonic()
         elapsed = now - self._last
         if elapsed < self.slice:
@@ -54,8 +57,8 @@ class CallClock:
 
 
 def _usage(pid: int) -> tuple[float, bool]:
-    """Return the CPU seconds of a process and its descendants, and whether any of them is running or waiting for a
-    CPU."""
+    """Return the CPU seconds that a process and its descendants have used, and whether any of them is running or
+    waiting for a CPU."""
     cpu, runs = 0.0, False
     for each in process_tree(pid):
         with suppress(psutil.Error):
@@ -66,8 +69,8 @@ def _usage(pid: int) -> tuple[float, bool]:
 
 
 def process_tree(pid: int) -> Iterator[int]:
-    """Yield the ids of a process and its descendants. On Linux this does not examine other processes and is therefore
-    faster."""
+    """Yield the ids of a process and all its descendants. On Linux this reads only these processes, which is faster
+    than a search through all processes."""
     waiting = [pid]
     while waiting:
         parent = waiting.pop()

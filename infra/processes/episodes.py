@@ -11,8 +11,8 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 from infra.processes.child import Child, Interpreter, check_answer, invalid_answer
 
 DescribedTools = Literal["none", "known", "all"]
-"""Tools for which a process returns schemas: no tools, the tools whose type hints are sufficient, or all tools. Schemas
-take seconds. The process is refused if it cannot describe `all` tools."""
+"""Tools for which the child process returns JSON schemas: none, those whose type hints are sufficient ("known"), or
+all. With "all", the process reports an error if a tool cannot be described. Creating schemas takes seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class RunEnvironment:
     role: str = "tool"
     """Chat role of messages for which the environment specifies no role."""
     describes: DescribedTools = "none"
-    """Tools that the process describes with schemas."""
+    """Tools for which the child process returns JSON schemas."""
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -39,7 +39,7 @@ class RunEnvironment:
         return (self.target, *self.tools) if self.target else self.tools
 
     def with_schemas(self, describes: DescribedTools = "all") -> "RunEnvironment":
-        """Return a copy that also requests the schemas of these tools."""
+        """Return a copy of this description that also requests JSON schemas of these tools."""
         return replace(self, describes=describes)
 
 
@@ -50,7 +50,7 @@ class EnvironmentMessage:
     role: str
     content: str
     name: str = ""
-    """Name of the tool that returned the message."""
+    """Name of the tool whose result this message is. Empty for other messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,21 +65,23 @@ class EnvironmentStep:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRequest:
-    """Request to process the last turn of an episode. Without turns, the request starts the episode."""
+    """Request to the environment of an episode to process the episode's last turn. A request without turns starts the
+    episode."""
 
     episode: str
     """Name of the episode. It must be unique among the episodes in the same process."""
     problem: Mapping[str, JsonValue]
     seed: int
     turns: tuple[Mapping[str, JsonValue], ...] = ()
-    """All turns of the episode so far. Each turn has a `text` and the tool `calls` (name, arguments, error)."""
+    """All turns of the episode so far. Each turn has the output of the policy (`text`) and the tool calls that were
+    parsed from it (`calls` with name, arguments and error)."""
 
 
 _STEP = TypeAdapter(EnvironmentStep)
 
 
 class EpisodeProcess:
-    """Running child process that contains the environments of some episodes."""
+    """Child process that runs the environments of several episodes."""
 
     def __init__(self, environment: RunEnvironment, interpreter: Interpreter, *, seconds: float) -> None:
         """Start the process without waiting for its imports. `seconds` is the time limit of a step."""
@@ -100,8 +102,8 @@ class EpisodeProcess:
         self._child.kill()
 
     def step(self, asked: EpisodeRequest) -> tuple[EnvironmentStep | None, str | None]:
-        """Return the environment's response to the last turn of an episode and None. If the environment fails, return
-        None and the reason.
+        """Send the last turn of an episode to its environment. Return (response, None), or (None, reason) if the
+        environment fails.
 
         Raises ProcessEnded if the process ended or was too slow. After that, the process cannot be used.
         """
@@ -116,7 +118,7 @@ class EpisodeProcess:
             raise invalid_answer() from None
 
     def end(self, closed: Sequence[str]) -> None:
-        """Close the environment objects of finished episodes."""
+        """Close the environment objects of finished episodes, whose names are given."""
         for name in closed:
             self._seen.pop(name, None)
         self._request({"episode": ""}, closed=closed, seconds=self._seconds)

@@ -22,17 +22,16 @@ class RunFunction:
     options: Mapping[str, JsonValue] = field(default_factory=dict)
     """Keyword arguments that are passed in every call."""
     part: str = ""
-    """Name of the parameter for the list of parts (such as steps) that are scored separately. Empty if the function
-    scores the whole completion."""
+    """Name of the function's parameter that receives the list of parts (such as steps), if the function scores parts
+    separately. Empty if the function scores the whole completion."""
     made: bool = False
-    """Whether the target is a factory: a function that is called once with the options and returns the function to
-    use."""
+    """Whether the target is a factory. A factory is called once with the options, and returns the function to use."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallResult:
-    """Result of a call: a number or a list of numbers. If the call failed, the value is None and `reason` explains the
-    failure."""
+    """Result of calling a user's function: a number or a list of numbers. If the call failed, the value is None and
+    `reason` explains the failure."""
 
     value: float | tuple[float, ...] | None
     reason: str | None
@@ -40,7 +39,7 @@ class CallResult:
 
 
 class FunctionProcess:
-    """Running child process that has imported users' functions and calls them."""
+    """Child process that imports users' functions and calls them on request."""
 
     def __init__(
         self, functions: Sequence[RunFunction], interpreter: Interpreter, *, what: str, seconds: float
@@ -65,8 +64,8 @@ class FunctionProcess:
         self._child.kill()
 
     def takes(self, function: int, name: str) -> bool:
-        """Return whether a function has a parameter with this name, which is `images` or `messages`. The process must
-        be ready."""
+        """Return whether the function with this index has a parameter named `name`, which is `images` or `messages`.
+        The process must be ready."""
         return name in self._takes[function]
 
     def call(
@@ -79,8 +78,8 @@ class FunctionProcess:
         images: Sequence[bytes] = (),
         messages: Sequence[Mapping[str, object]] = (),
     ) -> CallResult:
-        """Call a function. It must return one number if `expected` is None, and otherwise a list of `expected` numbers
-        (-1: any length).
+        """Call the function with the index `function`. `expected` is None if it must return one number, otherwise the
+        length of the list that it must return (-1: any length). `seconds` is the time limit.
 
         Raises ProcessEnded if the process ended or was too slow. The process cannot be used afterwards.
         """

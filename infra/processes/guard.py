@@ -39,7 +39,7 @@ LOG, ENDED = "log", "ended"
 POLL_SECONDS = 0.1
 GIVE_UP_SECONDS = 30.0
 TERMINATE_SECONDS = 3.0
-"""Maximum seconds for a server to close its resources. After this time the server is killed."""
+"""Maximum time in seconds for a server to close its resources, before it is killed."""
 TRACKER, TRACKER_SECONDS = "multiprocessing.resource_tracker", 2.0
 """Name of Python's helper process that removes the shared memory of killed processes, and the maximum seconds in which
 it ends by itself."""
@@ -48,7 +48,9 @@ it ends by itself."""
 def start_guard(
     directory: Path, command: Sequence[str] = (), *, environment: Mapping[str, str] | None = None
 ) -> "subprocess.Popen[bytes]":
-    """Start a guard process.
+    """Start a guard: a separate process that ends all processes of a server or embedded cluster when this process ends,
+    even if this process is killed. With `command`, the guard also starts the server. `directory` contains the server's
+    files and is deleted at the end.
 
     The guard prints one line with the process id of the command, and closes its stdout when all processes have ended.
     The environment is sent through a pipe, because it may contain secret keys. The guard does not inherit the
@@ -73,7 +75,7 @@ def start_guard(
 
 @contextlib.contextmanager
 def guarded_directory(prefix: str, *, parent: Path | None = None) -> Iterator[Path]:
-    """Run the block with a temporary directory, which is deleted afterwards even if this process is killed."""
+    """Run the block with a temporary directory. It is deleted after the block, even if this process is killed."""
     directory = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     guard = start_guard(directory)
     try:
@@ -83,7 +85,8 @@ def guarded_directory(prefix: str, *, parent: Path | None = None) -> Iterator[Pa
 
 
 def processes_of(directory: Path) -> list[psutil.Process]:
-    """Return the processes of a cluster or server. They are identified by the environment variable that they inherited.
+    """Return the running processes of an embedded cluster or server, given its directory. They are recognized by an
+    environment variable with this directory, which all of them inherit.
 
     Processes that overwrite their environment when they rename themselves are identified by their open log files. The
     drivers of a cluster also have log files in the directory, but are not returned.
@@ -106,10 +109,11 @@ def _writes_under(directory: Path, process: psutil.Process) -> bool:
 
 
 def reap(directory: Path, *, spared: int, adopted: bool = False, terminate_seconds: float = 0.0) -> None:
-    """End all processes of a cluster or server, except the process with the id `spared`.
+    """End all processes of an embedded cluster or server, given its `directory`, except the process with the id
+    `spared`. They get SIGTERM and `terminate_seconds` to end by themselves, and then SIGKILL. If `adopted` is true, all
+    descendants of this process are ended too.
 
-    Sends SIGTERM and waits for `terminate_seconds`, then sends SIGKILL until no process is left. With `adopted`, the
-    processes that became children of this process are also ended. Gives up after `GIVE_UP_SECONDS`.
+    Repeats SIGKILL until no process is left, but gives up after `GIVE_UP_SECONDS`.
     """
     began, terminated = time.monotonic(), set[psutil.Process]()
     while (spent := time.monotonic() - began) < GIVE_UP_SECONDS:
@@ -144,7 +148,8 @@ def _apply_to_each(processes: Iterable[psutil.Process], act: Callable[[psutil.Pr
 
 
 def _collect() -> dict[int, int]:
-    """Wait for all children that have ended, including adopted children, and return their exit codes by process id."""
+    """Collect the exit codes of all children that have ended, including adopted children, and return them by process
+    id."""
     codes = {}
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -153,14 +158,15 @@ def _collect() -> dict[int, int]:
 
 
 def _adopt_orphans() -> None:
-    """Become the parent of all descendants whose own parents end (Linux only)."""
+    """Make this process adopt its descendants when their own parents end (Linux only)."""
     if sys.platform == "linux":
         pr_set_child_subreaper = 36
         ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
 
 
 def _is_released(owner: psutil.Process) -> bool:
-    """Wait `POLL_SECONDS` and return whether the owner has ended or has closed the pipe.
+    """Return whether the owner, the process that started the guard, has ended or has closed its pipe to the guard. Wait
+    up to `POLL_SECONDS` for this.
 
     Checking the pipe is not enough, because a forked child of the owner may keep it open.
     """
@@ -172,7 +178,8 @@ def _is_released(owner: psutil.Process) -> bool:
 
 
 def _serve(directory: Path, owner: psutil.Process, command: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Run a command until it ends or its owner closes the pipe, then end all processes that the command has started."""
+    """Run the command of a server until it ends or the owner (the process that started the guard) releases it. Then end
+    all processes that the command has started."""
     _adopt_orphans()
     with (directory / LOG).open("ab") as log:
         child = subprocess.Popen(

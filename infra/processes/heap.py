@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Final
 
 _PURGE_ALL: Final = b"arena.4096.purge"
-"""jemalloc command that purges all arenas. 4096 is `MALLCTL_ARENAS_ALL`."""
+"""Command that makes the memory allocator jemalloc return unused memory of all arenas to the system. 4096 is
+`MALLCTL_ARENAS_ALL`."""
 
 
 def heap_variables() -> dict[str, str]:
-    """Return the environment variables with which a process uses jemalloc. Empty if Ray is not installed or LD_PRELOAD
-    is already set."""
+    """Return the environment variables that make a process use the memory allocator jemalloc. Return an empty dict if
+    Ray, which contains jemalloc, is not installed, or if LD_PRELOAD is already set."""
     ray = find_spec("ray")
     if ray is None or ray.origin is None or os.environ.get("LD_PRELOAD"):
         return {}
@@ -26,6 +27,7 @@ def heap_variables() -> dict[str, str]:
 
 
 def return_freed_memory() -> None:
-    """If this process uses jemalloc, return freed memory to the operating system immediately."""
+    """Return freed memory to the operating system immediately. Does nothing unless this process uses the memory
+    allocator jemalloc."""
     if mallctl := getattr(ctypes.CDLL(None), "mallctl", None):
         mallctl(_PURGE_ALL, None, None, None, ctypes.c_size_t(0))

@@ -32,13 +32,14 @@ from infra.sandbox_runner import KILLED, STOPPED
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Python program: command-line arguments for Python, files for the working directory, and the input (stdin)."""
+    """Python program to run in a sandbox: the command-line arguments for Python, the files in its working directory,
+    and its stdin."""
 
     arguments: tuple[str, ...]
     files: Mapping[str, str] = field(default_factory=dict)
     input: str = ""
     shows_errors: bool = False
-    """Whether the output of the program also contains its stderr."""
+    """Whether the recorded output of the program also contains its stderr."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +49,24 @@ class ProgramResult:
     output: str
     """Output of the program. The end is missing if the output is too long."""
     ending: str
-    """Reason why the program failed, or an empty string if it ended normally with exit code 0."""
+    """Description of how the program failed. Empty if it ended normally with exit code 0."""
     seconds: float = 0.0
     is_late: bool = False
     """Whether the program was stopped because it exceeded its time limit."""
 
 
 class SandboxFailed(Exception):
-    """Raised when the sandbox could not run a program. The program itself is not the cause."""
+    """Raised when the sandbox could not run a program for a reason that the program did not cause."""
 
 
 _RESULT = TypeAdapter(ProgramResult)
 _GRACE_SECONDS: Final = 1.0
-"""Additional seconds after the time limit before a program is stopped. After the same time again, its sandbox is
-killed."""
+"""Seconds by which a program may exceed its time limit before it is stopped. If it has not stopped after the same time
+again, its sandbox is killed."""
 
 
 class ProgramProcess:
-    """Running sandbox in which programs are executed."""
+    """Running sandbox that executes programs, one after another."""
 
     def __init__(self, python: Path | None, *, where: str, seconds: float, memory_bytes: int) -> None:
         """Start the sandbox. `seconds` and `memory_bytes` limit the time and the memory of each program."""
@@ -74,7 +75,8 @@ class ProgramProcess:
         self._child = Child(order, _interpreter(python, where=where), what=where, seconds=seconds)
 
     def ready(self) -> None:
-        """Wait until the sandbox can run programs. Raises BadInput if it never can, and ProcessEnded if it ends."""
+        """Wait until the sandbox can run programs. Raises BadInput if it cannot work on this machine, and ProcessEnded
+        if it ends."""
         self._child.ready()
 
     def kill(self) -> None:
@@ -82,8 +84,8 @@ class ProgramProcess:
         self._child.kill()
 
     def run(self, program: Program, *, seconds: float) -> ProgramResult:
-        """Run a program and return its result. Raises ProcessEnded if the sandbox ended, and SandboxFailed if it could
-        not run the program."""
+        """Run a program in the sandbox and return its result. `seconds` is the time limit. Raises ProcessEnded if the
+        sandbox ended, and SandboxFailed if it could not run the program."""
         token, cpu = secrets.token_hex(8), math.ceil(seconds)
         request = {"token": token, "cpu": cpu, **asdict(program)}
         answer, seconds_used = self._child.exchange(request, cpu + _GRACE_SECONDS, stop_seconds=_GRACE_SECONDS)
@@ -98,15 +100,16 @@ class ProgramProcess:
 
 
 def _interpreter(python: Path | None, *, where: str) -> Interpreter:
-    """Return a sandboxed interpreter that has no access to users' folders. Raises BadInput if the interpreter or the
-    sandbox is not available."""
+    """Return an interpreter for sandboxed programs, which has no access to users' folders. `python` is its executable,
+    and `where` names the setting in messages. Raises BadInput if the interpreter or the sandbox is not available."""
     check_sandbox(where)
     program = sys.executable if python is None else query_python(python, where=f"{where}: python")[0]
     return Interpreter(program, (), (), sandboxed=True)
 
 
 class Programs:
-    """Runner for programs, one after another. It starts the sandbox when it is needed, and again after it has ended."""
+    """Runner of sandboxed programs, one after another. The sandbox is started when it is needed, and started again
+    after it has ended."""
 
     def __init__(self, python: Path | None, *, where: str, seconds: float, memory_bytes: int) -> None:
         self._where, self._seconds = where, seconds
@@ -116,11 +119,12 @@ class Programs:
         )
 
     def start(self) -> None:
-        """Start the sandbox. Raises BadInput if the sandbox is not available."""
+        """Start the sandbox in which the programs run. Raises BadInput if the sandbox is not available on this
+        machine."""
         self._place.ready()
 
     def close(self) -> None:
-        """Kill the sandbox."""
+        """Kill the sandbox and all programs in it."""
         self._place.close()
 
     def run(self, program: Program, *, seconds: float | None = None) -> ProgramResult:

@@ -24,14 +24,15 @@ from infra.errors import BadInput
 from infra.processes.syscalls import build_filter, has_filter
 
 MEMORY_BYTES: Final = 8 * 2**30
-"""Maximum address space of each process, in bytes."""
+"""Maximum address space in bytes of each process in the sandbox."""
 PROCESSES: Final = 64
-"""Maximum number of processes that one call may have at the same time. They are counted every few hundredths of a
-second."""
+"""Maximum number of processes that one call in the sandbox may have at the same time. They are counted every 0.02
+seconds."""
 FILE_BYTES: Final = 64 * 2**20
-"""Maximum size in bytes of a single file, and of all files together in /tmp or in shared memory."""
+"""Maximum size in bytes of a single file that sandboxed code writes, and of all its files together in /tmp or in shared
+memory."""
 OUTPUT_BYTES: Final = 2**20
-"""Maximum number of bytes that a program may write to its output. If it writes more, it is stopped."""
+"""Maximum number of bytes that a sandboxed program may write to its output. A program that writes more is stopped."""
 NOBODY: Final = 65534
 """User id and group id with which sandboxed code runs if this process is root."""
 ENVIRONMENT: Final = {
@@ -51,7 +52,8 @@ _ISOLATION = (
     "--clearenv",
 )
 _PROC = ("--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys")
-"""bubblewrap options that mount /proc for the processes of the sandbox, with read-only kernel settings."""
+"""Options of bubblewrap (the sandbox program) that mount /proc for the processes of the sandbox, with read-only kernel
+settings."""
 _CONFIGURATION = (
     "ld.so.cache",
     "ld.so.conf",
@@ -72,7 +74,8 @@ _SECONDS = 60.0
 
 
 def switches_user() -> bool:
-    """Return whether sandboxed code runs as the user NOBODY because this process is root.
+    """Return whether sandboxed code runs as the user NOBODY instead of the current user. This is the case if this
+    process is root.
 
     In a user namespace that does not contain NOBODY, root is actually an unprivileged user of the machine. In this case
     sandboxed code runs as the same user.
@@ -84,10 +87,10 @@ def switches_user() -> bool:
 
 
 def start_sandboxed(command: Sequence[str], folders: Sequence[str], *, stderr: int | None) -> subprocess.Popen[bytes]:
-    """Start a Python command in the sandbox, with pipes as its stdin and stdout.
+    """Start a Python command in a sandbox, with pipes as its stdin and stdout. The command can only read `folders` and
+    the folders of its Python. `stderr` is the target of its errors, as for Popen.
 
-    The command can read `folders` and the folders of its Python. Raises OSError if the operating system refuses to
-    start the command or to map the user NOBODY.
+    Raises OSError if the operating system refuses to start the command or to map the user NOBODY.
     """
     own = [folder for folder in query_python(command[0], where="python")[1:] if Path(folder).exists()]
     seen = sorted({*own, *(folder for folder in folders if Path(folder).exists()), *_RUNNERS})
@@ -112,8 +115,8 @@ def start_sandboxed(command: Sequence[str], folders: Sequence[str], *, stderr: i
 
 
 def _start(bubblewrap: str, arguments: Sequence[str], *, stderr: int | None) -> subprocess.Popen[bytes]:
-    """Start bubblewrap with the system call filter. If this process is root, the sandbox contains the users root and
-    NOBODY."""
+    """Start bubblewrap (the sandbox program) with a filter of system calls. If this process is root, the users root and
+    NOBODY exist in the sandbox."""
     filter_file = os.memfd_create("filter")
     os.write(filter_file, build_filter())
     os.lseek(filter_file, 0, os.SEEK_SET)
@@ -150,8 +153,8 @@ def _start(bubblewrap: str, arguments: Sequence[str], *, stderr: int | None) -> 
 
 
 def _map_users(info: int, go: int) -> None:
-    """Add the users root and NOBODY to the user namespace of bubblewrap, which waits for this, and let bubblewrap
-    continue."""
+    """Add the users root and NOBODY to the user namespace of bubblewrap (the sandbox program). bubblewrap writes its
+    process id to the pipe `info`, and continues after a byte arrives at the pipe `go`."""
     with open(os.dup(info), "rb") as pipe:  # noqa: PTH123 -- of a descriptor
         text = pipe.read()
     if not text:  # bubblewrap has ended; its output explains why
@@ -164,8 +167,8 @@ def _map_users(info: int, go: int) -> None:
 
 
 def check_sandbox(where: str) -> None:
-    """Raise BadInput if the sandbox does not work on this machine. `where` names the setting that requires the
-    sandbox."""
+    """Raise BadInput if the sandbox does not work on this machine. `where` names the setting that requires the sandbox,
+    for the message."""
     bubblewrap = _bubblewrap()
     if bubblewrap is None:
         raise BadInput(
@@ -199,10 +202,10 @@ def check_sandbox(where: str) -> None:
 
 @functools.cache
 def query_python(python: str | Path, *, where: str) -> tuple[str, ...]:
-    """Run a Python once, and return the paths of its executable, its installation prefixes and its module folders.
+    """Run a Python executable once, and return the paths of the executable, its installation prefixes and its module
+    folders. `python` may be a script that starts another executable, and `where` names the setting that contains it.
 
-    `python` is the value of the setting `where`, and may be a script that starts another executable. Raises BadInput if
-    the Python does not run or is too old.
+    Raises BadInput if the Python does not run or is too old.
     """
     try:
         done = subprocess.run(
@@ -225,13 +228,14 @@ def query_python(python: str | Path, *, where: str) -> tuple[str, ...]:
 
 
 def call_limits(seconds: float) -> Mapping[str, int]:
-    """Return the resource limits of a call that may take `seconds`, by the names that infra/runner.py uses."""
+    """Return the resource limits for a call of a sandboxed function that may take `seconds`, with the keys that
+    infra/runner.py expects."""
     return {"memory": MEMORY_BYTES, "processes": PROCESSES, "file": FILE_BYTES, "cpu": int(seconds) + 2}
 
 
 def program_limits(seconds: float, *, memory_bytes: int) -> Mapping[str, int]:
-    """Return the resource limits of a generated program. The memory limit applies to each process and to all processes
-    together."""
+    """Return the resource limits for running a program that a policy generated. The memory limit applies to each
+    process, and to all processes of the program together."""
     return {**call_limits(seconds), "memory": memory_bytes, "held": memory_bytes, "output": OUTPUT_BYTES}
 
 

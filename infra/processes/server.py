@@ -26,21 +26,22 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.2
 BUSY_SHARE = 0.1
-"""CPU use above which a server counts as active, as a fraction of one core. A server that waits for requests uses
-less."""
+"""Fraction of one CPU core above which a server counts as active. A server that only waits for requests uses less."""
 TAIL_BYTES = 64 * 2**10
 ERROR_LINES = 12
 """Number of lines from the end of the log that are included in an error message."""
 PORT_ATTEMPTS = 3
 ADDRESS_IN_USE = os.strerror(errno.EADDRINUSE).lower()
 CODE_SECONDS = 1.0
-"""Maximum seconds for the guard to report the exit code of a command."""
+"""Maximum time in seconds to wait for the guard process to report the exit code of a command."""
 
 
 class OwnedProcess:
-    """Command with all its descendants, which end when this process ends, even if this process is killed.
+    """Command that this process runs and owns. The command and all its descendants end when this process ends, even if
+    this process is killed.
 
-    The command runs in a temporary directory with its log. The directory is deleted when the command ends.
+    The command runs in a temporary directory, which also contains its log. The directory is deleted when the command
+    ends.
     """
 
     def __init__(self, command: Sequence[str], *, environment: Mapping[str, str]) -> None:
@@ -66,30 +67,30 @@ class OwnedProcess:
         self._process = _process(self.pid)
 
     def alive(self) -> bool:
-        """Return whether the command is running. Processes that the command leaves behind are not considered, because
-        the guard kills them."""
+        """Return whether the command itself is running. Other processes that the command has started are not
+        considered, because they are killed when the command ends."""
         with contextlib.suppress(psutil.Error):
             process = self._process
             return process is not None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE
         return False
 
     def exit_code(self) -> int | None:
-        """Return the exit code of a command that ended by itself (negative for a signal), or None if there is none
-        yet."""
+        """Return the exit code of the command (negative for a signal) if it has ended by itself, otherwise None."""
         with contextlib.suppress(OSError):
             content = (self.directory / guard.ENDED).read_text()
             return int(content) if content.endswith("\n") else None
         return None
 
     def tail(self, lines: int) -> tuple[str, ...]:
-        """Return the last lines of the log that are not empty. Also works after the command has ended."""
+        """Return up to `lines` non-empty lines from the end of the command's log. Also works after the command has
+        ended."""
         size = os.fstat(self._log.fileno()).st_size
         begin = max(0, size - TAIL_BYTES)
         text = os.pread(self._log.fileno(), size - begin, begin).decode(errors="replace")
         return tuple(line.rstrip() for line in text.splitlines() if line.strip())[-lines:]
 
     def was_active(self) -> bool:
-        """Return whether the command wrote to its log or used CPU time since this method was last called."""
+        """Return whether the command has written to its log or used CPU time since the previous call of this method."""
         now, size, cpu_seconds = time.monotonic(), os.fstat(self._log.fileno()).st_size, self._cpu()
         busy = cpu_seconds - self._cpu_seconds > BUSY_SHARE * (now - self._seen)
         is_active = size != self._size or busy
@@ -97,7 +98,7 @@ class OwnedProcess:
         return is_active
 
     def stop(self) -> None:
-        """End all processes and delete the directory. Return when both are done."""
+        """End all processes of the command and delete its directory. Returns when both are done."""
         stdin, stdout = self._guard.stdin, self._guard.stdout
         assert stdin is not None and stdout is not None, "stdin and stdout of a guard are pipes"
         if not stdin.closed:
@@ -130,13 +131,14 @@ def _process(pid: int) -> psutil.Process | None:
 
 
 def last_lines(process: OwnedProcess) -> str:
-    """Return the last lines of a command's log, joined to one line for an error message."""
+    """Return the last lines of a command's log, joined into one line for an error message."""
     return " | ".join(process.tail(ERROR_LINES))
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Description of a server to start: the command, its environment, and the check whether it is ready."""
+    """Description of a server to start: its command and environment, and the function that checks whether it is
+    ready."""
 
     what: str
     """Name of the server in error messages."""
@@ -144,14 +146,14 @@ class Launch:
     """Function that returns the command line for a server at the given port of the loopback interface."""
     environment: Mapping[str, str]
     ready: Callable[[int], bool]
-    """Function that returns whether a server responds at the given port. It must return within two seconds."""
+    """Function that returns whether a server at the given port responds. It must return within two seconds."""
     start_seconds: float
     explain: Callable[[OwnedProcess], str] = last_lines
-    """Function that returns an explanation, taken from the log, of why a server ended."""
+    """Function that explains why a server ended, using its log."""
 
 
 def free_ports() -> Iterator[int]:
-    """Yield `PORT_ATTEMPTS` ports on the loopback interface that are currently unused."""
+    """Yield unused ports on the loopback interface, at most `PORT_ATTEMPTS` of them."""
     for _ in range(PORT_ATTEMPTS):
         with socket.socket() as probe:
             probe.bind((LOOPBACK, 0))
@@ -160,11 +162,12 @@ def free_ports() -> Iterator[int]:
 
 
 def start(launch: Launch, *, on_progress: Callable[[], None], ports: Iterable[int]) -> tuple[OwnedProcess, int]:
-    """Start a server, wait until it is ready, and return its process and its port.
+    """Start a server, wait until it is ready, and return its process and its port. `ports` are the candidates: if
+    another process has taken a port in the meantime, the next one is tried. `on_progress` is called whenever the server
+    shows activity.
 
-    If another process has taken the port in the meantime, the next port is tried. `on_progress` is called whenever the
-    server is active. Raises WorkerLost if a signal ended the server, because the work is then not the cause. Raises
-    WorkerFailed if the server ended in another way or is not ready within `start_seconds`.
+    Raises WorkerLost if a signal ended the server, because the work is then not the cause. Raises WorkerFailed if the
+    server ended in another way or is not ready within `start_seconds`.
     """
     failure = WorkerFailed(f"{launch.what} could not start, because there was no free port to try")
     for port in ports:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 _AUDIT_ARCHITECTURES: Final = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""Architecture codes AUDIT_ARCH_* of linux/audit.h, by machine type."""
+"""Codes of the CPU architectures in system call filters (AUDIT_ARCH_* of linux/audit.h), by machine type."""
 _SYSTEM_CALLS: Final = {
     "socket": (41, 198),
     "socketpair": (53, 199),
@@ -42,14 +42,15 @@ _SYSTEM_CALLS: Final = {
     "request_key": (249, 218),
     "userfaultfd": (323, 282),
 }
-"""Numbers of system calls: on x86_64 (asm/unistd_64.h) and on aarch64 (asm-generic/unistd.h), by name."""
+"""Numbers of the system calls that the sandbox filter uses, by name: on x86_64 (asm/unistd_64.h) and on aarch64
+(asm-generic/unistd.h)."""
 NUMBERS: Final[Mapping[str, int]] = {
     name: numbers[platform.machine() == "aarch64"] for name, numbers in _SYSTEM_CALLS.items()
 }
 """Numbers of the system calls on this machine, by name."""
 _INSPECTED: Final = ("socket", "socketpair", "clone", "clone3")
-"""System calls that are not always blocked. The filter allows them with certain arguments, or refuses them with another
-error code."""
+"""System calls whose arguments decide whether the filter allows them, or that the filter refuses with a special error
+code."""
 _FAMILIES: Final = (socket.AF_INET, socket.AF_INET6, 16)  # 16: AF_NETLINK, which Python on other systems lacks
 _X32_BIT: Final = 0x40000000  # asm/unistd.h: the second set of numbers on x86_64
 _CLONE_NEWUSER: Final = 0x10000000  # linux/sched.h
@@ -62,18 +63,19 @@ _FAIL: Final = 0x00050000
 _NUMBER, _ARCHITECTURE, _FIRST, _SECOND = 0, 4, 16, 24
 
 _Instruction = tuple[int, int, int, int]
-"""Filter instruction: its code, the number of instructions to skip if a comparison is true, the number if it is false,
-and the operand."""
+"""Instruction of a system call filter (classic BPF): its code, the number of instructions to skip if a comparison is
+true, the number if it is false, and the operand."""
 
 
 def has_filter() -> bool:
-    """Return whether a filter can be built for this machine. This requires that the numbers of its system calls are
-    known."""
+    """Return whether a system call filter can be built for this machine. This requires an architecture whose system
+    call numbers are known."""
     return platform.machine() in _AUDIT_ARCHITECTURES
 
 
 def build_filter() -> bytes:
-    """Return the filter as an array of `struct sock_filter`, in the byte order of this machine."""
+    """Build the system call filter of the sandbox, as an array of `struct sock_filter` in the byte order of this
+    machine."""
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in _instructions())
 
 
@@ -101,8 +103,8 @@ def _instructions() -> Iterator[_Instruction]:
 
 
 def _guard(name: str, read: list[_Instruction], *, allowed: tuple[int, ...]) -> Iterator[_Instruction]:
-    """Yield instructions that allow a system call only if the value that `read` loads from its arguments is in
-    `allowed`."""
+    """Yield filter instructions that allow the system call `name` only if one of its arguments has a value in
+    `allowed`. The instructions `read` load this argument."""
     yield (_JUMP_EQUAL, 0, len(read) + len(allowed) + 2, NUMBERS[name])
     yield from read
     for position, value in enumerate(allowed):

@@ -24,23 +24,25 @@ T = TypeVar("T")
 
 CHECK_SECONDS = 0.25
 STOPPED_SECONDS = 2.0
-"""Seconds after which a suspended server is considered failed. Shorter suspensions are ignored, because Ctrl-Z in a
-terminal suspends the server together with this process."""
+"""Seconds for which a server may be suspended before it is considered failed. Short suspensions are normal, because
+Ctrl-Z in a terminal suspends the server together with this process."""
 QUERY_SECONDS = 2.0
 SILENT_SECONDS = 20.0
-"""Seconds without a response and without CPU use after which a server is considered failed."""
+"""Seconds for which a server may neither respond nor use CPU time before it is considered failed."""
 IDLE_SECONDS = 600.0
-"""Seconds without CPU use after which a command is considered failed. Commands may wait for slow disks or the
-network."""
+"""Seconds for which a command may use no CPU time before it is considered failed. The time is long, because commands
+may wait for slow disks or the network."""
 END_SECONDS = 8.0
-"""Maximum seconds for this process to end normally after a signal."""
+"""Maximum time in seconds for this process to end normally after a signal. Then it is forced to exit."""
 EXIT_SECONDS = 2.0
-"""Maximum seconds for this process to end after its main thread has ended. Other threads may still be running."""
+"""Maximum time in seconds for this process to end after its main thread has ended, while other threads may still be
+running."""
 
 
 @dataclass(slots=True)
 class WatchedServer:
-    """Server process to watch. `failure` detects whether it has died, is suspended or no longer responds."""
+    """Server process that is checked regularly. The method `failure` detects whether the process has died, is suspended
+    or no longer responds."""
 
     what: str
     """Name of the server in error messages."""
@@ -54,15 +56,15 @@ class WatchedServer:
     """CPU seconds that the server has used so far."""
     _stopped_seconds: float = 0.0
     _switches: int = 0
-    """Number of context switches when the server was last found suspended. A higher number shows that the server has
-    run since."""
+    """Number of context switches of the process when it was last seen suspended. If the number has grown, the process
+    has run since."""
     _looked: float = field(default_factory=time.monotonic)
     _asked: float = field(default_factory=time.monotonic)
     _heard: float = field(default_factory=time.monotonic)
 
     def failure(self) -> str | None:
-        """Check the server, and return the reason if it has failed, otherwise None. A server that uses CPU time is
-        considered alive."""
+        """Check the server. Return the reason if it has failed, otherwise None. A server that uses CPU time is
+        considered alive even if it does not respond."""
         if self.problem is None:
             self.problem = self._failure()
         return self.problem
@@ -90,7 +92,7 @@ class WatchedServer:
         return None
 
     def _is_still_stopped(self, status: str) -> bool:
-        """Return whether the process is suspended and has not run since it was last found suspended."""
+        """Return whether the process is suspended and has not run since the last check."""
         if status != psutil.STATUS_STOPPED:
             return False
         with contextlib.suppress(psutil.Error):
@@ -101,7 +103,8 @@ class WatchedServer:
 
 @dataclass(slots=True)
 class WatchedPort:
-    """Server of another process to watch. It is considered alive while its port accepts connections."""
+    """Server of another process that is checked regularly. It is considered alive as long as its port accepts
+    connections."""
 
     what: str
     """Name of the server in error messages."""
@@ -110,8 +113,8 @@ class WatchedPort:
     _heard: float = field(default_factory=time.monotonic)
 
     def failure(self) -> str | None:
-        """Check the port, but at most once every `QUERY_SECONDS`. Return the reason if the server has failed, otherwise
-        None."""
+        """Check whether the port accepts connections, at most once every `QUERY_SECONDS`. Return the reason if the
+        server has failed, otherwise None."""
         if time.monotonic() - self._asked >= QUERY_SECONDS:
             with contextlib.suppress(OSError), socket.create_connection(self.address, timeout=QUERY_SECONDS):
                 self._heard = time.monotonic()
@@ -120,7 +123,8 @@ class WatchedPort:
 
 
 class Watch:
-    """Thread that checks servers regularly. When a server fails, it calls `failed` with the reason, and stops."""
+    """Thread that checks servers regularly. When a server fails, the thread calls the function `failed` with the
+    reason, and ends."""
 
     def __init__(
         self, servers: Callable[[], Sequence[WatchedServer | WatchedPort]], failed: Callable[[str], None]
@@ -133,8 +137,8 @@ class Watch:
         threading.Thread(target=self._look, name="watch", daemon=True).start()
 
     def check(self) -> str | None:
-        """Check the servers now, and return the reason if one of them has failed, otherwise None. After a failure, the
-        same reason is always returned."""
+        """Check the servers now. Return the reason if one of them has failed, otherwise None. After the first failure,
+        every call returns the same reason."""
         if self.problem is None:
             problem = next(filter(None, (server.failure() for server in self._servers())), None)
             if not self._leave.is_set():  # later ends are on purpose
@@ -153,7 +157,7 @@ class Watch:
 
 
 class ForcedExit:
-    """Forced exit of this process if it does not end in time. No results are lost, because they are in the store."""
+    """Forced exit of this process if it does not end in time after a signal or failure. No stored results are lost."""
 
     def __init__(self) -> None:
         """Create a forced exit, which has no effect until `begin` is called."""
@@ -161,8 +165,8 @@ class ForcedExit:
         self._code: int | None = None
 
     def begin(self, code: int, line: str) -> None:
-        """Print the line and exit with the code if this process is still running after `END_SECONDS`. Only the first
-        call has an effect."""
+        """Start a timer: if this process is still running after `END_SECONDS`, print `line` and exit with the code.
+        Only the first call has an effect."""
         with self._lock:
             if self._code is not None:
                 return
@@ -170,7 +174,7 @@ class ForcedExit:
         threading.Thread(target=self._wait, args=(code, line), name="ending", daemon=True).start()
 
     def finish(self) -> None:
-        """Signal that the work has ended. If `begin` was called, this process then exits soon after its main thread has
+        """Signal that the work has ended. If `begin` was called, this process exits shortly after its main thread has
         ended."""
         if self._code is not None:
             exit_soon(self._code)
@@ -183,8 +187,8 @@ class ForcedExit:
 
 
 def exit_soon(code: int) -> None:
-    """Exit with the code soon after the main thread has ended, even if a library still waits for a server that was
-    lost."""
+    """Exit with the code shortly after the main thread has ended, even if a library's thread still waits for a server
+    that has failed."""
 
     def wait() -> None:
         threading.main_thread().join()
@@ -196,7 +200,8 @@ def exit_soon(code: int) -> None:
 
 @contextlib.contextmanager
 def on_signals(notify: Callable[[int], None]) -> Iterator[None]:
-    """Run the block. Call `notify` in a separate thread with the number of each SIGINT or SIGTERM that arrives.
+    """Run the block. For each SIGINT or SIGTERM that arrives, call `notify` with the signal's number, in a separate
+    thread.
 
     `notify` is called even while the main thread is blocked in a library call. If the block does not run in the main
     thread, signals are not handled.
@@ -224,8 +229,8 @@ def on_signals(notify: Callable[[int], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ended_by_signals(line: str) -> Iterator[None]:
-    """Run the block, and end this process within seconds after SIGINT or SIGTERM, even if it is blocked in a library
-    call.
+    """Run the block, and make sure that this process ends within seconds after SIGINT or SIGTERM, even if it is blocked
+    in a library call. `line` is printed if the exit must be forced.
 
     Both signals raise KeyboardInterrupt. For SIGTERM, the signal number is passed as its argument. SIGINT is also
     handled if it was ignored before, as in commands that a script starts with `&`.
@@ -252,7 +257,7 @@ def ended_by_signals(line: str) -> Iterator[None]:
 
 
 async def run_apart(body: Callable[[], T]) -> T:
-    """Call a function in a separate thread and await its result.
+    """Call a function in a separate daemon thread, and await its result.
 
     Use this if the function may wait for a server forever. The process can exit while the thread is still running.
     """
@@ -260,7 +265,7 @@ async def run_apart(body: Callable[[], T]) -> T:
 
 
 def start_apart(body: Callable[[], T]) -> "Future[T]":
-    """Call a function in a daemon thread, and return a future with its result."""
+    """Call a function in a separate daemon thread, and return a future for its result."""
     answer: Future[T] = Future()
 
     def call() -> None:
@@ -275,7 +280,8 @@ def start_apart(body: Callable[[], T]) -> "Future[T]":
 
 
 def run_watched(what: str, command: Sequence[str], content: bytes) -> tuple[int, bytes, bytes]:
-    """Run a command with `content` as its stdin. Return its exit code, its stdout and its stderr.
+    """Run a command with `content` as its stdin, and wait for its end. Return its exit code, its stdout and its stderr.
+    `what` names the command in messages.
 
     Raises WorkerFailed if the command is suspended or uses no CPU time for `IDLE_SECONDS`.
     """
@@ -297,8 +303,8 @@ def run_watched(what: str, command: Sequence[str], content: bytes) -> tuple[int,
 
 
 def _read_last_output(process: "subprocess.Popen[bytes]", problem: str) -> tuple[int, bytes, bytes]:
-    """Read the output of a failed command, after a short wait. A process is reported as dead before its last thread has
-    ended."""
+    """Return the exit code, stdout and stderr of a command that was found dead. A process can be reported as dead
+    shortly before its last output arrives. Raises WorkerFailed with `problem` if it does not end."""
     try:
         answer, errors = process.communicate(timeout=EXIT_SECONDS)
     except subprocess.TimeoutExpired:

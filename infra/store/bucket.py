@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # obstore defines these types for type checkers only
     from obstore import GetResult
 
 TEMPORARY: Final = ".tmp"
-"""Folder of probes, temporary objects with which this module tests the server. They do not belong to a store."""
+"""Folder of probes: temporary objects with which this module tests the server. They do not belong to a store."""
 _WRITER: Final = "rheostat-writer"
 RANGED_BYTES: Final = 64 << 20
 """Size in bytes of the first range of a download. If the object is larger, the rest is downloaded in parallel
@@ -40,17 +40,17 @@ _STREAMS: Final = 8
 _PAGE: Final = 1000
 """Maximum number of object names in one response (page) of a listing."""
 _ROUND: Final = 100
-"""Number that divides the page sizes of all known servers. If the number of listed names is not a multiple of it, the
-last page of the listing was not empty."""
+"""Common divisor of the page sizes of all known servers. A number of listed names that is not a multiple of it shows
+that the last page was not empty, so the listing is complete."""
 _RACERS: Final = 4
 _EMPTY = "416"
-"""HTTP status of a range request for an empty object."""
+"""HTTP status with which servers refuse to return a range of an empty object."""
 _MACHINE_CREDENTIALS = "169.254."
-"""Start of the addresses of cloud metadata services, used if no other credentials are configured."""
+"""Start of the addresses of cloud metadata services. The client requests them if no credentials are set."""
 T = TypeVar("T")
 
 _quotes: dict[tuple[str, str], bool] = {}
-"""Whether ETags in conditions need quotes, by endpoint and bucket, for buckets that were tested before."""
+"""Whether servers need quotes around ETags in conditions, by (endpoint, bucket), from earlier tests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class ObjectHead:
     modified: datetime
     """Time of the last write by the server's clock, with a resolution of one second."""
     writer: str = ""
-    """Random token of the conditional write that created the object."""
+    """Random token that identifies the request that wrote the object."""
 
 
 class Requests:
@@ -86,7 +86,7 @@ class Requests:
         self._turn, self._counts = Lock(), Counter[str]()
 
     def add(self, verb: str, count: int = 1) -> None:
-        """Count requests that will be sent next."""
+        """Count requests with this HTTP verb that are about to be sent."""
         with self._turn:
             self._counts[verb] += count
 
@@ -98,7 +98,7 @@ class Requests:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Objects in a bucket whose names start with a prefix.
+    """Access to the objects in a bucket whose names start with a prefix.
 
     Methods raise StoreFailed if the server does not respond or refuses a request, and BadInput if the bucket or the
     credentials are missing.
@@ -112,19 +112,19 @@ class Bucket:
     requests: Requests = field(default_factory=Requests, repr=False, compare=False)
     """Counter of the requests that were sent. Retries of single parts of an upload are not counted."""
     known: set[str] = field(default_factory=set, repr=False, compare=False)
-    """Set with the name of one existing object, or empty. A listing without this object is not trusted."""
+    """Name of one existing object, if one is known. A listing that lacks this object is not trusted."""
 
     def create(self, name: str, body: bytes | Path) -> str | None:
-        """Write an object in one request if no object has its name. Return its ETag, or None if the name is taken."""
+        """Write an object in one request if the name is free. Return its ETag, or None if the name is taken."""
         return self._write(name, body, version="")
 
     def replace(self, name: str, body: bytes, *, version: str) -> str | None:
-        """Replace an object if its ETag is `version`. Return the new ETag, or None if the object has another ETag."""
+        """Replace an object if its ETag is `version`. Return the new ETag, or None if the ETag differs."""
         return self._write(name, body, version=version if self.quotes_etags() else version.strip('"'))
 
     def upload(self, name: str, path: Path) -> str:
-        """Upload a large file in parts and return its ETag. An existing object is replaced when the upload is
-        complete."""
+        """Upload a large file in parts and return its ETag. If the object exists, it is replaced at the end of the
+        upload."""
         token = secrets.token_hex(16)
 
         def attempt() -> str:
@@ -203,7 +203,7 @@ class Bucket:
             return first
 
     def _range(self, name: str, start: int, end: int) -> "GetResult":
-        """Request a range of bytes of an object. The range ends at the end of the object if it is shorter."""
+        """Request the bytes from `start` to `end` (exclusive) of an object, or fewer if the object is shorter."""
         self.requests.add("GET")
         try:
             return obstore.get(self.client, name, options={"range": (start, end)})
@@ -215,12 +215,12 @@ class Bucket:
         return obstore.get(self.client, name)
 
     def names(self, folder: str) -> list[tuple[str, int, datetime]]:
-        """Return (name, size in bytes, time of last write) of all objects below a folder."""
+        """Return (name, size in bytes, time of last write) of all objects in a folder and its subfolders."""
         objects = self._list(folder, lambda: obstore.list(self.client, folder or None).collect())
         return [(each["path"], each["size"], each["last_modified"]) for each in objects]
 
     def children(self, folder: str) -> list[str]:
-        """Return the names directly below a folder."""
+        """Return the names of the objects and folders directly in a folder."""
 
         def paths() -> list[str]:
             listing = obstore.list_with_delimiter(self.client, folder or None)
@@ -229,8 +229,8 @@ class Bucket:
         return [path.rpartition("/")[2] for path in self._list(folder, paths)]
 
     def _list(self, folder: str, pages: Callable[[], Sequence[T]]) -> Sequence[T]:
-        """List a folder. If the result may be incomplete, check that the server's listings are correct, and list the
-        folder again.
+        """List a folder with `pages`. If the result may be incomplete, check that the server's listings are correct,
+        and list the folder again.
 
         The client library accepts every XML response with status 200, such as an error page of a proxy, as an empty
         page that ends the listing. Raises StoreFailed if the server repeatedly sends such responses.
@@ -247,8 +247,8 @@ class Bucket:
         return objects
 
     def _check_listing(self) -> None:
-        """Raise Unsettled if a listing lacks an object that exists: a known object, or a new probe object if none is
-        known.
+        """Raise Unsettled if a listing lacks an object that certainly exists. This is a known object or, if there is
+        none, a new probe object.
 
         Nothing is checked if no object is known and this process is not allowed to write.
         """
@@ -274,13 +274,13 @@ class Bucket:
             )
 
     def delete(self, name: str) -> None:
-        """Delete an object. If it does not exist, nothing happens."""
+        """Delete an object. Do nothing if it does not exist."""
         self.requests.add("POST")  # the library deletes with POST requests
         self.known.discard(name)
         self._retry(f"cannot delete {name!r}", lambda: obstore.delete(self.client, name))
 
     def now(self) -> datetime:
-        """Return the server's time, which is the modification time of a new probe object."""
+        """Return the current time of the server's clock, read from the modification time of a new probe object."""
         name = f"{TEMPORARY}/{secrets.token_hex(8)}"
         self.create(name, b"")
         probe = self.find(name)
@@ -330,8 +330,8 @@ class Bucket:
         )
 
     def _write(self, name: str, body: bytes | Path, *, version: str) -> str | None:
-        """Write an object if its name is free, or its ETag is `version`. Return the new ETag, or None if the condition
-        failed."""
+        """Write an object if its ETag is `version`, or if its name is free and `version` is "". Return the new ETag, or
+        None if the condition failed."""
         token = secrets.token_hex(16)
 
         def attempt() -> str | None:
@@ -404,7 +404,7 @@ def _read_head(answer: "GetResult") -> ObjectHead:
 
 
 def _write_body(answer: "GetResult", descriptor: int) -> ObjectHead:
-    """Write the bytes of a response to the same offsets in a file. Raises BaseError if bytes are missing."""
+    """Write the bytes of a range of an object to the same offsets in a file. Raises BaseError if bytes are missing."""
     start, end = answer.range
     for piece in answer.stream():
         remaining = memoryview(piece)

@@ -18,22 +18,22 @@ from infra.store.shards import RETIRED, is_retired
 from infra.store.storage import Store, check_key
 
 CONTENTS = "bundle.json"
-"""Name of the table of contents, which lists all files of a bundle. A directory that is to be published must not
-contain a file with this name."""
+"""Name of the file in each bundle (stored folder) that lists all other files. A directory that is to be published must
+not contain a file with this name."""
 
 Stamp = tuple[tuple[str, int, int, int], ...]
-"""State of a directory: the path, inode, time of the last write (ns) and size of every file in it."""
+"""State of a directory, to detect changes: the path, inode, time of the last write (ns) and size of every file."""
 
 _known: dict[tuple[str, str], Stamp] = {}
-"""State of each bundle when this process last published or verified it, by store and key. A bundle in the same state is
-not verified again."""
+"""State of each bundle (stored folder) when this process last published or verified it, by (store, key). A bundle whose
+state has not changed is not verified again."""
 
 
 class BundleRef(Settings):
     """Reference to a stored folder (bundle), such as the weights of a policy: its key in the store, digest and size."""
 
     key: str
-    """Key of the bundle, `<prefix>/<first 16 digits of the digest>`."""
+    """Key of the bundle in the store, `<prefix>/<first 16 digits of the digest>`."""
     digest: str
     """BLAKE3 digest of bundle.json, which in turn contains the digest of every file."""
     bytes: Annotated[int, Field(ge=0)]
@@ -50,7 +50,7 @@ class BundledFile(Settings):
 
 
 class Contents(Settings):
-    """Table of contents of a stored folder (bundle), which is stored in it as bundle.json."""
+    """List of the files in a stored folder (bundle). It is stored in the folder as bundle.json."""
 
     files: dict[str, BundledFile]
     """Digest and size of each file, by its path relative to the bundle, with '/' between folders."""
@@ -59,13 +59,13 @@ class Contents(Settings):
         return canonical_json(self.model_dump())
 
     def ref(self, prefix: str) -> BundleRef:
-        """Return the reference of the stored folder that has this table of contents."""
+        """Return the reference to the stored folder with this list of files. `prefix` is the first part of its key."""
         digest, size = blake3(self.encode()).hexdigest(), sum(file.bytes for file in self.files.values())
         return BundleRef(key=f"{prefix}/{digest[:16]}", digest=digest, bytes=size)
 
 
 def describe_pieces(pieces: Iterable[bytes | memoryview]) -> BundledFile:
-    """Compute the digest and size of a file that consists of these pieces."""
+    """Return the digest and size of the file whose content is these pieces, in order."""
     hasher, size = blake3(), 0
     for piece in pieces:
         hasher.update(piece)
@@ -74,7 +74,7 @@ def describe_pieces(pieces: Iterable[bytes | memoryview]) -> BundledFile:
 
 
 def write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> BundledFile:
-    """Write a file, and return its digest and size. Both are computed while the file is written."""
+    """Write the pieces to a file, and return its digest and size, which are computed while writing."""
     with path.open("wb", buffering=0) as file:
 
         def written() -> Iterator[bytes | memoryview]:
@@ -88,7 +88,7 @@ def write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> BundledFil
 
 
 def describe_bundle(directory: Path, *, written_files: Mapping[str, BundledFile] = MappingProxyType({})) -> Contents:
-    """Return the table of contents of the bundle that would be made from a directory.
+    """Return the list of files of the bundle (stored folder) that would be made from a directory.
 
     Digests in `written_files`, which come from `write_hashed`, are used without reading the file. All other files are
     read.
@@ -106,7 +106,8 @@ def publish_bundle(
     written_files: Mapping[str, BundledFile] = MappingProxyType({}),
     durable: bool = True,
 ) -> BundleRef:
-    """Publish a directory as a bundle and return its reference. The same files always give the same reference.
+    """Store a directory as a bundle and return its reference. Equal files always give equal references. `prefix` is the
+    first part of the key.
 
     Files in the store's scratch directory are moved, and other files are copied. bundle.json is written last, because a
     bundle without bundle.json does not exist. A damaged file under the same key is replaced. If `durable` is False, the
@@ -124,13 +125,14 @@ def publish_bundle(
 def put_bundle_file(
     store: Store, ref: BundleRef, contents: Contents, name: str, data: bytes | Path, *, durable: bool = True
 ) -> None:
-    """Store one file of a bundle. Several processes can store different files of the same bundle at the same time."""
+    """Store one file of a bundle (stored folder). Several processes can store different files of it at the same
+    time."""
     _put(store, f"{ref.key}/{name}", data, digest=contents.files[name].digest, durable=durable)
 
 
 def complete_bundle(store: Store, ref: BundleRef, contents: Contents, *, durable: bool = True) -> bool:
-    """Complete a bundle by writing its bundle.json. Return False and write nothing if a file of the bundle is
-    missing."""
+    """Complete a bundle by writing its list of files, bundle.json. Return False and write nothing if one of the files
+    is missing from the store."""
     if not all(store.exist([f"{ref.key}/{name}" for name in contents.files])):
         return False
     _put(store, f"{ref.key}/{CONTENTS}", contents.encode(), digest=ref.digest, durable=durable)
@@ -138,21 +140,20 @@ def complete_bundle(store: Store, ref: BundleRef, contents: Contents, *, durable
 
 
 def sync_bundle(store: Store, ref: BundleRef) -> None:
-    """Make a bundle durable (fsync). The bundle is verified before, unless this process has published or verified it
-    already."""
+    """Make a bundle durable (fsync). It is verified first, unless this process has already published or verified it."""
     fetch_bundle(store, ref)
     for entry in store.entries(f"{ref.key}/"):
         store.sync(entry.key)
 
 
 def has_bundle(store: Store, ref: BundleRef) -> bool:
-    """Return whether a bundle (stored folder) is complete in the store and was not deleted."""
+    """Return whether a bundle is completely stored and was not deleted."""
     return store.exists(f"{ref.key}/{CONTENTS}")
 
 
 def fetch_bundle(store: Store, ref: BundleRef) -> Path:
-    """Return a local directory that contains exactly the files of a bundle. They are verified when this process first
-    uses the bundle.
+    """Return a local directory with exactly the files of a bundle. They are downloaded if necessary, and verified when
+    this process first uses the bundle.
 
     Raises Damaged if the bundle is missing or one of its files has changed.
     """
@@ -165,8 +166,8 @@ def fetch_bundle(store: Store, ref: BundleRef) -> Path:
 
 
 def fetch_bundle_files(store: Store, ref: BundleRef, names: Sequence[str]) -> Path:
-    """Return a local directory with the files `names` of a bundle, which are verified. The directory may also contain
-    other files.
+    """Return a local directory that contains the files `names` of a bundle, downloaded if necessary and verified. It
+    may contain other files too.
 
     From a remote store, only these files are downloaded. In a local store, the whole bundle is verified. Raises
     BadInput if the bundle has no file with one of the names.
@@ -185,13 +186,13 @@ def fetch_bundle_files(store: Store, ref: BundleRef, names: Sequence[str]) -> Pa
 
 
 def prefetch_bundle(store: Store, ref: BundleRef) -> None:
-    """Download a bundle into the local cache in advance, if the cache has room. The bundle is not verified."""
+    """Download a bundle into the local cache in advance, if the cache has room. The files are not verified."""
     if not _is_known(store, ref):
         _download(store, ref, room=ref.bytes)
 
 
 def _download(store: Store, ref: BundleRef, *, room: int | None = None) -> None:
-    """Download the files of a bundle in parallel. Do nothing if the store is local or does not contain the bundle."""
+    """Download the files of a bundle in parallel, if the store is remote and contains the bundle."""
     if store.is_remote and has_bundle(store, ref):
         files = _contents(store, ref).files
         store.fetch([f"{ref.key}/{name}" for name in (CONTENTS, *files)], room=room)
@@ -204,8 +205,8 @@ def _directory(store: Store, ref: BundleRef) -> Path:
 
 @contextmanager
 def verify_while_reading(store: Store, ref: BundleRef, *, large_suffix: str) -> Iterator[Path]:
-    """Run the block with the directory of a bundle. In the meantime, a thread verifies the files whose names end in
-    `large_suffix`.
+    """Run the block with the local directory of a bundle. In the meantime, a thread verifies the large files, whose
+    names end in `large_suffix`.
 
     The block can load these files at the same time, so that each file is read from the disk only once. The loaded data
     is valid only if the block ends without the error Damaged.
@@ -230,7 +231,7 @@ def verify_while_reading(store: Store, ref: BundleRef, *, large_suffix: str) -> 
 
 
 def fetch_bundle_file(store: Store, ref: BundleRef, name: str) -> Path:
-    """Return the path of one file of a bundle. Only this file is verified, because the others may be large.
+    """Return the local path of one file of a bundle. Only this file is verified, because others may be large.
 
     Raises BadInput if the bundle has no such file, and Damaged if the bundle is missing or the file has changed.
     """
@@ -245,15 +246,14 @@ def fetch_bundle_file(store: Store, ref: BundleRef, name: str) -> Path:
 
 
 def verify_bundle(store: Store, ref: BundleRef) -> None:
-    """Raise Damaged unless a bundle consists of exactly the files in its table of contents, and all digests are
-    correct."""
+    """Raise Damaged unless a bundle consists of exactly the files that bundle.json lists, with the right digests."""
     for name, digest in _verified_names(store, ref).items():
         _verify_file(store, ref, name, digest)
 
 
 def _verified_names(store: Store, ref: BundleRef) -> dict[str, str]:
-    """Return the digests in the table of contents, by file name. Raises Damaged if the names or sizes of the actual
-    files differ."""
+    """Return the digest of each file that bundle.json lists, by name. Raises Damaged if the names or sizes of the
+    stored files differ."""
     where = f"bundle {ref.key!r} in {store.uri}"
     if not has_bundle(store, ref):
         raise Damaged(f"{where}: {_describe_absence(store, ref)}")
@@ -280,8 +280,8 @@ def _verify_file(store: Store, ref: BundleRef, name: str, digest: str) -> None:
 
 
 def is_bundle_copy(directory: Path, digest: str) -> bool:
-    """Whether a directory is a copy of the bundle whose digest starts with `digest`: the names and sizes of its files
-    are the same.
+    """Return whether a directory is a copy of the bundle whose digest starts with `digest`, judged by the names and
+    sizes of its files.
 
     Only bundle.json is read. Changes in the content of other files are not detected.
     """
@@ -364,8 +364,8 @@ def _files(directory: Path) -> dict[str, Path]:
 
 
 def _stamp(store: Store, ref: BundleRef) -> Stamp:
-    """Return the state of all files of a bundle on this machine, which changes if a file is written, replaced, added or
-    removed. Empty if the bundle is missing."""
+    """Return the state of the local files of a bundle. It changes if a file is written, replaced, added or removed.
+    Empty if the bundle is missing."""
     if not has_bundle(store, ref):
         return ()
     directory = _directory(store, ref)
@@ -379,7 +379,7 @@ def _stamp(store: Store, ref: BundleRef) -> Stamp:
 
 
 def _is_known(store: Store, ref: BundleRef) -> bool:
-    """Whether this process has published or verified the bundle, and its files have not changed since."""
+    """Return whether this process has published or verified a bundle whose files have not changed since."""
     known = _known.get((store.uri, ref.key))
     return known is not None and known == _stamp(store, ref)
 
@@ -393,7 +393,7 @@ def _describe(path: Path) -> BundledFile:
 
 
 def _stored_digest(store: Store, key: str) -> str:
-    """Return the digest of the content of an object. Raises Damaged if the object is missing."""
+    """Return the digest of the content of a stored object. Raises Damaged if the object is missing."""
     while True:
         with suppress(FileNotFoundError):  # deleted after it was located: the next attempt raises Damaged
             return _digest(store.local_path(key))

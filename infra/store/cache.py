@@ -14,25 +14,24 @@ from infra.config import read_number_variable
 from infra.store.disk import TEMPORARY, locked_file, make_directory, walk_files
 
 MIN_KEPT_SECONDS = 600
-"""Minimum seconds between the last use of a file and its deletion. Until then, the file may still be open."""
+"""Minimum time in seconds for which a cached file is kept after its last use, because it may still be open."""
 
 LOCK_SECONDS = 120.0
-"""Maximum seconds to wait while another process downloads the same file. After this time, this process also downloads
-it."""
+"""Maximum time in seconds to wait while another process downloads the same file. After this time, this process
+downloads it too."""
 
 MEASUREMENT_DIVISOR = 16
-"""Divisor of the free space. After a process has added 1/16 of the free space, it measures the size of the cache
-again."""
+"""Divisor that decides how often the size of the cache is measured. A process measures it again after adding files of
+1/16 of the free space."""
 
 _allowed: dict[Path, int] = {}
-"""Number of bytes that this process may still add to a cache before it measures the size of the cache again, by
-directory."""
+"""Number of bytes that this process may add to a cache before it must measure the size of the cache again, by directory
+of the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """Directory with local copies of objects of remote stores, which all processes of a machine share. A file is
-    identified by its store and its key.
+    """Directory with local copies of objects of remote stores. All processes of a machine share it.
 
     The modification time of a file encodes the ETag of its object. Therefore it is known whether the file is a copy of
     the object's present version. The content is verified with the digests of shards and bundles, as on any other disk.
@@ -42,8 +41,8 @@ class Cache:
     limit_bytes: int
 
     def is_current(self, path: Path, size: int, tag: str) -> bool:
-        """Return whether a file is a copy of the object with this size and ETag. If it is, mark the file as
-        used now."""
+        """Return whether a cached file is a copy of the object with this size and ETag. If so, the time of its last use
+        is updated."""
         try:
             status = path.stat()
         except FileNotFoundError:
@@ -51,7 +50,7 @@ class Cache:
         return status.st_size == size and status.st_mtime_ns // 1000 == _microseconds(tag) and self.touch(path)
 
     def touch(self, path: Path) -> bool:
-        """Mark a file as used now. Return False if the file does not exist."""
+        """Update the time of the last use of a cached file. Return False if the file does not exist."""
         try:
             os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
         except FileNotFoundError:
@@ -59,8 +58,8 @@ class Cache:
         return True
 
     def add(self, downloaded: Path, path: Path, tag: str) -> None:
-        """Move a downloaded file to its path in the cache, record the ETag of its object, and delete other files if the
-        cache is full."""
+        """Move a downloaded file to its `path` in the cache, and record the ETag (`tag`) of its object. If the cache is
+        full, old files are deleted."""
         size = downloaded.stat().st_size
         os.utime(downloaded, ns=(time.time_ns(), _microseconds(tag) * 1000))
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,16 +70,16 @@ class Cache:
 
     @contextmanager
     def lock_download(self, path: Path) -> Iterator[None]:
-        """Run the block with a lock on the download of a file. Other processes of this machine wait until the lock is
-        free, but at most `LOCK_SECONDS`."""
+        """Run the block, which downloads a file, with a lock on this file. If another process of this machine has the
+        lock, wait for at most `LOCK_SECONDS`."""
         make_directory(self.root)
         name = f"{TEMPORARY}{blake3(os.fsencode(path)).hexdigest()[:16]}"
         with locked_file(self.root / name, seconds=LOCK_SECONDS):
             yield
 
     def make_room(self, wanted: int = 0) -> bool:
-        """Delete the least recently used files until there is room for `wanted` bytes. Return False if this is
-        impossible because the other files are in use."""
+        """Delete the least recently used files until the cache has room for `wanted` more bytes. Return False if it
+        cannot have that much room, because other files are in use."""
         files = []
         for directory, name in walk_files(self.root):
             with suppress(FileNotFoundError):  # another process is making room too
@@ -99,14 +98,14 @@ class Cache:
 
 
 def _microseconds(tag: str) -> int:
-    """Encode an ETag as a modification time before the year 2006, in microseconds. Quotes around the ETag are ignored,
-    because not all servers send them."""
+    """Convert an ETag to a modification time before the year 2006, in microseconds. The time of a cached file thus
+    records its ETag. Quotes around the ETag are ignored, because not all servers send them."""
     return int.from_bytes(blake3(tag.strip('"').encode()).digest(length=8)) >> 14
 
 
 def open_cache() -> Cache:
-    """Open the cache. Its directory and its limit can be set with the environment variables RHEOSTAT_CACHE and
-    RHEOSTAT_CACHE_GB.
+    """Open this machine's cache of remote objects. The environment variables RHEOSTAT_CACHE and RHEOSTAT_CACHE_GB set
+    its directory and size limit.
 
     The directory must not be used for anything else, because all files in it may be deleted to make room.
     """

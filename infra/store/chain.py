@@ -18,14 +18,14 @@ from infra.store.runs import JOURNAL, Run, records
 
 _CHAIN = "chain/"
 _PLACEMENT = "placement/"
-"""Prefix of the journal entries that record how workers were assigned to roles. They are written after the plan of a
-part."""
+"""Prefix of the journal entries that record placement decisions (which role got which workers). They are written after
+the plan of an iteration or evaluation."""
 _NAME = re.compile(r"(\d{6,})-(.+)\.json")
 
 
 class Link(SealedRecord):
-    """Record in the chain for one finished part of a run, such as an iteration. It contains digests of everything that
-    the part has recorded, so that missing or changed records are detected."""
+    """Record of the chain, a hash-linked list of the finished parts of a run (such as iterations). The record contains
+    digests of all records of one part, so that missing or changed records are detected."""
 
     label = "record of the chain"
 
@@ -53,8 +53,8 @@ def linked_parts(run: Run) -> list[str]:
 
 
 class Chain:
-    """Writer of the chain of a locked run. The chain is a hash-linked list with one record per finished part of the
-    run.
+    """Writer of the chain of a run, which must be locked. The chain is a hash-linked list with one record for each
+    finished part of the run, such as an iteration.
 
     Only one process appends to a chain. It reads the existing records once.
     """
@@ -67,8 +67,8 @@ class Chain:
         self._is_read = False
 
     def link(self, part: str, *, journal: Sequence[str] = ()) -> None:
-        """Append a record for a finished part of the run, unless the part already has one. Several threads may call
-        this.
+        """Append a record for a finished part of the run, such as an iteration, unless the part already has one.
+        Several threads may call this.
 
         The record lists the manifests of the part, and the journal entries whose keys start with one of the prefixes in
         `journal`. The first record of a run lists all existing manifests and journal entries.
@@ -109,14 +109,14 @@ class Chain:
 
 
 def check_chain(run: Run) -> Iterator[str]:
-    """Check the chain (list of finished parts) of a run: whether a chain record, or a manifest or journal entry that it
-    lists, is missing or changed. Yield one line per problem."""
+    """Check the chain of a run, the hash-linked list of its finished parts. Yield one line for each record that is
+    missing or changed: chain records, and the manifests and journal entries that they list."""
     return _check_links(run, {manifest.digest for manifest in run.manifests()})
 
 
 def complete_manifests(run: Run) -> list[Manifest]:
-    """Check that no record of a run is missing, and return all manifests (records of results). No process may write to
-    the run meanwhile.
+    """Return all manifests (records of results) of a run, after checking that no record is missing. No process may
+    write to the run in the meantime.
 
     Raises Damaged with the first problem if a manifest, a chain record or a journal entry is missing although another
     record refers to it. Otherwise, all objects that the returned manifests do not name are garbage.
@@ -133,7 +133,8 @@ def complete_manifests(run: Run) -> list[Manifest]:
 
 
 def _find_missing(run: Run, committed: Sequence[Manifest], placed: Iterable[str]) -> Iterator[str]:
-    """Yield one line for each missing record that the chain, a manifest or the journal refers to."""
+    """Yield one line for each missing record to which the chain, a manifest or the journal refers. `committed` are all
+    manifests of the run, and `placed` are keys of placement entries in the journal."""
     digests = {manifest.digest for manifest in committed}
     yield from _check_links(run, digests)
     for manifest in committed:
@@ -180,7 +181,7 @@ def _read(run: Run, key: str) -> Link:
 
 
 def _names(run: Run) -> list[re.Match[str]]:
-    """Return a match object for each file of the chain, in order. Group 1 is the number of the record, group 2 the name
-    of the part."""
+    """Return a regular-expression match for each file name of the chain, in order. Group 1 is the number of the record,
+    and group 2 is the name of the part."""
     matches = (_NAME.fullmatch(name) for name in run.store.children(_CHAIN.rstrip("/")))
     return sorted((name for name in matches if name is not None), key=lambda name: int(name[1]))

@@ -11,15 +11,15 @@ from infra.config import Settings, read_recorded
 from infra.errors import BadInput, Damaged
 
 FIRST_VERSION: Final = 1
-"""Schema version of records and shards whose layout has not changed since the first release."""
+"""Schema version of all records and shards whose format has not changed since the first release."""
 
 MANIFEST_VERSION: Final = FIRST_VERSION
-"""Schema version of new manifests. The digest of a manifest also covers this version."""
+"""Schema version of new manifests (records of results). It is a part of a manifest's digest."""
 
 
 def canonical_json(value: JsonValue | Mapping[str, JsonValue]) -> bytes:
-    """Encode a value as JSON with sorted keys and without spaces, so that equal values give equal bytes. Raises
-    ValueError if the value contains NaN."""
+    """Encode a value as canonical JSON, with sorted keys and without spaces. Equal values always give equal bytes.
+    Raises ValueError if the value contains NaN."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -29,14 +29,13 @@ def record_digest(value: Mapping[str, JsonValue]) -> str:
 
 
 def seal(record: Mapping[str, JsonValue], *, version: int = FIRST_VERSION) -> bytes:
-    """Encode a record as checksummed JSON: the record, its schema version and, under the key `seal`, a digest of
-    both."""
+    """Encode a record as checksummed JSON. The key `seal` contains a digest of the record and its schema version."""
     versioned = {**record, "schema_version": str(version)}
     return canonical_json({**versioned, "seal": record_digest(versioned)})
 
 
 def unseal(data: bytes, *, where: str, version: int = FIRST_VERSION) -> dict[str, JsonValue]:
-    """Decode a record that was encoded with `seal`, with this schema version or an older version.
+    """Decode a record that `seal` encoded, of schema version `version` or older. `where` names the record in messages.
 
     Raises Damaged if any bit has changed, and BadInput if a newer version of Rheostat wrote the record.
     """
@@ -62,7 +61,7 @@ def unseal(data: bytes, *, where: str, version: int = FIRST_VERSION) -> dict[str
 
 
 class SealedRecord(Settings):
-    """Base class of records that are stored as checksummed JSON. Each kind of record has a separate schema version.
+    """Base class of records that are stored as checksummed JSON. Each kind of record has its own schema version.
 
     A key that was added later has a `Since` annotation, and is not written while it has its default value. Therefore
     the digests of older records do not change. Any other change of the keys requires the next schema version, and code
@@ -72,7 +71,7 @@ class SealedRecord(Settings):
     schema_version: ClassVar[int] = FIRST_VERSION
     """Schema version of new records."""
     label: ClassVar[str]
-    """Name of this kind of record in messages."""
+    """Name of this kind of record in messages, such as "run record"."""
 
     def seal(self) -> bytes:
         """Encode the record as checksummed JSON."""
@@ -80,7 +79,8 @@ class SealedRecord(Settings):
 
     @classmethod
     def unseal(cls, data: bytes, *, where: str) -> Self:
-        """Decode a record of the current or any older schema version.
+        """Decode a record of this kind, of the current or an older schema version. `where` names the record in
+        messages.
 
         Raises Damaged if the bytes have changed or contain another kind of record, and BadInput if a newer version of
         Rheostat wrote them.
@@ -99,7 +99,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def check_version(version: str, *, where: str, newest: int) -> int:
-    """Return the major schema version of a record, such as 1 for "1.2".
+    """Return the major schema version of a record, such as 1 for "1.2". `where` names the record in messages.
 
     Raises BadInput unless the major version is between 1 and `newest`, because the content could not be interpreted.
     """

@@ -23,7 +23,7 @@ MAX_PARALLEL = 8
 REPORT_SECONDS = 5.0
 """Interval in seconds between two progress messages while a run is copied."""
 RECORDS = (LEASES, JOURNAL, MANIFESTS, "chain/", RECORD)
-"""Prefixes of the records of a run. Records are copied in this order after all other objects. The run record comes
+"""Prefixes of the records of a run, in the order in which they are copied, after all other objects. The run record is
 last, because a run exists as soon as it has a run record."""
 
 
@@ -36,11 +36,12 @@ class RunCopy:
     objects: int
     bytes: int
     found: int
-    """Number of objects that already existed in the target store."""
+    """Number of objects that existed in the target store before and were not copied."""
 
 
 def copy_run(name: str, source_uri: str, target_uri: str) -> RunCopy:
-    """Copy a run to another store under the same name. Objects that already exist in the target are not copied again.
+    """Copy a run to another store under the same name, and return the copy. Objects that already exist in the target
+    store are not copied again.
 
     Both runs are locked during the copy, and nothing is overwritten. Calling this again continues an interrupted copy,
     or adds newer results. The run does not exist in the target until the first copy is complete. Raises RunLocked if
@@ -77,8 +78,8 @@ def copy_run(name: str, source_uri: str, target_uri: str) -> RunCopy:
 
 
 def _check_listed(run: Run, entries: Sequence[Entry]) -> None:
-    """Raise Damaged if the listing of a run lacks data that a manifest (record of a result) names, or if a record is
-    missing."""
+    """Raise Damaged if data or records of a run are missing, or if the listing `entries` of the run's store lacks
+    existing data."""
     objects, listed = needed_objects(complete_manifests(run)), {entry.key for entry in entries}
     keys = {shard.key for shard in objects.shards} | {f"{bundle.key}/{CONTENTS}" for bundle in objects.bundles}
     absent = sorted(keys - listed)  # an optimizer state that is not written yet may be missing too
@@ -91,8 +92,8 @@ def _check_listed(run: Run, entries: Sequence[Entry]) -> None:
 
 
 def _rank(key: str) -> int:
-    """Return the position of an object in the order of copying: 0 for data, and a higher number for each prefix in
-    `RECORDS`."""
+    """Return the position of an object in the order of copying: 0 for data, or the 1-based index of the prefix in
+    `RECORDS` for a record."""
     return next((rank for rank, folder in enumerate(RECORDS, start=1) if key.startswith(folder)), 0)
 
 
@@ -102,8 +103,8 @@ class _Copier:
     target: Store
 
     def compare(self, existing: Sequence[Entry], sizes: Mapping[str, int]) -> None:
-        """Raise Conflict if an existing object differs from the source: in its size, or in its bytes if it is a
-        record."""
+        """Compare objects that exist in both stores: their sizes, and for records also their bytes. Raises Conflict if
+        one differs. `sizes` are the sizes in the target store, by key."""
 
         def differs(entry: Entry) -> bool:
             key = entry.key
@@ -115,7 +116,8 @@ class _Copier:
                     raise self._conflict(entry.key)
 
     def copy(self, entries: Iterable[Entry]) -> None:
-        """Copy objects in parallel. After a failure, no further copy starts, but copies in progress are finished."""
+        """Copy objects in parallel, records last. After a failure, no further copy starts, but copies in progress are
+        finished."""
         pending = sorted(entries, key=lambda entry: _rank(entry.key))
         reported, done, size, total = time.monotonic(), 0, 0, sum(entry.bytes for entry in pending)
         with ThreadPoolExecutor(MAX_PARALLEL) as threads:

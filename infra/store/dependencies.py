@@ -15,12 +15,12 @@ from pydantic import Field, ValidationError
 
 from infra.config import Settings, Since, read_recorded
 from infra.errors import Damaged, RunChanged
-from infra.store.inputs import place_texts
+from infra.store.inputs import place_hub_names, place_texts
 from infra.store.manifests import provenance_here
 from infra.store.runs import Run
 
 DEPENDENCIES: Final = "dependencies/"
-"""Prefix of the dependency records in the journal."""
+"""Prefix of the journal entries that record the dependencies of a run."""
 SHOWN: Final = 5
 
 logger = logging.getLogger(__name__)
@@ -34,27 +34,31 @@ class FileContent(Settings):
     bytes: Annotated[int, Field(ge=0)]
     """Size of the file in bytes."""
     modified_ns: int
-    """Time of the last change in nanoseconds. A large file with the same size and time is not read again. A different
-    time alone does not count as a change."""
+    """Time of the file's last change in nanoseconds. A large file with the same size and time is assumed to be
+    unchanged and is not read again. A different time alone does not count as a change."""
 
 
 class Dependencies(Settings):
-    """Everything that results depend on in addition to the configuration: code, data files, and library versions."""
+    """Everything except the configuration on which the results of a run depend: user code, data files, and library
+    versions."""
 
     code: dict[str, dict[str, str]]
-    """Digests of the modules that a target (a user's function or class) uses: by the target's name in the
-    configuration, then by module."""
+    """Digests of the Python modules that each target uses, by name of the target and then by module. A target is a
+    user's function or class that is named in the configuration."""
     data: dict[str, FileContent]
     """Digest, size and time of each data file, by its path in the configuration."""
     libraries: dict[str, str]
     """Versions of Rheostat, Python and the libraries on which results depend."""
+    hub: Annotated[dict[str, str], Since("0.2.0", before={})] = {}
+    """Commit of each model and dataset on the Hugging Face Hub, by its kind and its name in the configuration. A run
+    always uses the commits that it recorded first, so they never count as a change."""
     layout: dict[str, int] = {}
-    """Settings that affect the rounding of sums: numbers of ranks and threads, ZeRO stage. By dotted configuration
-    key."""
+    """Settings that affect the rounding of sums, such as the numbers of ranks and threads and the ZeRO stage, by dotted
+    configuration key."""
 
     def changes(self, now: "Dependencies") -> list[str]:
-        """Return one line for each difference between these dependencies and the present ones. Data files that are
-        missing now are ignored."""
+        """Describe each difference between these dependencies and the present ones (`now`) in one line. Data files that
+        no longer exist are ignored."""
         layouts = ({name: str(number) for name, number in each.layout.items()} for each in (self, now))
         libraries = _describe_changes(self.libraries, now.libraries)
         return [*self._changed_code(now), *self._changed_data(now), *libraries, *_describe_changes(*layouts)]
@@ -77,26 +81,27 @@ class Dependencies(Settings):
 
 
 class DependencyRecord(Settings):
-    """Journal entry with the dependencies of a run from a certain iteration on."""
+    """Journal entry that records the dependencies of a run (code, data files, library versions) as of a certain
+    iteration."""
 
     iteration: Annotated[int, Field(ge=1)]
-    """First iteration that was not finished when the entry was written. Some of its results may be older than the
-    entry."""
+    """Number of the iteration that was in progress or next when this entry was written. The dependencies apply from
+    then on, so some results of this iteration may be older."""
     created: str
-    """UTC time in ISO format, for people. No decision depends on it."""
+    """UTC time in ISO format at which the entry was written, for people. No decision depends on it."""
     dependencies: Dependencies
-    """Dependencies that are valid from `iteration` on."""
+    """Dependencies on which the results from `iteration` on depend."""
     folder: Annotated[str, Since("0.1.0", before="")] = ""
-    """Folder of the job on this machine, where relative paths in the configuration start from `iteration` on. A
-    different folder does not count as a change. Empty if the configuration has no relative paths."""
+    """Folder of the job file on this machine. Relative paths in the configuration start in this folder. Empty if the
+    configuration has no relative paths. Moving the job to another folder does not count as a change."""
 
 
 class AcceptedChange(Settings):
-    """Change of a run's dependencies that the user accepted, in readable form."""
+    """Change of a run's code, data files or library versions that the user accepted, for display."""
 
     iteration: int
-    """First iteration that was not finished when the change was accepted. Some of its results may be older than the
-    change."""
+    """Number of the iteration that was in progress or next when the change was accepted. Some of its results may be
+    older than the change."""
     created: str
     """UTC time at which the change was accepted."""
     changes: list[str]
@@ -104,7 +109,8 @@ class AcceptedChange(Settings):
 
 
 def dependency_records(run: Run, prefix: str = "") -> list[DependencyRecord]:
-    """Return all recorded dependencies of a run, in order: those at the start, and those after each accepted change.
+    """Return all recorded dependencies of a run, in order: those at its start, and those after each accepted change.
+    `prefix` selects the dependencies of a derived result, such as a re-scoring.
 
     Runs that older versions of Rheostat created have no such entries. Raises Damaged if an entry is not valid.
     """
@@ -119,14 +125,24 @@ def dependency_records(run: Run, prefix: str = "") -> list[DependencyRecord]:
 
 
 def recorded_config(run: Run) -> dict[str, object]:
-    """Return the recorded configuration of a run, with relative paths resolved from the folder of its job."""
+    """Return the configuration that is stored with a run. Its relative paths start in the folder of the job. Names on
+    the Hugging Face Hub refer to the commits that the run has recorded."""
     records = dependency_records(run)
     folder = records[-1].folder if records else ""
-    return {key: place_texts(value, folder) for key, value in run.record.config.items()}
+    document = place_hub_names(run.record.config, records[-1].dependencies.hub if records else {}, folder)
+    assert isinstance(document, dict)
+    return {key: place_texts(value, folder) for key, value in document.items()}
+
+
+def recorded_commits(run: Run) -> dict[str, str]:
+    """Return the commits that a run has recorded for models and datasets on the Hugging Face Hub. Keys are those of
+    `HubPath.key`, such as `model Qwen/Qwen3-0.6B`."""
+    records = dependency_records(run)
+    return records[-1].dependencies.hub if records else {}
 
 
 def accepted_changes(run: Run) -> list[AcceptedChange]:
-    """Return all accepted changes of a run's dependencies, in order."""
+    """Return all changes of a run's code, data files or library versions that the user accepted, in order."""
     return [
         AcceptedChange(iteration=after.iteration, created=after.created, changes=changes)
         for before, after in pairwise(dependency_records(run))
@@ -135,8 +151,8 @@ def accepted_changes(run: Run) -> list[AcceptedChange]:
 
 
 def check_dependencies(run: Run, now: Dependencies, *, prefix: str = "") -> None:
-    """Raise RunChanged with the differences if the recorded dependencies of a run, or of the results below the prefix,
-    differ from `now`."""
+    """Raise RunChanged if the present dependencies `now` differ from the recorded dependencies of a run. The message
+    lists the differences. With `prefix`, the dependencies of a derived result, such as a re-scoring, are compared."""
     records = dependency_records(run, prefix)
     changes = records[-1].dependencies.changes(now) if records else []
     if changes:
@@ -152,10 +168,10 @@ def check_dependencies(run: Run, now: Dependencies, *, prefix: str = "") -> None
 def record_dependencies(
     run: Run, now: Dependencies, *, iteration: int, folder: str = "", accept_change: bool = False, prefix: str = ""
 ) -> None:
-    """Record the dependencies of a locked run from an iteration on. Nothing is written if they have not changed.
+    """Record the present dependencies of a locked run, which apply from `iteration` on. Nothing is written if they have
+    not changed. `folder` is the folder of the job, which may change without being considered a different dependency.
 
-    `folder` is the folder of the job. A run can continue after its job was moved to another folder. Raises RunChanged
-    if the dependencies differ and `accept_change` is not set.
+    Raises RunChanged if the dependencies differ and `accept_change` is not set.
     """
     if not accept_change:
         check_dependencies(run, now, prefix=prefix)

@@ -1,6 +1,7 @@
 """Durable file operations of a local store. They are ordered in such a way that no reader ever finds an incomplete
 file."""
 
+import errno
 import fcntl
 import json
 import os
@@ -18,26 +19,26 @@ from typing import BinaryIO, Literal
 from infra.errors import BadInput
 
 TEMPORARY = ".tmp-"
-"""Start of the names of temporary files. Keys of a store cannot start with this prefix."""
+"""Start of the names of temporary files in a store. Keys of objects cannot start with this prefix."""
 
 _TURN_POLL_SECONDS = 0.005
 
 _locked_descriptors: set[int] = set()
-"""File descriptors of the locks that this process holds. A forked child closes its copies of them, so that the locks
-end with the parent process."""
+"""File descriptors of the locks that this process has. A forked child closes its copies of these descriptors, so that
+the locks end with the parent process and not with the child."""
 
 
 @dataclass(frozen=True, slots=True)
 class LockState:
-    """State of a lock: `held` by a live process, `left` behind by a process that died, or free."""
+    """State of a lock: "held" by a live process, "left" behind by a process that died, or "free"."""
 
     state: Literal["held", "left", "free"]
     who: str = ""
-    """Process and host that hold the lock, such as `process 12 on host`, or an empty string if they are not known."""
+    """Process and machine that have the lock, such as `process 12 on host`. Empty if they are not known."""
 
 
 def read_lock_record(content: bytes, state: Literal["held", "left"]) -> LockState:
-    """Return the state of a lock, with the process that is named in the content of the lock file."""
+    """Return the state of a lock, together with the process that the content of the lock file names."""
     try:
         owner = json.loads(content)
         return LockState(state, f"process {owner['pid']} on {owner['host']}")
@@ -46,7 +47,7 @@ def read_lock_record(content: bytes, state: Literal["held", "left"]) -> LockStat
 
 
 def sweep(root: Path) -> None:
-    """Delete temporary files and scratch directories of processes that have died.
+    """Delete temporary files and directories in a store that were left by processes that have died.
 
     Live processes are recognized by the locks on their files. All temporary files are directly in the root, so the time
     does not depend on the size of the store.
@@ -68,7 +69,7 @@ def sweep(root: Path) -> None:
 
 @contextmanager
 def scratch_directory(root: Path) -> Iterator[Path]:
-    """Run the block with a temporary directory below the root, for files that are not complete. The directory is
+    """Run the block with a temporary directory in the store, for files that are not complete yet. The directory is
     deleted afterwards.
 
     If this process dies, the next `sweep` deletes the directory.
@@ -99,10 +100,20 @@ def _open_scratch(root: Path) -> tuple[int, Path]:
         os.close(descriptor)
 
 
+class _LifelongLease:
+    """Lock on a local file that the kernel guarantees until this process ends."""
+
+    def check(self) -> None:
+        """Do nothing, because a running process cannot lose a lock of the kernel."""
+
+
+LIFELONG = _LifelongLease()
+
+
 @contextmanager
 def lock_file(path: Path) -> Iterator[bool]:
-    """Run the block with a lock on a file, in which the name of this process is written. Yield False if another process
-    has the lock.
+    """Run the block while this process has the lock on a file, and yield True. The file contains the id of this
+    process. If another process has the lock, yield False.
 
     The lock ends when this process ends, at the latest. If the block ends normally, the name is removed from the file.
     """
@@ -125,7 +136,8 @@ def lock_file(path: Path) -> Iterator[bool]:
 
 
 def read_lock_state(path: Path) -> LockState:
-    """Return whether a file is locked. Nothing is written to the file, but it is locked (shared) for a moment."""
+    """Return the state of the lock on a file, and the process that has the lock. Nothing is written, but the file is
+    locked (shared) for a moment."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -143,7 +155,7 @@ def read_lock_state(path: Path) -> LockState:
 
 @cache
 def _close_locks_in_forks() -> None:
-    """Register a handler that makes every forked child close its copies of the locked descriptors. Only the first call
+    """Make every forked child of this process close its copies of the descriptors of locked files. Only the first call
     has an effect."""
     os.register_at_fork(after_in_child=_close_locked)
 
@@ -154,7 +166,8 @@ def _close_locked() -> None:
 
 
 def publish_file(path: Path, data: bytes | Path, *, root: Path, durable: bool = True) -> bool:
-    """Write a temporary file in the root, and link it to its final path. Return False if the path already exists.
+    """Write a file to its final path in one step, by linking a complete temporary file to the path. Return False if the
+    path already exists.
 
     A file from a scratch directory of the root is linked without being copied. With `durable=False`, the file is
     complete for all processes even if this process is killed. However, it may be incomplete after a power failure
@@ -203,8 +216,8 @@ def _write(data: bytes | Path, file: BinaryIO) -> None:
 
 
 def open_temporary(directory: Path) -> tuple[int, Path]:
-    """Create a temporary file, which stays locked while this process keeps it open. Return its descriptor and its
-    path."""
+    """Create a temporary file, and return its file descriptor and its path. The file is locked until the descriptor is
+    closed."""
     while True:
         path = directory / f"{TEMPORARY}{secrets.token_hex(8)}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -224,8 +237,8 @@ def _try_lock(descriptor: int) -> bool:
 
 @contextmanager
 def locked_file(path: Path, *, seconds: float) -> Iterator[None]:
-    """Run the block with a lock on a temporary file, which excludes other threads and processes. The file is deleted
-    afterwards.
+    """Run the block with a lock on the file at this path, which excludes other threads and processes. The file is
+    deleted afterwards.
 
     If the lock is not available within `seconds`, the block runs without it.
     """
@@ -246,7 +259,8 @@ def locked_file(path: Path, *, seconds: float) -> Iterator[None]:
 
 
 def walk_files(root: Path) -> Iterator[tuple[str, str]]:
-    """Yield (directory, file name) for each file below a directory. Scratch directories are skipped.
+    """Yield (directory, file name) for each file in a directory and its subdirectories. Temporary directories are
+    skipped.
 
     A directory that is deleted in the meantime is skipped. Raises OSError if a directory cannot be read.
     """
@@ -262,8 +276,8 @@ def walk_files(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def remove_empty(path: Path, *, root: Path) -> Path:
-    """Delete an empty directory below the root, and its parents if they are empty too. Return the first directory that
-    remains.
+    """Delete the directory `path` if it is empty, and then its parents up to `root` as long as they are empty too.
+    Return the first directory that remains.
 
     If a file is written there later, its directories are created again.
     """
@@ -279,7 +293,8 @@ def remove_empty(path: Path, *, root: Path) -> Path:
 
 
 def checked_directory(root: Path) -> Path:
-    """Return the directory of a store. Raises BadInput if the path is a file, or if one of its parents is a file."""
+    """Return the path of a store's directory, which need not exist. Raises BadInput if the path or one of its parents
+    is a file."""
     nearest = _nearest(root)
     if not nearest.is_dir():
         raise BadInput(
@@ -289,8 +304,8 @@ def checked_directory(root: Path) -> Path:
 
 
 def check_writable(root: Path) -> None:
-    """Raise BadInput if this process could not write a store in this directory. Nothing is written, and the directory
-    need not exist."""
+    """Raise BadInput if this process is not allowed to write a store to this directory. Nothing is written, and the
+    directory need not exist."""
     nearest = _nearest(root)
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise BadInput(
@@ -300,15 +315,18 @@ def check_writable(root: Path) -> None:
 
 
 def _nearest(path: Path) -> Path:
-    """Return the path if it exists, otherwise its nearest parent that exists."""
+    """Return the path itself if it exists, otherwise its nearest parent directory that exists."""
     return next(each for each in (path, *path.parents) if each.exists() or each == each.parent)
 
 
-def make_directory(path: Path) -> None:
-    """Create a directory and its parents, and make them durable (fsync)."""
+def make_directory(path: Path, *, required: Path | None = None) -> None:
+    """Create a directory and its parents, and make them durable (fsync). Raises FileNotFoundError if `required`, which
+    is one of these directories, does not exist, because it was deleted."""
     if path.is_dir():
         return
-    make_directory(path.parent)
+    if path == required:
+        raise FileNotFoundError(errno.ENOENT, "the directory was deleted while it was in use", str(path))
+    make_directory(path.parent, required=required)
     path.mkdir(exist_ok=True)
     sync(path.parent)
 

@@ -18,8 +18,7 @@ T = TypeVar("T")
 
 
 class SharedCall(Generic[T]):
-    """Function call whose result several threads share. Threads that call at about the same time get the result of one
-    call.
+    """Function call whose result is shared by all threads that need the result at about the same time.
 
     The function is always called after each of these threads has asked for the result, so that no thread gets an
     outdated result.
@@ -32,8 +31,8 @@ class SharedCall(Generic[T]):
         """Result for the threads that arrived while the previous call was running."""
 
     def call(self) -> T:
-        """Return the result of the function. Either call the function, or wait for another thread that is about to call
-        it. Raises the function's error."""
+        """Return a result of the function that was computed after this call began. Either call the function, or wait
+        for a call that another thread is about to start. Raises the function's error."""
         with self._turn:
             answer, is_caller = self._next or Future[T](), self._next is None
             self._next = answer
@@ -49,7 +48,8 @@ class SharedCall(Generic[T]):
 
 
 class Epoch:
-    """Epoch of a run, as seen by a process that commits in this epoch. It ends when another process locks the run."""
+    """Epoch of a run: the period from one process locking the run until another process locks it. A process may only
+    write results while its epoch lasts."""
 
     def __init__(self, store: Objects, number: int, *, renewed: bool) -> None:
         """Create the epoch with this number. Set `renewed` if a lease is renewed regularly. The renewals already show
@@ -59,8 +59,8 @@ class Epoch:
         self._shared_query = SharedCall(self._query_is_over)
 
     def is_over(self) -> bool:
-        """Whether a newer epoch has begun, or the run was deleted. If several threads call this at the same time, they
-        share one query to the store."""
+        """Return whether a newer epoch has begun, or the run was deleted. Threads that call this at the same time share
+        one query to the store."""
         return self._shared_query.call()
 
     def _query_is_over(self) -> bool:
@@ -71,15 +71,15 @@ class Epoch:
 
 
 def newest_epoch(store: Objects) -> int:
-    """Return the number of the newest epoch of a run, or 0 if none has begun. Each process that locks the run to write
-    begins one."""
+    """Return the number of the newest epoch of a run, or 0 if none has begun. A new epoch begins each time a process
+    locks the run in order to write."""
     names = store.children(LEASES.rstrip("/"))
     return max((int(lease[1]) for name in names if (lease := _LEASE.fullmatch(name))), default=0)
 
 
 def begin_epoch(store: Objects) -> int:
-    """Begin the next epoch of a run and return its number. From now on, commits of processes with older epochs are
-    refused."""
+    """Begin the next epoch of a run, and return its number. From now on, processes that locked the run earlier can no
+    longer write results."""
     while True:
         number, here = newest_epoch(store) + 1, provenance_here()
         if store.put(_key(number), seal({"epoch": number, "host": here.host, "created": here.created})):

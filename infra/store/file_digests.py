@@ -23,9 +23,8 @@ LABEL: Final = "the process that computes digests of data files"
 
 @cache
 def file_digests(files: tuple[tuple[Path, int, int], ...]) -> list[str]:
-    """Return the BLAKE3 digest of each file. A file is given as (path, size in bytes, modification time in ns).
-
-    The result is cached for the same files with the same sizes and times.
+    """Return the BLAKE3 digest of each file. Files are given as (path, size in bytes, modification time in ns). Digests
+    are cached until the size or time changes.
 
     Raises BadInput if a file cannot be read, and WorkerFailed if the child process fails.
     """

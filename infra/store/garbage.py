@@ -36,8 +36,8 @@ _BUNDLED = re.compile(r"(([a-z_]+)/[0-9a-f]{16})/.+")
 
 
 def find_garbage(run: Run, *, whole_run: bool = False) -> dict[str, list[Entry]]:
-    """Return the objects of a run that are no longer needed (garbage), by kind such as "shards". With `whole_run`,
-    objects that are needed are returned too.
+    """Return the objects of a run that no result needs (garbage), by kind such as "shards". With `whole_run`, the
+    objects that results need are returned too.
 
     An object is kept if a manifest names it. The manifest may be committed, or pending (computed but not committed
     yet). Raises Damaged if a manifest cannot be read or a record is missing, because needed objects would then look
@@ -63,8 +63,8 @@ def find_garbage(run: Run, *, whole_run: bool = False) -> dict[str, list[Entry]]
 
 
 def collect_garbage(run: Run) -> dict[str, list[Entry]]:
-    """Delete the objects of a locked run that are no longer needed, and return them. If this is interrupted, a second
-    call deletes the rest.
+    """Delete the objects of a locked run that no result needs, and return them by kind. If this is interrupted, a
+    second call deletes the rest.
 
     Raises Damaged and deletes nothing if a record of the run is missing or unreadable.
     """
@@ -79,10 +79,8 @@ def collect_garbage(run: Run) -> dict[str, list[Entry]]:
 
 
 def delete_all(run: Run, keys: Sequence[str]) -> None:
-    """Delete objects of a locked run in parallel.
-
-    Stops with Fenced as soon as another process may have locked the run.
-    """
+    """Delete objects of a locked run in parallel. Raises Fenced and stops as soon as another process may have locked
+    the run."""
 
     def delete(key: str) -> None:
         run.check_lock()
@@ -95,8 +93,8 @@ def delete_all(run: Run, keys: Sequence[str]) -> None:
 
 
 def _delete_late_manifests(run: Run, known: Collection[str], *, gone: set[str]) -> None:
-    """Delete manifests that refer to deleted objects. Another process may have committed them after the manifests were
-    read."""
+    """Delete manifests (records of results) that refer to deleted objects. Another process may have committed such
+    manifests in the meantime. `known` are the keys of earlier manifests, and `gone` the keys of deleted objects."""
     for entry in run.store.entries(MANIFESTS):
         if entry.key not in known:
             manifest = run.load(entry.key.removeprefix(MANIFESTS).removesuffix(".json"))
@@ -111,8 +109,8 @@ def _parts(manifest: Manifest) -> Iterator[str]:
 
 
 def delete_run(run: Run, *, why: str) -> dict[str, list[Entry]]:
-    """Delete the shards, policies and optimizer states of a locked run. The run's record, manifests (records of
-    results) and reports are kept.
+    """Delete the shards, policies and optimizer states of a locked run, and return the deleted objects by kind. The
+    run's record, manifests (records of results) and reports are kept.
 
     Raises Damaged and deletes nothing if a record of the run is missing or unreadable.
     """
@@ -123,13 +121,13 @@ def delete_run(run: Run, *, why: str) -> dict[str, list[Entry]]:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Rules that select runs for deletion. A run is selected only if it matches every rule. Without rules, no run is
-    selected."""
+    """Rules of `rheostat gc` that select whole runs for deletion. A run is selected only if every rule allows it. If
+    neither an age nor a number is set, no run is selected."""
 
     older_than: timedelta | None = None
-    """Minimum age of the last commit of a run, by the store's clock."""
+    """Minimum age of a selected run's last commit, by the clock of the store."""
     keep: int | None = None
-    """Number of newest runs that are never selected."""
+    """Number of the newest runs, which are never selected."""
     tags: frozenset[str] = frozenset()
     """Tags that protect a run. A run with one of these tags is never selected."""
 
@@ -146,7 +144,8 @@ class Rules:
 
 
 def select_runs(store_uri: str, names: Collection[str], rules: Rules) -> dict[str, datetime]:
-    """Return the runs that match the rules, by name, each with the time of its last commit.
+    """Return the runs among `names` that the rules select for deletion. The result maps the name of each run to the
+    time of its last commit.
 
     A run is not selected if another run of the store still needs it.
     """
@@ -166,35 +165,35 @@ def select_runs(store_uri: str, names: Collection[str], rules: Rules) -> dict[st
 
 
 def readable_runs(store_uri: str) -> Iterator[Run]:
-    """Open every run of a store whose run record is readable."""
+    """Open every run of a store, except runs whose run record is damaged."""
     for name in list_runs(store_uri):
         with suppress(Damaged):
             yield open_run(store_uri, name)
 
 
 def last_commit(run: Run) -> datetime:
-    """Return the time of a run's last commit by the store's clock. Tombstones (records of deletions) do not count as
-    commits."""
+    """Return the time of the last commit of a run, by the clock of the store. Deletions, which are also recorded as
+    manifests, do not count."""
     entries = [*run.store.entries(MANIFESTS), *run.store.entries(RECORD)]
     return max(entry.modified for entry in entries if not entry.key.startswith(f"{MANIFESTS}retention/"))
 
 
 def depends_on(other: Run, run: Run) -> bool:
-    """Return whether another run refers to an object of this run that it may not have copied yet."""
+    """Return whether the run `other` refers to an object of `run` that `other` may not have copied yet."""
     if other.name == run.name or linked_parts(other):  # a run with a finished part has copied all objects that it needs
         return False
     return any(f"{_address(text)}/".startswith(f"{run.store.uri}/") for text in _texts(recorded_config(other)))
 
 
 def _address(text: str) -> str:
-    """Return the URI of the store that a text names by its path or address."""
+    """Return the URI of the store to which a text (a path or an address) refers."""
     if text.startswith("s3://"):
         return text
     return (JobPath.locate(text) if isinstance(text, JobText) else Path(text)).resolve().as_uri()
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Yield all strings in a configuration. Each of them may be a path."""
+    """Yield all strings in a configuration, at any depth. Each string may be a path."""
     if isinstance(value, str) and "/" in value and value.isprintable():
         yield value
     elif isinstance(value, dict | list):

@@ -23,32 +23,32 @@ from infra.store.bucket import Bucket
 from infra.store.disk import LockState, read_lock_record
 
 LEASE_SECONDS = 30.0
-"""Seconds after which a lease expires if it is not renewed. If the driver of a run died, another machine can continue
-the run after this time. A driver may commit for this time without a response to its renewals."""
+"""Seconds after which a lease (a lock that must be renewed) expires. If the process that trains a run dies, another
+machine can continue the run after this time. A process may commit for this time without a response to its renewals."""
 _RENEWALS = 6
-"""Number of renewals within the lifetime of a lease."""
+"""Number of times that a lease is renewed within its lifetime."""
 _SLACK = timedelta(seconds=2)
-"""Tolerance for the server's times, which have a resolution of only one second."""
+"""Tolerance for comparing times of the server, which have a resolution of one second."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class BucketLease:
-    """Lease that this process holds on a key, with the methods to renew and check it."""
+    """Lease that this process has on a key in a bucket. A lease is a lock that expires if it is not renewed."""
 
     bucket: Bucket
     key: str
     seconds: float
     version: str
     until: float
-    """Time at which the lease expires, in seconds on the monotonic clock of this machine."""
+    """Time at which the lease expires, in seconds of this machine's monotonic clock."""
     owner: str
-    """Random token that marks the lease records of this process."""
+    """Random token that identifies lease records that this process has written."""
     is_lost: bool = False
-    """Whether another process has acquired the lease in the meantime."""
+    """Whether another process has acquired the lease since."""
     _turn: Lock = field(default_factory=Lock)
-    """Lock that a thread holds while it renews the lease."""
+    """Lock that a thread acquires to renew the lease, so that only one thread does so at a time."""
 
     def check(self) -> None:
         """Renew the lease if it has expired.
@@ -64,8 +64,8 @@ class BucketLease:
             )
 
     def renew(self, seconds: float) -> None:
-        """Extend the lease by `seconds`, unless another process has acquired it. With 0 seconds, the lease is
-        released."""
+        """Extend the lease until `seconds` from now, unless another process has acquired it. With 0 seconds, the lease
+        is released."""
         with self._turn:
             began = time.monotonic()
             if self.is_lost:
@@ -79,15 +79,16 @@ class BucketLease:
                 self.version, self.until = version, began + seconds
 
     def _find_own_record(self) -> str:
-        """Return the ETag of the lease record if this process wrote the record but the response was lost. Otherwise
-        return ""."""
+        """Return the ETag of the stored lease record if this process wrote it, which happens if the response to a
+        renewal was lost. Return "" if another process wrote it or it does not exist."""
         current = self.bucket.read(self.key)
         return current[1].tag if current is not None and json.loads(current[0]).get("owner") == self.owner else ""
 
 
 @contextmanager
 def acquire_lease(bucket: Bucket, key: str, *, seconds: float = LEASE_SECONDS) -> Iterator[BucketLease | None]:
-    """Hold a lease on a key during the block. Yield None if another live process holds and renews a lease on the key.
+    """Run the block while this process has a lease on a key, and yield the lease. The lease is renewed in the
+    background. Yield None if another live process has a lease on the key.
 
     If another process has a lease but does not renew it, wait until this lease expires.
     """
@@ -107,8 +108,8 @@ def acquire_lease(bucket: Bucket, key: str, *, seconds: float = LEASE_SECONDS) -
 
 
 def read_lease_state(bucket: Bucket, key: str) -> LockState:
-    """Return whether there is a lease on a key, and which process holds it. A lease that expired without being released
-    has the state `left`."""
+    """Return the state of the lease on a key, and the process that has the lease. An expired lease that was not
+    released has the state "left"."""
     current = bucket.read(key)
     if current is None:
         return LockState("free")
@@ -163,7 +164,8 @@ def _acquire(bucket: Bucket, key: str, seconds: float) -> BucketLease | None:
 
 
 def _content(seconds: float, owner: str) -> bytes:
-    """Return the content of a lease record: its holder, and the seconds until it expires. All records are different."""
+    """Return the content of a new lease record: the process that has the lease, and the seconds until it expires. A
+    random token makes every record different."""
     holder = {"pid": os.getpid(), "host": socket.gethostname(), "seconds": seconds, "owner": owner}
     return json.dumps(holder | {"token": secrets.token_hex(16)}).encode()
 

@@ -16,11 +16,11 @@ from infra.errors import StoreFailed
 from infra.store.storage import Store
 
 TAIL_BYTES: Final = 1 << 16
-"""Number of bytes that are read from the end of the file. Every line is shorter than this."""
+"""Number of bytes that are read from the end of a file to find its last line. Every line is shorter than this."""
 
 
 def replace_lines(store: Store, key: str, lines: Iterable[str]) -> None:
-    """Replace the content of the file by these lines."""
+    """Replace the whole content of the file `key` by these lines."""
     content = "".join(f"{line}\n" for line in lines).encode()
     if store.is_remote:
         store.delete(key)
@@ -30,11 +30,9 @@ def replace_lines(store: Store, key: str, lines: Iterable[str]) -> None:
 
 
 def extend_lines(store: Store, key: str, more: Callable[[str], Iterable[str] | None]) -> bool:
-    """Append lines to the file. Only for local stores.
-
-    The function `more` gets the last line of the file (or "" if the file is empty) and returns the lines to append.
-    Return False and write nothing if `more` returns None or the last line is incomplete.
-    """
+    """Append lines to the file `key` of a local store. `more` is called with the last line of the file (or "" if it is
+    empty), and returns the lines to append. Return False and write nothing if `more` returns None or the last line is
+    incomplete."""
     grown = True
 
     def added(tail: bytes) -> tuple[int | None, bytes]:
@@ -50,8 +48,8 @@ def extend_lines(store: Store, key: str, more: Callable[[str], Iterable[str] | N
 
 
 def _write(store: Store, key: str, change: Callable[[bytes], tuple[int | None, bytes]]) -> None:
-    """Lock the file and change its end. The function `change` gets the last bytes of the file. It returns the size to
-    which the file is cut (or None) and the bytes to append.
+    """Lock the file `key` and change its end. `change` is called with the last bytes of the file, and returns (size to
+    which the file is cut or None, bytes to append).
 
     Raises StoreFailed if the file cannot be written.
     """

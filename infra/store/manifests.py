@@ -37,12 +37,12 @@ ManifestKey = Annotated[str, AfterValidator(_checked_key)]
 
 
 class Provenance(Settings):
-    """Origin of a result: who computed it, when, where, and how long it took. The digest of a result does not depend on
-    these values."""
+    """Information about how a result was computed: by whom, when, where, and how long it took. The digest of the result
+    does not depend on it."""
 
     epoch: int = 0
-    """Epoch in which the manifest was committed. A new epoch begins whenever a process locks the run. Set by
-    `Run.commit`."""
+    """Number of the epoch in which the result was committed. A new epoch begins whenever a process locks the run.
+    `Run.commit` sets this field."""
     worker: str = ""
     """Name of the worker that computed the result, or an empty string if no worker was involved."""
     host: str = ""
@@ -54,11 +54,11 @@ class Provenance(Settings):
     requests: Annotated[dict[str, int], Since("0.1.0", before={})] = {}
     """Number of requests to the run's store, by HTTP verb. Empty for a local store."""
     costs: Annotated[dict[str, Cost], Since("0.1.0", before={})] = {}
-    """Costs of an iteration or evaluation, by role. Empty in all manifests except the last of the iteration or
-    evaluation."""
+    """Costs of an iteration or evaluation, by role. Only the last manifest of an iteration or evaluation contains
+    them."""
     alarms: Annotated[dict[str, str], Since("0.1.0", before={})] = {}
-    """Messages of the alarms of an iteration, by name of the alarm. Empty in all manifests except the last of the
-    iteration."""
+    """Messages of the alarms that an iteration raised, by name of the alarm. Only the last manifest of an iteration
+    contains them."""
 
 
 def provenance_here(
@@ -69,7 +69,8 @@ def provenance_here(
     costs: Mapping[str, Cost] | None = None,
     alarms: Mapping[str, str] | None = None,
 ) -> Provenance:
-    """Return the provenance (who, when, where) of a result that is computed now on this machine."""
+    """Return the provenance (who, when, where) of a result that is being computed now on this machine, with these
+    measurements."""
     created = datetime.now(UTC).isoformat(timespec="milliseconds")
     return Provenance(
         worker=worker,
@@ -100,20 +101,21 @@ class Manifest(Settings):
     key: ManifestKey
     """Key of the result in the run, such as `it-0003/rollout/0001`."""
     run: str = ""
-    """Fingerprint (digest) of the run's configuration. Set by `Run.commit`."""
+    """Fingerprint (digest of the configuration) of the run. `Run.commit` sets this field."""
     shards: tuple[ShardRef, ...] = ()
-    """Tables of the result (shards), in order, such as the completions of some prompts."""
+    """References to the tables (shards) of the result, in order. For example, they contain the completions of some
+    prompts."""
     bundles: dict[str, BundleRef] = {}
-    """Folders of the result (bundles), by their purpose in this stage, such as `weights`."""
+    """References to the folders (bundles) of the result. Keys are their purposes in this stage, such as `weights`."""
     parents: tuple[str, ...] = ()
-    """Digests of the manifests of the results from which this result was computed."""
+    """Digests of the manifests of the results that were used to compute this result."""
     metrics: dict[str, float] = {}
     """Metrics of the result, by name. They depend only on the inputs of the stage."""
     detail: dict[str, JsonValue] = {}
     """Additional information about the result, for the stages that read it. It depends only on the inputs
     of the stage."""
     provenance: Provenance = Field(default_factory=provenance_here)
-    """Origin of the result: who computed it and when. The digest does not depend on it."""
+    """Information about how the result was computed: by whom, when and where. The digest does not depend on it."""
 
     @property
     def digest(self) -> str:
@@ -132,10 +134,8 @@ class Manifest(Settings):
 
 
 def decode_manifest(data: bytes, *, key: str) -> Manifest:
-    """Decode a manifest from the content of its file.
-
-    Raises Damaged if the checksum or the digest is wrong, or if the manifest has another key.
-    """
+    """Decode the content of a manifest's file. `key` is the key that the manifest must have. Raises Damaged if the
+    checksum, digest or key is wrong."""
     where = f"manifest {key!r}"
     record = unseal(data, where=where, version=MANIFEST_VERSION)
     expected = record.pop("digest", None)

@@ -21,7 +21,8 @@ _CHAIN = "chain/"
 
 
 class ChainEntry(Settings):
-    """Entry that protects one record: it contains digests of the record and of the previous entry."""
+    """Entry that protects one numbered record against loss and change. It contains digests of the record and of the
+    previous entry."""
 
     number: int
     """Number of the record."""
@@ -32,14 +33,14 @@ class ChainEntry(Settings):
 
 
 class NumberedRecords:
-    """Records with the numbers 1, 2, 3, … in a store, with entries that reveal lost or changed records. `owner`
-    describes the records in messages."""
+    """List of records with the numbers 1, 2, 3, … in a store. A hash chain of entries reveals lost or changed records.
+    `owner` describes the list in messages."""
 
     def __init__(self, store: Store, owner: str) -> None:
         self.store, self.where = store, f"{owner} in {store.uri}"
 
     def read(self) -> list[bytes]:
-        """Return the content of all record files in order.
+        """Return the contents of all records in order.
 
         Raises Damaged if a record is missing, or differs from the digest in its chain entry.
         """
@@ -61,15 +62,15 @@ class NumberedRecords:
         return contents
 
     def put(self, number: int, content: bytes) -> bool:
-        """Write a record and the entry that protects it. Return False and write nothing if another writer has used the
-        number."""
+        """Write the record with this number, and the chain entry that protects it. Return False and write nothing if
+        another writer has already used the number."""
         if not self.store.put(_key(number), content):
             return False
         self._extend_chain()
         return True
 
     def check_chain(self) -> Iterator[str]:
-        """Yield one line for each protecting entry that is missing or does not match the records."""
+        """Yield one line for each chain entry that is missing or does not match its record."""
         contents, numbers = self.read(), self._numbers(_CHAIN)
         expected = _entries(contents)
         for number in range(1, max(numbers, default=0) + 1):
@@ -80,7 +81,7 @@ class NumberedRecords:
                 yield f"{self.where}: {key!r} does not match its record or the previous entry"
 
     def unprotected(self) -> int:
-        """Return the number of the newest record if no entry protects it yet, otherwise 0.
+        """Return the number of the newest record if no chain entry protects it yet, otherwise 0.
 
         The loss of such a record would not be detected. Records that an older version of Rheostat wrote have no chain.
         When the next record is written, the missing entries of all earlier records are added.
@@ -89,7 +90,8 @@ class NumberedRecords:
         return newest if newest > named else 0
 
     def _extend_chain(self) -> None:
-        """Write the missing entries. If several processes do so at the same time, they write the same bytes."""
+        """Write the chain entries that are missing. Several processes that do so at the same time write the same
+        bytes."""
         contents, written = self.read(), self._numbers(_CHAIN)
         for number, entry in enumerate(_entries(contents), start=1):
             if number not in written:
@@ -101,7 +103,7 @@ class NumberedRecords:
 
 
 def _entries(contents: Sequence[bytes]) -> list[bytes]:
-    """Return the content of all chain entries. They can be computed from the content of the records alone."""
+    """Compute the contents of all chain entries from the contents of the records."""
     entries, previous = list[bytes](), ""
     for number, content in enumerate(contents, start=1):
         entry = ChainEntry(number=number, record=blake3(content).hexdigest(), previous=previous)

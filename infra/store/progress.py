@@ -18,11 +18,11 @@ from infra.store.storage import Objects
 NOTES: Final = "report/steps/"
 GOALS: Final = "report/goal/"
 NOTE_SECONDS: Final = 3.0
-"""Minimum seconds between two notes, because writing a note may require a request to a server."""
+"""Minimum time in seconds between two progress notes, because writing a note may require a request to a server."""
 
 
 class StepsNote(Settings):
-    """Progress of a running training: how many optimizer steps are done, and the recent loss."""
+    """Progress note of supervised training that is running: the number of optimizer steps done, and the recent loss."""
 
     step: int
     """Number of optimizer steps done so far."""
@@ -33,7 +33,8 @@ class StepsNote(Settings):
 
 
 class StepNotes:
-    """Writer of the progress of one training, for users who watch it. A rank without a store writes nothing."""
+    """Writer of progress notes of a supervised training, for users who watch the run. A rank without a store writes
+    nothing."""
 
     def __init__(self, store: Objects | None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._store, self._clock = store, clock
@@ -42,8 +43,8 @@ class StepNotes:
             clear_notes(store)
 
     def report(self, step: int, steps: int, loss: float) -> None:
-        """Write a note that replaces the previous one. Do nothing if the previous note was written less than
-        `NOTE_SECONDS` ago."""
+        """Write a progress note that replaces the previous one. Do nothing if the previous note is younger than
+        `NOTE_SECONDS`."""
         if self._store is None or self._clock() - self._written < NOTE_SECONDS:
             return
         before, self._key, self._written = self._key, f"{NOTES}{step:07d}.json", self._clock()
@@ -59,13 +60,13 @@ class StepNotes:
 
 
 def clear_notes(store: Objects) -> None:
-    """Delete the progress notes that remain if a training was killed."""
+    """Delete the progress notes that a killed training has left in the run."""
     for entry in store.entries(NOTES):
         store.delete(entry.key)
 
 
 def newest_note(store: Objects) -> StepsNote | None:
-    """Return the newest progress note of a running training, or None if there is none."""
+    """Return the newest progress note of a supervised training that is running, or None if there is none."""
     try:
         entries = store.entries(NOTES)
         content = store.find(entries[-1].key) if entries else None
@@ -75,20 +76,20 @@ def newest_note(store: Objects) -> StepsNote | None:
 
 
 class Goal(Settings):
-    """Number of iterations that the user has requested for a run. Recorded for programs that show the progress."""
+    """Number of iterations that the user has requested for a run. It is stored for programs that show the run's
+    progress."""
 
     iterations: int
     """Total number of iterations."""
 
 
 def write_goal(store: Objects, iterations: int, *, epoch: int) -> None:
-    """Record the number of iterations that was requested for a run. It is not part of the run record, because results
-    do not depend on it."""
+    """Store the number of iterations that the user has requested for a run. It is not stored in the run record, because
+    results do not depend on it. `epoch` is the present epoch of the run."""
     store.put(f"{GOALS}{epoch:06d}.json", Goal(iterations=iterations).model_dump_json().encode(), durable=False)
 
 
 def newest_goal(store: Objects) -> int | None:
-    """Return the number of iterations that was requested when the run was last started, or None if it was not
-    recorded."""
+    """Return the number of iterations that was requested when the run was last started, or None if it is not stored."""
     entries = store.entries(GOALS)
     return None if not entries else Goal.model_validate_json(store.read(entries[-1].key)).iterations

@@ -17,8 +17,8 @@ from infra.store.bundles import BundleRef
 from infra.store.storage import Store
 
 READERS: Final = "readers/"
-"""Prefix of the keys that readers lock. The prefix is followed by 16 digits of the bundle's digest, a dash and a random
-number."""
+"""Prefix of the keys that processes lock while they read a bundle (stored folder). It is followed by 16 digits of the
+bundle's digest, a dash and a random number."""
 _ATTEMPTS: Final = 5
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def keep_while_read(store: Store, bundles: Collection[BundleRef]) -> Iterator[None]:
-    """Run the block while no other process deletes the files of these bundles, unless their deletion has already begun.
+    """Run the block while no other process deletes the files of these bundles (stored folders). A deletion that has
+    already begun is not prevented.
 
     If this process is not allowed to write to the store, a warning is logged that the files may be deleted in the
     meantime.
@@ -64,8 +65,7 @@ def _release(store: Store, key: str) -> None:
 
 
 def bundles_in_use(store: Store) -> frozenset[str]:
-    """Return the bundles that live processes are reading, as the first 16 digits of their digests. Keys of readers that
-    died are deleted."""
+    """Return the bundles (stored folders) that live processes are reading, as the first 16 digits of their digests."""
     in_use = set[str]()
     for name in store.children(READERS.rstrip("/")):
         state = store.lock_state(f"{READERS}{name}").state

@@ -18,18 +18,18 @@ from infra.store.numbered import NumberedRecords
 from infra.store.storage import Store, open_store
 
 REGISTRIES: Final = "registry"
-"""Folder of the registries in a store, next to the runs."""
+"""Name of the folder in a store that contains the registries. It is next to the folders of the runs."""
 POLICIES: Final = "policies"
 """Prefix of the keys under which a registry stores the files of policies."""
 RETRAINS: Final = "retrains"
-"""Folder of a registry that contains one record for each retrain, written when the retrain begins."""
+"""Name of the folder in a registry that contains one record for each retrain, written when the retrain begins."""
 
 Kind = Literal["promote", "rollback", "proposal", "refuse", "keep", "reject", "invalid"]
 
 
 class RegistryRecord(Settings):
-    """Record of one decision in a registry: whether a new policy (challenger) becomes the champion, or that an earlier
-    champion is restored."""
+    """Record of a decision in a registry, such as that a new policy (challenger) becomes the champion, or that an
+    earlier champion is restored."""
 
     number: int
     """Number of the record. Records are numbered from 1 without gaps."""
@@ -39,13 +39,13 @@ class RegistryRecord(Settings):
     policy: str
     """Digest of the policy's weights."""
     bundle: BundleRef | None = None
-    """Copy of the policy in the registry, or None if its files were not kept."""
+    """Reference to the copy of the policy's files in the registry, or None if the files were not copied."""
     run: str
     """Name of the run that trained the policy."""
     iteration: int
-    """Number of iterations after which the run produced this policy."""
+    """Number of iterations that the run had completed when it produced this policy."""
     previous: int = 0
-    """Number of the record that defined the previous champion, or 0 if there was no champion."""
+    """Number of the record that defined the champion before this decision, or 0 if there was no champion."""
     gate: JsonValue = None
     """Result of comparing challenger and champion, with measurements and rules, or None if they were not compared."""
     reason: str
@@ -53,7 +53,7 @@ class RegistryRecord(Settings):
     who: str
     """Person or flow that requested the decision."""
     when: str
-    """UTC time in ISO format, for people. No decision depends on it."""
+    """UTC time of the decision in ISO format, for people. No decision depends on it."""
     version: str
     """Version of the Rheostat code that wrote the record."""
 
@@ -64,12 +64,12 @@ class RegistryRecord(Settings):
 
 
 MakeRecord = Callable[[int, RegistryRecord | None], RegistryRecord | None]
-"""Function that builds the next record. It receives the number of the record and the record of the present champion,
-and returns None if no record is to be written."""
+"""Function that builds the next record of a registry. Its arguments are the number of the new record and the record of
+the present champion (or None). It returns None if no record should be written."""
 
 
 class Registry:
-    """Versions of a policy in a store, with all decisions about which version is the champion."""
+    """Versions of one policy in a store, with a record of each decision about which version is the champion."""
 
     def __init__(self, store: Store, name: str) -> None:
         self.store, self.name = store, name
@@ -85,7 +85,8 @@ class Registry:
         return champion_of(self.records())
 
     def canary(self) -> RegistryRecord | None:
-        """Return the newest proposal that waits for a decision. If there is none, return the champion's record."""
+        """Return the newest proposal that a person can still approve. If there is none, return the record of the
+        champion."""
         records = self.records()
         return next(reversed(waiting_proposals(records)), champion_of(records))
 
@@ -101,7 +102,7 @@ class Registry:
                 return record
 
     def locate(self, record: RegistryRecord) -> str:
-        """Return the path or address of a record's policy. Raises BadInput if the policy's files were deleted."""
+        """Return the path or address of the files of a record's policy. Raises BadInput if the files were deleted."""
         if record.bundle is None or not has_bundle(self.store, record.bundle):
             where = f"registry {self.name!r} in {self.store.uri}"
             raise BadInput(
@@ -126,7 +127,8 @@ class Registry:
 
 
 def champion_of(records: Sequence[RegistryRecord]) -> RegistryRecord | None:
-    """Return the last record that changed the champion, or None if there is none."""
+    """Return the record that defines the present champion, which is the last promotion or rollback, or None if there is
+    none."""
     return next((record for record in reversed(records) if record.is_champion), None)
 
 
@@ -139,7 +141,8 @@ def waiting_proposals(records: Sequence[RegistryRecord]) -> list[RegistryRecord]
 
 
 def open_registry(store_uri: str, name: str) -> Registry:
-    """Open the registry with this name. Nothing is written to the store until the first record is appended."""
+    """Open the registry with this name, whether it exists or not. Nothing is written to the store until the first
+    record is appended."""
     return Registry(open_store(f"{store_uri.rstrip('/')}/{REGISTRIES}/{name}"), name)
 
 
@@ -149,7 +152,8 @@ def registries(store_uri: str) -> list[str]:
 
 
 def open_existing_registry(store_uri: str, name: str) -> Registry:
-    """Open a registry. If it does not exist, raises BadInput with the names of the existing registries."""
+    """Open the registry with this name. If it does not exist, raise BadInput with the names of the existing
+    registries."""
     names = registries(store_uri)
     if name not in names:
         raise BadInput(

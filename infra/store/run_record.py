@@ -18,11 +18,12 @@ _LEFT_WITHOUT_RESULTS: Final = {
     "journal": {"dependencies", "tags"},
     "report": {"goal", "steps"},
 }
-"""Names that may exist in a run without results, because a process creates them before its first result. By folder."""
+"""Names that may exist in the directory of a run that has no results, by folder. Processes create them before the first
+result."""
 
 
 class RunRecord(SealedRecord):
-    """Content of run.json. It is written when the run is created."""
+    """Content of run.json, which is written when a run is created and describes the run."""
 
     label = "run record"
 
@@ -40,15 +41,15 @@ class RunRecord(SealedRecord):
 
 
 def new_record(name: str, config: Mapping[str, JsonValue]) -> RunRecord:
-    """Return the record of a run that is created now on this machine."""
+    """Return the record of a run with this configuration that is created now on this machine."""
     created = datetime.now(UTC).isoformat(timespec="seconds")
     origin: dict[str, str] = {"fingerprint": fingerprint_of(config), "created": created}
     return RunRecord(name=name, config=dict(config), versions=versions_here(), **origin)
 
 
 def replace_record(store: Objects, name: str, config: Mapping[str, JsonValue]) -> RunRecord:
-    """Replace the record of a run that has no results, and delete the journal that belongs to its earlier
-    configuration.
+    """Replace the record of a run that has no results by one with another configuration, and delete the journal, which
+    belongs to the earlier configuration.
 
     The caller must have locked the run.
     """
@@ -74,7 +75,8 @@ def read_record(store: Objects, name: str) -> RunRecord:
 
 
 def has_results(store: Objects) -> bool:
-    """Return whether a run has results.
+    """Return whether a run has stored any result. Files that exist before the first result, such as the run record and
+    the lock, do not count.
 
     Before its first result, a run may contain the record, lock, epochs, orders, trackers, tags, dependencies and report
     goals. Any other file or folder counts as a result. If the listing does not contain the run record, True is

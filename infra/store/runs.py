@@ -26,15 +26,15 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 MANIFESTS, JOURNAL = "manifests/", "journal/"
 LOCK, PENDING, ORDERS, TRACKERS = "lock", "expected/", "orders/", "trackers/"
 TRANSIENT = (LOCK, PENDING, ORDERS, TRACKERS, "readers/")
-"""Names in a run's directory that only live processes use: lock, pending manifests, orders, trackers and readers."""
+"""Names in a run's directory that only live processes use, so that copies of the run omit them."""
 METRICS = "metrics.jsonl"
-"""File with the metrics of each iteration. It is the only file of a run that changes."""
+"""Name of the file with the metrics of each iteration. It is the only file of a run that changes."""
 _NUMBERS = count(1)
 
 KNOWN_MANIFESTS = 4096
-"""Maximum number of manifests that a process caches per run. Each takes about 10 kB, and a few iterations fit."""
+"""Maximum number of manifests that a process caches per run. Each has about 10 kB."""
 KNOWN_FOLDERS = 64
-"""Maximum number of manifest folders whose listings a process caches."""
+"""Maximum number of folders for which a process caches the names of the manifests in the folder."""
 
 
 class Run:
@@ -69,8 +69,8 @@ class Run:
         return self.record.name
 
     def check_identity(self, config: Identified, *, ignored: Collection[str] = ()) -> None:
-        """Raise RunChanged with the settings that differ from the run's, unless all of them are in `ignored` (dotted
-        keys)."""
+        """Raise RunChanged if settings that determine results differ from those of the run. The message lists them.
+        Differences whose dotted keys are all in `ignored` are allowed."""
         recorded, present = self.record.config, config.present_names
         old, new = present(config.normalize(recorded)), present(config.identity(recorded))
         self._refuse(describe_difference(old, new, ignored=ignored))
@@ -83,12 +83,12 @@ class Run:
             )
 
     def check_unlocked(self) -> None:
-        """Raise RunLocked if another live process has locked the run."""
+        """Raise RunLocked if a live process has locked the run."""
         with self.lock_without_epoch():
             pass
 
     def lock_state(self) -> LockState:
-        """Return whether the run is free, locked by a live process, or was locked by a process that died."""
+        """Return whether the run is free, locked by a live process, or left locked by a process that died."""
         return self.store.lock_state(LOCK)
 
     @contextmanager
@@ -104,8 +104,8 @@ class Run:
 
     @contextmanager
     def lock(self, *, sole_writer: bool = False) -> Iterator["Run"]:
-        """Lock the run for this process during the block, and begin the next epoch. Raises RunLocked if another live
-        process has the lock. Set `sole_writer` if no other process uses `join`, so that listings can be cached."""
+        """Lock the run during the block, and begin its next epoch. From then on, earlier processes cannot commit.
+        Raises RunLocked if a live process has the lock. Set `sole_writer` if no other process will `join` the run."""
         with self.lock_without_epoch() as lease:
             self._lease, self.epoch, self._is_sole_writer = lease, begin_epoch(self.store), sole_writer
             self._epoch = Epoch(self.store, self.epoch, renewed=self.store.is_remote)
@@ -116,8 +116,8 @@ class Run:
                 self._folders.clear()
 
     def join(self, epoch: int) -> "Run":
-        """Return the run for a process that commits for the process with the lock, in the same epoch. Raises BadInput
-        if the epoch has not begun. Commits raise Fenced after a newer epoch has begun."""
+        """Return the run for commits on behalf of the process that has the lock, in the same epoch. Raises BadInput if
+        the epoch has not begun. Commits raise Fenced after a newer epoch has begun."""
         newest = newest_epoch(self.store)
         if not 1 <= epoch <= newest:
             raise BadInput(
@@ -127,7 +127,7 @@ class Run:
         return Run(self.store, self.record, epoch=epoch)
 
     def find(self, key: str) -> Manifest | None:
-        """Return the manifest with this key if it is committed, or pending in this process. Otherwise return None."""
+        """Return the manifest with this key, if it is committed or pending in this process. Return None otherwise."""
         return self._expected.get(key) or self._find_committed(key)
 
     def _find_committed(self, key: str) -> Manifest | None:
@@ -140,7 +140,7 @@ class Run:
         return None if content is None else self._check_manifest(key, content)
 
     def has(self, key: str) -> bool:
-        """Whether a manifest with this key is committed, or pending in this process. The manifest is not read."""
+        """Return whether there is a manifest with this key, committed or pending in this process. It is not read."""
         if key in self._expected or key in self._known:
             return True
         return not self._is_absent(key) and self.store.exists(f"{MANIFESTS}{key}.json")
@@ -174,8 +174,8 @@ class Run:
         return [self.require(key) for key in keys]
 
     def folders(self, under: str = "") -> list[str]:
-        """Return the sorted names below a prefix of the manifest keys, such as `it-0003`. No manifest is read. Names of
-        manifests end with `.json`."""
+        """Return the sorted names in a folder of manifest keys, such as `it-0003` in the root folder. Names of
+        manifests end with `.json`. No manifest is read."""
         return self.store.children(f"{MANIFESTS}{under}".rstrip("/"))
 
     def add_pending(self, manifest: Manifest) -> Manifest:
@@ -199,8 +199,7 @@ class Run:
                     yield decode_manifest(self.store.read(path), key=key)
 
     def delete_pending_copies(self, *, every_copy: bool = False) -> None:
-        """Delete the stored copies of pending manifests that are committed now, or all copies if `every_copy` is
-        set."""
+        """Delete stored copies of pending manifests that are committed now, or all copies if `every_copy` is set."""
         for path in records(self.store, PENDING) if every_copy else list(self._pending_paths):
             if self._pending_paths.get(path) not in self._expected:
                 self.store.delete(path)
@@ -211,14 +210,13 @@ class Run:
         return list(self._expected.values())
 
     def has_pending(self, digests: Collection[str]) -> bool:
-        """Whether a pending manifest has one of these digests."""
+        """Return whether a pending manifest has one of these digests."""
         return any(manifest.digest in digests for manifest in self.pending_manifests())
 
     def commit(self, manifest: Manifest, *, deferred: Collection[str] = ()) -> Manifest:
-        """Commit a manifest and return it. If another process has committed an equal manifest, return that manifest.
-        Bundles whose keys are in `deferred` may be stored later, because they can be computed again. Raises Conflict if
-        a different result is committed under the key, Fenced if a newer epoch has begun, and Damaged if any other shard
-        or bundle is not stored."""
+        """Commit a manifest and return it. If an equal manifest is already committed, return that one. Its bundles
+        named in `deferred` may be stored later. Raises Conflict if a different result is committed under the key,
+        Fenced if a newer epoch has begun, and Damaged if a shard or another bundle is not stored."""
         assert not self.has_pending(manifest.parents), f"{manifest.key} must be committed after its parents"
         manifest = manifest.model_copy(update={"run": self.record.fingerprint})
         absent = self._absent_part(manifest, deferred) if self.epoch else None
@@ -275,7 +273,8 @@ class Run:
             self._lease.check()
 
     def _check_overtaken(self, manifest: Manifest, deferred: Collection[str]) -> None:
-        """Delete a new manifest and raise Fenced if another process has locked the run and deleted an object of it."""
+        """Delete a new manifest and raise Fenced if another process has meanwhile locked the run and deleted its
+        data."""
         try:
             self.check_lock()
             overtaken = self._lease is None and self._epoch.is_over()
@@ -299,8 +298,8 @@ class Run:
         return self._read_entry(path)
 
     def put_record(self, key: str, record: SealedRecord) -> None:
-        """Write a checksummed record that is no manifest or journal entry. Raises Conflict if the key has another
-        record."""
+        """Write a checksummed record that is neither a manifest nor a journal entry. Raises Conflict if the key has
+        another record."""
         self.check_lease()
         if not self.store.put(key, record.seal()) and self.store.read(key) != record.seal():
             raise Conflict(
@@ -337,7 +336,7 @@ class Run:
         return self._remember(manifest)
 
     def _remember(self, manifest: Manifest) -> Manifest:
-        """Cache a manifest. If there are more than `KNOWN_MANIFESTS`, remove the least recently used ones."""
+        """Cache a manifest, and remove the least recently used ones if there are more than `KNOWN_MANIFESTS`."""
         with self._turn:
             self._known[manifest.key] = manifest
             self._known.move_to_end(manifest.key)
@@ -360,9 +359,9 @@ def records(store: Objects, prefix: str) -> list[str]:
 
 
 def create_run(store_uri: str, name: str, config: Mapping[str, JsonValue]) -> Run:
-    """Create a run, or open the existing run with this name. If the run has no results, its configuration is replaced.
-    Raises RunChanged if a run with results has another configuration, RunLocked if a live process has locked a run
-    without results, and Damaged if there are manifests but no run record."""
+    """Create a run with this configuration, or open the existing run with this name. If the run has no results, its
+    configuration is replaced. Raises RunChanged if a run with results has another configuration, RunLocked if a live
+    process has locked a run without results, and Damaged if there are manifests but no run record."""
     store = run_store(store_uri, name)
     if not store.exists(RECORD):
         if store.children(MANIFESTS.rstrip("/")):
@@ -372,7 +371,7 @@ def create_run(store_uri: str, name: str, config: Mapping[str, JsonValue]) -> Ru
             )
         record = new_record(name, config)
         if store.put(RECORD, record.seal()):
-            return Run(store, record)
+            return Run(run_store(store_uri, name), record)  # opened again, because its directory exists now
     run = open_run(store_uri, name)
     changes = describe_difference(run.record.config, config)
     if changes and not has_results(store):
@@ -382,7 +381,7 @@ def create_run(store_uri: str, name: str, config: Mapping[str, JsonValue]) -> Ru
 
 
 def _replace_run(run: Run, config: Mapping[str, JsonValue]) -> Run:
-    """Replace the record of a run that has no results, and delete the journal of its earlier configuration."""
+    """Replace the configuration of a run that has no results, and delete its journal."""
     with run.lock():
         if has_results(run.store):  # another process has committed results meanwhile
             run._refuse(describe_difference(run.record.config, config))

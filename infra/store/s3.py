@@ -36,17 +36,17 @@ MAX_PARALLEL = 16
 """Maximum number of requests that are sent in parallel for several objects."""
 
 PART_RETRIES = 10
-"""Maximum number of times that one part of a large upload is retried."""
+"""Maximum number of times that the upload of one part of a large file is retried."""
 
 MAX_KNOWN_COPIES = 2**16
-"""Maximum number of entries in `_known_copies`. When this number is reached, all entries are removed, and copies are
-checked again at their next use."""
+"""Maximum number of paths in `_known_copies`. When this number is reached, the set is cleared, and copies are checked
+again at their next use."""
 
 T = TypeVar("T")
 
 _known_copies: set[Path] = set()
-"""Local copies of objects that are known to exist, because this process has put the objects, opened them with
-`local_path` or passed them to `fetch`."""
+"""Paths of local copies of objects that are known to exist in the store, because this process has put, fetched or read
+the objects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +167,8 @@ class S3Store:
         _call_in_parallel(self.local_path, missing)
 
     def _download(self, key: str, path: Path) -> None:
-        """Download an object into the cache. Do nothing if another process has downloaded it while this process waited
-        for the lock."""
+        """Download an object into the cache, at `path`. Do nothing if another process has downloaded it while this
+        process waited for the lock."""
         with self.scratch() as scratch, self.cache.lock_download(path):
             if not path.exists():
                 fetched = self.bucket.download(key, scratch / "object")
@@ -195,7 +195,8 @@ class S3Store:
             yield directory
 
     def _keep(self, key: str, data: bytes | Path, tag: str) -> None:
-        """Add an object that was just written to the cache, so that this machine need not download it."""
+        """Add a copy of an object that was just written to the cache, so that this machine need not download it. `tag`
+        is its ETag."""
         with self.scratch() as scratch, self._disk_failures():
             kept = scratch / "object"
             if isinstance(data, bytes):
@@ -232,7 +233,7 @@ def _remember_copy(path: Path) -> None:
 
 
 def _call_in_parallel(ask: Callable[[str], T], keys: Sequence[str]) -> list[T]:
-    """Call a function for each key, with at most `MAX_PARALLEL` calls at a time, and return the results in order."""
+    """Call a function for each key, with at most `MAX_PARALLEL` calls at the same time. Return the results in order."""
     if len(keys) < 2:
         return [ask(key) for key in keys]
     with ThreadPoolExecutor(min(MAX_PARALLEL, len(keys)), thread_name_prefix="s3") as threads:
@@ -257,8 +258,8 @@ def open_s3(uri: str, *, timeouts: Timeouts | None = None, lease_seconds: float 
 
 
 def _open_bucket(bucket: str, prefix: str, *, timeouts: Timeouts) -> Bucket:
-    """Return a bucket. Endpoint, region and credentials are read from the environment, or from the AWS profile that the
-    environment names."""
+    """Open a bucket. Its endpoint, region and credentials are read from environment variables, or from the AWS profile
+    that AWS_PROFILE names."""
     config = _profile(os.environ)
     if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
         config["endpoint"] = endpoint
@@ -277,7 +278,7 @@ def _open_bucket(bucket: str, prefix: str, *, timeouts: Timeouts) -> Bucket:
 
 
 def _profile(environment: Mapping[str, str]) -> "S3Config":
-    """Read the AWS profile that AWS_PROFILE names from the AWS configuration files. Credentials in the environment take
+    """Read the AWS profile that AWS_PROFILE names from the AWS configuration files. Settings in the environment take
     precedence.
 
     Raises BadInput if the profile contains no access key.

@@ -7,20 +7,22 @@ from obstore.exceptions import BaseError, PermissionDeniedError
 from obstore.exceptions import UnauthenticatedError as Unauthenticated
 
 STATUS: Final = re.compile(r"status code: (\d{3})")
-"""Pattern of the HTTP status in the message of an error."""
+"""Pattern that finds the HTTP status in the message of an error."""
 CODE: Final = re.compile(r"<Code>(\w+)</Code>")
-"""Pattern of the S3 error code in the message of an error."""
+"""Pattern that finds the S3 error code in the message of an error."""
 _PASSING_STATUSES: Final = {408, 409, 429, 500, 502, 503, 504}
 _PASSING_CODES: Final = {"RequestTimeout", "RequestTimeTooSkewed", "PriorRequestNotComplete", "SlowDown", "Throttling"}
-"""S3 error codes with HTTP status 400 or 403 for which a retry may succeed. The AWS SDKs also retry them."""
+"""S3 error codes of temporary failures with HTTP status 400 or 403. Requests that fail with them are retried, as in the
+AWS SDKs."""
 
 
 class Unsettled(BaseError):
-    """Raised when it is not known whether a request succeeded, so that the request must be sent again."""
+    """Raised when it is unknown whether a request succeeded or its response is complete, so that the request must be
+    repeated."""
 
 
 def may_pass(error: BaseException) -> bool:
-    """Return whether a failed request may succeed if it is sent again."""
+    """Return whether a failed request may succeed if it is repeated, for example because the server was busy."""
     if not isinstance(error, BaseError):
         return False
     status, code = STATUS.search(str(error)), CODE.search(str(error))

@@ -33,8 +33,7 @@ RETIRED = (
 """Reason in errors about files that retention deleted."""
 
 _verified: set[tuple[str, str]] = set()
-"""Shards that this process has verified, as pairs (store, key). Shards never change, so each shard is verified only
-once.
+"""Shards that this process has already verified, as pairs (store, key).
 
 A long run has millions of shards. Therefore the set is cleared when it has `MAX_VERIFIED` entries.
 """
@@ -51,10 +50,11 @@ class ShardKind:
     version: int = FIRST_VERSION
     """Schema version of new shards. It must be increased whenever `schema` changes."""
     missing: Mapping[str, str | list[str] | None] = field(default_factory=dict)
-    """Default values for columns that older shards may lack, by column. The same value is used for all rows."""
+    """Values of columns that shards of older versions lack, by column. All rows get the same value."""
 
     def complete(self, table: "pa.Table") -> "pa.Table":
-        """Return the table of a shard, and add the columns that were introduced after the shard was written."""
+        """Return the table of a shard with all columns of this kind. Columns that were introduced after the shard was
+        written get their values from `missing`."""
         import pyarrow as pa
 
         for index, column in enumerate(self.schema):
@@ -89,8 +89,8 @@ class ShardRef(Settings):
 
 
 def write_shard(store: Store, table: "pa.Table", *, kind: str, metadata: Mapping[str, str]) -> ShardRef:
-    """Publish a table as a shard. The same rows and metadata always give the same bytes, even if the table is divided
-    into chunks differently.
+    """Store a table as a shard (a file named by the digest of its content), and return its reference. Equal rows and
+    metadata always give equal bytes, even if the table is divided into chunks differently.
 
     If a damaged shard has the same key, it is moved to `quarantine/` and replaced.
     """
@@ -103,20 +103,22 @@ def write_shard(store: Store, table: "pa.Table", *, kind: str, metadata: Mapping
 
 
 def rewrite_shard(store: Store, table: "pa.Table") -> ShardRef:
-    """Publish a changed version of a shard's table as a new shard, with the same kind and metadata."""
+    """Store a changed version of a shard's table as a new shard, with the kind and metadata of the original. `table`
+    contains them in its schema metadata. The original shard is not changed."""
     metadata = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
     others = {key: value for key, value in metadata.items() if not key.startswith(_OWN)}
     return write_shard(store, table, kind=metadata[f"{_OWN}kind"], metadata=others)
 
 
 def current_shard(store: Store, ref: ShardRef) -> ShardRef:
-    """Return a reference to the shard. If the shard was deleted and replaced, return a reference to its replacement."""
+    """Return the reference of a shard that exists: `ref` itself or, if its shard was deleted and replaced, the
+    replacement."""
     return _find_current(store, ref)[0]
 
 
 def read_shard(store: Store, ref: ShardRef, columns: Sequence[str] | None = None) -> "pa.Table":
-    """Return the table of a shard, or of its replacement. The file is memory-mapped. Its digest is verified when this
-    process first reads the shard.
+    """Return the table of a shard, or of its replacement if the shard was deleted and replaced. If `columns` is given,
+    only these columns are returned.
 
     Columns that were introduced after the shard was written have their default values. Raises Damaged if the file is
     missing or has changed, or if one of `columns` is neither in the shard nor has a default value.
@@ -136,7 +138,8 @@ def read_shard(store: Store, ref: ShardRef, columns: Sequence[str] | None = None
 
 
 def _read_table(store: Store, ref: ShardRef) -> "pa.Table":
-    """Return the table of a shard. The digest is verified when this process first reads the shard."""
+    """Return the table of a shard with the columns in the file. The digest is verified when this process first reads
+    the shard."""
     is_known = (store.uri, ref.key) in _verified
     copy = _find_cached(store, ref, is_known=is_known)
     if is_known:
@@ -149,8 +152,8 @@ def _read_table(store: Store, ref: ShardRef) -> "pa.Table":
 
 
 def _find_again(read: Callable[[], T]) -> T:
-    """Return the result of `read`. If a file was deleted after it was found but before it was opened, call `read` a
-    second time.
+    """Return the result of `read`, which finds and opens the file of a shard. If the file was deleted between these two
+    steps, call `read` again.
 
     The second call finds the replacement of the deleted shard, or raises Damaged.
     """
@@ -160,7 +163,8 @@ def _find_again(read: Callable[[], T]) -> T:
 
 
 def _find_cached(store: Store, ref: ShardRef, *, is_known: bool) -> Path | None:
-    """Return the cached copy of a remote shard if its size and digest are correct. No request is sent to the store."""
+    """Return the cached copy of a remote shard if its size and digest are right, otherwise None. No request is sent to
+    the store. With `is_known`, the digest is not checked, because it was verified before."""
     path = store.cached_copy(ref.key)
     if path is None or path.stat().st_size != ref.bytes:
         return None
@@ -174,7 +178,8 @@ def read_metadata(store: Store, ref: ShardRef) -> dict[str, str]:
 
 
 def verify_shard(store: Store, ref: ShardRef) -> "pa.Table":
-    """Verify the digest of a shard or its replacement, and return its table. Raises Damaged if the digest is wrong."""
+    """Verify the digest of a shard, or of its replacement if the shard was deleted and replaced, and return its table.
+    Raises Damaged if the digest is wrong."""
     return _find_again(lambda: _verify(store, *_find_current(store, ref)))
 
 
@@ -189,7 +194,8 @@ def _verify(store: Store, ref: ShardRef, path: Path) -> "pa.Table":
 
 
 def _check_table(store: Store, ref: ShardRef, path: Path) -> "pa.Table":
-    """Return the table in a file whose digest was verified. Raises Damaged if the number of rows is wrong."""
+    """Read the table of a shard from a file whose digest was verified. Raises Damaged if the number of rows is
+    wrong."""
     table, where = _decode(store, ref, path), f"shard {ref.key!r} in {store.uri}"
     own = table.schema.metadata or {}
     kind = _KINDS.get(_kind_of(table))
@@ -204,14 +210,15 @@ def _check_table(store: Store, ref: ShardRef, path: Path) -> "pa.Table":
 
 
 def _kind_of(table: "pa.Table") -> str:
-    """Return the kind of a shard from the metadata of its table, or an empty string if there is none."""
+    """Return the name of a shard's kind, such as "rollouts", from the metadata of its table. Return "" if there is
+    none."""
     kind: bytes = (table.schema.metadata or {}).get(b"rheostat.kind", b"")
     return kind.decode()
 
 
 def quarantine(store: Store, ref: ShardRef) -> bool:
-    """Move a shard to `quarantine/` if it is damaged, so that its key can be written again. Return False if the shard
-    is not damaged."""
+    """Move a shard to `quarantine/` if it is damaged, so that it can be written again. Return False if the shard is
+    intact."""
     _verified.discard((store.uri, ref.key))
     try:
         verify_shard(store, ref)
@@ -225,7 +232,7 @@ def quarantine(store: Store, ref: ShardRef) -> bool:
 
 
 def open_tables(store: Store, refs: Sequence[ShardRef]) -> list[Path]:
-    """Verify shards and return the paths of their files, which DuckDB, Polars or datasets can read.
+    """Verify shards and return the paths of their files, for programs that read Arrow files, such as DuckDB and Polars.
 
     Do not use a glob pattern instead of these paths, because it would also match unrelated shards.
     """
@@ -235,8 +242,8 @@ def open_tables(store: Store, refs: Sequence[ShardRef]) -> list[Path]:
 
 
 def _digest(path: Path) -> str:
-    """Return the digest of a file, which is read in pieces. If it were memory-mapped, it would count toward the memory
-    of this process."""
+    """Return the BLAKE3 digest of a file. The file is read in pieces and not memory-mapped, so that it does not count
+    toward this process's memory."""
     hasher = blake3()
     with path.open("rb", buffering=0) as file:
         while piece := file.read(HASHED_BYTES):
@@ -250,14 +257,14 @@ def tombstone_key(digest: str) -> str:
 
 
 def is_retired(store: Store, digest: str) -> bool:
-    """Return whether a record shows that the object with this digest was deleted on purpose, alone or with its whole
-    run."""
+    """Return whether the store records that the object with this digest was deleted on purpose, alone or together with
+    its whole run. Such an object is not considered lost."""
     return any(store.exists(f"manifests/{key}.json") for key in (tombstone_key(digest), tombstone_key("run")))
 
 
 def find_replacement(store: Store, ref: ShardRef) -> ShardRef | None:
-    """Return the shard that replaces a deleted shard, for example after prompts were erased, or None if
-    there is none."""
+    """Return the shard that replaces a deleted shard, or None if there is none. Shards are replaced, for example, when
+    users' prompts are erased."""
     path = f"manifests/{tombstone_key(ref.digest)}.json"
     content = store.find(path)
     if content is None:
@@ -267,8 +274,8 @@ def find_replacement(store: Store, ref: ShardRef) -> ShardRef | None:
 
 
 def _find_current(store: Store, ref: ShardRef) -> tuple[ShardRef, Path]:
-    """Return a shard and the path of its file. If the shard was deleted, return its replacement. Raises Damaged if
-    there is neither."""
+    """Return (reference, path of the local file) of a shard. If the shard was deleted and replaced, this is the
+    replacement. Raises Damaged if neither exists."""
     while True:
         try:
             return ref, _find_sized(store, ref)

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
@@ -15,6 +15,7 @@ from urllib.request import url2pathname
 
 from infra.errors import BadInput, Damaged, StoreFailed
 from infra.store.disk import (
+    LIFELONG,
     TEMPORARY,
     LockState,
     check_writable,
@@ -36,17 +37,17 @@ _KEY = re.compile(rf"{_SEGMENT}(/{_SEGMENT})*")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Entry of a listing: the key of an object, its size in bytes, and the time of its last write."""
+    """Entry of a listing: the key of a stored object, its size in bytes, and the time of its last write."""
 
     key: str
     bytes: int
     modified: datetime
-    """Time of the write by the store's own clock."""
+    """Time of the last write, by the clock of the store."""
 
 
 class Objects(Protocol):
-    """Immutable objects, each with a key. Implemented by `LocalStore` and `S3Store`. Every method raises StoreFailed if
-    the disk or the server fails, and BadInput if a key is not valid."""
+    """Store of immutable objects, each with a unique key. Implemented by `LocalStore` and `S3Store`. Every method
+    raises StoreFailed if the disk or server fails, and BadInput if a key is not valid."""
 
     @property
     def uri(self) -> str:
@@ -55,18 +56,18 @@ class Objects(Protocol):
 
     @property
     def is_remote(self) -> bool:
-        """Whether every operation sends a network request. Callers that must not block then use a thread."""
+        """Whether each operation sends a network request. Callers that must not block then use a thread."""
         ...
 
     def requests(self) -> Mapping[str, int]:
-        """Return the number of requests sent so far, by HTTP verb. Empty for a local store."""
+        """Return the number of requests sent so far, by HTTP verb. Empty if the store is local."""
         ...
 
     def put(self, key: str, data: bytes | Path, *, durable: bool = True, cache: bool = False) -> bool:
         """Write an object if its key is free. Return False and change nothing if the key is taken. With `cache`, bytes
-        are also added to the local cache, like every file that is put. A file from the store's scratch directory
-        becomes the object without a copy. An object put with `durable=False` is complete for all processes, but may be
-        incomplete after a power failure before `sync`."""
+        are also added to the local cache (files always are). Files in the store's scratch directory are moved, not
+        copied. With `durable=False`, the object is complete for all processes, but a power failure before `sync` may
+        damage it."""
         ...
 
     def sync(self, key: str) -> None:
@@ -90,7 +91,7 @@ class Objects(Protocol):
         ...
 
     def strays(self) -> list[str]:
-        """Return the sorted names of files that are not objects, such as files of file managers or editors."""
+        """Return the sorted names of files in the store that are not objects, such as backups of an editor."""
         ...
 
     def locate(self, key: str) -> str:
@@ -98,11 +99,11 @@ class Objects(Protocol):
         ...
 
     def now(self) -> datetime:
-        """Return the time of the store's own clock, from which the ages of objects can be computed."""
+        """Return the current time by the clock of the store, for comparisons with the times of objects."""
         ...
 
     def check(self) -> None:
-        """Raise BadInput if the store is not writable or has no atomic conditional writes. Nothing is stored."""
+        """Raise BadInput if the store is not writable or cannot write conditionally. No object is stored."""
         ...
 
     def exists(self, key: str) -> bool:
@@ -114,7 +115,7 @@ class Objects(Protocol):
         ...
 
     def delete(self, key: str) -> None:
-        """Delete an object, and its folders if they are empty. If it does not exist, nothing happens."""
+        """Delete an object, and its folders if they become empty. Do nothing if it does not exist."""
         ...
 
 
@@ -122,7 +123,7 @@ class LocalFiles(Protocol):
     """Access to objects as local files, for libraries that read files or map them into memory."""
 
     def local_path(self, key: str) -> Path:
-        """Return a local file with the bytes of an object. Objects of one folder have local files in one folder."""
+        """Return a local file with the content of an object. Objects of one folder have files in one folder."""
         ...
 
     def cached_copy(self, key: str) -> Path | None:
@@ -143,7 +144,7 @@ class LocalFiles(Protocol):
 
 
 class Lease(Protocol):
-    """Lock on a key, which this process holds exclusively."""
+    """Lock on a key of the store that only this process has, with a method that checks whether it still has it."""
 
     def check(self) -> None:
         """Raise Fenced if another process may have taken over the lock."""
@@ -151,34 +152,34 @@ class Lease(Protocol):
 
 
 class Leases(Protocol):
-    """Locks on keys. Only one process at a time can hold the lock on a key."""
+    """Locks on keys of the store. Only one process at a time can have the lock on a key."""
 
     def lock(self, key: str) -> AbstractContextManager[Lease | None]:
-        """Run the block with a lock on a key, or yield None if another process has the lock. The lock ends when this
-        process ends, at the latest. A record in the store names the process. Temporary files of dead processes are
+        """Run the block with a lock on a key, and yield the lock, or None if another process has it. The lock ends with
+        the process at the latest. A record in the store names the process. Temporary files of dead processes are
         deleted."""
         ...
 
     def lock_state(self, key: str) -> LockState:
-        """Return whether a key is locked, and by which process. Nothing is written to the store."""
+        """Return whether a key is locked, and which process has the lock. Nothing is written."""
         ...
 
 
 class Store(Objects, LocalFiles, Leases, Protocol):
-    """Complete interface of a store. Functions that need only a part of it use one of the smaller protocols."""
+    """Complete interface of a store. Functions that need only a part of it use one of its base protocols."""
 
 
 URI_FORMS = "write a path, file:///path or s3://bucket/prefix"
 
 
 def open_store(uri: str) -> Store:
-    """Open a store by its path, file:// or s3:// address. Nothing is written until the first object is put. Raises
-    BadInput if the address is not valid or names a file."""
+    """Open the store at a path, or at a file:// or s3:// address. Nothing is written until the first object is put.
+    Raises BadInput if the address is not valid or is a file."""
     if not uri or "::" in uri:
         raise BadInput(f"store {uri!r} is not a valid address: {URI_FORMS}, without '::' chains")
     scheme, separator, _ = uri.partition("://")
     if not separator:
-        return LocalStore(checked_directory(Path(uri).expanduser().resolve()))
+        return _open_local(Path(uri).expanduser().resolve())
     if scheme == "s3":
         from infra.store.s3 import open_s3  # importing the S3 client takes 0.1 s
 
@@ -188,7 +189,11 @@ def open_store(uri: str) -> Store:
         raise BadInput(f"store {uri!r} is not a valid address: {URI_FORMS}")
     if parts.netloc not in ("", "localhost"):
         raise BadInput(f"store {uri!r}: a file:// address must not contain a host. Write file:///absolute/path.")
-    return LocalStore(checked_directory(Path(url2pathname(parts.path)).resolve()))
+    return _open_local(Path(url2pathname(parts.path)).resolve())
+
+
+def _open_local(root: Path) -> "LocalStore":
+    return LocalStore(checked_directory(root), is_required=root.is_dir())
 
 
 def _moment(status: os.stat_result) -> datetime:
@@ -196,32 +201,24 @@ def _moment(status: os.stat_result) -> datetime:
 
 
 def is_key(key: str) -> bool:
-    """Return whether a name is a valid key of an object. Names of hidden files and editor backups are not valid."""
+    """Return whether a name is a valid key of an object. Names of hidden files and of backups are not."""
     return _KEY.fullmatch(key) is not None and ".." not in key
 
 
 def check_key(key: str) -> None:
-    """Raise BadInput if a key is not valid because it is outside the store or looks like a temporary file."""
+    """Raise BadInput if a key is not valid, for example because it contains `..` or begins with a dot."""
     if not is_key(key):
         raise BadInput(f"the key {key!r} is not valid. Keys are parts like {_SEGMENT} joined by '/', without '..'")
 
 
-class _LifelongLease:
-    """Kernel lock on a local file. The lock can only be lost when the process ends."""
-
-    def check(self) -> None:
-        """Do nothing, because a running process cannot lose a kernel lock."""
-
-
-_LIFELONG = _LifelongLease()
-
-
 @dataclass(frozen=True, slots=True)
 class LocalStore:
-    """Store in a local directory. To write an object, it writes a temporary file, calls fsync, creates a hard link
-    (which fails if the key exists) and syncs the directory."""
+    """Store in a local directory. An object is written by creating a temporary file, syncing it, and adding a hard link
+    with the object's key, which fails if the key exists. Then the directory is synced."""
 
     root: Path
+    is_required: bool = field(default=False, kw_only=True)
+    """Whether the directory existed when the store was opened. Then it is not created again if it is deleted."""
 
     @property
     def uri(self) -> str:
@@ -238,10 +235,10 @@ class LocalStore:
         path = self._own_path(key)
         with self._failures(f"cannot write {key!r}"):
             try:
-                make_directory(path.parent)
+                make_directory(path.parent, required=self._required)
                 won = not path.exists() and publish_file(path, data, root=self.root, durable=durable)
             except FileNotFoundError:
-                if path.parent.is_dir():
+                if path.parent.is_dir() or (self.is_required and not self.root.is_dir()):
                     raise
                 # Another process deleted the folder because it was empty.
                 return self.put(key, data, durable=durable)
@@ -333,11 +330,11 @@ class LocalStore:
         path = self._own_path(key)
         with ExitStack() as stack:
             with self._failures(f"cannot lock {key!r}"):
-                make_directory(path.parent)
+                make_directory(path.parent, required=self._required)
                 is_locked = stack.enter_context(lock_file(path))
                 if is_locked:
                     sweep(self.root)
-            yield _LIFELONG if is_locked else None
+            yield LIFELONG if is_locked else None
             if is_locked:  # delete temporary files of processes that died meanwhile
                 with self._failures("cannot delete temporary files"):
                     sweep(self.root)
@@ -350,7 +347,7 @@ class LocalStore:
     def scratch(self) -> Iterator[Path]:
         with ExitStack() as stack:
             with self._failures("cannot create a scratch directory"):
-                make_directory(self.root)
+                make_directory(self.root, required=self._required)
                 sweep(self.root)  # a store that is never locked, such as a registry, is only swept here
                 directory = stack.enter_context(scratch_directory(self.root))
             yield directory
@@ -359,8 +356,12 @@ class LocalStore:
         check_key(key)
         return self.root / key
 
+    @property
+    def _required(self) -> Path | None:
+        return self.root if self.is_required else None
+
     def _own_path(self, key: str) -> Path:
-        """Return the path of an object to write or delete. Raises BadInput if the path contains a symbolic link."""
+        """Return the path at which to write or delete an object. Raises BadInput if it contains a symbolic link."""
         path = self._path(key)
         if link := self._link_to(path):
             raise BadInput(
@@ -370,8 +371,8 @@ class LocalStore:
         return path
 
     def _link_to(self, path: Path) -> Path | None:
-        """Return the first symbolic link between the store's root and an object, or None. The root may be a link
-        itself."""
+        """Return the first symbolic link on the path from the store's root to an object, or None. The root itself may
+        be a symbolic link."""
         ways = [path, *path.parents][: len(path.relative_to(self.root).parts)]
         return next((way for way in ways if way.is_symlink()), None)
 

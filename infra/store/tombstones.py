@@ -23,12 +23,12 @@ from infra.store.shards import ShardRef, tombstone_key
 
 WHOLE_RUN: Final = "run"
 FORGOTTEN: Final = "forgotten"
-"""Name of the record that users' prompts were removed from the shards of a run."""
+"""Name of the tombstone that records that users' prompts were removed from the shards of a run."""
 _FOLDER: Final = "retention/"
 
 
 class Deleted(Settings):
-    """Description of what was deleted and why, stored in the tombstone (the record of the deletion)."""
+    """Content of a tombstone (the record of a deletion): what was deleted, and why."""
 
     why: str = ""
     """Command or rule that caused the deletion."""
@@ -43,36 +43,37 @@ class Deleted(Settings):
     shard: str = ""
     """Key of the shard (table) if only one shard was deleted, otherwise an empty string."""
     rows: int = 0
-    """Number of rows in the replacement shard whose texts were removed."""
+    """Number of rows whose texts were removed, if the shard was replaced by a shard without these texts."""
 
 
 class Tombstone(Settings):
-    """Record of a deletion in the form that is shown to users."""
+    """Deletion in a run, in the form that is shown to users."""
 
     what: str
     """Deleted data: `run` for the whole run, the name of a part such as `it-0003`, or the key of a bundle or shard."""
     why: str
     """Command or rule that caused the deletion."""
     who: str
-    """User and machine that deleted the object, with the time."""
+    """User and machine that requested the deletion, with the time."""
     when: str
     """UTC time of the deletion, by the clock of the machine that deleted the object."""
     is_bundle: bool
     """Whether a single bundle (a policy or an optimizer state) was deleted."""
     is_replaced: bool
-    """Whether a shard was deleted and replaced by another shard."""
+    """Whether a single shard was deleted and replaced by another shard, for example to erase users' prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class NeededObjects:
-    """Data that a run still needs: the shards (tables) and bundles (folders) that its results refer to."""
+    """Stored data that a run still needs: the shards (tables) and bundles (folders) to which its results refer."""
 
     shards: frozenset[ShardRef]
     bundles: frozenset[BundleRef]
 
 
 def needed_objects(manifests: Iterable[Manifest]) -> NeededObjects:
-    """Return the data that these results refer to, except data whose deletion is recorded."""
+    """Return the data to which these results refer, except data that was deleted on purpose, as recorded by a
+    tombstone."""
     manifests = list(manifests)
     deletions = [(each.key, _read(each)) for each in manifests if each.key.startswith(_FOLDER)]
     tombstone_keys = {key for key, _ in deletions}
@@ -99,8 +100,8 @@ def replaced_shards(manifests: Iterable[Manifest]) -> list[str]:
 
 
 def write_tombstone(run: Run, name: str, deleted: Deleted, *, replacement: tuple[ShardRef, ...] = ()) -> Manifest:
-    """Record a deletion in a locked run (write a tombstone). Call this before the objects are deleted. If the deletion
-    is already recorded, the existing record is returned."""
+    """Record a deletion in a locked run, before the objects are deleted, and return the record (tombstone). `name`
+    identifies what is deleted. If the deletion is already recorded, the existing record is returned."""
     existing = run.find(f"{_FOLDER}{name}")
     if existing is not None:
         return existing
@@ -112,15 +113,15 @@ def write_tombstone(run: Run, name: str, deleted: Deleted, *, replacement: tuple
 
 
 def find_tombstone(run: Run, part: str = WHOLE_RUN) -> Tombstone | None:
-    """Return the record of the deletion of a part of a run (by default of the whole run), or None if it was not
-    deleted."""
+    """Return the record of the deletion of a part of a run, or of the whole run, which is the default. Return None if
+    it was not deleted."""
     manifest = run.find(f"{_FOLDER}{WHOLE_RUN}") or run.find(f"{_FOLDER}{part}")
     return None if manifest is None else _describe(manifest)
 
 
 def deleted_parts(run: Run) -> frozenset[str]:
-    """Return the names of what was deleted from a run: names of parts such as `it-0003`, `run`, or digests. This takes
-    one request to the store."""
+    """Return the names of everything that was deleted from a run: parts such as `it-0003`, `run` for the whole run, or
+    digests of single objects. This takes one request to the store."""
     return frozenset(name.removesuffix(".json") for name in run.folders(_FOLDER))
 
 
@@ -140,7 +141,8 @@ def check_not_deleted(run: Run) -> None:
 
 
 def check_remembers(run: Run, last: str) -> None:
-    """Raise RunChanged if `rheostat forget` removed prompts from a run before the run finished its part `last`."""
+    """Raise RunChanged if `rheostat forget` has removed prompts from a run that is not finished. Such a run must not be
+    trained further. `last` is the name of the last part of a finished run."""
     if FORGOTTEN in deleted_parts(run) and last not in linked_parts(run):
         raise RunChanged(
             f"run {run.name!r} in {run.store.uri}: `rheostat forget` removed prompts from the run, so it is not "

@@ -18,10 +18,11 @@ from infra.store.tombstones import needed_objects, replaced_shards
 
 
 def verify_store(run: Run, *, deferred: Callable[[list[Manifest]], Collection[BundleRef]] = lambda _: ()) -> list[str]:
-    """Verify all data and records of a run. Return one line per problem, or an empty list.
+    """Verify all stored data and records of a run. Return one line per problem, or an empty list. Every byte is read
+    again, even if this process has verified it before.
 
-    Every byte is read again, even if this process has verified it before. Objects whose deletion is recorded by a
-    tombstone are not a problem. `deferred` returns the bundles that may not have been written yet.
+    Objects whose deletion is recorded by a tombstone are not a problem. `deferred` returns the bundles that may not
+    have been written yet.
     """
     manifests: list[Manifest] = []
     problems = [*_check_records(run.store), *_check_manifests(run, manifests)]
@@ -38,7 +39,7 @@ def verify_store(run: Run, *, deferred: Callable[[list[Manifest]], Collection[Bu
 
 
 def verify_registry(registry: Registry) -> list[str]:
-    """Verify all records and policies of a registry. Return one line per problem, or an empty list.
+    """Verify all records and stored policies of a registry. Return one line per problem, or an empty list.
 
     Policies that were deleted because of `promotion.keep` are not a problem, but the champion's policy must exist.
     """
@@ -75,7 +76,8 @@ def verify_registry(registry: Registry) -> list[str]:
 
 
 def stray_files(run: Run) -> list[str]:
-    """Return the names of files in a run that do not belong to it, such as `.DS_Store`, `.nfs…` or editor backups.
+    """Return the names of files in the directory of a run that do not belong to it, such as `.DS_Store`, `.nfs…` or
+    editor backups.
 
     Nothing reads these files. An extra file in a bundle is not included, because it could be loaded and counts as
     damage.
@@ -95,8 +97,8 @@ def _check_records(store: Objects) -> Iterator[str]:
 
 
 def _check_leases(store: Objects, manifests: list[Manifest]) -> Iterator[str]:
-    """Yield one line for each missing record of a lock (lease). Without the record, its number (epoch) could be used a
-    second time."""
+    """Yield one line for each missing record of an epoch (a period in which one process had locked the run). Without
+    the record, the number of the epoch could be used a second time."""
     leases = set(records(store, "lease/"))
     for epoch in range(1, max((manifest.provenance.epoch for manifest in manifests), default=0) + 1):
         if (key := f"lease/{epoch:06d}.json") not in leases:

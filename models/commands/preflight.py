@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict
 from infra.config import PoolsConfig
 from infra.errors import BadInput, EndpointDown, InputErrors
 from infra.runner import die_with_parent
+from infra.store.inputs import fetch_path
 from infra.trackers.config import TrackerConfig, check_tracker
 from infra.variants import check_implementation
 from models.algorithms.advantages import check_algorithm, required_models
@@ -41,6 +42,7 @@ from models.config.rollout import RolloutConfig
 from models.config.training import DpoConfig, EvaluationConfig, WarmupConfig
 from models.data.examples import warmup_examples
 from models.data.problems import Problem, identity, load_problems
+from models.data.unread_columns import list_column_notes
 from models.engines.protocol import check_implemented
 from models.gate.contamination import contamination
 from models.inspection import images
@@ -247,9 +249,11 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem], 
     longest = max(len(prompt.input) for _, prompt in (*train_asked, *heldout_asked))
     examples = train if inputs.warmup is not None and inputs.policy.picture_side is None else []
     notes += list_text_notes(problems, tokenizer, rules=rules, processor=processor, examples=examples)
+    notes += dict.fromkeys(list_column_notes(inputs.data, problems))
     return {
         **count_problems(inputs.data, [each for each, _ in train_asked], [each for each, _ in heldout_asked]),
         "too_long": len(problems) - len(train_asked) - len(heldout_asked),
+        **({"worked_answers": sum(each.worked is not None for each in examples)} if examples else {}),
         **policy.sizes(),
         "mean_prompt_tokens": fmean(len(prompt.input) for _, prompt in train_asked),
         "longest_prompt_tokens": longest,
@@ -290,7 +294,8 @@ def _check_critic(inputs: Inputs, policy: "Inspected", *, longest_tokens: int) -
     if value_model is None:
         return {}
     ranks, slices = inputs.pools.update_ranks, inputs.update.sequence_parallel
-    critic = inspect_critic(value_model.path, policy, longest_tokens=longest_tokens, slices=slices)
+    source = None if value_model.path is None else fetch_path(value_model.path)
+    critic = inspect_critic(source, policy, longest_tokens=longest_tokens, slices=slices)
     sizes = resident_bytes(inputs.update, critic, ranks=ranks)
     update_bytes = sum(value for name, value in sizes.items() if name.endswith("_bytes"))
     return {"critic_parameters": critic.parameters, "update_critic_bytes": update_bytes}

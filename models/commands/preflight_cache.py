@@ -17,7 +17,7 @@ from typing import Final
 from blake3 import blake3
 from pydantic import BaseModel, ValidationError
 
-from infra.store.inputs import fetch_path
+from infra.store.inputs import fetch_path, is_on_hub
 from models.config.checks import CheckResult
 from models.text.template_files import FOLDER
 
@@ -84,7 +84,8 @@ def _paths(value: object) -> Iterator[Path]:
     """Yield every path that occurs in the settings, at any depth."""
     match value:
         case Path():
-            yield fetch_path(value).absolute()
+            if not is_on_hub(value):  # its address in the settings names the commit
+                yield fetch_path(value).absolute()
         case BaseModel():
             for _, part in value:
                 yield from _paths(part)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from infra.config import Fraction, Positive, Settings, Since
-from infra.store.inputs import LocalPath
+from infra.store.inputs import ModelLocation
 from infra.variants import OneOf, Target, Variant
 from models.config.objectives import AdaptiveKl
 from models.config.teachers import Distillation
@@ -42,9 +42,9 @@ class CriticConfig(Settings):
     """Value model (critic): a sequence classifier with one output. The critic predicts a value at every token and is
     trained together with the policy."""
 
-    path: LocalPath | None = None
-    """Directory in Hugging Face format to start from, such as a reward model. If not set, the critic starts as the
-    initial policy with a zero-initialized head."""
+    path: ModelLocation | None = None
+    """Directory, or model on the Hugging Face Hub, to start from, such as a reward model. If not set, the critic starts
+    as the initial policy with a zero-initialized head."""
     learning_rate: Annotated[float, Field(gt=0)] = 5e-6
     """Peak learning rate of the critic. Its other optimizer settings are those of `update`."""
     clip: Annotated[float, Field(gt=0)] = 0.2

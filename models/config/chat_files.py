@@ -56,6 +56,12 @@ class ChatFile(Settings):
         return [name for name in self._columns if name not in (TOOLS, KWARGS)]
 
     @property
+    def set_chat_keys(self) -> list[str]:
+        """Keys that name columns of chats other than the default ones."""
+        names = {"tools_column": self.tools_column, "chat_template_kwargs_column": self.chat_template_kwargs_column}
+        return [key for key, name in names.items() if name and name not in (TOOLS, KWARGS)]
+
+    @property
     def optional_chat_columns(self) -> list[str]:
         """Columns that a file may lack, because their names are the defaults."""
         return [name for name in self._columns if name in (TOOLS, KWARGS)]

@@ -6,10 +6,11 @@ from pydantic import Field, field_validator, model_validator
 
 from infra.config import Fraction, Positive, Since
 from infra.renamed import RenamedFrom
-from infra.store.inputs import Location
+from infra.store.inputs import DataLocation, Location, ModelLocation
 from infra.variants import OneOf, Target, Variant
 from models.config.chat_files import ChatFile
 from models.config.file_rules import FileRules
+from models.config.hub_datasets import HubDatasetChoice
 from models.config.images import ImageFileSettings, PixelLimits
 from models.config.texts import TextSettings
 
@@ -52,7 +53,7 @@ class DataSource(TextSettings, Variant):
     """Background color onto which transparent images are composed: `white`, `black` or `#rrggbb`. Gray images with more
     than 8 bits are scaled to 8 bits. `unconverted` passes all images to the policy as they are, which drops
     transparency and turns most 16-bit shades white."""
-    image_version: Annotated[Literal[1, 2], Since("0.2.0", before=1)] = 2
+    image_version: Annotated[int, Field(ge=1, le=2), Since("0.2.0", before=1)] = 2
     """Version of the rules for reading images. In version 2, colors of 16 bits are rounded to 8 bits, and truncated
     images are refused. In version 1, the upper 8 bits are read, and missing pixels of PNG and JPEG files are black or
     gray. Runs that began before this key existed use version 1."""
@@ -183,19 +184,23 @@ class MeasuresData(DataSource):
         return self.heldout_problems
 
 
-class ProblemFile(ChatFile, FileRules, ImageFileSettings):
+class ProblemFile(HubDatasetChoice, ChatFile, FileRules, ImageFileSettings):
     """A file of problems and the settings for reading it."""
 
-    path: Location
+    path: DataLocation
     """File of training problems, on this machine or at s3://bucket/name: .jsonl, .json with an array, .csv or .tsv
-    (each also compressed as .gz or .zst), .parquet, .arrow or .feather. Or a folder of such files, or a folder that
-    `save_to_disk` of `datasets` wrote."""
-    heldout_path: Location | None = None
+    (each also compressed as .gz or .zst), .parquet, .arrow or .feather. Or a folder of such files, a folder that
+    `save_to_disk` of `datasets` wrote, or the name of a dataset on the Hugging Face Hub, such as `openai/gsm8k`
+    (docs/hub.md)."""
+    heldout_path: DataLocation | None = None
     """File or folder of evaluation problems. If not set, `heldout_fraction` of the training problems is kept."""
     heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Share of problems kept for evaluation if there is no second file, selected by a hash of the prompt."""
     answer_column: str | None = "answer"
     """Column with the reference answer. "" reads no answers, if no reward needs an answer."""
+    answer_columns: Annotated[tuple[str, ...], Since("0.2.0", before=())] = ()
+    """Columns that form the reference answer together, instead of `answer_column`: the answer is a JSON object with the
+    values of these columns. For rewards such as `ifeval`, whose instructions are in two columns."""
     environment_columns: Annotated[tuple[str, ...], Since("0.1.0", before=())] = ()
     """Columns that an environment receives in its `problem`, in addition to prompt and answer. Rows that differ in
     these columns are different problems."""
@@ -221,10 +226,22 @@ class ProblemFile(ChatFile, FileRules, ImageFileSettings):
             raise ValueError(f"each column may be listed only once, found {', '.join(columns)}. Remove the repetition")
         return columns
 
+    @model_validator(mode="after")
+    def _require_one_answer(self) -> Self:
+        default = ProblemFile.model_fields["answer_column"].default
+        if self.answer_columns and (self.answer_column or default) != default:
+            raise ValueError("answer_column and answer_columns cannot be combined. Remove one of them")
+        return self
+
+    @property
+    def required_answer_columns(self) -> tuple[str, ...]:
+        """Columns from which the reference answer is read. Empty if there are no answers."""
+        return self.answer_columns or tuple(filter(None, (self.answer_column,)))
+
     @property
     def has_answers(self) -> bool:
         """Whether a column with reference answers is configured."""
-        return self.answer_column is not None
+        return bool(self.answer_columns) or self.answer_column is not None
 
 
 class FileData(ProblemFile, DataSource):
@@ -290,8 +307,9 @@ class DeduplicatedData(DataSource):
     kind: Literal["deduplicated"] = "deduplicated"
     source: Annotated[FileData | MixtureData, Field(discriminator="kind")]
     """Source of the problems before near-duplicates are excluded."""
-    retriever: Location
-    """Directory of a sentence-transformers model, on this machine or at s3://bucket/name (docs/retrieval.md)."""
+    retriever: ModelLocation
+    """Directory of a sentence-transformers model, on this machine or at s3://bucket/name, or a name on the Hub
+    (docs/retrieval.md)."""
     similarity: Annotated[float, Field(gt=0, le=1), RenamedFrom("bound")] = 0.95
     """Threshold of the cosine similarity. Training problems that are at least this similar to a held-out prompt are
     excluded."""

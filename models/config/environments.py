@@ -11,7 +11,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 from infra.config import Positive, Since
 from infra.processes.episodes import RunEnvironment
 from infra.renamed import RenamedFrom
-from infra.store.inputs import Location, Program
+from infra.store.inputs import DataLocation, ModelLocation, Program
 from infra.variants import Variant
 from models.config.engines import SamplingConfig
 from models.config.file_rules import FileRules
@@ -222,9 +222,10 @@ class SearchEnvironment(FileRules, EnvironmentSettings):
     implementation = "models.environments.search:SearchTool"
 
     kind: Literal["search"] = "search"
-    retriever: Location
-    """Directory of a sentence-transformers model, on this machine or at s3://bucket/name (docs/retrieval.md)."""
-    corpus: Location
+    retriever: ModelLocation
+    """Directory of a sentence-transformers model, on this machine or at s3://bucket/name, or a name on the Hub
+    (docs/retrieval.md)."""
+    corpus: DataLocation
     """File of passages: .jsonl, .json with an array, .csv or .tsv (each also compressed as .gz or .zst),
     .parquet, .arrow or .feather."""
     text_column: str = "text"

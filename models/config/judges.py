@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from infra.config import Fraction, Positive, Settings, Since
 from infra.renamed import RenamedFrom
-from infra.store.inputs import LocalPath
+from infra.store.inputs import ModelLocation
 from infra.variants import Variant
 from models.config.endpoints import Endpoint
 from models.config.engines import EngineConfig, EngineSettings, SamplingConfig, TransformersEngine
@@ -144,8 +144,8 @@ class DirectoryJudge(AppendedTokens, JudgeModel):
     inspection = "models.inspection.other_models:check_directory_judge"
 
     kind: Literal["directory"] = "directory"
-    path: LocalPath
-    """Directory with config.json, safetensors and tokenizer."""
+    path: ModelLocation
+    """Directory with config.json, safetensors and tokenizer, or a model on the Hugging Face Hub (docs/hub.md)."""
     engine: EngineConfig = TransformersEngine()
     """Engine that runs the judge."""
 
@@ -316,8 +316,8 @@ class DirectoryRewardModel(ServedModel):
     inspection = "models.inspection.other_models:check_directory_reward_model"
 
     kind: Literal["directory"] = "directory"
-    path: LocalPath
-    """Directory with config.json, safetensors and tokenizer."""
+    path: ModelLocation
+    """Directory with config.json, safetensors and tokenizer, or a model on the Hugging Face Hub (docs/hub.md)."""
 
 
 class TrainedRewardModel(ServedModel):

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from infra.config import Positive, Settings, Since
 from infra.errors import BadInput
 from infra.renamed import RenamedFrom, RenamedValue
-from infra.store.inputs import Location
+from infra.store.inputs import ModelLocation
 from infra.variants import Variant
 
 
@@ -32,7 +32,7 @@ class PolicySource(Variant):
         on pictures."""
         return None
 
-    def with_path(self, path: Location) -> "DirectoryPolicy | DiffusionPolicy":
+    def with_path(self, path: ModelLocation) -> "DirectoryPolicy | DiffusionPolicy":
         """Return a source of the same type (text or text-to-image) that reads a trained policy from the directory
         `path`."""
         return DiffusionPolicy(path=path) if self.generates_images else DirectoryPolicy(path=path)
@@ -154,9 +154,10 @@ class DirectoryPolicy(PolicySource):
     brings_tokens = True
 
     kind: Literal["directory"] = "directory"
-    path: Location
-    """Directory with config.json, safetensors and tokenizer, and preprocessor_config.json for a vision-language model,
-    on this machine or at s3://bucket/name."""
+    path: ModelLocation
+    """Directory with config.json, safetensors and tokenizer, and preprocessor_config.json for a vision-language model:
+    on this machine, at s3://bucket/name, or the name of a model on the Hugging Face Hub, such as `Qwen/Qwen3-0.6B`
+    (docs/hub.md)."""
     context: Annotated[Positive | None, Since("0.2.0", before=None)] = None
     """Maximum sequence length in tokens, for models such as Bloom whose config.json sets none. Stored as
     `max_position_embeddings` in the run's copy of the policy."""
@@ -178,8 +179,9 @@ def find_weights_conflict(weights: Sequence[float]) -> str | None:
 class MergeParent(Settings):
     """One of the policies to merge, with its weight in the sum."""
 
-    path: Location
-    """Directory of a model, or of a LoRA adapter. An adapter is added to its base model before merging."""
+    path: ModelLocation
+    """Directory or name on the Hub of a model, or of a LoRA adapter. An adapter is added to its base model
+    before merging."""
     weight: float
     """Factor of this policy in the sum. It may be negative: weights of 1.75 and -0.75 extrapolate beyond the first
     policy."""
@@ -219,8 +221,8 @@ class DiffusionPolicy(PolicySource):
     generates_images = True
 
     kind: Literal["diffusion"] = "diffusion"
-    path: Location
-    """Directory with model_index.json, on this machine or at s3://bucket/name."""
+    path: ModelLocation
+    """Directory with model_index.json on this machine or at s3://bucket/name, or a name on the Hugging Face Hub."""
 
 
 class ScratchDiffusionPolicy(PolicySource):

@@ -6,11 +6,12 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from infra.config import Positive
-from infra.store.inputs import Location
+from infra.store.inputs import DataLocation
 from infra.variants import Variant
 from models.config.chat_files import ChatFile
 from models.config.data import DataSource
 from models.config.file_rules import FileRules
+from models.config.hub_datasets import HubDatasetChoice
 
 
 class Preferences(Variant):
@@ -43,15 +44,16 @@ class ArithmeticPreferences(Preferences):
             )
 
 
-class FilePreferences(ChatFile, FileRules, Preferences):
+class FilePreferences(HubDatasetChoice, ChatFile, FileRules, Preferences):
     """Preference pairs from a file, or from a folder of files."""
 
     implementation = "models.data.preferences:file_preferences"
 
     kind: Literal["file"] = "file"
-    path: Location
-    """File or folder of training pairs, on this machine or at s3://bucket/name, in the formats of `[data]`."""
-    heldout_path: Location | None = None
+    path: DataLocation
+    """File or folder of training pairs, on this machine, at s3://bucket/name, or the name of a
+    dataset on the Hugging Face Hub, in the formats of `[data]`."""
+    heldout_path: DataLocation | None = None
     """File or folder of evaluation pairs. If not set, `heldout_fraction` of the training pairs is kept."""
     heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Share of pairs kept for evaluation if there is no second file, selected by a hash of the prompt."""

@@ -7,9 +7,10 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import Field, JsonValue, model_validator
 
 from infra.config import PoolsConfig, Positive, Settings, encode_recorded
-from infra.store.inputs import Location, PathNames
+from infra.store.inputs import DataLocation, ModelLocation, PathNames
 from infra.variants import Variant
 from models.config.file_rules import FileRules
+from models.config.hub_datasets import HubDatasetChoice
 
 RETRIEVERS: Final = "retrievers"
 """Folder of a store that contains the retrievers, next to the runs."""
@@ -32,16 +33,16 @@ class TemplatedPairs(PairSource):
     """Number of generated facts. Each fact is one passage and has one query."""
 
 
-class PairFile(FileRules, PairSource):
+class PairFile(HubDatasetChoice, FileRules, PairSource):
     """Pairs from a file of JSON, CSV, Parquet or Arrow. The passages of all rows are the corpus that is searched."""
 
     implementation = "models.retrieval.pairs:file_pairs"
 
     kind: Literal["file"] = "file"
-    path: Location
-    """File of training pairs: .jsonl, .json with an array, .csv or .tsv (each also compressed as .gz or .zst),
-    .parquet, .arrow or .feather."""
-    heldout_path: Location | None = None
+    path: DataLocation
+    """File of training pairs, or a dataset on the Hugging Face Hub: .jsonl, .json with an array, .csv or
+    .tsv (each also compressed as .gz or .zst), .parquet, .arrow or .feather."""
+    heldout_path: DataLocation | None = None
     """File of pairs for the evaluation. If not set, `heldout_fraction` of the training file is kept for evaluation."""
     query_column: str = "query"
     """Column with the query."""
@@ -55,9 +56,9 @@ class PairFile(FileRules, PairSource):
 class EncoderConfig(Settings):
     """Settings for an encoder and its training."""
 
-    path: Location | None = None
-    """Directory of the initial model, in Hugging Face or sentence-transformers format. If not set, a small BERT with
-    random weights is built, with a tokenizer trained on the pairs."""
+    path: ModelLocation | None = None
+    """Directory or name on the Hub of the initial model, in Hugging Face or sentence-transformers format. If not set,
+    a small BERT with random weights is built, with a tokenizer trained on the pairs."""
     hidden_size: Positive = 64
     """Hidden size of a new encoder and size of its embeddings. Must be a multiple of `heads`."""
     layers: Positive = 2

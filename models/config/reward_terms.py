@@ -8,7 +8,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 
 from infra.config import Settings, Since
 from infra.processes.functions import RunFunction
-from infra.store.inputs import Location, Program
+from infra.store.inputs import Location, ModelLocation, Program
 from infra.variants import Variant
 
 Granularity = Literal["completion", "step", "token", "turn"]
@@ -197,8 +197,9 @@ class SimilarityReward(BuiltInReward):
     example = '{ kind = "similarity", retriever = "models/retriever" }'
 
     kind: Literal["similarity"] = "similarity"
-    retriever: Location
-    """Directory of a sentence-transformers model, on this machine or at s3://bucket/name."""
+    retriever: ModelLocation
+    """Directory of a sentence-transformers model, on this machine or at s3://bucket/name, or a name on the
+    Hub."""
 
     @property
     def score_range(self) -> tuple[float, float] | None:
@@ -238,8 +239,9 @@ class ClipReward(BuiltInReward):
     example = '{ kind = "clip", path = "models/pickscore", value = "logit" }'
 
     kind: Literal["clip"] = "clip"
-    path: Location
-    """Directory of a CLIP model with its image processor and tokenizer, on this machine or at s3://bucket/name."""
+    path: ModelLocation
+    """Directory of a CLIP model with its image processor and tokenizer, on this machine or at s3://bucket/name, or a
+    name on the Hub."""
     value: Literal["cosine", "logit"] = "cosine"
     """Score: "cosine" is the cosine similarity of the two embeddings, -1 to 1. "logit" is this similarity times the
     CLIP model's logit scale, divided by 100."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from infra.config import Settings
-from infra.store.inputs import LocalPath
+from infra.store.inputs import ModelLocation
 from infra.variants import Variant
 from models.config.endpoints import Endpoint
 
@@ -42,8 +42,8 @@ class TeacherDirectory(Teacher):
     inspection = "models.inspection.other_models:check_teacher_directory"
 
     kind: Literal["directory"] = "directory"
-    path: LocalPath
-    """Directory with config.json, safetensors and tokenizer."""
+    path: ModelLocation
+    """Directory with config.json, safetensors and tokenizer, or a model on the Hugging Face Hub (docs/hub.md)."""
 
     @property
     def local_model(self) -> "TeacherDirectory":

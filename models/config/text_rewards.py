@@ -1,5 +1,5 @@
-"""Configuration of ready-made rewards for texts: agreement with a reference, format, length, repetition and language.
-Torch-free."""
+"""Configuration of ready-made rewards for texts: agreement with a reference, format, length, repetition, language
+and instructions. Torch-free."""
 
 from typing import Annotated, Literal, Self
 
@@ -169,6 +169,33 @@ class LanguageReward(BuiltInReward):
     the code."""
 
 
+class IfevalReward(BuiltInReward):
+    """Share of the verifiable instructions that the completion follows, such as a number of words or no commas (IFEval,
+    arXiv 2311.07911). The reference answer lists the instructions of the problem.
+
+    Reference answers have the form of google/IFEval or of allenai/RLVR-IFeval, as JSON. For the first form set
+    `data.answer_columns = ["instruction_id_list", "kwargs"]`. Instructions about the language require `pip install
+    'rheostat[texts]'`.
+    """
+
+    implementation = "models.rewards.ifeval:ifeval_reward"
+    checks_references = True
+    example = '{ kind = "ifeval", score = "all" }'
+
+    kind: Literal["ifeval"] = "ifeval"
+    score: Literal["fraction", "all"] = "fraction"
+    """Score of a completion: "fraction" is the share of the instructions that it follows, "all" is 1 if it follows all
+    of them, else 0."""
+    responses: Literal["strict", "loose"] = "strict"
+    """Texts that are checked: "strict" checks the completion as it is. "loose" also accepts it without its first or
+    last line and without asterisks, as the loose accuracy of IFEval does."""
+
+    @property
+    def is_graded(self) -> bool:
+        """Whether the score can have more than two different values: true for fractions."""
+        return self.score == "fraction"
+
+
 TextReward = (
     ExactMatchReward
     | F1Reward
@@ -178,4 +205,5 @@ TextReward = (
     | LengthReward
     | RepetitionReward
     | LanguageReward
+    | IfevalReward
 )

@@ -22,7 +22,8 @@ class WarmupConfig(Settings):
     1e-5 for pretrained policies."""
     worked_answer_fraction: Annotated[Fraction, RenamedFrom("worked_fraction")] = 0.3
     """Share of examples that train on the worked answer (with its reasoning), among problems that have one. The other
-    examples train on an answer without reasoning, which is a random guess."""
+    examples train on an answer without reasoning, which is a random guess. Problems of files have no worked answers, so
+    their examples always train on the reference answer. The plan says if the share has no effect."""
 
 
 class DpoConfig(Settings):

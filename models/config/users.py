@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from infra.store.inputs import LocalPath
+from infra.store.inputs import ModelLocation
 from infra.variants import Variant
 from models.config.endpoints import Endpoint
 from models.config.engines import SamplingConfig, TransformersEngine
@@ -57,8 +57,8 @@ class DirectoryUser(AppendedTokens, UserModel):
     inspection = "models.inspection.users:check_directory_user"
 
     kind: Literal["directory"] = "directory"
-    path: LocalPath
-    """Directory with config.json, safetensors and tokenizer."""
+    path: ModelLocation
+    """Directory with config.json, safetensors and tokenizer, or a model on the Hugging Face Hub (docs/hub.md)."""
     engine: TransformersEngine = TransformersEngine()
     """Engine that runs the simulated user. It runs in the rollout workers, next to the engine of the policy."""
 

@@ -17,13 +17,14 @@ from models.config.data import ProblemFile
 from models.data.canonical import write_number
 from models.data.images import read_images
 from models.data.json_rows import LongNumber
-from models.data.messages import read_prompt, read_text
+from models.data.messages import omit_nulls, read_prompt, read_text
 from models.data.problems import (
     Problem,
     Prompt,
     add_system_message,
     check_columns,
     check_places,
+    encode_columns,
     fill_prompt,
     is_heldout,
 )
@@ -64,7 +65,7 @@ def read_problems(path: Path, data: ProblemFile) -> list[Problem]:
     """
     named = [
         data.prompt_column,
-        data.answer_column,
+        *data.required_answer_columns,
         data.images_column,
         *data.environment_columns,
         *data.required_chat_columns,
@@ -85,17 +86,18 @@ def read_problems(path: Path, data: ProblemFile) -> list[Problem]:
             f"{path}: the file is empty, but it must contain at least one problem. Check that the file was written "
             "completely, or set the path of another file."
         )
-    if data.chat_template_kwargs and data.system is None and all(isinstance(each.prompt, str) for each in problems):
+    unused = "chat_template_kwargs" if data.chat_template_kwargs else next(iter(data.set_chat_keys), None)
+    if unused is not None and data.system is None and all(isinstance(each.prompt, str) for each in problems):
         raise BadInput(
-            f"{path}: data.chat_template_kwargs is set, but it has no effect, because all prompts of the file are "
-            "plain text. Remove it, write the prompts as chats, or set data.system, which makes every prompt a chat."
+            f"{path}: data.{unused} is set, but it has no effect, because all prompts of the file are plain text. "
+            "Remove it, write the prompts as chats, or set data.system, which makes every prompt a chat."
         )
     return problems
 
 
 def _build_problem(place: str, row: Mapping[str, object], data: ProblemFile, prompt: Prompt, *, root: Path) -> Problem:
     """Build a problem from a row and its prompt. Raises BadInput, which names the row's `place`, if it is invalid."""
-    answer = _read_answer(place, row[data.answer_column], data) if data.answer_column else ""
+    answer = _read_answers(place, row, data)
     images = read_images(row, data.images_column, place=place, root=root) if data.images_column else ()
     check_places(prompt, len(images), source=place)
     columns = {column: cast(JsonValue, row[column]) for column in data.environment_columns}
@@ -109,6 +111,24 @@ def _build_problem(place: str, row: Mapping[str, object], data: ProblemFile, pro
         columns=columns,
         identity_version=data.version,
     )
+
+
+def _read_answers(place: str, row: Mapping[str, object], data: ProblemFile) -> str:
+    """Return the reference answer: the value of one column, a JSON object with the values of several columns, or an
+    empty text if there are no answers.
+
+    Raises BadInput if a value is invalid or missing.
+    """
+    if not data.answer_columns:
+        return _read_answer(place, row[data.answer_column], data) if data.answer_column else ""
+    values = {column: cast(JsonValue, omit_nulls(row[column])) for column in data.answer_columns}
+    for column, value in values.items():
+        if value is None or value in ("", []):
+            raise BadInput(
+                f"{place}: {column}: expected a value, found {value!r}. Fill in the value, or remove the row."
+            )
+    check_columns(values, source=place)
+    return encode_columns(values)
 
 
 def _read_answer(place: str, value: object, data: ProblemFile) -> str:

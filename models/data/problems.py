@@ -389,7 +389,7 @@ def load_problems(data: DataConfig, split: str, seed: int) -> list[Problem]:
         if not isinstance(problem, Problem):
             raise BadInput(
                 f"{where}: the function must return objects of the class models.data.problems.Problem, but it "
-                f"returned {problem!r:.80}. Convert its rows to Problem."
+                f"returned a {type(problem).__name__}. Convert its rows to Problem."
             )
         check_columns(problem.columns, source=problem.source)
     return problems if data.image_background == "unconverted" else _convert_images(problems, data)

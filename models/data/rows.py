@@ -15,7 +15,7 @@ from typing import IO, Final, Protocol, TypeVar, cast
 import pyarrow as pa
 
 from infra.errors import BadInput, InputErrors
-from infra.store.inputs import fetch_path, format_path, is_remote
+from infra.store.inputs import fetch_path, format_path, is_on_hub, split_into_files
 from infra.user_files import FETCH_LFS, describe_irregular, is_lfs_pointer
 from models.data.folders import list_data_files
 from models.data.json_rows import FileRow, check_unique_columns, decode_text, read_json_array, read_json_lines
@@ -112,11 +112,13 @@ class DataFiles:
 
 
 def find_data_files(path: Path) -> DataFiles:
-    """Return the data files at a path, which names a file or a folder. Files in a bucket are downloaded first.
+    """Return the data files at a path, which names a file, a folder or a dataset on the Hub. Files in a bucket or on
+    the Hub are downloaded first.
 
     Raises BadInput if there is no such file, or if the format cannot be read.
     """
-    _check_is_no_hub_name(path)
+    if is_on_hub(path) and (parts := split_into_files(path)) != [path]:
+        return DataFiles(tuple((fetch_path(part), format_path(part)) for part in parts), is_folder=True)
     here, name = fetch_path(path), format_path(path)
     try:
         if here.is_dir():
@@ -169,16 +171,6 @@ def _check_present(place: str, values: Mapping[str, object]) -> None:
                 "infinite number in CSV and TSV files. Fill in the value, or remove the row. If the text is meant, use "
                 "JSON lines."
             )
-
-
-def _check_is_no_hub_name(path: Path) -> None:
-    """Raise BadInput, with advice, if a path looks like the name of a dataset on the Hugging Face Hub."""
-    if find_format(path) not in SUFFIXES and not is_remote(path) and not path.parent.exists():
-        name = "/".join(path.parts[-2:])
-        raise BadInput(
-            f"{path}: no such file. If {name} is a dataset on the Hugging Face Hub, write it to a file first: "
-            f"datasets.load_dataset({name!r}, split='train').to_parquet('train.parquet')"
-        )
 
 
 def find_format(path: Path) -> str:

@@ -24,7 +24,7 @@ from models.environments.user_view import build_problem_data
 from models.records.versions import ModelVersion
 from models.records.work import RolloutWork
 from models.rollouts.groups import Group
-from models.text.arguments import check_arguments
+from models.text.arguments import check_arguments, check_schemas
 from models.text.calls import Parser, build_parser, keep_text
 from models.text.per_turn import check_turn_prompts
 from models.text.tokenizer import ToolSchema, load_tokenizer
@@ -162,8 +162,10 @@ def check_turns(
     Raises BadInput if not.
     """
     form = turn_format(tokenizer, tools=tools, is_chat=settings.prompts == "chat").with_arguments(problem.template)
-    build_parser(settings.parser, tokenizer, tools=tools)
+    parse = build_parser(settings.parser, tokenizer, tools=tools)
     _check_shown(form)
+    if settings.arguments == "checked" and parse is not keep_text:
+        check_schemas(tools or _known_schemas(settings), where=settings.run.where)
     if settings.has_turn_prompts:
         check_turn_prompts(form, role=settings.run.role, where="rollout.environment.history 'per_turn'")
     elif settings.history == "template":

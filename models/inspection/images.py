@@ -11,6 +11,7 @@ from typing import Final
 from PIL import Image
 
 from infra.errors import BadInput, InputErrors, WorkerFailed
+from infra.store.inputs import fetch_path
 from models.config.images import PixelLimits
 from models.config.judges import EndpointJudge, JudgeReward, ScoreVerdict
 from models.config.rewards import ScoringConfig
@@ -120,7 +121,7 @@ def check_teacher_images(
         raise BadInput(
             f"{where}, which teachers behind an endpoint do not support. Use a teacher with teacher.kind = 'directory'."
         )
-    own = load_limited_processor(teacher.local_model.path, limits)
+    own = load_limited_processor(fetch_path(teacher.local_model.path), limits)
     if own is None:
         raise BadInput(f"{where}, but the teacher reads only text. Use a vision-language model as the teacher.")
     encoded = {image: problem.source for problem in with_images for image in problem.images}

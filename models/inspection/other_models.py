@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from infra.errors import BadInput
 from infra.plugins import find_target
+from infra.store.inputs import fetch_path, format_path
 from models.config.engines import EngineSettings
 from models.config.images import PixelLimits
 from models.config.judges import (
@@ -96,17 +97,17 @@ def check_teacher_directory(
     """Check that the teacher's tokenizer and context length fit the policy, and return the teacher's number of
     parameters."""
     try:
-        inspected = inspect_directory(teacher.path)
+        inspected = inspect_directory(fetch_path(teacher.path))
     except BadInput as error:
         raise BadInput(f"algorithm.distillation.teacher: {error}") from error
-    _check_tokens(teacher.path, inspected.tokenizer, tokenizer)
+    _check_tokens(fetch_path(teacher.path), inspected.tokenizer, tokenizer)
     if longest_tokens > inspected.shape.context:
         raise BadInput(
-            f"algorithm.distillation.teacher {teacher.path}: the teacher's context is {inspected.shape.context_text}, "
-            f"but the longest prompt plus max_new_tokens need at least {longest_tokens} tokens. Use a teacher with a "
-            "longer context, or lower rollout.sampling.max_new_tokens."
+            f"algorithm.distillation.teacher {format_path(teacher.path)}: the teacher's context is "
+            f"{inspected.shape.context_text}, but the longest prompt plus max_new_tokens need at least "
+            f"{longest_tokens} tokens. Use a teacher with a longer context, or lower rollout.sampling.max_new_tokens."
         )
-    inspected.shape.check_slices(slices, what=f"algorithm.distillation.teacher {teacher.path}")
+    inspected.shape.check_slices(slices, what=f"algorithm.distillation.teacher {format_path(teacher.path)}")
     return inspected.shape.parameters
 
 
@@ -198,14 +199,14 @@ def check_directory_reward_model(
     """Check the directory of a reward model, and return its number of parameters."""
     from models.modeling.reward_model import check_reward_model
 
-    return check_reward_model(model.path, reward.template)
+    return check_reward_model(fetch_path(model.path), reward.template)
 
 
 def check_directory_judge(
     reward: JudgeReward, model: DirectoryJudge, *, problems: Sequence[Problem], seed: int, gpus: float
 ) -> int:
     """Check the directory of a judge, and return its number of parameters."""
-    return _check_judge(inspect_directory(model.path), reward, model.engine, problems=problems, gpus=gpus)
+    return _check_judge(inspect_directory(fetch_path(model.path)), reward, model.engine, problems=problems, gpus=gpus)
 
 
 def check_trained_judge(

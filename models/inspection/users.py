@@ -5,6 +5,7 @@ from typing import Any, Protocol, cast
 
 from infra.errors import BadInput
 from infra.plugins import find_target
+from infra.store.inputs import fetch_path
 from models.config.environments import DialogueEnvironment
 from models.config.users import DirectoryUser, EndpointUser, TrainedUser
 from models.data.problems import Problem
@@ -61,7 +62,7 @@ def check_directory_user(
     environment: DialogueEnvironment, model: DirectoryUser, *, problems: Sequence[Problem], gpus: float
 ) -> int:
     """Check the directory of a simulated user, and return its number of parameters."""
-    return _check(environment, inspect_directory(model.path), problems=problems, gpus=gpus)
+    return _check(environment, inspect_directory(fetch_path(model.path)), problems=problems, gpus=gpus)
 
 
 def check_trained_user(

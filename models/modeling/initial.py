@@ -129,8 +129,8 @@ def write_reward_model(
     reward: ModelReward, model: DirectoryRewardModel, directory: Path, *, problems: Sequence[Problem], seed: int
 ) -> int:
     """Check a reward model in an external directory, copy it, and return its number of parameters."""
-    parameters = check_reward_model(model.path, reward.template)
-    copy_directory(model.path, directory)
+    parameters = check_reward_model(source := fetch_path(model.path), reward.template)
+    copy_directory(source, directory)
     return parameters
 
 
@@ -138,7 +138,7 @@ def write_judge(
     reward: JudgeReward, model: DirectoryJudge, directory: Path, *, problems: Sequence[Problem], seed: int
 ) -> int:
     """Copy a judge from an external directory, and return its number of parameters."""
-    return _copy(model.path, directory)
+    return _copy(fetch_path(model.path), directory)
 
 
 def write_trained_judge(
@@ -188,7 +188,7 @@ def copy_user(
     environment: DialogueEnvironment, model: DirectoryUser, directory: Path, *, problems: Sequence[Problem], seed: int
 ) -> int:
     """Copy a simulated user from an external directory, and return its number of parameters."""
-    return _copy(model.path, directory)
+    return _copy(fetch_path(model.path), directory)
 
 
 def build_user(

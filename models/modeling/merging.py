@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from infra.errors import BadInput
+from infra.store.hub import find_hub_base
 from models.modeling.policy import load_policy
 from models.modeling.weight_files import read_header
 
@@ -110,16 +111,20 @@ def is_adapter(directory: Path) -> bool:
 
 
 def find_base(directory: Path) -> Path:
-    """Return the directory of an adapter's base model. The adapter's settings name it by an absolute or relative path.
+    """Return the directory of an adapter's base model. The adapter's settings name it by an absolute or relative path,
+    or by its name on the Hugging Face Hub.
 
     Raises BadInput if this is not a model directory.
     """
     base_name = _read_settings(directory).base_model_name_or_path
     base = directory / (base_name or "")
+    if not (base / "config.json").is_file() and (on_hub := find_hub_base(directory)) is not None:
+        base = on_hub
     if not base_name or not (base / "config.json").is_file():
         raise BadInput(
             f"adapter {directory}: base_model_name_or_path in {SETTINGS} must be the path of the base model's "
-            f"directory, but it is {base_name!r}. Download the base model, and write its path there"
+            f"directory, or the name of a model on the Hugging Face Hub, but it is {base_name!r}. Correct it, or "
+            "download the base model"
         )
     return base.resolve()
 

@@ -17,6 +17,7 @@ from typing import Final
 
 import sympy
 from math_verify import parse, verify
+from sympy.logic.boolalg import Boolean
 
 from models.config.reward_terms import MathReward
 from models.rewards.answers import (
@@ -245,9 +246,13 @@ def verify_formulas(expected: Sequence[Expression], given: Sequence[Expression])
     compared earlier.
     """
     sides = [[each for each in side if not isinstance(each, str) and _has_value(each)] for side in (expected, given)]
-    if any(one == other and not can_evaluate(one) for one, other in product(*sides)):
+    if any(one == other and not (can_evaluate(one) and _keeps_symbols(one)) for one, other in product(*sides)):
         return True
-    gold, target = ([one for one in side if can_evaluate(one)] for side in sides)
+    gold, target = ([one for one in side if can_evaluate(one) and _keeps_symbols(one)] for side in sides)
+    if any(map(_is_statement, gold)):
+        if any(one in (other, getattr(other, "reversed", other)) for one, other in product(gold, target)):
+            return True
+        target = [each for each in target if not _is_statement(each)]
     if not verify(gold, target, timeout_seconds=None):
         return False
     extra = max(map(_leading_zeros, (*gold, *target)), default=0)
@@ -258,6 +263,18 @@ def verify_formulas(expected: Sequence[Expression], given: Sequence[Expression])
 def _has_value(expression: Expression) -> bool:
     """Return whether an expression does not contain an undefined number, such as 1/0."""
     return not expression.has(sympy.zoo, sympy.nan)
+
+
+def _keeps_symbols(expression: Expression) -> bool:
+    """Return whether an expression means the same after its evaluation. The derivative dy/dx does not, because sympy
+    does not know that y depends on x, and returns 0."""
+    return all(each.expr.has(*each.variables) for each in expression.atoms(sympy.Derivative))
+
+
+def _is_statement(expression: Expression) -> bool:
+    """Return whether an expression is a relation without variables, such as 3 > 2. All true statements have the same
+    value, so they are only compared as written."""
+    return isinstance(expression, Boolean) and not expression.free_symbols
 
 
 def _leading_zeros(expression: Expression) -> int:

@@ -16,7 +16,10 @@ from jsonschema.exceptions import SchemaError
 from jsonschema.validators import extend, validator_for
 from pydantic import JsonValue
 from referencing import Registry
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012
 
+from infra.errors import BadInput
 from infra.plugins import nearest_name
 from models.text.calls import Call, ParsedTurn, Parser, decode_arguments
 from models.text.tokenizer import ToolSchema
@@ -78,12 +81,9 @@ def _build_validator(tool: ToolSchema) -> tuple[str, Validator | None]:
     """Return the name of a tool and a validator for its arguments, or None instead of the validator if the schema is
     missing or invalid."""
     function = cast(Mapping[str, JsonValue], tool.get("function", tool))
-    name, parameters = str(function.get("name", "")), function.get("parameters")
-    if not isinstance(parameters, dict):
+    name, schema = str(function.get("name", "")), _read_schema(function)
+    if schema is None:
         return name, None
-    schema = cast(dict[str, JsonValue], _normalize(parameters))
-    if "properties" in schema and not any(key in schema for key in _OPEN_KEYS):
-        schema["additionalProperties"] = False
     kind = validator_for(schema, default=Draft202012Validator)
     try:
         kind.check_schema(schema)
@@ -92,6 +92,70 @@ def _build_validator(tool: ToolSchema) -> tuple[str, Validator | None]:
         return name, None
     strict = extend(kind, type_checker=kind.TYPE_CHECKER.redefine("integer", _is_integer))
     return name, strict(schema, registry=Registry())  # an own registry, because the default one fetches remote schemas
+
+
+def _read_schema(function: Mapping[str, JsonValue]) -> dict[str, JsonValue] | None:
+    """Return the schema of a function's arguments in the terms of JSON Schema, or None if the function has none."""
+    parameters = function.get("parameters")
+    if not isinstance(parameters, dict):
+        return None
+    schema = cast(dict[str, JsonValue], _normalize(parameters))
+    if "properties" in schema and not any(key in schema for key in _OPEN_KEYS):
+        schema["additionalProperties"] = False
+    return schema
+
+
+def check_schemas(tools: Sequence[ToolSchema], *, where: str) -> None:
+    """Raise BadInput, which names the environment as `where`, if arguments cannot be checked with the schema of a tool.
+
+    Such a schema has an invalid keyword, a reference to another document or to a missing part, or an invalid pattern.
+    """
+    for tool in tools:
+        function = cast(Mapping[str, JsonValue], tool.get("function", tool))
+        if (fault := _find_fault(function)) is not None:
+            raise BadInput(
+                f"{where}: the schema of tool {str(function.get('name', ''))!r} is invalid: {fault}. Correct the "
+                'schema, or set rollout.environment.arguments = "unchecked" to call the tool with any arguments.'
+            )
+
+
+def _find_fault(function: Mapping[str, JsonValue]) -> str | None:
+    """Return what is wrong in the schema of a function's arguments, or None."""
+    parameters = function.get("parameters")
+    if parameters is not None and not isinstance(parameters, dict):
+        return f"parameters: expected an object, found {_quote(parameters)}"
+    if (schema := _read_schema(function)) is None:
+        return None
+    kind = validator_for(schema, default=Draft202012Validator)
+    try:
+        kind.check_schema(schema)
+    except SchemaError as error:
+        return f"{_format_path(('parameters', *error.absolute_path))}: {error.message:.200}"
+    resource = DRAFT202012.create_resource(schema)
+    resolver = Registry().with_resource(resource.id() or "", resource).resolver(resource.id() or "")
+    for path, key, value in _iterate_texts(schema, ("parameters",)):
+        try:
+            if key == "$ref":
+                resolver.lookup(value)
+        except Unresolvable:
+            return f"{_format_path(path)}: {value!r} is no part of this schema, and other documents are not read"
+    return None
+
+
+def _iterate_texts(schema: JsonValue, path: Argument) -> Iterator[tuple[Argument, str, str]]:
+    """Yield the path, the key and the value of each keyword in a schema whose value is a text."""
+    if isinstance(schema, list):
+        for index, each in enumerate(schema):
+            yield from _iterate_texts(each, (*path, index))
+    elif isinstance(schema, dict):
+        for key, value in schema.items():
+            if isinstance(value, str):
+                yield (*path, key), key, value
+            elif key in _NAMED_SCHEMAS and isinstance(value, dict):
+                for name, each in value.items():
+                    yield from _iterate_texts(each, (*path, key, name))
+            elif key not in _DATA_KEYS:
+                yield from _iterate_texts(value, (*path, key))
 
 
 def _is_integer(_: object, value: object) -> bool:

@@ -11,8 +11,8 @@ tokens around them, as if the control tokens in texts were unknown to the tokeni
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain, count
 from typing import Any, Final, cast
@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 from models.data.problems import NO_ARGUMENTS, Message, Prompt, TemplateArguments
 from models.text.chats import join_templates
+from models.text.message_texts import as_message, list_texts, map_message
 
 PRIVATE_USE: Final = range(0xE000, 0xF900)
 """Characters without a meaning, from which separators and marks are chosen."""
@@ -182,9 +183,8 @@ class ControlTokens:
             yield self.all, prompt
             return
         for message in prompt:
-            tokens, texts = self._tokens_for(message), list[str]()
-            _map_message(message, lambda text, texts=texts: texts.append(text) or text)  # type: ignore[misc]
-            yield from ((tokens, text) for text in texts)
+            tokens = self._tokens_for(message)
+            yield from ((tokens, text) for text in list_texts(message))
 
     def _find_places(self, tokens: TokenSet, text: str) -> set[int]:
         """Return the indices of the first characters of control tokens in a text, in any letter case."""
@@ -237,7 +237,7 @@ class ControlTokens:
     def _mark_message(self, message: Message, marks: Marks) -> Message:
         """Mark the control tokens that a message contains, also across parts of its content."""
         tokens = self._tokens_for(message)
-        return _map_message(message, lambda text: self.mark_text(text, marks, tokens=tokens))
+        return map_message(message, lambda text: self.mark_text(text, marks, tokens=tokens))
 
     def mark_arguments(self, arguments: TemplateArguments, marks: Marks) -> TemplateArguments:
         """Mark the control tokens that the texts of template arguments contain."""
@@ -316,54 +316,6 @@ def count_appended_tokens(tokenizer: PreTrainedTokenizerFast) -> int:
     """Return the number of tokens, such as EOS, that the tokenizer appends to every text."""
     mask = tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
     return next((number for number, special in enumerate(reversed(mask)) if not special), 0)
-
-
-# ---- texts of messages
-def as_message(arguments: TemplateArguments) -> Message:
-    """Return a message with the texts of template arguments, in which control tokens are found as in other messages."""
-    return Message(
-        "user", "", fields={"tools": [dict(tool) for tool in arguments.tools], "kwargs": {**arguments.kwargs}}
-    )
-
-
-def _map_message(message: Message, change: Callable[[str], str]) -> Message:
-    """Return a message with each text changed. Texts of adjacent parts of the content are changed as one text.
-
-    The change must keep the length of a text.
-    """
-    others = (each.name for each in fields(message) if each.name != "content")
-    values = {name: _map_texts(getattr(message, name), change) for name in others}
-    return replace(message, content=_map_content(message, change), **values)
-
-
-def _map_content(message: Message, change: Callable[[str], str]) -> Any:  # noqa: ANN401 -- the content of a message
-    """Return the content of a message with its text changed. The change sees the texts of all parts as one text."""
-    if not isinstance(message.content, tuple):
-        return change(message.content) if message.content else message.content
-    changed, at = change(message.text), 0
-    parts = list[Any]()
-    for part in message.content:
-        if isinstance(part, str):
-            parts.append(changed[at : at + len(part)])
-            at += len(part)
-        else:
-            parts.append(part)
-    return tuple(parts)
-
-
-def _map_texts(value: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN401 -- a field of a message
-    """Return the value of a message's field with each text changed, including keys."""
-    match value:
-        case str():
-            return change(value) if value else value
-        case Mapping():
-            return {change(str(key)): _map_texts(each, change) for key, each in value.items()}
-        case tuple():
-            return tuple(_map_texts(each, change) for each in value)
-        case list():
-            return [_map_texts(each, change) for each in value]
-        case _:
-            return value
 
 
 # ---- copies of tokenizers

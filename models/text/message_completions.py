@@ -12,7 +12,8 @@ from infra.errors import BadInput
 from models.config.texts import TextRules
 from models.data.problems import Message, TemplateArguments
 from models.text.chats import TemplateFailed, render_chats
-from models.text.control_tokens import ControlTokens, as_message
+from models.text.control_tokens import ControlTokens
+from models.text.message_texts import as_message
 from models.text.template_fields import fit_chats
 from models.text.turn_end import find_turn_end
 

@@ -12,7 +12,8 @@ from infra.errors import BadInput
 from models.data.problems import Message, Prompt, TemplateArguments
 from models.text.calls import Call, ParsedTurn, encode_call
 from models.text.chats import TemplateFailed
-from models.text.control_tokens import ControlTokens, Marks, as_message, separator_for
+from models.text.control_tokens import ControlTokens, Marks, separator_for
+from models.text.message_texts import as_message
 from models.text.template_fields import fit_chats
 from models.text.turns import (
     QUESTION,

@@ -15,8 +15,9 @@ from models.data.preferences import Preference
 from models.data.problems import NO_ARGUMENTS, Message, TemplateArguments
 from models.records.model_input import ModelInput
 from models.text.chats import TemplateFailed, render_chats
-from models.text.control_tokens import ControlTokens, Marks, as_message
+from models.text.control_tokens import ControlTokens, Marks
 from models.text.message_completions import WrittenCompletion, write_completion
+from models.text.message_texts import as_message
 from models.text.template_fields import fit_chats
 from models.text.tokenizer import render, tokenize_prompts
 from models.text.turn_end import TurnEnd, find_turn_end

@@ -28,7 +28,8 @@ from models.data.problems import (
 )
 from models.records.model_input import ModelInput
 from models.text.chats import TemplateFailed, render_chats
-from models.text.control_tokens import ControlTokens, as_message, count_appended_tokens
+from models.text.control_tokens import ControlTokens, count_appended_tokens
+from models.text.message_texts import as_message
 from models.text.template_fields import Chat, fit_chats
 from models.vision.processor import VisionProcessor
 

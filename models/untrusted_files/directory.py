@@ -58,24 +58,12 @@ ELSEWHERE: Final = {
 
 _PRECISION: Final = re.compile(r"b?float16|float(32|64)?|float8_\w+|u?int\d+|half|double")
 _SNAPSHOTS: Final = "snapshots"
-_HUB_NAME: Final = re.compile(r"[\w-]+/[\w.-]+")
 _SHARED_BLOB: Final = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}")
 
 
 def missing_directory_error(what: str, path: Path) -> BadInput:
-    """Return the error for a missing directory.
-
-    If its name looks like a Hugging Face model, suggest the download command.
-    """
-    message = f"{what} {path}: no such directory{'' if path.is_absolute() else f' (looked in {Path.cwd()})'}"
-    folder = path.parent.parent
-    was_relative = path.is_absolute() and folder.is_dir() and folder.parent != folder and not path.parent.exists()
-    name = str(path.relative_to(folder) if was_relative else path)
-    if not _HUB_NAME.fullmatch(name):
-        return BadInput(message)
-    return BadInput(
-        f"{message}. Runs never download models. Download it first: `hf download {name} --local-dir {path}`"
-    )
+    """Return the error for a missing directory."""
+    return BadInput(f"{what} {path}: no such directory{'' if path.is_absolute() else f' (looked in {Path.cwd()})'}")
 
 
 def check_untrusted_files(directory: Path) -> None:

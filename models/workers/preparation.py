@@ -87,7 +87,9 @@ class PreparationWorker:
         started = time.perf_counter()
         policy = fetch_bundle(self._store, work.policy.weights)
         with self._store.scratch() as folder:
-            parameters = write_critic(work.critic.path, policy, folder)
+            parameters = write_critic(
+                None if work.critic.path is None else fetch_path(work.critic.path), policy, folder
+            )
             self._progress += 1
             ref = publish_bundle(self._store, folder, prefix="critics")
         self._progress += 1
@@ -136,7 +138,7 @@ class PreparationWorker:
         tokenizer = load_tokenizer(fetch_bundle(self._store, work.policy.weights))
         parameters = check_teacher(work.teacher, tokenizer, longest_tokens=work.longest_tokens)
         with self._store.scratch() as folder:
-            copy_directory(work.teacher.path, folder)
+            copy_directory(fetch_path(work.teacher.path), folder)
             limit_pixels(folder, work.pixels)
             self._progress += 1
             ref = publish_bundle(self._store, folder, prefix="teachers")

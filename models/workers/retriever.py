@@ -12,6 +12,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from infra.store.bundles import BundleRef, fetch_bundle, fetch_bundle_file, publish_bundle
+from infra.store.inputs import fetch_path
 from infra.store.storage import open_store
 from models.config.retriever import EncoderConfig, RetrieverConfig
 from models.records.retrievals import CrossEncoderWork, StudentWork
@@ -117,7 +118,7 @@ class RetrieverWorker:
     def _start(self, learning: EncoderConfig, pairs: PairSet, *, tokens: int) -> Iterator[Path]:
         """Yield the directory of the model to train: the configured path, or a new model in a temporary directory."""
         if learning.path is not None:
-            yield learning.path
+            yield fetch_path(learning.path)
             return
         texts = [text for pair in (*pairs.train, *pairs.heldout) for text in (pair.query, pair.passage)]
         with self._store.scratch() as folder:

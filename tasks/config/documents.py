@@ -21,6 +21,11 @@ EXTENDS: Final = "extends"
 the current file sets them."""
 
 
+def place_document(text: str, folder: Path) -> dict[str, object]:
+    """Parse a TOML document that is to be written to a folder. Its relative paths start in this folder."""
+    return {key: place_texts(value, folder) for key, value in tomllib.loads(text).items()}
+
+
 def read_document(path: Path, model: type[BaseModel], *, above: Sequence[Path] = ()) -> dict[str, object]:
     """Read a TOML file and merge it into the file that it extends. `above` lists the files that extend this one.
 

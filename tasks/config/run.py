@@ -1,6 +1,6 @@
 """Configuration of a run: one frozen model composed of the packages' models, read from TOML and `dotted.key=value`."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -12,12 +12,11 @@ from infra.renamed import RenamedFrom
 from infra.store.inputs import PathNames, place_texts
 from infra.store.registry import REGISTRIES
 from infra.trackers.config import TrackerConfig
-from infra.validation_errors import explain, nearest
+from infra.validation_errors import explain
 from models.config.alarms import Alarm, AlarmConfig, LengthCollapse, RewardDip, find_alarm_conflicts
 from models.config.algorithms import AlgorithmConfig, Grpo
 from models.config.budget import BudgetConfig
 from models.config.data import ArithmeticData, DataConfig
-from models.config.endpoints import MAX_PAUSE_SECONDS, Endpoint
 from models.config.job import Job, find_conflicts, find_image_generation_conflicts, find_preference_conflicts
 from models.config.objectives import UpdateConfig
 from models.config.policy import PolicyConfig, ScratchPolicy
@@ -30,6 +29,14 @@ from models.config.soup import SOUPS, SoupConfig
 from models.config.training import DpoConfig, EvaluationConfig, RetentionConfig, WarmupConfig
 from placement.config import AdaptivePlacement, PlacementConfig
 from tasks.config.documents import apply_overrides, place_overrides, read_document
+from tasks.config.relations import (
+    find_controller_conflicts,
+    find_name_conflicts,
+    find_price_conflicts,
+    find_size_conflicts,
+    find_slot_conflicts,
+    find_timeout_conflicts,
+)
 
 _SLICES: Final = "update.sequence_parallel"
 
@@ -136,59 +143,13 @@ class RunConfig(Settings):
         return name
 
     @model_validator(mode="after")
-    def _sizes_fit(self) -> "RunConfig":
-        problems, limit = self.evaluation.problems, self.data.num_heldout_problems
-        if limit is not None and problems > limit and "problems" in self.evaluation.model_fields_set:
-            raise ValueError(
-                f"evaluation.problems is {problems}, but data.heldout_problems is only {limit}. Lower the first, or "
-                "raise the second."
-            )
-        if self.rollout.sampling.temperature == 0:
-            raise ValueError(
-                "rollout.sampling.temperature is 0, at which all completions of a group are equal and nothing can be "
-                "trained. Set it above 0."
-            )
-        partial, longest = self.rollout.partial, self.rollout.sampling.max_new_tokens
-        if partial is not None and partial.tokens >= longest:
-            raise ValueError(
-                f"rollout.partial.tokens is {partial.tokens}, but it must be below rollout.sampling.max_new_tokens, "
-                f"which is {longest}. Lower it."
-            )
-        stale, kept = self.rollout.staleness, self.retention.keep_last
-        if kept < stale + 2:
-            raise ValueError(
-                f"retention.keep_last is {kept}, but with rollout.staleness = {stale} the last {stale + 2} policy "
-                f"versions are needed. Set it to at least {stale + 2}."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _names_are_reward_terms(self) -> "RunConfig":
-        dynamic, terms, local = self.rollout.dynamic, self.scoring.terms, [*self.scoring.hosted_rewards]
-        if dynamic is not None and dynamic.metric is not None and dynamic.metric not in terms:
-            raise ValueError(
-                f"rollout.dynamic.metric is {dynamic.metric!r}, but it must be the name of a reward: "
-                f"{', '.join(terms)}{nearest(dynamic.metric, terms)}"
-            )
-        for term in self.placement.replicas:
-            if term not in local:
-                known = ", ".join(local) or "none"
-                raise ValueError(
-                    f"placement.replicas contains {term!r}, which is not a reward whose model runs in worker slots. "
-                    f"Such rewards: {known}{nearest(term, local)}"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _prices_are_of_judges(self) -> "RunConfig":
-        remote_terms = [term for term, reward in self.scoring.model_rewards.items() if reward.endpoint is not None]
-        for term in self.budget.prices.judges:
-            if term not in remote_terms:
-                known = ", ".join(remote_terms) or "none"
-                raise ValueError(
-                    f"budget.prices.judges contains {term!r}, which is not a reward with a judge behind an endpoint. "
-                    f"Such rewards: {known}{nearest(term, remote_terms)}"
-                )
+    def _parts_have_compatible_sizes_and_names(self) -> "RunConfig":
+        for reason in (
+            *find_size_conflicts(self.evaluation, self.data, self.rollout, self.retention),
+            *find_name_conflicts(self.rollout, self.scoring, self.placement),
+            *find_price_conflicts(self.budget, self.scoring),
+        ):
+            raise ValueError(reason)
         return self
 
     @model_validator(mode="after")
@@ -243,53 +204,14 @@ class RunConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _others_can_join(self) -> "RunConfig":
-        if self.pools.cluster == "threads" and self.controllers.where == "deployment":
-            raise ValueError(
-                "controllers.where = 'deployment' runs controllers in other processes, which cannot reach the workers "
-                "of pools.cluster = 'threads'. Set controllers.where = 'nested' or pools.cluster = 'ray'."
-            )
+    def _workers_can_do_all_roles(self) -> "RunConfig":
+        for reason in (
+            *find_controller_conflicts(self.pools, deployed=self.controllers.where == "deployment"),
+            *find_slot_conflicts(self.pools, self.placement, self._reward_slots()),
+            *find_timeout_conflicts(self.pools, self.scoring, self.rollout, self.algorithm),
+        ):
+            raise ValueError(reason)
         return self
-
-    @model_validator(mode="after")
-    def _roles_have_room(self) -> "RunConfig":
-        slots, min_workers = self._reward_slots(), self.pools.workers.min_slots
-        key = "pools.workers" if self.pools.workers.min is None else "pools.workers.min"
-        if slots > min_workers:
-            raise ValueError(
-                f"{key} is {min_workers}, but the reward models alone need {slots} worker slots. Raise {key}."
-            )
-        if slots and slots == min_workers and not self.placement.can_take_turns:
-            raise ValueError(
-                f"{key} is {min_workers}, and the reward models need all {slots} slots, but placement.kind = "
-                f"{self.placement.kind!r} needs more slots for rollout. Raise {key}, or set placement.kind to "
-                "'colocated' or 'adaptive'."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _requests_end_before_they_count_as_stalled(self) -> "RunConfig":
-        stall_seconds = self.pools.stall_seconds
-        for key, endpoint in self._endpoints():
-            if endpoint.timeout_seconds + MAX_PAUSE_SECONDS >= stall_seconds:
-                raise ValueError(
-                    f"{key}.timeout_seconds is {endpoint.timeout_seconds:g}. Together with the longest pause between "
-                    f"attempts ({MAX_PAUSE_SECONDS:g} s), this reaches pools.stall_seconds ({stall_seconds:g} s), so "
-                    "a slow request would count as a stalled worker. Lower the first or raise the second."
-                )
-        return self
-
-    def _endpoints(self) -> Iterator[tuple[str, Endpoint]]:
-        """Yield the configuration key and the endpoint of every model that the run queries over HTTP."""
-        for term, reward in self.scoring.model_rewards.items():
-            if reward.endpoint is not None:
-                yield f"reward {term!r}: model", reward.endpoint
-        dialogue = None if self.rollout.environment is None else self.rollout.environment.dialogue
-        if dialogue is not None and dialogue.model.endpoint is not None:
-            yield "rollout.environment.model", dialogue.model.endpoint
-        distillation = self.algorithm.distillation
-        if distillation is not None and distillation.teacher.endpoint is not None:
-            yield "algorithm.distillation.teacher", distillation.teacher.endpoint
 
     def _reward_slots(self) -> int:
         """Return the minimum number of worker slots that the reward models hosted by this run need."""

@@ -31,7 +31,7 @@ from infra.processes.child import user_folders
 from infra.processes.episodes import RunEnvironment
 from infra.store.dependencies import Dependencies, FileContent, check_dependencies, dependency_records
 from infra.store.file_digests import file_digests
-from infra.store.inputs import PathNames, fetch_path, is_remote, paths_in
+from infra.store.inputs import PathNames, fetch_path, is_on_hub, is_remote, paths_in
 from infra.store.run_record import has_results
 from infra.store.runs import Run, list_runs, open_run
 from infra.store.tombstones import check_not_deleted, check_remembers
@@ -44,6 +44,7 @@ from models.config.job import slot_engines
 from models.config.rewards import ScoringConfig
 from models.data.rows import find_data_files
 from tasks.config.run import LAYOUT, RunConfig
+from tasks.run.hub_inputs import hub_commits
 from tasks.run.keys import StageKey, evaluation_key, iteration_key, iteration_numbers
 
 LIBRARIES: Final = (
@@ -84,9 +85,10 @@ def dependencies_of(config: RunConfig, run: Run | None = None) -> Dependencies:
     engines = {name: engine for name, engine, _ in slot_engines(config.rollout, config.scoring)}
     data = _digest_files(paths_by_name | referenced, known)
     environment = None if config.rollout.environment is None else config.rollout.environment.run
-    return _build_dependencies(
+    found = _build_dependencies(
         variants, engines, config.scoring, data=data, layout=config.layout(), environment=environment
     )
+    return found.model_copy(update={"hub": hub_commits(config)})
 
 
 def rescoring_dependencies(scoring: ScoringConfig) -> Dependencies:
@@ -194,6 +196,8 @@ def _files_of(value: object) -> Iterator[Path]:
     """Yield the files whose paths occur in the settings. Missing files are skipped, because the code that reads them
     reports the error."""
     for path in paths_in(value):
+        if is_on_hub(path):  # the commit identifies the content
+            continue
         if is_remote(path) or path.is_file():
             yield path
         # a directory of sentence-transformers has modules.json
@@ -205,7 +209,7 @@ def _data_folders(settings: Sequence[object]) -> dict[Path, tuple[Path, ...]]:
     """Return the folders of data that settings name, each with its data files. Paths that cannot be read are skipped,
     because the code that reads them reports the error."""
     folders: dict[Path, tuple[Path, ...]] = {}
-    for path in (path for each in settings for path in iterate_data_paths(each)):
+    for path in (path for each in settings for path in iterate_data_paths(each) if not is_on_hub(path)):
         with suppress(BadInput):
             found = find_data_files(path)
             if found.is_folder:
@@ -231,7 +235,7 @@ def _referenced_files(source: DataSource, names: PathNames) -> dict[str, list[Pa
     )(source)
     folders: dict[str, list[Path]] = {}
     for path in paths_by_reference:
-        if is_remote(path) or path.is_file():
+        if not is_on_hub(path) and (is_remote(path) or path.is_file()):
             folders.setdefault(f"{names.name(path.parent)}/*", []).append(path)
     return {folder: sorted(paths) for folder, paths in folders.items()}
 

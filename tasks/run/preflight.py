@@ -6,9 +6,11 @@ This module does not need Prefect, which creates directories when it is imported
 
 import asyncio
 import json
+import os
 import sys
 from asyncio.subprocess import PIPE
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Final, Literal
 
 import psutil
@@ -23,6 +25,7 @@ from infra.store.storage import open_store
 from models.config.checks import CheckResult
 from models.config.promotion import MIN_PROBLEMS, SuiteCheck
 from tasks.config.run import LAYOUT, RunConfig
+from tasks.run.hub_inputs import fetch_hub_inputs, with_hub_commits
 from tasks.run.keys import evaluation_key
 
 PREFLIGHT_COMMAND = (sys.executable, "-P", "-m", "models.commands.preflight")
@@ -65,11 +68,13 @@ def with_recorded_defaults(config: RunConfig) -> RunConfig:
     run continues as before.
 
     Defaults that depend on the data are taken from the run's record. Keys that are newer than the run get the value
-    that preserves the previous behavior. If the run has no results yet, its record is not used.
+    that preserves the previous behavior. If the run has no results yet, its record is not used. Names on the Hugging
+    Face Hub get the commits that the run recorded, or are resolved for a new run.
     """
     if config.name not in list_runs(config.store):
-        return config
+        return with_hub_commits(config)
     run = open_run(config.store, config.name)
+    config = with_hub_commits(config, run)
     if not has_results(run.store):
         return config
     recorded = run.record.config
@@ -189,6 +194,7 @@ async def preflight(
     or hangs.
     """
     store = open_store(config.store)
+    await run_apart(partial(fetch_hub_inputs, config))
     if part != "plan" or not store.is_remote:  # a bucket is tested by writing objects
         await run_apart(store.check)
     document = config.model_dump(mode="json")
@@ -197,7 +203,8 @@ async def preflight(
     else:
         document["checked"] = checked.model_dump(mode="json")
     command, request = [*PREFLIGHT_COMMAND, part], json.dumps(document).encode()
-    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
+    variables = {**os.environ, "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
+    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=variables)
     checking = asyncio.ensure_future(process.communicate(request))
     check = WatchedServer("the input check", psutil.Process(process.pid), lambda: False, silent_seconds=IDLE_SECONDS)
     try:

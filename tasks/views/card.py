@@ -2,6 +2,7 @@
 of a policy."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import Final
 
 from pydantic import JsonValue
@@ -39,7 +40,7 @@ def model_card(
 def merge_card(card: CardConfig, *, title: str, merge: Merge) -> str:
     """Return the text of the model card of a policy that was merged from other policies."""
     lines = [f"# {title}\n", "The weighted sum of these policies, tensor by tensor.\n", "## Parents\n"]
-    lines += [f"- {parent.weight:g} × {parent.name}: `{parent.digest}`" for parent in merge.parents]
+    lines += [f"- {parent.weight:g} × {shorten_path(parent.name)}: `{parent.digest}`" for parent in merge.parents]
     if merge.soup is not None:
         lines += ["\n## Soup\n", *_setting_lines(merge.soup, "")]
     return _front_matter(card, "merge") + "\n".join(
@@ -90,4 +91,23 @@ def _setting_lines(value: JsonValue, key: str) -> Iterator[str]:
         for name, part in value.items():
             yield from _setting_lines(part, f"{key}.{name}" if key else name)
     elif value not in (None, [], ""):
-        yield f"- `{key}` = `{value}`"
+        yield f"- `{key}` = `{_without_folders(value)}`"
+
+
+def _without_folders(value: JsonValue) -> JsonValue:
+    """Return a value in which absolute paths of this machine are shortened."""
+    if isinstance(value, list):
+        return [_without_folders(each) for each in value]
+    return shorten_path(value) if isinstance(value, str) else value
+
+
+def shorten_path(text: str) -> str:
+    """Return the last part of an absolute path, and any other text unchanged.
+
+    A card may be published, so it contains no folders of this machine.
+
+    >>> shorten_path("/srv/data/train.jsonl"), shorten_path("data/train.jsonl")
+    ('…/train.jsonl', 'data/train.jsonl')
+    """
+    path = PurePosixPath(text)
+    return f"…/{path.name}" if path.is_absolute() and len(path.parts) > 2 and "\n" not in text else text

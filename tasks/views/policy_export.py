@@ -6,6 +6,7 @@ of a policy while they are read. Base and adapter are merged in a separate proce
 """
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ from models.records.work import ExportWork
 from tasks.config.run import RunConfig
 from tasks.run.keys import DPO, SFT, StageKey
 from tasks.run.reverts import policy_key
-from tasks.views.card import CARD, model_card
+from tasks.views.card import CARD, model_card, shorten_path
 from tasks.views.metrics import evaluations_of, sealed_iterations
 
 ATTEMPTS: Final = 5
@@ -179,7 +180,8 @@ def _lineage_of(run: Run, policy: ModelVersion, number: int) -> Iterator[tuple[s
     yield "policy", policy.digest
     yield "initial policy", first.digest
     for record in dependency_records(run)[-1:]:
-        yield from ((f"data {path}", file.digest) for path, file in record.dependencies.data.items())
+        yield from ((f"data {shorten_path(path)}", file.digest) for path, file in record.dependencies.data.items())
+        yield from record.dependencies.hub.items()
         yield from ((name, version) for name, version in record.dependencies.libraries.items())
 
 
@@ -238,7 +240,7 @@ def push_policy(exported: PolicyExport, name: str, *, token: str) -> PolicyExpor
     """
     from huggingface_hub import HfApi
 
-    api = HfApi(token=token, library_name="rheostat")
+    api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None, token=token, library_name="rheostat")
     message = f"Policy {exported.iteration} of run {exported.run}"
     try:
         api.create_repo(name, private=True, exist_ok=True)

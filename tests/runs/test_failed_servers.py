@@ -4,10 +4,9 @@ import re
 import signal
 from dataclasses import dataclass
 
-import psutil
 import pytest
 
-from tests.support.jobs import Job, list_running, process_tree, wait_for
+from tests.support.jobs import Job, child_of, list_running, process_tree, wait_for
 from tests.support.whole_runs import check_same_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2000)]
@@ -40,23 +39,13 @@ FAILURES = (
 )
 
 
-def server_of(process, name) -> psutil.Process | None:
-    for child in psutil.Process(process.pid).children():
-        try:
-            if child.name() == name or name in child.cmdline():
-                return child
-        except psutil.Error:
-            continue
-    return None
-
-
 def strike(job: Job, failure: Failure) -> None:
     """Start the job, make the server fail at its moment, and check how the job ends."""
     reached = job.run / f"manifests/{failure.moment}.json"
     with job.started() as process:
         assert wait_for(lambda: not failure.moment or reached.exists() or process.poll() is not None)
-        assert wait_for(lambda: server_of(process, failure.server))
-        server, family = server_of(process, failure.server), process_tree(process.pid)
+        assert wait_for(lambda: child_of(process.pid, failure.server))
+        server, family = child_of(process.pid, failure.server), process_tree(process.pid)
         server.send_signal(failure.number)
         if failure.interrupt is not None:
             process.send_signal(failure.interrupt)

@@ -2,11 +2,14 @@
 
 import asyncio
 import re
+import shutil
 
 import pytest
 from prefect import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 
+from infra.errors import StoreFailed
+from tasks import reporting
 from tests.support.in_process import InProcessJob
 
 pytestmark = pytest.mark.system
@@ -39,3 +42,16 @@ def test_a_run_stores_its_report_and_a_link_until_a_prompt_is_forgotten(tmp_path
         )
     assert not page.exists()
     assert list((run / "report").glob("*.png"))
+
+
+def test_a_run_whose_directory_is_deleted_before_its_summary_does_not_create_the_directory_again(copied, monkeypatch):
+    draw = reporting.learning_curves
+
+    def delete_run(*arguments):
+        shutil.rmtree(copied.run)
+        return draw(*arguments)
+
+    monkeypatch.setattr(reporting, "learning_curves", delete_run)
+    with pytest.raises(StoreFailed, match=r"cannot write 'report/learning-curve-0003[.]png': .* was deleted"):
+        copied.train()
+    assert not copied.run.exists()

@@ -24,6 +24,7 @@ from tasks.run.batch import Batch
 from tasks.run.keys import StageKey, evaluation_key
 from tasks.soup.record import SoupRecord, latest_records, soup_policy, verify_soup
 from tests.support.chaos import run_driver
+from tests.support.chaos_families import SMALLEST_SOUP
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import ROOT, Fault, Job, manifests_of
 
@@ -103,22 +104,14 @@ def test_a_killed_soup_continues_and_repeats_no_evaluation(soup):
 def test_a_soup_that_is_killed_while_it_trains_backbones_ends_with_the_same_weights(tmp_path, prefect_api):
     import flows.soup
 
-    words = (
-        *SMALL,
-        *SMALL_SOUP,
-        "iterations=1",
-        "rollout.prompts=2",
-        "rollout.shard_prompts=2",
-        "soup.corners='merge'",
-    )
     job, store = Job(tmp_path, prefect_api, document=(ROOT / "configs/soup.toml").read_text()), tmp_path / "store"
     with InProcessJob(tmp_path, prefect_api).prefect():
-        whole = run_flow(flows.soup.soup(load_config(job.configured(), [*words, f"store='{store}'"])))
+        whole = run_flow(flows.soup.soup(load_config(job.configured(), [*SMALLEST_SOUP, f"store='{store}'"])))
     store.rename(tmp_path / "whole")  # runs name the directories of the policies from which they start
     job.plant([Fault("driver", "after", "/soup.for-.*/manifests/it-0001/credit.json")])
-    assert run_driver(job, "soup", *words) == -signal.SIGKILL
+    assert run_driver(job, "soup", *SMALLEST_SOUP) == -signal.SIGKILL
     assert not [*store.glob("soup.at-*/manifests/eval-*/summary.json")]
-    assert run_driver(job, "soup", *words) == 0, (job.home / "output").read_text()
+    assert run_driver(job, "soup", *SMALLEST_SOUP) == 0, (job.home / "output").read_text()
     (record,) = latest_records(str(store), "soup")
     assert record.model_copy(update={"when": whole.when}) == whole
     names = list_runs(str(store))

@@ -11,15 +11,11 @@ import pytest
 from infra.store.runs import open_run
 from tasks.run.iteration import Iteration
 from tasks.verification.invariants import check_invariants
-from tests.support.jobs import RHEOSTAT, ROOT, Job, files_of, is_alive, kill, wait_for
+from tests.support.jobs import RHEOSTAT, ROOT, SMALLEST_SWEEP, Job, files_of, is_alive, kill, wait_for
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.system]
 
-SMALL = (
-    *("iterations=2", "pools.cluster=threads", "warmup.steps=2", "evaluation.problems=1", "policy.context=96"),
-    *("policy.layers=1", "rollout.sampling.max_new_tokens=6", "controllers.count=1"),
-)
-GRID = ("rollout.prompts=6,9999,4", *SMALL)
+GRID = ("rollout.prompts=6,9999,4", *SMALLEST_SWEEP)
 KILLED, TOO_LARGE, OTHER = "tiny.prompts-6", "tiny.prompts-9999", "tiny.prompts-4"
 
 

@@ -1,4 +1,6 @@
-"""Hundreds of faults in a small run: `make chaos SEEDS=1..200`, or `make chaos ARGS=--every=1`.
+"""Faults at random moments of a small run, and what the run must equal at its end.
+
+tests/support/chaos_command.py is the command `make chaos`, and tests/support/chaos_families.py has other kinds of runs.
 
 Every seed is a schedule of faults. A fault kills a process, or fills the disk, before, during or after one of the run's
 writes to the store. The same job is started again until it ends without a fault. The run must then have the manifests
@@ -13,18 +15,14 @@ with all of its threads at each moment, its directory is copied, and it is resum
 the job itself.
 """
 
-import argparse
 import errno
 import os
 import random
-import re
 import shutil
 import signal
-import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -38,7 +36,6 @@ from flows.cli.app import main as command
 from infra.store.disk import open_temporary, publish_file
 from infra.store.garbage import collect_garbage
 from infra.store.runs import open_run
-from infra.terminal import write
 from tests.support import checker, faults
 from tests.support.in_process import InProcessJob
 from tests.support.jobs import (
@@ -48,7 +45,6 @@ from tests.support.jobs import (
     Job,
     leftovers_of,
     manifests_of,
-    prefect_server,
     shards_of,
     works_of,
 )
@@ -144,9 +140,13 @@ class Stops:
                 os.kill(child.pid, signal.SIGCONT)
             time.sleep(0.001)
 
-    def copy_to(self, home: Path, first: Strike) -> None:
-        """Copy to a home the state that a fault of the first start leaves."""
-        shutil.copytree(self.copies / f"{first.write}-{first.moment}", home)
+    def copy_to(self, home: Path, first: Strike) -> bool:
+        """Copy to a home the state that a fault of the first start leaves. Return False if the run had fewer writes."""
+        state = self.copies / f"{first.write}-{first.moment}"
+        if not state.exists():
+            return False
+        shutil.copytree(state, home)
+        return True
 
     @property
     def _asked(self) -> Path:
@@ -249,14 +249,14 @@ def write_to(output: Path) -> None:
         os.dup2(file.fileno(), 2)
 
 
-def schedule_of(seed: int, writes: int) -> list[Strike]:
-    """Return the faults of a seed for a run with this number of writes.
+def schedule_of(seed: int, writes: int, *, shares: tuple[int, int, int] = (16, 3, 1)) -> list[Strike]:
+    """Return the faults of a seed for a run with this number of writes: one to three, with these relative shares.
 
     Later attempts have fewer writes left, and may end before their fault.
     """
     choose = random.Random(seed)
     strikes, left = [], writes
-    for _ in range(choose.choices((1, 2, 3), (16, 3, 1))[0]):
+    for _ in range(choose.choices((1, 2, 3), shares)[0]):
         at = choose.randint(1, max(1, left))
         strikes.append(Strike(at, choose.choice(MOMENTS), full=choose.random() < 0.2))
         left -= at
@@ -309,19 +309,23 @@ def attempt(
     os._exit(0)
 
 
-def run_once(home: Path, api: str, strike: Strike | None, overrides: Sequence[str] = ()) -> int:
+def run_once(
+    home: Path, api: str, strike: Strike | None, overrides: Sequence[str] = (), *, job: Sequence[str] = JOB
+) -> int:
     """Start the job; return its exit code."""
-    with process(attempt, home, api, strike, overrides) as child:
+    with process(partial(attempt, job=job), home, api, strike, overrides) as child:
         child.join(600)
         code = child.exitcode
     return -1000 if code is None else code
 
 
-def record(home: Path, api: str, wanted: Iterable[Strike], overrides: Sequence[str]) -> Stops:
+def record(
+    home: Path, api: str, wanted: Iterable[Strike], overrides: Sequence[str], *, job: Sequence[str] = JOB
+) -> Stops:
     """Start the job, and copy the state that a SIGKILL leaves at the moments of some strikes."""
     stops = Stops(frozenset((int(at.write), at.moment) for at in wanted if not at.full), home, home.parent / "copies")
     home.mkdir()
-    with process(attempt, home, api, None, overrides, stops) as child:
+    with process(partial(attempt, job=job), home, api, None, overrides, stops) as child:
         stops.follow(child)
     return stops
 
@@ -381,93 +385,3 @@ def problems_after(
         problems += ["other shards than the undisturbed run's"] * (shards_of(run) != shards_of(whole))
     problems += [f"left {path.name}" for path in leftovers_of(run)]
     return problems + checker.problems_of(run)[:5]
-
-
-def read_seeds(text: str) -> range:
-    """Return the seeds that `A..B` (both ends included), `A+N` (N seeds from A on) or `A` means."""
-    first, sign, last = re.fullmatch(r"(\d+)(?:(\.\.|\+)(\d+))?", text).groups(default="")
-    end = int(first) + (int(last) if sign == "+" else 1) if sign != ".." else int(last) + 1
-    return range(int(first), end)
-
-
-def main() -> int:
-    """Run the schedules in parallel. Return exit code 1 if one failed."""
-    parser = argparse.ArgumentParser(prog="make chaos", description=str(__doc__).splitlines()[0])
-    parser.add_argument(
-        "--seeds",
-        default="1..20",
-        type=read_seeds,
-        metavar="A..B",
-        help="seeds of the schedules: A to B, or with A+N the N from A on",
-    )
-    parser.add_argument("--on", choices=("threads", "ray"), default="threads", help="what the run's workers are")
-    parser.add_argument("--every", type=int, metavar="N", help="one kill at every N-th write and each of its moments")
-    parser.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help="change the job")
-    parser.add_argument("--collect", action="store_true", help="delete garbage before each start, and at the end")
-    parser.add_argument(
-        "--side-by-side", type=int, default=(os.cpu_count() or 1) + 1, metavar="N", help="runs at a time"
-    )
-    asked = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        home = Path(folder)
-        (home / "prefect").mkdir()
-        with prefect_server(home / "prefect", keeps_tasks=False) as api:
-            (home / "whole").mkdir()
-            start = start_on_ray if asked.on == "ray" else run_once
-            code = start(home / "whole", api, None, asked.override)
-            if code != 0:
-                write((home / "whole/output").read_text(errors="replace")[-2000:])
-                return 1
-            whole, seeds = home / "whole/store/tiny", asked.seeds
-            check = partial(problems_after, api=api, whole=whole, overrides=asked.override, collects=asked.collect)
-            if asked.on == "ray":
-                writes = len(Job(home / "whole").puts())
-                storms = {f"seed {seed}": storms_of(seed, writes) for seed in seeds}
-                find = partial(check, start=start_on_ray)
-                return judge(storms, home, find, asked)
-            writes = len(writes_of(home / "whole"))
-            write(f"the undisturbed run of {writes} writes is there")
-            if asked.every:
-                places = range(1, writes + 1, asked.every)
-                schedules = {f"{at} {moment}": [Strike(at, moment)] for at in places for moment in MOMENTS}
-            else:
-                schedules = {f"seed {seed}": schedule_of(seed, writes) for seed in seeds}
-            firsts = (strikes[0] for strikes in schedules.values())
-            stops = record(home / "stopping", api, firsts, asked.override)
-            find = partial(check, start=run_once)
-
-            def find_from_copy(strikes: Sequence[Strike], place: Path) -> list[str]:
-                if strikes[0].full:
-                    return find(strikes, place)
-                stops.copy_to(place, strikes[0])
-                return find(strikes, place, struck=1)
-
-            return judge(schedules, home, find_from_copy, asked)
-
-
-def judge(
-    schedules: Mapping[str, Sequence[S]],
-    home: Path,
-    problems_after: Callable[[Sequence[S], Path], list[str]],
-    asked: argparse.Namespace,
-) -> int:
-    """Report each schedule that failed, and at the end the number that passed."""
-    failed, struck = 0, 0
-
-    def one(name: str) -> list[str]:
-        nonlocal struck
-        place = home / name.replace(" ", "-")
-        found = problems_after(schedules[name], place)
-        struck += len((place / "struck").read_text()) if asked.on == "ray" else len(schedules[name])
-        shutil.rmtree(place, ignore_errors=True)
-        return found
-
-    with ThreadPoolExecutor(asked.side_by_side) as pool:
-        for done, (name, found) in enumerate(zip(schedules, pool.map(one, schedules), strict=True), start=1):
-            if found:
-                failed += 1
-                write(f"FAILED {name}: {', then '.join(map(str, schedules[name]))}: {'; '.join(found)}")
-            elif done % 10 == 0:
-                write(f"{done} of {len(schedules)} schedules, {failed} failed")
-    write(f"{len(schedules) - failed} of {len(schedules)} schedules with {struck} faults ended as the undisturbed run")
-    return int(failed > 0)

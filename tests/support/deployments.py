@@ -5,14 +5,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import psutil
 
 from flows.cli.passwords import PROFILE
-from tests.support.jobs import AUTH, PASSWORD, PATIENCE, ROOT, kill, process_tree, wait_for
+from tests.support.jobs import AUTH, PASSWORD, PATIENCE, ROOT, kill, list_running, process_tree, wait_for
+from tests.support.processes import die_with_parent
 
 PREFECT = str(Path(sys.executable).with_name("prefect"))
 ENDED = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
@@ -112,6 +114,7 @@ def run_worker(server: Server, home: Path) -> Iterator["subprocess.Popen[bytes]"
             stdout=output,
             stderr=output,
             start_new_session=True,
+            preexec_fn=die_with_parent,
         )
     try:
         yield process
@@ -122,3 +125,24 @@ def run_worker(server: Server, home: Path) -> Iterator["subprocess.Popen[bytes]"
             if member.is_running():
                 member.kill()
         kill(process)
+
+
+def flows_below(worker: "subprocess.Popen[bytes]") -> list[str]:
+    """Return the processes in which a worker currently runs flows."""
+    return [line for line in list_running(psutil.Process(worker.pid).children()) if "prefect.engine" in line]
+
+
+def process_of_flow(server: Server, worker: "subprocess.Popen[bytes]", name: str) -> psutil.Process:
+    """Wait for the process in which a worker runs the flow run with this name, such as a controller."""
+    found: list[psutil.Process] = []
+
+    def has_started() -> bool:
+        for process in psutil.Process(worker.pid).children():
+            with suppress(psutil.Error):  # the process may have ended meanwhile
+                run = process.environ().get("PREFECT__FLOW_RUN_ID")
+                if run is not None and server.get(f"/flow_runs/{run}")["name"] == name:
+                    found.append(process)
+        return bool(found)
+
+    assert wait_for(has_started, every=0.1), f"expected a process of the flow run {name!r}"
+    return found[0]

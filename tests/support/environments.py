@@ -25,3 +25,8 @@ def leave_vllm(platform: Platform = "cpu") -> Path:
 def episode_with_calls(*calls: Call, text: str = "") -> EpisodeRequest:
     """Return an episode whose only turn makes calls of tools."""
     return EpisodeRequest("0", problem={}, seed=0, turns=(asdict(ParsedTurn(text, calls)),))
+
+
+def always_calls(text: str) -> ParsedTurn:
+    """Parser of turns: whatever the policy generates is a call of `price`."""
+    return ParsedTurn("", (Call("price", {"item": "bread"}),))

@@ -21,6 +21,8 @@ from typing import Any
 
 import psutil
 
+from tests.support.processes import die_with_parent
+
 ROOT = Path(__file__).parents[2]
 
 RHEOSTAT = str(Path(sys.executable).with_name("rheostat"))
@@ -166,12 +168,18 @@ class Job:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                preexec_fn=lambda: [signal.signal(number, signal.SIG_IGN) for number in self.ignores],
+                preexec_fn=self._prepare,
             )
         try:
             yield process
         finally:
             kill(process)
+
+    def _prepare(self) -> None:
+        """Prepare the process of a command before it starts."""
+        die_with_parent()
+        for number in self.ignores:
+            signal.signal(number, signal.SIG_IGN)
 
     def ended(self, process: "subprocess.Popen[bytes]") -> CommandResult:
         """Wait for a started job's end."""
@@ -205,7 +213,13 @@ class Job:
     def _call(self, *arguments: str, program: Sequence[str] | None = None) -> CommandResult:
         command = [*(program or [RHEOSTAT]), *arguments, "--store", self.address or str(self.store)]
         done = subprocess.run(
-            command, cwd=ROOT, env=self.environment(), capture_output=True, text=True, timeout=PATIENCE
+            command,
+            cwd=ROOT,
+            env=self.environment(),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            preexec_fn=die_with_parent,
         )
         return CommandResult(done.returncode, done.stdout + done.stderr)
 
@@ -333,6 +347,15 @@ def _is_of(process: psutil.Process, home: Path) -> bool:
     return process.environ().get("RHEOSTAT_FAULTS") == str(home)
 
 
+def child_of(pid: int, name: str) -> psutil.Process | None:
+    """Return the child of a process that has this name, or this word in its command line. Return None if none has."""
+    for child in psutil.Process(pid).children():
+        with suppress(psutil.Error):
+            if child.name() == name or name in child.cmdline():
+                return child
+    return None
+
+
 def list_running(family: Sequence[psutil.Process]) -> list[str]:
     """Return the command lines of the processes that still run."""
     lines = []
@@ -356,6 +379,19 @@ SMALLEST = (
 )
 """Overrides of the tiny job for tests that start it dozens of times."""
 
+SMALLEST_SWEEP = (
+    *(
+        "iterations=2",
+        "pools.cluster=threads",
+        "warmup.steps=2",
+        "evaluation.problems=1",
+        "policy.context=96",
+        "policy.layers=1",
+    ),
+    *("rollout.sampling.max_new_tokens=6", "controllers.count=1"),
+)
+"""Overrides of the tiny job for the runs of a sweep."""
+
 KEEPS_EVENTS = ("PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED", "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED")
 FRUGAL = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", **dict.fromkeys(KEEPS_EVENTS, "false")}
 """Settings of the tests' server: no analytics and no stored events. Workers still receive events that cancel a run."""
@@ -366,8 +402,8 @@ MADE_DATABASE = ROOT / "build" / f"prefect-{version('prefect')}.db"
 
 
 @contextmanager
-def prefect_server(home: Path, *, keeps_tasks: bool = True, keeps_events: bool = False) -> Iterator[str]:
-    """Serve a Prefect API that several jobs share: starting one takes as long as a small job.
+def prefect_server(home: Path, *, keeps_tasks: bool = True, keeps_events: bool = False, port: int = 0) -> Iterator[str]:
+    """Serve a Prefect API that several jobs share: starting one takes as long as a small job. It ends by SIGKILL.
 
     Keeping task runs is two fifths of the server's work for a small job. With `keeps_events` there are automations.
     """
@@ -378,7 +414,7 @@ def prefect_server(home: Path, *, keeps_tasks: bool = True, keeps_events: bool =
     environment |= {"PREFECT_SERVER_API_AUTH_STRING": ":".join(PASSWORD)}
     environment |= {"PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_ENABLED": str(keeps_tasks).lower()}
     environment |= dict.fromkeys(KEEPS_EVENTS, str(keeps_events).lower())
-    with socket.create_server(("127.0.0.1", 0)) as listener, (home / "output").open("wb") as output:
+    with socket.create_server(("127.0.0.1", port)) as listener, (home / "output").open("wb") as output:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
         server = subprocess.Popen(
             [sys.executable, "-m", "flows.cli.server", str(listener.fileno()), str(os.getpid())],

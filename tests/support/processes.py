@@ -1,12 +1,52 @@
-"""Real processes for tests: quick to start, without the test process's threads and locks."""
+"""Real processes for tests: quick to start, without the test process's threads and locks.
 
+They end when the test process ends for any reason, also if it is interrupted or killed.
+"""
+
+import ctypes
 import multiprocessing
+import multiprocessing.context
+import multiprocessing.forkserver
 import os
 import signal
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 
-CONTEXT = multiprocessing.get_context("forkserver")
+LIBC = ctypes.CDLL(None)
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when the thread that started it ends. For `preexec_fn` of subprocesses."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class EndingProcess(multiprocessing.context.ForkServerProcess):
+    """Process that the fork server starts, and that ends with the test process.
+
+    The fork server ends when no process has the end of a pipe that it watches. Python passes this end to each process
+    that the fork server starts. Therefore a process would keep itself and the fork server running.
+    """
+
+    def run(self) -> None:
+        """Run the target of the process."""
+        server = multiprocessing.forkserver._forkserver
+        if server._forkserver_alive_fd is not None:
+            os.close(server._forkserver_alive_fd)
+            server._forkserver_alive_fd = None
+        die_with_parent()
+        if os.getppid() == 1:  # the fork server ended before the call
+            os._exit(1)
+        super().run()
+
+
+class EndingContext(multiprocessing.context.ForkServerContext):
+    """Context whose processes end with the test process."""
+
+    Process = EndingProcess
+
+
+CONTEXT = EndingContext()
 PRELOADED = ["infra.store.verify", "pytest"]
 CONTEXT.set_forkserver_preload(PRELOADED)
 

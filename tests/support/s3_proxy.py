@@ -163,6 +163,7 @@ def s3_proxy(upstream: str) -> Iterator[tuple[str, Weather]]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
+    server.handle_error = lambda *_: None  # clients are killed in the middle of requests
     serving = threading.Thread(target=server.serve_forever, daemon=True)
     serving.start()
     try:

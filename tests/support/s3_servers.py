@@ -29,6 +29,7 @@ from obstore.store import S3Store as Client
 from infra.store.bucket import TIMEOUTS, Timeouts
 from infra.store.s3 import open_s3
 from infra.store.storage import Store, open_store
+from tests.support.processes import die_with_parent
 
 ACCESS_KEY, SECRET_KEY = "testkey", "testsecret"
 BUCKET = "rheostat"
@@ -257,7 +258,10 @@ def _run(command: list[str]) -> None:
 
 @contextmanager
 def _running(command: list[str], log: Path, *, directory: Path | None = None) -> Iterator[None]:
-    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output, cwd=directory) as process:
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(command, stdout=output, stderr=output, cwd=directory, preexec_fn=die_with_parent) as process,
+    ):
         try:
             yield
         finally:

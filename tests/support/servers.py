@@ -48,7 +48,7 @@ if os.fork() == 0:
 def serve_http(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
     """Serve requests by a handler in threads of this process; yield the address."""
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
+        Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         try:
             yield f"http://127.0.0.1:{server.server_port}"
         finally:

@@ -7,6 +7,7 @@ and must end with the manifests, the shards and the temporary files of the undis
 - `like`: another family, whose overrides come before those of this family.
 - `overrides`: the difference from the tiny job of tests/support/jobs.py. `{inputs}` is the directory of `build`.
 - `undisturbed_overrides`: settings of the undisturbed run alone, which must change no bit.
+- `chaos_overrides`: settings of the killed runs of `make chaos ARGS='--family NAME'`, which must change no bit.
 - `build`: function `module:function` that writes data and models into a directory.
 - `on`: where the undisturbed run has its workers, `threads` (default) or `ray`.
 - `cases`: inline tables, and `defaults` for all of them.
@@ -92,6 +93,7 @@ class Family(_Record):
     like: str = ""
     overrides: tuple[str, ...] = ()
     undisturbed_overrides: tuple[str, ...] = ()
+    chaos_overrides: tuple[str, ...] = ()
     build: str = ""
     on: Literal["threads", "ray"] = "threads"
     cases: tuple[Case, ...] = ()

@@ -117,7 +117,8 @@ class ServedEngine:
     def show(self, images: ImageSource) -> None:
         if not isinstance(images, ImageFiles):
             raise BadInput(
-                f"rollout.engine.kind = 'vllm' needs images in files that its servers can read, found {images!r}"
+                "rollout.engine.kind = 'vllm' needs images in files that its servers can read, found "
+                f"{type(images).__name__}"
             )
         self._images = images
         if self._policy is not None:

@@ -2,7 +2,6 @@
 
 import json
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler
 
 import huggingface_hub
 import pytest
@@ -12,16 +11,19 @@ from transformers import AutoModelForCausalLM
 
 from infra.errors import BadInput, EndpointDown
 from infra.store.bundles import publish_bundle
+from infra.store.hub import fetch_snapshot
+from infra.store.hub_names import HubAddress
 from infra.store.manifests import Manifest
 from infra.store.runs import create_run
 from models.commands.export import export
+from models.config.promotion import CardConfig
 from tasks.commit import retire_bundles
 from tasks.config.run import parse_config
 from tasks.run.keys import StageKey, iteration_key
 from tasks.views import policy_export
+from tasks.views.card import model_card
 from tasks.views.policy_export import PolicyExport, export_policy, push_policy
 from tests.support.policies import write_policy
-from tests.support.servers import serve_http
 
 
 @pytest.fixture
@@ -149,63 +151,34 @@ def test_a_card_has_the_configured_license_and_base_model(run):
     assert (matter["license"], matter["base_model"]) == ("apache-2.0", "a/b")
 
 
-@contextmanager
-def hub(*, refuses=False):
-    """HTTP server that accepts a commit as the Hub does, and records path, token and body of each request."""
-    asked = []
-
-    class Hub(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = self.rfile.read(int(self.headers["Content-Length"])).decode()
-            asked.append((self.path, self.headers["Authorization"], body))
-            answer = {"url": f"{url}/team/model", "name": "team/model"}
-            if "/preupload/" in self.path:
-                files = [{"path": each["path"], "uploadMode": "regular"} for each in json.loads(body)["files"]]
-                answer = {"files": [each | {"shouldIgnore": False} for each in files]}
-            if "/commit/" in self.path:
-                answer = {"success": True, "commitOid": "c" * 40, "commitUrl": f"{url}/team/model/commit/{'c' * 40}"}
-            self._answer(403 if refuses else 200, answer)
-
-        def do_GET(self):
-            self._answer(404, {})
-
-        def _answer(self, status, answer):
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(json.dumps(answer).encode())
-
-        def log_message(self, *_):
-            pass
-
-    with serve_http(Hub) as url:
-        yield url, asked
-
-
 @pytest.fixture
 def exported(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("{}")
+    (tmp_path / "out" / "model.safetensors").write_bytes(b"weights")
     (tmp_path / "out" / "README.md").write_text("---\ntags:\n- rheostat\n---\n# tiny\n")
     return PolicyExport(run="tiny", iteration=3, digest="d", merged=False, path=str(tmp_path / "out"))
 
 
-def test_a_policy_is_pushed_with_the_token_to_a_private_repository(exported, monkeypatch):
-    with hub() as (url, asked):
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
-        pushed = push_policy(exported, "team/model", token="hf_secret")
-    assert pushed.pushed == f"{url}/team/model"
-    assert {token for _, token, _ in asked} == {"Bearer hf_secret"}
-    assert json.loads(asked[0][2])["visibility" if "visibility" in asked[0][2] else "private"] in (True, "private")
-    committed = [json.loads(line) for path, _, body in asked if "/commit/" in path for line in body.splitlines()]
-    assert committed[0]["value"]["summary"] == "Policy 3 of run tiny"
-    assert {line["value"]["path"] for line in committed[1:]} == {"config.json", "README.md"}
+def test_a_policy_is_pushed_to_a_private_repository_and_fetched_by_its_name(exported, hub):
+    pushed = push_policy(exported, "team/model", token="hf_good")
+    assert pushed.pushed == f"{hub.url}/team/model"
+    repository = hub.repositories["models", "team/model"]
+    assert repository.is_private and repository.messages == ["Policy 3 of run tiny"]
+    assert set(repository.commits[-1]) == {"config.json", "README.md", "model.safetensors"}
+    fetched = fetch_snapshot(HubAddress("model", "team/model"))
+    assert (fetched / "model.safetensors").read_bytes() == b"weights"
 
 
-def test_a_push_that_the_hub_refuses_names_the_command_that_pushes_the_directory(exported, monkeypatch):
-    with hub(refuses=True) as (url, _):
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
-        with pytest.raises(EndpointDown, match=r"could not be pushed to the Hub: .*403.*`hf upload team/model"):
-            push_policy(exported, "team/model", token="hf_secret")
+def test_a_push_that_the_hub_refuses_names_the_command_that_pushes_the_directory(exported, hub):
+    with pytest.raises(EndpointDown, match=r"could not be pushed to the Hub: .*401.*`hf upload team/model"):
+        push_policy(exported, "team/model", token="hf_bad")
+
+
+def test_a_card_contains_no_absolute_paths(tmp_path):
+    config = {"data": {"path": "/home/ann/rows.jsonl"}, "scoring": {"paths": ["/home/ann/a", "data/b"]}}
+    card = model_card(CardConfig(), title="tiny", lineage={}, config=config, evaluations=[])
+    assert "/home" not in card and "`path` = `…/rows.jsonl`" in card and "['…/a', 'data/b']" in card
 
 
 @pytest.mark.parametrize(

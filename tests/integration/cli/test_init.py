@@ -11,6 +11,7 @@ import pytest
 from flows.cli.app import main
 from infra.plugins import TARGETS
 from tests.support.jobs import AUTH, RHEOSTAT
+from tests.support.refused_folders import copy_model
 
 
 @pytest.fixture
@@ -69,6 +70,41 @@ def test_a_misspelled_reward_is_refused_before_the_run_starts(begun, tmp_path, c
     job.write_text(job.read_text().replace("my_rewards:marked", "my_rewards:markt"))
     assert main(["train", str(job), "--dry-run"]) == 2
     assert "did you mean 'marked'?" in capsys.readouterr().err
+
+
+@pytest.fixture
+def labels(tmp_path, monkeypatch) -> Path:
+    """Current directory with a file of labelled texts and the directory of a tiny model."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"text": f"Review number {number}.", "label": "good" if number % 2 else "bad"} for number in range(40)]
+    (tmp_path / "reviews.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    copy_model("chat", tmp_path / "models" / "tiny")
+    return tmp_path
+
+
+@pytest.mark.system
+def test_a_file_and_a_model_directory_train_within_three_commands(labels, prefect_api):
+    environment = {**os.environ, "PREFECT_API_URL": prefect_api, **AUTH, "PREFECT_HOME": str(labels / "prefect")}
+    options = {"cwd": labels, "env": environment, "capture_output": True, "text": True}
+    started = subprocess.run([RHEOSTAT, "init", "--data", "reviews.jsonl", "--policy", "models/tiny"], **options)
+    assert started.returncode == 0, started.stderr
+    assert "exact_match, because 40 answers have only 2 different texts: bad, good" in started.stdout
+    assert "problems " in started.stdout, "the plan is printed"
+    assert "next     rheostat train job.toml" in started.stdout
+    trained = subprocess.run([RHEOSTAT, "train", "job.toml", "--json"], **options)
+    assert trained.returncode == 0, trained.stderr
+    assert json.loads(trained.stdout)["iterations"] == 9
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("data", ["gone.jsonl", "reviews.jsonl"])
+def test_init_writes_nothing_if_an_input_cannot_be_used(data, labels, capsys):
+    assert (
+        main(["init", "job", "--data", data, "--policy", "models" if data == "reviews.jsonl" else "models/tiny"]) == 2
+    )
+    error = capsys.readouterr().err
+    assert ("config.json" if data == "reviews.jsonl" else "gone.jsonl: no such file") in error
+    assert sorted(path.name for path in labels.iterdir()) == ["models", "reviews.jsonl"]
 
 
 @pytest.mark.slow

@@ -18,7 +18,6 @@ from models.records.schemas import PROMPT_SCHEMA, ROLLOUT_SCHEMA
 from models.records.turn_prompts import split_at_prompts
 from models.records.versions import ModelVersion
 from models.records.work import CreditWork, RolloutWork, ScoredShard, ScoringWork
-from models.text.calls import Call, ParsedTurn
 from models.text.tokenizer import tokenize_prompts
 from models.workers.scoring import ScoringWorker
 from tests.support.chat_templates import tokenizer_of
@@ -156,7 +155,7 @@ def test_max_new_tokens_limits_each_turn_together_with_the_growth_of_its_prompt(
 
 def test_the_answer_of_a_tool_follows_its_call(episodes):
     tools = ToolsEnvironment(
-        tools=("tests.support.games:price",), parser="tests.integration.engines.test_per_turn:always_calls",
+        tools=("tests.support.games:price",), parser="tests.support.environments:always_calls",
         turn_tokens=24, processes=1, history="per_turn",
     )  # fmt: skip
     tokenizer = tokenizer_of("qwen-3")
@@ -170,10 +169,6 @@ def test_the_answer_of_a_tool_follows_its_call(episodes):
         and "<tool_response>\n5 crowns\n</tool_response>" in text
         for text in called
     )
-
-
-def always_calls(text):
-    return ParsedTurn("", (Call("price", {"item": "bread"}),))
 
 
 def test_episodes_get_scores_and_credit_and_each_turn_becomes_a_sample(episodes, shard, table):

@@ -16,8 +16,9 @@ import pytest_asyncio
 from infra.errors import BadInput, ClusterFailed, WorkerFailed, WorkerLost
 from infra.pools.cluster import Preload, RayCluster
 from infra.pools.launcher import SlotCount
+from infra.pools.machines import Machines
 from infra.pools.placement_group import ReservedSlots
-from infra.pools.worker import Machines, PoolSpec
+from infra.pools.worker import PoolSpec
 from tests.support.drivers import read_line, read_output, start_driver, until, wait_until_gone
 from tests.support.fleet_workers import Served, holds_memory
 from tests.support.jobs import is_alive
@@ -457,7 +458,7 @@ async def test_workers_of_all_roles_have_access_to_the_gpus_of_their_slots():
     """The GPUs exist only as a number that Ray counts."""
     program = """
 import asyncio, ray
-from infra.pools.worker import Machines
+from infra.pools.machines import Machines
 from infra.pools.placement_group import SLOT, ReservedSlots
 from infra.pools.fleet import Fleet
 from infra.pools.launcher import SlotCount

@@ -17,7 +17,8 @@ import pytest_asyncio
 
 from infra.errors import ClusterFailed, Damaged, WorkerFailed, WorkerLost, WorkerStalled
 from infra.pools.cluster import RayCluster
-from infra.pools.worker import Machines, PoolSpec
+from infra.pools.machines import Machines
+from infra.pools.worker import PoolSpec
 from infra.processes.guard import processes_of
 from tests.support.drivers import COUNTING_POOL, read_line, read_output, start_driver, until, wait_until_gone
 from tests.support.servers import guards_of

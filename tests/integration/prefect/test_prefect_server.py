@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import time
 import tomllib
-from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,7 +22,7 @@ from infra.store.runs import open_run
 from tasks.config.run import RunConfig, load_config
 from tasks.run.stages import is_transient
 from tests.support.controllers import FAIL, HANG, TWO_SHARDS, WITHIN_SECONDS, names_the_cause
-from tests.support.deployments import Server, run_worker, serve_deployments
+from tests.support.deployments import Server, flows_below, process_of_flow, run_worker, serve_deployments
 from tests.support.in_process import InProcessJob, prefect_at
 from tests.support.jobs import ROOT, TINY, Job, list_running, manifests_of, process_tree, wait_for
 
@@ -61,11 +60,6 @@ def engine_of(worker: "subprocess.Popen[bytes]") -> psutil.Process:
     """Return the process in which a worker runs a flow."""
     assert wait_for(lambda: psutil.Process(worker.pid).children())
     return psutil.Process(worker.pid).children()[-1]
-
-
-def controllers_below(worker: "subprocess.Popen[bytes]") -> list[str]:
-    """Return the processes in which a worker currently runs flows."""
-    return [line for line in list_running(psutil.Process(worker.pid).children()) if "prefect.engine" in line]
 
 
 @pytest.mark.system
@@ -282,22 +276,6 @@ def ends_of_controllers(server: Server, run: str) -> list[tuple[str, str]]:
     return [(child["name"], child["state_name"]) for child in found]
 
 
-def controller(server: Server, worker: "subprocess.Popen[bytes]", name: str) -> psutil.Process:
-    """Wait for the process of the controller with this name."""
-    found: list[psutil.Process] = []
-
-    def has_started() -> bool:
-        for process in psutil.Process(worker.pid).children():
-            with suppress(psutil.Error):  # the process may have ended meanwhile
-                run = process.environ().get("PREFECT__FLOW_RUN_ID")
-                if run is not None and server.get(f"/flow_runs/{run}")["name"] == name:
-                    found.append(process)
-        return bool(found)
-
-    assert wait_for(has_started, every=0.1), f"expected a process of the flow run {name!r}"
-    return found[0]
-
-
 @pytest.mark.slow
 def test_deployed_controllers_commit_the_same_manifests_and_start_once_per_span(server, worker, reference, tmp_path):
     run = server.trigger("train/train", deployed(tmp_path, iterations_per_flow_run=2))
@@ -321,7 +299,7 @@ def test_a_killed_controller_has_a_successor_and_the_run_ends_with_the_same_dige
 ):
     run = server.trigger("train/train", deployed(tmp_path, count=1))
     assert wait_for((tmp_path / f"tiny/manifests/{moment}.json").exists)
-    controller(server, worker, name).kill()
+    process_of_flow(server, worker, name).kill()
     assert finish_as(reference, server, run, tmp_path)
     ends = [(controller.partition(" from ")[0], end) for controller, end in ends_of_controllers(server, run)]
     assert sorted(controller for controller, _ in ends) == sorted(["rollout 0", "scoring 0", "update", name])
@@ -335,9 +313,9 @@ def test_controllers_of_a_killed_driver_fail_with_a_named_error_and_the_run_resu
 ):
     run = server.trigger("train/train", deployed(tmp_path))
     assert wait_for((tmp_path / "tiny/manifests/it-0002/plan.json").exists)
-    controller(server, worker, "tiny").kill()
+    process_of_flow(server, worker, "tiny").kill()
     assert server.ends(run) == "Crashed"
-    assert wait_for(lambda: not controllers_below(worker))
+    assert wait_for(lambda: not flows_below(worker))
     ended = [child["state"] for child in server.below(run) if child["deployment_id"]]
     assert {state["name"] for state in ended} == {"Failed"}
     assert all("ClusterFailed: the Ray cluster at" in state["message"] for state in ended)
@@ -352,7 +330,7 @@ def test_cancelling_a_run_cancels_its_deployed_controllers(server, worker, tmp_p
     assert wait_for((tmp_path / "tiny/manifests/it-0002/seal.json").exists)
     server.cancel(run)
     assert server.ends(run) == "Cancelled"
-    assert wait_for(lambda: not controllers_below(worker)), controllers_below(worker)
+    assert wait_for(lambda: not flows_below(worker)), flows_below(worker)
     open_run(str(tmp_path), "tiny").check_unlocked()
 
 
@@ -378,7 +356,7 @@ def test_a_failing_deployed_controller_stops_the_others_and_the_run_names_the_ca
     job = Job(tmp_path, server.api)
     with job.started(*TWO_SHARDS, "controllers.where=deployment", faults=[HANG, FAIL]) as process:
         assert wait_for((tmp_path / "struck-1").exists)
-        assert wait_for(lambda: not controllers_below(worker))
+        assert wait_for(lambda: not flows_below(worker))
         seconds = time.time() - (tmp_path / "struck-1").stat().st_mtime
         assert names_the_cause(job, job.ended(process))
     assert seconds < WITHIN_SECONDS

@@ -3,15 +3,57 @@
 import json
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from infra.episode_runner import EpisodeTurn, NoStep, ToolBox, ToolCall, parse_step, shorten_step
-from infra.plain_values import repair_text, to_json_value
-from infra.runner import compute_value
+from infra.plain_values import describe_value, repair_text, to_json_value
+from infra.runner import InvalidTarget, compute_value, import_target
 from models.judges.endpoint import read_answer
+
+
+class Odd:
+    """Object whose text contains its address."""
+
+    def method(self): ...
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("a", "'a'"),
+        ([1, None, {"a": 2.5}], "[1, None, {'a': 2.5}]"),
+        ("x" * 200, "'" + "x" * 79),
+        (json, "module 'json'"),
+        (json.dumps, "function 'json.dumps'"),
+        (Odd, f"type '{__name__}.Odd'"),
+        (Odd().method, f"method '{__name__}.Odd.method'"),
+        (len, "builtin_function_or_method 'len'"),
+        (Odd(), f"{__name__}.Odd"),
+        ([Odd()], "list"),
+        ({"a": Odd()}, "dict"),
+        (np.zeros(3), "numpy.ndarray of shape (3,)"),
+        (partial(len, "a"), "functools.partial"),
+    ],
+)
+def test_a_value_in_a_message_has_no_address(value, text):
+    assert describe_value(value) == text
+
+
+@pytest.mark.parametrize(("target", "what"), [("json:dumps.nothing", "function 'json.dumps'"), ("json:x", "module 'j")])
+def test_an_object_without_an_attribute_is_named_without_its_address(target, what):
+    with pytest.raises(InvalidTarget, match=rf"^here: {what}[^\n]*has no attribute") as refused:
+        import_target(target, "here")
+    assert "0x" not in str(refused.value)
+
+
+def test_a_message_of_an_environment_that_is_an_object_is_named_without_its_address():
+    with pytest.raises(NoStep, match=r"found [\w.]+Odd$"):
+        parse_step({"messages": [Odd()]}, role="user")
+
 
 NUMBERS = [
     (True, 1.0),

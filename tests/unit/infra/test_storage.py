@@ -3,6 +3,7 @@
 import os
 import random
 import resource
+import shutil
 import signal
 import time
 from dataclasses import replace
@@ -94,6 +95,24 @@ def test_an_object_that_is_deleted_before_its_file_is_opened_is_missing(tmp_path
     store.put("orders/1", b"an order")
     with pytest.raises(Damaged, match="'orders/1' is missing"):
         raced.read("orders/1")
+
+
+def test_a_directory_that_is_deleted_while_its_store_is_in_use_is_not_created_again(uri):
+    open_store(uri).put("run.json", b"{}")
+    store = open_store(uri)
+    store.delete("run.json")
+    assert store.put("run.json", b"{}"), "an empty directory is still there"
+    shutil.rmtree(store.root)
+    for write in (
+        lambda: store.put("report/curve.png", b"png"),
+        lambda: store.put("run.json", b"{}"),
+        lambda: store.lock("lock").__enter__(),
+        lambda: store.scratch().__enter__(),
+    ):
+        with pytest.raises(StoreFailed, match=f"the directory was deleted while it was in use: '{store.root}'"):
+            write()
+    assert not store.root.exists()
+    assert open_store(uri).put("run.json", b"{}"), "a new run may have the name"
 
 
 def test_listings_are_recursive_sorted_and_by_prefix(place):

@@ -33,6 +33,25 @@ def judge_number(completion: str, answer: str, *, version: int = 2) -> float:
     return build_reward(NumericReward(version=version))("", completion, answer)
 
 
+PAIRS = [json.loads(line) for line in (Path(__file__).parent / "answers" / "pairs.jsonl").read_text().splitlines()]
+WRAPPED = (
+    *("{}", r"\boxed{{{}}}", r"So the answer is $\boxed{{{}}}$.", "${}$", "$${}$$", r"\( {} \)", r"\[ {} \]"),
+    *("<answer>{}</answer>", "<answer>\n{}\n</answer>", r"<answer>\boxed{{{}}}</answer>", "The answer is {}"),
+    *("The answer is {}.", "The answer is ${}$.", "**{}**", "**Answer:** {}", "Answer: **{}**", "#### {}"),
+    *("Final answer: {}", "<think>maybe 999</think>\n\\boxed{{{}}}", r"**\boxed{{{}}}**"),
+    r"Therefore, the final answer is: $\boxed{{{}}}$. I hope it is correct.",
+)
+
+
+@pytest.mark.parametrize("number", range(len(PAIRS)))
+def test_a_reference_in_a_wrapped_form_is_right_and_another_value_in_this_form_is_wrong(number):
+    pair = PAIRS[number]
+    forms = [form for form in WRAPPED if not ("$" in form and "$" in pair["answer"])]
+    for form in (forms[number % len(forms)], forms[7 * number % len(forms)], forms[1]):
+        assert judge(form.format(pair["answer"]), pair["answer"]) == 1, form
+        assert judge(form.format(pair["other"]), pair["answer"]) == 0, form
+
+
 RIGHT = [
     ("42", "<answer>So\n#### 42</answer>"), ("cat", "#### cat<|im_end|>"), ("(1, 2)", "<answer>$(1,2)$</answer></s>"),
     ("x + y = 5", r"\boxed{y + x = 5}"), ("f(x) = 5", r"\boxed{5}"), ("a_{n+1} = 5", r"\boxed{5}"),

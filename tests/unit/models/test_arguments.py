@@ -6,7 +6,8 @@ from typing import Literal
 import pytest
 
 from infra.episode_runner import build_schemas
-from models.text.arguments import check_arguments
+from infra.errors import BadInput
+from models.text.arguments import check_arguments, check_schemas
 from models.text.calls import Call, ParsedTurn, hermes
 
 
@@ -136,6 +137,30 @@ def test_arguments_that_the_schema_allows_pass(name, arguments):
 )
 def test_the_policy_reads_which_argument_is_wrong(name, arguments, error):
     assert error_of(name, arguments) == error
+
+
+@pytest.mark.parametrize(
+    ("parameters", "fault"),
+    [
+        ({"type": 3}, r"parameters\.type: 3 "),
+        ([], r"parameters: expected an object, found \[\]"),
+        ({"properties": {"a": {"type": "string", "minLength": "x"}}}, r"parameters\.properties\.a\.minLength: 'x'"),
+        ({"properties": {"a": {"enum": 3}}}, r"parameters\.properties\.a\.enum: 3"),
+        ({"required": "a"}, r"parameters\.required: 'a'"),
+        ({"properties": {"a": {"$ref": "http://127.0.0.1:9/s"}}}, r"a\.\$ref: 'http://127\.0\.0\.1:9/s' is no part"),
+        ({"properties": {"a": {"$ref": "#/$defs/B"}}, "$defs": {}}, r"a\.\$ref: '#/\$defs/B' is no part"),
+        ({"properties": {"a": {"pattern": "("}}}, r"a\.pattern: '\(' is not a 'regex'"),
+    ],
+)
+def test_an_invalid_schema_of_a_tool_is_refused_with_its_place(parameters, fault):
+    tools = [*SCHEMAS, {"function": {"name": "broken", "parameters": parameters}}]
+    with pytest.raises(BadInput, match=rf"^here: the schema of tool 'broken' is invalid: .*{fault}"):
+        check_schemas(tools, where="here")
+
+
+def test_schemas_with_local_references_and_data_that_look_like_keywords_are_accepted():
+    data = {"properties": {"pattern": {"type": "string", "enum": ["("]}, "a": {"default": {"$ref": "x"}}}}
+    check_schemas([*SCHEMAS, SERVER[0], *SERVER[3:], {"name": "data", "parameters": data}], where="here")
 
 
 @pytest.mark.parametrize("arguments", [r'"{\"a\": 2}"', r'" {\"a\": 2}\n"', '{"a": 2}'])

@@ -1,0 +1,185 @@
+"""Columns of a data file that contain the prompt and the reference answer, found by their names and contents."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from infra.errors import BadInput, InputErrors
+from infra.store.inputs import format_path
+from models.data.nested import find_field, has_field
+from models.data.rows import peek_rows, read_rows
+from models.data.shapes import recognize
+
+Content = Literal["text", "chat", "structure", "other"]
+"""Content of a column: text or numbers, lists of messages, other lists and objects, or values that cannot be used."""
+
+SHOWN: Final = 40
+"""Maximum number of characters of a value in a message."""
+
+PROMPTS: Final = (
+    ("prompt",),
+    ("question", "problem", "instruction", "input", "query", "task"),
+    ("messages", "conversations", "conversation", "chat", "dialog"),
+    ("text", "problem_statement", "user", "goal"),
+)
+"""Names of prompt columns, in lower case. Columns of an earlier group are preferred."""
+ANSWERS: Final = (
+    ("answer", "ground_truth", "expected_answer", "reference_answer", "final_answer", "gold"),
+    ("solution", "target", "label", "reference", "output", "response", "completion", "answers"),
+    ("tests", "test_cases", "test", "schema", "expected", "result", "summary", "highlights", "translation"),
+)
+"""Names of columns with reference answers, in lower case. Columns of an earlier group are preferred."""
+INSTRUCTION_COLUMNS: Final = ("instruction_id_list", "kwargs")
+"""Columns with the verifiable instructions of google/IFEval."""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Columns of a data file that a job reads."""
+
+    prompt: str
+    answer: str | None
+    """Column with the reference answer, or None if there is none."""
+    answers: tuple[str, ...]
+    """Columns that form the reference answer together. Empty if one column or no column is the answer."""
+    unused: tuple[str, ...]
+    """Other columns at the top level of the file, which a job does not read."""
+    is_chat: bool
+    """Whether prompts are lists of messages."""
+
+
+def find_columns(path: Path, *, prompt: str | None = None, answer: str | None = None) -> Columns:
+    """Find the columns with prompts and reference answers. `prompt` and `answer` are the names that the user gave.
+
+    Raises BadInput, with the columns of the file and the option that names one, if no column or several columns fit.
+    """
+    where = format_path(path)
+    names, rows = peek_rows(path)
+    if not rows:
+        _report_unreadable(path)
+    if prompt is None:
+        _refuse_other_shapes(where, names, rows)
+    contents = {name: _classify([read_value(row, name) for row in rows]) for name in names}
+    chosen = _require_column(where, prompt, contents, "--prompt-column") if prompt else None
+    chosen = chosen or _choose(where, PROMPTS, contents, rows, kinds=("text", "chat"), what="prompt")
+    if chosen is None:
+        raise BadInput(
+            f"{where}: no column has the name of a prompt (such as prompt, question or messages). Name the column with "
+            f"--prompt-column. The columns are: {_list_columns(rows, contents)}."
+        )
+    others = {name: kind for name, kind in contents.items() if name != chosen and not name.startswith(f"{chosen}.")}
+    reference = _require_column(where, answer, contents, "--answer-column") if answer else None
+    if reference is None and {*INSTRUCTION_COLUMNS} <= {*contents}:
+        unused = tuple(name for name in contents if "." not in name and name not in (chosen, *INSTRUCTION_COLUMNS))
+        return Columns(chosen, None, INSTRUCTION_COLUMNS, unused, is_chat=contents[chosen] == "chat")
+    reference = reference or _choose(where, ANSWERS, others, rows, kinds=("text", "structure"), what="answer")
+    used = {name.partition(".")[0] for name in (chosen, reference) if name}
+    unused = tuple(name for name in contents if "." not in name and name not in used)
+    return Columns(chosen, reference, (), unused, is_chat=contents[chosen] == "chat")
+
+
+def _report_unreadable(path: Path) -> None:
+    """Raise BadInput with the reason why the rows of a file cannot be read."""
+    input_errors = InputErrors()
+    for _ in read_rows(path, [], input_errors, version=2):
+        break
+    input_errors.check()
+    raise BadInput(f"{format_path(path)}: the file is empty. Expected at least one row.")
+
+
+def _refuse_other_shapes(where: str, names: Sequence[str], rows: Sequence[Mapping[str, object]]) -> None:
+    """Raise BadInput if the rows are preferences, labels or whole chats instead of prompts."""
+    shape = recognize(names, rows)
+    if shape.kind in ("pairs", "ranked", "labels"):
+        raise BadInput(
+            f"{where}: {shape.label} are not problems to train on. `rheostat init` writes jobs for files of prompts. "
+            "Name a file of prompts, or the column with the prompts with --prompt-column."
+        )
+    if shape.kind == "chats" and any(_ends_with_answer(read_value(row, shape.columns[0])) for row in rows):
+        raise BadInput(
+            f"{where}: the {shape.label} end with an answer of the assistant, but prompts must end with a message of "
+            "the user. Remove the answers, or name another column with --prompt-column."
+        )
+
+
+def _ends_with_answer(chat: object) -> bool:
+    last = chat[-1] if isinstance(chat, list) and chat else None
+    return isinstance(last, Mapping) and last.get("role", last.get("from")) in ("assistant", "gpt", "chatgpt", "model")
+
+
+def read_value(row: Mapping[str, object], column: str) -> object:
+    """Return the value of a column, which may be nested, or None if the row has none."""
+    return find_field(row, column) if has_field(row, column) else None
+
+
+def _classify(values: Sequence[object]) -> Content:
+    """Return the kind of the values that are present, which must all be of one kind."""
+    present = [value for value in values if value is not None and value != ""]
+    if not present:
+        return "other"
+    if all(isinstance(value, str) or _is_number(value) for value in present):
+        return "text"
+    if all(isinstance(value, list) and value and all(map(_is_message, value)) for value in present):
+        return "chat"
+    return "structure" if all(isinstance(value, list | Mapping) for value in present) else "other"
+
+
+def _is_number(value: object) -> bool:
+    return not isinstance(value, bool | list | Mapping | bytes) and hasattr(value, "__trunc__")
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, Mapping) and bool({"role", "from"} & set(value))
+
+
+def _require_column(where: str, name: str, contents: Mapping[str, Content], option: str) -> str:
+    if name not in contents:
+        raise BadInput(f"{where}: {option} {name!r} is no column of the file. The columns are: {', '.join(contents)}.")
+    return name
+
+
+def _choose(
+    where: str,
+    groups: Sequence[Sequence[str]],
+    contents: Mapping[str, Content],
+    rows: Sequence[Mapping[str, object]],
+    *,
+    kinds: Sequence[Content],
+    what: str,
+) -> str | None:
+    """Return the column with the most typical name, or None if no name fits. Columns at the top level of the file are
+    preferred to nested ones.
+
+    Raises BadInput if several columns of the same group fit and have different values.
+    """
+    usable = [name for name, kind in contents.items() if kind in kinds]
+    for nested in (False, True):
+        here = [name for name in usable if ("." in name) == nested]
+        for group in groups:
+            found = [name for name in here if name.rpartition(".")[2].lower() in group]
+            if len(found) > 1 and any(_differ(rows, found[0], other) for other in found[1:]):
+                raise BadInput(
+                    f"{where}: several columns could be the {what}: {_list_columns(rows, found)}. Name one with "
+                    f"--{what}-column."
+                )
+            if found:
+                return found[0]
+    return None
+
+
+def _differ(rows: Sequence[Mapping[str, object]], one: str, other: str) -> bool:
+    return any(read_value(row, one) != read_value(row, other) for row in rows)
+
+
+def _list_columns(rows: Sequence[Mapping[str, object]], names: Sequence[str] | Mapping[str, Content]) -> str:
+    """Return the names of columns, each with the start of its first value."""
+    first = {
+        name: next((value for row in rows if (value := read_value(row, name)) is not None), None) for name in names
+    }
+    return ", ".join(f"{name} ({_shorten(value)})" for name, value in first.items())
+
+
+def _shorten(value: object) -> str:
+    text = " ".join(str(value).split())
+    return repr(text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…")

@@ -1,0 +1,169 @@
+"""Sizes of a job that fit the lengths of its texts, the size of its policy and the memory of the machine.
+
+Every value has a short reason, which becomes a comment in the job.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Final, NamedTuple
+
+from models.commands.memory import MicrobatchSizes, microbatch_bytes, resident_bytes
+from models.config.lora import LoraConfig
+from models.config.objectives import UpdateConfig
+from models.config.policy import ModelOutline
+
+GROUP_SIZE: Final = 8
+"""Completions per prompt, as in GRPO's usual recipes."""
+REASONING_TOKENS: Final = 512
+"""Room for reasoning before a short answer, if the policy was trained on chats."""
+SHORT_REASONING_TOKENS: Final = 128
+"""Room for reasoning of a policy without a chat template."""
+ROUNDING: Final = 16
+"""Multiple to which maximum lengths are rounded up."""
+MEMORY_SHARE: Final = 0.6
+"""Share of the memory that weights, gradients and optimizer state may need. The rest is for activations and workers."""
+FULL_SHARE: Final = 0.8
+"""Share of the memory that training may need with its activations."""
+LORA_FACTOR: Final = 10
+"""Factor between the learning rates of adapters and of all weights (Schulman et al. 2025, LoRA Without Regret)."""
+MIN_MICROBATCH: Final = 1024
+
+_RATES: Final = ((10_000_000, 5e-4), (100_000_000, 5e-5), (1_000_000_000, 2e-6))
+"""Learning rates of all weights for policies with fewer parameters than the first number."""
+_RATE: Final = 1e-6
+"""Learning rate of all weights for larger policies."""
+
+
+class Value(NamedTuple):
+    """Value of a key, with the reason for it in a few words."""
+
+    value: int | float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Memory and processors of the machine on which a job is to run."""
+
+    gpus: int
+    memory: int
+    """Bytes of one GPU, or of the machine without GPUs."""
+    cores: int
+
+    @property
+    def device(self) -> str:
+        """Name of the memory in comments."""
+        return "GPU" if self.gpus else "machine"
+
+
+@dataclass(frozen=True, slots=True)
+class TextLengths:
+    """TextLengths of the texts in tokens of the policy's tokenizer."""
+
+    train: Sequence[int]
+    """TextLengths of the training prompts."""
+    heldout: Sequence[int]
+    """TextLengths of the held-out prompts."""
+    answers: Sequence[int]
+    """TextLengths of the reference answers. Empty if there are none."""
+
+    @property
+    def prompts(self) -> list[int]:
+        """TextLengths of all prompts."""
+        return [*self.train, *self.heldout]
+
+
+def propose_new_tokens(lengths: TextLengths, *, thinks: bool, is_chat: bool, context: int) -> Value:
+    """Return the maximum length of a completion. A long answer is a worked solution, which shows how long a completion
+    must be; `thinks` adds room for reasoning before a short answer."""
+    answer = _percentile(lengths.answers, 0.95) if lengths.answers else 0
+    reasoning = REASONING_TOKENS if is_chat else SHORT_REASONING_TOKENS
+    if not answer:
+        wanted, reason = reasoning, "no reference answers show how long an answer is"
+    elif thinks and answer < reasoning // 4:
+        wanted, reason = reasoning, f"95% of the answers have at most {answer} tokens; the rest is for reasoning"
+    else:
+        wanted, reason = max(2 * answer, ROUNDING), f"twice the {answer} tokens that 95% of the answers have at most"
+    wanted = ROUNDING * ceil(wanted / ROUNDING)
+    room = context - max(lengths.prompts)
+    allowed = max(room, context // 2)
+    if wanted <= allowed:
+        return Value(wanted, reason)
+    return Value(max(1, allowed), f"limited by the policy's context of {context:,} tokens")
+
+
+def propose_prompts(num_train: int, machine: Machine) -> Value:
+    """Return the number of prompts per iteration: a power of two, and at most an eighth of the training problems."""
+    most = 64 if machine.gpus else 16
+    fitting = 2 ** max(0, (num_train // 8).bit_length() - 1) if num_train >= 8 else 1
+    if fitting < most:
+        return Value(fitting, f"at most an eighth of the {num_train:,} training problems")
+    return Value(most, "x 8 completions per iteration on GPUs" if machine.gpus else "few, because there is no GPU")
+
+
+def propose_iterations(num_train: int, prompts: int) -> Value:
+    """Return the number of iterations, in which every problem is used about once."""
+    once = ceil(num_train / prompts)
+    iterations = min(max(once, 8), 200)
+    times = iterations * prompts / num_train
+    how_often = "once" if 0.95 <= times < 1.05 else f"{max(0.01, times):.2g} times"
+    return Value(iterations, f"uses each problem about {how_often}")
+
+
+def propose_lora(outline: ModelOutline, machine: Machine) -> Value | None:
+    """Return the rank of LoRA adapters if training all weights needs too much memory, else None."""
+    needed = _sum_bytes(resident_bytes(UpdateConfig(), outline, ranks=1))
+    if needed <= MEMORY_SHARE * machine.memory:
+        return None
+    reason = (
+        f"all weights would need {_format_bytes(needed)} (weights, gradients, AdamW), but the {machine.device} has "
+        f"{_format_bytes(machine.memory)}"
+    )
+    return Value(LoraConfig().rank, reason)
+
+
+def explain_full_training(outline: ModelOutline, machine: Machine) -> str:
+    """Return the reason why all weights are trained."""
+    needed = _sum_bytes(resident_bytes(UpdateConfig(), outline, ranks=1))
+    return f"all weights are trained: they need {_format_bytes(needed)} of {_format_bytes(machine.memory)}"
+
+
+def propose_learning_rate(outline: ModelOutline, *, lora: bool) -> Value:
+    """Return the learning rate for a policy of this size."""
+    rate = next((rate for limit, rate in _RATES if outline.parameters < limit), _RATE)
+    size = f"for {_format_count(outline.parameters)} parameters"
+    return Value(rate * LORA_FACTOR, f"{size}, adapters") if lora else Value(rate, f"{size}, all weights")
+
+
+def propose_microbatch(update: UpdateConfig, outline: ModelOutline, *, longest: int, machine: Machine) -> Value:
+    """Return the largest number of tokens of a micro-batch whose activations fit in the memory."""
+    held = _sum_bytes(resident_bytes(update, outline, ranks=1))
+    tokens = UpdateConfig().microbatch_tokens
+    while tokens > max(MIN_MICROBATCH, longest):
+        sizes = MicrobatchSizes(tokens)
+        added = _sum_bytes(microbatch_bytes(update, outline, sizes, held=held), among="update_")
+        if held + added <= FULL_SHARE * machine.memory:
+            break
+        tokens //= 2
+    count = max(1, tokens // longest)
+    return Value(tokens, f"about {count} of the longest sequences ({longest:,} tokens) at a time; limits the memory")
+
+
+def _sum_bytes(sizes: dict[str, float], *, among: str = "") -> float:
+    return sum(value for name, value in sizes.items() if name.endswith("_bytes") and name.startswith(among))
+
+
+def _percentile(lengths: Sequence[int], share: float) -> int:
+    return sorted(lengths)[min(len(lengths) - 1, int(share * len(lengths)))]
+
+
+def _format_bytes(size: float) -> str:
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
+
+
+def _format_count(number: float) -> str:
+    for unit, name in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return f"{number:.0f}"

@@ -1,0 +1,106 @@
+"""Models and datasets of a job on the Hugging Face Hub: their commits, and the download of their files."""
+
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel
+
+from infra.errors import BadInput
+from infra.store.dependencies import recorded_commits
+from infra.store.hub import base_address, fetch_snapshot, list_files, resolve_commit, split_files
+from infra.store.hub_names import is_hub_name
+from infra.store.inputs import HubPath, JobPath, JobText, fetch_path, paths_in, replace_hub_paths
+from infra.store.run_record import has_results
+from infra.store.runs import Run
+
+S = TypeVar("S", bound=BaseModel)
+
+
+def with_hub_commits(config: S, run: Run | None = None) -> S:
+    """Return the configuration with a commit in each address on the Hub.
+
+    A run with results keeps its recorded commits, and its recorded local paths stay local. Other names are resolved by
+    the Hub. Raises BadInput if a name cannot be resolved, or if a local path has the name that the run read from the
+    Hub.
+    """
+    is_recorded = run is not None and has_results(run.store)
+    commits = recorded_commits(run) if run is not None and is_recorded else {}
+    for path in paths_in(config):
+        if isinstance(path, JobPath) and not isinstance(path, HubPath):
+            for kind in ("model", "dataset"):
+                if f"{kind} {path.relative}" in commits:
+                    raise BadInput(
+                        f"{path} has the name of the {kind} {path.relative}, which this run read from the Hugging Face "
+                        "Hub. Rename the local path to continue the run."
+                    )
+
+    def pin(path: HubPath) -> Path:
+        address = path.address
+        if address.is_pinned:
+            return path
+        if path.key in commits:
+            return path.with_address(address.pin(commits[path.key]))
+        if is_recorded:  # a local path that does not exist, or another configuration, which is refused later
+            return path if "://" in path.relative else _local_path(path)
+        return path.with_address(address.pin(resolve_commit(address)))
+
+    return replace_hub_paths(config, pin)
+
+
+def _local_path(path: HubPath) -> Path:
+    if not path.job:
+        return Path(path.relative)
+    text = JobText(path.relative)
+    text.folder = text.job = Path(path.job)
+    return JobPath.locate(text)
+
+
+def hub_commits(config: BaseModel) -> dict[str, str]:
+    """Return the commits of all models and datasets on the Hub, by their kind and name. Raises BadInput if a job names
+    two revisions of a dataset by the same text."""
+    commits: dict[str, str] = {}
+    for path in paths_in(config):
+        if isinstance(path, HubPath) and path.address.is_pinned:
+            commit = path.address.revision
+            if commits.setdefault(path.key, commit) != commit:
+                raise BadInput(
+                    f"The job uses two revisions of {path.key}. Write the revision into each path: "
+                    f"{path.relative}@REVISION"
+                )
+    return commits
+
+
+def fetch_hub_inputs(config: BaseModel) -> None:
+    """Fetch all files of a configuration that are on the Hub, with a progress bar. Files in the cache are kept. Raises
+    BadInput if a file cannot be fetched."""
+    for path in dict.fromkeys(path for path in paths_in(config) if isinstance(path, HubPath)):
+        fetch_path(path)
+
+
+def describe_hub_inputs(config: BaseModel) -> dict[str, str]:
+    """Describe the models and datasets on the Hub that were fetched, by name: commit and bytes. Local paths that could
+    also be a name on the Hub are listed with their place."""
+    local_paths = (path for path in paths_in(config) if isinstance(path, JobPath) and not isinstance(path, HubPath))
+    lines = {f"path {path.relative}": f"local, {path}" for path in local_paths if is_hub_name(path.relative)}
+    for path in paths_in(config):
+        if isinstance(path, HubPath):
+            folder, address = fetch_path(path), path.address.pin(resolve_commit(path.address))
+            base = base_address(folder) if address.kind == "model" else None
+            files = split_files(address) if address.kind == "dataset" and not address.file else None
+            sizes = list_files(address)
+            root = Path(str(folder).removesuffix(f"/{address.file}")) if address.file else folder
+            names = files or [name for name in sizes if name.startswith(address.file) and (root / name).is_file()]
+            part = ", ".join(filter(None, (address.config, address.split)))
+            chosen = f" ({part})" if part else ""
+            lines[f"{address.kind} {path.relative}{chosen}"] = _describe(
+                address.revision, [sizes[name] for name in names]
+            )
+            if base is not None:
+                lines[f"base model {base.name}"] = f"commit {fetch_snapshot(base).name[:12]}"
+    return lines
+
+
+def _describe(commit: str, sizes: list[int]) -> str:
+    mebibytes = sum(sizes) / 2**20
+    size = f"{mebibytes / 1024:,.1f} GiB" if mebibytes > 1024 else f"{mebibytes:,.1f} MiB"
+    return f"commit {commit[:12]}, {len(sizes)} file{'' if len(sizes) == 1 else 's'}, {size}"

@@ -1,0 +1,71 @@
+"""Addresses of other object stores, which fsspec reads: copies in the cache, and what is refused."""
+
+from pathlib import Path
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import _registry
+
+from infra.errors import BadInput
+from infra.store.inputs import fetch_path, format_path, is_remote
+from models.config.data import FileData
+from models.data.files import file_problems
+
+
+class Bucket(MemoryFileSystem):
+    """Object store in memory, in place of Google's."""
+
+    protocol = ("gs",)
+    store: dict = {}
+    pseudo_dirs = [""]
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return MemoryFileSystem._strip_protocol(path.removeprefix("gs://"))
+
+
+@pytest.fixture
+def bucket(tmp_path, monkeypatch):
+    monkeypatch.setenv("RHEOSTAT_CACHE", str(tmp_path / "cache"))
+    fsspec.register_implementation("gs", Bucket, clobber=True)
+    Bucket.store.clear()
+    yield Bucket()
+    Bucket.store.clear()
+    _registry.pop("gs")
+
+
+def test_a_file_at_an_address_is_copied_and_copied_again_after_it_changed(bucket):
+    bucket.pipe_file("/data/rows.jsonl", b"first")
+    path = Path("gs://data/rows.jsonl")
+    assert is_remote(path) and format_path(path) == "gs://data/rows.jsonl"
+    assert fetch_path(path).read_bytes() == b"first"
+    bucket.pipe_file("/data/rows.jsonl", b"other")
+    assert fetch_path(path).read_bytes() == b"other"
+
+
+def test_a_directory_at_an_address_has_the_files_that_are_there_now(bucket):
+    bucket.pipe({"/data/model/config.json": b"{}", "/data/model/sub/a.txt": b"a"})
+    folder = fetch_path(Path("gs://data/model"))
+    assert (folder / "config.json").read_bytes() == b"{}" and (folder / "sub" / "a.txt").read_bytes() == b"a"
+    bucket.rm_file("/data/model/sub/a.txt")
+    assert not (fetch_path(Path("gs://data/model")) / "sub" / "a.txt").exists()
+
+
+def test_problems_are_read_from_an_address(bucket):
+    bucket.pipe_file("/data/rows.jsonl", b'{"prompt": "one?", "answer": "1"}\n')
+    data = FileData(path="gs://data/rows.jsonl", heldout_path="gs://data/rows.jsonl")
+    [problem] = file_problems(data, "train", 0)
+    assert problem.source == "gs://data/rows.jsonl:1"
+
+
+def test_a_missing_address_is_refused(bucket):
+    with pytest.raises(BadInput, match=r"gs://data/none does not exist"):
+        fetch_path(Path("gs://data/none"))
+
+
+@pytest.mark.parametrize("address", ["az://data/rows.jsonl"])
+def test_an_address_whose_package_is_not_installed_names_the_package(address, monkeypatch, tmp_path):
+    monkeypatch.setenv("RHEOSTAT_CACHE", str(tmp_path))
+    with pytest.raises(BadInput, match=r"az://data/rows\.jsonl needs the package adlfs"):
+        fetch_path(Path(address))
