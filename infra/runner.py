@@ -162,7 +162,7 @@ def _message_of(error: BaseException) -> str:
     try:
         return str(error)
     except BaseException:
-        return "it cannot be told"
+        return "the error has no readable message"
 
 
 def _number(result: object) -> float:

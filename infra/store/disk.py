@@ -325,7 +325,9 @@ def make_directory(path: Path, *, required: Path | None = None) -> None:
     if path.is_dir():
         return
     if path == required:
-        raise FileNotFoundError(errno.ENOENT, "the directory was deleted while it was in use", str(path))
+        raise FileNotFoundError(
+            errno.ENOENT, "the directory of the store was deleted while the store was in use", str(path)
+        )
     make_directory(path.parent, required=required)
     path.mkdir(exist_ok=True)
     sync(path.parent)

@@ -230,7 +230,9 @@ class ProblemFile(HubDatasetChoice, ChatFile, FileRules, ImageFileSettings):
     def _require_one_answer(self) -> Self:
         default = ProblemFile.model_fields["answer_column"].default
         if self.answer_columns and (self.answer_column or default) != default:
-            raise ValueError("answer_column and answer_columns cannot be combined. Remove one of them")
+            raise ValueError(
+                "answer_column and answer_columns are both set, but only one of them can be used. Remove one of them"
+            )
         return self
 
     @property

@@ -125,7 +125,8 @@ def _read_answers(place: str, row: Mapping[str, object], data: ProblemFile) -> s
     for column, value in values.items():
         if value is None or value in ("", []):
             raise BadInput(
-                f"{place}: {column}: expected a value, found {value!r}. Fill in the value, or remove the row."
+                f"{place}: {column}: the value is {value!r}, but the reference answer needs a value in each of "
+                "data.answer_columns. Fill in the value, or remove the row."
             )
     check_columns(values, source=place)
     return encode_columns(values)
@@ -146,8 +147,8 @@ def _read_answer(place: str, value: object, data: ProblemFile) -> str:
     if isinstance(value, int | float | Decimal):
         if not Decimal(value).is_finite():
             raise BadInput(
-                f"{place}: {column}: expected a finite number or text, found {value}. NaN and infinity often stand for "
-                "a missing answer. Fill in the answer, or remove the row."
+                f"{place}: {column}: the answer must be text or a finite number, found {value}. NaN and infinity "
+                "often stand for a missing answer. Fill in the answer, or remove the row."
             )
         return write_number(value)
     return read_text(place, value, column)

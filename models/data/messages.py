@@ -280,7 +280,8 @@ def read_text(place: str, value: object, column: str) -> str:
     text = _read_any_text(place, value, column)
     if not text.strip():
         raise BadInput(
-            f"{place}: {column}: the text is missing, is empty or contains only white space. Fill in the text, or remove the row."
+            f"{place}: {column}: the text is missing, is empty or contains only white space. Fill in the text, or "
+            "remove the row."
         )
     return text
 
