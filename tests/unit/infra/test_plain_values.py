@@ -82,8 +82,8 @@ NO_NUMBERS = [
     (None, "expected a float, found NoneType"),
     (np.float32("inf"), "expected a finite float, found inf"),
     (Decimal("sNaN"), "expected a finite float, found Decimal('sNaN')"),
-    (10**400, "expected a finite float, found a number above the largest float"),
-    (Fraction(10**400), "expected a finite float, found a number above the largest float"),
+    (10**400, "expected a finite float, found a number that is too large for a float"),
+    (Fraction(10**400), "expected a finite float, found a number that is too large for a float"),
 ]
 
 
