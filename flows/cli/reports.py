@@ -90,4 +90,4 @@ def _write_page(path: Path, text: str) -> int:
     try:
         return path.write_bytes(text.encode())
     except OSError as error:
-        raise BadInput(f"--to {path} cannot be written: {error.strerror or error}.") from error
+        raise BadInput(f"--to {path} cannot be written: {error.strerror or error}. Choose another file.") from error

@@ -133,7 +133,7 @@ def show(run: RunName, /, *, store: Store = DEFAULT_STORE, as_json: Json = False
     notes = [*term_lines(description), *episode_lines(description), *work_lines(description)]
     notes += cost_lines(description.costs)
     notes += [wrap_text(line) for line in summarize_warnings([report.warnings for report in description.iterations])]
-    write("\n".join([table(iteration_rows(description)) or "no sealed iteration yet", *notes]))
+    write("\n".join([table(iteration_rows(description)) or "no completed iteration yet", *notes]))
     if description.tags:
         write(f"tags {', '.join(description.tags)}")
     if description.deleted:
@@ -165,7 +165,7 @@ def plot(*run: RunNames, to: Picture = None, store: Store = DEFAULT_STORE, as_js
     try:
         target.write_bytes(picture)
     except OSError as error:
-        raise BadInput(f"{target} cannot be written: {error.strerror or error}.") from error
+        raise BadInput(f"{target} cannot be written: {error.strerror or error}. Choose another file.") from error
     write(json.dumps({"runs": run, "plot": str(target)}, indent=2) if as_json else str(target))
 
 

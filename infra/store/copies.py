@@ -87,7 +87,8 @@ def _check_listed(run: Run, entries: Sequence[Entry]) -> None:
         if is_there or key.startswith("shards/"):
             fault = "exists but is not in the listing of the store" if is_there else "is missing"
             raise Damaged(
-                f"run {run.name!r}: {key!r} in {run.store.uri} {fault}. Nothing was copied. Restore the file first."
+                f"run {run.name!r}: {key!r} in {run.store.uri} {fault}. Nothing was copied. Restore the file from "
+                "another copy of the run first."
             )
 
 

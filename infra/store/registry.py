@@ -117,7 +117,10 @@ class Registry:
         try:
             record = RegistryRecord.model_validate(fields)
         except ValidationError as error:
-            raise Damaged(f"{where}: the checksum is right, but the content is not a valid record: {error}") from error
+            raise Damaged(
+                f"{where}: the checksum is right, but the content is not a valid record of a registry. A newer "
+                f"version of Rheostat may have written it: {error}"
+            ) from error
         if record.number != number:
             raise Damaged(
                 f"{where}: the file contains record {record.number} instead of this one. Restore the file from a copy "

@@ -153,7 +153,10 @@ def _read_calls(place: str, value: object, column: str) -> list[JsonValue]:
     """
     calls = _parse_json(place, value, column)
     if not isinstance(calls, list):
-        raise BadInput(f"{place}: {column}: expected a list of tool calls, found {value!r:.60}")
+        raise BadInput(
+            f"{place}: {column}: the value must be a list of tool calls, found {value!r:.60}. Write it as a list, or "
+            "remove it."
+        )
     return [_read_call(place, call, f"{column}[{index}]") for index, call in enumerate(calls)]
 
 
@@ -174,7 +177,10 @@ def _read_call(place: str, value: object, column: str) -> JsonValue:
     arguments = {} if isinstance(arguments, str) and not arguments.strip() else arguments
     parsed = _parse_json(place, arguments, f"{column}.arguments")
     if not isinstance(parsed, dict):
-        raise BadInput(f"{place}: {column}.arguments: expected a JSON object, found {arguments!r:.60}")
+        raise BadInput(
+            f"{place}: {column}.arguments: the arguments of a tool call must be a JSON object, found "
+            f'{arguments!r:.60}. Write them as {{"name": value}}.'
+        )
     check_columns({f"{column}.arguments": parsed}, source=place)
     function["arguments"] = arguments
     if not is_wrapped:
@@ -207,7 +213,10 @@ def read_tools(place: str, value: object, column: str) -> tuple[Mapping[str, Jso
     if tools is None:
         return ()
     if not isinstance(tools, list):
-        raise BadInput(f"{place}: {column}: expected a list of JSON schemas of tools, found {value!r:.60}")
+        raise BadInput(
+            f"{place}: {column}: the value must be a list of JSON schemas of tools, found {value!r:.60}. Write it as "
+            "a list."
+        )
     parsed = [_parse_json(place, tool, f"{column}[{index}]") for index, tool in enumerate(tools)]
     for index, tool in enumerate(parsed):
         function = tool.get("function", tool) if isinstance(tool, dict) else None
@@ -230,7 +239,10 @@ def read_kwargs(place: str, value: object, column: str) -> dict[str, JsonValue]:
     if kwargs is None:
         return {}
     if not isinstance(kwargs, dict):
-        raise BadInput(f"{place}: {column}: expected an object with variables of the template, found {value!r:.60}")
+        raise BadInput(
+            f"{place}: {column}: the value must be an object that maps variables of the chat template to values, "
+            f"found {value!r:.60}. Write it as an object."
+        )
     for name in RESERVED_KWARGS:
         if name in kwargs:
             raise BadInput(

@@ -34,7 +34,10 @@ def read_table_rows(
     try:
         table = read_table(path)
     except pa.ArrowException as error:
-        raise BadInput(f"{name}: the file is not a valid {path.suffix} file: {str(error).splitlines()[0]}") from error
+        raise BadInput(
+            f"{name}: the file is not a valid {path.suffix} file: {str(error).splitlines()[0]}. Copy or download the "
+            "file again."
+        ) from error
     roots = {column: find_root(table.schema, column) for column in (*columns, *optional)}
     require_columns(name, columns, [column for column, root in roots.items() if root], list_schema_fields(table.schema))
     required, columns = columns, list(dict.fromkeys(root for root in roots.values() if root is not None))

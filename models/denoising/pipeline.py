@@ -186,7 +186,9 @@ def _loading(model: PipelineOutline, part: str) -> Iterator[None]:
             yield
     except _LOADING as error:
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise BadInput(f"{model.where}: the {part} cannot be loaded: {first}") from error
+        raise BadInput(
+            f"{model.where}: the {part} cannot be loaded: {first}. Use a complete copy of the model."
+        ) from error
 
 
 def load_denoiser(
@@ -254,7 +256,10 @@ def _weights_in(folder: Path, *, where: str) -> list[Path]:
     index = folder / f"{WEIGHTS}.index.json"
     named = set(_read_object(index).get("weight_map", {}).values()) if index.is_file() else {WEIGHTS}
     if absent := sorted(name for name in named if not (folder / name).is_file()):
-        raise BadInput(f"{where}: {folder.name}: the file {absent[0]} is missing")
+        raise BadInput(
+            f"{where}: the file {absent[0]} is missing in the folder {folder.name}. Copy or download all files of the "
+            "model"
+        )
     return [folder / name for name in sorted(named)]
 
 

@@ -53,7 +53,8 @@ def _check_template(reward: JudgeReward) -> None:
             else "only a judge with verdict.kind 'steps' reads steps"
         )
         raise BadInput(
-            f"the template {reward.template!r:.200} has {{{unused}}}, but {why}. In the template, use {{{required}}}."
+            f"the template {reward.template!r:.200} contains {{{unused}}}, but {why}. Use {{{required}}} in the "
+            "template instead."
         )
 
 

@@ -141,7 +141,9 @@ def _recorded(path: Path, resize_seconds: Sequence[float]) -> Load:
     try:
         run = MeasuredRun.model_validate_json(path.read_bytes())
     except OSError as error:
-        raise BadInput(f"--stages {path}: {error.strerror}") from None
+        raise BadInput(
+            f"--stages {path} cannot be read: {error.strerror}. Name an output of `rheostat placement RUN --stages`."
+        ) from None
     except ValidationError:
         raise BadInput(
             f"--stages {path}: the file is not an output of `rheostat placement RUN --stages`. Write it with this "

@@ -55,7 +55,7 @@ def check_environment(run: Run, *, episodes: int) -> EnvironmentCheck:
     unchecked = _reason_against(newest.rollout.environment)
     chosen = () if unchecked else tuple(islice(_sample_episodes(run, number), episodes))
     if not chosen:
-        return EnvironmentCheck(unchecked=unchecked or f"run {run.name!r} has no episode in a sealed iteration")
+        return EnvironmentCheck(unchecked=unchecked or f"run {run.name!r} has no episode in a completed iteration")
     environment = newest.rollout.environment
     assert environment is not None, "a run without an environment is not checked"
     work = ReplayWork(

@@ -53,7 +53,7 @@ def export_run(store: str, name: str, *, scores: str | None = None) -> list[str]
             numbers: Sequence[int] = [StageKey.parse(seal.key).iteration for seal in sealed_iterations(run)]
             if not numbers:
                 raise BadInput(
-                    f"Run {name!r} has no sealed iteration to export yet. Wait until its first iteration ends."
+                    f"Run {name!r} has no completed iteration to export yet. Wait until its first iteration ends."
                 )
             return [
                 export_parquet(run, export_tables(run, number), iteration_key(number))
@@ -62,7 +62,10 @@ def export_run(store: str, name: str, *, scores: str | None = None) -> list[str]
         derived = known_rescoring(run, scores)
         numbers = sealed_numbers(run, derived)
         if not numbers:
-            raise BadInput(f"{derived.label} of run {name!r} has no complete iteration to export yet.")
+            raise BadInput(
+                f"{derived.label} of run {name!r} has no completed iteration to export yet. Wait until its first "
+                "iteration ends."
+            )
         return [
             export_parquet(run, export_tables(run, number, derived), derived.iteration_key(number))
             for number in iterations_with_rollouts(run, numbers)

@@ -108,7 +108,7 @@ def write_image(run: Run, digest: str, target: Path) -> ShownImage:
     try:
         target.write_bytes(media.encoded(matches[0]))
     except OSError as error:
-        raise BadInput(f"{target} cannot be written: {error.strerror or error}.") from error
+        raise BadInput(f"{target} cannot be written: {error.strerror or error}. Choose another file.") from error
     return media.shown(matches[0])
 
 

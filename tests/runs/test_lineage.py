@@ -121,7 +121,7 @@ def test_a_version_is_found_by_registry_number_run_and_policy(store, run_lineage
         (["other@1"], "there is no registry 'other' in"),
         (["ffffffff"], "must be the beginning of the digest of exactly one policy"),
         ([], "a policy, such as assistant@champion, or --prompt ID"),
-        (["--prompt", "short"], "must be a prompt_id of 16 digits 0-9 a-f"),
+        (["--prompt", "short"], "must be a prompt_id, which has 16 digits"),
     ],
 )
 def test_an_unknown_policy_is_refused_in_one_line(run_lineage, words, message):

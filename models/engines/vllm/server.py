@@ -280,7 +280,9 @@ def _check_port(host: str, port: int) -> Iterable[int]:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise BadInput(f"port {port} on {host}: {error.strerror}") from error
+            raise BadInput(
+                f"the server cannot listen on port {port} of {host}: {error.strerror}. Choose another port"
+            ) from error
     return (port,)
 
 
