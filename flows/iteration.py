@@ -22,8 +22,8 @@ from tasks.run.stages import tag_tasks
 from tasks.tracking.follow import track_iteration, update_metrics_file
 
 CLOSE_AFTER_SECONDS = 0.05
-"""Delay in seconds before an iteration is marked as complete (sealed). Pending requests first reach the workers,
-because sealing uses the CPU."""
+"""Delay in seconds before a trained iteration is marked as complete (sealed). Sealing uses the CPU, so the delay lets
+pending requests reach the workers first."""
 
 
 async def generate_iteration(open_run: OpenRun, number: int) -> None:

@@ -12,8 +12,8 @@ from tasks.views.metrics import Accuracy
 
 
 async def measure_policy(open_run: OpenRun, policy: str) -> Accuracy | None:
-    """Measure the held-out accuracy of a policy before the first iteration. `policy` is the key of the stored policy.
-    Return None if a reward needs a model, because reward models do not exist yet."""
+    """Measure the accuracy of a stored policy on held-out problems before the first iteration. `policy` is the key of
+    the policy in the store. Return None if a reward needs a model, because reward models do not exist at this point."""
     return None if open_run.settings.scoring.model_rewards else await measure_heldout_accuracy(open_run.ref, policy)
 
 

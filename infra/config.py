@@ -160,7 +160,7 @@ def _refuse_boolean_as_float(value: object) -> object:
 
 _BEFORE: Final = {"int": _refuse_boolean_as_integer, "float": _refuse_boolean_as_float}
 _WITHIN: Final = ("schema", "items_schema", "keys_schema", "values_schema", "choices", "fields")
-"""Keys of a core schema that contain other core schemas."""
+"""Keys of a pydantic core schema whose values are or contain other core schemas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +191,8 @@ class _ReadOlder:
 
 
 def _without_booleans(schema: Any, model: type[BaseModel]) -> Any:  # noqa: ANN401 -- pydantic's, of many types
-    """Make each number in a model's core schema refuse booleans, except in nested models, which have their own
-    checks."""
+    """Return a copy of a model's pydantic core schema in which every number refuses booleans. Nested models are not
+    changed, because they have their own checks."""
     if isinstance(schema, list | tuple):
         return type(schema)(_without_booleans(each, model) for each in schema)
     if not isinstance(schema, dict):
@@ -255,8 +255,8 @@ class Settings(BaseModel):
 
 
 class Identified(Protocol):
-    """Settings with an identity: the keys and values that determine the results of a run. A run can only continue with
-    settings that have the same identity."""
+    """Settings with an identity, which are the keys and values that determine the results of a run. A run can only
+    continue with settings of the same identity."""
 
     def identity(self, recorded: Mapping[str, JsonValue] | None = None) -> dict[str, JsonValue]:
         """Return the keys and values that determine the results of a run. `recorded` is the configuration of an
@@ -379,7 +379,7 @@ def read_number_variable(variable: str, default: float) -> float:
 
 
 def fingerprint_of(config: Mapping[str, JsonValue]) -> str:
-    """Return the BLAKE2b digest of a configuration as 16 hex digits."""
+    """Return a hash of a configuration: the BLAKE2b digest of its JSON with sorted keys, as 16 hexadecimal digits."""
     return hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 

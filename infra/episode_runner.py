@@ -186,10 +186,8 @@ class ToolBox:
 
 
 def call_tool(call: ToolCall, tools: Mapping[str, Callable[..., object]]) -> str:
-    """Call a tool and return its result. If the call is invalid, return an error message for the policy.
-
-    Errors that the tool raises, except ToolError, are raised here.
-    """
+    """Call the tool that a policy requested, and return its result as text. If the call is invalid or the tool raises
+    ToolError, return an error message for the policy. Other errors of the tool are not caught."""
     if call.error:
         return f"Error: {call.error}"
     if call.name not in tools:

@@ -43,8 +43,8 @@ class RheostatError(Exception):
 
 
 class BadInput(RheostatError, ValueError):
-    """Raised when a user's input is wrong. The message contains the location of the input, the expected value and the
-    actual value."""
+    """Raised when something that the user provided, such as a setting or a file, is wrong. The message says where the
+    input is, what was expected and what was found."""
 
     exit_code = 2
 

@@ -86,10 +86,8 @@ def describe_type(value: object) -> str:
 
 
 def describe_value(value: object) -> str:
-    """Return a value for a message, without the address of an object in memory.
-
-    Plain values are written as Python writes them, shortened to 80 characters. Functions, classes and modules are
-    named, and all other values are described by their type.
+    """Return a text that shows a value in a message, without memory addresses. Plain values are written as in Python,
+    shortened to 80 characters. Functions, classes and modules are shown by name, and all other values by type.
 
     >>> describe_value([1, "a"]), describe_value(math.floor), describe_value(object())
     ("[1, 'a']", "builtin_function_or_method 'math.floor'", 'object')

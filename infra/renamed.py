@@ -46,7 +46,7 @@ class RenamedValue:
 
 @dataclass(frozen=True, slots=True)
 class Renames:
-    """Renamed keys and values of one configuration class."""
+    """Renamed keys and values of one configuration class, used to convert old names."""
 
     keys: Mapping[str, str]
     """Mapping from the old name of each renamed key to its present name."""
@@ -75,7 +75,7 @@ def find_renames(model: type[BaseModel]) -> Renames:
 
 
 renames_of: Final = cache(find_renames)
-"""Cached version of `find_renames`. The class must be completely defined."""
+"""Cached version of `find_renames`. Call it only after all types in the class's annotations are defined."""
 
 
 def _is_key(mark: object) -> bool:

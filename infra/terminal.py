@@ -34,7 +34,7 @@ WIDTH: Final = 100
 """Maximum width of the output in characters, even if the terminal is wider."""
 
 GAP: Final = "  "
-"""Space between two columns of a table."""
+"""Text between two columns of a table."""
 
 Json = Annotated[bool, Parameter(name="--json", help="print JSON")]
 """Option `--json`, which most commands have."""
@@ -43,15 +43,16 @@ MAX_PORT: Final = 65535
 
 
 def parse_whole_number(kind: object, tokens: Sequence[Token]) -> int:
-    """Convert the value of an option to an integer. Raises CoercionError if it is not a whole number. By default,
-    cyclopts would round 1.5 to 2."""
+    """Convert the value of a command-line option to an integer. Raises CoercionError if it is not a whole number. (By
+    default, cyclopts would round 1.5 to 2.)"""
     if re.fullmatch(r"[+-]?[0-9]{1,18}", tokens[0].value) is None:
         raise CoercionError(token=tokens[0], target_type=int)
     return int(tokens[0].value)
 
 
 def parse_port(kind: object, tokens: Sequence[Token]) -> int:
-    """Convert the value of an option to a port number. Raises CoercionError if it is not a valid port."""
+    """Convert the value of a command-line option to a port number. Raises CoercionError if it is not between 1 and
+    65535."""
     port = parse_whole_number(kind, tokens)
     if port == 0:
         raise CoercionError(
@@ -65,8 +66,8 @@ def parse_port(kind: object, tokens: Sequence[Token]) -> int:
 
 
 def parse_port_or_free(kind: object, tokens: Sequence[Token]) -> int:
-    """Convert the value of an option to a port number, or to 0 for any unused port. Raises CoercionError if it is not a
-    valid port."""
+    """Convert the value of a command-line option to a port number, where 0 means any unused port. Raises CoercionError
+    if it is not a valid port."""
     return 0 if tokens[0].value == "0" else parse_port(kind, tokens)
 
 
@@ -74,7 +75,8 @@ KINDS = {int: "a whole number", float: "a number"}
 
 
 def command_app(name: str, summary: str, *, version: Callable[[], str] | None = None, example: str = "") -> App:
-    """Return a command-line app, to which commands or a default function can be added."""
+    """Create a command-line app without commands. `summary` is the first line of its help, `version` returns the text
+    of `--version`, and `example` is shown at the end of the help."""
     return App(
         name=name,
         help=summary,
@@ -92,10 +94,11 @@ def command_app(name: str, summary: str, *, version: Callable[[], str] | None = 
 
 
 def run_command(app: App, arguments: Sequence[str] | None, *, again: str) -> int:
-    """Run one command of an app and return its exit code.
+    """Run one command of an app and return its exit code. `again` is a hint on how to continue, which is printed after
+    an interrupt. `arguments` defaults to `sys.argv[1:]`.
 
     The code is 2 for wrong input, 3 for a spent budget, 4 for an alarm that ends a run, 1 for other errors, and 130 or
-    143 for a signal. `again` is printed after an interrupt.
+    143 for a signal.
     """
     program = app.name[0]
     words = sys.argv[1:] if arguments is None else list(arguments)
@@ -123,7 +126,7 @@ def run_command(app: App, arguments: Sequence[str] | None, *, again: str) -> int
 
 @contextmanager
 def _print_deprecations() -> Iterator[None]:
-    """Run the block, and print a line to stderr for each deprecated name or path in a configuration. Each line is
+    """Run the block, and print one line to stderr for each deprecated name or path in a configuration. The same line is
     printed only once."""
     printed = set[str]()
     with warnings.catch_warnings():
@@ -142,8 +145,8 @@ def _print_deprecations() -> Iterator[None]:
 
 
 def _check_command(app: App, words: Sequence[str]) -> None:
-    """Raise BadInput if the words are not a command. For an unknown command with --help, cyclopts would print the help
-    of the parent command."""
+    """Raise BadInput if the words on the command line do not name a command. Without this check, cyclopts would answer
+    an unknown command with `--help` by printing the help of the parent command."""
     parents = [app.name[0]]
     for word in words:
         known = command_names(app)
@@ -159,12 +162,12 @@ def _check_command(app: App, words: Sequence[str]) -> None:
 
 
 def command_names(app: App) -> list[str]:
-    """Return the names of all commands of an app, without its options."""
+    """Return the names of all commands of an app. Options such as `--help` are not included."""
     return [name for name in app if not name.startswith("-")]
 
 
 def write(text: str, *, is_styled: bool = False) -> None:
-    """Print a text and flush it, so that a program that reads the pipe gets it immediately.
+    """Print a text to stdout and flush it, so that a program that reads the output gets it immediately.
 
     Control characters are escaped, because policies, servers and files may contain any text. If the text is styled, the
     caller must escape them.
@@ -179,8 +182,8 @@ def write_error(text: str) -> None:
 
 
 def console(stream: TextIO | None = None) -> "Console":
-    """Return a Rich console for a stream (default: stdout). It uses no colors if the stream is not a terminal or
-    NO_COLOR is set."""
+    """Return a Rich console that prints to a stream (default: stdout). It uses no colors if the stream is not a
+    terminal or NO_COLOR is set."""
     from rich.console import Console
 
     result = Console(file=stream or sys.stdout, highlight=False, markup=False, emoji=False)
@@ -189,12 +192,12 @@ def console(stream: TextIO | None = None) -> "Console":
 
 
 def terminal_width() -> int | None:
-    """Return the width of the terminal in characters, or None if the output goes to a file or a pipe."""
+    """Return the width of the terminal in characters, or None if stdout is a file or a pipe."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def wrap_text(text: str, *, indent: int = 9) -> str:
-    """Break long lines of a text between words, and indent the continuation lines."""
+    """Break long lines of a text between words. The continuation lines are indented by `indent` spaces."""
     width = min(WIDTH, terminal_width() or WIDTH)
     broken = (
         textwrap.wrap(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
@@ -204,13 +207,14 @@ def wrap_text(text: str, *, indent: int = 9) -> str:
 
 
 def fit_text(text: str) -> str:
-    """Break lines that are too long for the terminal. If the output goes to a file or a pipe, return the text
-    unchanged."""
+    """Break lines of a text that are wider than the terminal. Return the text unchanged if stdout is a file or a
+    pipe."""
     return text if terminal_width() is None else wrap_text(text)
 
 
 def table(rows: Sequence[dict[str, str]], *, drop_first: Sequence[str] = (), width: int | None = None) -> str:
-    """Return a table with a header. The first column is aligned to the left, and the other columns to the right.
+    """Format rows as a table with a header. Keys of the rows are the column headings. The first column is aligned to
+    the left, and the others to the right. Columns that do not fit are omitted.
 
     The table is at most `width` characters wide (default: the width of the terminal, unlimited in a file or a pipe).
     Columns that do not fit are omitted, and a last line lists them. The columns in `drop_first` are omitted first, in
@@ -247,8 +251,8 @@ def _row(cells: Mapping[str, str], widths: Mapping[str, int]) -> str:
 
 
 def _describe_error(error: CycloptsError) -> str:
-    """Return the message about an invalid command line, with the expected value, the actual value and the most similar
-    valid name."""
+    """Return a message about an invalid command line: the expected value, the actual value and the most similar valid
+    name."""
     from infra.validation_errors import nearest
 
     match error:
@@ -274,6 +278,6 @@ def _describe_error(error: CycloptsError) -> str:
 
 
 def _format_default(value: object) -> str | None:
-    """Return the default value of an option for the help text. Return None for a flag that is off, an empty list or no
-    value."""
+    """Return the default value of an option as it is shown in the help. Return None if nothing is shown, which is the
+    case for a flag that is off, an empty list and None."""
     return None if value is None or value is False or value == () else str(value)

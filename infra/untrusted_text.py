@@ -13,25 +13,25 @@ from typing import Final, NamedTuple
 
 _HIDDEN: Final = "***"
 _SHORTEST: Final = 6
-"""Minimum number of base64 or hexadecimal characters that are recognized as a secret. Shorter texts would match by
+"""Minimum length of a base64 or hexadecimal text that is recognized as a secret. Shorter texts would match by
 chance."""
 _NESTED: Final = 5
-"""Maximum depth to which nested escapes are decoded."""
+"""Maximum depth to which escapes inside escapes are decoded."""
 _BASE64: Final = str.maketrans("-_", "+/")
-"""Characters of the URL-safe base64 alphabet, and the corresponding characters of the standard alphabet."""
+"""Translation of the characters that are specific to URL-safe base64 to those of standard base64."""
 _ESCAPE: Final = re.compile(
     r"""(?<!\\)\\++(?:u\{(?P<braces>[0-9a-fA-F]{1,6})\}|U(?P<long>[0-9a-fA-F]{8})|u(?P<short>[0-9a-fA-F]{4})
     |x(?P<byte>[0-9a-fA-F]{2})|(?P<plain>[^\\\w\s]))|%(?P<url>[0-9a-fA-F]{2})|&\#[xX](?P<entity>[0-9a-fA-F]{1,8});?
     |&\#(?P<decimal>[0-9]{1,8});?|(?P<named>&[A-Za-z]{2,24};)""",
     re.VERBOSE,
 )
-"""Pattern of escape sequences in JSON, Python, URLs and HTML. A run of backslashes is read once, from its start."""
+"""Pattern that matches one escape sequence of JSON, Python, URLs or HTML."""
 _HEX_DIGITS: Final = str.maketrans("ABCDEF", "abcdef")
 _Span = tuple[int, int]
 
 
 class _Decoded(NamedTuple):
-    """Decoded text, and where each of its characters was in the original text."""
+    """Text with decoded escapes, and the position in the original text of each of its characters."""
 
     text: str
     starts: Sequence[int]
@@ -39,7 +39,7 @@ class _Decoded(NamedTuple):
 
 
 def make_visible(text: str) -> str:
-    r"""Return a text in which control characters are escaped, so that a terminal does not execute them.
+    r"""Escape control characters in a text, so that a terminal does not execute them.
 
     Marks of writing direction and other invisible characters are also escaped, but line breaks, tabs and spaces are
     not. The escapes are those of JSON, so that a JSON document stays valid.
@@ -58,8 +58,8 @@ def _visible_character(character: str) -> str:
 
 
 def log_visibly(*packages: str) -> None:
-    """Escape control characters in all log records of these packages, including tracebacks. Can be called several
-    times."""
+    """Escape control characters in all log records of these packages, including tracebacks. Repeated calls add
+    packages."""
     before = logging.getLogRecordFactory()
     if isinstance(before, _VisibleRecords) and {*packages} <= before.packages:
         return
@@ -67,7 +67,7 @@ def log_visibly(*packages: str) -> None:
 
 
 class _VisibleRecords:
-    """Log record factory that escapes control characters in the records of some packages."""
+    """Factory of log records that escapes control characters in the records of some packages."""
 
     def __init__(self, make: Callable[..., logging.LogRecord], packages: frozenset[str]) -> None:
         self._make, self.packages = make, packages
@@ -99,8 +99,8 @@ def redact(text: str, *secrets: str) -> str:
 
 
 def _spans(text: str, secret: str) -> Iterator[_Span]:
-    """Yield (first, last) for each part of a text that contains a secret in any encoding. Nested escapes are decoded
-    level by level."""
+    """Yield the (first, last) position of each part of a text that contains the secret, in plain or encoded form.
+    Escapes inside escapes are decoded level by level."""
     data = secret.encode("utf-8", "replace")
     dense = [_base64_core(data, before) for before in range(3)]
     dense = [core for core in dense if len(core) >= _SHORTEST]
@@ -119,10 +119,8 @@ def _spans(text: str, secret: str) -> Iterator[_Span]:
 
 
 def _find_spans(decoded: _Decoded, haystack: str, needles: Sequence[str], *, skipped: str = "") -> Iterator[_Span]:
-    """Yield the place in the original text of each needle in `haystack`.
-
-    `haystack` has the characters of the decoded text, or those that are neither white space nor `skipped`.
-    """
+    """Yield the position in the original text of each needle that occurs in `haystack`. `haystack` is the decoded text,
+    or the decoded text without white space and without the character `skipped`."""
     starts, ends = decoded.starts, decoded.ends
     for needle in needles:
         place = haystack.find(needle)
@@ -135,8 +133,8 @@ def _find_spans(decoded: _Decoded, haystack: str, needles: Sequence[str], *, ski
 
 
 def _decode_escapes(decoded: _Decoded) -> _Decoded | None:
-    """Decode the outermost escapes. Each decoded character gets the span of its escape. Return None if the text has no
-    escapes."""
+    """Decode the outermost escapes of a text. Each decoded character gets the position of its escape. Return None if
+    the text has no escapes."""
     texts, starts, ends, end = list[str](), array("q"), array("q"), 0
     for match in _ESCAPE.finditer(decoded.text):
         character = _character_of(match)
@@ -167,6 +165,7 @@ def _character_of(match: re.Match[str]) -> str:
 
 
 def _base64_core(data: bytes, before: int) -> str:
-    """Return the base64 characters that only depend on the data, if `before` other bytes precede the data."""
+    """Return the part of the base64 encoding that depends only on `data`, if `data` is encoded after `before` other
+    bytes."""
     encoded = base64.b64encode(bytes(before) + data).decode()
     return encoded[-(-8 * before // 6) : 8 * (before + len(data)) // 6]

@@ -7,10 +7,10 @@ from typing import Final
 from infra.errors import BadInput
 
 MAX_MEBIBYTES: Final = 256
-"""Maximum size in MiB of a text file. A larger file is not read."""
+"""Maximum size in MiB of a text file that is read. A larger file is refused."""
 
 LFS_POINTER: Final = b"version https://git-lfs"
-"""First bytes of a Git LFS pointer: the text file that stands in a checkout until Git LFS downloads the large file."""
+"""First bytes of a Git LFS pointer file, which takes the place of a large file until Git LFS downloads it."""
 FETCH_LFS: Final = "is a Git LFS pointer, not the file itself. Run `git lfs pull` in its directory"
 
 _KINDS: Final = (
@@ -23,8 +23,8 @@ _KINDS: Final = (
 
 
 def describe_irregular(path: Path) -> str:
-    """Return the kind of a file that is not a regular file, such as "a pipe". Return "" for a regular file or a link to
-    one.
+    """Describe a file that is not a regular file, such as "a pipe" or "a directory". Return "" for a regular file or a
+    link to one.
 
     Reading a pipe or a device may block or never end. Raises OSError if the path does not exist or is not accessible.
     """
@@ -33,7 +33,7 @@ def describe_irregular(path: Path) -> str:
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Return whether a file contains only a reference to the actual file, which `git lfs pull` downloads."""
+    """Return whether a file is only a pointer to a large file, which `git lfs pull` would download."""
     with path.open("rb") as file:
         return file.read(len(LFS_POINTER)) == LFS_POINTER
 

@@ -17,8 +17,8 @@ NAMES = 20  # names that are listed if none is similar
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> str:
-    """Explain all problems of an invalid configuration in one line. Unknown keys come first, because they often cause
-    the other problems."""
+    """Describe all problems of an invalid configuration in one line, from pydantic's error. `root` is the class of the
+    configuration. Unknown keys come first, because they often cause the other problems."""
     errors = error.errors()
     # A list with wrong items is also reported as too short. Only the innermost problem helps.
     inner = {problem["loc"][:depth] for problem in errors for depth in range(1, len(problem["loc"]))}
@@ -30,7 +30,8 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """Return a suggestion `; did you mean 'x'?` with the most similar known name, or "" if no known name is similar."""
+    """Return the text `; did you mean 'x'?` with the known name that is most similar to `name`, or "" if no known name
+    is similar."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -62,8 +63,8 @@ _TARGET_PATTERN: Final = r"^[\w.]+:[\w.]+$"
 
 
 def _describe_pattern(pattern: str, value: str) -> str:
-    """Describe the texts that a pattern accepts. For a pattern of names, suggest a valid name that is similar to the
-    value."""
+    """Describe which texts a regular expression accepts. If it is a pattern of names, suggest a valid name that is
+    similar to `value`."""
     if pattern == _TARGET_PATTERN:
         return "must have the form module:function"
     if (name := _NAME_PATTERN.fullmatch(pattern)) is None:
@@ -78,7 +79,7 @@ def _describe_pattern(pattern: str, value: str) -> str:
 
 
 def _translate(message: str) -> str:
-    """Replace the Python terms in a message of pydantic by TOML terms."""
+    """Replace terms of Python in a message of pydantic by terms of TOML, such as "dictionary" by "table"."""
     for words, plain in [
         (r"^Input should be a valid dictionary.*", "must be a table"),
         (r"^Input should be a valid tuple", "must be a list"),
@@ -93,8 +94,8 @@ def _translate(message: str) -> str:
 
 
 def _locate(location: Sequence[int | str], root: type[BaseModel]) -> tuple[str, Models, Models]:
-    """Find out what an error is about: return the dotted key without union tags, the models that can contain the last
-    part of the key, and all variants of the innermost union."""
+    """Find the settings to which an error refers. Return the dotted key without pydantic's tags of unions, the classes
+    that can contain the last part of the key, and all variants of the innermost union."""
     models: Models = [root]
     variants: Models = [root]
     key: list[str] = []
@@ -110,7 +111,7 @@ def _locate(location: Sequence[int | str], root: type[BaseModel]) -> tuple[str, 
 
 
 def _variants_at(location: Sequence[int | str], root: type[BaseModel]) -> Models:
-    """Return the models that a table at this location in the configuration can have."""
+    """Return the settings classes that are possible for the table at this location in the configuration."""
     _, models, _ = _locate([*location, ""], root)
     return models
 
@@ -143,12 +144,13 @@ def _field_models(model: type[BaseModel], name: str) -> Models:
 
 
 def field_models(field: FieldInfo) -> Models:
-    """Return all models that the value of a field can have: its annotated variants, or the models in its type."""
+    """Return all settings classes that the value of a field can have: those in its annotation with variants, or else
+    those in its type."""
     return _marked_variants(field.metadata) or models_in(field.annotation)
 
 
 def models_in(annotation: object) -> Models:
-    """Return all models that a type annotation contains, including those in unions, tuples and variants."""
+    """Return all settings classes in a type annotation, including those in unions, tuples and lists of variants."""
     if variants := _marked_variants(getattr(annotation, "__metadata__", ())):
         return variants
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -157,12 +159,12 @@ def models_in(annotation: object) -> Models:
 
 
 def _marked_variants(metadata: Sequence[object]) -> Models:
-    """Return the variants that are listed in the metadata of an annotation."""
+    """Return the variants (alternative settings classes) that are listed in the metadata of an annotation."""
     return [model for mark in metadata for model in getattr(mark, "variants", ())]
 
 
 def _tags(models: Models) -> list[str]:
-    """Return the values of `kind` that select these models."""
+    """Return the values of the key `kind` that select these settings classes."""
     return [
         str(tag)
         for model in models

@@ -23,11 +23,11 @@ V = TypeVar("V", bound="Variant")
 
 
 class Variant(Settings):
-    """Base class of all variants. Variants are alternative configuration classes for a setting, selected by `kind` or
-    `target`."""
+    """Base class of variants: alternative classes for the same setting. Users select a variant with `kind`, or their
+    own class with `target`."""
 
     implementation: ClassVar[str]
-    """Import string `pkg.mod:name` of the code that implements the variant. The code is imported only when it is
+    """Import string `pkg.mod:name` of the code that this variant configures. The code is imported only when it is
     needed."""
 
     @property
@@ -37,18 +37,18 @@ class Variant(Settings):
 
     @property
     def known_as(self) -> str:
-        """Old name of `label`, kept for users' variants. Using it prints a deprecation warning."""
+        """Old name of `label`, which users' variants may still use. Using it prints a deprecation warning."""
         warnings.warn("known_as is deprecated and will be removed. Use label instead.", FutureWarning, stacklevel=2)
         return self.label
 
     def ships_with(self, package: str) -> bool:
-        """Return whether the class and its implementation both belong to a top-level package, whose tests check that
-        they match."""
+        """Return whether this class and its implementation are both part of the top-level package `package`. The tests
+        of that package then check that they match."""
         return all(name.startswith(f"{package}.") for name in (type(self).__module__, self.implementation))
 
 
 class Target(Settings):
-    """A class of your own, created from options."""
+    """User's own class for a setting, created from options."""
 
     kind: Literal["target"] = "target"
     target: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
@@ -57,7 +57,8 @@ class Target(Settings):
     """Values of the fields of the class."""
 
     def build(self, base: type[V], options: object, *, context: object = None) -> V:
-        """Import the class and create an object from the options, which are validated in the given context.
+        """Import the class that the user named, and create an object of it from the options. `base` is the required
+        base class, and `context` is the validation context of the options.
 
         Raises BadInput if the class cannot be imported (the message suggests the most similar name), is not a subclass
         of `base`, lacks a class variable, or does not accept the options.
@@ -80,10 +81,8 @@ class Target(Settings):
 
 @dataclass(frozen=True)
 class OneOf:
-    """Annotation of a setting that lists the classes (variants) from which users can choose with `kind`.
-
-    The last variant is a `Target`, which represents any user's class.
-    """
+    """Annotation that lists the alternative classes (variants) of a setting, among which users choose with `kind`. The
+    last one is a `Target`, which represents any class of the user."""
 
     variants: tuple[type[Settings], ...]
 
@@ -115,12 +114,13 @@ class OneOf:
 
 
 def implementation_of(variant: Variant) -> object:
-    """Import the implementation of a variant and return it. Raises BadInput if it cannot be imported."""
+    """Import the code that implements a variant, and return it. Raises BadInput if it cannot be imported."""
     return find_target(variant.implementation, where=f"{variant.label!r}")
 
 
 def check_implementation(variant: Variant, *parameters: str, where: str, named: Iterable[str] = ()) -> None:
-    """Raise BadInput unless the implementation of a variant can be imported and accepts these parameters."""
+    """Raise BadInput unless the code that implements a variant can be imported and called with these parameters.
+    Parameters in `named` are passed by keyword. The message starts with `where`."""
     place = f"{where} {variant.label!r}: implementation {variant.implementation!r}"
     check_function(variant.implementation, *parameters, where=place, named=named)
 

@@ -29,6 +29,8 @@ from tasks.run.stages import commit_decision, run_once, stage
 
 logger = logging.getLogger(__name__)
 
+DROPPED: Final = {"too_long": "too long", "empty": "empty"}
+"""Metrics of prompts that count the problems that are left out, with the reason in words."""
 MAX_SHOWN_PROBLEMS: Final = 3
 """Maximum number of left-out problems per data source that the log names. The stored record of the prompts lists all of
 them."""
@@ -58,10 +60,11 @@ async def make_prompts(open_run: OpenRun, base: Manifest, split: str) -> Manifes
     manifest = await run_once(
         open_run, PROMPTS[split], role="preparation", method="make_prompts", work=work, parents=[base]
     )
-    if left_out := manifest.metrics.get("too_long"):
-        num_problems = manifest.metrics["prompts"] + left_out
-        what = f"{left_out:,.0f} of {num_problems:,.0f} problems left out because they are too long"
-        logger.info("prompts %s: %s (data.on_too_long)%s", split, what, "" if existing is None else FROM_STORE_SUFFIX)
+    num_problems = sum(manifest.metrics.get(name, 0) for name in ("prompts", *DROPPED))
+    for name, reason in DROPPED.items():
+        if left_out := manifest.metrics.get(name):
+            what = f"{left_out:,.0f} of {num_problems:,.0f} problems left out because they are {reason}"
+            logger.info("prompts %s: %s (data.drop)%s", split, what, "" if existing is None else FROM_STORE_SUFFIX)
     if isinstance(left_out_problems := manifest.detail.get("left_out"), dict):
         examples = "; ".join(f"{place} {why}" for place, why in [*left_out_problems.items()][:MAX_SHOWN_PROBLEMS])
         more = "; …" if len(left_out_problems) > MAX_SHOWN_PROBLEMS else ""

@@ -42,7 +42,7 @@ async def _judge_shard(open_run: OpenRun, batch: Batch, shard: int, term: str) -
         model=policy_of(served[0]) if served else None,
         seed=settings.seed,
         media=(*batch.media, *picture_shards_of(rollouts)),
-        prompts=batch.prompts.shards[0] if _takes_messages(settings.scoring.model_rewards[term]) else None,
+        prompts=batch.prompts.shards[0] if _needs_prompts(settings.scoring.model_rewards[term]) else None,
     )
     key = plan.shard_key(reward_model_role(term), shard)
     return await run_once(
@@ -50,9 +50,9 @@ async def _judge_shard(open_run: OpenRun, batch: Batch, shard: int, term: str) -
     )
 
 
-def _takes_messages(reward: ServedReward) -> bool:
-    """Return whether the model that computes a reward receives chat prompts as messages, not as rendered text."""
-    return reward.chat_prompt == "messages"
+def _needs_prompts(reward: ServedReward) -> bool:
+    """Return whether the model that computes a reward receives chat prompts as messages, or the rubrics of prompts."""
+    return reward.chat_prompt == "messages" or reward.uses_rubric
 
 
 async def _score_shard(open_run: OpenRun, batch: Batch, shard: int) -> Manifest:

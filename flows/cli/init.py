@@ -171,7 +171,8 @@ def init(
 def _write_proposed_job(
     folder: Path, data: str, policy: str, judge: str | None, prompt_column: str | None, answer_column: str | None
 ) -> None:
-    """Write a job for a file of problems and a policy, and print what was recognized, the plan and the next step.
+    """Write a job for the user's file of problems and policy, and print what was recognized in them, the plan of the
+    run, and the command that starts it. `judge` is the directory of a model that scores completions, if given.
 
     Raises BadInput, with nothing written, if the job would not start.
     """
@@ -201,7 +202,7 @@ def _write_proposed_job(
 
 
 def _write_deployments(folder: Path) -> None:
-    """Write the files for deployments, and print the next steps."""
+    """Write the files for deployments on a Prefect server to a folder, and print the commands to run next."""
     _write_files(folder, _read_deployment_files())
     _print_files(folder, DEPLOYMENT_FILES)
     enter = f"cd {shlex.quote(str(folder))} && export PREFECT_PROFILE=rheostat RHEOSTAT_HOME=$PWD"
@@ -214,7 +215,7 @@ def _write_deployments(folder: Path) -> None:
 
 
 def _write_example(folder: Path) -> None:
-    """Write a job with problems and a reward, and print the next steps."""
+    """Write an example job (configuration, problems and a reward) to a folder, and print the commands to run next."""
     job = folder / "job.toml"
     texts = {
         "job.toml": JOB.format(
@@ -249,7 +250,7 @@ def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def _require_new(folder: Path, names: Sequence[str]) -> None:
-    """Raise BadInput if one of these files exists in the folder, or the folder cannot be created."""
+    """Raise BadInput if one of the files `names` exists in the folder, or if the folder cannot be created."""
     above = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
     if not above.is_dir():
         raise BadInput(

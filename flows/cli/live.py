@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS: Final = 1.0
 REMOTE_SECONDS: Final = 5.0
-"""Interval in seconds between two reads of a remote store, where each read takes several requests."""
+"""Interval in seconds between two reads of a remote store. It is longer than for a local store, because each read takes
+several requests."""
 CHECKING: Final = "checking the configuration, the data and the policy"
 STARTING: Final = "starting workers and Prefect's server"
 BAR: Final = 28
@@ -35,8 +36,8 @@ SPARKS: Final = "▁▂▃▄▅▆▇█"
 
 @contextmanager
 def show_run(store: str, name: str, *, iterations: int, verbosity: Verbosity, as_json: bool) -> Iterator[None]:
-    """Show the run that this process trains during the block: as a live page on a terminal, otherwise as
-    plain lines."""
+    """Run the block, which trains a run in this process, and show the run's progress. On a terminal this is a live
+    page, otherwise plain lines are printed."""
     terminal = console()
     if as_json or verbosity != "normal" or not terminal.is_terminal or terminal.is_dumb_terminal:
         log_progress(quiet=as_json, verbosity=verbosity)
@@ -163,7 +164,8 @@ def draw_page(status: "RunProgress", *, seconds: float) -> "RenderableType":
 
 
 def draw_sparkline(values: Sequence[float | None]) -> str:
-    """Draw the newest values as a row of bars, scaled between their minimum and maximum."""
+    """Draw the newest values as one line of text with bars, whose heights are scaled between the minimum and maximum.
+    None is skipped."""
     known = [value for value in values[-BAR:] if value is not None]
     low, span = min(known, default=0.0), (max(known, default=0.0) - min(known, default=0.0)) or 1.0
     return "".join(SPARKS[round((value - low) / span * (len(SPARKS) - 1))] for value in known)

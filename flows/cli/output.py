@@ -177,8 +177,8 @@ def recredited_rows(lines: Sequence[RecreditedIteration]) -> Rows:
 
 
 def rollout_text(sample: RolloutPreview) -> str:
-    """Return the text to print for a completion: a line with reward and length, then the prompt and the completion,
-    which is bold on a terminal."""
+    """Return the text to print for one completion: a line with its reward and length, then the prompt and the
+    completion. On a terminal, the completion is bold."""
     bold, plain = ("\x1b[1m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
     reward = "missing" if sample.reward is None else f"{sample.reward:g}"
     answer = f", answer {_last_line(sample.answer)}" if sample.answer else ""

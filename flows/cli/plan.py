@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterator, Mapping
 from math import ceil
+from typing import Final
 
 import psutil
 
@@ -43,8 +44,8 @@ class RunPlan(Settings):
 
 
 def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
-    """Check a job and summarize what its run would do, without writing anything. Raises BadInput in the same cases as
-    the run itself."""
+    """Check a job and summarize what its run would do, without writing anything. Raises BadInput if the run itself
+    could not start."""
     config = with_recorded_defaults(config)
     run = find_matching_run(config, accept_change=accept_change)
     result = asyncio.run(preflight(config, part="plan"))
@@ -64,7 +65,7 @@ def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
         f"{_format_count(shards, 'shard')} (data files of up to {rollout.shard_prompts} prompts)"
         f"{_describe_waves(config)}",
         "problems": f"{facts['train_problems']:,.0f} training, {facts['heldout_problems']:,.0f} held out"
-        + (f"; {facts['too_long']:,.0f} left out because they are too long" if facts["too_long"] else ""),
+        + _describe_dropped({**_find_dropped(facts, "dropped/"), "too_long": facts["too_long"]}),
         **_describe_images(config, facts, "images"),
         **_describe_images(config, facts, "warm-up images"),
         **describe_hub_inputs(config),
@@ -182,7 +183,7 @@ def _list_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
 
 
 def list_data_notes(config: RunConfig, facts: dict[str, float]) -> Iterator[str]:
-    """Yield sentences about the problems and the policy's files that the user may not expect."""
+    """Yield notes about the problems and the policy's files that may surprise the user, such as duplicate problems."""
     if repeated := int(facts["repeated_problems"]):
         others = "is a duplicate of another" if repeated == 1 else "are duplicates of others"
         yield (
@@ -246,7 +247,26 @@ def _describe_preferences(config: RunConfig, facts: dict[str, float]) -> dict[st
     if config.preferences is None:
         return {}
     dpo = {} if config.dpo is None else {"DPO": f"{config.dpo.steps:,} steps of {config.dpo.batch_size} pairs"}
-    return {"preferences": f"{facts['train_pairs']:,.0f} pairs, {facts['heldout_pairs']:,.0f} held out", **dpo}
+    dropped = _describe_dropped(_find_dropped(facts, "dropped_pairs/"))
+    return {"preferences": f"{facts['train_pairs']:,.0f} pairs, {facts['heldout_pairs']:,.0f} held out{dropped}", **dpo}
+
+
+DROPPED: Final = {
+    "too_long": "too long",
+    "empty": "empty",
+    "ties": "ties",
+    "mismatched": "completions of different prompts",
+}
+"""Descriptions of the reasons for which rows of data are left out."""
+
+
+def _find_dropped(facts: Mapping[str, float], prefix: str) -> dict[str, float]:
+    return {name.removeprefix(prefix): value for name, value in facts.items() if name.startswith(prefix)}
+
+
+def _describe_dropped(dropped: Mapping[str, float]) -> str:
+    """Describe how many rows are left out, by reason. Empty if there are none."""
+    return "".join(f"; {number:,.0f} left out ({DROPPED[reason]})" for reason, number in dropped.items() if number)
 
 
 def _describe_evaluations(config: RunConfig) -> str:

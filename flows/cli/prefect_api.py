@@ -113,11 +113,11 @@ def configured_api() -> Iterator[str | None]:
 
 @contextmanager
 def prefect_api(*modules: str, port: int | None = None) -> Iterator[str]:
-    """Run the block with the configured Prefect API, or with a new local server.
+    """Run the block with the Prefect API that the user has configured, or else with a new local server. Yields the URL
+    of the API. `modules` are imported while the server starts, because both take seconds.
 
-    `modules`, which import Prefect, are imported while the server starts, because both take seconds. Yields the URL of
-    the API. Raises BadInput if the requested port is not free or a configured API makes it useless, ApiFailed if the
-    API does not answer.
+    Raises BadInput if the requested port is not free or a configured API makes it useless, ApiFailed if the API does
+    not answer.
     """
     set_defaults()  # before the import of Prefect, which reads them
     from prefect.settings import (
@@ -267,9 +267,10 @@ CANCEL_SECONDS = 1.0
 
 
 def run_flow(flow: "Coroutine[object, object, R]") -> R:
-    """Run a flow to its end and return its result. If several controllers fail together, the first cause is raised.
+    """Run a flow to its end and return its result. SIGTERM cancels the flow like Ctrl-C, and both then raise
+    KeyboardInterrupt with the signal's number.
 
-    SIGTERM cancels the flow like Ctrl-C. Both end in a KeyboardInterrupt with the signal's number.
+    If several controllers fail together, the first cause is raised.
     """
     numbers: list[int] = []
     ending, serving = ForcedExit(), find_own_server()

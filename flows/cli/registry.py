@@ -67,7 +67,7 @@ def retrain(
     accept_change: AcceptChange = False,
     as_json: Json = False,
 ) -> None:
-    """Retrain the champion as a run named after the day, compare both, and promote the better one."""
+    """Retrain the champion on new data as a run named after the day, and promote the new policy if it is better."""
     from tasks.config.documents import place_overrides
 
     if times < 1:
@@ -141,7 +141,8 @@ def gate(config: Config, /, *overrides: Overrides, store: StoredIn = None, as_js
 
 
 def registry(name: AnyRegistry = None, /, *, store: Store = DEFAULT_STORE, as_json: Json = False) -> None:
-    """List the versions of a policy that were promoted, kept back, rejected or rolled back, and the reasons."""
+    """List the recorded decisions about the versions of a policy, such as promotions and rollbacks, with their
+    reasons."""
     from infra.store.registry import open_existing_registry, registries
 
     names = registries(store) if name is None else [name]
@@ -165,7 +166,7 @@ def registry(name: AnyRegistry = None, /, *, store: Store = DEFAULT_STORE, as_js
 def promote(
     name: RegistryName, run: ProposedRun, /, *, reason: Reason, store: Store = DEFAULT_STORE, as_json: Json = False
 ) -> None:
-    """Sign a proposal, so that its policy becomes champion (for promotion.approve = "manual")."""
+    """Approve a proposed policy, so that it becomes the champion (for promotion.approve = "manual")."""
     from tasks.promotion.registry import promote as sign
 
     _report_record(store, name, *sign(store, name, run, reason=reason), as_json=as_json)

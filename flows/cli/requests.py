@@ -181,10 +181,8 @@ def _read_scoring(run: Run, scores: str | None) -> ScoringConfig:
 
 
 def stored_configuration(run: Run, store: str, overrides: Sequence[str], *, scoring: ScoringConfig) -> RunConfig:
-    """Return the configuration of a stored run with other rewards, for computing new scores or advantages.
-
-    Raises BadInput for overrides of other keys than pools.*.
-    """
+    """Return the configuration of a stored run with other rewards (`scoring`), for computing new scores or advantages.
+    Raises BadInput if an override is not a setting in [pools]."""
     for override in overrides:
         if not override.startswith("pools."):
             raise BadInput(
@@ -262,8 +260,8 @@ def parse_model(document: Mapping[str, object], model: type[M], *, source: str) 
 
 
 def parse_iterations(text: str | None, run: Run) -> tuple[int, ...]:
-    """Parse `3`, `3-7` or `1,3-5` into iteration numbers. None selects all complete iterations that still have
-    rollouts.
+    """Parse a list of iterations such as `3`, `3-7` or `1,3-5`, and return their numbers. None selects all finished
+    iterations whose rollouts still exist.
 
     Raises BadInput for numbers that are not sealed, and for other texts.
     """

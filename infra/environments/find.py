@@ -25,8 +25,8 @@ marks an environment whose installation did not finish."""
 IMPORT_SECONDS: Final = 300.0
 
 ANSWER_SECONDS: Final = 60.0
-"""Maximum time in seconds for importing an engine. An import usually takes 5 to 15 s, but much longer on a cold
-disk."""
+"""Maximum time in seconds for a command to respond, such as the import of an engine. An import usually takes 5 to 15 s,
+but much longer if its files are not in the disk cache."""
 DRIVER: Final = Path("/proc/driver/nvidia/version")
 
 IMPORT: Final = """
@@ -126,12 +126,12 @@ def _query_gpus(*options: str) -> str | None:
 
 
 def pins_path(engine: str, platform: Platform) -> Path:
-    """Return the path of the file that pins every package of an engine's environment."""
+    """Return the path of the file that pins the version of every package in an engine's environment."""
     return DISTRIBUTIONS[engine].pins / f"{engine}-{platform}.txt"
 
 
 def pins_digest(engine: str, platform: Platform) -> str:
-    """Return the BLAKE3 digest of the file that pins every package of an engine's environment."""
+    """Return the BLAKE3 digest of the file that pins the version of every package in an engine's environment."""
     return blake3(pins_path(engine, platform).read_bytes()).hexdigest()
 
 
@@ -160,8 +160,8 @@ def read_stamp(directory: Path) -> Stamp | None:
 
 
 def complete(directory: Path, engine: str, *, platform: Platform) -> Environment | None:
-    """Return the environment in a directory if it is complete and up to date. Return None if it is incomplete, was
-    created with other package versions, or has no Python executable."""
+    """Return the environment of an engine in a directory if its installation is complete and up to date. Return None if
+    the installation is incomplete, has other package versions, or has no Python executable."""
     stamp = read_stamp(directory)
     if stamp is None or stamp.made is None or stamp.pins != pins_digest(engine, platform):
         return None

@@ -81,7 +81,7 @@ EMBEDDED_ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True)
 class Preload:
-    """Modules that an embedded cluster imports once for all workers, and the number of threads per worker."""
+    """Modules that an embedded cluster imports once for all workers, and the number of CPU threads per worker."""
 
     modules: tuple[str, ...]
     threads: int = 1

@@ -53,7 +53,8 @@ class RoleLoad:
 
 
 class Fleet:
-    """Worker slots that several roles share, with one pool of workers per role. Use a fleet in one event loop only.
+    """Worker slots (places for one worker each) that several roles share, with a pool of workers per role. Use a fleet
+    in one event loop only.
 
     The process that calls `arrange` owns the workers. Other processes can only use workers that are awake. A sleeping
     worker has freed its memory but keeps its process, and is woken when its slots are assigned to its role again.
@@ -94,7 +95,8 @@ class Fleet:
             return self.slots
 
     def role(self, role: str) -> Pool:
-        """Return the pool of a role. While no worker of the role is awake, work in this pool waits."""
+        """Return the pool of workers of a role. Work that is sent to the pool waits while no worker of the role is
+        awake."""
         return self._pools[role]
 
     def load(self) -> dict[str, RoleLoad]:
@@ -177,9 +179,8 @@ class Fleet:
         )
 
     def _awake(self, growing: Set[str] = frozenset()) -> list[Assignment]:
-        """Return the assignments of awake workers, in the order in which they should be kept: busy workers first, idle
-        workers last. Within each group, assignments come last if a worker of a role in `growing` sleeps in the same
-        slots."""
+        """Return the assignments of awake workers, busy workers first. Within each group, assignments come last if a
+        worker of a role in `growing` sleeps in the same slots."""
         order = {SlotState.BUSY: 0, SlotState.FALLING_ASLEEP: 0, SlotState.STARTING: 1, SlotState.IDLE: 2}
         assignments = [(assignment, slot) for assignment, slot in self._worker_slots() if slot.is_awake]
         asleep = {
@@ -278,7 +279,7 @@ class Fleet:
         return ClusterFailed(f"{have}, but {wanted}. {waited} Run the same command again to continue.")
 
     def _remaining_wait(self) -> float:
-        """Return the number of seconds for which the fleet may continue to wait for more slots."""
+        """Return the seconds for which the fleet may still wait for more slots. The first call starts the wait."""
         now = time.monotonic()
         self._few_since = now if self._few_since is None else self._few_since
         return self._few_since + self._wanted.wait_seconds - now

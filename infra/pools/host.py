@@ -23,9 +23,9 @@ from infra.pools.inputs import WorkInputs, open_inputs
 from infra.processes.heap import return_freed_memory
 
 WORK = "work"
-"""Ray concurrency group with one thread, which creates the worker and runs its methods one after another."""
+"""Name of the Ray concurrency group that creates the worker and runs its methods one after another, in one thread."""
 WATCH = "watch"
-"""Ray concurrency group with one thread, which responds to status calls while the work thread is busy."""
+"""Name of the Ray concurrency group that responds to status calls in a second thread, while the worker is busy."""
 LIFE = "life"
 """Ray concurrency group for one call that never returns. When the process ends, this call fails, which tells the caller
 that the process has ended."""
@@ -103,8 +103,8 @@ class Raised:
 
 
 class Host:
-    """Object in a worker's process that creates the worker and calls its methods for the pool. The class of the worker
-    is given by an import string (`pkg.mod:Class`)."""
+    """Object in a worker's process through which a pool uses the worker. It creates the worker, calls its methods, and
+    reports its state."""
 
     def __init__(self, *, asleep: bool = False) -> None:
         """Create a host without a worker. With `asleep`, the host accepts no work until `wake` is called."""
@@ -158,8 +158,8 @@ class Host:
         return _capture_result(work)
 
     def wake(self, record: object) -> Returned | Raised:
-        """Start to accept work. If the record is not None, it is first passed to the worker's method `take`, which
-        prepares the worker, for example by loading a model."""
+        """Make the worker accept work. If the record is not None, the worker first processes it with its method `take`,
+        for example to load a model."""
 
         def rouse() -> object:
             served = None if record is None else self._call("take", record)
@@ -169,7 +169,7 @@ class Host:
         return _capture_result(rouse)
 
     def sleep(self) -> Returned | Raised:
-        """Stop accepting work. If the worker has a method `sleep`, call it so that the worker frees its memory."""
+        """Make the worker refuse work from now on, and free its memory by calling its method `sleep` if it has one."""
 
         def doze() -> object:
             self._asleep = True

@@ -65,8 +65,8 @@ class WorkInputs:
 
     @cached_property
     def _tombstones(self) -> frozenset[str]:
-        """Names of the run's tombstones (records of deletions). They can be cached, because no process adds tombstones
-        of single shards while the run is locked."""
+        """Names of the run's tombstones (records of deletions). They are cached, because no process adds tombstones of
+        single shards while the run is locked."""
         return frozenset(self._store.children("manifests/retention"))
 
 

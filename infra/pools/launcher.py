@@ -24,7 +24,7 @@ class SlotCount:
     min_slots: int = 1
     """Minimum number of slots with which the fleet continues after machines have left."""
     wait_seconds: float = 180
-    """Maximum seconds for which the fleet waits if it has fewer than `min_slots` slots."""
+    """Maximum time in seconds to wait when the fleet has fewer than `min_slots` slots."""
 
 
 class Worker(Protocol):
@@ -122,8 +122,8 @@ class SlotLauncher(Launcher, Protocol):
         ...
 
     async def reserve(self, wait_seconds: float) -> None:
-        """Reserve the initial slots of the fleet. Raises ClusterFailed if they are not available within
-        `wait_seconds`."""
+        """Reserve the initial slots of the fleet, and wait for them. Raises ClusterFailed if they are not available
+        within `wait_seconds`."""
 
     def release(self) -> None:
         """Release the reserved slots."""

@@ -8,7 +8,7 @@ from infra.pools.slot import Assignment, Change
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Record of a change in one slot: a worker was started, woken or put to sleep."""
+    """Record of a change in one slot of a fleet: a worker was started, woken or put to sleep."""
 
     slot: int
     before: str | None

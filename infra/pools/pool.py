@@ -25,11 +25,12 @@ worker's slot."""
 
 
 class Pool:
-    """Pool of interchangeable workers that run work units. Use a pool in one event loop only.
+    """Pool of interchangeable workers that run work units (requests to do some work). Use a pool in one event loop
+    only. If a worker is lost, the pool replaces it, and another worker runs its work unit. If a worker raises an error,
+    the work unit is not run again.
 
-    If a worker is lost, the pool replaces it and runs its work unit again on another worker. If a worker raises an
-    error, the work unit is not run again. If the pool belongs to a fleet, the fleet starts and stops the workers, and
-    work units wait until a worker is awake. Otherwise the pool always has `spec.size` workers.
+    If the pool belongs to a fleet, the fleet starts and stops the workers, and work units wait until a worker is awake.
+    Otherwise the pool always has `spec.size` workers.
     """
 
     def __init__(
@@ -244,7 +245,8 @@ class Pool:
             turn.set_result((slot, slot.worker))
 
     def _next_for(self, slot: WorkerSlot) -> tuple[Turn, object]:
-        """Remove the next work unit for a worker from the queue, and return it with its future.
+        """Remove the next work unit for a worker from the queue, and return it with its future. Work whose inputs the
+        worker has already downloaded comes first.
 
         The first choice is a work unit that was announced to this worker, so that it has downloaded the inputs. The
         second choice is the oldest work unit that was announced to no worker, and the last choice is the oldest work
@@ -263,8 +265,8 @@ class Pool:
         return {turn for turn in turns if turn is not None and turn in self._queue}
 
     def _look_ahead(self) -> None:
-        """Announce one waiting work unit to each busy worker, so that the worker downloads the inputs before the work
-        unit begins."""
+        """Announce one waiting work unit to each busy worker, so that the worker can download the inputs of its next
+        work in advance."""
         announced = self._announced_turns()
         others = (turn for turn in self._queue if turn not in announced)
         for slot in self._slots.values():

@@ -48,12 +48,12 @@ class SlotState(enum.Enum):
     IDLE = enum.auto()
     BUSY = enum.auto()
     FALLING_ASLEEP = enum.auto()
-    """Slot whose worker is freeing its memory in order to sleep."""
+    """Slot whose worker is freeing its memory, which is the last step before it is asleep."""
     ASLEEP = enum.auto()
 
 
 class WorkerSlot:
-    """Slot of a pool, with at most one worker process at a time. The worker's name contains its generation number.
+    """Slot of a pool: a place for one worker process at a time. If a worker is lost, a new process takes its place.
 
     Each replacement gets the next generation number, so that no name is used twice. If several processes replace the
     same worker, they use the same name and therefore get the same worker.
@@ -145,7 +145,7 @@ class WorkerSlot:
         return seconds
 
     async def end(self) -> None:
-        """Kill the worker process and wait until its memory is free."""
+        """Kill the worker process, and wait until its memory is free."""
         if self.worker is not None:
             self.worker.kill()
             await self.worker.await_exit()

@@ -87,7 +87,7 @@ class ReservedSlot:
 
 @dataclass(frozen=True, slots=True)
 class Done(Generic[R]):
-    """Result of a work unit, with its duration and the worker that ran it."""
+    """Result of a work unit that a worker has run, with its duration and the worker."""
 
     result: R
     seconds: float
@@ -102,7 +102,7 @@ class Done(Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class WorkerProcess:
-    """Live worker in a Ray process (an actor)."""
+    """Live worker that runs in its own Ray process (an actor)."""
 
     role: str
     name: str

@@ -34,7 +34,7 @@ from infra.untrusted_text import make_visible
 START_SECONDS: Final = 120.0
 """Maximum seconds for a child process to import users' functions. sympy alone takes 10 s on a busy machine."""
 MAX_STARTS: Final = 3
-"""Maximum number of attempts to start a process that dies while it imports its functions."""
+"""Maximum number of attempts to start a child process that dies while it imports users' functions."""
 MAX_ENDS: Final = 4
 """Maximum number of attempts for one call if the child process ends during each attempt."""
 MAX_SLOWDOWN: Final = 10.0
@@ -315,7 +315,7 @@ def _signal_error(name: str, *, inside: bool = False) -> ProcessEnded:
 
 
 def invalid_answer() -> ProcessEnded:
-    """Return the error for data from the pipe that is not a valid response of the runner."""
+    """Return the error for data in a child process's pipe that is not a valid response."""
     return ProcessEnded("its process wrote something other than a valid response", cause="own")
 
 

@@ -44,10 +44,10 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """Result of running a program that a policy generated."""
+    """Result of running a program that a policy generated, in a sandbox."""
 
     output: str
-    """Output of the program. The end is missing if the output is too long."""
+    """Output of the program. If the program wrote too much, the end is missing."""
     ending: str
     """Description of how the program failed. Empty if it ended normally with exit code 0."""
     seconds: float = 0.0

@@ -68,7 +68,7 @@ TIMEOUTS: Final = Timeouts()
 
 @dataclass(frozen=True, slots=True)
 class ObjectHead:
-    """Metadata of an object in a bucket."""
+    """Metadata of an object in a bucket: its size, ETag, time and writer."""
 
     bytes: int
     tag: str

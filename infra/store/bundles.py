@@ -339,7 +339,7 @@ def _put(store: Store, key: str, data: bytes | Path, *, digest: str, durable: bo
 
 
 def _files(directory: Path) -> dict[str, Path]:
-    """Return the files in a directory, by relative path.
+    """Return the paths of all files in a directory, by relative path.
 
     Raises BadInput if the directory is empty, or contains links, special files or a file named bundle.json.
     """

@@ -30,11 +30,11 @@ class Link(SealedRecord):
     label = "record of the chain"
 
     part: str
-    """Name of the part, for example `it-0003`."""
+    """Name of the finished part of the run, for example `it-0003`."""
     follows: str
-    """Key of the previous chain record, or an empty string if this is the first."""
+    """Key of the previous chain record, or an empty string if this record is the first."""
     previous: str
-    """Digest of the previous chain record, or an empty string if this is the first."""
+    """Digest of the previous chain record, or an empty string if this record is the first."""
     manifests: dict[str, str]
     """Digests of the part's manifests (records of results), by key."""
     journal: dict[str, str]
@@ -47,8 +47,8 @@ class Link(SealedRecord):
 
 
 def linked_parts(run: Run) -> list[str]:
-    """Return the names of the finished parts of a run, such as `it-0003`, in the order in which they were added to the
-    chain."""
+    """Return the names of the finished parts of a run, such as `it-0003`, in the order of the chain, which is the
+    hash-linked list of these parts."""
     return [name[2] for name in _names(run)]
 
 

@@ -365,8 +365,8 @@ def has_run(path: Path) -> bool:
 
 
 def split_into_files(path: Path) -> list[Path]:
-    """Return the paths of the files of which a data file consists. A dataset on the Hub may have several files, every
-    other path is one file."""
+    """Return the paths of the files of which a data file consists. A dataset on the Hugging Face Hub may consist of
+    several files. Every other path is a single file."""
     if not is_on_hub(path) or (address := parse_hub_address(format_path(path))).kind != "dataset" or address.file:
         return [path]
     address = replace(address, revision=resolve_commit(address))
@@ -378,7 +378,7 @@ M = TypeVar("M")
 
 
 def replace_hub_paths(value: M, change: Callable[[HubPath], Path]) -> M:
-    """Return a copy of settings in which `change` was applied to each path on the Hub."""
+    """Return a copy of settings in which each path on the Hugging Face Hub is replaced by the result of `change`."""
     match value:
         case HubPath():
             return cast(M, change(value))

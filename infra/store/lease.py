@@ -51,7 +51,7 @@ class BucketLease:
     """Lock that a thread acquires to renew the lease, so that only one thread does so at a time."""
 
     def check(self) -> None:
-        """Renew the lease if it has expired.
+        """Check that this process still has the lease. If the lease has expired, it is renewed.
 
         Raises Fenced if another process has acquired the lease, and StoreFailed if the server does not respond.
         """

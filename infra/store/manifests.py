@@ -50,7 +50,7 @@ class Provenance(Settings):
     created: str = ""
     """UTC time of the commit in ISO format, for people. No decision depends on it."""
     seconds: dict[str, float] = {}
-    """Duration of each step in seconds, by name of the step."""
+    """Duration in seconds of each step of the computation, by name of the step."""
     requests: Annotated[dict[str, int], Since("0.1.0", before={})] = {}
     """Number of requests to the run's store, by HTTP verb. Empty for a local store."""
     costs: Annotated[dict[str, Cost], Since("0.1.0", before={})] = {}
@@ -112,8 +112,7 @@ class Manifest(Settings):
     metrics: dict[str, float] = {}
     """Metrics of the result, by name. They depend only on the inputs of the stage."""
     detail: dict[str, JsonValue] = {}
-    """Additional information about the result, for the stages that read it. It depends only on the inputs
-    of the stage."""
+    """Additional information about the result that other stages need. It depends only on the inputs of the stage."""
     provenance: Provenance = Field(default_factory=provenance_here)
     """Information about how the result was computed: by whom, when and where. The digest does not depend on it."""
 

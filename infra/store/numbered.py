@@ -25,11 +25,11 @@ class ChainEntry(Settings):
     previous entry."""
 
     number: int
-    """Number of the record."""
+    """Number of the record that this entry protects."""
     record: str
     """BLAKE3 digest of the record's file."""
     previous: str
-    """BLAKE3 digest of the previous entry, or an empty string if this is the first."""
+    """BLAKE3 digest of the previous entry, or an empty string if this entry is the first."""
 
 
 class NumberedRecords:

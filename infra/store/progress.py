@@ -80,7 +80,7 @@ class Goal(Settings):
     progress."""
 
     iterations: int
-    """Total number of iterations."""
+    """Total number of iterations that the run should have at its end."""
 
 
 def write_goal(store: Objects, iterations: int, *, epoch: int) -> None:

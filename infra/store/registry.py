@@ -34,10 +34,10 @@ class RegistryRecord(Settings):
     number: int
     """Number of the record. Records are numbered from 1 without gaps."""
     kind: Kind
-    """Kind of decision. `promote` and `rollback` change the champion. `proposal` waits for a signature, and `refuse`
-    ends the wait. All other kinds leave the champion unchanged."""
+    """Kind of decision. `promote` and `rollback` change the champion. `proposal` waits for a person's approval, and
+    `refuse` rejects a proposal. All other kinds do not change the champion."""
     policy: str
-    """Digest of the policy's weights."""
+    """Digest of the weights of the policy that the decision is about."""
     bundle: BundleRef | None = None
     """Reference to the copy of the policy's files in the registry, or None if the files were not copied."""
     run: str
@@ -47,7 +47,8 @@ class RegistryRecord(Settings):
     previous: int = 0
     """Number of the record that defined the champion before this decision, or 0 if there was no champion."""
     gate: JsonValue = None
-    """Result of comparing challenger and champion, with measurements and rules, or None if they were not compared."""
+    """Measurements and rules of the promotion gate, which compares challenger and champion. None if they were not
+    compared."""
     reason: str
     """Reason for the decision, as text for people."""
     who: str
@@ -59,7 +60,7 @@ class RegistryRecord(Settings):
 
     @property
     def is_champion(self) -> bool:
-        """Whether the record changes the champion."""
+        """Whether this record makes its policy the champion."""
         return self.kind in ("promote", "rollback")
 
 
@@ -136,8 +137,8 @@ def champion_of(records: Sequence[RegistryRecord]) -> RegistryRecord | None:
 
 
 def waiting_proposals(records: Sequence[RegistryRecord]) -> list[RegistryRecord]:
-    """Return the proposals that a person can still approve: they were compared with the present champion and not
-    refused."""
+    """Return the proposals that a person can still approve. A proposal can be approved if it was compared with the
+    present champion and was not refused."""
     champion, refused = champion_of(records), {record.run for record in records if record.kind == "refuse"}
     proposed = [record for record in records if record.kind == "proposal" and record.run not in refused]
     return [record for record in proposed if record.previous == (0 if champion is None else champion.number)]

@@ -62,8 +62,8 @@ def replace_record(store: Objects, name: str, config: Mapping[str, JsonValue]) -
 
 
 def read_record(store: Objects, name: str) -> RunRecord:
-    """Read the record of a run. Raises Damaged if the record is incomplete, or if its fingerprint does not match its
-    configuration."""
+    """Read the record of a run. Raises Damaged if the record is incomplete, or if it was edited so that its fingerprint
+    does not match its configuration."""
     record = RunRecord.unseal(store.read(RECORD), where=f"run {name!r}")
     if record.fingerprint != fingerprint_of(record.config):
         raise Damaged(

@@ -38,8 +38,8 @@ KNOWN_FOLDERS = 64
 
 
 class Run:
-    """Run in a store. `open_run` opens it for reading. To commit manifests, a process locks the run with `lock`, or
-    uses `join` to work for the process that has the lock."""
+    """Run in a store, with its results (manifests). `open_run` opens it for reading. To write, a process locks the run
+    with `lock`, or works for the process that has the lock by calling `join`."""
 
     def __init__(self, store: Store, record: RunRecord, *, epoch: int = 0) -> None:
         self.store = store
@@ -93,7 +93,8 @@ class Run:
 
     @contextmanager
     def lock_without_epoch(self) -> Iterator[Lease]:
-        """Lock the run during the block without beginning an epoch. Raises RunLocked if a live process has the lock."""
+        """Lock the run during the block, without beginning an epoch. Raises RunLocked if a live process has it
+        locked."""
         with self.store.lock(LOCK) as lease:
             if lease is None:
                 raise RunLocked(
@@ -146,9 +147,8 @@ class Run:
         return not self._is_absent(key) and self.store.exists(f"{MANIFESTS}{key}.json")
 
     def _is_absent(self, key: str) -> bool:
-        """Whether it is certain that a manifest is not committed, according to the cached listing of its folder. Only
-        folders inside an iteration are cached, because they have one manifest per shard. If another process could have
-        committed the manifest, the result is False."""
+        """Return True if the cached listing of a folder shows that a manifest is not committed. Return False if it may
+        be committed. Only folders inside an iteration are cached, because they have one manifest per shard."""
         folder = key.rpartition("/")[0]
         if not self._is_sole_writer or "/" not in folder:
             return False
@@ -161,7 +161,7 @@ class Run:
             return key not in self._folders[folder]
 
     def require(self, key: str) -> Manifest:
-        """Return the manifest with this key. Raises Damaged if it is neither committed nor pending."""
+        """Return the manifest with this key. Raises Damaged if there is none, committed or pending."""
         manifest = self.find(key)
         if manifest is None:
             raise Damaged(f"run {self.name!r}: manifest {key!r} is missing. Restore it from a copy of the run.")
@@ -179,9 +179,9 @@ class Run:
         return self.store.children(f"{MANIFESTS}{under}".rstrip("/"))
 
     def add_pending(self, manifest: Manifest) -> Manifest:
-        """Register a manifest that is computed but not committed yet. From now on `find` returns it in this process. It
-        must be committed before the manifests that are computed from it. If this process is killed before, the next
-        process gets the manifest from `leftover_manifests`, except after a power failure."""
+        """Register a manifest that is computed but not committed yet, so that `find` returns it in this process. It
+        must be committed before manifests that depend on it. If this process is killed first, the next process gets it
+        from `leftover_manifests`, except after a power failure."""
         expected = manifest.model_copy(update={"run": self.record.fingerprint})
         self._expected[manifest.key] = expected
         kept = f"{PENDING}{next(_NUMBERS):06d}/{manifest.key}.json"
@@ -354,7 +354,7 @@ class Run:
 
 
 def records(store: Objects, prefix: str) -> list[str]:
-    """Return the keys of the JSON records that start with a prefix. Other files are ignored."""
+    """Return the keys of all JSON files in a store that start with a prefix."""
     return [entry.key for entry in store.entries(prefix) if entry.key.endswith(".json")]
 
 

@@ -51,8 +51,8 @@ the objects."""
 
 @dataclass(frozen=True, slots=True)
 class S3Store:
-    """Store in a bucket. Each object is written by one conditional request. Local copies of objects are in a cache on
-    this machine."""
+    """Store in a bucket. Each object is written by one conditional request. Objects that were read or written have
+    copies in a cache on this machine."""
 
     bucket: Bucket
     cache: Cache
@@ -241,10 +241,10 @@ def _call_in_parallel(ask: Callable[[str], T], keys: Sequence[str]) -> list[T]:
 
 
 def open_s3(uri: str, *, timeouts: Timeouts | None = None, lease_seconds: float | None = None) -> Store:
-    """Open the store at an address `s3://bucket/prefix`. No request is sent until the store is used.
+    """Open the store at an address `s3://bucket/prefix`. No request is sent until the store is used. The environment
+    variables RHEOSTAT_S3_SECONDS and RHEOSTAT_LEASE_SECONDS override the time limits of requests and leases.
 
-    RHEOSTAT_S3_SECONDS and RHEOSTAT_LEASE_SECONDS override the default timeouts of requests and leases. Raises BadInput
-    if the address is not valid.
+    Raises BadInput if the address is not valid.
     """
     if timeouts is None:
         total = read_number_variable("RHEOSTAT_S3_SECONDS", TIMEOUTS.total_seconds)

@@ -30,7 +30,7 @@ RETIRED = (
     "the files from a copy of the run. To keep more files in the next run, raise retention.keep_last or "
     "retention.rollouts_keep_last, or set retention.keep_every."
 )
-"""Reason in errors about files that retention deleted."""
+"""Explanation in error messages about files that were deleted by retention."""
 
 _verified: set[tuple[str, str]] = set()
 """Shards that this process has already verified, as pairs (store, key).
@@ -69,7 +69,7 @@ _KINDS: dict[str, ShardKind] = {}
 
 
 def declare_kinds(*kinds: ShardKind) -> tuple[ShardKind, ...]:
-    """Register kinds of shards, so that `read_shard` and `write_shard` can use them in this process."""
+    """Register kinds of shards, so that `read_shard` and `write_shard` know them, and return them."""
     _KINDS.update({kind.name: kind for kind in kinds})
     return kinds
 
@@ -252,7 +252,7 @@ def _digest(path: Path) -> str:
 
 
 def tombstone_key(digest: str) -> str:
-    """Return the key of the tombstone (the record of the deletion) of an object with this digest."""
+    """Return the key of the tombstone of an object, which is the record of its deletion."""
     return f"retention/{digest[:16]}"
 
 

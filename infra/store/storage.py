@@ -111,7 +111,7 @@ class Objects(Protocol):
         ...
 
     def exist(self, keys: Sequence[str]) -> list[bool]:
-        """Return whether each of the objects exists. A remote store is queried in parallel."""
+        """Return whether each of these objects exists. A remote store is queried in parallel."""
         ...
 
     def delete(self, key: str) -> None:

@@ -90,7 +90,7 @@ def needed_objects(manifests: Iterable[Manifest]) -> NeededObjects:
 
 
 def is_replacement(manifest: Manifest) -> bool:
-    """Return whether a manifest records that a shard was deleted and replaced by another shard."""
+    """Return whether a manifest is the tombstone of a shard that was deleted and replaced by another shard."""
     return manifest.key.startswith(_FOLDER) and bool(manifest.shards)
 
 

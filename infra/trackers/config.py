@@ -13,11 +13,13 @@ from infra.variants import OneOf, Target, Variant, check_implementation
 
 
 class Tracker(Variant):
-    """Base class of all trackers. `implementation` names a function of the type `infra.trackers.records.OpenMirror`,
-    which opens the tracker."""
+    """Base class of the settings of trackers, which are programs that show metrics, such as TensorBoard.
+    `implementation` is the import string of a function of the type `infra.trackers.records.OpenMirror`, which connects
+    a run to the tracker."""
 
     package: ClassVar[tuple[str, str] | None] = None
-    """Module that the tracker requires and its pip requirement, or None if no additional package is required."""
+    """Module that the tracker requires and its pip requirement, such as ("wandb", "wandb>=0.31,<1"). None if no
+    additional package is required."""
 
     samples: bool = True
     """Whether 16 completions per iteration are sent to the tracker, with their prompts. Commands that delete data from
@@ -25,7 +27,8 @@ class Tracker(Variant):
 
 
 class TensorBoardTracker(Tracker):
-    """Event files for TensorBoard in one folder per run (`pip install 'tensorboardX>=2.6.5,<3'`)."""
+    """Tracker that writes event files for TensorBoard, in one folder per run (`pip install
+    'tensorboardX>=2.6.5,<3'`)."""
 
     implementation = "infra.trackers.tensorboard:open_mirror"
     package = ("tensorboardX", "tensorboardX>=2.6.5,<3")
@@ -67,8 +70,8 @@ with warnings.catch_warnings():  # `register` is also a method of every model's 
 
 
 class WandbTracker(Tracker):
-    """Weights & Biases run with the metrics of the run (`pip install 'wandb>=0.31,<1'`). The API key is read from the
-    variable WANDB_API_KEY."""
+    """Tracker that copies the metrics of a run to Weights & Biases (`pip install 'wandb>=0.31,<1'`). The API key is
+    read from the variable WANDB_API_KEY."""
 
     implementation = "infra.trackers.wandb:open_mirror"
     package = ("wandb", "wandb>=0.31,<1")
@@ -92,7 +95,7 @@ TrackerConfig = Annotated[Tracker, OneOf((TensorBoardTracker, MlflowTracker, Wan
 
 
 class TrackingPart(Settings):
-    """Settings of the trackers alone, as a command receives them."""
+    """Table `tracking` of a configuration without the other tables, for commands that only need the trackers."""
 
     tracking: Annotated[tuple[TrackerConfig, ...], Field(min_length=1)]
     """Trackers to which metrics are copied: one table, or a list of tables."""
@@ -104,8 +107,7 @@ class TrackingPart(Settings):
 
 
 def check_tracker(tracker: Tracker) -> None:
-    """Raise BadInput if the package that a tracker requires is not installed. The package is not imported for this
-    check."""
+    """Raise BadInput if the Python package that a tracker requires is not installed. The package is not imported."""
     if tracker.package is not None and find_spec(tracker.package[0]) is None:
         name, requirement = tracker.package
         raise BadInput(

@@ -14,9 +14,9 @@ from infra.trackers.records import Point, Product, Subject, TextTable, flatten_c
 
 LOCAL_URI = "sqlite:///mlflow.db"
 TAG = "rheostat.run"
-"""Tag of an MLflow run that contains the identity of the run of Rheostat."""
+"""Name of the tag of an MLflow run that contains the identifier of the run of Rheostat."""
 DIGEST = "rheostat.policy"
-"""Tag of a registered model version that contains the digest of the policy."""
+"""Name of the tag of a registered model version that contains the digest of the policy."""
 ALIAS = "newest"
 SAMPLES = "samples"
 MAX_PARAMETERS = 100  # parameters per request; for metrics the limit is 1,000
@@ -24,7 +24,7 @@ MAX_CHARACTERS = 6000  # characters of a parameter's value
 
 
 class TrackedRun:
-    """MLflow run to which metrics are copied. Implements `infra.trackers.records.Mirror`."""
+    """MLflow run to which the metrics of a run are copied. Implements `infra.trackers.records.Mirror`."""
 
     def __init__(self, subject: Subject, settings: MlflowTracker) -> None:
         """Find the MLflow run of the subject (the run of Rheostat), or create it."""
@@ -47,11 +47,11 @@ class TrackedRun:
         return str(run.info.run_id)
 
     def lacks(self, point: Point) -> bool:
-        """Return whether MLflow lacks the value of a metric at this step, or the table of samples."""
+        """Return whether MLflow lacks a metric or the table of samples of this iteration or evaluation."""
         return bool(self._missing(point)) or self._lacks_table(point)
 
     def write(self, point: Point, table: TextTable | None) -> None:
-        """Log the values and the table of samples that MLflow lacks."""
+        """Log the metrics of an iteration or evaluation, and its table of samples, as far as MLflow lacks them."""
         now = int(time.time() * 1000)
         missing = self._missing(point)
         values = [Metric(name, point.scalars[name], now, point.step) for name in missing]
@@ -65,8 +65,8 @@ class TrackedRun:
             self._tables.add(_file(point))
 
     def close(self, product: Product | None) -> None:
-        """Mark the MLflow run as finished, and register the policy if that is configured. Do nothing if the run of
-        Rheostat is not finished (`product` is None)."""
+        """Mark the MLflow run as finished, and register the final policy if that is configured. Do nothing if `product`
+        is None, because then the run of Rheostat is not finished."""
         if product is None:
             return
         self._client.set_terminated(self._id)
@@ -101,5 +101,5 @@ def _file(point: Point) -> str:
 
 
 def open_mirror(subject: Subject, settings: MlflowTracker) -> TrackedRun:
-    """Open the MLflow run that shows a run of Rheostat, or create it."""
+    """Open the MLflow run to which the metrics of a run of Rheostat are copied, or create it."""
     return TrackedRun(subject, settings)

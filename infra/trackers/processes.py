@@ -21,13 +21,13 @@ from infra.config import Settings
 from infra.trackers.config import TrackerConfig
 
 STUCK: Final = 5
-"""Factor by which `patience_seconds` is multiplied while the run is still training, or while the process is using the
-CPU."""
+"""Factor by which a tracker may be silent for longer than `patience_seconds`, while the run is still training or the
+tracker's process uses the CPU."""
 _MORE_SECONDS = 5.0  # additional time for a process that gives up by itself
 
 
 class MirrorOrder(Settings):
-    """Message that tells a tracker process which run to copy to which tracker."""
+    """First message to a tracker process: the run whose metrics it copies, and the tracker to which it copies them."""
 
     store: str
     """Address of the store that contains the run."""
@@ -36,7 +36,8 @@ class MirrorOrder(Settings):
     tracker: TrackerConfig
     """Tracker to which the metrics of the run are copied."""
     patience_seconds: float
-    """Maximum seconds for a call to the tracker without a response and without CPU use, after the run has ended."""
+    """Maximum time in seconds for which a call of the tracker may neither return nor use CPU time, after the run has
+    ended."""
 
 
 class MirrorReport(Settings):
@@ -45,30 +46,30 @@ class MirrorReport(Settings):
     tracker: str
     """Name of the tracker in messages."""
     points: int = 0
-    """Number of iterations and evaluations that this process has copied to the tracker."""
+    """Number of iterations and evaluations that the process has copied to the tracker so far."""
     step: int | None = None
-    """Last step that was copied to the tracker, or None."""
+    """Last step that was copied to the tracker, or None if nothing was copied."""
     problem: str = ""
-    """Problem that prevents the process from continuing, or an empty string."""
+    """Description of the problem that prevents the process from continuing, or an empty string."""
     is_over: bool = False
-    """Whether all data was copied, so that the process ends."""
+    """Whether all data was copied and the process ends."""
 
 
 @dataclass(slots=True)
 class MirrorProcess:
-    """Child process that copies metrics to one tracker. If the process has ended, it is started again when it is
-    needed."""
+    """Child process that copies the metrics of a run to one tracker. If it has ended, the next request starts it
+    again."""
 
     command: Sequence[str]
-    """Command line of the process. Its stdin receives the order, and then one line for each request to look for new
-    data."""
+    """Command line of the process. It reads a `MirrorOrder` from its stdin, and then one empty line for each request to
+    copy new data."""
     order: MirrorOrder
     reports: SimpleQueue[MirrorReport] = field(default_factory=SimpleQueue)
     last: MirrorReport | None = None
     process: "subprocess.Popen[bytes] | None" = None
     _listener: threading.Thread | None = None
     _problem: str = ""
-    """Problem in the last report."""
+    """Problem in the last report of the process, or an empty string."""
     _news: list[str] = field(default_factory=list)
 
     @property
@@ -77,20 +78,21 @@ class MirrorProcess:
         return self.order.tracker.label
 
     def request_sync(self) -> None:
-        """Request the process to copy new data, without waiting until this is done."""
+        """Ask the process to copy new data to the tracker, without waiting until this is done. Start the process if it
+        is not running."""
         if self.process is None or self.process.poll() is not None:
             self._start()
         with suppress(OSError):  # the process has ended, which its last report or the next call shows
             os.write(self._stdin, b"\n")
 
     def end(self) -> None:
-        """Request the process to copy the remaining data and then end."""
+        """Ask the process to copy the remaining data and then to end."""
         if self.process is not None and self.process.stdin is not None:
             with suppress(OSError):
                 self.process.stdin.close()
 
     def wait(self) -> None:
-        """Wait until the process has ended. A process that sends no report for too long ends itself or is killed."""
+        """Wait until the process has ended. If it sends no report for too long, kill it."""
         process = self.process
         if process is None:
             return
@@ -109,8 +111,8 @@ class MirrorProcess:
         self._read_reports()
 
     def new_problems(self) -> list[str]:
-        """Return problems of the tracker that were not returned before. The same problem is not returned again until
-        another problem occurs."""
+        """Return the problems that the process has reported since the last call. A problem that is reported several
+        times in a row is returned once."""
         self._read_reports()
         problems, self._news = self._news, []
         return problems
@@ -159,19 +161,20 @@ class MirrorProcess:
 
 
 class TrackerProcesses:
-    """All tracker processes of one run, as used by the process that trains or reads the run."""
+    """Processes that copy the metrics of one run to its trackers, one per tracker, as seen by the process that trains
+    or reads the run."""
 
     def __init__(self, command: Sequence[str], orders: Sequence[MirrorOrder]) -> None:
         """Prepare the processes. They start when `request_sync` is first called."""
         self.mirrors = [MirrorProcess(command, order) for order in orders]
 
     def request_sync(self) -> None:
-        """Request all processes to copy new data, without waiting until this is done."""
+        """Ask all tracker processes to copy new data, without waiting until this is done."""
         for mirror in self.mirrors:
             mirror.request_sync()
 
     def warnings(self) -> list[str]:
-        """Return a message for each new problem of a tracker."""
+        """Return one warning for each new problem of a tracker."""
         return [
             f"tracker {mirror.name!r} is not up to date: {line}"
             for mirror in self.mirrors
@@ -179,8 +182,8 @@ class TrackerProcesses:
         ]
 
     def finish(self) -> list[MirrorReport]:
-        """Request all processes to copy the remaining data, wait until they have ended, and return the last report of
-        each."""
+        """Ask all tracker processes to copy the remaining data, wait until they have ended, and return the last report
+        of each."""
         for mirror in self.mirrors:
             mirror.request_sync()
             mirror.end()
@@ -196,7 +199,8 @@ def _last(mirror: MirrorProcess) -> MirrorReport:
 
 
 def send(report: MirrorReport, to: int) -> None:
-    """Write a report to a file descriptor. If the reader was killed, nothing happens."""
+    """Write a report of a tracker process to the file descriptor `to`. Do nothing if the process that reads it was
+    killed."""
     line: JsonValue = report.model_dump(mode="json", exclude_defaults=True)
     with suppress(BrokenPipeError):
         os.write(to, json.dumps(line).encode() + b"\n")

@@ -30,11 +30,11 @@ class EventFiles:
             self._writer.add_text("config", table.markdown(), 0)
 
     def lacks(self, point: Point) -> bool:
-        """Return whether the files lack the value of a metric at this step, or the table of samples."""
+        """Return whether the event files lack a metric or the table of samples of this iteration or evaluation."""
         return bool(self._missing(point)) or self._lacks_table(point)
 
     def write(self, point: Point, table: TextTable | None) -> None:
-        """Write the values that the files lack, and flush them to the disk."""
+        """Write the metrics of an iteration or evaluation that the files lack, and flush them to the disk."""
         for tag in self._missing(point):
             self._writer.add_scalar(tag, point.scalars[tag], point.step)
             self._known.add((tag, point.step))
@@ -45,7 +45,7 @@ class EventFiles:
         self._writer.flush()
 
     def close(self, product: Product | None) -> None:
-        """Close the event file that this process writes."""
+        """Close the event file that this process writes. `product` is not used."""
         self._writer.close()
 
     def _missing(self, point: Point) -> list[str]:
@@ -56,12 +56,13 @@ class EventFiles:
 
 
 def open_mirror(subject: Subject, settings: TensorBoardTracker) -> EventFiles:
-    """Open the TensorBoard event files that show a run of Rheostat."""
+    """Open the TensorBoard event files to which the metrics of a run of Rheostat are copied."""
     return EventFiles(subject, settings)
 
 
 def _events(folder: Path) -> Iterator[tuple[Event, list[str]]]:
-    """Yield the complete events in a folder. Incomplete events, which a killed process left, are skipped."""
+    """Yield the complete events in the event files of a folder. Incomplete events, which a killed process may leave,
+    are skipped."""
     for path in sorted(folder.glob("events.out.tfevents.*")):
         content, at = path.read_bytes(), 0
         while at + _FRAME.size <= len(content):

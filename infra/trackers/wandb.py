@@ -14,14 +14,15 @@ from infra.trackers.records import Point, Product, Series, Subject, TextTable
 
 SAMPLES = "samples"
 FIRST: dict[Series, int] = {"iteration": 0, "evaluation": -1}
-"""Step that counts as the last logged step of each series before anything was logged."""
+"""Number of the last logged step of each series (iterations, evaluations) if nothing was logged yet. Iterations are
+numbered from 1, and evaluations from 0."""
 _BLOCK, _HEADER = 1 << 15, struct.Struct("<IHB")
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 _FILE_HEADER = 7
 
 
 class LoggedRun:
-    """W&B run to which metrics are copied. Implements `infra.trackers.records.Mirror`."""
+    """W&B run to which the metrics of a run are copied. Implements `infra.trackers.records.Mirror`."""
 
     def __init__(self, subject: Subject, settings: WandbTracker) -> None:
         """Create the W&B run, or resume it if it exists."""
@@ -57,12 +58,13 @@ class LoggedRun:
         self._last = {series: int(summary.get(series, step)) for series, step in last.items()}
 
     def lacks(self, point: Point) -> bool:
-        """Return whether the step is later than the last row of its series, so that it has to be sent."""
+        """Return whether this iteration or evaluation is later than the last one that was sent, so that it must be
+        sent."""
         return point.step > self._last[point.series]
 
     def write(self, point: Point, table: TextTable | None) -> None:
-        """Log the metrics of an iteration or evaluation as a row. The row of an evaluation is not finished until the
-        next iteration, whose values are added to it."""
+        """Log the metrics of an iteration or evaluation as one row. The row of an evaluation stays open until the next
+        iteration, whose metrics are added to it."""
         if not self.lacks(point):
             return
         row: dict[str, object] = {point.series: point.step, **point.scalars}
@@ -74,7 +76,8 @@ class LoggedRun:
         self._last[point.series] = point.step
 
     def close(self, product: Product | None) -> None:
-        """Finish the W&B run: write all rows, and send them if the mode is online."""
+        """Finish the W&B run: write all rows, and send them to the server if the mode is online. If `product` is given,
+        its digest is added to the summary."""
         if product is not None:
             self._run.summary["policy"] = product.digest
         self._run.finish()
@@ -82,12 +85,13 @@ class LoggedRun:
 
 
 def open_mirror(subject: Subject, settings: WandbTracker) -> LoggedRun:
-    """Open the W&B run that shows a run of Rheostat, or create it."""
+    """Open the W&B run to which the metrics of a run of Rheostat are copied, or create it."""
     return LoggedRun(subject, settings)
 
 
 def _read_offline_steps(directory: Path, identity: str) -> dict[Series, int]:
-    """Return the last step of each series in offline files that have not been sent to the server."""
+    """Return the number of the last step of each series in local W&B files that have not been sent to the server.
+    `identity` identifies the run."""
     last: dict[Series, int] = {}
     for path in sorted(directory.glob(f"wandb/offline-run-*-{identity}/run-{identity}.wandb")):
         for row in rows_of(path):
@@ -98,7 +102,7 @@ def _read_offline_steps(directory: Path, identity: str) -> dict[Series, int]:
 
 
 def rows_of(path: Path) -> Iterator[dict[str, object]]:
-    """Yield the rows of an offline file. An incomplete row at the end is skipped."""
+    """Yield the rows of metrics in a local W&B file. An incomplete row at the end is skipped."""
     for content in _records(path.read_bytes()):
         record = Record.FromString(content)
         if record.WhichOneof("record_type") == "history":
@@ -106,7 +110,7 @@ def rows_of(path: Path) -> Iterator[dict[str, object]]:
 
 
 def _records(content: bytes) -> Iterator[bytes]:
-    """Yield the records of a file in the log format of LevelDB
+    """Yield the records in the content of a file in the log format of LevelDB
     (https://github.com/google/leveldb/blob/main/doc/log_format.md)."""
     at, parts = _FILE_HEADER, b""
     while at + _HEADER.size <= len(content):

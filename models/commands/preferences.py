@@ -9,6 +9,7 @@ from infra.errors import BadInput, InputErrors
 from models.config.policy import ModelShape
 from models.data.preferences import load_preferences
 from models.data.problems import Problem
+from models.data.reading import report_reading
 from models.inspection.texts import list_preference_notes
 from models.text.sequences import policy_pairs, reward_pairs
 
@@ -44,12 +45,27 @@ def check_preferences(
                     "is evaluated. Remove the pair, or remove the problem from the held-out data."
                 )
     input_errors.check()
+    reading, drop_long, fitting = report_reading(preferences, "train", "heldout"), preferences.drops_long_pairs, []
     if inputs.dpo is not None:
-        policy_pairs([*train, *heldout_pairs], tokenizer, context=shape.context, rules=data.text_rules)
+        fitting += [
+            policy_pairs(pairs, tokenizer, context=shape.context, rules=data.text_rules, drop_long=drop_long)
+            for pairs in (train, heldout_pairs)
+        ]
     trained = inputs.scoring.trained_reward_models
     for reward in trained.values():
         template, form = reward.template, reward.chat_prompt
-        reward_pairs([*train, *heldout_pairs], tokenizer, template=template, context=shape.context, chat_prompt=form)
+        fitting += [
+            reward_pairs(
+                pairs, tokenizer, template=template, context=shape.context, chat_prompt=form, drop_long=drop_long
+            )
+            for pairs in (train, heldout_pairs)
+        ]
     sizes = {f"{term}_parameters": shape.parameters for term in trained}
+    notes += reading.notes
     notes += list_preference_notes([*train, *heldout_pairs], tokenizer, rules=data.text_rules)
-    return {**sizes, "train_pairs": len(train), "heldout_pairs": len(heldout_pairs)}
+    num_train = min(map(len, fitting[::2]), default=len(train))
+    num_heldout = min(map(len, fitting[1::2]), default=len(heldout_pairs))
+    dropped = {f"dropped_pairs/{reason}": number for reason, number in reading.dropped.items()}
+    if drop_long:
+        dropped["dropped_pairs/too_long"] = len(train) + len(heldout_pairs) - num_train - num_heldout
+    return {**sizes, **dropped, "train_pairs": num_train, "heldout_pairs": num_heldout}

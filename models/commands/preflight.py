@@ -42,6 +42,7 @@ from models.config.rollout import RolloutConfig
 from models.config.training import DpoConfig, EvaluationConfig, WarmupConfig
 from models.data.examples import warmup_examples
 from models.data.problems import Problem, identity, load_problems
+from models.data.reading import report_reading
 from models.data.unread_columns import list_column_notes
 from models.engines.protocol import check_implemented
 from models.gate.contamination import contamination
@@ -99,7 +100,9 @@ def check(inputs: Inputs, *, cache: Path | None = None) -> CheckResult:
     check_implementation(inputs.data, "data", "split", "seed", where="data")
     train = load_problems(inputs.data, "train", inputs.seed)
     heldout = load_problems(inputs.data, "heldout", inputs.seed)
+    reading = report_reading(inputs.data, "train", "heldout")
     counts = count_problems(inputs.data, train, heldout)
+    counts |= {f"dropped/{reason}": number for reason, number in reading.dropped.items()}
     _check_sizes(inputs, counts)
     _check_data(inputs, train, heldout)
     if inputs.warmup is not None and inputs.policy.picture_side is not None:
@@ -121,7 +124,7 @@ def check(inputs: Inputs, *, cache: Path | None = None) -> CheckResult:
         result = find_or_compute(cache, lambda: build_key(inputs, train, heldout, image_digests), find)
     images.check_judge_images(inputs.scoring)  # not cached, because another model may answer there by now
     _check_sizes(inputs, facts := counts | result.facts)
-    return CheckResult(facts=facts, notes=result.notes)
+    return CheckResult(facts=facts, notes=(*reading.notes, *result.notes))
 
 
 def _is_repeatable(inputs: Inputs) -> bool:
@@ -243,7 +246,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem], 
             f"{key}, which leaves no room for a prompt, because the policy's context is {shape.context_text}. Lower "
             "the key, or use a policy with a longer context."
         )
-    pairs, room, too_long = [*zip(problems, prompts, strict=True)], shape.context - new_tokens, inputs.data.on_too_long
+    pairs, room, too_long = [*zip(problems, prompts, strict=True)], shape.context - new_tokens, inputs.data.long_prompts
     train_asked = enforce_prompt_length(pairs[: len(train)], max_tokens=room, too_long=too_long, split="train")
     heldout_asked = enforce_prompt_length(pairs[len(train) :], max_tokens=room, too_long=too_long, split="heldout")
     longest = max(len(prompt.input) for _, prompt in (*train_asked, *heldout_asked))

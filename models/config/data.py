@@ -30,6 +30,9 @@ class DataSource(TextSettings, Variant):
     referenced_files: ClassVar[str] = ""
     """`pkg.mod:function` that yields the files named in the source's own files, such as images. Empty if there are
     none."""
+    reading_reporter: ClassVar[str] = ""
+    """`pkg.mod:function` that reports how this source reads files, a `models.data.reading.ReadingReporter`. Empty if
+    the source reads no files."""
     exclusion_filter: ClassVar[str] = ""
     """`pkg.mod:function` that returns the training problems that this source excludes by itself, such as
     near-duplicates, a `models.data.problems.ExclusionFilter`. Empty if the source excludes none."""
@@ -43,8 +46,11 @@ class DataSource(TextSettings, Variant):
     these ids."""
     on_too_long: Annotated[OnTooLong, Since("0.1.0", before="refuse"), RenamedFrom("too_long")] = "refuse"
     """Action for problems whose prompt leaves no room for a completion in the policy's context: "refuse" ends the run
-    before it begins, "drop" excludes these problems from iterations, evaluations and warm-up, and records their
-    number."""
+    before it begins, unless `drop` contains "too_long". "drop" is the same as "too_long" in `drop`."""
+    drop: Annotated[tuple[Literal["empty", "too_long"], ...], Since("0.2.0", before=())] = ()
+    """Problems that are left out and counted, instead of ending the run before it begins: "empty" (rows of files with a
+    blank or missing prompt, message or answer) and "too_long" (the prompt leaves no room for a completion in the
+    policy's context). They are left out of iterations, evaluations and warm-up."""
 
     image_background: Annotated[
         Annotated[str, Field(pattern=r"^(white|black|#[0-9a-fA-F]{6}|unconverted)$")],
@@ -59,10 +65,20 @@ class DataSource(TextSettings, Variant):
     gray. Runs that began before this key existed use version 1."""
 
     @property
+    def long_prompts(self) -> OnTooLong:
+        """Action for problems that are too long, according to `drop` and `on_too_long`."""
+        return "drop" if "too_long" in self.drop else self.on_too_long
+
+    @property
     def has_answers(self) -> bool:
         """Whether every problem has a reference answer. Warm-up trains on these answers, and judges are trained on
         examples built from them."""
         return True
+
+    @property
+    def has_rubrics(self) -> bool:
+        """Whether every problem has a rubric, by which a judge can rate completions."""
+        return False
 
     @property
     def num_heldout_problems(self) -> int | None:
@@ -201,6 +217,10 @@ class ProblemFile(HubDatasetChoice, ChatFile, FileRules, ImageFileSettings):
     answer_columns: Annotated[tuple[str, ...], Since("0.2.0", before=())] = ()
     """Columns that form the reference answer together, instead of `answer_column`: the answer is a JSON object with the
     values of these columns. For rewards such as `ifeval`, whose instructions are in two columns."""
+    rubric_column: Annotated[str | None, Since("0.2.0", before=None)] = None
+    """Column with the problem's rubric, for judges with `verdict.kind` "rubric": a list of objects with `criterion`,
+    `description`, `text` or `title`, and `weight` or `points`, or JSON text of such a list. Environments receive it as
+    `rubric`. Rows that differ in their rubrics are different problems."""
     environment_columns: Annotated[tuple[str, ...], Since("0.1.0", before=())] = ()
     """Columns that an environment receives in its `problem`, in addition to prompt and answer. Rows that differ in
     these columns are different problems."""
@@ -235,6 +255,20 @@ class ProblemFile(HubDatasetChoice, ChatFile, FileRules, ImageFileSettings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _require_one_rubric(self) -> Self:
+        if self.rubric_column and "rubric" in self.environment_columns:
+            raise ValueError(
+                "environment_columns must not list 'rubric', because environments receive the rubric of rubric_column "
+                "under this name. Remove it"
+            )
+        return self
+
+    @property
+    def has_rubrics(self) -> bool:
+        """Whether every problem has a rubric."""
+        return self.rubric_column is not None
+
     @property
     def required_answer_columns(self) -> tuple[str, ...]:
         """Columns from which the reference answer is read. Empty if there are no answers."""
@@ -251,6 +285,7 @@ class FileData(ProblemFile, DataSource):
 
     implementation = "models.data.files:file_problems"
     referenced_files = "models.data.image_files:image_files"
+    reading_reporter = "models.data.files:report_file"
 
     kind: Literal["file"] = "file"
 
@@ -271,6 +306,7 @@ class MixtureData(DataSource):
 
     implementation = "models.data.mixture:mixed_problems"
     referenced_files = "models.data.mixture:mixed_image_files"
+    reading_reporter = "models.data.mixture:report_mixture"
 
     kind: Literal["mixture"] = "mixture"
     sources: Annotated[tuple[WeightedFile, ...], Field(min_length=1)]
@@ -286,6 +322,11 @@ class MixtureData(DataSource):
     def has_answers(self) -> bool:
         """Whether every file has a column with reference answers."""
         return all(source.has_answers for source in self.sources)
+
+    @property
+    def has_rubrics(self) -> bool:
+        """Whether every file has a column with rubrics."""
+        return all(source.has_rubrics for source in self.sources)
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -304,6 +345,7 @@ class DeduplicatedData(DataSource):
 
     implementation = "models.retrieval.deduplicated:deduplicated_problems"
     referenced_files = "models.retrieval.deduplicated:find_referenced_images"
+    reading_reporter = "models.retrieval.deduplicated:report_source"
     exclusion_filter = "models.retrieval.deduplicated:near_duplicates"
 
     kind: Literal["deduplicated"] = "deduplicated"
@@ -318,7 +360,14 @@ class DeduplicatedData(DataSource):
 
     @model_validator(mode="after")
     def _require_unset_in_source(self) -> Self:
-        for key in ("exclude_ids_path", "on_too_long", "image_background", "image_version", *TextSettings.model_fields):
+        for key in (
+            "exclude_ids_path",
+            "on_too_long",
+            "drop",
+            "image_background",
+            "image_version",
+            *TextSettings.model_fields,
+        ):
             if getattr(self.source, key) not in (DataSource.model_fields[key].default, getattr(self, key)):
                 raise ValueError(
                     f"source.{key} must not be set in the nested source. Set {key} in the table that contains "
@@ -330,6 +379,11 @@ class DeduplicatedData(DataSource):
     def has_answers(self) -> bool:
         """Whether the wrapped source has reference answers."""
         return self.source.has_answers
+
+    @property
+    def has_rubrics(self) -> bool:
+        """Whether the problems of the wrapped source have rubrics."""
+        return self.source.has_rubrics
 
     @property
     def weights(self) -> tuple[float, ...]:

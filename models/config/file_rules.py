@@ -9,6 +9,7 @@ from pydantic import BaseModel, JsonValue
 from infra.config import Settings, Since
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
+DropReason = Literal["ties", "empty", "too_long", "mismatched"]
 CURRENT_RULES: Final = 2
 """Newest version of the rules."""
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from infra.config import Fraction, Positive, Settings, Since
 from infra.renamed import RenamedFrom
@@ -11,104 +11,10 @@ from infra.variants import Variant
 from models.config.endpoints import Endpoint
 from models.config.engines import EngineConfig, EngineSettings, SamplingConfig, TransformersEngine
 from models.config.policy import ScratchPolicy, VisionScratchPolicy
-from models.config.reward_terms import BlankLines, Granularity, RewardTerm, Segmentation, StepAggregation
+from models.config.reward_terms import Granularity, RewardTerm, StepAggregation
 from models.config.texts import AppendedTokens, ContinuingModel
 from models.config.training import WarmupConfig
-
-
-# ---- generative reward models
-class ScoreVerdict(Settings):
-    """Verdict given as a score in a range. The reward is the position of the score in the range, from 0 to 1."""
-
-    kind: Literal["score"] = "score"
-    score_range: ClassVar[tuple[float, float] | None] = (0.0, 1.0)
-    is_graded: ClassVar[bool] = True
-
-    low: float = 0
-    """Worst score."""
-    high: float = 10
-    """Best score."""
-    pattern: str = r"(?i)score(?:\s*[:=])?\s*(-?\d+(?:\.\d+)?)"
-    """Regular expression whose first group is the score. It must match exactly once in the judge's answer."""
-
-    @model_validator(mode="after")
-    def _require_range(self) -> "ScoreVerdict":
-        if not self.low < self.high:
-            raise ValueError(
-                f"the lowest score, low, is {self.low:g} and the highest score, high, is {self.high:g}, but low must "
-                "be less than high. Raise high"
-            )
-        return self
-
-
-class ChoiceVerdict(Settings):
-    """Verdict given as one of several possible answers."""
-
-    kind: Literal["choice"] = "choice"
-    choices: Annotated[dict[str, float], Field(min_length=2)] = {"yes": 1.0, "no": 0.0}
-    """Possible answers, each with its reward."""
-    constrained: bool = True
-    """Whether the engine may generate only one of these answers. Engines that do not support constrained choices are
-    refused."""
-
-    @property
-    def score_range(self) -> tuple[float, float] | None:
-        """Lowest and highest reward of an answer."""
-        return min(self.choices.values()), max(self.choices.values())
-
-    @property
-    def is_graded(self) -> bool:
-        """Whether the answers have more than two different rewards."""
-        return len({*self.choices.values()}) > 2
-
-
-class LogprobVerdict(Settings):
-    """Verdict computed from the judge's probabilities of two answers, without sampling: P(yes) / (P(yes) + P(no))."""
-
-    kind: Literal["logprob"] = "logprob"
-    yes: str = "yes"
-    """Answer with reward 1."""
-    no: str = "no"
-    """Answer with reward 0."""
-
-    score_range: ClassVar[tuple[float, float] | None] = (0.0, 1.0)
-    is_graded: ClassVar[bool] = True
-
-
-class StepsVerdict(Settings):
-    """Verdict that lists the wrong steps of the completion (CAPO, arXiv 2508.02298). A step flagged as wrong has value
-    -1, other steps 0.
-
-    The judge reads the completion with each step in `<step_k>` tags. The last `<incorrect_steps>` tag of its answer
-    lists the wrong steps. An answer that cannot be parsed is excluded from the vote and never counts as "no errors".
-    """
-
-    kind: Literal["steps"] = "steps"
-    steps: Segmentation = BlankLines()
-    """Method of dividing the completion into steps."""
-    prompt: Literal["audit", "published"] = "audit"
-    """Instruction used if no template is set: "audit" asks for every wrong step in any solution, "published" (as in the
-    paper) asks for wrong steps only if the solution is wrong."""
-    reference: bool = True
-    """Whether the judge is shown the reference answer."""
-    flags: Literal["intersection", "majority", "union", "average"] = "intersection"
-    """Steps to flag as wrong: those that all votes name (intersection), that a majority names, or that any vote names
-    (union). With "average" no step is flagged; the value of a step is minus the share of the votes that name it."""
-    ties: Literal["flag", "pass"] = "flag"
-    """Decision under `majority` for a step that exactly half of the votes name."""
-    aggregate: StepAggregation = "mean"
-    """Aggregation of the step values to one number, for uses that need one number per completion."""
-
-    is_graded: ClassVar[bool] = True
-
-    @property
-    def score_range(self) -> tuple[float, float] | None:
-        """Lowest and highest possible value of a completion: -1 if all steps are wrong, 0 if no step is wrong. None if
-        values are summed, because sums have no lower limit."""
-        return None if self.aggregate == "sum" else (-1.0, 0.0)
-
-
-VerdictConfig = Annotated[ScoreVerdict | ChoiceVerdict | LogprobVerdict | StepsVerdict, Field(discriminator="kind")]
+from models.config.verdicts import ChoiceVerdict, LogprobVerdict, RubricVerdict, StepsVerdict, VerdictConfig
 
 
 # ---- models behind rewards
@@ -218,7 +124,7 @@ class JudgeReward(RewardTerm):
     """Prompt for the judge. The default asks for the configured verdict and puts the completion between fences; a judge
     that the run trains gets a short prompt. `{prompt}`, `{completion}` and `{answer}` are filled in and escaped.
     `{fence}` is a delimiter that no completion can guess. For a verdict of kind `steps`, use `{steps}` (the completion
-    with each step in tags) instead of `{completion}`."""
+    with each step in tags) instead of `{completion}`. A verdict of kind `rubric` needs `{criterion}` as well."""
     chat_prompt: Annotated[Literal["messages", "text"], Since("0.2.0", before="text")] = "messages"
     """Form of `{prompt}` for chats: "messages" is the tools and messages of the prompt, each in tags and escaped.
     "text" is the prompt as rendered by the policy's template. No effect on plain-text prompts."""
@@ -233,7 +139,7 @@ class JudgeReward(RewardTerm):
     """Test question for a judge behind an endpoint that is shown images. It is sent twice before the run, once with a
     red and once with a blue square. The run is refused if both answers are equal, because the judge then does not
     receive its images."""
-    verdict: VerdictConfig = ChoiceVerdict()
+    verdict: Annotated[VerdictConfig | RubricVerdict, Field(discriminator="kind")] = ChoiceVerdict()
     """Format of the judge's answer, and its conversion to a number."""
     votes: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of answers (votes) per completion."""
@@ -285,6 +191,16 @@ class JudgeReward(RewardTerm):
         return None if isinstance(self.model, EndpointJudge) else self.model.engine
 
     @property
+    def answer_verdict(self) -> VerdictConfig:
+        """Verdict on a single question. For a rubric, this is the verdict on one criterion."""
+        return self.verdict.criterion if isinstance(self.verdict, RubricVerdict) else self.verdict
+
+    @property
+    def uses_rubric(self) -> bool:
+        """Whether the judge rates the criteria of a rubric one by one."""
+        return isinstance(self.verdict, RubricVerdict)
+
+    @property
     def steps_verdict(self) -> StepsVerdict | None:
         """Verdict settings if the verdict is of kind `steps`, else None."""
         return self.verdict if isinstance(self.verdict, StepsVerdict) else None
@@ -303,7 +219,7 @@ class JudgeReward(RewardTerm):
     def generates_text(self) -> bool:
         """Whether the judge generates its answer token by token. If not, only the probabilities of given answers are
         compared."""
-        verdict = self.verdict
+        verdict = self.answer_verdict
         chooses = isinstance(verdict, LogprobVerdict) or (isinstance(verdict, ChoiceVerdict) and verdict.constrained)
         return not chooses
 
@@ -379,6 +295,8 @@ class ModelReward(RewardTerm):
     """Aggregation of the scores to one reward."""
     engine: ClassVar[None] = None
     """Always None, because reward models run in their worker without an inference engine."""
+    uses_rubric: ClassVar[bool] = False
+    """Always false, because the model scores whole completions."""
     steps_verdict: ClassVar[None] = None
     """Always None, because the model scores whole completions."""
     generates_text: ClassVar[bool] = False

@@ -3,7 +3,7 @@
 Each error message names the place in the file.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from decimal import Decimal
 from itertools import islice
@@ -12,9 +12,13 @@ from typing import cast
 
 from pydantic import JsonValue
 
-from infra.errors import BadInput, InputErrors
-from models.config.data import ProblemFile
+from infra.errors import BadInput
+from infra.store.inputs import format_path
+from models.config.data import FileData, ProblemFile
+from models.config.file_rules import DropReason
 from models.data.canonical import write_number
+from models.data.columns import find_problem_columns, split_answer
+from models.data.dropping import EmptyRow, RowErrors
 from models.data.images import read_images
 from models.data.json_rows import LongNumber
 from models.data.messages import omit_nulls, read_prompt, read_text
@@ -28,11 +32,19 @@ from models.data.problems import (
     fill_prompt,
     is_heldout,
 )
+from models.data.reading import ReadingReport
 from models.data.rows import find_data_files, read_rows
+from models.data.rubrics import RUBRIC, encode_rubric, parse_rubric
 
 
-def file_problems(data: ProblemFile, split: str, seed: int) -> list[Problem]:
-    """Read the problems of a split in file order, with the template applied.
+def file_problems(data: FileData, split: str, seed: int) -> list[Problem]:
+    """Read the problems of a split in file order, with the template applied. See `read_split`."""
+    return read_split(data, split, data.drop)
+
+
+def read_split(data: ProblemFile, split: str, drop: Collection[DropReason]) -> list[Problem]:
+    """Read the problems of a split in file order, with the template applied. Rows for which `drop` has the reason are
+    left out.
 
     Raises BadInput if the template has no `{prompt}`, a row is invalid or the split is empty.
     """
@@ -42,12 +54,12 @@ def file_problems(data: ProblemFile, split: str, seed: int) -> list[Problem]:
             "same. Add {prompt} to the template."
         )
     if data.heldout_path is not None:
-        problems = read_problems(data.path if split == "train" else data.heldout_path, data)
+        problems = read_problems(data.path if split == "train" else data.heldout_path, data, drop)
     else:
         in_heldout = split == "heldout"
         problems = [
             problem
-            for problem in read_problems(data.path, data)
+            for problem in read_problems(data.path, data, drop)
             if is_heldout(problem.split_key, data.heldout_fraction) == in_heldout
         ]
     if not problems:
@@ -58,33 +70,67 @@ def file_problems(data: ProblemFile, split: str, seed: int) -> list[Problem]:
     return [_apply_template(problem, data) for problem in problems]
 
 
-def read_problems(path: Path, data: ProblemFile) -> list[Problem]:
-    """Read all problems of a file, before the template and the split are applied.
+def read_problems(path: Path, data: ProblemFile, drop: Collection[DropReason] = ()) -> list[Problem]:
+    """Read all problems of a file, before the template and the split are applied. Rows for which `drop` has the reason
+    are left out.
 
     Raises one BadInput that lists all invalid rows.
     """
+    return _read_and_count(path, data, drop)[0]
+
+
+def report_file(data: FileData, split: str) -> ReadingReport:
+    """Report how the file of a split is read. The file of both splits counts for the training split."""
+    return report_problems(data, split, data.drop)
+
+
+def report_problems(data: ProblemFile, split: str, drop: Collection[DropReason]) -> ReadingReport:
+    """Report which shape was recognized in the file of a split, and how many rows `drop` leaves out."""
+    path = data.path if split == "train" else data.heldout_path
+    if path is None:
+        return ReadingReport()
+    note = find_problem_columns(path, data).note
+    dropped = _read_and_count(path, data, drop)[1] if "empty" in drop else {}
+    return ReadingReport((note,) if note else (), dropped)
+
+
+def _read_and_count(
+    path: Path, data: ProblemFile, drop: Collection[DropReason]
+) -> tuple[list[Problem], Mapping[str, int]]:
+    """Read all problems of a file, and count the rows that `drop` leaves out, by reason."""
+    columns_found = find_problem_columns(path, data)
+    data = columns_found.file
     named = [
         data.prompt_column,
         *data.required_answer_columns,
         data.images_column,
+        data.rubric_column,
         *data.environment_columns,
         *data.required_chat_columns,
     ]
     columns, optional = list(dict.fromkeys(filter(None, named))), data.optional_chat_columns
+    if columns_found.answers_in_chats:
+        columns.remove(data.answer_column or "")
     found = find_data_files(path)
     root = data.images_root or (path if found.is_folder else path.parent)
-    problems, input_errors = list[Problem](), InputErrors()
+    problems, input_errors = list[Problem](), RowErrors(drop)
     rows = read_rows(path, columns, input_errors, optional=optional, version=data.version)
     for place, row in islice(rows, data.limit):
         with input_errors.collect(place):
+            row = split_answer(place, row, data) if columns_found.answers_in_chats else row
             prompt, template = read_prompt(place, row, data, is_table=found.is_table, is_chat=data.system is not None)
             problem = _build_problem(place, row, data, prompt, root=root)
             problems.append(replace(problem, template=template))
     input_errors.check()
     if not problems:
+        dropped = sum(input_errors.dropped.values())
         raise BadInput(
-            f"{path}: the file is empty, but it must contain at least one problem. Check that the file was written "
-            "completely, or set the path of another file."
+            f"{format_path(path)}: data.drop leaves out all {dropped} rows. Expected at least one problem."
+            if dropped
+            else (
+                f"{path}: the file is empty, but it must contain at least one problem. Check that the file was "
+                "written completely, or set the path of another file."
+            )
         )
     unused = "chat_template_kwargs" if data.chat_template_kwargs else next(iter(data.set_chat_keys), None)
     if unused is not None and data.system is None and all(isinstance(each.prompt, str) for each in problems):
@@ -92,7 +138,7 @@ def read_problems(path: Path, data: ProblemFile) -> list[Problem]:
             f"{path}: data.{unused} is set, but it has no effect, because all prompts of the file are plain text. "
             "Remove it, write the prompts as chats, or set data.system, which makes every prompt a chat."
         )
-    return problems
+    return problems, input_errors.dropped
 
 
 def _build_problem(place: str, row: Mapping[str, object], data: ProblemFile, prompt: Prompt, *, root: Path) -> Problem:
@@ -101,6 +147,8 @@ def _build_problem(place: str, row: Mapping[str, object], data: ProblemFile, pro
     images = read_images(row, data.images_column, place=place, root=root) if data.images_column else ()
     check_places(prompt, len(images), source=place)
     columns = {column: cast(JsonValue, row[column]) for column in data.environment_columns}
+    if data.rubric_column:
+        columns[RUBRIC] = _read_rubric(place, row[data.rubric_column], data.rubric_column)
     check_columns(columns, source=place)  # tables can contain dates and bytes
     return Problem(
         source=place,
@@ -111,6 +159,14 @@ def _build_problem(place: str, row: Mapping[str, object], data: ProblemFile, pro
         columns=columns,
         identity_version=data.version,
     )
+
+
+def _read_rubric(place: str, value: object, column: str) -> JsonValue:
+    """Return the rubric in a column as JSON. Raises BadInput if the value is no rubric."""
+    try:
+        return encode_rubric(parse_rubric(omit_nulls(value)))
+    except ValueError as error:
+        raise BadInput(f"{place}: {column}: {error}. Fix the rubric, or remove the row.") from error
 
 
 def _read_answers(place: str, row: Mapping[str, object], data: ProblemFile) -> str:
@@ -124,7 +180,7 @@ def _read_answers(place: str, row: Mapping[str, object], data: ProblemFile) -> s
     values = {column: cast(JsonValue, omit_nulls(row[column])) for column in data.answer_columns}
     for column, value in values.items():
         if value is None or value in ("", []):
-            raise BadInput(
+            raise EmptyRow(
                 f"{place}: {column}: the value is {value!r}, but the reference answer needs a value in each of "
                 "data.answer_columns. Fill in the value, or remove the row."
             )
@@ -146,7 +202,8 @@ def _read_answer(place: str, value: object, data: ProblemFile) -> str:
         value = Decimal(value.literal)
     if isinstance(value, int | float | Decimal):
         if not Decimal(value).is_finite():
-            raise BadInput(
+            kind = EmptyRow if Decimal(value).is_nan() else BadInput
+            raise kind(
                 f"{place}: {column}: the answer must be text or a finite number, found {value}. NaN and infinity "
                 "often stand for a missing answer. Fill in the answer, or remove the row."
             )

@@ -13,6 +13,7 @@ from pydantic import JsonValue
 from infra.errors import BadInput
 from infra.plugins import nearest_name
 from models.config.chat_files import RESERVED_KWARGS, ChatFile, MessageFields
+from models.data.dropping import EmptyRow
 from models.data.json_rows import decode_text
 from models.data.problems import NO_ARGUMENTS, Content, ImagePlace, Message, Prompt, TemplateArguments, check_columns
 from models.data.sharegpt import convert_turns
@@ -77,7 +78,8 @@ def _read_prompt_value(place: str, prompt: object, file: ChatFile) -> Prompt:
             if not messages
             else "its last message is by the assistant. Move that message to the answer column, or remove it"
         )
-        raise BadInput(
+        kind = BadInput if messages else EmptyRow
+        raise kind(
             f"{place}: {column}: a prompt must be a chat whose last message is not by the assistant, because the "
             f"policy generates the next message, but {fault}."
         )
@@ -291,9 +293,8 @@ def read_text(place: str, value: object, column: str) -> str:
     """
     text = _read_any_text(place, value, column)
     if not text.strip():
-        raise BadInput(
-            f"{place}: {column}: the text is missing, is empty or contains only white space. Fill in the text, or "
-            "remove the row."
+        raise EmptyRow(
+            f"{place}: {column}: the text is empty or contains only white space. Fill in the text, or remove the row."
         )
     return text
 
@@ -303,7 +304,8 @@ def _read_any_text(place: str, value: object, column: str) -> str:
     if isinstance(value, bytes):
         value = decode_text(f"{place}: {column}", value)
     if not isinstance(value, str):
-        raise BadInput(f"{place}: {column}: expected text, found {type(value).__name__} {value!r:.60}{_hint_at(value)}")
+        kind = EmptyRow if is_missing(value) else BadInput
+        raise kind(f"{place}: {column}: expected text, found {type(value).__name__} {value!r:.60}{_hint_at(value)}")
     try:
         value.encode()
     except UnicodeEncodeError as error:  # JSON can encode half a surrogate pair, which tokenizers reject
@@ -316,5 +318,9 @@ def _read_any_text(place: str, value: object, column: str) -> str:
 
 def _hint_at(value: object) -> str:
     """Return a hint for an error message if the value is NaN or null, which often means missing data, else ""."""
-    is_missing = value is None or (isinstance(value, float) and isnan(value))
-    return ", which stands for a missing value. Fill it in, or remove the row." if is_missing else ""
+    return ", which stands for a missing value. Fill it in, or remove the row." if is_missing(value) else ""
+
+
+def is_missing(value: object) -> bool:
+    """Return whether a value is null or NaN."""
+    return value is None or (isinstance(value, float) and isnan(value))

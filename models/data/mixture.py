@@ -5,9 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from models.config.data import MixtureData
-from models.data.files import file_problems
+from models.data.files import read_split, report_problems
 from models.data.image_files import image_files
 from models.data.problems import Problem
+from models.data.reading import ReadingReport
 
 
 def mixed_problems(data: MixtureData, split: str, seed: int) -> list[Problem]:
@@ -19,7 +20,7 @@ def mixed_problems(data: MixtureData, split: str, seed: int) -> list[Problem]:
     until a file has no problems left.
     """
     files = [
-        [replace(problem, part=part) for problem in file_problems(source, split, seed)]
+        [replace(problem, part=part) for problem in read_split(source, split, data.drop)]
         for part, source in enumerate(data.sources)
     ]
     if split == "train":
@@ -30,6 +31,14 @@ def mixed_problems(data: MixtureData, split: str, seed: int) -> list[Problem]:
         for place, problem in enumerate(file)
     ]
     return [problem for *_, problem in sorted(placed, key=lambda each: each[:2])]
+
+
+def report_mixture(data: MixtureData, split: str) -> ReadingReport:
+    """Report how the files of a split are read."""
+    report = ReadingReport()
+    for source in data.sources:
+        report += report_problems(source, split, data.drop)
+    return report
 
 
 def mixed_image_files(data: MixtureData) -> Iterator[Path]:

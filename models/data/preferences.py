@@ -7,11 +7,15 @@ from random import Random
 from typing import Any, Protocol, cast
 
 from infra.errors import BadInput, InputErrors
+from infra.store.inputs import format_path
 from infra.variants import implementation_of
 from models.config.data import DataConfig
 from models.config.preferences import ArithmeticPreferences, FilePreferences, Preferences
 from models.data.arithmetic import wrong_completion
+from models.data.columns import PairColumns, find_pair_columns
+from models.data.dropping import RowErrors, TiedRow
 from models.data.messages import omit_nulls, read_messages, read_prompt, read_text
+from models.data.pairs import CHOSEN_SCORE, MARGIN, REJECTED_SCORE, convert_pair
 from models.data.problems import (
     NO_ARGUMENTS,
     Message,
@@ -25,7 +29,9 @@ from models.data.problems import (
     load_problems,
     split_key,
 )
+from models.data.reading import ReadingReport
 from models.data.rows import find_data_files, read_rows
+from models.data.shapes import SCORES
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,20 +137,50 @@ def file_preferences(config: FilePreferences, data: DataConfig, split: str, seed
 
 def _read_pairs(path: Path, config: FilePreferences) -> list[Preference]:
     """Read all pairs of a file, before the template and the split are applied. Raises BadInput for invalid rows."""
-    columns = [config.prompt_column, config.chosen_column, config.rejected_column, *config.required_chat_columns]
-    pairs, input_errors = list[Preference](), InputErrors()
-    is_table = find_data_files(path).is_table
-    optional = config.optional_chat_columns
-    for place, row in read_rows(path, columns, input_errors, optional=optional, version=config.version):
+    return _read_and_count(path, config)[0]
+
+
+def report_file(config: FilePreferences, split: str) -> ReadingReport:
+    """Report which shape was recognized in the file of a split, and how many rows `drop` leaves out. The file of both
+    splits counts for the training split."""
+    path = config.path if split == "train" else config.heldout_path
+    if path is None:
+        return ReadingReport()
+    note = find_pair_columns(path, config).note
+    dropped = _read_and_count(path, config)[1] if config.drop else {}
+    return ReadingReport((note,) if note else (), dropped)
+
+
+def _read_and_count(path: Path, config: FilePreferences) -> tuple[list[Preference], Mapping[str, int]]:
+    """Read all pairs of a file, and count the rows that `drop` leaves out, by reason."""
+    found = find_pair_columns(path, config)
+    pairs, input_errors = list[Preference](), RowErrors(config.drop)
+    is_table, config = find_data_files(path).is_table, found.file
+    optional = [*config.optional_chat_columns, CHOSEN_SCORE, REJECTED_SCORE, MARGIN, SCORES]
+    rows = read_rows(path, _list_columns(found), input_errors, optional=optional, version=config.version)
+    for place, row in rows:
         with input_errors.collect(place):
-            pairs.append(_build_pair(place, row, config, is_table=is_table))
+            pairs.append(_build_pair(place, convert_pair(place, row, found), config, is_table=is_table))
     input_errors.check()
     if not pairs:
+        dropped = sum(input_errors.dropped.values())
         raise BadInput(
-            f"{path}: the file is empty, but it must contain at least one preference pair. Check that the file was "
-            "written completely, or set the path of another file."
+            f"{format_path(path)}: preferences.drop leaves out all {dropped} rows. Expected at least one pair."
+            if dropped
+            else (
+                f"{path}: the file is empty, but it must contain at least one preference pair. Check that the file "
+                "was written completely, or set the path of another file."
+            )
         )
-    return pairs
+    return pairs, input_errors.dropped
+
+
+def _list_columns(columns: PairColumns) -> list[str]:
+    """Return the columns that every row of a file must have."""
+    config = columns.file
+    prompts = [config.prompt_column] if columns.has_prompts else []
+    pairs = [columns.completions_column] if columns.form == "ranked" else [config.chosen_column, config.rejected_column]
+    return [*prompts, *pairs, *config.required_chat_columns]
 
 
 def _build_pair(place: str, row: Mapping[str, object], config: FilePreferences, *, is_table: bool) -> Preference:
@@ -166,7 +202,7 @@ def _build_pair(place: str, row: Mapping[str, object], config: FilePreferences, 
             )
     if (chosen, chosen_message) == (rejected, rejected_message):
         columns = f"{config.chosen_column} and {config.rejected_column}"
-        raise BadInput(
+        raise TiedRow(
             f"{place}: {columns}: a preference pair needs two different completions, but both are {chosen!r:.60}. "
             "Remove the row."
         )

@@ -17,6 +17,7 @@ import pyarrow as pa
 from infra.errors import BadInput, InputErrors
 from infra.store.inputs import fetch_path, format_path, is_on_hub, split_into_files
 from infra.user_files import FETCH_LFS, describe_irregular, is_lfs_pointer
+from models.data.dropping import EmptyRow
 from models.data.folders import list_data_files
 from models.data.json_rows import FileRow, check_unique_columns, decode_text, read_json_array, read_json_lines
 from models.data.nested import add_fields, list_fields
@@ -166,7 +167,8 @@ def _check_present(place: str, values: Mapping[str, object]) -> None:
     """Raise BadInput if a value of a CSV file is the text that data frames write for a missing value."""
     for column, value in values.items():
         if isinstance(value, str) and value.strip() in MISSING_IN_CSV:
-            raise BadInput(
+            kind = BadInput if value.strip().lstrip("-") == "inf" else EmptyRow
+            raise kind(
                 f"{place}: {column}: expected a value, found {value.strip()!r}, which stands for a missing value or an "
                 "infinite number in CSV and TSV files. Fill in the value, or remove the row. If the text is meant, use "
                 "JSON lines."

@@ -42,6 +42,8 @@ class Shape:
     """Name of the shape, such as "ShareGPT chats". Empty for "unknown"."""
     columns: tuple[str, ...] = ()
     """Columns by which the shape was recognized."""
+    has_prompt_in_completions: bool = False
+    """Whether preference completions begin with the prompt."""
     keys: Mapping[str, str] = field(default_factory=dict)
     """Keys of `[data]` or `[preferences]` that read the rows, such as `prompt_column`. Keys with their default values
     are included."""
@@ -72,33 +74,28 @@ def _find_pairs(columns: Sequence[str], rows: Sequence[Mapping[str, object]]) ->
     """Return the shape of files with the columns `chosen` and `rejected`, or None for other files."""
     if not {"chosen", "rejected"} <= {*columns}:
         return None
-    chosen, prompt = _first(rows, "chosen"), _first(rows, "prompt")
-    if isinstance(chosen, list):
-        is_whole = len(chosen) > 1
-        name = "conversations" if is_whole else "completions as messages"
-    else:
-        is_whole = "prompt" not in columns
-        is_transcript = isinstance(chosen, str) and HUMAN in chosen and ASSISTANT in chosen
-        name = "HH-RLHF texts" if is_transcript else "texts"
-    if "prompt" not in columns or (is_whole and not isinstance(prompt, list)):
-        name = f"{name} that begin with the prompt"
-    used = {"chosen_column": "chosen", "rejected_column": "rejected"}
-    used = {"prompt_column": "prompt", **used} if "prompt" in columns else used
-    return Shape("pairs", f"preferences as {name}", ("chosen", "rejected"), used)
+    chosen, has_prompt = first_value(rows, "chosen"), "prompt" in columns
+    is_chat = isinstance(chosen, list)
+    is_whole = not has_prompt or (isinstance(chosen, list) and len(chosen) > 1)
+    is_transcript = isinstance(chosen, str) and chosen.startswith(HUMAN) and ASSISTANT in chosen
+    name = "HH-RLHF texts" if is_transcript else "chats" if is_chat else "texts"
+    label = f"pairs of {name}{' that begin with the prompt' if is_whole else ''}"
+    used = {"prompt_column": "prompt"} if has_prompt else {}
+    used |= {"chosen_column": "chosen", "rejected_column": "rejected"}
+    return Shape("pairs", label, ("chosen", "rejected"), is_whole, used)
 
 
 def _find_ranked(columns: Sequence[str], rows: Sequence[Mapping[str, object]]) -> Shape | None:
     """Return the shape of files with lists of completions and their scores, or None for other files."""
     prompt = next((name for name in PROMPT_NAMES if name in columns), None)
     for name in COMPLETION_LISTS if prompt is not None else ():
-        values = _first(rows, name)
+        values = first_value(rows, name)
         if not isinstance(values, list) or not values:
             continue
         has_scores = all(isinstance(each, Mapping) and _has_score(each) for each in values)
         if has_scores or SCORES in columns:
             used = (name,) if has_scores else (name, SCORES)
-            keys = {"prompt_column": prompt, "completions_column": name} if prompt is not None else {}
-            return Shape("ranked", "completions with scores", used, keys)
+            return Shape("ranked", "completions with scores", used, keys={"prompt_column": str(prompt)})
     return None
 
 
@@ -108,7 +105,7 @@ def _has_score(completion: Mapping[str, object]) -> bool:
 
 def _find_labels(columns: Sequence[str], rows: Sequence[Mapping[str, object]]) -> Shape | None:
     """Return the shape of files with single completions that are labeled as good or bad, or None for other files."""
-    label = _first(rows, "label")
+    label = first_value(rows, "label")
     if {"prompt", "completion", "label"} <= {*columns} and (isinstance(label, bool) or label in (0, 1)):
         return Shape("labels", "unpaired completions with labels", ("prompt", "completion", "label"))
     return None
@@ -118,9 +115,9 @@ def _find_chats(columns: Sequence[str], rows: Sequence[Mapping[str, object]]) ->
     """Return the shape of files with whole chats, or None for other files."""
     ends = [name for name in columns if name.rpartition(".")[2] in CHAT_COLUMNS]
     for column in sorted(ends, key=lambda name: (name.count("."), CHAT_COLUMNS.index(name.rpartition(".")[2]))):
-        if (name := name_chat(_first(rows, column))) is not None:
+        if (name := name_chat(first_value(rows, column))) is not None:
             keys = {"prompt_column": column} | _find_answer(columns, ())
-            return Shape("chats", name, (column,), keys)
+            return Shape("chats", name, (column,), keys=keys)
     return None
 
 
@@ -139,9 +136,9 @@ def _find_prompts(columns: Sequence[str], rows: Sequence[Mapping[str, object]]) 
     if prompt is None:
         return None
     answer = _find_answer(columns, (prompt,))
-    chat = name_chat(_first(rows, prompt))
+    chat = name_chat(first_value(rows, prompt))
     noun = "prompts" if chat is None else f"prompts as {chat}"
-    return Shape("prompts", noun, (prompt, *answer.values()), {"prompt_column": prompt} | answer)
+    return Shape("prompts", noun, (prompt, *answer.values()), keys={"prompt_column": prompt} | answer)
 
 
 def _find_answer(columns: Sequence[str], used: Sequence[str]) -> dict[str, str]:
@@ -150,7 +147,7 @@ def _find_answer(columns: Sequence[str], used: Sequence[str]) -> dict[str, str]:
     return {} if answer is None else {"answer_column": answer}
 
 
-def _first(rows: Sequence[Mapping[str, object]], column: str) -> object:
-    """Return the first value of a column that is not null. `column` may be a dotted path."""
+def first_value(rows: Sequence[Mapping[str, object]], column: str) -> object:
+    """Return the first value of a column that is not null, or None. `column` may be a dotted path."""
     values = (find_field(row, column) for row in rows if has_field(row, column))
     return next((value for value in values if value is not None), None)

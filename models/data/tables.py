@@ -156,10 +156,12 @@ def require_columns(place: str, required: Sequence[str], columns: Collection[str
     """
     for column in required:
         if column not in columns:
-            names = [*(names or columns)]
-            nearest = difflib.get_close_matches(column, names, n=1)
-            nearest = nearest or [each for each in names if each.rpartition(".")[2] == column.rpartition(".")[2]][:1]
-            hint = f", did you mean {nearest[0]!r}?" if nearest else "."
-            raise BadInput(
-                f"{place}: there is no column {column!r}{hint} The columns are: {', '.join(names) or 'none'}."
-            )
+            raise BadInput(describe_missing_column(place, column, names or [*columns]))
+
+
+def describe_missing_column(place: str, column: str, names: Sequence[str]) -> str:
+    """Return the message about a column that is missing in the file or row `place`, which has the columns `names`."""
+    nearest = difflib.get_close_matches(column, names, n=1)
+    nearest = nearest or [each for each in names if each.rpartition(".")[2] == column.rpartition(".")[2]][:1]
+    hint = f", did you mean {nearest[0]!r}?" if nearest else "."
+    return f"{place}: there is no column {column!r}{hint} The columns are: {', '.join(names) or 'none'}."

@@ -28,7 +28,8 @@ from models.records.schemas import FinishReason
 from models.records.versions import ModelVersion
 
 SHOWN: Final = "[picture]"
-"""Placeholder text of a completion that is an image. Reports and judges receive the image in addition to this text."""
+"""Text that stands for a generated image in the text of a completion. Reports and judges receive the image in addition
+to this text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,8 @@ class _Loaded:
 
 
 class DiffusersImageEngine:
-    """Rollout engine for text-to-image policies. It generates `max_batch_rows` images at a time, in request order.
+    """Rollout engine for text-to-image policies. It generates up to `max_batch_rows` images at a time, in the order of
+    the requests.
 
     The requests alone determine which images share a batch. The same requests give the same images, bit for bit, in
     every process with the same software and number of threads. If an image is generated in another batch, its noise
@@ -164,7 +166,8 @@ class DiffusersImageEngine:
 
 
 def _split_rows(trail: Sequence[Tensor], count: int) -> list[States]:
-    """Return the denoising states of each image for training, or one empty array per image if no step is trained."""
+    """Return the denoising states of each image that training needs, or one empty array per image if no step is
+    trained. `trail` contains the states of all images after each step."""
     if not trail:
         return [np.empty((0, 0), np.float32)] * count
     return [*torch.stack([*trail], dim=1).cpu().numpy()]

@@ -20,17 +20,16 @@ from models.records.versions import ModelVersion
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Request for one or more completions of the same prompt."""
+    """Request to a rollout engine for one or more completions of the same prompt."""
 
     row: int
-    """Index of the prompt in its prompt shard, which error messages name."""
+    """Index of the prompt in its prompt shard. Error messages name this index."""
     inputs: tuple[ModelInput, ...]
     """One model input per completion: the shared prompt, followed by the tokens that a partial completion already has.
     """
     seeds: tuple[int, ...]
-    """One random seed per completion.
-    A continued completion resumes the seed's sequence after the numbers that its existing tokens used.
-    """
+    """One random seed per completion. A continued completion resumes the seed's random sequence after the numbers that
+    its existing tokens used."""
     budget: int | None = None
     """Number of new tokens after which a completion is cut and continues in the next iteration. None means no limit."""
     max_tokens: int | None = None
@@ -44,15 +43,18 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Completion that the policy generated: its new tokens, their log-probs and the reason why it ended."""
+    """Completion that the policy generated for a request: its new tokens, their log-probs and the reason why it
+    ended."""
 
     tokens: tuple[int, ...]
     """IDs of the new tokens. With finish reason `stop`, the last token is an EOS token or completes a stop text.
     """
     logprobs: tuple[float, ...]
-    """float32 log-prob of each token, from the untruncated softmax at the sampling temperature (at 1 if greedy)."""
+    """Log-prob of each new token in float32, from the untruncated softmax at the sampling temperature (at temperature 1
+    if sampling is greedy)."""
     text: str
-    """Text of the whole completion, including the tokens that it already had, without special tokens."""
+    """Text of the whole completion without special tokens, including the text of tokens from earlier iterations or
+    turns."""
     finish_reason: FinishReason
     experts: Experts | None = field(default=None, compare=False, repr=False)
     """Experts chosen for each token of prompt and completion except the last, or None if not requested."""
@@ -62,21 +64,20 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class StepSums:
-    """Sums over decoding steps, from which the scheduler estimates how the time of a step depends on the batch size.
-
-    The difference of two such sums describes the decoding steps between them.
-    """
+    """Sums over decoding steps, from which the scheduler estimates how the duration of a step depends on the batch
+    size. The difference of two such sums describes the decoding steps between them."""
 
     steps: int = 0
     sequences: float = 0.0
-    """Sum of the batch sizes over all steps."""
+    """Sum of the batch sizes (sequences per step) over all steps."""
     sequences_squared: float = 0.0
     seconds: float = 0.0
     sequence_seconds: float = 0.0
-    """Sum of batch size x step time in seconds."""
+    """Sum over all steps of batch size times duration in seconds."""
 
     def add(self, sequences: int, seconds: float, *, steps: int = 1) -> "StepSums":
-        """Return the sums after `steps` more steps over `sequences` sequences each, which took `seconds` in total."""
+        """Return these sums extended by `steps` steps over `sequences` sequences each, which took `seconds` in
+        total."""
         return StepSums(
             steps=self.steps + steps,
             sequences=self.sequences + steps * sequences,
@@ -86,7 +87,7 @@ class StepSums:
         )
 
     def since(self, earlier: "StepSums") -> dict[str, float]:
-        """Return the sums over the steps since `earlier`, by the names that workers use in their reported timings."""
+        """Return the sums over the steps after `earlier`, keyed by the names under which workers report timings."""
         return {
             "steps": self.steps - earlier.steps,
             "step_sequences": self.sequences - earlier.sequences,
@@ -97,11 +98,11 @@ class StepSums:
 
 
 class Engine(Protocol):
-    """Rollout engine, which generates with the weights that it loaded last.
+    """Rollout engine: generates completions with the weights that it loaded last. `progress` grows while work advances,
+    so that a caller can detect a stall.
 
-    `progress` grows while work advances, so that a caller can detect a stall. The same weights, requests and sampling
-    give the same completions, whatever the engine did before: bit for bit, or up to float rounding if the composition
-    of the engine's batches depends on timing.
+    The same weights, requests and sampling give the same completions, whatever the engine did before: bit for bit, or
+    up to float rounding if the composition of the engine's batches depends on timing.
     """
 
     progress: int
@@ -122,21 +123,22 @@ class Engine(Protocol):
         """Return the digest of the loaded policy, or "" if none is loaded or its weights cannot be verified."""
 
     def sleep(self) -> None:
-        """Release the memory of weights and cache. The engine must be loaded again before its next use."""
+        """Release the memory of weights and KV cache. The weights must be loaded again before the engine's next use."""
 
     def close(self) -> None:
         """Stop the engine with all its processes. It cannot be used afterwards."""
 
     def step_sums(self) -> StepSums:
-        """Return timing sums over all decoding steps so far."""
+        """Return timing sums over all decoding steps since the engine was built."""
 
     def score_continuations(
         self, prompts: Sequence[ModelInput], continuations: Sequence[Sequence[int]]
     ) -> list[tuple[float, ...]]:
-        """Return, for each prompt, the summed log-prob of each continuation after that prompt, at temperature 1."""
+        """Return, for each prompt, one number per continuation: the summed log-prob of the continuation after that
+        prompt, at temperature 1."""
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
-        """Return one list per request, in order, with one completion per seed."""
+        """Generate completions. Returns one list per request, in order, with one completion per seed of the request."""
 
 
 @runtime_checkable
@@ -144,7 +146,7 @@ class VisionEngine(Protocol):
     """Engine that can generate with vision-language policies."""
 
     def show(self, images: ImageSource) -> None:
-        """Set the source from which the images of later prompts are read by digest."""
+        """Set the source from which the engine reads the images of later prompts. Prompts name images by digest."""
 
 
 @runtime_checkable
@@ -152,19 +154,18 @@ class RecordsExperts(Protocol):
     """Engine that can report which experts the routers of a mixture-of-experts model chose."""
 
     def record_experts(self, is_enabled: bool, /) -> None:
-        """Set whether later completions report their experts.
-        Before the first load, set whether any completion will.
-        """
+        """Set whether later completions report the experts that the routers chose for each token. Before the first
+        load, this setting states whether any completion will report experts."""
 
 
 @runtime_checkable
 class ImageEngine(Protocol):
-    """Engine of text-to-image policies, which generate images instead of text."""
+    """Rollout engine of text-to-image policies, which generate images instead of text."""
 
     def generate_images(
         self, requests: Sequence[Request], denoising: DenoisingConfig, trained_steps: range | None
     ) -> list[list[Completion]]:
-        """Return one list per request, in order, with one image per seed.
+        """Generate images. Returns one list per request, in order, with one image per seed.
 
         `trained_steps` selects denoising steps, and None selects all. A selected step is sampled with noise and trained
         if the sampler has noise at that step. All other steps are deterministic.
@@ -172,10 +173,11 @@ class ImageEngine(Protocol):
 
 
 class GeneratesCompletions(Protocol):
-    """Part of an engine that episodes (completions generated over several turns) use."""
+    """Object with the method `generate` of an engine, which is all that episodes (completions generated over several
+    turns) need."""
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
-        """Return one list per request, with one completion per seed, like `Engine.generate`."""
+        """Generate completions. Returns one list per request with one completion per seed, like `Engine.generate`."""
 
 
 class Generate(Protocol):
@@ -189,17 +191,17 @@ T = TypeVar("T")
 
 @runtime_checkable
 class InterleavingEngine(Protocol):
-    """Engine that batches the concurrent calls of several threads, so that episodes need not wait for each other."""
+    """Rollout engine that batches the concurrent calls of several threads, so that episodes need not wait for each
+    other."""
 
     def run_interleaved(self, work: Callable[[Generate], T]) -> T:
-        """Call `work` with a function that generates, and return the result. `work` may be called more than once.
-
-        All completions in the returned result were generated by the policy that was loaded.
-        """
+        """Call `work` with a function that generates completions, and return the result of `work`. `work` may be called
+        more than once. All completions in the returned result were generated by the policy that was loaded."""
 
 
 class EngineFactory(Protocol):
-    """Factory that builds an engine without weights. The engine's class usually serves as the factory."""
+    """Function or class that builds a rollout engine without weights. The engine's class usually serves as the
+    factory."""
 
     def __call__(self, settings: Any, /, *, adapter_rank: int) -> Engine:  # noqa: ANN401 -- the engine's own settings
         """Build an engine. `adapter_rank` is the highest rank of the adapters that it will load, or 0 if it loads
@@ -217,17 +219,16 @@ def build_engine(config: EngineSettings, *, adapter_rank: int = 0) -> Engine:
 
 
 def check_implemented(config: EngineSettings, *, name: str) -> None:
-    """Check that the engine's class can be imported, can be built from its settings and has all methods of an engine.
-
-    Engines that ship with Rheostat are skipped, because they are known to be complete and take seconds to import.
-    Raises BadInput if the check fails.
-    """
+    """Check that the class of a configured engine can be imported, can be built from its settings and has all methods
+    of an engine. Raises BadInput, with `name` as the name of the setting, if the check fails. Engines that ship with
+    Rheostat are skipped, because they are known to be complete and take seconds to import."""
     if not config.ships_with("models"):
         check_class(config, name=name)
 
 
 def check_class(config: EngineSettings, *, name: str) -> None:
-    """Import the engine's class and check its signature and methods. Raises BadInput if something is missing."""
+    """Import the class of a configured engine and check its signature and methods. Raises BadInput, with `name` as the
+    name of the setting, if something is missing."""
     check_implementation(config, "settings", where=name, named=("adapter_rank",))
     engine_class = implementation_of(config)
     missing = [method for method in METHODS if not callable(getattr(engine_class, method, None))]

@@ -19,7 +19,7 @@ from models.records.schemas import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class CompletionRow:
-    """One completion to generate: its input, its random seed and the index of the request that it belongs to."""
+    """One completion to generate: its input, its random seed and the index of the request to which it belongs."""
 
     request: int
     sample: int
@@ -28,7 +28,7 @@ class CompletionRow:
     """Prompt, followed by the tokens that the completion already has. All of these tokens are prefilled."""
     seed: int
     limit: int
-    """Length in tokens, including existing tokens, at which the completion is cut in this iteration."""
+    """Maximum length in tokens in this iteration, including existing tokens. The completion is cut at this length."""
 
     @property
     def num_existing_tokens(self) -> int:
@@ -37,7 +37,7 @@ class CompletionRow:
 
     @property
     def turn_start(self) -> int:
-        """Index, within the completion, of the first token of the current turn."""
+        """Index, within the completion, of the first token of the current turn (the reply that is being generated)."""
         return self.num_existing_tokens - min(self.num_existing_tokens, self.input.num_turn_tokens)
 
 
@@ -59,7 +59,7 @@ def context_of(directory: Path) -> int | None:
 
 
 def text_settings(directory: Path) -> dict[str, object]:
-    """Return the language model's part of config.json, under the names that transformers uses."""
+    """Return the language model's part of a model's config.json, under the names that transformers uses."""
     from transformers import AutoConfig  # imports torch
 
     config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
@@ -68,10 +68,8 @@ def text_settings(directory: Path) -> dict[str, object]:
 
 
 def build_rows(requests: Iterable[Request], *, longest: int) -> list[CompletionRow]:
-    """Return one row per requested completion, request by request.
-
-    `longest` is the maximum length of a completion, in tokens, if its request sets none.
-    """
+    """Return one row per requested completion, in the order of the requests. `longest` is the maximum length of a
+    completion, in tokens, if its request sets none."""
     return [row for index, request in enumerate(requests) for row in _rows(index, request, longest)]
 
 
@@ -94,11 +92,9 @@ def _rows(index: int, request: Request, longest: int) -> list[CompletionRow]:
 def require_engine_room(
     requests: Sequence[Request], sampling: SamplingConfig, *, context: int | None, owner: str = "the policy"
 ) -> None:
-    """Check that every prompt has a token and leaves room for its completions in the context of the policy or server.
-
-    Raises BadInput if a prompt is empty, if a completion already has its maximum length, or if prompt and completion
-    together exceed the context.
-    """
+    """Check that every prompt has a token and leaves room for its completions within `context` tokens. Raises BadInput
+    if a prompt is empty, if a completion already has its maximum length, or if prompt and completion together exceed
+    the context. `owner` names the policy or server whose limit it is."""
     for request in requests:
         length = request.num_prompt_tokens
         if length == 0:
@@ -123,10 +119,8 @@ def require_engine_room(
 def require_context(
     prompts: Sequence[ModelInput], longest: int, *, context: int | None, owner: str = "the policy"
 ) -> None:
-    """Check that no prompt is empty and that a continuation of `longest` tokens fits after each prompt.
-
-    Raises BadInput otherwise.
-    """
+    """Check that no prompt is empty and that a continuation of `longest` tokens fits after each prompt within `context`
+    tokens. Raises BadInput otherwise. `owner` names the policy or server whose limit it is."""
     for row, prompt in enumerate(prompts):
         if not len(prompt) or (context is not None and len(prompt) + longest > context):
             raise BadInput(
@@ -142,7 +136,7 @@ def end_tokens(tokenizer: PreTrainedTokenizerFast, settings: GenerationConfig) -
 
 
 def stated_ends(settings: GenerationConfig) -> tuple[int, ...]:
-    """Return the IDs of the tokens that end a completion according to a model's generation settings."""
+    """Return the IDs of the tokens that end a completion according to a model's generation_config.json."""
     stated = settings.eos_token_id
     if stated is None:
         return ()
@@ -150,27 +144,26 @@ def stated_ends(settings: GenerationConfig) -> tuple[int, ...]:
 
 
 def suppressed_tokens(settings: GenerationConfig) -> tuple[int, ...]:
-    """Return, in ascending order, the token IDs that a model must never generate according to its settings."""
+    """Return, in ascending order, the IDs of tokens that a model must never generate according to its
+    generation_config.json."""
     return tuple(sorted(settings.suppress_tokens or ()))
 
 
 def stop_window(stop: Collection[str]) -> int:
-    """Return how many tokens at the end of a completion must be decoded to detect any of the stop texts."""
+    """Return how many of a completion's last tokens must be decoded to text in order to detect any of the stop
+    texts."""
     # 4 more tokens, because the first ones may be the rest of a multi-byte character, which decodes to another
     # character.
     return max(len(text.encode()) for text in stop) + 4
 
 
 def decode_texts(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[Sequence[int]]) -> list[str]:
-    """Decode rows of tokens to text, without special tokens."""
+    """Decode several token sequences to texts, without special tokens."""
     texts: list[str] = tokenizer.batch_decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return texts
 
 
 def length_finish_reason(length: int, longest: int) -> FinishReason:
-    """Return the finish reason of a completion that ran out of tokens.
-
-    The reason is LENGTH at the maximum length `longest`. A shorter completion has CUT, because the iteration's token
-    budget ended.
-    """
+    """Return the finish reason of a completion of `length` tokens that has not ended by itself: LENGTH if it has the
+    maximum length `longest`, else CUT, because the iteration's token budget was used up."""
     return FinishReason.LENGTH if length == longest else FinishReason.CUT

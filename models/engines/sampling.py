@@ -20,7 +20,8 @@ _ELEMENTS: Final = (
 
 
 def sample_uniforms(seed: int, count: int) -> NDArray[np.float64]:
-    """Return `count` uniform random numbers in [0, 1) for a seed. A longer list begins with the shorter one.
+    """Return `count` uniform random numbers in [0, 1) for a seed. If `count` is larger, the additional numbers follow
+    the same ones.
 
     The raw words of Philox are used, because NumPy guarantees them for all versions, unlike the results of
     `Generator.random`.
@@ -32,7 +33,8 @@ def sample_uniforms(seed: int, count: int) -> NDArray[np.float64]:
 def sample_tokens(
     logits_BV: Tensor, uniforms_B: Tensor, sampling: SamplingConfig, *, banned: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor]:
-    """Sample one token per row and return (tokens_B, logprobs_B in float32). Banned tokens have probability 0.
+    """Sample one token per row, given logits and one uniform random number per row. Returns the tokens and their
+    log-probs in float32. Banned tokens have probability 0.
 
     The log-probs are those of the untruncated softmax at the sampling temperature, or at temperature 1 if it is 0. The
     token of a row depends only on that row's logits and uniform random number.
@@ -61,10 +63,8 @@ def _draw(logits_BV: Tensor, uniforms_B: Tensor, sampling: SamplingConfig) -> tu
 
 
 def _pick(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """Return one token per row, sampled from unnormalized weights with the given uniform random numbers.
-
-    The cumulative distribution is inverted. A token of weight 0 is never picked.
-    """
+    """Sample one token per row from unnormalized weights over the vocabulary by inverting the cumulative distribution
+    at the uniform random numbers. A token of weight 0 is never sampled."""
     cumulative_BV = weights_BV.cumsum(dim=1)
     total_B1 = cumulative_BV[:, -1:].contiguous()
     picked_B1 = torch.searchsorted(cumulative_BV, uniforms_B[:, None] * total_B1, right=True)

@@ -13,9 +13,10 @@ from PIL import Image
 from infra.errors import BadInput, InputErrors, WorkerFailed
 from infra.store.inputs import fetch_path
 from models.config.images import PixelLimits
-from models.config.judges import EndpointJudge, JudgeReward, ScoreVerdict
+from models.config.judges import EndpointJudge, JudgeReward
 from models.config.rewards import ScoringConfig
 from models.config.teachers import Teacher
+from models.config.verdicts import ScoreVerdict
 from models.data.images import check_pixels, digest_of, read_header
 from models.data.problems import Problem, identity
 from models.judges.endpoint import ChatJudge

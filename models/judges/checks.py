@@ -8,15 +8,9 @@ from collections.abc import Mapping, Sequence
 
 from infra.errors import BadInput, Quarantined
 from models.config.data import DataConfig
-from models.config.judges import (
-    ChoiceVerdict,
-    JudgeReward,
-    LogprobVerdict,
-    ScoreVerdict,
-    StepsVerdict,
-    VerdictConfig,
-)
+from models.config.judges import JudgeReward
 from models.config.rewards import ScoringConfig
+from models.config.verdicts import ChoiceVerdict, LogprobVerdict, ScoreVerdict, StepsVerdict, VerdictConfig
 from models.judges.endpoint import ChatJudge as AskedJudge
 from models.judges.prompts import find_fields, verdict_texts
 
@@ -25,9 +19,14 @@ def check_judge(term: str, reward: JudgeReward, data: DataConfig) -> None:
     """Check a judge's settings without loading its model. Raises BadInput, naming the reward term."""
     try:
         _check_template(reward)
-        _check_verdict(reward.verdict)
+        _check_verdict(reward.answer_verdict)
+        if reward.uses_rubric and not data.has_rubrics:
+            raise BadInput(
+                "verdict.kind = 'rubric' needs the rubric of each problem. Set data.rubric_column to the column with "
+                "the criteria."
+            )
         if reward.endpoint is not None:
-            AskedJudge(reward.endpoint, sampling=reward.sampling, verdict=reward.verdict)
+            AskedJudge(reward.endpoint, sampling=reward.sampling, verdict=reward.answer_verdict)
         if reward.is_trained:
             _check_training(reward, data)
     except BadInput as error:
@@ -38,6 +37,11 @@ def _check_template(reward: JudgeReward) -> None:
     """Raise BadInput if the template lacks the completion or its steps, or has a field that is never filled in."""
     if reward.template is None:
         return
+    if reward.uses_rubric and "{criterion}" not in reward.template:
+        raise BadInput(
+            f"the template {reward.template!r:.200} does not contain {{criterion}}, so all criteria of a rubric would "
+            "get the same question. Add {criterion} to the template."
+        )
     judges_steps = isinstance(reward.verdict, StepsVerdict)
     required, unused = ("steps", "completion") if judges_steps else ("completion", "steps")
     fields = find_fields(reward.template)

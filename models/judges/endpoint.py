@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from infra.errors import BadInput
 from infra.plain_values import repair_text
 from models.config.engines import SamplingConfig
-from models.config.judges import ChoiceVerdict, EndpointJudge, LogprobVerdict, VerdictConfig
+from models.config.judges import EndpointJudge
+from models.config.verdicts import ChoiceVerdict, LogprobVerdict, VerdictConfig
 from models.data.images import data_address
 from models.endpoints.client import EndpointClient, EndpointRequest
 from models.judges.verdicts import Answer, Question

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from infra.errors import BadInput
 from models.config.engines import EngineConfig, SamplingConfig
-from models.config.judges import ChoiceVerdict, LogprobVerdict, VerdictConfig
 from models.config.texts import RULES_BEFORE, TextRules
+from models.config.verdicts import ChoiceVerdict, LogprobVerdict, VerdictConfig
 from models.engines.protocol import Completion, Request, StepSums, VisionEngine, build_engine
 from models.engines.requests import context_of
 from models.engines.sampling import sample_uniforms

@@ -13,8 +13,16 @@ from typing import Final
 
 from infra.errors import BadInput
 from models.config.data import DataConfig
-from models.config.judges import ChoiceVerdict, JudgeReward, LogprobVerdict, StepsVerdict, VerdictConfig
+from models.config.judges import JudgeReward
 from models.config.training import WarmupConfig
+from models.config.verdicts import (
+    ChoiceVerdict,
+    LogprobVerdict,
+    RubricVerdict,
+    ScoreVerdict,
+    StepsVerdict,
+    VerdictConfig,
+)
 from models.data.arithmetic import right_completion, wrong_completion
 from models.data.examples import Example
 from models.data.problems import Problem, identity, load_problems
@@ -29,6 +37,8 @@ Episode = Sequence[tuple[str, str]]
 """Messages of an episode as pairs of role and text. The policy's messages have the role `assistant`."""
 
 _FIELD: Final = re.compile(r"\{(" + "|".join(FIELDS) + r")\}")
+_RUBRIC_FIELD: Final = re.compile(r"\{(" + "|".join((*FIELDS, "criterion")) + r")\}")
+"""Pattern for fields of templates for rubrics. In other templates `{criterion}` is ordinary text."""
 
 
 def fill_template(
@@ -42,7 +52,7 @@ def fill_template(
     texts = {"prompt": escape(prompt), "completion": escape(completion), "answer": escape(answer), "steps": ""}
     texts |= {name: text for name, text in marked.items() if text}
     texts["fence"] = next(fence for fence in _fences(seed) if not _occurs(fence, [template, *texts.values()]))
-    return _FIELD.sub(lambda field: texts[field[1]], template)
+    return (_RUBRIC_FIELD if "criterion" in texts else _FIELD).sub(lambda field: texts[field[1]], template)
 
 
 def find_fields(template: str) -> set[str]:
@@ -108,6 +118,25 @@ VERDICT_EPISODE: Final = VERDICT.replace(
     "own words.\n\nQuestion:\n",
 )
 """Default template for verdicts on episodes."""
+
+RUBRIC: Final = f"""\
+You are a strict examiner. You are given a question, somebody's answer, which stands between two lines {{fence}}, and \
+one criterion. {_DATA}\
+Question:
+{{prompt}}
+
+Answer to examine:
+{{fence}}
+{{completion}}
+{{fence}}
+
+Criterion:
+{{criterion}}
+
+Does the answer meet this criterion? The criterion may describe a mistake; then it is met if the answer makes the \
+mistake.
+"""
+"""Default template for one criterion of a rubric. The form of the answer follows it."""
 
 BARE: Final = "{prompt}\n{completion}\nThe right answer is {answer}. Is this correct? Answer yes or no.\n"
 """Default template for judges that the run trains. It has no instructions, because these judges are trained on it."""
@@ -178,12 +207,29 @@ def choose_template(reward: JudgeReward, *, answer: str, of_episode: bool = Fals
     """
     if reward.template is not None:
         return reward.template
+    if isinstance(reward.verdict, RubricVerdict):
+        return RUBRIC + _describe_form(reward.verdict.criterion)
     if not isinstance(reward.verdict, StepsVerdict):
         return BARE if reward.is_trained else VERDICT_EPISODE if of_episode else VERDICT
     shows_reference = reward.verdict.reference and bool(answer.strip())
     if reward.verdict.prompt == "published":
         return PUBLISHED_REFERENCE if shows_reference else PUBLISHED
     return AUDIT_REFERENCE if shows_reference else AUDIT
+
+
+def _describe_form(verdict: VerdictConfig) -> str:
+    """Return the sentence that asks for an answer in the form of the verdict on one criterion."""
+    match verdict:
+        case ScoreVerdict():
+            return (
+                f"Answer with `Score: ` and a number from {verdict.low:g} (not at all) to {verdict.high:g} (fully).\n"
+            )
+        case LogprobVerdict():
+            return f"Answer {verdict.yes} or {verdict.no}.\n"
+        case ChoiceVerdict():
+            return f"Answer {' or '.join(verdict.choices)}.\n"
+        case _:
+            raise AssertionError("the criteria of a rubric are not judged by steps")
 
 
 def build_question_text(
@@ -194,11 +240,12 @@ def build_question_text(
     answer: str,
     seed: int,
     episode: Episode = (),
-    chat: str = "",
+    marked: Mapping[str, str] = {},
 ) -> str:
     """Return the question about a completion. The environment's messages in an episode are marked with tags.
 
-    `chat` are the messages of a prompt that is a chat, from `models.judges.chats`.
+    `marked` are texts by field that are already escaped: the messages of a chat (`prompt`, from
+    `models.judges.chats`), and the criterion of a rubric that the question is about (`criterion`).
 
     A judge that the run trains gets the bare template on which it is trained, without these tags.
     """
@@ -210,8 +257,8 @@ def build_question_text(
         answer=answer,
         seed=seed,
         marked={
-            "prompt": chat,
             "completion": mark_episode(exchanges),
+            **marked,
             "steps": wrap_steps(split_steps(completion, verdict.steps)) if isinstance(verdict, StepsVerdict) else "",
         },
     )
@@ -258,11 +305,16 @@ def question_about(problem: Problem, completion: str, *, reward: JudgeReward, se
     """Return the question about a completion of a problem, exactly as the judge will receive it."""
     chat = mark_prompt(problem.prompt, problem.template) if reward.chat_prompt == "messages" else ""
     return build_question_text(
-        reward, prompt=identity(problem.prompt), completion=completion, answer=problem.answer, seed=seed, chat=chat
+        reward,
+        prompt=identity(problem.prompt),
+        completion=completion,
+        answer=problem.answer,
+        seed=seed,
+        marked={"prompt": chat},
     )
 
 
-def verdict_texts(verdict: VerdictConfig) -> tuple[str, str]:
+def verdict_texts(verdict: VerdictConfig | RubricVerdict) -> tuple[str, str]:
     """Return the texts that a judge is trained to answer for a correct and for a wrong completion.
 
     Raises BadInput if the kind of verdict is not choice or logprob.

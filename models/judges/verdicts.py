@@ -14,7 +14,7 @@ from statistics import fmean, median
 from string import digits
 from typing import Final, Literal, Protocol, assert_never
 
-from models.config.judges import ChoiceVerdict, LogprobVerdict, ScoreVerdict, StepsVerdict, VerdictConfig
+from models.config.verdicts import ChoiceVerdict, LogprobVerdict, ScoreVerdict, StepsVerdict, VerdictConfig
 from models.records.media import ImageSource
 from models.text.steps import aggregate
 

@@ -12,7 +12,10 @@ from typing import Final, Literal
 import pyarrow as pa
 
 from infra.errors import Damaged
-from models.config.judges import Canaries, JudgeReward, StepsVerdict
+from models.config.judges import Canaries, JudgeReward
+from models.config.verdicts import StepsVerdict
+from models.data.rubrics import Rubric
+from models.judges.chats import escape
 from models.judges.prompts import build_question_text
 from models.judges.verdicts import FLAGGED, Judgement, Question, count_votes, flag_weights
 from models.records.seeds import derive_seed
@@ -39,6 +42,8 @@ class JudgedCompletion:
     """Messages of an episode in order, each as role and text: the policy's turns and the environment's answers."""
     chat: str = ""
     """Messages of a prompt that is a chat, with tags (`models.judges.chats`), or empty."""
+    rubric: Rubric = ()
+    """Criteria by which the completion is judged, or empty."""
 
     @property
     def is_blank(self) -> bool:
@@ -53,8 +58,22 @@ class Ballot:
     judged: JudgedCompletion
     vote: int
 
-    def build_question(self, reward: JudgeReward, *, seed_parts: tuple[int | str, ...], attempt: int) -> Question:
-        """Build the question for this vote. Each attempt uses a different seed for the answer.
+    def build_questions(
+        self, reward: JudgeReward, *, seed_parts: tuple[int | str, ...], attempt: int
+    ) -> list[Question]:
+        """Build the questions for this vote: one for each criterion if there is a rubric, else a single question."""
+        if not self.judged.rubric:
+            return [self.build_question(reward, seed_parts=seed_parts, attempt=attempt)]
+        return [
+            self.build_question(reward, seed_parts=(*seed_parts, number), attempt=attempt, criterion=criterion.text)
+            for number, criterion in enumerate(self.judged.rubric)
+        ]
+
+    def build_question(
+        self, reward: JudgeReward, *, seed_parts: tuple[int | str, ...], attempt: int, criterion: str = ""
+    ) -> Question:
+        """Build the question for this vote, or for one criterion of a rubric. Each attempt uses a different seed for
+        the answer.
 
         In a user's template, the fence (delimiter) also differs for each attempt. In default templates, all votes on a
         completion use the same fence, so their prompts are equal and are processed only once.
@@ -70,7 +89,7 @@ class Ballot:
             answer=it.answer,
             seed=fence,
             episode=it.episode,
-            chat=it.chat,
+            marked={"prompt": it.chat, **({"criterion": escape(criterion)} if criterion else {})},
         )
         return Question(text=text, seed=seed, images=it.images if reward.images == "prompt" else ())
 
@@ -107,6 +126,7 @@ def _canaries(completions: Sequence[JudgedCompletion], canaries: Canaries) -> It
             origin=source.prompt_row,
             images=source.images,
             chat=source.chat,
+            rubric=source.rubric,
         )
 
 

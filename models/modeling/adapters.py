@@ -35,11 +35,11 @@ _NAME: Final = "default"  # peft's name for the only adapter of a model; it stan
 _HEADS: Final = ("score", "classifier")
 _STATE_SPACE_TYPES: Final = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 _UNADAPTED: Final = ("out_proj", "conv1d")
-"""Names of layers of state-space models that never get an adapter in peft, because fused kernels read their weights
-directly (`_check_lora_target_modules_mamba` in peft/tuners/tuners_utils.py)."""
+"""Names of linear and convolution layers in state-space models that never get a LoRA adapter in peft, because fused
+kernels read their weights directly (`_check_lora_target_modules_mamba` in peft/tuners/tuners_utils.py)."""
 _KEPT: Final = 1.5
-"""Estimate of the numbers that autograd keeps per input or output number of a linear layer. Measured: 1.2 in Llama, 1.6
-in Gemma 3 and Phi-3, 1.8 in GPT-2."""
+"""Estimate of the number of values that autograd keeps for the backward pass, per input or output value of a linear
+layer. Measured: 1.2 in Llama, 1.6 in Gemma 3 and Phi-3, 1.8 in GPT-2."""
 
 
 def load_trainable(
@@ -60,11 +60,9 @@ def load_trainable(
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, base: BundleRef) -> None:
-    """Freeze a float32 model and add adapters that leave its outputs unchanged at first.
-
-    B is initialized to 0, and A from a seed that is derived from the base's digest. Raises BadInput if a name in
-    `lora.targets` matches no layer.
-    """
+    """Freeze a float32 model and add LoRA adapters that leave its outputs unchanged at first. The adapter's matrix B is
+    initialized to 0, and A from a seed that is derived from the digest of `base`, the stored base weights. Raises
+    BadInput if a name in `lora.targets` matches no layer."""
     import peft  # peft imports DeepSpeed, which then chooses its accelerator, so not before the ranks have joined
 
     layers = adapted_layers(model, lora)
@@ -92,7 +90,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, base: BundleRef) -
 
 
 def has_adapters(model: PreTrainedModel) -> bool:
-    """Return whether only adapters of the model are trained and not its base weights."""
+    """Return whether the model's base weights are frozen and only its LoRA adapters are trained."""
     return hasattr(model, "peft_config")
 
 
@@ -112,15 +110,13 @@ def disable_adapters(model: PreTrainedModel) -> Iterator[None]:
 
 
 def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that training changes."""
+    """Return the parameters that training changes, which are those with `requires_grad`."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def save_adapters(model: PreTrainedModel, directory: Path) -> dict[str, BundledFile]:
-    """Write adapters, and the classifier head if there is one, in peft's format.
-
-    Returns the size and digest of the file with the tensors, by file name.
-    """
+    """Write a model's adapters, and its classifier head if it has one, in peft's format. Returns the size and digest of
+    the written tensor file, keyed by file name."""
     file = save_tensors(dict(_named_as_peft(model)), directory / TENSORS, metadata={"format": "pt"})
     settings = model.peft_config[_NAME].to_dict() | {"inference_mode": True}
     settings["target_modules"] = _shorten_names(model, settings["target_modules"])
@@ -132,8 +128,8 @@ def save_adapters(model: PreTrainedModel, directory: Path) -> dict[str, BundledF
 
 
 def outline(model: PreTrainedModel) -> ModelOutline:
-    """Return the sizes and layers of a model without adapters, for memory estimates. The model may be on the `meta`
-    device."""
+    """Return the sizes and layers of a model without adapters, to estimate the memory that training needs. The model
+    may be on the `meta` device."""
     head = getattr(model, _head_name(model) or "", None)
     layers = {name: sum(layer.weight.shape) for name, layer in linear_layers(model).items()}
     text = model.config.get_text_config()
@@ -154,8 +150,8 @@ def outline(model: PreTrainedModel) -> ModelOutline:
 
 
 def _count_matmul_parameters(model: PreTrainedModel) -> int:
-    """Return the number of weights by which each text token is multiplied. Of a layer's experts, only those chosen for
-    a token count."""
+    """Return the number of weights that take part in the matrix products of one text token. In a layer of a mixture of
+    experts, only the experts that are chosen for one token are counted."""
     text = model.config.get_text_config()
     experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1
     experts_per_token = getattr(text, "num_experts_per_tok", None) or experts
@@ -192,7 +188,7 @@ def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
 
 
 def _load_adapters(model: PreTrainedModel, directory: Path) -> None:
-    """Load adapters that `save_adapters` wrote for a model with the same layers."""
+    """Load adapters from files that `save_adapters` wrote. The model must have the same adapted layers."""
     tensors, parameters = load_file(directory / TENSORS), dict(_named_as_peft(model))
     assert tensors.keys() == parameters.keys(), f"{directory}: the adapters belong to another configuration"
     with torch.no_grad():
@@ -218,7 +214,7 @@ def _shorten_names(model: PreTrainedModel, layers: set[str]) -> list[str]:
 
 
 def _head(model: PreTrainedModel) -> nn.Module | None:
-    """Return the output layer of a language model or classifier, or None for a denoiser."""
+    """Return the output layer of a language model or classifier, or None for an image denoiser."""
     if not isinstance(model, PreTrainedModel):
         return None
     return model.get_output_embeddings() or getattr(model, _head_name(model) or "", None)

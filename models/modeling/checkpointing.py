@@ -19,7 +19,8 @@ from models.modeling.shared_prompts import capture_shared_tokens
 
 
 def layers_to_recompute(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
-    """Return the layers that support activation checkpointing. Some old model classes have none."""
+    """Return the layers that support activation checkpointing (recomputation in the backward pass). The list is empty
+    for some old model classes."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 

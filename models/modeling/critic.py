@@ -38,18 +38,19 @@ class TokenValues(TokenModule):
         self.shares_prompts = set_attention(model, attention)
 
     def forward(self, read: ForwardInput) -> Tensor:
-        """Return the value (float32) of the state before each completion token. The token itself does not affect the
-        value."""
+        """Return the critic's value (float32) of the state before each completion token, of shape (N,). The token
+        itself does not affect the value."""
         return read.gather_outputs(cast(Tensor, self.model.score(self.states(read))).float().squeeze(-1))
 
 
 def load_critic(directory: Path) -> PreTrainedModel:
-    """Load a critic of the run for training, in float32 on the CPU."""
+    """Load a critic that the run has stored, for training, in float32 on the CPU."""
     return load_weights(AutoModelForSequenceClassification, directory, what="critic", device="cpu", dtype=torch.float32)
 
 
 def critic_from_policy(policy: Path) -> PreTrainedModel:
-    """Build a critic from a policy's decoder and a zero-initialized head, so that every value is 0 at first."""
+    """Build a critic from a policy's decoder and a new head that is initialized to zero, so that every value is 0 at
+    first."""
     config = AutoConfig.from_pretrained(str(policy), local_files_only=True, trust_remote_code=False)
     with lock_model_construction():  # random weights are overwritten
         critic = _build_classifier(config)
@@ -60,8 +61,8 @@ def critic_from_policy(policy: Path) -> PreTrainedModel:
 
 
 def critic_from_classifier(path: Path, policy: Path) -> PreTrainedModel:
-    """Load a classifier as a critic. Raises BadInput if its tokenizer differs from the policy's, or if it is not a
-    causal decoder."""
+    """Load a sequence classifier at `path` as a critic. Raises BadInput if its tokenizer differs from the policy's, or
+    if it is not a causal decoder."""
     classifier = load_reward_model(path)
     check_tokenizer(classifier.tokenizer, load_tokenizer(policy), source=str(path))
     _require_head(classifier.model, source=str(path))
@@ -70,8 +71,8 @@ def critic_from_classifier(path: Path, policy: Path) -> PreTrainedModel:
 
 
 def build_meta_critic(policy: PretrainedConfig) -> PreTrainedModel:
-    """Build a critic with the sizes of the policy on the `meta` device, without weights. Raises BadInput if the
-    policy's architecture has no classifier."""
+    """Build a critic with the sizes of the policy on the `meta` device, without weights. Raises BadInput if
+    transformers has no sequence classifier for the policy's architecture."""
     try:
         with lock_model_construction(), torch.device("meta"):
             critic = _build_classifier(copy.deepcopy(policy))
@@ -82,11 +83,9 @@ def build_meta_critic(policy: PretrainedConfig) -> PreTrainedModel:
 
 
 def check_critic(source: Path, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int) -> PreTrainedModel:
-    """Check that a critic can predict values for the policy's sequences, and return it on the `meta` device, without
-    weights.
-
-    Raises BadInput if the tokenizer, the head or the context length does not fit.
-    """
+    """Check that a critic can predict values for the policy's sequences of up to `longest_tokens` tokens, and return it
+    on the `meta` device, without weights. Raises BadInput if the tokenizer, the head or the context length does not
+    fit."""
     try:
         critic = load_reward_model(source, device="meta")
         check_tokenizer(critic.tokenizer, tokenizer, source=str(source))
@@ -104,14 +103,15 @@ def check_critic(source: Path, tokenizer: PreTrainedTokenizerFast, *, longest_to
 
 def write_critic(source: Path | None, policy: Path, directory: Path) -> int:
     """Write the initial critic with the policy's tokenizer into `directory`, and return the critic's number of
-    parameters."""
+    parameters. The critic is a copy of the classifier at `source`, or is built from the policy if `source` is None."""
     critic = critic_from_policy(policy) if source is None else critic_from_classifier(source, policy)
     save_policy(critic, load_tokenizer(policy), directory)
     return int(critic.num_parameters())
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerFast, policy: PreTrainedTokenizerFast, *, source: str) -> None:
-    """Raise BadInput if the critic's and the policy's tokenizer use a token ID for different tokens."""
+    """Raise BadInput if the critic's and the policy's tokenizers assign the same ID to different tokens. `source` names
+    the critic in the message."""
     critic_ids, policy_ids = tokenizer.get_vocab(), policy.get_vocab()
     differing = sorted(
         token for token in critic_ids.keys() | policy_ids.keys() if critic_ids.get(token) != policy_ids.get(token)
@@ -127,7 +127,8 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerFast, policy: PreTrainedTokeni
 
 
 def _build_classifier(config: PretrainedConfig) -> PreTrainedModel:
-    """Build a classifier with one output from a decoder's configuration object, which is modified."""
+    """Build a sequence classifier with one output from a decoder's configuration. The configuration object is
+    modified."""
     if config.model_type in FAMILIES:
         raise BadInput(
             f"a critic or reward model cannot be built from a {config.model_type}, which reads images. Use an "
@@ -159,7 +160,8 @@ def _require_head(model: PreTrainedModel, *, source: str) -> nn.Linear:
 
 @torch.no_grad()
 def _check_causal(model: PreTrainedModel, *, source: str) -> None:
-    """Raise BadInput if the value of a state depends on later tokens, or is not simply the output of the head."""
+    """Raise BadInput if a classifier cannot predict one value per state, because its output at a token depends on later
+    tokens or is not simply the output of the head. `source` names the model in the message."""
     pad = model.config.get_text_config().pad_token_id  # classifiers read the last token that is not padding
     tokens_BT = torch.tensor([[token for token in range(5) if token != pad][:4]])
     values_N = TokenValues(model)(ForwardInput(tokens_BT, torch.arange(4), tokens_BT[0]))

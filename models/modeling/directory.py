@@ -27,17 +27,16 @@ from models.vision.processor import is_vision_model, load_processor
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 KEPT = ("*.json", "*.jinja", "*.txt", "*.model")
-"""Patterns of the files that are copied with the weights of an imported directory: configuration and tokenizer, never
-code."""
+"""Glob patterns of the files that are copied together with the weights of an imported model: configuration and
+tokenizer files, but never code."""
 
 
 def check_directory(directory: Path) -> tuple[PretrainedConfig, PreTrainedTokenizerFast, int]:
     """Check that the policy in a directory can be trained and can generate. Return its configuration, tokenizer and
-    number of parameters.
+    number of parameters. Raises BadInput if a check fails.
 
     Names, shapes and sizes of all weights are compared with the configuration, but the weights themselves are not read.
-    If the directory contains an adapter in peft's format, the adapter and its base model are checked. Raises BadInput
-    if a check fails.
+    If the directory contains an adapter in peft's format, the adapter and its base model are checked.
     """
     if not directory.is_dir():
         raise missing_directory_error("policy", directory)
@@ -67,7 +66,8 @@ def meta_policy(directory: Path) -> PreTrainedModel:
 
 
 def copy_directory(source: Path, target: Path) -> None:
-    """Copy the files of a policy except code. An adapter is merged into its base model."""
+    """Copy the model files of a policy, but no code, from `source` to `target`. A LoRA adapter is merged into its base
+    model."""
     if is_adapter(source):
         write_merged(find_base(source), source, target, dtype=torch.float32)
         return
@@ -78,8 +78,8 @@ def copy_directory(source: Path, target: Path) -> None:
 
 
 def write_merged(base: Path, adapter: Path | None, target: Path, *, dtype: torch.dtype) -> None:
-    """Write a policy as one directory. If there is an adapter, it is added to the base in float32. The weights are cast
-    to `dtype` at the end."""
+    """Write a policy as one complete model directory. If `adapter` is given, it is added to the base in float32. The
+    weights are cast to `dtype` at the end."""
     model = load_policy(base) if adapter is None else load_merged(base, adapter)
     for parameter in model.parameters():  # buffers, such as rotary frequencies, stay in float32
         parameter.data = parameter.data.to(dtype)
@@ -91,7 +91,8 @@ def write_merged(base: Path, adapter: Path | None, target: Path, *, dtype: torch
 
 
 def copy_policy(source: Path, target: Path) -> None:
-    """Copy a policy, and complete two settings in the copy: a missing pad token, and a wrong `tie_word_embeddings`."""
+    """Copy a policy from `source` to `target`. In the copy, add a missing pad token and correct a wrong
+    `tie_word_embeddings`."""
     copy_directory(source, target)
     if not is_adapter(source):
         _record_separate_head(source, target)
@@ -120,7 +121,7 @@ def _record_separate_head(source: Path, target: Path) -> None:
 
 
 def _is_equal(directory: Path, one: StoredWeight, other: StoredWeight, *, names: tuple[str, str]) -> bool:
-    """Return whether two stored weights have the same values."""
+    """Return whether two stored weights, whose `names` are given in the same order, have the same values."""
     tensors = []
     for weight, name in zip((one, other), names, strict=True):
         with safe_open(directory / weight.file, framework="pt") as opened:
@@ -129,7 +130,8 @@ def _is_equal(directory: Path, one: StoredWeight, other: StoredWeight, *, names:
 
 
 def record_context(target: Path, context: int) -> None:
-    """Write the maximum sequence length into the config.json of a copied policy that sets none."""
+    """Write the maximum sequence length `context` into the config.json of a copied policy, if config.json contains
+    none."""
     path = target / "config.json"
     config, text = _read_object(path), _causal_config(target).get_text_config()
     longest = getattr(text, "max_position_embeddings", None)
@@ -141,7 +143,8 @@ def record_context(target: Path, context: int) -> None:
 
 
 def _record_pad_token(target: Path) -> None:
-    """Write the chosen pad token into a copied tokenizer_config.json if the tokenizer has none."""
+    """Write a pad token, chosen from the existing tokens, into a copied tokenizer_config.json if the tokenizer has
+    none."""
     path = target / "tokenizer_config.json"
     tokenizer = load_tokenizer(target)
     if find_chosen_pad_token(tokenizer) is not None:

@@ -19,39 +19,45 @@ from transformers import PreTrainedModel
 from models.records.model_input import Experts
 
 Routed = tuple[Tensor, Tensor, Tensor]
-"""Output of a router: the logits of all experts, and the weights and the indices of the chosen experts."""
+"""Output of one layer's mixture-of-experts router: the logits of all experts, and the weights and the indices of the
+chosen experts."""
 
 MAX_EXPERTS_IN_8_BITS: Final = 256
 
 
 def routers(model: nn.Module) -> list[nn.Module]:
-    """Return the routers of a model in the order of its layers, as transformers implements them."""
+    """Return the mixture-of-experts routers of a model in the order of its layers. A router is a module whose class
+    name ends in "TopKRouter", as in transformers."""
     return [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
 
 
 def count_experts(model: nn.Module) -> int:
-    """Return the number of experts among which a router chooses, or 0 for a model without experts."""
+    """Return the number of experts among which a router of the model chooses, or 0 for a model without
+    mixture-of-experts layers."""
     return max((int(cast(nn.Parameter, router.weight).shape[0]) for router in routers(model)), default=0)
 
 
 @dataclass
 class ExpertRouting:
-    """Recorded router outputs of the latest forward pass, for the states that predict completion tokens."""
+    """Outputs of the mixture-of-experts routers in the latest forward pass, recorded at the positions that predict
+    completion tokens."""
 
     positions_N: Tensor | None = None
     logits_NE: dict[int, Tensor] = field(default_factory=dict)
-    """Router logits, keyed by the router's number. They are part of the autograd graph."""
+    """Router logits of shape (completion tokens, experts), keyed by the router's number. They are part of the autograd
+    graph."""
     chosen_NK: dict[int, Tensor] = field(default_factory=dict)
-    """Indices of the chosen experts, keyed by the router's number."""
+    """Indices of the experts that a router chose for each token, of shape (completion tokens, experts per token), keyed
+    by the router's number."""
 
     def reset(self, positions_N: Tensor) -> None:
-        """Clear the recorded outputs. `positions_N` are the positions of the states whose router outputs are recorded
-        next."""
+        """Clear the recorded outputs before a forward pass. Router outputs are then recorded only at `positions_N`, the
+        positions that predict completion tokens."""
         self.positions_N = positions_N
         self.logits_NE, self.chosen_NK = {}, {}
 
     def counts(self) -> Tensor:
-        """Count the recorded tokens of each expert, as float64 of shape (R, E)."""
+        """Count for how many recorded tokens each expert was chosen. Returns float64 of shape (routers, experts)."""
         return torch.stack(
             [
                 torch.bincount(self.chosen_NK[number].flatten(), minlength=logits_NE.shape[1]).double()
@@ -60,12 +66,13 @@ class ExpertRouting:
         )
 
     def balance_loss(self, counts_RE: Tensor) -> Tensor:
-        """Return this micro-batch's share of the load-balancing loss, averaged over routers.
+        """Return this micro-batch's share of the load-balancing loss of a mixture of experts, averaged over routers.
+        `counts_RE` holds, for each router, the number of tokens of each expert in the whole optimizer step.
 
-        `counts_RE` holds the tokens per expert of the whole optimizer step. The loss of a router is E · Σ over experts
-        of (share of tokens · mean probability) (Switch Transformers, arXiv 2101.03961, eq. 4 to 6, with K experts for
-        each token). It is K if all experts are used equally. transformers' `load_balancing_loss_func` is applied to
-        each layer separately, because over all layers together, opposite imbalances would cancel out.
+        The loss of a router is E · Σ over experts of (share of tokens · mean probability) (Switch Transformers, arXiv
+        2101.03961, eq. 4 to 6, with K experts for each token). It is K if all experts are used equally. transformers'
+        `load_balancing_loss_func` is applied to each layer separately, because over all layers together, opposite
+        imbalances would cancel out.
         """
         num_routers, experts = counts_RE.shape
         rows = counts_RE[0].sum() / self.chosen_NK[0].shape[1]
@@ -74,7 +81,8 @@ class ExpertRouting:
         return experts * (share_RE * probabilities_RE).sum() / (num_routers * rows).to(sums[0].dtype)
 
     def record_output(self, number: int, router: nn.Module, read: object, output: Routed) -> None:
-        """Record the outputs of router `number`. Called as its forward hook."""
+        """Record the logits and chosen experts of router `number`. PyTorch calls this as the router's forward hook with
+        the module, its input `read` and its output."""
         if self.positions_N is not None:
             logits_LE, _, chosen_LK = output
             self.logits_NE[number] = logits_LE.index_select(0, self.positions_N)
@@ -82,7 +90,8 @@ class ExpertRouting:
 
 
 def record_router_outputs(model: PreTrainedModel) -> ExpertRouting | None:
-    """Attach hooks that record the routers' outputs in training. Return None for a model without routers."""
+    """Attach hooks that record the outputs of a mixture of experts' routers during training, and return the record.
+    Return None for a model without routers."""
     routing, modules = ExpertRouting(), routers(model)
     for number, module in enumerate(modules):
         module.register_forward_hook(partial(routing.record_output, number))
@@ -90,7 +99,7 @@ def record_router_outputs(model: PreTrainedModel) -> ExpertRouting | None:
 
 
 class ChosenExperts:
-    """Record of the experts that the routers chose in the latest forward pass."""
+    """Record of the experts that the routers of a model chose for each token in the latest forward pass."""
 
     def __init__(self, modules: Sequence[nn.Module], *, num_experts: int) -> None:
         self.width = chosen_width(modules)
@@ -98,20 +107,23 @@ class ChosenExperts:
         self._chosen_LK: dict[int, Tensor] = {}
 
     def pop_choices(self) -> Experts:
-        """Return the experts that the routers chose for each token, of shape (L, F), and clear the record."""
+        """Return the experts that the routers chose for each token, of shape (tokens, chosen experts of all routers),
+        and clear the record."""
         chosen_LF = torch.cat([self._chosen_LK[number] for number in sorted(self._chosen_LK)], dim=1)
         self._chosen_LK.clear()
         experts: Experts = chosen_LF.cpu().numpy().astype(self.dtype)
         return experts
 
     def record_output(self, number: int, router: nn.Module, read: object, output: Routed) -> None:
-        """Record the experts that router `number` chose. Called as its forward hook."""
+        """Record the experts that router `number` chose. PyTorch calls this as the router's forward hook with the
+        module, its input `read` and its output."""
         self._chosen_LK[number] = output[2].flatten(0, -2).to(torch.int16)
 
 
 @contextmanager
 def record_chosen_experts(model: nn.Module) -> Iterator[ChosenExperts]:
-    """Run the block with hooks that record which experts the routers choose. The model must have routers."""
+    """Run the block with hooks that record which experts the routers of a model choose. The model must have
+    mixture-of-experts layers."""
     modules = routers(model)
     choices = ChosenExperts(modules, num_experts=count_experts(model))
     hooks = [
@@ -125,12 +137,12 @@ def record_chosen_experts(model: nn.Module) -> Iterator[ChosenExperts]:
 
 
 def chosen_width(modules: Sequence[nn.Module]) -> int:
-    """Return the number of experts that all routers of a model together choose for one token."""
+    """Return the number of experts that all routers in `modules` together choose for one token."""
     return sum(int(cast(int, router.top_k)) for router in modules)
 
 
 def load_metrics(counts_RE: Tensor) -> dict[str, float]:
-    """Return the load of the most used and of the least used expert. A load of 1 is the mean load of the experts in the
-    same layer."""
+    """Return metrics of the most used and the least used expert, given the number of tokens of each expert. A load of 1
+    is the mean load of the experts in the same layer."""
     loads_RE = counts_RE / counts_RE.mean(dim=1, keepdim=True).clamp(min=1e-9)
     return {"router_load_max": float(loads_RE.max()), "router_load_min": float(loads_RE.min())}

@@ -24,8 +24,8 @@ FUNCTION: Final = "flash_attn_varlen_func"
 
 
 class RowsAttention(Protocol):
-    """Flash kernel for causal attention of rows of different lengths, with the arguments of flash-attn's
-    `flash_attn_varlen_func`.
+    """Flash kernel for causal attention over rows of different lengths that are concatenated without padding. Its
+    arguments are those of flash-attn's `flash_attn_varlen_func`.
 
     Cumulative lengths mark the ends of rows, and the last query of a row is aligned with its last key. A window is the
     number of tokens before and after a query's own token, where -1 means all. A soft cap of 0 means none.
@@ -54,7 +54,8 @@ class RowsAttention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KernelRows:
-    """Ends of rows as a flash kernel requires them: cumulative lengths in int32, starting at 0."""
+    """Ends of the concatenated rows, as a flash attention kernel requires them: cumulative lengths in int32, starting
+    at 0."""
 
     query_ends: Tensor
     key_ends: Tensor
@@ -63,17 +64,15 @@ class KernelRows:
 
     @classmethod
     def from_padded(cls, rows: int, width: int, device: torch.device) -> Self:
-        """Return the row ends of a padded micro-batch, in which all `rows` have the same width and every token is a
-        query."""
+        """Return the row ends of a padded micro-batch of `rows` rows. All rows have `width` tokens, and every token is
+        a query."""
         ends = torch.arange(0, (rows + 1) * width, width, dtype=torch.int32, device=device)
         return cls(query_ends=ends, key_ends=ends, max_queries=width, max_keys=width)
 
 
 def flash_kernel(attention: str) -> RowsAttention:
-    """Import and return the kernel of the flash package for `attention`. Nothing is downloaded.
-
-    Raises BadInput if the package is not installed or cannot be imported.
-    """
+    """Import and return the attention kernel of the flash package that `attention` names. Nothing is downloaded. Raises
+    BadInput if the package is not installed or cannot be imported."""
     package = FLASH[attention]
     if (reason := describe_missing_package(package)) is not None:
         raise BadInput(f"update.attention = {attention!r}: {reason}")
@@ -88,7 +87,7 @@ def flash_kernel(attention: str) -> RowsAttention:
 
 @dataclass(frozen=True, slots=True)
 class KernelOptions:
-    """Attention options that a layer of the model passes in addition to its states: scale, window and soft cap."""
+    """Attention options of one layer of the model: softmax scale, attention window and soft cap of the scores."""
 
     causal: bool
     scaling: float | None
@@ -97,7 +96,8 @@ class KernelOptions:
 
     @classmethod
     def from_module(cls, module: nn.Module, options: Mapping[str, Any]) -> Self:
-        """Read the options from the arguments and attributes that transformers' attention layers use."""
+        """Read the attention options of a layer from the arguments (`options`) and module attributes with which
+        transformers calls attention functions."""
         assert options.get("s_aux") is None, "check_attention rejects models with attention sinks"
         causal, window = options.get("is_causal"), options.get("sliding_window")
         return cls(
@@ -111,8 +111,8 @@ class KernelOptions:
 def attend_rows(
     kernel: RowsAttention, states: tuple[Tensor, Tensor, Tensor], rows: KernelRows, options: KernelOptions
 ) -> Tensor:
-    """Return the attention output of every query. `states` are queries (Q, H, D), keys (K, H, D) and values (K, H,
-    D)."""
+    """Compute attention with a flash kernel and return the output of every query. `states` are queries (Q, H, D), keys
+    (K, H, D) and values (K, H, D), for H heads of D values. `rows` marks where the concatenated rows end."""
     query_QHD, key_KHD, value_KHD = states
     size = value_KHD.shape[-1]
     output = kernel(

@@ -18,10 +18,12 @@ _FILE = "generation_config.json"
 
 
 def complete_generation_config(directory: Path, rules: TextRules) -> None:
-    """Add the end token of the chat template and the suppressed token ids to the generation_config.json of a policy.
+    """Add the end token of the chat template and the IDs of tokens that must not be generated to a policy's
+    generation_config.json.
 
-    Ids are suppressed if they have no token, because the embeddings have more rows than the tokenizer has tokens. The
-    file stays unchanged if it is complete, and for runs that began before version 0.2.0 (as `rules` states).
+    An ID is suppressed if it has no token, which happens if the embeddings have more rows than the tokenizer has
+    tokens. The file stays unchanged if it is complete, and for runs that began before version 0.2.0 (as `rules`
+    states).
     """
     if rules == RULES_BEFORE:
         return

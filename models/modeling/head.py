@@ -21,31 +21,34 @@ from models.modeling.trunk import find_trunk
 from models.vision.tower import mask_tokens
 
 LossGradient = Callable[[Tensor, Tensor], Tensor]
-"""Function that returns the gradient of a micro-batch's loss with respect to log-probs of some completion tokens. Its
-arguments are these log-probs and the tokens' indices, all of shape (C)."""
+"""Function that returns the gradient of a micro-batch's loss with respect to the log-probs of some completion tokens.
+Its arguments are these log-probs and the tokens' indices in the micro-batch, both of the same length."""
 
 
 class HeadSettings(NamedTuple):
-    """Settings for computing log-probs from head outputs."""
+    """Settings for computing log-probs from the output of a language-model head: logit scale, temperature, banned
+    tokens and chunk size."""
 
     shape: LogitShape
     temperature: float
     banned: tuple[int, ...]
     """IDs of the tokens that always get probability 0."""
     rows: int = 1
-    """Number of tokens in a chunk."""
+    """Number of tokens for which logits are computed at a time (a chunk)."""
 
     def logits(self, raw: Tensor) -> Tensor:
-        """Return the model's logits in float32, given the raw output of the head. Logits of banned tokens are -inf."""
+        """Return the model's logits in float32, given the `raw` output of the head. Logits of banned tokens are
+        -inf."""
         return mask_tokens(self.shape.apply(raw.float()), self.banned)
 
     def logprobs(self, logits_CV: Tensor, targets_C: Tensor) -> Tensor:
-        """Return the log-probs of the target tokens of a chunk."""
+        """Return the log-probs of the target tokens, given logits of shape (tokens, vocabulary). The temperature is
+        applied."""
         return -F.cross_entropy(logits_CV / self.temperature, targets_C, reduction="none")
 
     def compute_logit_gradients(self, logits_CV: Tensor, targets_C: Tensor, gradients_C1: Tensor | float) -> Tensor:
-        """Return the gradient of the loss with respect to a chunk's head output. `gradients_C1` is its gradient with
-        respect to the log-probs of the targets."""
+        """Return the gradient of the loss with respect to the head's output, of shape (tokens, vocabulary).
+        `gradients_C1` is the gradient of the loss with respect to the log-probs of the target tokens."""
         gradients_CV = (logits_CV / self.temperature).softmax(-1)
         gradients_CV[torch.arange(len(gradients_CV), device=gradients_CV.device), targets_C] -= 1
         gradients_CV.mul_(-gradients_C1 / self.temperature)
@@ -56,17 +59,17 @@ class HeadSettings(NamedTuple):
 
 @cache
 def elements_on(device: torch.device) -> int:
-    """Return the maximum number of logits in a chunk on a device.
+    """Return the maximum number of logits (tokens times vocabulary) that are computed at a time on a device.
 
     The number depends on the device's total memory and not on its free memory, because head gradients are summed chunk
-    by chunk: another chunk size would change their bits.
+    by chunk, and another chunk size would change their bits.
     """
     return chunk_elements_of(torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None)
 
 
 class LogprobHead(nn.Module):
-    """Language-model head that is applied only at positions that predict completion tokens. It uses the model's own
-    head parameters."""
+    """Language-model head that computes log-probs chunk by chunk, only at positions that predict completion tokens. It
+    uses the model's own head parameters."""
 
     def __init__(
         self, model: PreTrainedModel, *, temperature: float, banned: Sequence[int], chunk_elements: int | None
@@ -113,8 +116,8 @@ class _Gradients:
         )
 
     def add(self, part: slice, gradients_CV: Tensor) -> None:
-        """Add the gradients of one chunk. `gradients_CV` is the gradient of the loss with respect to the chunk's head
-        output."""
+        """Add the gradients of one chunk. `part` selects the chunk's tokens, and `gradients_CV` is the gradient of the
+        loss with respect to the head's output for them (tokens x vocabulary)."""
         low_CV = gradients_CV.to(self._states_NH.dtype)
         self._by_states_NH[part] = low_CV @ self._weight_VH
         if self._by_weight_VH is not None:
@@ -123,7 +126,8 @@ class _Gradients:
             self._by_bias_V += gradients_CV.sum(0)
 
     def found(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the accumulated gradients of states, weight and bias. A gradient that is not needed is None."""
+        """Return the accumulated gradients of the loss with respect to the states, the head's weight and its bias. A
+        gradient that is not needed is None."""
         by_weight_VH, by_bias_V = self._by_weight_VH, self._by_bias_V
         return (
             self._by_states_NH,
@@ -133,7 +137,8 @@ class _Gradients:
 
 
 class _Saved(FunctionCtx):
-    """Tensors and settings that the forward pass keeps for the backward pass."""
+    """Autograd context of `_ChunkedLogprobs`: the tensors and settings that its forward pass keeps for the backward
+    pass."""
 
     saved_tensors: tuple[Tensor, Tensor, Tensor | None, Tensor]
     settings: HeadSettings
@@ -141,7 +146,8 @@ class _Saved(FunctionCtx):
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Log-probs computed chunk by chunk. The backward pass computes the logits again, because they are not kept."""
+    """Autograd function that computes log-probs from hidden states chunk by chunk. The backward pass computes the
+    logits again, because they are not kept."""
 
     @staticmethod
     def forward(
@@ -173,18 +179,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 class _FusedGradients(FunctionCtx):
-    """Context of `_FusedLogprobs`, with the gradients that the forward pass has already computed."""
+    """Autograd context of `_FusedLogprobs`, with the gradients that the forward pass has already computed."""
 
     saved_tensors: tuple[Tensor, Tensor | None, Tensor | None]
     needs_input_grad: tuple[bool, ...]
 
 
 class _FusedLogprobs(torch.autograd.Function):
-    """Log-probs computed chunk by chunk, for a trained head and a loss whose per-token gradient is a known function.
-
-    The forward pass already computes all gradients while the logits of a chunk exist, because the gradient that the
-    backward pass would receive is known in advance.
-    """
+    """Autograd function that computes log-probs and all gradients in the forward pass, chunk by chunk, while a chunk's
+    logits exist. It is used if the head is trained and the per-token gradient of the loss is a known function, so that
+    the gradient that the backward pass would receive is known in advance."""
 
     @staticmethod
     def forward(
@@ -213,14 +217,15 @@ class _FusedLogprobs(torch.autograd.Function):
 
 
 class _Directions(FunctionCtx):
-    """Context of `_FrozenLogprobs`, with the gradients of the log-probs with respect to the states."""
+    """Autograd context of `_FrozenLogprobs`, with the gradients of the log-probs with respect to the hidden states."""
 
     saved_tensors: tuple[Tensor]
     needs_input_grad: tuple[bool, ...]
 
 
 class _FrozenLogprobs(torch.autograd.Function):
-    """Log-probs computed chunk by chunk with a frozen head, for example if only adapters are trained.
+    """Autograd function that computes log-probs chunk by chunk with a frozen head, for example if only adapters are
+    trained.
 
     The loss only scales the gradient of a token's log-prob with respect to its state. The forward pass therefore
     computes this gradient while the logits exist, and keeps it (it has the size of the states). Nothing is recomputed.
@@ -253,8 +258,8 @@ class _FrozenLogprobs(torch.autograd.Function):
 
 
 def _find_linear_head(model: PreTrainedModel, banned: Sequence[int]) -> tuple[nn.Linear, LogitShape]:
-    """Return the output layer and the function that is applied to its output. Raises BadInput if the logits depend on
-    anything else."""
+    """Return a model's linear output layer and the function (scale and soft cap) that the model applies to its output.
+    Raises BadInput if the logits depend on anything else."""
     head = model.get_output_embeddings()
     plain = [token for token in range(4 + len(banned)) if token not in banned][:4]
     tokens_BT = torch.tensor([plain], device=model.device)

@@ -38,17 +38,18 @@ from models.text.tokenizer import problem_texts, train_tokenizer
 
 
 class PolicyWriter(Protocol):
-    """Function that builds or copies the initial policy of one kind (`policy.kind`). The same arguments give the same
-    bytes. `write_policy` calls it."""
+    """Function that builds or copies the initial policy for one value of `policy.kind`. `write_policy` calls it. The
+    same arguments give the same bytes."""
 
     def __call__(self, policy: Any, directory: Path, /, *, texts: Iterable[str], seed: int) -> int:  # noqa: ANN401 -- its own
-        """Write the policy into `directory` and return its number of parameters. A new tokenizer is trained on
-        `texts`."""
+        """Write the policy into `directory` and return its number of parameters. If the policy needs a new tokenizer,
+        the tokenizer is trained on `texts`."""
         ...
 
 
 def write_policy(policy: PolicySource, directory: Path, *, texts: Iterable[str], seed: int) -> int:
-    """Build or copy the initial policy into an empty directory, and return its number of parameters."""
+    """Build or copy the initial policy into an empty directory, and return its number of parameters. A new tokenizer is
+    trained on `texts`."""
     return cast(PolicyWriter, implementation_of(policy))(policy, directory, texts=texts, seed=seed)
 
 
@@ -76,7 +77,8 @@ def write_vision_scratch(policy: VisionScratchPolicy, directory: Path, *, texts:
 
 
 def write_import(policy: DirectoryPolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
-    """Copy the policy from the configured directory into the run's directory, and return its number of parameters."""
+    """Copy the policy from the configured directory into the run's directory, and return its number of parameters.
+    `texts` and `seed` are not used."""
     parameters = _copy(fetch_path(policy.path), directory)
     if policy.context is not None:
         record_context(directory, policy.context)
@@ -84,15 +86,16 @@ def write_import(policy: DirectoryPolicy, directory: Path, *, texts: Iterable[st
 
 
 def write_merged_policy(policy: MergePolicy, directory: Path, *, texts: Iterable[str], seed: int) -> int:
-    """Write the weighted sum of the configured policies, and return its number of parameters."""
+    """Write the weighted sum of the policies listed in the configuration, and return its number of parameters. `texts`
+    and `seed` are not used."""
     write_merge(MergeWork(find_parents(policy), directory, dtype=policy.dtype, unrelated=policy.allow_unrelated))
     _, _, parameters = check_directory(directory)
     return parameters
 
 
 class ServedModelWriter(Protocol):
-    """Function that builds or copies the model that computes a reward. The same arguments give the same bytes.
-    `write_served_model` calls it."""
+    """Function that builds or copies a model that scores completions, such as a judge. `write_served_model` calls it.
+    The same arguments give the same bytes."""
 
     def __call__(
         self,
@@ -109,7 +112,7 @@ class ServedModelWriter(Protocol):
 
 
 def write_served_model(reward: ServedReward, directory: Path, *, problems: Sequence[Problem], seed: int) -> int:
-    """Build or copy the model that computes a reward into an empty directory, and return its number of parameters."""
+    """Build or copy the model that computes `reward` into an empty directory, and return its number of parameters."""
     write = cast(ServedModelWriter, implementation_of(reward.model))
     return write(reward, reward.model, directory, problems=problems, seed=seed)
 
@@ -117,8 +120,8 @@ def write_served_model(reward: ServedReward, directory: Path, *, problems: Seque
 def refuse_to_write(
     reward: ServedReward, model: ServedModel, directory: Path, *, problems: Sequence[Problem], seed: int
 ) -> int:
-    """Raise BadInput, because a model behind an endpoint, or one that starts as a copy of the policy, is not built
-    separately."""
+    """Raise BadInput, because no separate model is built for this reward: it uses a model behind an endpoint, or a copy
+    of the policy."""
     raise BadInput(
         "the model of this reward is behind an endpoint or starts as a copy of the policy, so it is not written "
         "separately"
@@ -128,7 +131,7 @@ def refuse_to_write(
 def write_reward_model(
     reward: ModelReward, model: DirectoryRewardModel, directory: Path, *, problems: Sequence[Problem], seed: int
 ) -> int:
-    """Check a reward model in an external directory, copy it, and return its number of parameters."""
+    """Check a reward model in an external directory, copy it into `directory`, and return its number of parameters."""
     parameters = check_reward_model(source := fetch_path(model.path), reward.template)
     copy_directory(source, directory)
     return parameters
@@ -137,7 +140,7 @@ def write_reward_model(
 def write_judge(
     reward: JudgeReward, model: DirectoryJudge, directory: Path, *, problems: Sequence[Problem], seed: int
 ) -> int:
-    """Copy a judge from an external directory, and return its number of parameters."""
+    """Copy a judge from an external directory into `directory`, and return its number of parameters."""
     return _copy(fetch_path(model.path), directory)
 
 
@@ -154,8 +157,8 @@ def write_trained_judge(
 
 # ---- simulated users
 class UserWriter(Protocol):
-    """Function that builds or copies the simulated user (the model that plays the user). The same arguments give the
-    same bytes. `write_user` calls it."""
+    """Function that builds or copies the simulated user, the model that plays the user in dialogues. `write_user` calls
+    it. The same arguments give the same bytes."""
 
     def __call__(
         self,
@@ -172,7 +175,8 @@ class UserWriter(Protocol):
 
 
 def write_user(environment: DialogueEnvironment, directory: Path, *, problems: Sequence[Problem], seed: int) -> int:
-    """Build or copy the simulated user into an empty directory, and return its number of parameters."""
+    """Build or copy the simulated user of a dialogue environment into an empty directory, and return its number of
+    parameters."""
     write = cast(UserWriter, implementation_of(environment.model))
     return write(environment, environment.model, directory, problems=problems, seed=seed)
 
@@ -187,15 +191,15 @@ def refuse_to_write_user(
 def copy_user(
     environment: DialogueEnvironment, model: DirectoryUser, directory: Path, *, problems: Sequence[Problem], seed: int
 ) -> int:
-    """Copy a simulated user from an external directory, and return its number of parameters."""
+    """Copy a simulated user from an external directory into `directory`, and return its number of parameters."""
     return _copy(fetch_path(model.path), directory)
 
 
 def build_user(
     environment: DialogueEnvironment, model: TrainedUser, directory: Path, *, problems: Sequence[Problem], seed: int
 ) -> int:
-    """Build the simulated user that the run will train, with a tokenizer trained on worked episodes. Return the number
-    of parameters."""
+    """Build the simulated user that the run will train, with a tokenizer trained on the worked episodes (example
+    dialogues) of the problems. Return the number of parameters."""
     texts = user_texts(environment, problems)
     return write_policy(model.shape, directory, texts=texts, seed=derive_seed("user", seed))
 

@@ -20,21 +20,23 @@ from models.records.model_input import ModelInput
 Indexes = NDArray[np.int64]
 
 SHARING_PAYS: Final = 1.1
-"""Minimum ratio of padded tokens to tokens of the single row at which the single row is used. Measured: the conversion
-to attention's blocks costs 4 to 7% of a forward pass of small models on one core."""
+"""Minimum ratio between the tokens of padded rows and the tokens of the single row without repeated prompts at which
+the single row is used. Measured: copying tokens into padded blocks for attention costs 4 to 7% of a forward pass of
+small models on one core."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
-    """Input of the policy, with the data for training on its completion tokens."""
+    """One sequence for training: the input of the policy, with the advantage and other training data of each completion
+    token."""
 
     input: ModelInput
     logprobs: NDArray[np.float32]
-    """Behavior log-prob of each completion token."""
+    """Behavior log-prob of each completion token, which is its log-prob under the policy that generated it."""
     advantages: NDArray[np.float32]
     """Advantage of each completion token."""
     staleness: NDArray[np.int16]
-    """Age of each completion token: number of versions between the policy that generated it and the policy in
+    """Age of each completion token: number of policy versions between the one that generated the token and the one in
     training."""
     values: NDArray[np.float32] | None = None
     """Critic's value of the state before each completion token, or None without a critic."""
@@ -44,50 +46,51 @@ class TrainingSample:
 
 @dataclass(frozen=True, slots=True)
 class SharedRows:
-    """All tokens of a micro-batch in a single row, with every prompt stored once, and the indices for converting it to
-    attention's padded blocks and back."""
+    """Tokens of a micro-batch concatenated into a single row that contains every shared prompt once. The indices map
+    tokens to the padded blocks that attention needs, and back."""
 
     tokens_L: Indexes
     places_L: Indexes
-    """Index of each token of the single row in the flattened padded micro-batch (B·T). For a token of a shared prompt,
-    the index in one of the rows."""
+    """Index of each token of the single row in the flattened padded micro-batch (rows x width). For a token of a shared
+    prompt, this is the index in one of the rows that contain the prompt."""
     positions_L: Indexes
-    """Position of each token in the sequence (row) to which it belongs."""
+    """Position of each token of the single row within the sequence to which the token belongs."""
     predicting_N: Indexes
-    """Index (in L) of the token whose state predicts each completion token."""
+    """For each completion token, the index in the single row of the token before it, whose state predicts it."""
     places_P: Indexes
-    """Index (in L) of the token at each position of the padded blocks, one block after another. Padding has index 0."""
+    """Index in the single row of the token at each position of attention's padded blocks, one block after another.
+    Padding has index 0."""
     collected_L: Indexes
-    """Position (in P) from which the attention output of each token is read."""
+    """For each token of the single row, the position in attention's padded blocks from which its attention output is
+    read."""
     blocks: tuple[tuple[int, int], ...]
-    """Number of rows and width of each padded block."""
+    """Number of rows and width of each block. A block is a set of rows padded to one width for attention."""
     keys_K: Indexes
-    """Indices (in L) of all tokens of the R rows, without padding, one row after another. Flash kernels use them as
-    keys."""
+    """Indices in the single row of all tokens of the rows, without padding, one row after another. A shared prompt is
+    repeated for each row. Flash kernels use these tokens as keys."""
     keys_R: Indexes
-    """Number of tokens, without padding, of each of the R rows."""
+    """Number of tokens of each row, including its prompt, without padding. Flash kernels use these tokens as keys."""
     queries_R: Indexes
-    """Number of tokens of each of the R rows that no earlier row contains. Flash kernels use them as queries.
-
-    They are the last tokens of the row. A shared prompt counts only in the first row that contains it.
-    """
+    """Number of tokens at the end of each row that no earlier row contains. Flash kernels use them as queries. A shared
+    prompt counts only in the first row that contains it."""
     prompts: tuple[ModelInput, ...]
-    """One input per distinct prompt, which begins with that prompt, in the order in which the prompts are stored."""
+    """One input for each distinct prompt, in the order in which the single row stores the prompts. The input is a
+    sequence that begins with the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Input of one forward pass, padded on the right. No mask is needed, because causal attention never uses later
-    tokens."""
+    """Input of one forward pass: rows of token IDs, padded on the right. No mask is needed, because causal attention
+    never uses later tokens."""
 
     inputs: tuple[ModelInput, ...]
     tokens_BT: Indexes
     positions_N: Indexes
-    """Index into the flattened B·T of the state that predicts each completion token, which is the state of the token
-    before it."""
+    """For each completion token, the index of the state that predicts it in the flattened micro-batch (rows x width).
+    This is the state of the token before it."""
     targets_N: Indexes
     rows_N: Indexes
-    """Row of each completion token. A row without completion tokens does not occur here."""
+    """Row number of each completion token. The number of a row without completion tokens does not occur."""
     shared: SharedRows | None
     """The same tokens as a single row in which every prompt is stored once, or None if this would save too few
     tokens."""
@@ -103,11 +106,11 @@ class TrainingBatch:
     advantages_N: NDArray[np.float32]
     staleness_N: NDArray[np.int16]
     values_N: NDArray[np.float32] | None
-    """Critic's values. Without a critic, both `values_N` and `returns_N` are None. In an empty micro-batch both are
-    empty arrays."""
+    """Critic's value for each completion token. Without a critic, both `values_N` and `returns_N` are None. In an empty
+    micro-batch both are empty arrays."""
     returns_N: NDArray[np.float32] | None
     weights_N: NDArray[np.float32]
-    """Weight of each completion token in the loss of the whole minibatch."""
+    """Weight of each completion token in the loss of the whole minibatch (all micro-batches of one optimizer step)."""
 
 
 AuxiliaryForward = Callable[[Sequence[MicroBatch]], list[NDArray[np.float32]]]
@@ -119,11 +122,9 @@ Collective: every rank must call it with the same number of micro-batches. Some 
 
 
 def lay_out(inputs: Sequence[ModelInput], *, in_one_row: bool = False) -> MicroBatch:
-    """Build one micro-batch from inputs. Without inputs, it contains padding for the forward pass but no completion
-    tokens.
-
-    With `in_one_row`, the single row with shared prompts is always built, even if it saves nothing.
-    """
+    """Build one micro-batch from inputs. Without inputs, the micro-batch contains padding, so that a forward pass can
+    run, but no completion tokens. With `in_one_row`, the single row that stores each shared prompt once is always
+    built, even if it saves nothing."""
     lengths_B = np.array([len(each) for each in inputs], np.int64)
     width = int(lengths_B.max(initial=0)) or 2
     holds_BT = np.arange(width) < lengths_B[:, None]
@@ -204,7 +205,8 @@ def _number_tokens(inputs: Sequence[ModelInput], width: int) -> tuple[Indexes, i
 
 
 def lay_out_samples(samples: Sequence[TrainingSample], weights: Sequence[float]) -> TrainingBatch:
-    """Build one micro-batch from training samples. `weights` holds the loss weight of the tokens of each sample."""
+    """Build one micro-batch from training samples. `weights` holds one loss weight per sample, which applies to each of
+    its completion tokens."""
     return TrainingBatch(
         microbatch=lay_out([sample.input for sample in samples]),
         behavior_N=_join([sample.logprobs for sample in samples]),

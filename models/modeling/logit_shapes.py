@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 _TRIED: Final = (2.0**-14, 1.0, -3.0, 10.0, -30.0, 100.0, 1000.0, 2.0**26)
-"""Raw head outputs used in the trial. The first is so small that only the scale affects it, the last so large that only
-the cap does."""
+"""Numbers that replace the head's output in the trial that detects a scale and a soft cap. The first is so small that
+only the scale affects it, the last so large that only the cap does."""
 
 
 class LogitShape(NamedTuple):
-    """Function that a model applies to the output of its head: a scale and a soft cap."""
+    """Function that a model applies to the output of its head to get logits: a scale, followed by a soft cap (tanh)."""
 
     scale: float = 1.0
     cap: float = inf
@@ -34,11 +34,9 @@ class LogitShape(NamedTuple):
 
 @torch.no_grad()
 def logit_shape(model: PreTrainedModel, head: nn.Linear, tokens_1T: Tensor) -> LogitShape | None:
-    """Return the scale and soft cap that a model applies to the output of its head.
-
-    They are found by replacing the head output by chosen numbers and comparing the model's logits with them. Returns
-    None if the model applies any other function.
-    """
+    """Return the scale and soft cap that a model applies to the output of its head, or None if the model applies any
+    other function. They are found by replacing the head's output with chosen numbers and comparing the model's logits
+    with these numbers. `tokens_1T` is any short input."""
     size = head.out_features
     tried_V = torch.tensor(_TRIED, device=tokens_1T.device).repeat(-(-size // len(_TRIED)))[:size]
     put = head.register_forward_hook(lambda *_: tried_V.expand(*tokens_1T.shape, size))

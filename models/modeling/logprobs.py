@@ -39,25 +39,25 @@ class ForwardInput(NamedTuple):
     """Tensors for one forward pass. The class is a tuple, because DeepSpeed's hooks find tensors only in tuples."""
 
     tokens_BT: Tensor
-    """Token IDs: rows padded on the right, or the single row of `shared`. No mask is needed, because causal attention
-    never uses later tokens."""
+    """Token IDs: rows padded on the right, or one row that contains shared prompts once (if `shared` is set). No mask
+    is needed, because causal attention never uses later tokens."""
     positions_N: Tensor
-    """Index into the flattened `tokens_BT` of the state that predicts each completion token."""
+    """For each completion token, the index in the flattened `tokens_BT` of the state that predicts it."""
     targets_N: Tensor
     shared: SharedTokens | None = None
-    """Indices for attention if `tokens_BT` is a single row with shared prompts, or None if rows are padded."""
+    """Indices for attention if `tokens_BT` is one row that contains shared prompts once, or None if rows are padded."""
     images: ImageRows | None = None
     """Images of the rows, or None for a text-only model."""
     chosen_LF: Tensor | None = None
-    """Experts that the routers must choose for each token, or None if routers choose freely."""
+    """Experts that the mixture-of-experts routers must use for each token, or None if routers choose freely."""
     own_M: Tensor | None = None
-    """With sequence parallelism, indices of the completion tokens that this rank's slice predicts, else None. If set,
-    positions and targets cover only these tokens."""
+    """Indices of the completion tokens that this rank predicts if ranks share the tokens of a row (sequence
+    parallelism), else None. If set, positions and targets cover only these tokens."""
     num_tokens: int = 0
-    """Number of completion tokens in the whole micro-batch."""
+    """Number of completion tokens in the whole micro-batch, over all ranks that share it."""
     loss_gradient: LossGradient | None = None
-    """Function for the per-token gradient of the loss, or None if unknown. With it, the head computes gradients in the
-    forward pass while the logits exist."""
+    """Function that returns the gradient of the loss with respect to each token's log-prob, or None if unknown. With
+    it, the head computes gradients in the forward pass while the logits exist."""
 
     @classmethod
     def from_microbatch(
@@ -69,12 +69,9 @@ class ForwardInput(NamedTuple):
         sequence_parallel_group: SequenceParallelGroup | None = None,
         images: ImageRows | None = None,
     ) -> Self:
-        """Move a micro-batch to the device: as a single row if the model supports shared prompts (`shares`), else as
-        padded rows.
-
-        With `sequence_parallel_group`, the result is this rank's slice of the row. Of an empty micro-batch, every rank
-        gets all tokens.
-        """
+        """Move a micro-batch to the device: as one row without repeated prompts if the model supports this (`shares`),
+        else as padded rows. With `sequence_parallel_group`, the result is this rank's slice of the row. If the
+        micro-batch is empty, every rank gets all of its tokens."""
         tokens, positions, targets = batch.tokens_BT, batch.positions_N, batch.targets_N
         row, own, shared = batch.shared if shares else None, None, None
         if sequence_parallel_group is not None and batch.inputs:
@@ -93,17 +90,16 @@ class ForwardInput(NamedTuple):
         return inputs._replace(own_M=own_M, num_tokens=len(batch.targets_N))
 
     def own_loss_gradient(self) -> LossGradient | None:
-        """Return `loss_gradient` with indices that count only the completion tokens predicted by this rank."""
+        """Return `loss_gradient` for the completion tokens that this rank predicts: token indices start at 0 for the
+        first of them."""
         loss_gradient, own_M = self.loss_gradient, self.own_M
         if loss_gradient is None or own_M is None:
             return loss_gradient
         return lambda logprobs_C, places_C: loss_gradient(logprobs_C, own_M[places_C])
 
     def gather_outputs(self, values: Tensor) -> Tensor:
-        """Return the outputs for all completion tokens, gathered from the slices of all ranks.
-
-        Collective with sequence parallelism: all ranks of the group must call this.
-        """
+        """Return the outputs for all completion tokens of the micro-batch. With sequence parallelism, they are gathered
+        from all ranks that share the row. Collective in this case: all ranks of the group must call this."""
         if self.own_M is None or self.shared is None or self.shared.sequence_parallel_group is None:
             return values
         return self.shared.sequence_parallel_group.gather_outputs(values, self.own_M, num_tokens=self.num_tokens)
@@ -113,7 +109,7 @@ class TokenModule(nn.Module):
     """Model that returns one float32 number per completion token, given a `ForwardInput`."""
 
     model: PreTrainedModel
-    """Underlying model, which `save` writes."""
+    """Underlying transformers or diffusers model, which `save` writes."""
 
     shares_prompts: bool
     """Whether the model supports micro-batches in which prompts are stored once."""
@@ -125,9 +121,11 @@ class TokenModule(nn.Module):
     """Recorded router outputs of a mixture of experts, or None for a model without experts."""
 
     replay: ExpertReplay | None = None
-    """Replay of the experts chosen in the rollout, or None if routers choose freely."""
+    """Control that makes routers use the experts that were chosen when the completions were generated, or None if
+    routers choose freely."""
     sequence_parallel_group: SequenceParallelGroup | None = None
-    """Sequence-parallel group of this rank, or None if sequence parallelism is off."""
+    """Ranks that share the tokens of a row with this rank (sequence parallelism), or None if sequence parallelism is
+    off."""
 
     def enable_sequence_parallelism(self, group: SequenceParallelGroup | None) -> None:
         """Turn on sequence parallelism in this group. None leaves it off. Collective: all ranks of the group must call
@@ -150,10 +148,8 @@ class TokenModule(nn.Module):
         self.sequence_parallel_group = group
 
     def prepare_inputs(self, batch: MicroBatch, device: torch.device) -> ForwardInput:
-        """Move a micro-batch, with its images and recorded experts, to the device.
-
-        Raises BadInput if the model is text-only and the micro-batch has images, and Damaged if experts to be replayed
-        are missing.
+        """Move a micro-batch, with its images and recorded experts, to the device. Raises BadInput if the model is
+        text-only and the micro-batch has images. Raises Damaged if the experts that routers must use were not recorded.
         """
         images = None
         if self.vision is not None:
@@ -177,7 +173,8 @@ class TokenModule(nn.Module):
         return inputs._replace(chosen_LF=self.replay.lay_out(batch, device, shares=self.shares_prompts))
 
     def prepare_inputs_without_replay(self, batch: MicroBatch, device: torch.device) -> ForwardInput:
-        """Move a micro-batch to the device without recorded experts, so that routers choose freely."""
+        """Move a micro-batch to the device without the experts recorded during generation, so that routers choose
+        freely."""
         return self.prepare_inputs(batch, device)._replace(chosen_LF=None)
 
     def checkpoint_layers(self, *, is_enabled: bool) -> None:
@@ -192,15 +189,15 @@ class TokenModule(nn.Module):
 
     @property
     def means(self) -> Tensor:
-        """Means of the distributions of the next states, as a denoiser predicted them in the latest forward pass, of
-        shape (N, D)."""
+        """Means of the distributions of the next states, as a denoiser predicted them in the latest forward pass. Shape
+        (denoising steps, values of a state)."""
         raise AssertionError(
             "a language model has no denoising steps. Only text-to-image policies predict the means of denoising states"
         )
 
     def divergence(self, means_ND: Tensor) -> Tensor:
-        """Return the KL divergence of each denoising step of the latest forward pass from a denoiser that predicted
-        `means_ND`."""
+        """Return the KL divergence of each denoising step of the latest forward pass from another denoiser, whose
+        predicted means of the next states are `means_ND` (denoising steps x values of a state)."""
         raise AssertionError(
             "a language model has no denoising steps. Only text-to-image policies predict the means of denoising states"
         )
@@ -210,7 +207,7 @@ class TokenModule(nn.Module):
         return save_pretrained(self.model, directory)
 
     def states(self, inputs: ForwardInput) -> Tensor:
-        """Return the hidden state that predicts each completion token, of shape (N, H)."""
+        """Return the hidden state that predicts each completion token, of shape (completion tokens, hidden size)."""
         image_states = None if inputs.images is None else encode_images(self.model, inputs.images)
         options = {} if image_states is None else image_states.options
         if inputs.shared is not None:
@@ -226,7 +223,7 @@ class TokenModule(nn.Module):
 
 
 class TokenLogprobs(TokenModule):
-    """Causal language model that returns the log-probs of given tokens instead of logits."""
+    """Causal language model that returns the log-probs of the completion tokens in its input instead of logits."""
 
     def __init__(
         self,
@@ -248,7 +245,7 @@ class TokenLogprobs(TokenModule):
         self.replay = ExpertReplay(model) if replays_experts else None
 
     def forward(self, inputs: ForwardInput) -> Tensor:
-        """Return the log-prob of each completion token in float32."""
+        """Return the log-prob of each completion token in float32, of shape (N,)."""
         if self.routing is not None:
             self.routing.reset(inputs.positions_N)
         if self.replay is not None:
@@ -257,7 +254,7 @@ class TokenLogprobs(TokenModule):
 
 
 def _suppressed_tokens(model: PreTrainedModel) -> tuple[int, ...]:
-    """Return the ids of tokens that the model never generates. They have probability 0 in training as in the
-    engines."""
+    """Return the IDs of tokens that the model never generates, which generation_config.json lists. They have
+    probability 0 in training as in the engines."""
     settings = model.generation_config
     return () if settings is None else suppressed_tokens(settings)

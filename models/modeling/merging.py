@@ -33,7 +33,7 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 class AdapterSettings(BaseModel):
-    """Settings in peft's adapter_config.json on which the sum of adapter and base depends."""
+    """Settings in peft's adapter_config.json that determine how an adapter is added to its base model."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -52,7 +52,7 @@ class AdapterSettings(BaseModel):
     alora_invocation_tokens: list[int] | None = None
 
     def find_unsupported(self) -> list[str]:
-        """Return the names of settings under which the adapted model is not the base plus scale x B A."""
+        """Return the names of settings with which the adapted weight is not simply the base weight plus scale x B A."""
         method = self.init_lora_weights if isinstance(self.init_lora_weights, str) else ""
         unsupported = {
             f"peft_type = {self.peft_type!r}": self.peft_type != "LORA",
@@ -65,10 +65,9 @@ class AdapterSettings(BaseModel):
         return [name for name, is_set in unsupported.items() if is_set]
 
     def scale(self, layer: str) -> float:
-        """Return the factor of B A in a layer: alpha / rank, or alpha / sqrt(rank) with rsLoRA (arXiv 2312.03732).
-
-        Rank and alpha can be set for layers whose name ends with a match of a regular expression, as in peft.
-        """
+        """Return the factor by which the product B A is multiplied in a layer: alpha / rank, or alpha / sqrt(rank) with
+        rsLoRA (arXiv 2312.03732). As in peft, rank and alpha can be set for layers whose name ends with a match of a
+        regular expression."""
         rank = _find_pattern(self.rank_pattern, layer, default=self.r)
         alpha = _find_pattern(self.alpha_pattern, layer, default=self.lora_alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
@@ -78,14 +77,14 @@ T = TypeVar("T")
 
 
 def _find_pattern(patterns: Mapping[str, T], layer: str, *, default: T) -> T:
-    """Return the value of the first pattern that matches the end of a layer's name, else `default` (as peft's
-    `get_pattern_key`)."""
+    """Return the value of the first regular expression in `patterns` that matches the end of a layer's name, else
+    `default` (as peft's `get_pattern_key`)."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", layer)), default)
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Factors of the matrix scale x B A, which is added to the weight of one layer."""
+    """LoRA factors A and B and the scale of one layer. The matrix scale x B A is added to the layer's weight."""
 
     a_RI: Tensor
     b_OR: Tensor
@@ -94,11 +93,11 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Adapter in peft's format, after reading and checking."""
+    """LoRA adapter that was read from files in peft's format and checked."""
 
     directory: Path
     rank: int
-    """Largest rank among the layers."""
+    """Largest LoRA rank among the adapted layers."""
     deltas: dict[str, Delta]
     """Factors of each adapted layer, by the layer's name in the base model."""
     replaced: dict[str, Tensor]
@@ -106,7 +105,7 @@ class Adapter:
 
 
 def is_adapter(directory: Path) -> bool:
-    """Return whether a directory contains an adapter and not a complete model."""
+    """Return whether a directory contains a LoRA adapter and not a complete model."""
     return (directory / SETTINGS).is_file() and not (directory / "config.json").is_file()
 
 
@@ -164,7 +163,7 @@ def read_adapter(directory: Path) -> Adapter:
 
 
 def check_fits(model: PreTrainedModel, adapter: Adapter) -> None:
-    """Raise BadInput if an adapter does not fit the model, which may be on the `meta` device."""
+    """Raise BadInput if an adapter does not fit the layers of a model. The model may be on the `meta` device."""
     embeddings = model.get_input_embeddings().weight if isinstance(model, PreTrainedModel) else None
     for name, delta in adapter.deltas.items():
         layer = _find_layer(model, name)
@@ -231,11 +230,9 @@ def _iter_merged(model: PreTrainedModel, adapter: Adapter) -> Iterator[tuple[str
 
 
 def add_adapter(weight: Tensor, name: str, *, adapter: Adapter, model: PreTrainedModel) -> Tensor:
-    """Return one parameter of the base model with the adapter applied. `model` may be on the `meta` device.
-
-    The sum is float32. A parameter that the adapter replaces or does not change is returned in the precision in which
-    it is stored.
-    """
+    """Return the base model's parameter `name` with the adapter applied. `weight` is its stored value, and `model` may
+    be on the `meta` device. The sum is float32. A parameter that the adapter replaces or does not change is returned in
+    the precision in which it is stored."""
     layer = name.removesuffix(".weight")
     if name in adapter.replaced:
         return adapter.replaced[name]
@@ -247,8 +244,8 @@ def add_adapter(weight: Tensor, name: str, *, adapter: Adapter, model: PreTraine
 
 
 def _compute_delta(delta: Delta, layer: nn.Linear | Conv1D) -> Tensor:
-    """Return the matrix that is added to a layer's weight, transposed if the layer stores its weight as inputs x
-    outputs."""
+    """Return the matrix scale x B A that is added to a layer's weight, transposed if the layer stores its weight as
+    inputs x outputs."""
     delta_OI = delta.scale * (delta.b_OR.float() @ delta.a_RI.float())
     return delta_OI.T if isinstance(layer, Conv1D) else delta_OI
 

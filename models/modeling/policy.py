@@ -48,7 +48,7 @@ def lock_model_construction() -> Iterator[None]:
 
 
 class Architecture(Protocol):
-    """Interface of transformers' `AutoModelFor…` classes, through which models are loaded."""
+    """Interface of transformers' `AutoModelFor…` classes, through which model weights are loaded."""
 
     def from_pretrained(self, path: str, **options: object) -> tuple[PreTrainedModel, dict[str, Any]]:
         """Load a model. With `output_loading_info`, also return a report of missing and unexpected weights."""
@@ -87,8 +87,8 @@ def load_weights(
 
 @contextmanager
 def _no_reports() -> Iterator[None]:
-    """Run the block without transformers' printed table of weights that do not fit. Rheostat reports them in an error
-    message."""
+    """Run the block with transformers' printed table of missing and unexpected weights turned off, because error
+    messages report these weights."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -132,7 +132,7 @@ def build_scratch(policy: ScratchPolicy, tokenizer: PreTrainedTokenizerFast, *, 
 
 
 def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
-    """Write a model and its tokenizer as a directory that transformers and vLLM can load."""
+    """Write a model and its tokenizer into a directory that transformers and vLLM can load."""
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
@@ -144,16 +144,15 @@ def load_policy(directory: Path, *, device: str = "cpu", dtype: torch.dtype = to
 
 
 def load_vision(directory: Path, *, source: ImageSource | None = None, is_frozen: bool = False) -> VisionInputs | None:
-    """Load the image settings of a vision-language policy, or return None for a text-only policy.
-
-    `source` returns the encoded images. Set `is_frozen` if the vision tower is not trained.
-    """
+    """Load the image settings of a vision-language policy, or return None for a text-only policy. `source` provides the
+    encoded images. Set `is_frozen` if the vision tower is not trained."""
     processor = load_processor(directory)
     return None if processor is None else VisionInputs(processor, source=source, is_frozen=is_frozen)
 
 
 def freeze(model: PreTrainedModel, parts: Collection[Part]) -> None:
-    """Freeze parts of a vision-language model. Raises BadInput if the model has no such part."""
+    """Freeze the given parts of a vision-language model, such as its vision tower, so that training does not change
+    them. Raises BadInput if the model has no such part."""
     parameters = dict(model.named_parameters())
     for name in frozen_names(parameters, parts, kind=type(model).__name__):
         parameters[name].requires_grad_(False)
@@ -166,11 +165,8 @@ def trains_vision(model: PreTrainedModel) -> bool:
 
 def policy_shape(config: PretrainedConfig, *, parameters: int, source: str, context: int | None = None) -> ModelShape:
     """Return the sizes of a model that determine its memory use and its maximum sequence length, read from its
-    configuration.
-
-    `source` names the model in messages, and `context` is the maximum sequence length for a configuration that
-    contains none. Raises BadInput if neither is set, or if they differ.
-    """
+    configuration. `source` names the model in messages, and `context` is the maximum sequence length for a
+    configuration that contains none. Raises BadInput if neither is set, or if they differ."""
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
     if not isinstance(heads, int):

@@ -27,13 +27,14 @@ from models.modeling.layout import MicroBatch
 from models.records.model_input import Experts
 
 _OWN: Final = -1
-"""Marker of positions at which the router chooses freely: padding, and the last token of a row, whose state is not
-used."""
+"""Marker in place of an expert's index where the router chooses freely: at padding, and at the last token of a row,
+whose state is not used."""
 _CHOOSING: Final = (torch.topk, Tensor.topk)
 
 
 class _ChoosingThese(TorchFunctionMode):
-    """Mode in which `topk` returns the scores and indices of given experts."""
+    """Torch function mode in which `topk` returns the scores and indices of recorded experts instead of the largest
+    scores."""
 
     def __init__(self, chosen_LK: Tensor) -> None:
         super().__init__()
@@ -58,8 +59,8 @@ class _ChoosingThese(TorchFunctionMode):
 
 
 class ExpertReplay:
-    """Control of a model's routers: the experts that they must choose in the next forward pass and its backward
-    pass."""
+    """Control of a mixture of experts' routers: makes them use recorded experts in the next forward pass and its
+    backward pass."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = routers(model)
@@ -72,7 +73,8 @@ class ExpertReplay:
             begin = end
 
     def set_choices(self, chosen_LF: Tensor | None) -> None:
-        """Set the experts that routers must choose from now on. With None, routers choose freely."""
+        """Set the experts that routers must use for each token from now on, of shape (tokens, chosen experts of all
+        routers). With None, routers choose freely."""
         self._chosen_LF = chosen_LF
 
     def lay_out(self, batch: MicroBatch, device: torch.device, *, shares: bool) -> Tensor:

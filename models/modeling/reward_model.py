@@ -32,7 +32,7 @@ from models.text.sequences import require_completion
 from models.untrusted_files.directory import check_untrusted_files, missing_directory_error
 
 ENDLESS: Final = 10**9
-"""Bound on a tokenizer's reported maximum length. Larger numbers mean that the tokenizer has no limit."""
+"""Smallest value of a tokenizer's `model_max_length` that means "no limit"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,25 +46,23 @@ class RewardModel:
 
     @property
     def pad(self) -> int | None:
-        """Padding token by which the model finds the end of each sequence in a batch. If None, each sequence needs a
-        separate forward pass."""
+        """Padding token by which the model finds the end of each sequence in a batch. If None, the model has no padding
+        token and each sequence needs a separate forward pass."""
         pad: int | None = self.model.config.get_text_config().pad_token_id
         return pad
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredTexts:
-    """Score of one text, which is a finite number, or the reason why there is none."""
+    """Score of one text as a finite number, or the reason why the text has no score."""
 
     value: float | None
     error: str | None
 
 
 def check_reward_model(path: Path, template: str | None = None) -> int:
-    """Check that a model directory and a template can be used to score texts, and return the number of parameters.
-
-    Weights are not read. Raises BadInput if a check fails.
-    """
+    """Check that a model directory can be used to score texts with a prompt `template`, and return the number of
+    parameters. Weights are not read. Raises BadInput if a check fails."""
     require_completion(template, source=f"reward model {path}")
     return int(load_reward_model(path, device="meta").model.num_parameters())
 
@@ -108,11 +106,9 @@ def load_reward_model(path: Path, *, device: str = "cpu", dtype: torch.dtype = t
 def score(
     reward: RewardModel, inputs: Sequence[ModelInput], *, batch_tokens: int, on_pass: Callable[[int, float], None]
 ) -> list[ScoredTexts]:
-    """Score inputs and return the results in order.
-
-    Inputs of similar lengths share a forward pass of at most `batch_tokens` padded tokens. After each pass, `on_pass`
-    is called with its number of rows and its seconds. An empty input, or one longer than the context, gets no score.
-    """
+    """Score texts with a reward model and return one result per input, in order. Inputs of similar lengths share a
+    forward pass of at most `batch_tokens` padded tokens. After each forward pass, `on_pass` is called with the number
+    of its rows and its duration in seconds. An empty input, or one longer than the context, gets no score."""
     scores = [_check_length(len(each), reward.context) for each in inputs]
     fit = tuple(row for row, scored in enumerate(scores) if scored.error is None)
     budget = batch_tokens if reward.pad is not None else 0
@@ -133,7 +129,7 @@ def _check_length(length: int, context: int) -> ScoredTexts:
 
 @torch.inference_mode()
 def _forward(reward: RewardModel, batch: MicroBatch) -> torch.Tensor:
-    """Return one float32 score per row. Padding is masked in attention."""
+    """Return the reward model's float32 score of each row of a micro-batch. Padding is masked in attention."""
     lengths_B = torch.tensor([len(each) for each in batch.inputs])
     mask_BT = torch.arange(batch.tokens_BT.shape[1]) < lengths_B[:, None]
     tokens_BT = torch.from_numpy(batch.tokens_BT).masked_fill(~mask_BT, reward.pad or 0)

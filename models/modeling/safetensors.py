@@ -32,7 +32,8 @@ _NAMES: Final = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Names of dtypes in safetensors files, in the order in which tensors of these dtypes are stored."""
+"""Names that safetensors files use for torch dtypes, in the order in which tensors of these dtypes are stored in a
+file."""
 
 DTYPES: Final = {text: dtype for dtype, text in _NAMES.items()}
 """Torch dtypes, keyed by their names in safetensors files."""
@@ -67,8 +68,8 @@ def save_pretrained(model: PreTrainedModel, directory: Path) -> dict[str, Bundle
 def tensor_pieces(
     tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
-    """Yield the contents of a safetensors file piece by piece. Tensors on an accelerator are copied to the CPU one at a
-    time."""
+    """Yield the bytes of a safetensors file with these tensors, piece by piece. Tensors on an accelerator are copied to
+    the CPU one at a time."""
     outlines = {name: TensorOutline(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     return streamed_pieces(outlines, tensors.__getitem__, metadata=metadata)
 
@@ -79,8 +80,8 @@ def streamed_pieces(
     *,
     metadata: Mapping[str, str] | None = None,
 ) -> Iterator[bytes | memoryview]:
-    """Yield the contents of a safetensors file piece by piece. `make` is called with a name to compute each tensor when
-    it is written."""
+    """Yield the bytes of a safetensors file piece by piece. `outlines` gives the dtype and shape of each tensor, and
+    `make` is called with a tensor's name to compute the tensor when it is written."""
     order = list(_NAMES)
     names = sorted(outlines, key=lambda name: (order.index(outlines[name].dtype), name.encode()))
     header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
@@ -101,7 +102,7 @@ def streamed_pieces(
 @contextmanager
 def _replace_writer(directory: Path, files: dict[str, BundledFile]) -> Iterator[None]:
     """Run the block with transformers writing a directory's weight files through `save_tensors`, which computes
-    digests.
+    digests. Descriptions of the written files are added to `files`.
 
     transformers has no other hook for this. If a version of transformers writes files by another function, the digests
     are computed later, from the written files.

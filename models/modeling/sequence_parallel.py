@@ -23,18 +23,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SequenceParallelGroup:
-    """Ranks that process the same micro-batches together, with the position of this rank in the group."""
+    """Ranks that compute the same row of tokens together, each rank a slice, with the position of this rank in the
+    group."""
 
     group: "ProcessGroup"
     size: int
     rank: int
 
     def slice_row(self, row: SharedRows) -> tuple[SharedRows, Indexes]:
-        """Return this rank's slice of a row, and the indices (in N) of the completion tokens that the slice predicts.
-
-        The indices for attention still describe the whole row. The row is padded with unused tokens to a multiple of
-        the group size.
-        """
+        """Return this rank's slice of a row of tokens, and the indices of the completion tokens that the slice
+        predicts. The indices for attention still describe the whole row. The row is padded with unused tokens to a
+        multiple of the group size."""
         filling = (0, -len(row.tokens_L) % self.size)
         tokens_L, positions_L = np.pad(row.tokens_L, filling), np.pad(row.positions_L, filling)
         width = len(tokens_L) // self.size
@@ -49,27 +48,21 @@ class SequenceParallelGroup:
         ), own_M
 
     def gather_tokens(self, states_1HSD: Tensor) -> Tensor:
-        """Exchange states before attention: from all heads for this rank's slice to this rank's heads for all tokens (1
-        x A x L x D).
-
-        Collective: all ranks of the group must call this.
-        """
+        """Exchange states before attention. The input has all heads for this rank's slice of the tokens, and the output
+        has this rank's heads for all tokens (1 x heads of this rank x tokens x head size). Collective: all ranks of the
+        group must call this."""
         return self._exchanged(states_1HSD.transpose(1, 2), scattered=2, gathered=1).transpose(1, 2)
 
     def gather_heads(self, states_1LAD: Tensor) -> Tensor:
-        """Exchange states after attention: from this rank's heads for all tokens to all heads for its slice (1 x S x H
-        x D).
-
-        Collective: all ranks of the group must call this.
-        """
+        """Exchange states after attention. The input has this rank's heads for all tokens, and the output has all heads
+        for this rank's slice (1 x tokens of the slice x heads x head size). Collective: all ranks of the group must
+        call this."""
         return self._exchanged(states_1LAD, scattered=1, gathered=2)
 
     def gather_outputs(self, values_M: Tensor, own_M: Tensor, *, num_tokens: int) -> Tensor:
-        """Return the outputs of all ranks for all completion tokens (N).
-        Only this rank's own outputs receive gradients.
-
-        Collective: all ranks of the group must call this.
-        """
+        """Return the outputs of all ranks for all `num_tokens` completion tokens. `values_M` are this rank's outputs,
+        and `own_M` are the indices of their tokens. Only this rank's own outputs receive gradients. Collective: all
+        ranks of the group must call this."""
         values_N = values_M.new_zeros(num_tokens, *values_M.shape[1:]).index_copy(0, own_M, values_M.detach())
         dist.all_reduce(values_N, group=self.group)
         return values_N.index_copy(0, own_M, values_M)

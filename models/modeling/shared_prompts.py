@@ -38,30 +38,31 @@ from models.vision.tower import treats_images_as_text
 
 _ENDING: Final = "_of_shared_prompts"
 _INSIDE: Final = ("sdpa", "eager")
-"""Attention implementations that can be used with padded blocks. Models with soft caps or attention sinks need "eager",
-because sdpa supports neither."""
+"""Attention implementations that can be used if rows share prompts. Models with soft caps or attention sinks need
+"eager", because sdpa supports neither."""
 
 _CLOSE: Final = {torch.float32: 1e-4}
-"""Maximum relative difference between states with and without prompt sharing. Sums in another order cause small
-differences."""
+"""Maximum relative difference between hidden states computed with and without prompt sharing, by dtype. Sums in another
+order cause small differences."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedTokens:
-    """Indices of a micro-batch with shared prompts (`SharedRows`) as tensors on the device of the model."""
+    """Indices of a micro-batch in which shared prompts are stored once (`SharedRows`), as tensors on the device of the
+    model."""
 
     positions_1L: Tensor
-    """Positions of the tokens in their sequences. With `sequence_parallel_group`, only of the tokens in this rank's
-    slice."""
+    """Position of each token within its sequence. With `sequence_parallel_group`, only tokens in this rank's slice are
+    included."""
     places_P: Tensor
     collected_L: Tensor
     blocks: tuple[tuple[int, int], ...]
     keys_K: Tensor
     rows: KernelRows
     tokens: int
-    """Number of tokens of the whole row, without the padding that slices need."""
+    """Number of tokens of the whole micro-batch, without the padding that divides it evenly among ranks."""
     sequence_parallel_group: SequenceParallelGroup | None
-    """Ranks that compute the row together, or None if this rank computes it alone."""
+    """Ranks that compute the micro-batch's row together, or None if this rank computes it alone."""
 
     @property
     def width(self) -> int:
@@ -72,8 +73,8 @@ class SharedTokens:
 def on_device(
     shared: SharedRows, device: torch.device, *, sequence_parallel_group: SequenceParallelGroup | None = None
 ) -> SharedTokens:
-    """Move the indices of a micro-batch to the device. With `sequence_parallel_group`, `shared` is the slice that the
-    group cut for this rank."""
+    """Move the indices of a micro-batch with shared prompts to the device. With `sequence_parallel_group`, `shared` is
+    this rank's slice of the micro-batch's row."""
     ends = [np.cumsum((0, *lengths), dtype=np.int32) for lengths in (shared.queries_R, shared.keys_R)]
     query_ends, key_ends = (torch.from_numpy(each).to(device) for each in ends)
     return SharedTokens(
@@ -93,7 +94,8 @@ _READING: ContextVar[SharedTokens | None] = ContextVar("_READING", default=None)
 
 @contextmanager
 def use_shared_tokens(shared: SharedTokens) -> Iterator[None]:
-    """Run the block with `shared` describing the tokens that the models inside it process."""
+    """Run the block with attention layers of all models using `shared`, the indices of the tokens that are
+    processed."""
     token = _READING.set(shared)
     try:
         yield
@@ -102,8 +104,8 @@ def use_shared_tokens(shared: SharedTokens) -> Iterator[None]:
 
 
 def capture_shared_tokens() -> Callable[[], AbstractContextManager[None]]:
-    """Return a function that opens the current `use_shared_tokens` context again. A backward pass on another thread
-    needs it to recompute layers."""
+    """Return a function that enters the current `use_shared_tokens` context again. A backward pass that recomputes
+    layers on another thread needs it."""
     shared = _READING.get()
     return nullcontext if shared is None else partial(use_shared_tokens, shared)
 
@@ -111,8 +113,8 @@ def capture_shared_tokens() -> Callable[[], AbstractContextManager[None]]:
 def shared_states(
     model: PreTrainedModel, tokens_1L: Tensor, shared: SharedTokens, *, options: Mapping[str, object] | None = None
 ) -> Tensor:
-    """Return the last hidden state of every token of a single row with shared prompts. `options` are further arguments
-    of the model's forward pass."""
+    """Return the last hidden state of every token of `tokens_1L`, a single row in which shared prompts are stored once.
+    `options` are further arguments of the model's forward pass."""
     placed = {**(options or {}), "position_ids": shared.positions_1L}
     with use_shared_tokens(shared):
         output = find_trunk(model)(
@@ -126,7 +128,7 @@ def shared_states(
 
 
 def _eager(module: nn.Module, *states: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
-    """Compute attention by the eager implementation in the modeling file of this module."""
+    """Compute attention by the eager implementation in the transformers modeling file of this module."""
     written_out = sys.modules[type(module).__module__].eager_attention_forward
     return cast(tuple[Tensor, Tensor], written_out(module, *states, **options))
 
@@ -188,8 +190,8 @@ def _by_kernel(
 
 
 def _no_mask(*sizes: object, **options: object) -> None:
-    """Return None instead of an attention mask. Kernels are causal already, and padding comes after all tokens that are
-    used."""
+    """Return None instead of an attention mask. Attention is causal without a mask here, and padding comes after all
+    tokens that are used."""
 
 
 def _mask(
@@ -211,8 +213,8 @@ for _name, _inside, _masks in (("sdpa", sdpa_attention_forward, sdpa_mask), ("ea
 
 
 def _mixes_in_attention(model: PreTrainedModel) -> bool:
-    """Return whether, according to the types of its modules, the model combines tokens only in attention and uses
-    positions as given."""
+    """Return whether a model combines tokens only in attention and uses positions as they are passed. The types of its
+    modules decide."""
     takes = signature(find_trunk(model).forward).parameters
     takes_positions = "position_ids" in takes and treats_images_as_text(model)
     convolves = any(isinstance(module, nn.Conv1d) for module in model.modules())
@@ -220,20 +222,16 @@ def _mixes_in_attention(model: PreTrainedModel) -> bool:
 
 
 def supports_sequence_parallelism(model: PreTrainedModel) -> bool:
-    """Return whether attention heads may be split over ranks, according to checks that need no trial.
-
-    Models with attention sinks are excluded, because the sink weights of a layer contain one number per head, and every
-    rank holds them for all heads.
-    """
+    """Return whether a model's attention heads may be divided among ranks, as far as this can be decided without a
+    trial. Models with attention sinks are excluded, because the sink weights of a layer contain one number per head,
+    and every rank holds them for all heads."""
     return _mixes_in_attention(model) and not any(name.endswith("sinks") for name, _ in model.named_parameters())
 
 
 def set_attention(model: PreTrainedModel, attention: Attention | None) -> bool:
-    """Set a model's attention implementation, or keep the default if `attention` is None. Return whether the model
-    supports shared prompts.
-
-    Raises BadInput if the model's class does not support the implementation, or if a kernel is not installed.
-    """
+    """Set a model's attention implementation, or keep the default if `attention` is None. Return whether rows of a
+    micro-batch may share prompts with this model. Raises BadInput if the model's class does not support the
+    implementation, or if a kernel is not installed."""
     if attention is None:
         return enable_shared_prompts(model)
     if attention not in attentions_of(model):
@@ -248,11 +246,9 @@ def set_attention(model: PreTrainedModel, attention: Attention | None) -> bool:
 
 
 def use_attention_kernel(kernel: RowsAttention, model: PreTrainedModel, *, name: str) -> bool:
-    """Set a flash kernel as a model's attention. Return whether the model supports micro-batches with shared prompts.
-
-    The trial for prompt sharing uses the model's default attention, on any device, because the result depends only on
-    the other layers. `name` must not contain `flash`, or transformers would look for a kernel itself.
-    """
+    """Set a flash kernel as a model's attention. Return whether rows of a micro-batch may share prompts with this
+    model. The trial that decides this uses the model's default attention, on any device, because the result depends
+    only on the other layers. `name` must not contain `flash`, or transformers would look for a kernel itself."""
     shares = enable_shared_prompts(model)
     AttentionInterface.register(name, partial(_by_kernel, kernel))
     AttentionMaskInterface.register(name, _no_mask)
@@ -261,12 +257,12 @@ def use_attention_kernel(kernel: RowsAttention, model: PreTrainedModel, *, name:
 
 
 def enable_shared_prompts(model: PreTrainedModel) -> bool:
-    """Enable shared prompts, in addition to padded rows, if the model supports them. Return whether the model supports
-    them.
+    """Let a model compute a prompt that several rows share only once, if the model supports this. Return whether it
+    does.
 
-    A model supports them if it combines tokens only in functions of the attention interface. A trial checks this by
-    comparing states of shared and padded rows. Models with convolutions are excluded without a trial: recurrent layers
-    contain one, and its effect on the states may be too small to be noticed.
+    A model supports shared prompts if it combines tokens only in functions of the attention interface. A trial checks
+    this by comparing states of shared and padded rows. Models with convolutions are excluded without a trial: recurrent
+    layers contain one, and its effect on the states may be too small to be noticed.
     """
     inside = model.config._attn_implementation
     if inside.endswith(_ENDING):
@@ -287,11 +283,9 @@ def enable_shared_prompts(model: PreTrainedModel) -> bool:
 def matches_padded_rows(
     model: PreTrainedModel, *, sequence_parallel_group: SequenceParallelGroup | None = None
 ) -> bool:
-    """Return whether a trial gives the same states for a single row with shared prompts as for padded rows.
-
-    With `sequence_parallel_group`, the single row is sliced over the ranks. Collective in this case: all ranks of the
-    group must call this.
-    """
+    """Return whether a trial gives the same states for a single row in which shared prompts are stored once as for
+    padded rows. With `sequence_parallel_group`, the single row is divided among the ranks. Collective in this case: all
+    ranks of the group must call this."""
     prompt, other = ModelInput.from_prompt([1, 2, 3]), ModelInput.from_prompt([3, 1])
     batch = lay_out(
         [prompt.append_completion([2, 0, 1, 3]), prompt.append_completion([0]), other.append_completion([1, 2]), prompt]

@@ -21,14 +21,14 @@ from models.modeling.merging import find_base, is_adapter
 from models.modeling.trunk import find_trunk
 
 DEQUANTIZED: Final = {"compressed-tensors": ("run_compressed", False)}
-"""Settings of `quantization_config`, by quantization method, with which transformers loads unquantized weights. All
-other methods use `dequantize = true`."""
+"""Name and value of the setting in `quantization_config` with which transformers loads unquantized weights, by
+quantization method. All other methods use `dequantize = true`."""
 PACKAGES: Final = ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit")
 """Quantization methods without a setting for loading unquantized weights."""
 
 
 class _Unsupported(Exception):
-    """Raised when a model does something in a trial that training or decoding does not support."""
+    """Raised when a trial shows that a model does something that training or decoding does not support."""
 
 
 def check_trainable(model: PreTrainedModel, *, source: str) -> None:
@@ -76,11 +76,11 @@ def check_not_quantized(directory: Path) -> None:
 
 
 def find_slow_chunk(model: PreTrainedModel) -> int:
-    """Return the chunk length, in tokens, of state-space layers that run without a fast kernel, or 0.
+    """Return the chunk length, in tokens, of state-space (Mamba) layers that run without a fast kernel. Returns 0 if
+    the model has no such layers or the package mamba_ssm is installed.
 
     transformers pads sequences to a multiple of this length. The reference implementation computes the square of it per
-    head and chunk, also for short sequences. Returns 0 if the model has no such layers or the package mamba_ssm is
-    installed.
+    head and chunk, also for short sequences.
     """
     if importlib.util.find_spec("mamba_ssm") or not any("Mamba" in type(part).__name__ for part in model.modules()):
         return 0
@@ -90,7 +90,8 @@ def find_slow_chunk(model: PreTrainedModel) -> int:
 
 
 def _read_states(trunk: PreTrainedModel, tokens_BT: Tensor) -> None:
-    """Run the forward pass used in training. Raises AttributeError if its output contains no hidden states."""
+    """Run the forward pass of the model without its head, as in training. Raises AttributeError if its output contains
+    no hidden states."""
     _ = trunk(input_ids=tokens_BT, use_cache=False).last_hidden_state.shape
 
 
@@ -119,7 +120,8 @@ def _compute_logits(model: PreTrainedModel, tokens_BT: Tensor) -> None:
 
 
 def _decode_one_token(model: PreTrainedModel, tokens_BT: Tensor) -> None:
-    """Process two prompts, repeat the rows of the KV cache, and decode one more token in each row."""
+    """Try decoding: process two prompts, repeat the rows of the KV cache, and decode one more token in each row. Errors
+    are not caught."""
     cache = model(input_ids=tokens_BT, use_cache=True, logits_to_keep=1).past_key_values
     if isinstance(cache, DynamicCache) and type(cache) is not DynamicCache:
         # MiniMax keeps recurrent states next to the layers. They are not reordered, and later tokens see the padding.

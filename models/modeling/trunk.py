@@ -9,11 +9,12 @@ from infra.errors import BadInput
 
 
 def find_trunk(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the module of a model that computes the hidden states to which the head is applied.
+    """Return the module of a model that computes the last hidden states, to which the head is applied. Raises BadInput
+    if there is no such module.
 
     transformers finds this module by `base_model_prefix`. In some classes (Llama 4) no attribute has this name, and
     transformers returns the whole model. This function then returns the decoder, or else the only other model inside
-    the model. Raises BadInput if there is no such module.
+    the model.
     """
     candidates = [model.base_model, *(child for child in model.children() if isinstance(child, PreTrainedModel))]
     if hasattr(model, "get_decoder"):

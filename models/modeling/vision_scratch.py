@@ -24,7 +24,8 @@ _SPECIAL: Final = (IMAGE, AROUND, WHOLE)
 
 
 def vision_tokenizer(policy: VisionScratchPolicy, texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Train a tokenizer on texts, and add the special tokens for images after its vocabulary."""
+    """Train a tokenizer on texts for a new vision-language policy, and add the special tokens for images after its
+    vocabulary."""
     decoder = policy.decoder
     tokenizer = train_tokenizer(texts, vocab_size=decoder.vocab_size - len(_SPECIAL), context=decoder.context)
     tokenizer.add_special_tokens({"additional_special_tokens": [*_SPECIAL]})
@@ -34,15 +35,15 @@ def vision_tokenizer(policy: VisionScratchPolicy, texts: Iterable[str]) -> PreTr
 def build_vision_scratch(
     policy: VisionScratchPolicy, tokenizer: PreTrainedTokenizerFast, *, seed: int
 ) -> PreTrainedModel:
-    """Build the policy with random weights derived from the seed. The caller's random state on the CPU stays
-    unchanged."""
+    """Build a new vision-language policy with random weights derived from the seed. The caller's random state on the
+    CPU stays unchanged."""
     with lock_model_construction():
         torch.manual_seed(seed)
         return AutoModelForImageTextToText.from_config(_build_config(policy, tokenizer))
 
 
 def outline_vision_scratch(policy: VisionScratchPolicy, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """Build the policy on the `meta` device, without weights."""
+    """Build a new vision-language policy on the `meta` device, without weights."""
     with lock_model_construction(), torch.device("meta"):
         return AutoModelForImageTextToText.from_config(_build_config(policy, tokenizer))
 
@@ -50,7 +51,7 @@ def outline_vision_scratch(policy: VisionScratchPolicy, tokenizer: PreTrainedTok
 def save_vision_scratch(
     policy: VisionScratchPolicy, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, directory: Path
 ) -> None:
-    """Write the policy as a directory that transformers and vLLM can load."""
+    """Write a new vision-language policy into a directory that transformers and vLLM can load."""
     save_policy(model, tokenizer, directory)
     save_config_files(policy, model, tokenizer, directory)
 
@@ -58,7 +59,7 @@ def save_vision_scratch(
 def save_config_files(
     policy: VisionScratchPolicy, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, directory: Path
 ) -> None:
-    """Write all files of the policy's directory except the weights."""
+    """Write all files of a new vision-language policy's directory except the weights."""
     model.config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     side = {"longest_edge": policy.tower.image_size}

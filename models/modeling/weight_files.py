@@ -33,11 +33,9 @@ class StoredWeight:
 
 
 def read_stored_weights(directory: Path, *, what: str) -> dict[str, StoredWeight]:
-    """Read the headers of all safetensors files with a model's weights. Return the description of each weight by name.
-
-    Raises BadInput if a file is truncated or is not a safetensors file. The message begins with `what`, the kind of the
-    model.
-    """
+    """Read the headers of all safetensors files with a model's weights. Return the file and dtype of each weight by
+    name. Raises BadInput if a file is truncated or is not a safetensors file. The message begins with `what`, the kind
+    of the model."""
     index, where = directory / "model.safetensors.index.json", f"{what} {directory}"
     try:
         names = json.loads(index.read_text())["weight_map"].values() if index.is_file() else ["model.safetensors"]
@@ -50,10 +48,8 @@ def read_stored_weights(directory: Path, *, what: str) -> dict[str, StoredWeight
 
 
 def read_header(path: Path, *, where: str) -> dict[str, StoredWeight]:
-    """Read the header of a safetensors file. Return the description of each weight by name.
-
-    Raises BadInput if the file does not exist or is damaged. The message begins with `where`.
-    """
+    """Read the header of a safetensors file. Return the file and dtype of each weight by name. Raises BadInput if the
+    file does not exist or is damaged. The message begins with `where`."""
     if not path.is_file():
         raise BadInput(f"{where}: the file {path.name} does not exist. Copy or download all files of the model")
     try:
@@ -99,7 +95,8 @@ def check_loaded_weights(
 
 
 def _file_of(name: str, stored: Mapping[str, StoredWeight]) -> str:
-    """Return the name of the file that contains a weight, or of all files if transformers has renamed the weight."""
+    """Return the name of the file that contains a weight. If transformers has renamed the weight, return the names of
+    all files."""
     return stored[name].file if name in stored else ", ".join(sorted({each.file for each in stored.values()}))
 
 

@@ -33,17 +33,17 @@ MEANING: Final = (
     *("num_attention_heads", "num_key_value_heads", "n_head", "head_dim", "rms_norm_eps", "layer_norm_eps"),
     *("rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "partial_rotary_factor"),
 )
-"""Settings in config.json on which the function of weights with given shapes depends. They must agree in all
-parents."""
+"""Settings in config.json that determine which function the weights compute, apart from their shapes. They must be
+equal in all models whose weights are summed."""
 _ONE_SCALE: Final[Mapping[str, object]] = {"use_rslora": False, "rank_pattern": {}, "alpha_pattern": {}}
-"""Values of adapter settings with which all layers have the same rank and scale."""
+"""Values of peft's adapter settings with which all layers have the same rank and scale."""
 CHUNK_BYTES: Final = 2**20
-"""Number of bytes read at a time when a file is only digested."""
+"""Number of bytes that are read at a time to compute the digest of a file."""
 
 
 def find_parents(policy: MergePolicy) -> tuple[Parent, ...]:
-    """Return the policies that a merge combines, each with its directory on this machine, its weight and the policy
-    from which its run started."""
+    """Return the policies whose weighted sum is written, each with its directory on this machine, its weight and the
+    initial policy of its run."""
     return tuple(
         Parent(format_path(parent.path), fetch_path(parent.path), parent.weight, start_of(parent.path))
         for parent in policy.parents
@@ -67,10 +67,8 @@ class Outline:
         return Outline(weights, dict(_iter_files(weights)))
 
     def find_differences(self, expected: "Outline", *, casts: bool) -> Iterator[tuple[str, object, object]]:
-        """Yield the differences from the outline `expected`, as (name, found value, expected value).
-
-        With `casts`, differences in dtype are ignored.
-        """
+        """Yield the differences between this outline and `expected`, as (tensor name, found value, expected value).
+        With `casts`, differences in dtype are ignored."""
         for key in MEANING:
             actual, required = _read_setting(self.directory, key), _read_setting(expected.directory, key)
             if actual != required:
@@ -94,11 +92,9 @@ class Outline:
 
 
 def compare_parents(parents: Sequence[Parent], *, unrelated: bool, casts: bool) -> None:
-    """Raise BadInput if the weighted sum of these policies is not meaningful, or if one of them is not a valid policy.
-
-    Tensor shapes, tokenizers, settings and, unless `unrelated`, the initial policies of their runs must agree. The
-    message names the first difference. With `casts`, dtypes may differ, because the sum is cast to one dtype.
-    """
+    """Raise BadInput if one of the policies is not valid, or if their weighted sum is not meaningful. Tensor shapes,
+    tokenizers, settings and, unless `unrelated`, the initial policies of their runs must agree. The message names the
+    first difference. With `casts`, dtypes may differ, because the sum is cast to one dtype."""
     for parent in parents:
         check_directory(parent.path)
     first, *others = parents
@@ -121,11 +117,9 @@ def compare_parents(parents: Sequence[Parent], *, unrelated: bool, casts: bool) 
 
 # ---- the sum
 def write_merge(work: MergeWork) -> Merge:
-    """Write the weighted sum and a merge.json into an empty directory, with the file layout of the first policy.
-
-    Returns the contents of merge.json. Raises BadInput before anything is written if the policies do not match. Also
-    raises BadInput, while writing, if an integer or boolean tensor differs between them.
-    """
+    """Write the weighted sum of the policies and a merge.json into an empty directory, with the file layout of the
+    first policy. Returns the contents of merge.json. Raises BadInput before anything is written if the policies do not
+    match. Also raises BadInput, while writing, if an integer or boolean tensor differs between them."""
     compare_parents(work.parents, unrelated=work.unrelated, casts=work.dtype is not None)
     if work.adapters == "ranks":
         _write_ranks(work)
@@ -143,10 +137,8 @@ def write_merge(work: MergeWork) -> Merge:
 
 
 def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float], *, dtype: torch.dtype) -> Tensor:
-    """Sum tensors in float32, in order, and cast the sum to `dtype`. If all tensors are equal, only cast the first.
-
-    Raises ValueError if tensors differ that are not floating-point.
-    """
+    """Return the weighted sum of tensors, computed in float32 in the given order and cast to `dtype`. If all tensors
+    are equal, only cast the first. Raises ValueError if tensors differ that are not floating-point."""
     first, *others = tensors
     if all(_is_same(first, other) for other in others):
         return first.to(dtype)
@@ -162,8 +154,8 @@ def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[float], *, dtype: 
 
 
 def policy_digest(directory: Path) -> str:
-    """Return the digest by which runs identify a policy, computed from the files that a run copies, and from the base
-    model of an adapter."""
+    """Return the digest by which a run identifies the policy from which it started. The digest is computed from the
+    files that a run copies, and for an adapter also from its base model."""
     paths = weight_files(directory) if not is_adapter(directory) else [directory / TENSORS]
     settings_files = (path for pattern in KEPT for path in directory.glob(pattern) if path.is_file())
     paths_by_name = {
@@ -217,11 +209,8 @@ def _write_index(first: Outline, target: Path, outlines: Sequence[TensorOutline]
 
 
 def _build_reader(directory: Path) -> Callable[[str], Tensor]:
-    """Return a function that reads one tensor of a policy by name. For an adapter, the function returns the sum of base
-    and adapter.
-
-    A file is open only while a tensor is read, so that its memory pages are released.
-    """
+    """Return a function that reads one tensor of a policy by name. For an adapter, the tensor is the sum of base and
+    adapter. A file is open only while a tensor is read, so that its memory pages are released."""
     outline = Outline.read(directory)
 
     def read(name: str) -> Tensor:
@@ -245,11 +234,9 @@ def _build_reader(directory: Path) -> Callable[[str], Tensor]:
 # ---- adapters over one base, written as one adapter
 @torch.no_grad()
 def _write_ranks(work: MergeWork) -> None:
-    """Write the weighted sum of adapters as one adapter: Σ λ_i s_i B_i A_i = [λ_1 s_1 B_1, …] [A_1; …].
-
-    Its rank is the sum of all ranks, its dtype float32 and its scale 1. Raises BadInput if a policy is not an adapter
-    of the same base model.
-    """
+    """Write the weighted sum of LoRA adapters as one adapter, by concatenating their factors: Σ λ_i s_i B_i A_i = [λ_1
+    s_1 B_1, …] [A_1; …]. Its rank is the sum of all ranks, its dtype float32 and its scale 1. Raises BadInput if a
+    policy is not an adapter of the same base model."""
     for parent in work.parents:
         if not is_adapter(parent.path):
             raise BadInput(
@@ -287,7 +274,8 @@ def _write_ranks(work: MergeWork) -> None:
 
 
 def _join_factors(name: str, adapters: Sequence[Adapter], weights: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Return the factors of the summed adapter in one layer. Adapters that do not change the layer contribute zeros."""
+    """Return the factors A and B of the summed adapter in the layer `name`. Adapters that do not change the layer
+    contribute zeros."""
     shape = next(adapter.deltas[name] for adapter in adapters if name in adapter.deltas)
     a_RI, b_OR = list[Tensor](), list[Tensor]()
     for adapter, weight in zip(adapters, weights, strict=True):
@@ -331,8 +319,8 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def _read_setting(directory: Path, key: str) -> Any:  # noqa: ANN401 -- JSON
-    """Return a setting of config.json. In models with several parts, the language model's setting is used if there is
-    no common one."""
+    """Return the setting `key` of a model's config.json. In models with several parts, such as a vision tower, the
+    language model's setting is used if there is no common one."""
     config = json.loads((directory / "config.json").read_text())
     return config.get(key, (config.get("text_config") or {}).get(key))
 

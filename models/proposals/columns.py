@@ -9,6 +9,7 @@ from infra.errors import BadInput, InputErrors
 from infra.store.inputs import format_path
 from models.data.nested import find_field, has_field
 from models.data.rows import peek_rows, read_rows
+from models.data.rubrics import parse_rubric
 from models.data.shapes import recognize
 
 Content = Literal["text", "chat", "structure", "other"]
@@ -30,6 +31,8 @@ ANSWERS: Final = (
     ("tests", "test_cases", "test", "schema", "expected", "result", "summary", "highlights", "translation"),
 )
 """Names of columns with reference answers, in lower case. Columns of an earlier group are preferred."""
+RUBRICS: Final = ("rubric", "rubrics")
+"""Names of columns with rubrics."""
 INSTRUCTION_COLUMNS: Final = ("instruction_id_list", "kwargs")
 """Columns with the verifiable instructions of google/IFEval."""
 
@@ -43,6 +46,8 @@ class Columns:
     """Column with the reference answer, or None if there is none."""
     answers: tuple[str, ...]
     """Columns that form the reference answer together. Empty if one column or no column is the answer."""
+    rubric: str | None
+    """Column with a rubric for judges, or None if there is none."""
     unused: tuple[str, ...]
     """Other columns at the top level of the file, which a job does not read."""
     is_chat: bool
@@ -72,11 +77,12 @@ def find_columns(path: Path, *, prompt: str | None = None, answer: str | None = 
     reference = _require_column(where, answer, contents, "--answer-column") if answer else None
     if reference is None and {*INSTRUCTION_COLUMNS} <= {*contents}:
         unused = tuple(name for name in contents if "." not in name and name not in (chosen, *INSTRUCTION_COLUMNS))
-        return Columns(chosen, None, INSTRUCTION_COLUMNS, unused, is_chat=contents[chosen] == "chat")
+        return Columns(chosen, None, INSTRUCTION_COLUMNS, None, unused, is_chat=contents[chosen] == "chat")
+    rubric = next((name for name in RUBRICS if name in others and all(_is_rubric(row, name) for row in rows)), None)
     reference = reference or _choose(where, ANSWERS, others, rows, kinds=("text", "structure"), what="answer")
-    used = {name.partition(".")[0] for name in (chosen, reference) if name}
+    used = {name.partition(".")[0] for name in (chosen, reference, rubric) if name}
     unused = tuple(name for name in contents if "." not in name and name not in used)
-    return Columns(chosen, reference, (), unused, is_chat=contents[chosen] == "chat")
+    return Columns(chosen, reference, (), rubric, unused, is_chat=contents[chosen] == "chat")
 
 
 def _report_unreadable(path: Path) -> None:
@@ -109,6 +115,14 @@ def _refuse_other_shapes(where: str, names: Sequence[str], rows: Sequence[Mappin
 def _ends_with_answer(chat: object) -> bool:
     last = chat[-1] if isinstance(chat, list) and chat else None
     return isinstance(last, Mapping) and last.get("role", last.get("from")) in ("assistant", "gpt", "chatgpt", "model")
+
+
+def _is_rubric(row: Mapping[str, object], column: str) -> bool:
+    try:
+        parse_rubric(read_value(row, column))
+    except ValueError:
+        return False
+    return True
 
 
 def read_value(row: Mapping[str, object], column: str) -> object:

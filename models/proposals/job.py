@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from pydantic import JsonValue
+from pydantic import JsonValue, TypeAdapter
 
 from infra.errors import BadInput
+from infra.store.inputs import DataLocation, ModelLocation
 from models.config.data import FileData
 from models.config.lora import LoraConfig
 from models.config.objectives import UpdateConfig
@@ -106,21 +107,25 @@ def propose_job(request: ProposalRequest) -> JobProposal:
 
 def _read_inputs(request: ProposalRequest) -> _Inputs:
     """Read data and policy, and choose the columns, the reward and the instruction for the policy."""
-    path = Path(request.data)
+    path = TypeAdapter[Path](DataLocation).validate_python(request.data)
     columns = find_columns(path, prompt=request.prompt_column, answer=request.answer_column)
     data = FileData(
         path=path, prompt_column=columns.prompt, answer_column=columns.answer, answer_columns=columns.answers
     )
+    if columns.rubric is not None and request.judge is not None:
+        data = data.model_copy(update={"rubric_column": columns.rubric})
     data, train, heldout = _split(data)
     answers = [problem.answer for problem in (*train, *heldout) if problem.answer]
-    reward = propose_reward(answers, judge=request.judge)
+    reward = propose_reward(answers, judge=request.judge, has_rubrics=columns.rubric is not None)
     if reward is None:
         raise BadInput(
             f"{request.data}: no column has the name of an answer (such as answer, solution or label), so only a judge "
             "can rate the completions. Name a column with --answer-column, or a judge model with --judge. The other "
             f"columns are: {', '.join(columns.unused) or 'none'}."
         )
-    policy = inspect_policy(DirectoryPolicy(path=Path(request.policy)), problem_texts(train))
+    policy = inspect_policy(
+        DirectoryPolicy(path=TypeAdapter[Path](ModelLocation).validate_python(request.policy)), problem_texts(train)
+    )
     inputs = _Inputs(columns, data, train, heldout, policy, reward)
     data = data.model_copy(update=_instruct(inputs))
     return replace(inputs, data=data, train=load_problems(data, "train", 0), heldout=load_problems(data, "heldout", 0))
@@ -222,6 +227,8 @@ def _write_data(request: ProposalRequest, inputs: _Inputs, *, too_long: int) -> 
         yield 'answer_column = "" # the file has no reference answers'
     else:
         yield f"answer_column = {_encode(data.answer_column)} # reference answer"
+    if data.rubric_column is not None:
+        yield f"rubric_column = {_encode(data.rubric_column)} # criteria for the judge"
     if data.system is not None:
         yield f"system = {_encode(data.system)} # also makes plain prompts chats"
     if data.template != "{prompt}":

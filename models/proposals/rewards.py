@@ -46,8 +46,11 @@ Rule = Callable[[Sequence[str]], RewardProposal | None]
 """Function that returns a proposal for answers, or None if the answers are of another kind."""
 
 
-def propose_reward(answers: Sequence[str], *, judge: str | None) -> RewardProposal | None:
+def propose_reward(answers: Sequence[str], *, judge: str | None, has_rubrics: bool) -> RewardProposal | None:
     """Return the reward for answers, none of which is blank. Returns None without answers and without a judge."""
+    if has_rubrics and judge is not None:
+        reason = "every problem has a rubric, whose criteria the judge rates one by one"
+        return RewardProposal("judge", {"verdict": {"kind": "rubric"}}, reason=reason)
     if answers:
         for rule in _RULES:
             if (proposal := rule(answers)) is not None:

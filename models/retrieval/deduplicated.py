@@ -13,6 +13,7 @@ from infra.errors import BadInput
 from infra.plugins import find_target
 from models.config.data import DeduplicatedData, FileData, MixtureData
 from models.data.problems import Problem, identity, load_problems
+from models.data.reading import ReadingReport, report_reading
 from models.retrieval.encoders import Retriever
 
 WHERE: Final = "data.retriever"
@@ -37,9 +38,9 @@ def deduplicated_problems(data: DeduplicatedData, split: str, seed: int) -> list
 
 
 def _find_source(data: DeduplicatedData) -> FileData | MixtureData:
-    """Return the settings of the wrapped data source, with the settings of images of the outer settings."""
+    """Return the settings of the wrapped data source, with the outer settings of images and dropped rows."""
     return data.source.model_copy(
-        update={"image_background": data.image_background, "image_version": data.image_version}
+        update={"image_background": data.image_background, "image_version": data.image_version, "drop": data.drop}
     )
 
 
@@ -59,6 +60,11 @@ def near_duplicates(data: DeduplicatedData, seed: int) -> dict[str, str]:
         if cosine_H[nearest] >= data.similarity:
             duplicates[problem.source] = f"is near {heldout[nearest].source}, cosine {cosine_H[nearest]:.3f}"
     return duplicates
+
+
+def report_source(data: DeduplicatedData, split: str) -> ReadingReport:
+    """Report how the files of the wrapped source are read."""
+    return report_reading(_find_source(data), split)
 
 
 def find_referenced_images(data: DeduplicatedData) -> Iterator[Path]:

@@ -204,11 +204,12 @@ def policy_pairs(
     context: int,
     rules: TextRules = TextRules(),  # noqa: B008 -- immutable
     ends: Collection[int] = (),
+    drop_long: bool = False,
 ) -> list[SequencePair]:
     """Tokenize preference pairs for training a policy with DPO. Prompts and completions are encoded as in
     `example_inputs`.
 
-    Raises BadInput if a sequence exceeds `context` tokens.
+    Pairs in which a sequence exceeds `context` tokens are left out with `drop_long`, otherwise BadInput is raised.
     """
     source = f"preferences from {preferences[0].source}" if preferences else "preferences"
     examples = [
@@ -220,7 +221,7 @@ def policy_pairs(
         if message is not None:
             completion = _write_completion(pair, message, tokenizer, rules=rules, ends=ends)
             inputs[row] = ModelInput.from_prompt(inputs[row].prompt).append_completion(completion.tokens)
-    return _build_pairs(preferences, inputs, context=context)
+    return _build_pairs(preferences, inputs, context=context, drop_long=drop_long)
 
 
 def _write_completion(
@@ -246,12 +247,14 @@ def reward_pairs(
     template: str | None,
     context: int,
     chat_prompt: Literal["messages", "text"] = "text",
+    drop_long: bool = False,
 ) -> list[SequencePair]:
     """Tokenize preference pairs for training a reward model. The score is computed at the last token that is not
     padding.
 
     `chat_prompt` is the form in which the chat template receives the prompts of chats. Raises BadInput if the template
-    does not contain the completion, or if a text cannot be encoded or exceeds `context` tokens.
+    does not contain the completion, or if a text cannot be encoded or exceeds `context` tokens. With `drop_long`, pairs
+    that exceed `context` tokens are left out.
     """
     require_completion(template, source="reward model")
     inputs: list[ModelInput] = []
@@ -275,7 +278,7 @@ def reward_pairs(
             except ValueError as error:
                 raise BadInput(f"{pair.source}: {error}") from error
             inputs.append(_mark_last_token(model_input, tokenizer.pad_token_id))
-    return _build_pairs(preferences, inputs, context=context + 1)
+    return _build_pairs(preferences, inputs, context=context + 1, drop_long=drop_long)
 
 
 def _mark_last_token(model_input: ModelInput, pad: int | None) -> ModelInput:
@@ -292,12 +295,14 @@ def _mark_last_token(model_input: ModelInput, pad: int | None) -> ModelInput:
 
 
 def _build_pairs(
-    preferences: Sequence[Preference], inputs: Sequence[ModelInput], *, context: int
+    preferences: Sequence[Preference], inputs: Sequence[ModelInput], *, context: int, drop_long: bool
 ) -> list[SequencePair]:
-    """Combine inputs into one pair per preference. Raises BadInput if an input is empty or longer than `context`
-    tokens."""
+    """Combine inputs into one pair per preference. Pairs with an input of more than `context` tokens are left out with
+    `drop_long`. Raises BadInput if an input is empty or too long, or if no pair remains."""
     pairs = []
     for pair, chosen, rejected in zip(preferences, inputs[::2], inputs[1::2], strict=True):
+        if drop_long and max(len(chosen), len(rejected)) > context:
+            continue
         for name, each in (("chosen", chosen), ("rejected", rejected)):
             length = len(each)
             if not 0 < each.num_prompt_tokens < length <= context:
@@ -306,4 +311,9 @@ def _build_pairs(
                     f"context of the model is only {context} tokens. Shorten or remove the pair"
                 )
         pairs.append(SequencePair(chosen, rejected))
+    if preferences and not pairs:
+        raise BadInput(
+            f"preferences.drop with 'too_long' leaves no pair: all {len(preferences)} pairs from "
+            f"{preferences[0].source} have more than {context} tokens, the model's context."
+        )
     return pairs

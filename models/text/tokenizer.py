@@ -346,9 +346,9 @@ def enforce_prompt_length(
     input_errors.check()
     if not fitting:
         raise BadInput(
-            f"data.on_too_long = 'drop' removes all {split} problems, because each of the {len(asked)} prompts has "
-            f"more than {max_tokens} tokens (the policy's context minus rollout.sampling.max_new_tokens). Lower "
-            "max_new_tokens, or use a policy with a longer context."
+            f"data.drop with 'too_long' (or data.on_too_long = 'drop') leaves no {split} problem: all {len(asked)} "
+            f"prompts have more than {max_tokens} tokens, the policy's context minus rollout.sampling.max_new_tokens. "
+            "Lower max_new_tokens."
         )
     return fitting
 

@@ -43,7 +43,8 @@ _REFS = TypeAdapter(tuple[ShardRef, ...])
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Shards with one iteration's per-token outputs of auxiliary models, and counts of scored sequences and tokens."""
+    """Score shards with the per-token outputs of auxiliary models (reference, critic, teacher) for one iteration, and
+    the number of scored sequences and tokens."""
 
     shards: tuple[ShardRef, ...]
     sequences: int
@@ -51,9 +52,8 @@ class TokenScores:
 
 
 def build_model_forward(forward: Callable[[MicroBatch], Tensor], on_progress: Callable[[], None]) -> AuxiliaryForward:
-    """Return a function that runs a loaded model over micro-batches, and returns one value per policy-generated token.
-    `on_progress` is called after every forward pass.
-    """
+    """Return a function that runs a loaded auxiliary model over micro-batches and returns one array per micro-batch,
+    with one value per policy-generated token. `on_progress` is called after every forward pass."""
 
     @torch.no_grad()
     def ask(microbatches: Sequence[MicroBatch]) -> list[NDArray[np.float32]]:
@@ -70,10 +70,11 @@ def build_endpoint_forward(
     teacher: TeacherEndpoint, *, directory: Path, on_progress: Callable[[], None], is_querying: bool = True
 ) -> AuxiliaryForward:
     """Return a function that requests the log-probs of each sequence from a teacher's endpoint, at temperature 1.
+    `directory` contains the policy's tokenizer. `on_progress` is called after every attempt. The returned function
+    raises EndpointDown if the endpoint does not answer, and WorkerFailed if its answer is invalid.
 
     In a sequence-parallel group only the rank with `is_querying` queries the endpoint, and the other ranks return an
-    empty list. `directory` contains the policy's tokenizer. `on_progress` is called after every attempt. The returned
-    function raises EndpointDown if the endpoint does not answer, and WorkerFailed if its answer is invalid.
+    empty list.
     """
     scorer = TokenScorer(teacher, spell=build_token_decoder(load_tokenizer(directory)), on_progress=on_progress)
 
@@ -95,9 +96,9 @@ def write_auxiliary_scores(
     images: ImageTokens | None,
     step_tokens: int | None = None,
 ) -> TokenScores:
-    """Run each auxiliary model on all completion tokens, and write one shard of outputs per rollout shard.
+    """Run each auxiliary model on all completion tokens, and write one shard of outputs per rollout shard. `forwards`
+    maps each output column to its model. Collective: every rank must call this, and rank 0 writes the shards.
 
-    Collective: every rank must call this, and rank 0 writes the shards. `forwards` maps each column to its model.
     `images` is None unless a vision tower encodes the images of every micro-batch again. `step_tokens` is the number of
     tokens that a text-to-image policy reads per denoising step, and None for other policies.
     """
@@ -141,10 +142,9 @@ def write_auxiliary_scores(
 def _restore_order(
     gathered: Sequence[bytes], plan: StepPlan, counts: NDArray[np.int64], *, num_columns: int
 ) -> list[NDArray[np.float32]]:
-    """Sort the outputs that all ranks computed by row, and return one array per output column.
-
-    `counts` contains the number of policy-generated tokens of each row.
-    """
+    """Return the outputs of all ranks in the order of the rows, as one array per output column. `gathered` contains the
+    bytes of each rank, `plan` the rows that each rank computed, and `counts` the number of policy-generated tokens of
+    each row."""
     parts = [np.frombuffer(data, np.float32).reshape(num_columns, -1) for data in gathered]
     values_CW = np.concatenate(parts, axis=1)
     order = np.array(

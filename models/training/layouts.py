@@ -20,8 +20,8 @@ from torch import Tensor
 from infra.config import Settings
 
 _ALIGNMENT: Final = 2
-"""DeepSpeed's `nccl_start_alignment_factor`. ZeRO-1 and ZeRO-2 pad their vector to a multiple of this factor times the
-number of ranks."""
+"""DeepSpeed's `nccl_start_alignment_factor`. ZeRO-1 and ZeRO-2 pad the vector of all parameters to a multiple of this
+factor times the number of ranks."""
 _STEP: Final = "step"
 _VECTORS: Final = ("exp_avg", "exp_avg_sq", "master")
 
@@ -41,20 +41,18 @@ class StateLayout(Settings):
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Contiguous range of the values of one parameter, with its offset in a rank's vector."""
+    """Contiguous range of the values of one parameter, with its offset in a rank's flat optimizer vector."""
 
     parameter: int
     begin: int
     end: int
     at: int
-    """Offset of the range's first value in the vector."""
+    """Offset of the range's first value in the rank's flat vector."""
 
 
 def _iter_ranges(layout: StateLayout, sizes: Sequence[int], rank: int) -> Iterator[_Piece]:
-    """Yield the parameter ranges stored in a rank's vector, in order. Padding is skipped.
-
-    `sizes` holds the number of values of each parameter.
-    """
+    """Yield the parameter ranges that are stored in a rank's flat optimizer vector, in order. Padding is skipped.
+    `sizes` holds the number of values of each parameter."""
     at, count = 0, layout.world_size
     if layout.zero_stage == 3:
         for parameter, size in enumerate(sizes):
@@ -80,7 +78,8 @@ class _Part:
 
     @cached_property
     def _spans(self) -> dict[str, list[tuple[str, int, int]]]:
-        """Tensor names of each vector, in order, with the begin and end offsets of each tensor in the vector."""
+        """Names of the stored tensors that form each flat vector (such as "exp_avg"), in order, with the begin and end
+        offset of each tensor in the vector."""
         spans: dict[str, list[tuple[str, int, int]]] = {}
         with safe_open(self.path, framework="pt") as file:
             for name in sorted(file.keys(), key=lambda name: int(name.rpartition(".")[2])):
@@ -98,7 +97,7 @@ class _Part:
             return torch.stack([file.get_tensor(name) for name, _, _ in self._spans[_STEP]]).max()
 
     def read(self, vector: str, begin: int, end: int) -> Tensor:
-        """Return the values from offset `begin` up to, but excluding, `end` of the named vector, such as "exp_avg"."""
+        """Return the values of a flat vector, such as "exp_avg", from offset `begin` up to, but excluding, `end`."""
         ranges = []
         with safe_open(self.path, framework="pt") as file:
             for name, first, last in self._spans[vector]:
@@ -119,12 +118,10 @@ def convert_state(
     sizes: Sequence[int],
     shapes: Sequence[Sequence[int]],
 ) -> Mapping[str, Tensor]:
-    """Read this rank's part of an optimizer state that was written with another number of ranks or ZeRO stage.
-
-    Returns tensors by name. `files` are the files of layout `source`, in rank order; `target` is this run's layout.
-    `sizes` contains the number of values of each trained parameter, in the engine's order. `shapes` contains the shapes
-    of this rank's tensors.
-    """
+    """Read this rank's part of an optimizer state that was written with another number of ranks or ZeRO stage. Returns
+    tensors by name. `files` are the files of the layout `source`, in rank order. `target` is this run's layout. `sizes`
+    contains the number of values of each trained parameter, in the engine's order. `shapes` contains the shapes of this
+    rank's tensors."""
     parts = [_Part(path) for path in (files[:1] if source.zero_stage == 0 else files)]
     sources = [
         (part, {piece.parameter: piece for piece in _iter_ranges(source, sizes, r)}) for r, part in enumerate(parts)

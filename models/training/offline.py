@@ -34,24 +34,25 @@ from models.training.trainer import Trainer, learning_rate
 from models.vision.processor import VisionProcessor, load_processor
 
 LAST_STEPS = 20
-"""Number of steps at the end of a training over which the final metrics are averaged."""
+"""Number of last training steps over which final metrics and reported losses are averaged."""
 
 CURVE_POINTS = 50
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingCallbacks:
-    """Callbacks through which a training on fixed data reports its progress."""
+    """Callbacks through which training on fixed data (fine-tuning or preference training) reports its progress."""
 
     on_progress: Callable[[], None]
     """Called after every forward pass."""
     on_steps: Callable[[int, int, float], None] = lambda taken, steps, loss: None
-    """Called periodically with the steps done, the total steps, and the mean loss of the last `LAST_STEPS` steps."""
+    """Called periodically with the number of steps done, the total number of steps, and the mean loss of the last
+    `LAST_STEPS` steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
-    """Losses and final metrics of a training on fixed data."""
+    """Losses and final metrics of training on fixed data (fine-tuning or preference training)."""
 
     metrics: dict[str, float]
     losses: list[float]
@@ -65,10 +66,8 @@ class TrainingResult:
 
 
 def encode_examples(examples: Sequence[Example], directory: Path, *, rules: TextRules) -> list[ModelInput]:
-    """Encode warm-up examples for a policy. The directory contains its tokenizer, image settings and end tokens.
-
-    Raises BadInput if an example does not fit the policy.
-    """
+    """Encode supervised fine-tuning (warm-up) examples for a policy. `directory` contains the policy's tokenizer, image
+    settings and end tokens. Raises BadInput if an example does not fit the policy."""
     processor, ends = load_processor(directory), stated_ends(generation_settings(directory))
     tokenizer = load_tokenizer(directory)
     inputs = example_inputs(examples, tokenizer, source="warm-up example", processor=processor, rules=rules, ends=ends)
@@ -86,11 +85,9 @@ def fine_tune(
     ranks: Ranks,
     callbacks: TrainingCallbacks,
 ) -> TrainingResult:
-    """Fine-tune on the inputs of `encode_examples`, in order, for all warm-up steps.
-
-    `directory` contains the image settings. Raises Quarantined if a gradient norm is not finite. Collective: every rank
-    must call this.
-    """
+    """Fine-tune a policy on encoded examples from `encode_examples`, in order, for all warm-up steps. `directory`
+    contains the policy's image settings. Raises Quarantined if a gradient norm is not finite. Collective: every rank
+    must call this."""
     processor = load_processor(directory)
     images = None if processor is None else processor.image_tokens
 
@@ -119,11 +116,9 @@ def fine_tune_on_inputs(
     ranks: Ranks,
     callbacks: TrainingCallbacks,
 ) -> TrainingResult:
-    """Fine-tune on encoded examples, in order, for all warm-up steps.
-
-    `sequences` is a function that returns the lengths of inputs, from which micro-batches are planned. Raises
-    Quarantined if a gradient norm is not finite. Collective: every rank must call this.
-    """
+    """Fine-tune a policy on encoded examples, in order, for all warm-up steps. `sequences` is a function that returns
+    the lengths of inputs, from which micro-batches are planned. Raises Quarantined if a gradient norm is not finite.
+    Collective: every rank must call this."""
     losses = torch.zeros(warmup.steps, dtype=torch.float64, device=ranks.device)
     for step in range(warmup.steps):
         selected = inputs[step * warmup.batch_size : (step + 1) * warmup.batch_size]
@@ -167,7 +162,8 @@ def report_steps(
 
 
 def _reject_placeholders(inputs: Sequence[ModelInput], processor: VisionProcessor | None) -> None:
-    """Raise BadInput if a completion contains a token that the policy never generates, such as an image placeholder."""
+    """Raise BadInput if the completion of an input contains a token that a vision-language policy never generates, such
+    as an image placeholder."""
     banned = () if processor is None else processor.banned
     for row, each in enumerate(inputs if banned else ()):
         placeholders = np.intersect1d(each.completion, banned)
@@ -181,10 +177,9 @@ def _reject_placeholders(inputs: Sequence[ModelInput], processor: VisionProcesso
 def _take_step(
     trainer: Trainer, index: int, schedule: WarmupConfig | DpoConfig | TrainedRewardModel, *, where: str
 ) -> None:
-    """Take an optimizer step. The learning rate warms up over 5% of the steps and decays by a cosine to a tenth.
-
-    Raises Quarantined, with `where` as the name of the step, if the gradient norm is not finite.
-    """
+    """Take optimizer step `index`. The learning rate warms up over the first 5% of the steps of `schedule` and decays
+    by a cosine to a tenth. Raises Quarantined, with `where` as the name of the step, if the gradient norm is not
+    finite."""
     rate = learning_rate(
         index,
         schedule.steps,
@@ -198,10 +193,8 @@ def _take_step(
 
 
 def _shares_at(shares_N: torch.Tensor, logprobs_C: torch.Tensor, places_C: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of a weighted sum of log-probs with respect to the log-probs at indices `places_C`.
-
-    The gradient consists of the weights `shares_N`. The log-probs are an argument only because other losses need them.
-    """
+    """Return the gradient of a weighted sum of log-probs with respect to some of them: the weights `shares_N` at the
+    indices `places_C`. The log-probs are an argument only because the head passes them to every such function."""
     return shares_N[places_C]
 
 
@@ -213,10 +206,8 @@ def _imitate_step(
     *,
     on_progress: Callable[[], None],
 ) -> torch.Tensor:
-    """Run this rank's forward and backward passes of one fine-tuning step. Return the rank's share of the loss.
-
-    The loss is the weighted mean over completion tokens.
-    """
+    """Run this rank's forward and backward passes of one fine-tuning step, and return the rank's share of the loss. The
+    loss is the sum of the weighted negative log-probs, divided by the number of completion tokens of the step."""
     weight = 1 / sum(len(each.trained_positions) for each in inputs)
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     for number, rows in enumerate(microbatches):
@@ -231,24 +222,27 @@ def _imitate_step(
 
 
 def lay_out_pairs(pairs: Sequence[SequencePair]) -> MicroBatch:
-    """Build one micro-batch: all chosen completions, then all rejected ones."""
+    """Build one micro-batch from preference pairs: the chosen completions of all pairs first, then the rejected
+    completions in the same order."""
     return lay_out([*(pair.chosen for pair in pairs), *(pair.rejected for pair in pairs)])
 
 
 class PairScores(NamedTuple):
-    """Numbers that a model assigns to both completions of each pair: summed log-probs of a policy, or rewards."""
+    """Scores of the chosen and the rejected completion of each pair: summed log-probs of a policy, or rewards of a
+    reward model."""
 
     chosen_P: Tensor
     rejected_P: Tensor
 
 
 PairLoss = Callable[[PairScores, PairScores], PairTerms | DpoTerms]
-"""Function that computes the loss of pairs from the scores of the trained model and the baseline scores."""
+"""Function that computes the loss of preference pairs from the scores of the trained model and the baseline scores, in
+this order."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreferenceTraining:
-    """Preference pairs and training settings. They are the same on every rank."""
+    """Preference pairs and settings of a preference training. They are the same on every rank."""
 
     train: Sequence[SequencePair]
     heldout: Sequence[SequencePair]
@@ -268,10 +262,8 @@ def train_on_preferences(
     ranks: Ranks,
     callbacks: TrainingCallbacks,
 ) -> TrainingResult:
-    """Train on preference pairs for all steps, then measure the held-out pairs.
-
-    Raises Quarantined if a gradient norm is not finite. Collective: every rank must call this.
-    """
+    """Train a policy or a reward model on preference pairs for all steps, then measure the loss and accuracy on the
+    held-out pairs. Raises Quarantined if a gradient norm is not finite. Collective: every rank must call this."""
     learner = _Pairs(trainer, work, microbatch_tokens=microbatch_tokens, ranks=ranks, on_progress=callbacks.on_progress)
     steps = [learner.microbatches(rows, work.train) for rows in _sample_batches(work)]
     heldout = learner.microbatches(tuple(range(len(work.heldout))), work.heldout)
@@ -288,7 +280,8 @@ def train_on_preferences(
 
 
 def _sample_batches(work: PreferenceTraining) -> Iterator[Rows]:
-    """Yield the rows of each step: all training pairs in random order, reshuffled for every epoch."""
+    """Yield the row numbers of the pairs for each training step. Every epoch contains all training pairs in a new
+    random order."""
     rng, size, rows = Random(f"{work.seed}/pairs"), work.schedule.batch_size, list[int]()
     for _ in range(work.schedule.steps):
         while len(rows) < size:
@@ -298,7 +291,7 @@ def _sample_batches(work: PreferenceTraining) -> Iterator[Rows]:
 
 
 class _Pairs:
-    """Preference training on one rank: its micro-batches, optimizer steps and evaluation."""
+    """Preference training on one rank: planning of micro-batches, optimizer steps and evaluation."""
 
     def __init__(
         self,
@@ -316,10 +309,8 @@ class _Pairs:
         self._on_progress = on_progress
 
     def microbatches(self, rows: Rows, pairs: Sequence[SequencePair]) -> tuple[Rows, ...]:
-        """Return this rank's micro-batches for the given pairs.
-
-        Both completions of a pair are always in the same micro-batch.
-        """
+        """Split the pairs at `rows` over the ranks, and return the rows of each of this rank's micro-batches. Both
+        completions of a pair are always in the same micro-batch."""
         places = tuple(range(len(rows)))  # by position, because a pair may occur twice in a step
         sizes = Sequences.unrelated([pairs[row].size for row in rows])
         plan = plan_step(places, sizes, ranks=self._ranks.data_parallel_size, microbatch_tokens=self._microbatch_tokens)
@@ -327,17 +318,16 @@ class _Pairs:
 
     @torch.no_grad()
     def start(self, microbatches: Sequence[Rows], pairs: Sequence[SequencePair]) -> list[PairScores]:
-        """Return the baseline scores of the pairs in each micro-batch. Must be called before the first step."""
+        """Return the baseline scores of the pairs in each micro-batch: zeros, or the model's own scores before
+        training. Must be called before the first step."""
         if self._work.baseline == "start":
             return [self._compute_numbers([pairs[row] for row in rows]) for rows in microbatches]
         zeros = [torch.zeros(len(rows), device=self._ranks.device) for rows in microbatches]
         return [PairScores(zeros_P, zeros_P) for zeros_P in zeros]
 
     def step(self, index: int, microbatches: Sequence[Rows], start: Sequence[PairScores]) -> Tensor:
-        """Take one optimizer step and return this rank's sums of loss, correctly ordered pairs and margin.
-
-        `start` contains the baseline scores of each micro-batch.
-        """
+        """Take optimizer step `index` and return this rank's sums of loss, correctly ordered pairs and margin. `start`
+        contains the baseline scores of each micro-batch."""
         schedule, total = self._work.schedule, torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
         for number, rows in enumerate(microbatches):
             terms = self._work.loss(self._compute_numbers([self._work.train[row] for row in rows]), start[number])
@@ -361,7 +351,8 @@ class _Pairs:
         return total
 
     def _compute_numbers(self, pairs: Sequence[SequencePair]) -> PairScores:
-        """Run one forward pass and return the sum of the model's outputs over the tokens of each completion."""
+        """Run one forward pass and return the score of each completion, which is the sum of the model's outputs over
+        the completion's tokens."""
         batch = lay_out_pairs(pairs)
         logprobs_N = self._trainer.forward(batch)
         rows_N = torch.from_numpy(batch.rows_N).to(logprobs_N.device)
@@ -376,7 +367,8 @@ def _summarize_terms(terms: PairTerms | DpoTerms) -> Tensor:
 
 
 def _build_metrics(sums_S3: Tensor, work: PreferenceTraining) -> TrainingResult:
-    """Build the training result from sums over all ranks: one row per step, and a last row for the held-out pairs."""
+    """Build the training result from sums over all ranks. `sums_S3` has the columns loss, correctly ordered pairs and
+    margin, one row per step, and a last row for the held-out pairs."""
     losses, *_ = sums_S3[:-1].T.tolist()
     last = sums_S3[:-1][-LAST_STEPS:].mean(0).tolist()
     heldout = sums_S3[-1].tolist()

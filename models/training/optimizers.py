@@ -20,16 +20,19 @@ from models.modeling.logprobs import TokenModule
 from models.modeling.trunk import find_trunk
 
 OptimizerFunction = Callable[[TokenModule, UpdateConfig, Any], Optimizer]
-"""Function that builds an optimizer from the module, the update's settings and the optimizer's own settings."""
+"""Function that builds an optimizer. Its arguments are the module under training, the settings of the update and the
+optimizer's own settings."""
 
 
 def adamw(module: TokenModule, update: UpdateConfig, settings: AdamW) -> Optimizer:
-    """Build Adam with decoupled weight decay (arXiv 1711.05101)."""
+    """Build the optimizer AdamW, which is Adam with decoupled weight decay (arXiv 1711.05101), for the trained
+    parameters of `module`."""
     return _build_adamw(trained_parameters(module), update)
 
 
 def muon(module: TokenModule, update: UpdateConfig, settings: Muon) -> Optimizer:
-    """Build an optimizer that applies Muon (orthogonalized momentum) to hidden matrices and AdamW to the rest."""
+    """Build an optimizer that applies Muon (momentum, orthogonalized) to hidden matrices and AdamW to all other trained
+    parameters."""
     hidden = hidden_matrices(module.model)
     hidden_ids = {id(parameter) for parameter in hidden}
     remaining = [parameter for parameter in trained_parameters(module) if id(parameter) not in hidden_ids]
@@ -59,7 +62,8 @@ def adam8bit(module: TokenModule, update: UpdateConfig, settings: Adam8bit) -> O
 
 
 def hidden_matrices(model: PreTrainedModel) -> list[nn.Parameter]:
-    """Return the matrices that Muon updates: all trained ones between a model's embeddings and its head."""
+    """Return the weight matrices that Muon updates: all trained matrices except those of the embeddings and the output
+    head."""
     embedded = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
     trunk = trained_parameters(find_trunk(model))
     return [parameter for parameter in trunk if parameter.ndim == 2 and id(parameter) not in embedded]

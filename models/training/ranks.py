@@ -23,17 +23,18 @@ from models.modeling.sequence_parallel import SequenceParallelGroup
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Position of this process among the update ranks (the processes that train the policy together)."""
+    """Position of this process among the update ranks, which are the processes that train one model together."""
 
     rank: int
     world_size: int
     device: torch.device
     sequence_parallel_group: SequenceParallelGroup | None = None
-    """Sequence-parallel group of this rank, or None if sequence parallelism is off."""
+    """Ranks that share the tokens of each row with this rank, or None if sequence parallelism is off."""
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of data-parallel ranks. A sequence-parallel group counts as one."""
+        """Number of data-parallel ranks, which process different micro-batches. A sequence-parallel group counts as
+        one."""
         return (
             self.world_size
             if self.sequence_parallel_group is None
@@ -54,15 +55,16 @@ class Ranks:
 
     @property
     def without_sequence_parallelism(self) -> "Ranks":
-        """The same ranks with sequence parallelism off, so that each reads its own micro-batches."""
+        """Copy of this object with sequence parallelism off, so that each rank processes its own micro-batches."""
         return replace(self, sequence_parallel_group=None)
 
 
 def join_ranks(rank: int, world_size: int, *, address: str, port: int, sequence_parallel: int = 1) -> Ranks:
-    """Join the process group, and return when all ranks have joined. A loopback address keeps all sockets on loopback.
+    """Join the process group of the update ranks, and return when all ranks have joined. Each `sequence_parallel`
+    consecutive ranks form a sequence-parallel group.
 
-    Each `sequence_parallel` consecutive ranks form a sequence-parallel group. A process stays in its group: joining
-    again as the same rank has no effect, and joining as another rank raises BadInput.
+    A loopback address keeps all sockets on loopback. A process stays in its group: joining again as the same rank has
+    no effect, and joining as another rank raises BadInput.
     """
     has_gpu = torch.cuda.is_available()
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if has_gpu else "cpu")
@@ -108,10 +110,8 @@ def _build_sequence_parallel_group(sequence_parallel: int) -> SequenceParallelGr
 
 
 def sum_and_max(sums: Tensor, maxima: Tensor, ranks: Ranks) -> None:
-    """Replace `sums` by their sum and `maxima` by their maximum over all ranks.
-
-    Sums count each sequence-parallel group once. Collective: every rank must call this with tensors of the same shapes.
-    """
+    """Replace `sums` by its sum and `maxima` by its maximum over all ranks, in place. A sequence-parallel group
+    contributes to sums only once. Collective: every rank must call this with tensors of the same shapes."""
     if not ranks.reports_metrics:
         sums.zero_()
     dist.all_reduce(sums, op=dist.ReduceOp.SUM)
@@ -119,15 +119,13 @@ def sum_and_max(sums: Tensor, maxima: Tensor, ranks: Ranks) -> None:
 
 
 def sum_over_ranks(sums: Tensor) -> None:
-    """Replace a tensor by its sum over all ranks. Collective: every rank must call this."""
+    """Replace a tensor by its sum over all ranks, in place. Collective: every rank must call this."""
     dist.all_reduce(sums, op=dist.ReduceOp.SUM)
 
 
 def gather_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
-    """Gather the bytes of all ranks on rank 0, in rank order. The other ranks get an empty list.
-
-    Collective: every rank must call this.
-    """
+    """Send the bytes of all ranks to rank 0. Returns them in rank order on rank 0 and an empty list on other ranks.
+    Collective: every rank must call this."""
     size = torch.tensor([len(data)], device=ranks.device)
     if ranks.rank:
         dist.send(size, 0)
@@ -163,10 +161,8 @@ def any_rank(flag: bool, ranks: Ranks) -> bool:
 
 
 def _open_rendezvous(rank: int, world_size: int, *, address: str, port: int) -> Store:
-    """Return the torch store through which the ranks find each other.
-
-    Rank 0 listens only on the given address, whereas torch would listen on all interfaces.
-    """
+    """Return the torch store at `address` and `port` through which the ranks find each other. Rank 0 listens only on
+    the given address, whereas torch would listen on all interfaces."""
     if rank:
         return TCPStore(address, port, world_size, is_master=False)
     listener = socket.create_server((address, port))

@@ -15,11 +15,11 @@ from models.training.trainer import Trainer
 
 
 class RouterTally:
-    """Counter of the training tokens that each expert of a policy processes, with the load-balancing loss.
+    """Counter of the training tokens that each expert of a mixture-of-experts policy processes, with the load-balancing
+    loss. Computes nothing for a policy without experts.
 
     The loss refers to a whole optimizer step, over all its micro-batches and ranks. If it has a coefficient, the tokens
-    of each expert are therefore counted in separate forward passes before the step. For a policy without experts
-    nothing is computed.
+    of each expert are therefore counted in separate forward passes before the step.
     """
 
     def __init__(self, trainer: Trainer, *, coefficient: float | None, ranks: Ranks) -> None:
@@ -27,15 +27,14 @@ class RouterTally:
         self._ranks = ranks
         self._coefficient = coefficient
         self._counts_RE: Tensor | None = None
-        """Tokens per expert in the current optimizer step."""
+        """Number of tokens of each expert in the current optimizer step, of shape (routers, experts), or None if not
+        counted."""
         self._total_RE: Tensor | float = 0.0
         self._loss: Tensor | float = 0.0
 
     def begin_step(self, microbatches: Sequence[MicroBatch], on_progress: Callable[[], None]) -> None:
-        """Count how many tokens of a step each expert processes, if the load-balancing loss needs the counts.
-
-        Collective: every rank must call this.
-        """
+        """Count how many tokens of an optimizer step each expert processes, if the load-balancing loss needs the
+        counts. `on_progress` is called after every forward pass. Collective: every rank must call this."""
         routing = self._trainer.routing
         if routing is None or self._coefficient is None:
             return
@@ -50,7 +49,8 @@ class RouterTally:
         self._counts_RE = counts_RE
 
     def loss(self) -> Tensor | float:
-        """Count the experts' tokens in the latest forward pass, and return its weighted load-balancing loss."""
+        """Add the latest forward pass to the counts of tokens per expert, and return the load-balancing loss of this
+        forward pass times its coefficient."""
         routing = self._trainer.routing
         if routing is None:
             return 0.0
@@ -62,11 +62,9 @@ class RouterTally:
         return self._coefficient * share
 
     def metrics(self, steps: int) -> dict[str, float]:
-        """Return metrics of how evenly the tokens are distributed over experts, from all steps and ranks.
-        `router_loss` is the mean over steps, without the coefficient.
-
-        Collective: every rank must call this.
-        """
+        """Return metrics of how evenly tokens are distributed over experts, for `steps` optimizer steps on all ranks.
+        The metric `router_loss` is the load-balancing loss without its coefficient, averaged over the steps.
+        Collective: every rank must call this."""
         if not isinstance(self._total_RE, Tensor):
             return {}
         sum_over_ranks(self._total_RE)

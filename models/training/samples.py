@@ -30,14 +30,14 @@ from models.vision.families import ImageTokens
 
 @dataclass(frozen=True, slots=True)
 class TrainingSamples:
-    """Memory-mapped training samples of an iteration: the rows of all shards, in order."""
+    """Memory-mapped training samples of an iteration, in the order of the shards. A row is one sample."""
 
     table: pa.Table
     groups: tuple[int, ...]
     """Index of each sample's prompt in the prompt shard. Samples of the same prompt form a group."""
     completions: tuple[tuple[int, int], ...]
-    """Pair (prompt index, completion number within the group) for each row.
-    An episode whose turns have separate prompts has several rows with the same pair."""
+    """Pair (prompt index, completion number within the group) for each sample. An episode whose turns have separate
+    prompts has one sample per turn, all with the same pair."""
     lengths: tuple[int, ...]
     """Number of prompt and completion tokens of each sample."""
     prompt_lengths: tuple[int, ...]
@@ -50,11 +50,9 @@ class TrainingSamples:
         return not flat(self.table["staleness"])[trained_tokens_mask(self.table)].any()
 
     def sequences(self, images: ImageTokens | None, *, step_tokens: int | None = None) -> Sequences:
-        """Return the sizes of the samples for planning.
-
-        `images` is given if the vision tower encodes the images again in every micro-batch. `step_tokens` is given only
-        for text-to-image policies: the number of tokens that their denoiser reads for one denoising step.
-        """
+        """Return the sizes of all samples, from which optimizer steps are planned. `images` is given if the vision
+        tower encodes the images again in every micro-batch. `step_tokens` is given only for text-to-image policies: the
+        number of tokens that their denoiser reads for one denoising step."""
         if step_tokens is not None:
             return Sequences.for_images(self.trained_lengths, self.groups, step_tokens=step_tokens)
         patches = (0,) * len(self.lengths)
@@ -67,10 +65,8 @@ class TrainingSamples:
 
 
 def open_samples(store: Store, shards: Sequence[ShardRef]) -> TrainingSamples:
-    """Open verified shards of training samples. Either every row or no row has values of a critic.
-
-    Raises Damaged if the columns of a row differ in length or a prompt is empty.
-    """
+    """Open shards of training samples and verify their contents. Raises Damaged if the columns of a row differ in
+    length, if a prompt is empty, or if only some rows have values of a critic."""
     tables = [select_with_experts(read_shard(store, shard), SAMPLE_SCHEMA.names) for shard in shards]
     table = concatenate_tables(tables) if tables else SAMPLE_SCHEMA.empty_table()
     lengths, prompts = sample_lengths(table)
@@ -97,10 +93,8 @@ def open_samples(store: Store, shards: Sequence[ShardRef]) -> TrainingSamples:
 
 
 def weighted_lengths(samples: TrainingSamples, max_staleness: int | None) -> tuple[int, ...]:
-    """Return, for each sample, the number of completion tokens with a nonzero loss weight that are not too stale.
-
-    A token is too stale if its policy version is more than `max_staleness` versions old. None means no limit.
-    """
+    """Return, for each sample, the number of completion tokens that have a nonzero loss weight and are not too stale. A
+    token is too stale if its policy version is more than `max_staleness` versions old. None means no limit."""
     if max_staleness is None:
         return samples.trained_lengths
     recent_T = flat(samples.table["staleness"]) <= max_staleness
@@ -108,20 +102,22 @@ def weighted_lengths(samples: TrainingSamples, max_staleness: int | None) -> tup
 
 
 def stale_shares(samples: TrainingSamples, max_staleness: int | None) -> dict[str, float]:
-    """Return the share of trained tokens that an earlier policy generated, and the share that is too stale."""
+    """Return two metrics: the share of trained tokens that an earlier policy generated, and the share that is more than
+    `max_staleness` versions old."""
     ages_T = flat(samples.table["staleness"])[trained_tokens_mask(samples.table)]
     too_stale = 0.0 if max_staleness is None else float((ages_T > max_staleness).mean())
     return {"stale_fraction": float((ages_T > 0).mean()), "too_stale_fraction": too_stale}
 
 
 def _count_per_row(among_T: Mask, lengths_K: Integers) -> tuple[int, ...]:
-    """Count the selected completion tokens of each sample, given the mask `among_T` over the tokens of all samples."""
+    """Count the completion tokens of each sample that the mask `among_T` selects. `lengths_K` is the number of
+    completion tokens of each sample."""
     rows_T = np.repeat(np.arange(len(lengths_K)), lengths_K)
     return tuple(np.bincount(rows_T[among_T], minlength=len(lengths_K)).tolist())
 
 
 def read_training_rows(samples: TrainingSamples, rows: Sequence[int]) -> dict[int, TrainingSample]:
-    """Read only the given rows, so that each rank loads only its own samples. Return the samples by row."""
+    """Read the samples with the given row numbers and return them by row number. Other rows are not loaded."""
     if not rows:
         return {}
     selected = samples.table.select(SAMPLE_SCHEMA.names).take(pa.array(rows, pa.int64())).combine_chunks()
@@ -143,7 +139,7 @@ def read_training_rows(samples: TrainingSamples, rows: Sequence[int]) -> dict[in
 
 
 def _keep_trained_tokens(table: pa.Table) -> pa.Table:
-    """Keep only the values of policy-generated tokens in the columns with one value per completion token."""
+    """Remove the values of tokens that no policy generated from the columns with one value per completion token."""
     learnt_T, lengths_K = trained_tokens_mask(table), lengths_of(table["staleness"])
     if learnt_T.all():
         return table
@@ -156,7 +152,7 @@ def _keep_trained_tokens(table: pa.Table) -> pa.Table:
 
 
 def _list_lengths(table: pa.Table, column: str) -> NDArray[np.int64]:
-    """Return the length of each row's list, or -1 if the list is null."""
+    """Return the length of the list in each row of a column, or -1 if the list is null."""
     lengths: NDArray[np.int64] = pc.fill_null(pc.list_value_length(table[column]), -1).to_numpy().astype(np.int64)
     return lengths
 

@@ -37,7 +37,7 @@ _LAYOUT = "state.json"
 _FILE = TypeAdapter(BundledFile)
 
 HostCopy = tuple[Moments, BundledFile]
-"""One rank's part of an optimizer state, copied to host memory, with the size and digest of the file to be written."""
+"""Copy of one rank's optimizer state in host memory, with the size and digest of the file to be written."""
 
 
 class StateWriter:
@@ -55,17 +55,13 @@ class StateWriter:
         self._under_way: list[tuple[Future[None], BundleRef, Contents]] = []
 
     def copy(self, trainer: Trainer) -> "Future[HostCopy]":
-        """Start copying and hashing this rank's part of the state.
-
-        Until the copy is finished, the trainer may only be read.
-        """
+        """Start copying this rank's optimizer state to host memory and hashing it. Until the copy is finished, the
+        trainer may only be read."""
         return self._thread.submit(_copied, trainer.moments())
 
     def begin(self, copying: "Future[HostCopy]") -> BundleRef:
-        """Wait for a copy, start writing it, and return the state's reference. Training may then continue.
-
-        Collective: every rank must call this.
-        """
+        """Wait for a copy that `copy` started, start writing it, and return the reference of the optimizer state in the
+        store. Training may then continue. Collective: every rank must call this."""
         moments, own_file = copying.result()
         contents = self._gather_contents(own_file)
         ref = contents.ref("states")
@@ -117,11 +113,12 @@ class StateWriter:
 
 
 def load_state(trainer: Trainer, store: Store, ref: BundleRef, *, update: UpdateConfig, ranks: Ranks) -> None:
-    """Load this rank's part of a state into the trainer. Digests are verified, and no pickle is ever read.
+    """Load this rank's part of a stored optimizer state into the trainer. Raises BadInput if the state's precision,
+    optimizer or layout does not fit, and Damaged if a file cannot be parsed. Digests are verified, and no pickle is
+    ever read.
 
     If the number of ranks or the ZeRO stage has changed, each rank collects its values from the files of the ranks that
-    wrote the state. If either ZeRO stage is above 0, only AdamW supports such a change. Raises BadInput if the state's
-    precision, optimizer or layout does not fit, and Damaged if a file cannot be parsed.
+    wrote the state. If either ZeRO stage is above 0, only AdamW supports such a change.
     """
     current = _build_layout(update, ranks)
     stored = StateLayout.model_validate_json((fetch_bundle_files(store, ref, [_LAYOUT]) / _LAYOUT).read_bytes())

@@ -38,7 +38,8 @@ def learning_rate(
     schedule: Literal["constant", "linear", "cosine"],
     floor: float = 0.0,
 ) -> float:
-    """Return the learning rate of step `step` (from 0): linear warm-up to the peak, then decay to `floor` · peak."""
+    """Return the learning rate of optimizer step `step`, counted from 0. It warms up linearly to `peak` over
+    `warmup_steps` steps, and then decays according to `schedule` to `floor` times `peak`."""
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     if schedule == "constant":
@@ -54,15 +55,16 @@ Forward = Callable[[MicroBatch], Tensor]
 Collective: every rank must call the function the same number of times.
 """
 Moments = dict[str, Tensor]
-"""Tensors of one rank's optimizer state by name. AdamW has `exp_avg.0`, `exp_avg_sq.0` and `step.0`, and in bfloat16
-also `master.0`."""
+"""Tensors of one rank's optimizer state, keyed by name. AdamW has `exp_avg.0`, `exp_avg_sq.0` and `step.0`, and in
+bfloat16 also `master.0`, the float32 weights."""
 
 _LIKE_WEIGHTS: Final = ("exp_avg", "exp_avg_sq", "momentum_buffer", "state1", "state2")
-"""Tensors of an optimizer's state that have one value for every weight."""
+"""Names of the tensors in optimizer states that have one value for every weight."""
 
 
 class Trainer:
-    """Forward passes, backward passes and optimizer steps of a model that DeepSpeed shards over the ranks."""
+    """Model under training, sharded over the ranks by DeepSpeed: its forward passes, backward passes and optimizer
+    steps."""
 
     def __init__(self, module: TokenModule, update: UpdateConfig, *, ranks: Ranks) -> None:
         import deepspeed
@@ -84,11 +86,9 @@ class Trainer:
         self._optimizer = optimizer
 
     def forward(self, batch: MicroBatch, *, loss_gradient: LossGradient | None = None) -> Tensor:
-        """Compute one value per completion token of a micro-batch.
-
-        `loss_gradient` is the per-token gradient of the loss that the next `backward` receives, if that gradient is
-        known token by token. Collective: every rank must call this the same number of times.
-        """
+        """Compute one value per completion token of a micro-batch, such as a log-prob. If the gradient of the loss that
+        the next `backward` receives is a known function of each token's log-prob, pass this function as
+        `loss_gradient`. Collective: every rank must call this the same number of times."""
         inputs = self._module.prepare_inputs(batch, self._ranks.device)
         # The input of a denoiser has no language-model head.
         if loss_gradient is not None and isinstance(inputs, ForwardInput):
@@ -96,14 +96,15 @@ class Trainer:
         return self._run_engine(inputs)
 
     def _scale_loss_gradient(self, loss_gradient: LossGradient) -> LossGradient:
-        """Return the per-token gradient of the loss, scaled like the loss in `backward`."""
+        """Return a function like `loss_gradient` whose result is multiplied by the factor that `backward` applies to
+        the loss."""
         return lambda logprobs_C, places_C: loss_gradient(logprobs_C, places_C) * self._ranks.world_size
 
     @torch.no_grad()
     def base_forward(self, batch: MicroBatch) -> Tensor:
-        """Compute the values of `forward` with the trained adapters disabled. Routers choose experts themselves instead
-        of reusing recorded choices. Collective: every rank must call this.
-        """
+        """Compute one value per completion token, like `forward`, with the trained adapters disabled.
+        Mixture-of-experts routers choose experts freely instead of reusing recorded choices. Collective: every rank
+        must call this."""
         with disable_adapters(self._model):
             return self._run_engine(self._module.prepare_inputs_without_replay(batch, self._ranks.device))
 
@@ -111,26 +112,21 @@ class Trainer:
         return cast(Tensor, self._engine(inputs))
 
     def divergence(self, means_ND: Tensor) -> Tensor:
-        """Return the KL divergence between policy and reference for each denoising step of the latest forward pass.
-
-        `means_ND` contains the means that the reference predicts for these steps.
-        """
+        """Return the KL divergence between a text-to-image policy and its reference for each denoising step of the
+        latest forward pass. `means_ND` contains the means of the next states that the reference predicts for these
+        steps."""
         return self._module.divergence(means_ND)
 
     @torch.no_grad()
     def base_means(self, batch: MicroBatch) -> Tensor:
-        """Return the mean of each denoising step as the base weights predict it, with the trained adapters disabled.
-
-        Collective: every rank must call this.
-        """
+        """Return the mean of the next state that the base weights predict for each denoising step, with the trained
+        adapters disabled. Only for text-to-image policies. Collective: every rank must call this."""
         self.base_forward(batch)
         return self._module.means
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Accumulate the gradients of this rank's part of the loss.
-
-        `last` marks the last micro-batch of an optimizer step.
-        """
+        """Run the backward pass of `loss`, this rank's part of the step's loss, and add the gradients to those of
+        earlier micro-batches. Set `last` for the last micro-batch of an optimizer step."""
         self._engine.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages over ranks, but the shares of the loss must be summed.
         self._engine.backward(loss * self._ranks.world_size, scale_wrt_gas=False)
@@ -138,10 +134,8 @@ class Trainer:
             self._engine.step()
 
     def step(self, learning_rate: float) -> float:
-        """Clip the gradients, take an optimizer step, and return the global gradient norm before clipping.
-
-        The norm is not finite if a gradient is not finite.
-        """
+        """Clip the gradients, take an optimizer step, and return the gradient norm before clipping, over all ranks. The
+        norm is not finite if a gradient is not finite."""
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         norm: float | None = None
@@ -159,7 +153,7 @@ class Trainer:
 
     @property
     def routing(self) -> ExpertRouting | None:
-        """Outputs of the routers in the latest forward pass, or None for a model without experts."""
+        """Outputs of the mixture-of-experts routers in the latest forward pass, or None for a model without experts."""
         return self._module.routing
 
     @property
@@ -182,7 +176,7 @@ class Trainer:
             return save_adapters(self._model, directory) if self.trains_adapters else self._module.save(directory)
 
     def moments(self) -> Moments:
-        """Return this rank's part of the optimizer state."""
+        """Return this rank's part of the optimizer state, such as Adam's moments, by tensor name."""
         moments: Moments = {}
         for index, partition in enumerate(self._partitions()):
             if self._stage and partition.dtype != next(self._model.parameters()).dtype:
@@ -206,10 +200,8 @@ class Trainer:
         return [partition.shape for partition in self._partitions()]
 
     def load_moments(self, moments: Mapping[str, Tensor]) -> None:
-        """Load an optimizer state that `moments` returned on the same rank of an engine with the same settings.
-
-        Raises Damaged if the tensors do not fit.
-        """
+        """Load an optimizer state that the method `moments` returned on the same rank, with the same settings. Raises
+        Damaged if the tensors do not fit."""
         expected = 0
         states: dict[int, dict[str, Tensor]] = {}
         for key, value in moments.items():
@@ -263,7 +255,7 @@ class Trainer:
 
 @torch.no_grad()
 def frozen_forward(module: TokenModule, batch: MicroBatch) -> Tensor:
-    """Compute one value per completion token of a micro-batch with a module that is not trained."""
+    """Compute one value per completion token of a micro-batch, without gradients, with a module that is not trained."""
     return cast(Tensor, module(module.prepare_inputs(batch, module.model.device)))
 
 

@@ -38,10 +38,10 @@ from models.training.trainer import Forward, Trainer, learning_rate
 from models.vision.families import ImageTokens
 
 _STEP: Final = "denoising_step_"
-"""Prefix of metric names that refer to one denoising step. The step's index follows."""
+"""Prefix of metric names that refer to one denoising step, such as "denoising_step_3"."""
 
 OnProgress = Callable[[], None]
-"""Callback that reports progress after every forward pass, so that a stuck process is noticed."""
+"""Callback without arguments that is called after every forward pass, so that a stuck process is noticed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,32 +51,36 @@ class StepBatches:
     batches: tuple[TrainingBatch, ...]
     learning_rate: float
     computes_old: bool
-    """Whether forward passes compute the old log-probs (log-probs before the update). If not, the log-probs that the
-    engine reported are used."""
+    """Whether forward passes before the update compute the old log-probs. If not, the log-probs that the engine
+    reported are used as old log-probs."""
     minibatch: int
-    """Index of the step's minibatch within its epoch. Every epoch has the same minibatches."""
+    """Index of the minibatch within its epoch. Every epoch has the same minibatches."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExtraLogprobs:
-    """Old and reference log-probs that the loss needs, indexed by minibatch, then by micro-batch."""
+    """Log-probs of completion tokens under the policy before the update (old) and under the reference. Both are indexed
+    by minibatch, then by micro-batch."""
 
     old: list[list[Tensor | None]]
     reference: list[list[Tensor | None]]
     means: Forward | None = None
-    """For text-to-image policies, the function that returns the reference's mean of each denoising step. The means are
-    as large as the images' states, so they are computed per micro-batch and not kept."""
+    """Function that returns the reference's mean of the next state at each denoising step, or None unless the policy
+    generates images. The means are as large as the images' states, so they are computed per micro-batch and not kept.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class StepStatistics:
-    """Statistics of optimizer steps, over all ranks. If a value is not finite, the weights are unusable."""
+    """Statistics of an iteration's optimizer steps, over all ranks. If a value is not finite, the weights are
+    unusable."""
 
     sums: dict[str, float]
     maxima: dict[str, float]
     grad_norms: tuple[float, ...]
     router: Mapping[str, float] = field(default_factory=dict)
-    """Expert load over all micro-batches. Empty for policies without experts."""
+    """Metrics of how evenly tokens are distributed over experts, for all micro-batches. Empty for policies without
+    experts."""
 
     @property
     def is_finite(self) -> bool:
@@ -85,7 +89,8 @@ class StepStatistics:
 
     @classmethod
     def reduce_over_ranks(cls, tally: MetricSums, grad_norms: Sequence[float], ranks: Ranks) -> Self:
-        """Sum the statistics of all ranks. Collective: every rank must call this with the same names."""
+        """Build the statistics of all ranks from the sums and maxima of each rank. Collective: every rank must call
+        this with the same metric names."""
         sums, maxima = tally.packed()
         sum_and_max(sums, maxima, ranks)
         named_sums, named_maxima = tally.unpacked(sums, maxima)
@@ -95,7 +100,7 @@ class StepStatistics:
 def build_batches(
     samples: TrainingSamples, plans: Sequence[StepPlan], *, config: UpdateConfig, rank: int
 ) -> list[tuple[TrainingBatch, ...]]:
-    """Build this rank's micro-batches of every step. Only the rank's own rows are read."""
+    """Build this rank's micro-batches of every planned step. Only the samples of these micro-batches are read."""
     own_rows = [row for plan in plans for rows in plan.microbatches[rank] for row in rows]
     training_rows = read_training_rows(samples, own_rows)
     return [_lay_out_step(plan, samples, training_rows, config=config, rank=rank) for plan in plans]
@@ -134,10 +139,8 @@ def take_steps(
     ranks: Ranks,
     on_progress: OnProgress,
 ) -> StepStatistics:
-    """Take the policy's optimizer steps, and stop after the first step whose gradient norm is not finite.
-
-    All ranks stop at the same step. Collective: every rank must call this.
-    """
+    """Take the policy's optimizer steps, and return their statistics. Stop after the first step whose gradient norm is
+    not finite. All ranks stop at the same step. Collective: every rank must call this."""
     tally, routers = MetricSums(), RouterTally(trainer, coefficient=config.router_loss, ranks=ranks)
     norms: list[float] = []
     epoch = len(_first_epoch(steps))
@@ -174,7 +177,8 @@ def take_steps(
 
 
 def build_loss_gradient(tokens: LossInputs, *, config: UpdateConfig, kl_coefficient: float) -> LossGradient | None:
-    """Return the per-token gradient of the loss, or None if the loss compares log-probs of different tokens."""
+    """Return the function for the gradient of the loss with respect to each token's log-prob, or None if the loss
+    compares log-probs of different tokens."""
     if not config.loss.gradient_by_token:
         return None
 
@@ -188,7 +192,8 @@ def build_loss_gradient(tokens: LossInputs, *, config: UpdateConfig, kl_coeffici
 
 
 def _tally_steps(trainer: Trainer, batch: TrainingBatch, log_ratio_N: Tensor, tally: MetricSums) -> None:
-    """Sum the log-ratios separately for each denoising step, because they depend on the noise level."""
+    """Add the log-ratios of a micro-batch to the sums in `tally`, separately for each denoising step, because they
+    depend on the noise level."""
     steps_N = torch.from_numpy(batch.microbatch.targets_N).to(log_ratio_N.device)
     for step in trainer.denoising_steps:
         at_N = steps_N == step
@@ -197,10 +202,11 @@ def _tally_steps(trainer: Trainer, batch: TrainingBatch, log_ratio_N: Tensor, ta
 
 
 def compute_step_ratios(sums: Mapping[str, float]) -> dict[str, float]:
-    """Return the mean and standard deviation of the log-ratio at each trained denoising step.
+    """Return the mean and standard deviation of the log-ratio between new and old policy at each trained denoising
+    step, computed from `sums`, the sums of `take_steps`.
 
-    They are computed from the sums of `take_steps`. At steps with little noise the mean drifts below 0, so that
-    clipping takes effect on one side only (GRPO-Guard, arXiv 2510.22319).
+    At steps with little noise the mean drifts below 0, so that clipping takes effect on one side only (GRPO-Guard,
+    arXiv 2510.22319).
     """
     ratios: dict[str, float] = {}
     for name, count in sums.items():
@@ -238,7 +244,8 @@ def _lay_out_step(
 
 
 def _drop_stale_tokens(batch: TrainingBatch, max_staleness: int) -> TrainingBatch:
-    """Set the loss weight of tokens that are too stale to 0, without changing the denominator of the loss."""
+    """Set the loss weight of tokens that are more than `max_staleness` policy versions old to 0, without changing the
+    denominator of the loss."""
     return replace(batch, weights_N=np.where(batch.staleness_N > max_staleness, np.float32(0), batch.weights_N))
 
 
@@ -267,9 +274,8 @@ def plan_policy_steps(
     images: ImageTokens | None,
     step_tokens: int | None = None,
 ) -> list[StepBatches]:
-    """Plan the iteration's optimizer steps and build this rank's micro-batches.
-    A step without weighted tokens is skipped.
-    """
+    """Plan the iteration's optimizer steps and build this rank's micro-batches. A step is skipped if none of its tokens
+    has a loss weight."""
     planned = plan_steps(
         samples.sequences(images, step_tokens=step_tokens),
         minibatches=config.minibatches,
@@ -288,7 +294,8 @@ def plan_policy_steps(
 
 
 def _order(minibatches: int, *, epochs: int, seed: int) -> list[int]:
-    """Return the index of the minibatch for each step. The first epoch is in order, and further epochs are shuffled."""
+    """Return the minibatch index of each optimizer step. The first epoch is in order, and further epochs are
+    shuffled."""
     rng = Random(seed)
     later = [rng.sample(range(minibatches), minibatches) for _ in range(epochs - 1)]
     return [*range(minibatches), *chain.from_iterable(later)]
@@ -299,7 +306,8 @@ def _first_epoch(steps: Sequence[StepBatches]) -> Sequence[StepBatches]:
 
 
 def plan_critic_steps(steps: Sequence[StepBatches], work: UpdateWork, *, config: UpdateConfig) -> list[StepBatches]:
-    """Return the same steps with the learning rates of the critic, whose peak is in `config`."""
+    """Return the steps of the policy update with the critic's learning rates instead. The peak learning rate is in
+    `config`, the critic's settings."""
     rates = _rates(work, len(steps), config=config)
     return [replace(step, learning_rate=rate) for step, rate in zip(steps, rates, strict=True)]
 
@@ -321,10 +329,9 @@ def _rates(work: UpdateWork, steps: int, *, config: UpdateConfig) -> list[float]
 def take_value_steps(
     trainer: Trainer, steps: Sequence[StepBatches], *, clip: float, ranks: Ranks, on_progress: OnProgress
 ) -> StepStatistics:
-    """Take the critic's optimizer steps, and stop after the first step whose gradient norm is not finite.
-
-    All ranks stop at the same step. Collective: every rank must call this.
-    """
+    """Take the critic's optimizer steps, and return their statistics. Stop after the first step whose gradient norm is
+    not finite. `clip` limits how far a value may move from the value before the update. All ranks stop at the same
+    step. Collective: every rank must call this."""
     tally = MetricSums()
     norms: list[float] = []
     for step in steps:

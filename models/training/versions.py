@@ -36,7 +36,8 @@ from models.vision.families import ImageTokens
 from models.vision.processor import load_processor
 
 NEAR: Final = 0.25
-"""Maximum distance between the weights of a repeated and the committed update, as a fraction of the update's length."""
+"""Maximum distance between the weights of a committed update and those of its repetition, as a fraction of the distance
+that the update moved the weights."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
@@ -52,11 +53,11 @@ def publish_version(
     ranks: Ranks,
     put: Literal["durable", "early", "not"],
 ) -> ModelVersion:
-    """Publish the trained model from rank 0 and return the new version, without an optimizer state, on all ranks.
+    """Publish the trained model from rank 0 and return the new version, without an optimizer state, on all ranks. With
+    `put` = "not", nothing is stored and only the description of the new version is returned. With "early", the files
+    may be used at once but must be synced to disk before a manifest names them. Collective: every rank must call this.
 
-    With `put` = "not", nothing is stored and only the description of the new version is returned. With "early", the
-    files may be used at once but must be synced to disk before a manifest names them. If adapters are trained, the new
-    version combines its parent's weights with a new adapter. Collective: every rank must call this.
+    If adapters are trained, the new version combines its parent's weights with a new adapter.
     """
     with store.scratch() as scratch:
         files = trainer.save_weights(scratch)
@@ -75,7 +76,8 @@ def publish_version(
 
 
 def _copy_beside_weights(parent: Path, directory: Path) -> None:
-    """Copy the parent's tokenizer and other files, except weights and files that already exist in the directory."""
+    """Copy the tokenizer and other files of the version in `parent`, except weights and files that already exist in
+    `directory`."""
     if is_pipeline(parent):
         link_frozen_parts(parent, directory)
         return
@@ -89,11 +91,12 @@ def _copy_beside_weights(parent: Path, directory: Path) -> None:
 logger = logging.getLogger(__name__)
 
 Build = Callable[[ModelVersion], TokenModule]
-"""Function that builds a module from the verified weights of a version."""
+"""Function that builds a module for training from the verified weights of a policy version."""
 
 
 class ResidentTrainer:
-    """Trainer that stays in memory between iterations. Every rank has one, and all ranks call its methods together.
+    """Trainer that stays in memory between iterations, so that a version need not be loaded again. Every rank has one,
+    and all ranks call its methods together.
 
     The weights and optimizer state of a version are bit-for-bit the same, whether kept in memory or loaded again.
     """
@@ -105,19 +108,18 @@ class ResidentTrainer:
         self._ranks = ranks
         self._trainer: Trainer | None = None
         self._at: tuple[int, str] | None = None
-        """Number and digest of the version whose weights and optimizer state the trainer contains, or None."""
+        """Number and digest of the version whose weights and optimizer state are in the trainer, or None if they belong
+        to no version."""
 
     @property
     def trainer(self) -> Trainer:
-        """Trainer that is now in memory. Must not be read if no version has been loaded."""
+        """Trainer that is in memory. Must not be read before a version has been loaded."""
         assert self._trainer is not None, "a trainer was loaded"
         return self._trainer
 
     def take_over(self, version: ModelVersion) -> Trainer | None:
-        """Return the trainer in memory if it contains `version` on all ranks, or None.
-
-        The caller may then change the trainer. Collective: every rank must call this.
-        """
+        """Return the trainer in memory if it contains `version` on all ranks, or else None. The caller may then train
+        it further. Collective: every rank must call this."""
         hot = self._at == _name(version)
         self._at = None
         return None if any_rank(not hot, self._ranks) else self._trainer
@@ -150,11 +152,12 @@ class ResidentTrainer:
         return trainer
 
     def load_keeping_state(self, version: ModelVersion, *, start_weights: Sequence[Tensor]) -> Trainer:
-        """Return a trainer with the version's weights and the optimizer state that is now in memory.
+        """Return a trainer with the version's weights and the optimizer state that is now in memory. Raises Damaged if
+        the weights in memory differ too much from the version's. Collective: every rank must call this.
 
         This is used after an update was repeated on other ranks, which reproduces the committed weights only
-        approximately. Raises Damaged if the weights in memory differ from the version's by more than `NEAR` times the
-        length of the update, which is measured from the weights `start_weights`. Collective: every rank must call this.
+        approximately. The limit is `NEAR` times the length of the update, which is measured from the weights
+        `start_weights`.
         """
         weights, moments = ([each.clone() for each in self.trainer.weights()], _copy_moments(self.trainer.moments()))
         trainer = self.load_with_fresh_optimizer(version)
@@ -169,20 +172,20 @@ class ResidentTrainer:
         return trainer
 
     def publish(self, parent: ModelVersion, *, version: int, put: Literal["durable", "early"]) -> ModelVersion:
-        """Publish the model trained from `parent` as a version without an optimizer state.
-
-        `put` is as in `publish_version`. Collective: all ranks must call it.
-        """
+        """Publish the model trained from `parent` as a version without an optimizer state. `put` selects how the files
+        are stored, as in `publish_version`. Collective: all ranks must call it."""
         published = self._published(parent, version=version, put=put)
         self._at = _name(published)
         return published
 
     def describe(self, parent: ModelVersion, *, version: int) -> ModelVersion:
-        """Return the version that `publish` would return, without writing to the store. Collective."""
+        """Return the version that `publish` would return, without writing to the store. Collective: all ranks must call
+        this."""
         return self._published(parent, version=version, put="not")
 
     def relabel(self, parent: ModelVersion, following: ModelVersion) -> None:
-        """Record that the trainer now contains `following`, which has the same weights and state as `parent`."""
+        """Record that the trainer now contains the version `following`, which has the same weights and optimizer state
+        as `parent`."""
         if self._at == _name(parent):
             self._at = _name(following)
 
@@ -199,7 +202,8 @@ class ResidentTrainer:
 
 
 def check_repeated_update(found: ModelVersion, expected: ModelVersion, *, iteration: int) -> None:
-    """Raise Damaged if a repeated update gave the version `found` instead of the committed version `expected`."""
+    """Raise Damaged if repeating an iteration's update gave the version `found` instead of the committed version
+    `expected`."""
     if found != expected:
         raise Damaged(
             f"iteration {iteration}: the update was computed again from its stored samples to restore the optimizer "
@@ -227,10 +231,8 @@ def _name(version: ModelVersion) -> tuple[int, str]:
 
 
 class LoadedModels:
-    """Cache of the models of one update rank.
-
-    A model is loaded on first use, and again if another version is needed.
-    """
+    """Cache of the models that one update rank uses. A model is loaded on first use, and again if another version is
+    needed."""
 
     def __init__(
         self,
@@ -253,16 +255,14 @@ class LoadedModels:
         self._denoising = denoising
         self._frozen = FrozenParts(device=ranks.device)
         self._images: tuple[ImageTokens | None] | None = None
-        """Image-token settings, which are the same for all versions, in a tuple. None until they are first needed."""
+        """Image-token settings in a tuple of one element, or None until they are first needed. They are the same for
+        all versions."""
         self._reference: tuple[str, TokenModule] | None = None
         self._teacher: tuple[str, TokenLogprobs] | None = None
 
     def image_tokens(self, version: ModelVersion) -> ImageTokens | None:
-        """Return the image-token settings from which the vision tower's compute per micro-batch is planned.
-
-        Returns None if the tower encodes each image only once, because it is not trained, or if the policy has no
-        tower.
-        """
+        """Return the settings from which the number of image tokens per micro-batch is planned. Returns None if the
+        vision tower encodes each image only once, because it is not trained, or if the policy has no tower."""
         if self._denoising is not None or (not self._update.trains_vision and self._update.zero_stage < 3):
             return None
         if self._images is None:
@@ -271,24 +271,26 @@ class LoadedModels:
         return self._images[0]
 
     def step_tokens(self, version: ModelVersion) -> int | None:
-        """Return a text-to-image policy's number of tokens per denoising step, or None for other policies."""
+        """Return the number of tokens that a text-to-image policy processes per denoising step, or None for other
+        policies."""
         if self._denoising is None:
             return None
         return read_pipeline(fetch_bundle(self._store, version.weights)).tokens(self._denoising)
 
     def reference(self, version: ModelVersion, *, policy: ModelVersion) -> Forward:
-        """Return the forward function of the reference: a frozen policy from which the KL divergence is measured.
+        """Return the forward function of the reference, the frozen policy from which the KL divergence is measured. The
+        reference has no adapter.
 
-        The reference has no adapter. If adapters of the same base model are being trained, the policy under training
-        (at version `policy`) is run with its adapters disabled, in the update's precision. Then no second model is
-        loaded.
+        If adapters of the same base model are being trained, the policy under training (at version `policy`) is run
+        with its adapters disabled, in the update's precision. Then no second model is loaded.
         """
         if self.is_base(version, policy):
             return self.policy.trainer.base_forward
         return partial(frozen_forward, self._load_reference(version))
 
     def reference_means(self, version: ModelVersion, *, policy: ModelVersion) -> Forward:
-        """Return a function that computes the reference's mean of each denoising step, for text-to-image policies."""
+        """Return a function that computes the reference's mean of the next state at each denoising step. Only for
+        text-to-image policies."""
         if self.is_base(version, policy):
             return self.policy.trainer.base_means
         module = self._load_reference(version)
@@ -305,7 +307,8 @@ class LoadedModels:
         return self._denoising is not None
 
     def is_base(self, version: ModelVersion, policy: ModelVersion) -> bool:
-        """Return whether disabling the adapters of the policy under training (at version `policy`) gives `version`."""
+        """Return whether `version` equals the policy under training (at version `policy`) with its adapters
+        disabled."""
         return self._update.lora is not None and version.adapter is None and version.weights == policy.weights
 
     def _load_reference(self, version: ModelVersion) -> TokenModule:
@@ -326,7 +329,8 @@ class LoadedModels:
         return self._reference[1]
 
     def teacher(self, version: ModelVersion) -> TokenLogprobs:
-        """Return a teacher model, which is never trained. Every rank holds the whole model."""
+        """Return a teacher model with the weights of `version`. A teacher is never trained. Every rank holds the whole
+        model."""
         if self._teacher is None or self._teacher[0] != version.digest:
             self._teacher = None
             directory = fetch_bundle(self._store, version.weights)

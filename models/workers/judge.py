@@ -15,6 +15,7 @@ from infra.store.storage import open_store
 from models.config.judges import EndpointJudge, JudgeReward
 from models.engines.protocol import StepSums
 from models.judges.chats import mark_prompt
+from models.judges.rubrics import combine_answers, combine_judgements
 from models.judges.verdicts import Answer, Judge, Judgement, lowest_reward, read_verdict
 from models.judges.votes import Ballot, JudgedCompletion, count_answers, read_episodes, with_canaries
 from models.records.media import Media
@@ -23,7 +24,7 @@ from models.records.schemas import VERDICT_SCHEMA
 from models.records.versions import ModelVersion, Outcome, order_statistics
 from models.records.work import JudgeWork
 from models.text.steps import split_steps
-from models.workers.prompt_chats import Chat, read_chats
+from models.workers.prompt_chats import Chat, read_chats, read_rubrics
 
 if TYPE_CHECKING:
     from models.judges.local import LocalJudge
@@ -117,8 +118,9 @@ class JudgeWorker:
             self._judge.show(Media(self._store, work.media))
         loaded, before = clock(), self._steps()
         rollouts = read_shard(self._store, work.rollouts, (*ROLLOUT_COLUMNS, *EPISODE_COLUMNS))
-        chats = None if work.prompts is None else read_chats(self._store, work.prompts)
-        completions = _read_completions(rollouts, chats)
+        takes_messages = work.prompts is not None and self._reward.chat_prompt == "messages"
+        chats = read_chats(self._store, work.prompts) if work.prompts is not None and takes_messages else None
+        completions = self._add_rubrics(_read_completions(rollouts, chats), work)
         everything = with_canaries(completions, self._reward.canaries)
         votes = self._collect_votes([judged for judged in everything if not judged.is_blank], work)
         judged = clock()
@@ -140,6 +142,15 @@ class JudgeWorker:
             | self._told(answers),
         )
 
+    def _add_rubrics(self, completions: list[JudgedCompletion], work: JudgeWork) -> list[JudgedCompletion]:
+        """Return the completions with the rubrics of their problems, if the judge uses rubrics."""
+        if not self._reward.uses_rubric:
+            return completions
+        if work.prompts is None:
+            raise BadInput(f"judge {self._term}: the work unit names no prompts, from which the rubrics are read")
+        rubrics = read_rubrics(self._store, work.prompts)
+        return [replace(each, rubric=rubrics[each.prompt_row]) for each in completions]
+
     def _told(self, answers: Sequence[Answer]) -> dict[str, float]:
         """Return the number of prompt tokens that the judge's endpoint reports, or an empty dict for a local judge.
 
@@ -160,13 +171,24 @@ class JudgeWorker:
             if not open_ballots:
                 break
             questions = [
-                ballot.build_question(self._reward, seed_parts=seed_parts, attempt=attempt) for ballot in open_ballots
+                ballot.build_questions(self._reward, seed_parts=seed_parts, attempt=attempt) for ballot in open_ballots
             ]
-            for ballot, answer in zip(open_ballots, self._judge.answer(questions), strict=True):
-                judgement = read_verdict(answer, self._reward.verdict, num_steps=num_steps[ballot.judged])
-                votes.cast.setdefault(ballot, []).append(_Cast(attempt, answer, judgement))
+            answers = iter(self._judge.answer([question for each in questions for question in each]))
+            for ballot, own in zip(open_ballots, questions, strict=True):
+                cast = self._read_answers(ballot.judged, [next(answers) for _ in own], num_steps[ballot.judged])
+                votes.cast.setdefault(ballot, []).append(_Cast(attempt, *cast))
             open_ballots = [ballot for ballot in open_ballots if votes.cast[ballot][-1].judgement.value is None]
         return votes
+
+    def _read_answers(
+        self, judged: JudgedCompletion, answers: Sequence[Answer], num_steps: int
+    ) -> tuple[Answer, Judgement]:
+        """Return the answer and the judgement of a vote. The answers to the criteria of a rubric are combined."""
+        judgements = [read_verdict(each, self._reward.answer_verdict, num_steps=num_steps) for each in answers]
+        if not judged.rubric:
+            return answers[0], judgements[0]
+        combined = combine_answers(judged.rubric, answers, judgements)
+        return combined, combine_judgements(judged.rubric, judgements)
 
 
 def _num_steps(judged: JudgedCompletion, reward: JudgeReward) -> int:
@@ -181,7 +203,7 @@ def _build_local_judge(reward: JudgeReward, threads: int) -> "LocalJudge":
     return LocalJudge(
         reward.engine,
         reward.sampling,
-        verdict=reward.verdict,
+        verdict=reward.answer_verdict,
         chat=reward.model.uses_chat_template,
         threads=threads,
         rules=reward.model.text_rules,
@@ -191,7 +213,7 @@ def _build_local_judge(reward: JudgeReward, threads: int) -> "LocalJudge":
 def _build_endpoint_judge(model: EndpointJudge, reward: JudgeReward) -> Judge:
     from models.judges import endpoint
 
-    return endpoint.ChatJudge(model, sampling=reward.sampling, verdict=reward.verdict)
+    return endpoint.ChatJudge(model, sampling=reward.sampling, verdict=reward.answer_verdict)
 
 
 def _read_completions(rollouts: pa.Table, chats: Sequence[Chat] | None) -> list[JudgedCompletion]:
@@ -220,17 +242,25 @@ def _iter_rows(
     place = {"prompt_row": judged.prompt_row, "sample": judged.sample}
     if judged.is_blank:
         blank = None if reward.steps_verdict is None else [0]  # flags the only step of a blank completion as wrong
-        verdict = {"text": None, "value": lowest_reward(reward.verdict), "steps": blank, "error": None, "tokens": 0}
+        lowest = 0.0 if reward.uses_rubric else lowest_reward(reward.answer_verdict)
+        verdict = {
+            "text": None,
+            "value": lowest,
+            "steps": blank,
+            "error": None,
+            "tokens": 0,
+        }
         yield {**place, "vote": 0, "attempt": 0, **verdict}
         return
     for vote in range(reward.votes):
         for cast in votes.cast[Ballot(judged, vote)]:
             text, judgement = cast.answer.text, cast.judgement
+            kept = None if judged.rubric else KEPT_CHARACTERS  # texts about rubrics are limited by their parts
             yield {
                 **place,
                 "vote": vote,
                 "attempt": cast.attempt,
-                "text": None if text is None else text[:KEPT_CHARACTERS].encode("utf-8", "replace").decode(),
+                "text": None if text is None else text[:kept].encode("utf-8", "replace").decode(),
                 "value": judgement.value,
                 "steps": None if judgement.steps is None else [*judgement.steps],
                 "error": judgement.error,

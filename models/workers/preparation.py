@@ -25,6 +25,7 @@ from models.data.problems import (
     identity,
     load_problems,
 )
+from models.data.reading import report_reading
 from models.denoising.policy import policy_context
 from models.environments.runtime import tools_of
 from models.inspection.other_models import check_teacher
@@ -167,11 +168,12 @@ class PreparationWorker:
         )
         if work.split == "train" and work.data.exclude_ids_path is not None:
             problems, prompts = _exclude_listed(problems, prompts, fetch_path(work.data.exclude_ids_path))
-        room, too_long = context - work.max_new_tokens, work.data.on_too_long
+        room, too_long = context - work.max_new_tokens, work.data.long_prompts
         fitting = enforce_prompt_length(
             [*zip(problems, prompts, strict=True)], max_tokens=room, too_long=too_long, split=work.split
         )
-        left_out = {"too_long": len(problems) - len(fitting)} if too_long == "drop" else {}
+        left_out: dict[str, float] = {"too_long": len(problems) - len(fitting)} if too_long == "drop" else {}
+        left_out |= report_reading(work.data, work.split).dropped
         problems, prompts = [problem for problem, _ in fitting], [prompt for _, prompt in fitting]
         self._progress += 1
         metadata = {"run": self._run, "split": work.split, "weights_digest": work.policy.weights.digest}

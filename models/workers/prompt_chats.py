@@ -3,11 +3,14 @@
 This module does not import torch.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 
+from infra.errors import BadInput
 from infra.store.shards import ShardRef, read_shard
 from infra.store.storage import Store
 from models.data.problems import Message, TemplateArguments, decode_template_input
+from models.data.rubrics import RUBRIC, Rubric, parse_rubric
 from models.records.schemas import TEMPLATE
 
 Chat = tuple[tuple[Message, ...], TemplateArguments]
@@ -20,6 +23,15 @@ def read_chats(store: Store, prompts: ShardRef) -> list[Chat]:
     chats = table["messages"].to_pylist()
     inputs = table[TEMPLATE].to_pylist() if TEMPLATE in table.column_names else [""] * len(chats)
     return [_read_chat(chat or (), encoded or "") for chat, encoded in zip(chats, inputs, strict=True)]
+
+
+def read_rubrics(store: Store, prompts: ShardRef) -> list[Rubric]:
+    """Return the rubric of each prompt in a shard, in row order. Raises BadInput if a prompt has none."""
+    columns = read_shard(store, prompts)["columns"].to_pylist()
+    try:
+        return [parse_rubric(json.loads(row).get(RUBRIC)) for row in columns]
+    except ValueError as error:
+        raise BadInput(f"The prompts of this run have no rubrics: {error}. Set data.rubric_column.") from error
 
 
 def _read_chat(chat: Sequence[Mapping[str, str | None]], encoded: str) -> Chat:

@@ -6,7 +6,7 @@ from infra.store.shards import ShardRef, write_shard
 from infra.store.storage import Store
 from models.config.engines import SamplingConfig
 from models.config.judges import EndpointJudge as EndpointConfig
-from models.config.judges import ScoreVerdict
+from models.config.verdicts import ScoreVerdict
 from models.judges.endpoint import ChatJudge
 from models.judges.verdicts import Question
 from models.records.schemas import ROLLOUT_SCHEMA

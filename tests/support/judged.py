@@ -7,7 +7,8 @@ import pyarrow as pa
 
 from infra.store.shards import ShardRef, write_shard
 from infra.store.storage import open_store
-from models.config.judges import DirectoryJudge, JudgeReward, VerdictConfig
+from models.config.judges import DirectoryJudge, JudgeReward
+from models.config.verdicts import VerdictConfig
 from models.judges.prompts import build_question_text
 from models.judges.verdicts import Answer, Judgement, read_verdict
 from models.records.schemas import ROLLOUT_SCHEMA

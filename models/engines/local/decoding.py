@@ -39,38 +39,36 @@ class LoadedPolicy:
     tokenizer: PreTrainedTokenizerFast
     digest: str
     eos_E: Tensor
-    """IDs of all tokens that end a completion."""
+    """Token IDs that end a completion, as a tensor."""
     context: int | None
     """Longest sequence in tokens, or None if the architecture sets no limit."""
     vision: VisionInputs | None = None
     """Vision tower and image settings, or None for a text-only policy."""
     suppressed: tuple[int, ...] = ()
-    """IDs that the policy never generates, such as IDs of embedding rows that belong to no token."""
+    """Token IDs that the policy never generates, such as those of embedding rows that belong to no token."""
 
     @property
     def banned(self) -> tuple[int, ...]:
-        """IDs of the tokens that have probability 0."""
+        """IDs of all tokens that have probability 0, because they are suppressed or are placeholders of images."""
         return self.suppressed if self.vision is None else (*self.vision.banned, *self.suppressed)
 
 
 @dataclass(slots=True)
 class _Live:
-    """State of the current batch: one row per completion that is being decoded.
-
-    Rows that have finished are not `alive`, and are removed once enough rows have finished.
-    """
+    """State of the batch that is being decoded, with one row per completion. Finished rows are marked as not `alive`,
+    and are removed once enough rows have finished."""
 
     rows_B: Tensor
     alive_B: Tensor
     width: int
-    """Number of tokens in the cache, including padding."""
+    """Number of tokens of each row in the KV cache, including padding."""
     padding_B: Tensor
-    """Number of padding tokens in the cache, which are on the left."""
+    """Number of padding tokens of each row in the KV cache. Padding is on the left."""
     lengths_B: Tensor
-    """Number of tokens in the cache without padding. Without images this is also the position of the next token. The
-    number does not change any more once the row has finished."""
+    """Number of tokens of each row in the KV cache, without padding. Without images this is also the position of the
+    next token. The number does not change any more once the row has finished."""
     offsets_B: Tensor
-    """Offset added to the position of the next token, because images may take fewer positions than tokens."""
+    """Offset that is added to each row's next position, because an image may take fewer positions than tokens."""
     cache: Cache
 
     def keep_alive(self) -> None:
@@ -82,14 +80,15 @@ class _Live:
         self.cache.reorder_cache(keep_B)
 
     def trim(self) -> None:
-        """Remove the leftmost tokens of the cache that no row needs, because they are padding."""
+        """Remove the leftmost entries of the KV cache that contain only padding."""
         width = int(self.lengths_B.max())
         trim_in_place(self.cache, width)
         self.padding_B = self.padding_B + (width - self.width)
         self.width = width
 
     def admit(self, new: "_Live") -> None:
-        """Append new rows to the batch. All rows must be alive. Padding that no row needs is dropped."""
+        """Append the rows of `new` to the batch, all of which must be unfinished. Cache entries that contain only
+        padding are removed."""
         width = max(int(self.lengths_B.max()), new.width)
         join_in_place(self.cache, new.cache, width)
         self.padding_B = torch.cat([self.padding_B + (width - self.width), new.padding_B + (width - new.width)])
@@ -104,18 +103,19 @@ class _Output:
     """Generated tokens of all rows. Entries beyond the length of a row are undefined."""
 
     tokens_RT: Tensor
-    """Completion tokens, beginning with those that the completion already had."""
+    """Completion tokens of each row, beginning with the tokens that the completion already had."""
     logprobs_RT: Tensor
     prompts_R: Tensor
     """Number of prompt tokens of each row."""
     turns_R: Tensor
-    """Index, within the completion, at which the current turn begins."""
+    """Index in each row's completion at which the current turn (the newest reply of an episode) begins."""
     limits_R: Tensor
     lengths_R: Tensor
     stopped_R: Tensor
 
     def ends(self, live: _Live) -> Tensor:
-        """Return the index, within each live row's completion, of its newest token, which is not in the cache yet."""
+        """Return, for each row of the batch, the index of the newest token in its completion. This token is not in the
+        KV cache yet."""
         return live.lengths_B - self.prompts_R[live.rows_B]
 
 
@@ -129,13 +129,14 @@ def decode(
     on_step: Callable[[int], None],
     recorder: ExpertRecorder | None = None,
 ) -> list[Completion]:
-    """Return one completion per row, decoding at most `places` rows together. Rows of one prompt must be neighbors.
+    """Generate one completion per row, decoding at most `places` rows together, and return the completions in order.
+    Rows of one prompt must be neighbors. `on_step` is called after every forward pass with the number of sequences that
+    it advanced, or 0 after a prefill. If `recorder` is given, the completions include the experts that the routers
+    chose. Raises Quarantined if a logit is not finite.
 
     Waiting rows are admitted in order whenever finished rows leave, so the admission depends only on the generated
     tokens and not on timing. If a cache layer does not grow with every token, waiting rows are admitted only when the
-    whole batch is finished. `on_step` is called after every forward pass with the number of sequences that it advanced,
-    or 0 after a prefill. If `recorder` is given, the completions include the experts that the routers chose. Raises
-    Quarantined if a logit is not finite.
+    whole batch is finished.
     """
     output = _allocate_output(rows, device=policy.model.device)
     uniforms_RT = np.stack([sample_uniforms(row.seed, output.tokens_RT.shape[1]) for row in rows])
@@ -195,7 +196,9 @@ def _allocate_output(rows: Sequence[CompletionRow], *, device: torch.device) -> 
 def _prefill(
     policy: LoadedPolicy, rows: Sequence[CompletionRow], indices: range, recorder: ExpertRecorder | None
 ) -> tuple[Tensor, _Live]:
-    """Prefill each distinct prompt once, padded on the left, and repeat its cache rows for each of its completions."""
+    """Process the prompts of the rows at `indices`, padded on the left, and return the logits of the next tokens and
+    the new batch. Each distinct prompt is processed once, and its cache rows are repeated for each of its completions.
+    """
     device = policy.model.device
     firsts = [index for index in indices if index == indices.start or not _shares_cache(rows[index], rows[index - 1])]
     counts = np.diff([*firsts, indices.stop])
@@ -220,10 +223,8 @@ def _prefill(
 
 
 def read_prompts(policy: LoadedPolicy, prompts: Sequence[ModelInput]) -> tuple[Tensor, Tensor, Tensor, Cache]:
-    """Run a forward pass over prompts, padded on the left.
-
-    Returns the logits of the next token, the attention mask, the offsets for later positions, and the filled cache.
-    """
+    """Run a forward pass over prompts, padded on the left. Returns the logits of the next token, the attention mask,
+    the offsets between tokens and positions, and the filled KV cache."""
     device, width = policy.model.device, max(map(len, prompts))
     tokens_PT = np.zeros((len(prompts), width), np.int64)
     for tokens_T, prompt in zip(tokens_PT, prompts, strict=True):
@@ -249,7 +250,7 @@ def _shares_cache(row: CompletionRow, other: CompletionRow) -> bool:
 
 
 def _forward(policy: LoadedPolicy, live: _Live, tokens_B: Tensor) -> Tensor:
-    """Append one token to every row and return the logits of the next token."""
+    """Append the token in `tokens_B` to every row of the batch and return the logits of the next token."""
     live.width += 1
     mask_BT = torch.arange(live.width, device=live.padding_B.device) >= live.padding_B[:, None]
     output = policy.model(
@@ -281,17 +282,16 @@ def _require_finite(logits_BV: Tensor, live: _Live, policy: LoadedPolicy, rows: 
 
 
 def _write(live: _Live, output: _Output, at_B: Tensor, tokens_B: Tensor, logprobs_B: Tensor) -> None:
-    """Store sampled tokens and their log-probs at the indices `at_B` of the completions.
-
-    Finished rows stay unchanged.
-    """
+    """Store sampled tokens and their log-probs at the indices `at_B` of the rows' completions. Finished rows stay
+    unchanged."""
     rows_B = live.rows_B
     output.tokens_RT[rows_B, at_B] = torch.where(live.alive_B, tokens_B, output.tokens_RT[rows_B, at_B])
     output.logprobs_RT[rows_B, at_B] = torch.where(live.alive_B, logprobs_B, output.logprobs_RT[rows_B, at_B])
 
 
 def _end_rows(live: _Live, output: _Output, at_B: Tensor, policy: LoadedPolicy, stop: tuple[str, ...]) -> None:
-    """Mark the rows that ended with the token that was just stored at index `at_B` of their completion."""
+    """Mark the rows as finished whose completion ended with the token at index `at_B`, by an end token, a stop text or
+    its maximum length."""
     ended_B = torch.isin(output.tokens_RT[live.rows_B, at_B], policy.eos_E)
     if stop:
         ended_B |= _ends_with_stop_text(live, output, at_B, policy.tokenizer, stop)
@@ -305,7 +305,8 @@ def _end_rows(live: _Live, output: _Output, at_B: Tensor, policy: LoadedPolicy, 
 def _ends_with_stop_text(
     live: _Live, output: _Output, at_B: Tensor, tokenizer: PreTrainedTokenizerFast, stop: tuple[str, ...]
 ) -> Tensor:
-    """Return, for each live row, whether the token at index `at_B` completes a stop text in its turn."""
+    """Return, for each row of the batch, whether the token at index `at_B` of its completion completes a stop text in
+    the current turn."""
     window = stop_window(stop)
     back_W = torch.arange(window - 1, -1, -1, device=at_B.device)
     recent_BW = output.tokens_RT[live.rows_B[:, None], (at_B[:, None] - back_W).clamp(min=0)]
@@ -342,10 +343,8 @@ def _build_completions(
 def continuation_logprobs(
     policy: LoadedPolicy, prompts: Sequence[ModelInput], continuations: Sequence[Sequence[int]]
 ) -> Tensor:
-    """Return the summed log-prob of each continuation after each prompt, at temperature 1, as float64 of shape (P, C).
-
-    Raises Quarantined if a logit is not finite.
-    """
+    """Return the summed log-prob of each continuation after each prompt, at temperature 1, as float64 of shape
+    (prompts, continuations). Raises Quarantined if a logit is not finite."""
     device, longest = policy.model.device, max(map(len, continuations))
     logits_PV, mask_PT, offsets_P, cache = read_prompts(policy, prompts)
     first_C = torch.tensor([tokens[0] for tokens in continuations], device=device)

@@ -24,7 +24,8 @@ from models.text.tokenizer import load_tokenizer
 
 
 class HuggingFaceEngine:
-    """Rollout engine for any causal language model that transformers supports without custom code, with a KV cache.
+    """Rollout engine that generates in the worker process with Hugging Face transformers and a KV cache. It supports
+    any causal language model that needs no custom code.
 
     Rows are sorted by their current length, then by the order of requests, and at most `max_batch_rows` are decoded
     together. Waiting rows take the places of finished rows if every cache layer keeps all tokens. Which rows share a
@@ -126,10 +127,8 @@ class HuggingFaceEngine:
         return [[group[sample] for sample in range(len(group))] for group in groups]
 
     def _step(self, sequences: int) -> None:
-        """Count one forward pass and add its seconds to the sums over decoding steps.
-
-        `sequences` is the number of sequences that got a token. A prefill (0 sequences) is not a decoding step.
-        """
+        """Count one forward pass as progress and add its duration to the sums over decoding steps. `sequences` is the
+        number of sequences that got a token. A prefill (0 sequences) is not a decoding step."""
         self.progress += 1
         now = time.perf_counter()
         seconds, self._stepped = now - self._stepped, now

@@ -15,8 +15,7 @@ ROOM: Final = 64  # spare tokens per row, which bounds the unused memory; copyin
 
 
 class InPlaceLayer(DynamicLayer):  # type: ignore[misc]
-    """Cache layer that takes over the contents of a `DynamicLayer` and reserves room for more tokens after them.
-
+    """KV-cache layer that takes over the contents of a transformers `DynamicLayer` and reserves memory for more tokens.
     Attention receives views of exactly the tokens that are present, so shapes and sums are those of the original layer.
     """
 
@@ -30,7 +29,7 @@ class InPlaceLayer(DynamicLayer):  # type: ignore[misc]
         self._hold(layer.keys, layer.values)
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Write new keys and values into the reserved room and return all keys and values."""
+        """Write new keys and values into the reserved memory and return all keys and values."""
         begin = self.get_seq_length()
         end = begin + key_states.shape[-2]
         if end > self._rooms[0].shape[-2]:
@@ -41,17 +40,16 @@ class InPlaceLayer(DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keep the rows at the indices `beam_idx`. The next token allocates new room for them."""
+        """Keep only the rows at the indices `beam_idx`. Memory for further tokens is reserved again when the next token
+        arrives."""
         self._hold(self.keys.index_select(0, beam_idx), self.values.index_select(0, beam_idx))
 
     def trim(self, width: int) -> None:
-        """Remove all but the last `width` tokens of every row, to drop padding on the left."""
+        """Keep only the last `width` tokens of every row, to remove padding on the left."""
         self._hold(self.keys[:, :, -width:], self.values[:, :, -width:])
 
     def join(self, other: "InPlaceLayer", width: int) -> None:
-        """Append the rows of another layer, with the last `width` tokens of each row.
-        Shorter rows are padded on the left.
-        """
+        """Append the rows of another layer. Both layers are cut or padded on the left to `width` tokens per row."""
         self._hold(_join(self.keys, other.keys, width), _join(self.values, other.values, width))
 
     def _hold(self, keys_BHTD: Tensor, values_BHTD: Tensor) -> None:
@@ -75,10 +73,8 @@ def _join(old_BHTD: Tensor, other_BHTD: Tensor, width: int) -> Tensor:
 
 
 def use_in_place_layers(cache: Cache) -> None:
-    """Replace the cache layers that grow with every token by in-place layers.
-
-    Other kinds, such as sliding windows and recurrent states, stay as they are.
-    """
+    """Replace the layers of a KV cache that grow with every token by layers with reserved memory (`InPlaceLayer`).
+    Other kinds, such as sliding windows and recurrent states, stay as they are."""
     cache.layers = [
         InPlaceLayer(layer) if type(layer) is DynamicLayer and layer.is_initialized else layer  # shared layers are not
         for layer in cache.layers
@@ -86,17 +82,18 @@ def use_in_place_layers(cache: Cache) -> None:
 
 
 def is_in_place(cache: Cache) -> bool:
-    """Return whether every layer is an in-place layer, so that rows can be added with `join_in_place`."""
+    """Return whether every layer of a KV cache is an `InPlaceLayer`, so that rows can be added with `join_in_place`."""
     return all(type(layer) is InPlaceLayer for layer in cache.layers)
 
 
 def join_in_place(cache: Cache, other: Cache, width: int) -> None:
-    """Append the rows of another cache to those of this one, all `width` tokens wide and aligned on the right."""
+    """Append the rows of the cache `other` to those of `cache`. All rows are then `width` tokens wide and aligned on
+    the right."""
     for layer, joining in zip(cache.layers, other.layers, strict=True):
         layer.join(joining, width)
 
 
 def trim_in_place(cache: Cache, width: int) -> None:
-    """Remove all but the last `width` tokens of a cache in which every layer is an in-place layer."""
+    """Keep only the last `width` tokens of every row of a KV cache. Every layer must be an `InPlaceLayer`."""
     for layer in cache.layers:
         layer.trim(width)

@@ -18,46 +18,42 @@ from models.records.model_input import Experts
 
 
 class ExpertRecorder:
-    """Recorder that keeps, in host memory, the experts chosen for every token of every row.
-
-    If a completion continues from an earlier iteration, the experts of its existing tokens are recorded again in the
-    prefill.
-    """
+    """Recorder of the experts that a mixture of experts chooses for every token of every row, kept in host memory. If a
+    completion continues from an earlier iteration, the experts of its existing tokens are recorded again in the
+    prefill."""
 
     def __init__(self, choices: ChosenExperts, rows: Sequence[CompletionRow]) -> None:
         self._chosen = choices
         self._rows = rows
         self._prompt_experts: dict[int, Experts] = {}
-        """Experts of the prefilled tokens of each row: the prompt and the tokens that the completion already had."""
+        """Experts of the prefilled tokens of each row, which are the prompt and the tokens that the completion already
+        had."""
         shape = (len(rows), max(row.limit for row in rows), choices.width)
         self._new_experts_RTF: Experts = np.empty(shape, choices.dtype)  # memory is allocated where it is written
 
     def record_prompts(self, indices: range, prompt_B: Tensor, *, num_prompts: int) -> None:
-        """Record a forward pass over left-padded prompts.
-        `prompt_B` holds, for each row, the index of its prompt in the pass.
-        """
+        """Record the experts of a forward pass over `num_prompts` left-padded prompts. `prompt_B` holds, for each row
+        in `indices`, the index of its prompt in the pass."""
         chosen_PTF = self._chosen.pop_choices().reshape(num_prompts, -1, self._chosen.width)
         for row, prompt in zip(indices, prompt_B.tolist(), strict=True):
             self._prompt_experts[row] = chosen_PTF[prompt, chosen_PTF.shape[1] - len(self._rows[row].input) :]
 
     def record_tokens(self, rows_B: Tensor, at_B: Tensor) -> None:
-        """Record a forward pass over one token per row.
-        `at_B` holds the positions of these tokens in their completions.
-        """
+        """Record the experts of a forward pass over one token per row. `rows_B` holds the row numbers, and `at_B` the
+        indices of the tokens in their completions."""
         self._new_experts_RTF[rows_B.cpu().numpy(), at_B.cpu().numpy()] = self._chosen.pop_choices()
 
     def read_row(self, row: int, num_new: int) -> Experts:
-        """Return the experts of all tokens of a row except the last, which was sampled but never read by the model."""
+        """Return the experts of all tokens of a row to which `num_new` tokens were added. The last token is excluded,
+        because it was sampled but never processed by the model."""
         begun = self._rows[row].num_existing_tokens
         return np.concatenate([self._prompt_experts[row], self._new_experts_RTF[row, begun : begun + num_new - 1]])
 
 
 @contextmanager
 def record_experts(model: PreTrainedModel, rows: Sequence[CompletionRow], *, policy: str) -> Iterator[ExpertRecorder]:
-    """Record the chosen experts while the block runs.
-
-    Raises BadInput if the policy, whose digest is `policy`, has no experts.
-    """
+    """Run the block while the experts chosen for each token are recorded. Raises BadInput if the model has no experts.
+    `policy` is its digest for the message."""
     if not routers(model):
         raise BadInput(
             f"update.router_replay is set, but policy {policy} has no experts whose choice could be recorded. Remove "

@@ -27,27 +27,27 @@ from models.records.model_input import ModelInput
 
 
 class InputEncoder(Protocol):
-    """Encoder of model inputs for the servers of a policy. `VisionInputEncoder` implements it, and `ServerClient` calls
-    it."""
+    """Encoder that converts model inputs to JSON for vLLM servers. `VisionInputEncoder` implements it, and
+    `ServerClient` calls it."""
 
     @property
     def banned(self) -> list[JsonValue]:
         """IDs of the tokens that have probability 0."""
 
     def encode(self, model_input: ModelInput) -> dict[str, JsonValue]:
-        """Encode a model input as the JSON fields that a server's requests contain."""
+        """Encode a model input as the JSON fields that a request to a server contains."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """Request to a server for one completion, given its prompt and existing tokens."""
+    """Request to a vLLM server for one completion: input (with existing tokens), seed and maximum number of tokens."""
 
     id: int
     input: ModelInput
     seed: int
     max_tokens: int
     experts: bool = False
-    """Whether to report the experts that the routers choose."""
+    """Whether the server must report the experts that a mixture of experts chose for each token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +60,13 @@ class Stops:
 
 
 class CompletionLine(BaseModel):
-    """Base class of the JSON objects that a server returns, which are validated on arrival."""
+    """Base class of the JSON objects that a vLLM server returns. They are validated on arrival."""
 
     model_config = ConfigDict(frozen=True)
 
 
 class ServerInfo(CompletionLine):
-    """Properties of a server that stay the same while it runs."""
+    """Properties of a vLLM server that stay the same while it runs."""
 
     vllm: str
     torch: str
@@ -85,7 +85,8 @@ class ServerInfo(CompletionLine):
 
 
 class Loaded(CompletionLine):
-    """Response to a load request: the digest now served, the bytes of the weights and the seconds of loading."""
+    """Response to a request to load weights: the digest of the policy now served, the size of the weights in bytes and
+    the seconds that loading took."""
 
     digest: str
     bytes: int
@@ -93,11 +94,12 @@ class Loaded(CompletionLine):
 
 
 class RoutedRows(CompletionLine):
-    """Experts that the routers chose for each token of prompt and completion except the last, in token order."""
+    """Experts that a mixture of experts chose for each token of prompt and completion except the last, in token
+    order."""
 
     rows: Base64Bytes
     width: Annotated[int, Field(gt=0)]
-    """Number of experts of one token in all layers together."""
+    """Number of experts chosen for one token in all layers together."""
     dtype: Literal["<u1", "<u2"]
 
 
@@ -109,23 +111,20 @@ class Chunk(CompletionLine):
     logprobs: Base64Bytes
     finish: Literal["stop", "length", "abort"] | None
     experts: RoutedRows | None = None
-    """Chosen experts, sent in the last chunk only, if they were requested and at least one token was generated."""
+    """Experts chosen for each token, in the last chunk only, if requested and if at least one token was generated."""
 
 
 class RequestRefused(CompletionLine):
-    """Error in the middle of an answer.
-    If `digest` is set, the server no longer serves the weights that the completion needs.
-    """
+    """Error that the server sends in the middle of a streamed response. If `digest` is set, the server no longer serves
+    the weights that the completion needs."""
 
     error: str
     digest: str | None = None
 
 
 class RequestDone(CompletionLine):
-    """Last line of an answer.
-
-    It shows that the answer is complete, and has sums over all decoding steps of the server.
-    """
+    """Last line of a server's streamed response, which shows that the response is complete. It contains sums over all
+    decoding steps of the server."""
 
     done: Literal[True]
     steps: int
@@ -136,25 +135,28 @@ class RequestDone(CompletionLine):
 
 
 class Proof(CompletionLine):
-    """Response with the digest of the served policy, or "" if none is served or its weights cannot be verified."""
+    """Response to a request to verify the served policy: its digest, or "" if no policy is served or the weights cannot
+    be verified."""
 
     digest: str
 
 
 class Slept(CompletionLine):
-    """Response to a sleep request: whether the server released its memory."""
+    """Response to a request to release the server's memory: whether it was released."""
 
     slept: bool
 
 
 class Likelihoods(RequestDone):
-    """Response with the log-probs of continuations, as float64 of shape (prompts, continuations), and step sums."""
+    """Response with the summed log-probs of continuations, as float64 of shape (prompts, continuations), and the sums
+    over decoding steps."""
 
     logprobs: Base64Bytes
 
 
 class Error(CompletionLine):
-    """Response to a refused request: the reason and, if it named another policy, the served policy's digest."""
+    """Response to a refused request: the reason and, if the request named another policy, the digest of the served
+    policy."""
 
     error: str = ""
     digest: str = ""
@@ -169,7 +171,8 @@ READY_SECONDS: Final = 2.0
 EXCERPT: Final = 300
 """Maximum number of characters of a server's error text that an error message quotes."""
 MAX_QUOTED: Final = 1 << 14
-"""Number of characters of a server's error text from which the API key is removed before an error message quotes it."""
+"""Maximum number of characters of a server's error text that are searched for the API key, which is removed before the
+text is quoted."""
 
 
 class StaleWeights(RheostatError):
@@ -181,11 +184,9 @@ A = TypeVar("A", bound=CompletionLine)
 
 @dataclass(frozen=True, slots=True)
 class ServerClient:
-    """HTTP client of one vLLM server: loads policies, generates completions and computes log-probs.
-
-    Every call opens a separate connection. If the connection is closed, the server stops working on the call. Except in
-    `is_ready`, only the connection attempt has a timeout, because a stalled worker is detected by its progress count.
-    """
+    """HTTP client of one vLLM server: loads policies, generates completions and computes log-probs. Every call opens a
+    separate connection. If the connection is closed, the server stops working on the call. Except in `is_ready`, only
+    the connection attempt has a timeout, because a stalled worker is detected by its progress count."""
 
     url: str
     key: str
@@ -202,9 +203,8 @@ class ServerClient:
             return False
 
     def is_ready(self) -> bool:
-        """Return whether the server answers within `READY_SECONDS` and accepts the key.
-        A different server at the address would refuse the key.
-        """
+        """Return whether the server answers within `READY_SECONDS` and accepts the API key. A different server at the
+        same address would refuse the key."""
         try:
             with self._request("GET", "/rheostat/about", within=READY_SECONDS) as response:
                 return response.status_code == HTTPStatus.OK
@@ -215,9 +215,8 @@ class ServerClient:
         return self._read("GET", "/rheostat/about", ServerInfo)
 
     def load(self, directory: Path, adapter: Path | None, *, drain: bool = False) -> Loaded:
-        """Load the bundle in `directory`. Returns at once if the server already serves the bundle.
-
-        With `drain`, the server first finishes its open requests instead of aborting them.
+        """Load the policy in `directory`, with the adapter in `adapter` if it is given. Returns at once if the server
+        already serves this policy. With `drain`, the server first finishes its open requests instead of aborting them.
         """
         paths: dict[str, JsonValue] = {"directory": str(directory.absolute()), "adapter": None, "drain": drain}
         if adapter is not None:
@@ -225,11 +224,11 @@ class ServerClient:
         return self._read("POST", "/rheostat/load", Loaded, body=paths)
 
     def fetch_digest(self) -> str:
-        """Return the digest of the served policy, or an empty string if the server cannot verify it."""
+        """Return the digest of the policy that the server serves, or an empty string if the server cannot verify it."""
         return self._read("GET", "/rheostat/proof", Proof).digest
 
     def sleep(self) -> bool:
-        """Release the server's memory if its platform supports that. Returns whether it was released."""
+        """Release the server's memory if its platform supports this. Returns whether the memory was released."""
         return self._read("POST", "/rheostat/sleep", Slept, body={}).slept
 
     def score_continuations(
@@ -240,7 +239,8 @@ class ServerClient:
         *,
         vision: InputEncoder,
     ) -> tuple[NDArray[np.float64], RequestDone]:
-        """Return summed log-probs of shape (prompts, continuations), and the server's sums over decoding steps."""
+        """Return the summed log-prob of each continuation after each prompt, of shape (prompts, continuations), and the
+        server's sums over decoding steps. Raises StaleWeights if the server does not serve the policy `digest`."""
         body: dict[str, JsonValue] = {
             "digest": digest,
             "banned": vision.banned,
@@ -265,10 +265,9 @@ class ServerClient:
         stops: Stops,
         vision: InputEncoder,
     ) -> Generator[Chunk | RequestDone, None, None]:
-        """Yield the chunks of the answer as they arrive. The answer is complete when `RequestDone` arrives.
-
-        Raises StaleWeights if the server serves another digest, and EndpointDown if the answer ends early.
-        """
+        """Generate completions and yield the chunks of the response as they arrive. The response is complete when
+        `RequestDone` arrives. Raises StaleWeights if the server serves another policy than `digest`, and EndpointDown
+        if the response ends early."""
         body: dict[str, JsonValue] = {
             "digest": digest,
             "sampling": {
@@ -311,7 +310,8 @@ class ServerClient:
         return self._build_failure(f"{self} reported an error in its response: {self._quoted(refused.error)}")
 
     def _build_failure(self, message: str) -> RheostatError:
-        """Return WorkerFailed if the server is healthy, because then the request is at fault, else EndpointDown."""
+        """Return the error for a failed request: WorkerFailed if the server is healthy, because then the request is at
+        fault, else EndpointDown."""
         return (
             WorkerFailed(message)
             if self.is_healthy()
@@ -341,7 +341,7 @@ class ServerClient:
             ) from error
 
     def _check(self, response: httpx.Response) -> None:
-        """Raise the error for the status of a response. Do nothing for status 200."""
+        """Raise the error that corresponds to the status of a response. Do nothing for status 200."""
         status = response.status_code
         if status == HTTPStatus.OK:
             return
@@ -389,7 +389,7 @@ class ServerClient:
         return self._quoted(" ".join(data[:MAX_QUOTED].decode(errors="replace").split()))
 
     def _quoted(self, text: str) -> str:
-        """Return the beginning of a text from the server, with the key removed."""
+        """Return the beginning of a server's error text, with the API key removed."""
         return redact(text[:MAX_QUOTED], self.key)[:EXCERPT]
 
 

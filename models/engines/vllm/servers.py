@@ -23,39 +23,35 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _PASSING: Final = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
-"""Keys of config.json that a running server ignores when it decides whether it can load another policy in place."""
+"""Keys of config.json that are ignored when a running server decides whether it can load another policy in place."""
 
 
 class Servers(Protocol):
-    """Servers of one engine, either started by it or already running."""
+    """Servers of one vLLM engine, which the engine has started or which already run."""
 
     def start_clients(self, directory: Path, *, report_experts: bool) -> tuple[ServerClient, ...]:
-        """Return clients of servers that can serve a model of the shape in `directory`. Start servers if needed.
-
-        With `report_experts`, they are started so that they can report the experts that the routers choose.
-        """
+        """Return clients of servers that can serve a model with the shape of the one in `directory`. Start servers if
+        needed. With `report_experts`, the servers can report the experts that a mixture of experts chooses."""
 
     def running_clients(self) -> tuple[ServerClient, ...]:
         """Return clients of the servers that run now, without starting any."""
 
     def prepare_restart(self, error: EndpointDown) -> None:
-        """Let the next `start_clients` start a new server, after a server did not answer.
-
-        Raises EndpointDown if the servers are not started here.
-        """
+        """Let the next `start_clients` start a new server, after a server did not answer. Raises EndpointDown if these
+        servers are not started by this process."""
 
     def find_cause(self) -> str:
         """Return the log line that explains why the server ended, or an empty string if there is none."""
 
     def sleep(self) -> None:
-        """Release the servers' memory."""
+        """Release the memory of the servers."""
 
     def close(self) -> None:
-        """Stop every server that was started here."""
+        """Stop every server that this process has started."""
 
 
 class OwnServer:
-    """Single server that this process starts when it is first needed and starts again after it died."""
+    """Single vLLM server that this process starts when it is first needed, and starts again after it has died."""
 
     def __init__(self, config: VllmEngine, *, adapter_rank: int, on_progress: Callable[[], None]) -> None:
         self._config, self._adapter_rank, self._on_progress = config, adapter_rank, on_progress
@@ -104,9 +100,8 @@ class OwnServer:
 
 
 class RunningServers:
-    """Servers that someone else runs.
-    Policies are loaded into them, but they are not started, put to sleep or stopped.
-    """
+    """vLLM servers that were started outside the run. Policies are loaded into them, but they are not started, put to
+    sleep or stopped."""
 
     def __init__(self, config: VllmEngine) -> None:
         key = ""
@@ -141,7 +136,7 @@ class RunningServers:
 
 
 def find_servers(config: VllmEngine, *, adapter_rank: int, on_progress: Callable[[], None]) -> Servers:
-    """Return the servers that the configuration selects. Starts nothing."""
+    """Return the vLLM servers that the configuration selects. No server is started yet."""
     if config.base_urls:
         return RunningServers(config)
     return OwnServer(config, adapter_rank=adapter_rank, on_progress=on_progress)
@@ -150,7 +145,8 @@ def find_servers(config: VllmEngine, *, adapter_rank: int, on_progress: Callable
 def require_fit(
     client: ServerClient, about: ServerInfo, config: VllmEngine, *, adapter_rank: int, report_experts: bool
 ) -> None:
-    """Raise BadInput if a server's settings differ from the configuration, or if it cannot report required experts."""
+    """Raise BadInput if the settings that a server reports (`about`) differ from the configuration, or if the server
+    cannot report the experts of a mixture of experts although `report_experts` is set."""
     for name, expected, actual in (
         ("dtype", config.dtype, about.dtype),
         ("logprobs", config.logprobs, about.logprobs),
@@ -195,7 +191,8 @@ def call_servers(
 
 
 def _shape(directory: Path) -> str:
-    """Return a digest of all that a running server cannot change: architecture, tokenizer and image preprocessing."""
+    """Return a digest of everything about a policy that a running server cannot change: architecture, tokenizer and
+    image preprocessing."""
     # Loaded by transformers, because a trained policy is saved with all default settings written out, while a directory
     # from elsewhere may omit them.
     settings = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False).to_dict()

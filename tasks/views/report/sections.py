@@ -162,7 +162,8 @@ def costs(description: RunDescription) -> str:
 
 
 def missing(run: Run, description: RunDescription) -> PageSection:
-    """Return the section about scores that are missing and why, discarded updates, and deleted data."""
+    """Return the section about missing scores and their reasons, discarded updates, rows of data that were left out,
+    and deleted data."""
     numbers = [report.iteration for report in description.iterations if report.missing]
     num_missing = sum(report.missing for report in description.iterations)
     refused = [report.iteration for report in description.iterations if report.quarantined]
@@ -173,9 +174,28 @@ def missing(run: Run, description: RunDescription) -> PageSection:
         lines.append(
             paragraph(f"Updates discarded because of NaN or Inf, in iterations {', '.join(map(str, refused))}.")
         )
+    if dropped := _count_dropped_rows(run):
+        lines.append(paragraph("Rows of data files that were left out (`drop`):"))
+        lines.append(rows_table(dropped, words=True))
     stones = [stone for stone in tombstones(run) if not stone.is_bundle]
     lines += [paragraph(f"{stone.what}: deleted by {stone.why} ({stone.who})") for stone in stones[-SEARCHED:]]
     return PageSection(name="missing", title="Missing scores and deletions", body="".join(lines))
+
+
+DROPPED: Final = ("too_long", "empty", "dropped_too_long", "dropped_empty", "dropped_ties", "dropped_mismatched")
+"""Metrics of prompts and of models trained on preferences that count the rows that were left out."""
+
+
+def _count_dropped_rows(run: Run) -> list[dict[str, object]]:
+    """Return a row for each result for which rows of data files were left out: its key, the reason and the number."""
+    folders = [folder for folder in run.folders() if not folder.startswith(("it-", "eval-", "retention"))]
+    counts = [
+        (manifest.key, name.removeprefix("dropped_"), manifest.metrics.get(name, 0))
+        for folder in folders
+        for manifest in run.manifests(f"{folder}/")
+        for name in DROPPED
+    ]
+    return [{"result": key, "reason": reason, "rows": f"{count:,.0f}"} for key, reason, count in counts if count]
 
 
 def _count_reasons(run: Run, numbers: Sequence[int]) -> list[tuple[str, int]]:

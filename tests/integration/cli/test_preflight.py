@@ -157,6 +157,28 @@ def test_prompts_that_are_dropped_as_too_long_are_not_counted():
         check_job(data.format("refuse"), *small, "rollout.prompts=9")
 
 
+def test_rows_of_data_and_preferences_that_are_dropped_are_counted_by_reason():
+    rows = [{"prompt": f"Problem {n}?", "answer": str(n)} for n in range(4)]
+    pairs = [{"prompt": f"Pair {n}?", "chosen": "a", "rejected": "b"} for n in range(4)]
+    bad = [{"rejected": "a"}, {"chosen": ""}, {"chosen": "c" * 200}]
+    Path("t.jsonl").write_text("\n".join(map(json.dumps, [*rows, {"prompt": " ", "answer": "1"}])))
+    Path("h.jsonl").write_text(json.dumps({"prompt": "Held out?", "answer": "1"}))
+    Path("p.jsonl").write_text("\n".join(map(json.dumps, [*pairs, *(pairs[0] | each for each in bad)])))
+    Path("q.jsonl").write_text(json.dumps({"chosen": "Held out pair? a", "rejected": "Held out pair? b"}))
+    inputs = read_inputs(
+        "data={kind='file',path='t.jsonl',heldout_path='h.jsonl',drop=['empty']}",
+        "preferences={kind='file',path='p.jsonl',heldout_path='q.jsonl',drop=['ties','empty','too_long']}",
+        *("dpo.steps=1", "policy.vocab_size=300", "policy.context=128", "rollout.prompts=2"),
+    )
+    result = check(inputs)
+    facts, notes = result.facts, result.notes
+    assert (facts["train_problems"], facts["dropped/empty"]) == (4, 1)
+    assert (facts["train_pairs"], facts["heldout_pairs"]) == (4, 1)
+    assert [facts[f"dropped_pairs/{reason}"] for reason in ("ties", "empty", "too_long")] == [1, 1, 1]
+    [note] = [note for note in notes if "recognized" in note]
+    assert "q.jsonl: recognized as pairs of texts that begin with the prompt in columns chosen and rejected." in note
+
+
 def test_the_weights_of_a_mixture_limit_the_number_of_prompts_of_an_iteration():
     write_rows("few.jsonl", *("1",) * 4, question="another question")
     write_rows("many.jsonl", *("1",) * 60)

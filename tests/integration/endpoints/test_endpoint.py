@@ -10,7 +10,7 @@ import pytest
 
 from infra.errors import BadInput, EndpointDown, WorkerFailed
 from models.config.engines import SamplingConfig
-from models.config.judges import ChoiceVerdict, LogprobVerdict
+from models.config.verdicts import ChoiceVerdict, LogprobVerdict
 from models.judges.verdicts import Question
 from models.records.seeds import derive_seed
 from tests.support.chat_server import Reply, chat_server, reply_with

@@ -13,7 +13,8 @@ from infra.errors import BadInput, EndpointDown
 from infra.pools.host import Host, Raised
 from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
-from models.config.judges import ChoiceVerdict, JudgeReward
+from models.config.judges import JudgeReward
+from models.config.verdicts import ChoiceVerdict
 from models.records.schemas import PROMPT_SCHEMA
 from models.records.work import JudgeWork
 from models.workers.judge import JudgeWorker

@@ -11,7 +11,8 @@ from infra.store.bundles import publish_bundle
 from infra.store.shards import read_shard
 from infra.store.storage import open_store
 from models.config.engines import SamplingConfig
-from models.config.judges import Canaries, DirectoryJudge, JudgeReward, StepsVerdict
+from models.config.judges import Canaries, DirectoryJudge, JudgeReward
+from models.config.verdicts import StepsVerdict
 from models.records.schemas import VERDICT_SCHEMA
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import JudgeWork

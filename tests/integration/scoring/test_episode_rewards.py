@@ -3,9 +3,10 @@
 import pytest
 
 from infra.store.shards import read_shard
-from models.config.judges import ChoiceVerdict, EndpointJudge, JudgeReward
+from models.config.judges import EndpointJudge, JudgeReward
 from models.config.reward_terms import EnvironmentReward, TargetReward
 from models.config.rewards import ScoringConfig
+from models.config.verdicts import ChoiceVerdict
 from models.judges.chats import escape
 from models.records.work import JudgeWork, ScoringWork
 from models.rewards.evaluate import Case, Evaluator

@@ -1,5 +1,7 @@
 """The judge worker with small models, and the scores computed from its verdicts."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,9 +13,10 @@ from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.algorithms import Grpo
 from models.config.engines import SamplingConfig
-from models.config.judges import Canaries, ChoiceVerdict, JudgeReward, LogprobVerdict, ScoreVerdict, TrainedJudge
+from models.config.judges import Canaries, JudgeReward, TrainedJudge
 from models.config.reward_terms import NumericReward
-from models.records.schemas import VERDICT_SCHEMA
+from models.config.verdicts import ChoiceVerdict, LogprobVerdict, RubricVerdict, ScoreVerdict
+from models.records.schemas import PROMPT_SCHEMA, VERDICT_SCHEMA
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import JudgeWork, ScoringWork, VerdictShard
 from models.workers.judge import JudgeWorker
@@ -224,3 +227,33 @@ def test_scores_join_rules_and_the_majority_of_each_last_attempt(judging, score)
 def test_verdicts_must_be_those_of_the_completions(score, votes, error, message):
     with pytest.raises(error, match=message):
         score(("a", "b"), votes)
+
+
+def test_a_judge_of_rubrics_rates_every_criterion_and_stores_what_it_answered(judging):
+    rubric = [{"criterion": "Is short", "weight": 3}, {"criterion": "Is wrong", "weight": -1}]
+    reward = REWARD.model_copy(
+        update={
+            "verdict": RubricVerdict(criterion=ChoiceVerdict(choices={"A": 1.0, "B": 0.0})),
+            "template": "{fence}{completion}{criterion}",
+            "votes": 2,
+        }
+    )
+    row = {"prompt_id": "0" * 16, "text": "p", "tokens": [1], "answer": "", "columns": json.dumps({"rubric": rubric})}
+    prompts = write_shard(
+        judging.store, pa.Table.from_pylist([row] * 6, schema=PROMPT_SCHEMA), kind="prompts", metadata={}
+    )
+    work = replace(judging.work("a", "", "c"), prompts=prompts)
+    outcome = judging.worker(reward).judge(work)
+    rows = judging.rows(outcome)
+    assert rows[2]["value"] == 0 and rows[2]["text"] is None, "an empty completion is not judged"
+    judged = [row for row in rows if row["text"] is not None]
+    assert len(judged) == 4
+    for row in judged:
+        criteria = json.loads(row["text"])
+        assert [(each["criterion"], each["weight"]) for each in criteria] == [("Is short", 3), ("Is wrong", -1)]
+        assert all(each["value"] == {"A": 1.0, "B": 0.0}[each["answer"]] for each in criteria)
+        assert row["value"] == max(0, 3 * criteria[0]["value"] - criteria[1]["value"]) / 3
+    assert outcome.metrics["answers"] == 4
+    assert judging.worker(reward).judge(work).shards == outcome.shards
+    with pytest.raises(BadInput, match="names no prompts"):
+        judging.worker(reward).judge(replace(work, prompts=None))

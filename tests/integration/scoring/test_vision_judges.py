@@ -13,20 +13,12 @@ from infra.store.shards import read_shard, write_shard
 from infra.store.storage import open_store
 from models.config.algorithms import Grpo
 from models.config.data import FileData, PicturesData
-from models.config.judges import (
-    Canaries,
-    ChoiceVerdict,
-    DirectoryJudge,
-    EndpointJudge,
-    JudgeReward,
-    LogprobVerdict,
-    StepsVerdict,
-    TrainedJudge,
-)
+from models.config.judges import Canaries, DirectoryJudge, EndpointJudge, JudgeReward, TrainedJudge
 from models.config.objectives import UpdateConfig
 from models.config.policy import VisionScratchPolicy
 from models.config.rewards import ScoringConfig
 from models.config.training import WarmupConfig
+from models.config.verdicts import ChoiceVerdict, LogprobVerdict, StepsVerdict
 from models.data.images import digest_of, media_tables
 from models.data.problems import load_problems
 from models.inspection.images import check_judge_images

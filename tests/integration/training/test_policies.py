@@ -255,6 +255,14 @@ def test_prompts_that_are_too_long_are_dropped_and_counted_if_the_data_allows_it
     assert "too_long" not in make_prompts(tmp_path, policy).metrics, "without dropping, nothing is counted"
 
 
+def test_empty_and_too_long_problems_are_counted_by_their_reason(tmp_path):
+    rows = [{"prompt": "x" * length, "answer": "1"} for length in (5, 40, 0, 3)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = FileData(path=tmp_path / "a.jsonl", heldout_path=tmp_path / "a.jsonl", drop=("empty", "too_long"))
+    metrics = make_prompts(tmp_path, make_policy(tmp_path, TINY), data).metrics
+    assert (metrics["prompts"], metrics["too_long"], metrics["empty"]) == (2, 1, 1)
+
+
 def test_prompts_of_several_files_record_the_rows_and_weight_of_each_file(tmp_path):
     for name, lengths in (("a", (3, 40, 5)), ("b", (4, 4))):
         lines = [

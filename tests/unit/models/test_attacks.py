@@ -7,15 +7,8 @@ from html import unescape
 
 import pytest
 
-from models.config.judges import (
-    ChoiceVerdict,
-    DirectoryJudge,
-    JudgeReward,
-    LogprobVerdict,
-    ScoreVerdict,
-    StepsVerdict,
-    VerdictConfig,
-)
+from models.config.judges import DirectoryJudge, JudgeReward
+from models.config.verdicts import ChoiceVerdict, LogprobVerdict, ScoreVerdict, StepsVerdict, VerdictConfig
 from models.judges.chats import escape
 from models.judges.prompts import build_question_text
 from models.judges.votes import Ballot, JudgedCompletion

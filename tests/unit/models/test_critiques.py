@@ -5,8 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.config.data import ArithmeticData
-from models.config.judges import ChoiceVerdict, DirectoryJudge, JudgeReward, StepsVerdict
+from models.config.judges import DirectoryJudge, JudgeReward
 from models.config.reward_terms import PatternSteps
+from models.config.verdicts import ChoiceVerdict, StepsVerdict
 from models.judges.checks import check_judge
 from models.judges.prompts import choose_template
 from models.judges.verdicts import Critique, Judgement, flag_weights, lowest_reward, read_critique

@@ -11,10 +11,11 @@ from infra.store.shards import read_shard
 from infra.store.storage import open_store
 from models.config.algorithms import Grpo
 from models.config.data import ArithmeticData
-from models.config.judges import DirectoryJudge, EndpointJudge, JudgeReward, LogprobVerdict, ServedReward, TrainedJudge
+from models.config.judges import DirectoryJudge, EndpointJudge, JudgeReward, ServedReward, TrainedJudge
 from models.config.objectives import UpdateConfig
 from models.config.policy import ScratchPolicy
 from models.config.training import WarmupConfig
+from models.config.verdicts import LogprobVerdict
 from models.records.versions import ModelVersion, Outcome
 from models.records.work import JudgeWarmupWork, JudgeWork, PolicyWork, RewardModelPreparation
 from models.workers.judge import JudgeWorker

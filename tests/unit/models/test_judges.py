@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from infra.errors import Quarantined
 from models.config.data import ArithmeticData
-from models.config.judges import Canaries, ChoiceVerdict, JudgeReward, LogprobVerdict, StepsVerdict, TrainedJudge
+from models.config.judges import Canaries, JudgeReward, TrainedJudge
 from models.config.reward_terms import NumericReward
 from models.config.rewards import ScoringConfig
 from models.config.training import WarmupConfig
+from models.config.verdicts import ChoiceVerdict, LogprobVerdict, StepsVerdict
 from models.data.problems import load_problems
 from models.judges.chats import escape
 from models.judges.checks import check_judges

@@ -9,7 +9,7 @@ import pytest
 from bench.paced import PacedEngine as PacedConfig
 from infra.store.bundles import BundleRef
 from models.config.engines import SamplingConfig
-from models.config.judges import ScoreVerdict
+from models.config.verdicts import ScoreVerdict
 from models.engines.protocol import Completion, Engine, Request, build_engine
 from models.judges.local import LocalJudge
 from models.judges.verdicts import Question, read_verdict

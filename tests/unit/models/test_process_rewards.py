@@ -14,9 +14,10 @@ from infra.store.shards import ShardRef, read_shard, write_shard
 from infra.store.storage import Store, open_store
 from models.config.algorithms import Capo
 from models.config.data import ArithmeticData
-from models.config.judges import DirectoryJudge, JudgeReward, StepsVerdict
+from models.config.judges import DirectoryJudge, JudgeReward
 from models.config.reward_terms import PatternSteps, RegexReward, TargetReward
 from models.config.rewards import RewardConfig, ScoringConfig
+from models.config.verdicts import StepsVerdict
 from models.data.problems import load_problems
 from models.records.schemas import VERDICT_SCHEMA, score_schema
 from models.records.versions import Outcome

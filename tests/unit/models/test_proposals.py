@@ -199,6 +199,13 @@ def test_a_judge_is_proposed_for_free_texts_and_for_data_without_answers(propose
         check(Inputs.model_validate_json(config.model_dump_json()))
 
 
+def test_a_rubric_is_used_if_a_judge_is_named(propose, models):
+    rows = [{"prompt": f"Write poem {n}.", "rubric": [{"criterion": "Rhymes", "points": 5}]} for n in range(ROWS)]
+    _, config = propose(rows, judge=str(models / "chat"))
+    assert (config.data.rubric_column, config.scoring.rewards[0].verdict.kind) == ("rubric", "rubric")
+    check(Inputs.model_validate_json(config.model_dump_json()))
+
+
 def test_adapters_are_proposed_if_all_weights_do_not_fit_in_the_memory(propose):
     proposal, config = propose(DATA["labels"][1], memory=64 * 1024)
     assert config.update.lora is not None

@@ -10,11 +10,12 @@ import pytest
 from pyarrow import feather
 
 from infra.errors import BadInput, InputErrors
-from models.config.data import FileData
+from models.config.data import FileData, MixtureData
 from models.data.image_files import image_files
 from models.data.messages import read_messages
 from models.data.nested import find_field
 from models.data.problems import load_problems
+from models.data.reading import report_reading
 from models.data.rows import read_rows
 from tests.support.data_files import write_lines
 from tests.support.pictures import picture
@@ -77,6 +78,97 @@ def test_turns_that_are_no_messages_are_refused_with_their_place(turn, parts):
     with pytest.raises(BadInput) as error:
         encode_chat([turn])
     assert all(part in str(error.value) for part in ("a.jsonl:1", *parts)), error.value
+
+
+QUESTION, ANSWER = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
+TURNS = [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]
+IN_PARTS = [
+    {"role": role, "content": [{"type": "text", "text": text}]}
+    for role, text in (("user", "2 + 2?"), ("assistant", "4"))
+]
+RECOGNIZED = [
+    ({"messages": [QUESTION, ANSWER]}, "OpenAI chats in column messages"),
+    ({"conversations": TURNS}, "ShareGPT chats in column conversations"),
+    ({"id": 1, "data": {"conversation": TURNS}}, "ShareGPT chats in column data.conversation"),
+    ({"prompt": [QUESTION, ANSWER]}, "OpenAI chats in column prompt"),
+    ({"messages": IN_PARTS}, "OpenAI chats in column messages"),
+]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize(("row", "name"), RECOGNIZED)
+def test_whole_chats_are_recognized_and_their_last_message_is_the_answer(row, name, suffix, tmp_path):
+    path = tmp_path / f"a{suffix}"
+    write_lines(path, row) if suffix == ".jsonl" else pq.write_table(pa.Table.from_pylist([row]), path)
+    data = FileData(path=path, heldout_path=path)
+    [problem] = load_problems(data, "train", 0)
+    assert [(message.role, message.text) for message in problem.prompt] == [("user", "2 + 2?")]
+    assert problem.answer == "4"
+    [note] = report_reading(data, "train", "heldout").notes
+    assert f"recognized as {name}" in note
+    assert "the last message of each chat is the reference answer" in note
+
+
+def test_recognized_chats_have_the_identity_of_the_same_messages_in_a_prompt_column(tmp_path):
+    def identify(name, row):
+        path = write_lines(tmp_path / name, row)
+        return load_problems(FileData(path=path, heldout_path=path), "train", 0)[0].identity
+
+    written = identify("a.jsonl", {"prompt": [QUESTION], "answer": "4"})
+    assert {identify("b.jsonl", {"conversations": TURNS}), identify("c.jsonl", {"messages": [QUESTION, ANSWER]})} == {
+        written
+    }
+
+
+@pytest.mark.parametrize(
+    "row",
+    [{"prompt": "2 + 2?", "answer": "4"}, {"prompt": [QUESTION], "answer": "4"}, {"prompt": [QUESTION], "answer": ""}],
+)
+def test_configured_columns_are_read_without_a_note(row, tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", row)
+    assert report_reading(FileData(path=path, answer_column="answer"), "train").notes == ()
+
+
+# ---- dropped rows
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": " ", "answer": "1"}, {"prompt": None, "answer": "1"}, {"prompt": "a", "answer": ""},
+        {"prompt": "a", "answer": float("nan")}, {"prompt": [], "answer": "1"},
+        {"prompt": [{"role": "user", "content": ""}], "answer": "1"},
+    ],
+)  # fmt: skip
+def test_empty_rows_are_dropped_and_counted_only_if_the_data_allows_it(row, tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", {"prompt": "kept", "answer": "1"}, row)
+    data = FileData(path=path, heldout_path=path, drop=("empty",))
+    assert [problem.prompt for problem in load_problems(data, "train", 0)] == ["kept"]
+    assert report_reading(data, "train").dropped == {"empty": 1}
+    with pytest.raises(BadInput, match=r"a.jsonl:2"):
+        load_problems(data.model_copy(update={"drop": ("too_long",)}), "train", 0)
+
+
+def test_rows_with_other_faults_are_never_dropped(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", {"prompt": "kept", "answer": "1"}, {"prompt": 1, "answer": "1"})
+    with pytest.raises(BadInput, match=r"a.jsonl:2: prompt"):
+        load_problems(FileData(path=path, drop=("empty",)), "train", 0)
+
+
+def test_a_mixture_drops_and_counts_the_rows_of_all_files(tmp_path):
+    rows = [{"prompt": "kept", "answer": "1"}, {"prompt": "", "answer": "1"}]
+    sources = [
+        {"path": path, "heldout_path": path} for path in (write_lines(tmp_path / f"{n}.jsonl", *rows) for n in "ab")
+    ]
+    data = MixtureData(sources=sources, drop=("empty",))
+    assert len(load_problems(data, "train", 0)) == 2
+    assert report_reading(data, "train", "heldout").dropped == {"empty": 4}
+
+
+def test_drop_with_too_long_is_the_same_as_on_too_long():
+    assert FileData(path="a.jsonl", drop=("too_long",)).long_prompts == "drop"
+    assert FileData(path="a.jsonl", on_too_long="drop").long_prompts == "drop"
+    assert FileData(path="a.jsonl", drop=("empty",)).long_prompts == "refuse"
 
 
 # ---- folders

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.config.judges import ChoiceVerdict, LogprobVerdict, ScoreVerdict, VerdictConfig
+from models.config.verdicts import ChoiceVerdict, LogprobVerdict, ScoreVerdict, VerdictConfig
 from models.judges.verdicts import LONGEST, Answer, Judgement, count_votes, lowest_reward, read_verdict
 
 SCORE = ScoreVerdict(low=1, high=5)

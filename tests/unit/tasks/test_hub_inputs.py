@@ -1,6 +1,7 @@
 """Jobs with names of the Hugging Face Hub: the commits that a run records and keeps, and the keys that take a name."""
 
 import json
+import tomllib
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from infra.store.inputs import HubPath, fetch_path, paths_in, place_texts
 from infra.store.manifests import Manifest
 from infra.store.runs import create_run, open_run
 from models.config.data import FileData
+from models.config.proposals import ProposalRequest
 from models.data.files import file_problems
 from models.inspection.directory import inspect_import
 from models.modeling.initial import write_policy as write_initial_policy
+from models.proposals.job import propose_job
 from tasks.config.run import RunConfig, parse_config
 from tasks.run.dependencies import dependencies_of
 from tasks.run.hub_inputs import describe_hub_inputs, fetch_hub_inputs, with_hub_commits
@@ -178,6 +181,17 @@ def test_a_single_file_of_a_dataset_is_read(repositories):
     path = "hf://datasets/team/sums/data/test-00000-of-00001.jsonl"
     data = FileData(path=path, heldout_path="hf://datasets/team/sums/data/train-00001-of-00002.jsonl")
     assert [each.answer for each in file_problems(data, "train", 0)] == ["4"]
+
+
+def test_a_job_is_proposed_for_names_of_the_hub(repositories, tmp_path):
+    problems = [{"prompt": f"What is {number}?", "answer": str(number)} for number in range(40)]
+    content = "".join(json.dumps(problem) + "\n" for problem in problems).encode()
+    repositories.add("team/questions", {"train.jsonl": content}, kind="dataset")
+    request = ProposalRequest(
+        name="r", folder=str(tmp_path), data="team/questions", policy="team/tiny", memory=2**34, cores=2
+    )
+    document = tomllib.loads(propose_job(request).document)
+    assert (document["data"]["path"], document["policy"]["path"]) == ("team/questions", "team/tiny")
 
 
 CHAT = {"kind": "directory", "path": "team/tiny"}

@@ -25,10 +25,8 @@ _names = count()
 
 
 async def generate(serving: Serving, work: Work) -> AsyncGenerator[bytes]:
-    """Yield JSON lines with the next tokens of the completions, and a last line with sums over decoding steps.
-
-    Raises Refused if the server serves another policy or vLLM refuses a request.
-    """
+    """Generate completions, and yield JSON lines with their next tokens, followed by a line with sums over decoding
+    steps. Raises Refused if the server serves another policy or vLLM refuses a request."""
     serving.require(work.digest)
     needs_experts = any(one.experts for one in work.requests)
     if needs_experts:
@@ -74,11 +72,12 @@ def _finished(task: asyncio.Task[None]) -> bool:
 
 
 async def likelihoods(serving: Serving, questions: Questions) -> str:
-    """Return the summed log-prob of each continuation after each prompt, at temperature 1: float64 in base64.
+    """Return the summed log-prob of each continuation after each prompt, at temperature 1, as float64 in base64. Raises
+    Refused if the server serves another policy or vLLM refuses a request.
 
     Each vLLM request scores the tokens that may follow one common beginning (stem) of the continuations. vLLM's prompt
     log-probs would need fewer requests, but they compute logits for the whole prompt, and on a CPU they crash an engine
-    with adapters. Raises Refused if the server serves another policy or vLLM refuses a request.
+    with adapters.
     """
     serving.require(questions.digest)
     followers: dict[tuple[int, ...], set[int]] = {}
@@ -155,12 +154,14 @@ def _scoring(tokens: list[int], banned: list[int]) -> SamplingParams:
 
 
 def _ban(tokens: list[int]) -> dict[int, float] | None:
-    """Return a logit bias that gives these tokens probability 0. vLLM then normalizes over the other tokens."""
+    """Return the logit bias for vLLM's sampling parameters that gives these tokens probability 0, or None if there are
+    none. vLLM then normalizes over the other tokens."""
     return dict.fromkeys(tokens, -math.inf) or None
 
 
 async def _admit(serving: Serving, prompts: Iterable[tuple[Prompt, SamplingParams]]) -> list[RequestOutputCollector]:
-    """Pass either all requests or none to the engine. Raises Refused if vLLM refuses one of them."""
+    """Pass the requests to vLLM's engine and return a collector of each request's output. Raises Refused if vLLM
+    refuses one of them. The other requests are then aborted."""
     longest = serving.engine.model_config.max_model_len
     collectors: list[RequestOutputCollector] = []
     try:

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 NOTED = "rheostat_experts"
-"""Key in a request's extra arguments. If it is set, the worker records the experts chosen for the request's tokens."""
+"""Key in the extra arguments of a vLLM request. If it is set, the worker records the experts chosen for the request's
+tokens."""
 MAX_EXPERTS_IN_8_BITS = 256
 
 
@@ -35,10 +36,8 @@ def expert_layers(model: nn.Module) -> list[MoERunner]:
 
 
 class ExpertRecorder:
-    """Recorder, in a CPU worker, of the experts chosen for all tokens of the open requests.
-
-    vLLM's prefix cache is off, so every token of a request is computed, and computed again after a preemption.
-    """
+    """Recorder, in a vLLM worker on a CPU, of the experts chosen for all tokens of the open requests. vLLM's prefix
+    cache is off, so every token of a request is computed, and computed again after a preemption."""
 
     def __init__(self, runner: "CPUModelRunner") -> None:
         self._runner = runner
@@ -57,15 +56,14 @@ class ExpertRecorder:
         runner.execute_model = execute_and_note
 
     def pop(self, num_tokens_by_request: dict[str, int]) -> list[bytes]:
-        """Return the experts of the first tokens of each request and free all recorded experts of the request.
-
-        `num_tokens_by_request` maps requests to numbers of tokens.
-        """
+        """Return the experts of the first tokens of each request, and free everything recorded for the request.
+        `num_tokens_by_request` maps request IDs to numbers of tokens."""
         rows = [(self._rows_TF.pop(request, None), tokens) for request, tokens in num_tokens_by_request.items()]
         return [b"" if rows_TF is None else rows_TF[:tokens].tobytes() for rows_TF, tokens in rows]
 
     def _note(self, scheduled: dict[str, int]) -> None:
-        """Record a forward pass. `scheduled` maps each request to its number of tokens in the pass."""
+        """Record the experts of a forward pass. `scheduled` maps each request ID to its number of tokens in the
+        pass."""
         if not any(map(self._is_wanted, scheduled)):
             return
         chosen_LF = torch.cat([each for _, each in sorted(self._chosen_LK.items())], dim=1).numpy()
@@ -84,7 +82,7 @@ class ExpertRecorder:
 
 
 class RecordedExperts:
-    """Reader of the recorded experts of finished requests, used by the gateway."""
+    """Reader of the experts recorded for finished requests, used by the server's HTTP middleware."""
 
     def __init__(self, engine: AsyncLLM) -> None:
         self._engine = engine
@@ -96,14 +94,14 @@ class RecordedExperts:
         self._experts = config.model_config.get_num_experts_per_tok()
 
     async def find_layers(self) -> list[int]:
-        """Return the layer numbers of the mixture-of-experts layers, or an empty list if experts cannot be reported."""
+        """Return the numbers of the mixture-of-experts layers, or an empty list if the server cannot report experts."""
         if self._layers is None:
             can = self._by_vllm or self._by_worker
             [self._layers, *_] = await self._engine.collective_rpc("rheostat_expert_layers") if can else [[]]
         return self._layers
 
     async def begin(self) -> None:
-        """Start recording the experts of later requests. Raises Refused if the server cannot report them."""
+        """Start recording the experts of later requests. Raises Refused if the server cannot report experts."""
         if not await self.find_layers():
             raise Refused(
                 "the request asks for the chosen experts, but the server was started without --experts, or its model "
@@ -113,7 +111,8 @@ class RecordedExperts:
             await self._engine.collective_rpc("rheostat_note_experts")
 
     async def read(self, request: str, completion: CompletionOutput, num_tokens: int) -> dict[str, object]:
-        """Return the experts of the first `num_tokens` tokens of a finished request, as the fields of a JSON object."""
+        """Return the experts of the first `num_tokens` tokens of a finished request, as fields for the JSON
+        response."""
         layers = await self.find_layers()
         if self._by_vllm:
             data = completion.routed_experts[:num_tokens, layers].astype(self._dtype).tobytes()

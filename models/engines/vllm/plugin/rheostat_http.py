@@ -36,7 +36,8 @@ async def reply(send: Send, status: int, answer: Mapping[str, object]) -> None:
 
 
 async def refuse_stranger(kind: object, send: Send) -> None:
-    """Refuse a caller without the key: with status 401, or by closing a websocket."""
+    """Refuse a request without the API key: with status 401, or by closing a websocket. `kind` is the ASGI connection
+    type."""
     if kind == "websocket":
         await send({"type": "websocket.close", "code": 1008})
     else:
@@ -48,11 +49,9 @@ async def refuse_stranger(kind: object, send: Send) -> None:
 
 
 async def answer_errors(answer: Callable[[Send], Awaitable[None]], send: Send) -> None:
-    """Run `answer` and report its errors to the caller.
-
-    Refused becomes a response with its own status. Any other error is raised again after it was sent as one line: with
-    status 500, or at the end of a response that has started.
-    """
+    """Run `answer` and report its errors to the caller over HTTP. An error of class Refused becomes a response with its
+    own status. Any other error is sent as one line, with status 500 or at the end of a response that has started, and
+    then raised again."""
     started = False
 
     async def send_and_note(message: Message) -> None:
@@ -76,10 +75,8 @@ async def answer_errors(answer: Callable[[Send], Awaitable[None]], send: Send) -
 
 
 async def stream(chunks: AsyncGenerator[bytes], receive: Receive, *, send: Send) -> None:
-    """Send chunks as they arrive, and close their generator if the caller disconnects.
-
-    The first chunk is awaited before the status is sent, so that an early error still gets its own status.
-    """
+    """Send chunks as they arrive, and close their generator if the caller disconnects. The first chunk is awaited
+    before the status is sent, so that an early error still gets its own status."""
     first = await anext(chunks)
     sending = asyncio.ensure_future(_send_all(first, chunks, send=send))
     leaving = asyncio.ensure_future(_wait_for_end(receive))

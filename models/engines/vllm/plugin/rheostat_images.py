@@ -15,7 +15,7 @@ from vllm.inputs.engine import MultiModalInput
 from vllm.v1.engine.async_llm import AsyncLLM
 
 KEPT = 64
-"""Number of decoded images in the cache, through which the completions of one prompt share its images."""
+"""Number of decoded images that are cached, so that the completions of one prompt decode its images only once."""
 DECODER = Path(__file__).parents[3] / "vision" / "color_conversion.py"
 """Path of the module that decodes images.
 
@@ -23,7 +23,7 @@ The module imports nothing of this project. It can therefore also be loaded in v
 
 
 def _load_decoder() -> ModuleType:
-    """Import the file that decodes images by its path."""
+    """Import the module that decodes images from its file path."""
     spec = spec_from_file_location("rheostat_color_conversion", DECODER)
     assert spec is not None and spec.loader is not None, "the file exists"
     module = module_from_spec(spec)
@@ -35,11 +35,8 @@ decoder = _load_decoder()
 
 
 async def render(engine: AsyncLLM, prompt: Prompt) -> TokensInput | MultiModalInput:
-    """Convert a prompt to the input of vLLM's engine.
-
-    Raises Refused if an image file cannot be read or does not match its digest, or if vLLM expands the images to other
-    tokens than the prompt contains.
-    """
+    """Convert a prompt to the input of vLLM's engine. Raises Refused if an image file cannot be read or does not match
+    its digest, or if vLLM replaces the images by other tokens than the prompt contains."""
     if not prompt.images:
         return tokens_input(prompt.tokens)
     images = [await asyncio.to_thread(_read, picture) for picture in prompt.images]
@@ -63,7 +60,7 @@ async def render(engine: AsyncLLM, prompt: Prompt) -> TokensInput | MultiModalIn
 
 @lru_cache(maxsize=KEPT)
 def _read(picture: Picture) -> Image.Image:
-    """Decode an image as the trainer does. Raises Refused if this is not possible."""
+    """Decode an image exactly as the trainer does. Raises Refused if the image cannot be decoded."""
     try:
         file = os.open(picture.path, os.O_RDONLY)
         try:

@@ -9,10 +9,8 @@ T = TypeVar("T")
 
 
 class Refused(Exception):
-    """Raised when a request must be answered with an error.
-
-    `digest` is the digest of the served policy. It is set if the request named another policy.
-    """
+    """Raised when a request to the server must be answered with an error. `digest` is the digest of the served policy,
+    and is set if the request named another policy."""
 
     def __init__(self, error: str, *, status: int = 400, digest: str | None = None) -> None:
         super().__init__(error)
@@ -22,7 +20,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters that apply to all completions of a request."""
+    """Sampling parameters that apply to all completions of one request to the server."""
 
     temperature: float
     top_p: float
@@ -45,12 +43,12 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token IDs and images that the policy receives as input."""
+    """Token IDs and images that are the input of the policy."""
 
     tokens: list[int]
-    """All token IDs of the input, with the placeholder tokens of each image."""
+    """All token IDs of the input. Each image is represented by its placeholder tokens."""
     collapsed: list[int]
-    """The same tokens with a single token for each image, or an empty list if there is no image."""
+    """Token IDs of the input with a single placeholder token per image, or an empty list if there is no image."""
     images: list[Picture]
     settings: dict[str, object]
     """Settings for the model's image processor that differ from those in its directory."""
@@ -74,7 +72,8 @@ class CompletionRequest:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Request for completions. It is refused unless the server serves the policy with this digest."""
+    """Request to the server to generate completions. The request is refused unless the server serves the policy
+    `digest`."""
 
     digest: str
     sampling: Sampling
@@ -83,7 +82,8 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """Request for the log-probs of every continuation after every prompt, under the policy with this digest."""
+    """Request to the server for the log-prob of every continuation after every prompt. The request is refused unless
+    the server serves the policy `digest`."""
 
     digest: str
     prompts: list[Prompt]
@@ -92,10 +92,8 @@ class Questions:
 
 
 def read_load(body: bytes) -> tuple[Path, Path | None, bool]:
-    """Parse a load request: directories of weights and adapter, and whether to finish open requests first.
-
-    Raises Refused if a field has the wrong type.
-    """
+    """Parse a request to load a policy. Returns the directory of the weights, the directory of the adapter (or None),
+    and whether open requests are finished first. Raises Refused if a field has the wrong type."""
     fields = _fields(body)
     adapter = fields.get("adapter")
     if adapter is not None and not isinstance(adapter, str):

@@ -25,7 +25,7 @@ INCIDENTAL = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Directory of immutable files, with the digest of the table of contents that lists them."""
+    """Directory of immutable files, with the digest of the file that lists their names and digests."""
 
     directory: Path
     digest: str
@@ -33,10 +33,8 @@ class Bundle:
 
 
 class Serving:
-    """State of one server: the policy that it serves, and the methods that load, verify and unload policies.
-
-    Weights change only while a lock is held. During that time `digest` is empty.
-    """
+    """State of one vLLM server: the policy that it serves, and the methods that load, verify and unload policies.
+    Weights change only while a lock is held. During that time `digest` is empty."""
 
     def __init__(self, engine: AsyncLLM) -> None:
         self.engine = engine
@@ -54,7 +52,7 @@ class Serving:
         self._asleep = False
 
     async def about(self) -> dict[str, object]:
-        """Return the settings that affect the server's answers, such as precision, as JSON fields."""
+        """Return the server settings that affect its results, such as precision, as JSON fields."""
         model, lora = self._config.model_config, self._config.lora_config
         return {
             "dtype": str(model.dtype).removeprefix("torch."),
@@ -67,7 +65,7 @@ class Serving:
         }
 
     def require(self, digest: str) -> None:
-        """Raise Refused unless the server serves the policy with this digest."""
+        """Raise Refused unless the server serves the policy `digest`."""
         if digest != self.digest or not digest:
             raise Refused(
                 f"the request is for policy {digest}, but the server serves {self.digest or 'none'}",
@@ -76,16 +74,15 @@ class Serving:
             )
 
     async def verify_digest(self) -> str:
-        """Return the served digest, or an empty string if the parameters have changed since they were loaded."""
+        """Return the digest of the served policy, or an empty string if the parameters have changed since they were
+        loaded."""
         if self.digest and await self._fingerprint() != self._fingerprints:
             self.digest = self._loaded = self._base = ""
         return self.digest
 
     async def sleep(self) -> bool:
-        """Stop serving until the next load, and release the memory if the platform supports that.
-
-        Returns whether the memory was released.
-        """
+        """Stop serving the policy until the next load, and release the memory if the platform supports this. Returns
+        whether the memory was released."""
         async with self._lock:
             self.digest = ""
             if not self._config.model_config.enable_sleep_mode:
@@ -96,16 +93,14 @@ class Serving:
             return True
 
     async def wait_for_load(self) -> str:
-        """Return the served digest, after waiting for a load in progress."""
+        """Wait for a load in progress, and return the digest of the served policy."""
         async with self._lock:
             return self.digest
 
     async def load(self, directory: Path, *, adapter: Path | None, drain: bool) -> dict[str, object]:
-        """Verify the files of a policy and serve it. After a failure nothing is served.
-
-        Open requests are aborted, or finished first if `drain` is set. Raises Refused if the directories are not
-        bundles, or if the policy's shape differs from the shape of the server's model.
-        """
+        """Verify the files of a policy, load it and serve it. Open requests are aborted, or finished first if `drain`
+        is set. After a failure nothing is served. Raises Refused if the directories do not contain verified files, or
+        if the policy's shape differs from the shape of the server's model."""
         async with self._lock:
             start = time.perf_counter()
             self.digest = ""
@@ -199,7 +194,8 @@ def _verify(bundle: Bundle) -> int:
 
 
 def _read_shape(directory: Path) -> dict[str, object]:
-    """Read the shape of a model: its configuration, the shapes of its tensors, and its image preprocessing settings.
+    """Read everything about a model that may not change when another policy is loaded: its configuration, the shapes of
+    its tensors, and its image preprocessing settings.
 
     A policy of another shape must be refused. Otherwise vLLM would compute wrong results for a changed configuration,
     keep old values for missing tensors, or crash on a tensor of another shape.

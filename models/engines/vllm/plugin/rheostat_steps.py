@@ -7,13 +7,16 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.async_llm import AsyncLLM
 
 BREATH_SECONDS = 0.05
-"""Time in seconds between two yields to other tasks, during which output lines are collected and then sent together."""
+"""Seconds between two pauses in which other asyncio tasks run. Output lines that were collected since the last pause
+are then sent together."""
 BREATH_TURNS = 8
-"""Number of event-loop turns in one yield to other tasks. It suffices to send a chunk to the caller."""
+"""Number of event-loop iterations in one pause for other asyncio tasks. This many are needed to send a chunk to the
+caller."""
 
 
 class Steps:
-    """Sums over the decoding steps of this server, from which step time is regressed on batch size.
+    """Sums over the decoding steps of this server, from which the duration of a step is estimated as a function of the
+    batch size.
 
     A step that begins a completion is a prefill and is not counted, unless the completion has only one token. vLLM's
     own statistics contain the same numbers, but gathering them for every token costs more than everything else around
@@ -41,20 +44,18 @@ class Steps:
         core.get_output_async = take_and_count
 
     def begin(self, completions: int) -> None:
-        """Register this number of new completions, whose decoding steps are then measured.
-
-        If no completion was registered before, idle time until now is not counted as a step.
-        """
+        """Register `completions` new completions, whose decoding steps are then measured. If no completion was
+        registered before, the idle time until now is not counted as a step."""
         if not self._under_way:
             self._last = time.monotonic()
         self._under_way += completions
 
     def end(self, completions: int) -> None:
-        """Unregister completions that have ended or are no longer wanted."""
+        """Unregister `completions` completions that have ended or are no longer wanted."""
         self._under_way -= completions
 
     def sums(self) -> dict[str, float]:
-        """Return all sums since the server started."""
+        """Return the sums over all decoding steps since the server started, by name."""
         return {
             "steps": self._steps,
             "sequences": float(self._sequences),
@@ -64,7 +65,8 @@ class Steps:
         }
 
     async def _breathe(self) -> None:
-        """Yield to other tasks from time to time. While outputs queue up, vLLM's loop over them never yields."""
+        """Let other asyncio tasks run from time to time. While outputs queue up, vLLM's loop over them would never let
+        them run."""
         now = time.monotonic()
         if now - self._breathed < BREATH_SECONDS:
             return

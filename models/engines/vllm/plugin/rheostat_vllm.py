@@ -28,11 +28,9 @@ KEY_VARIABLE = "VLLM_API_KEY"
 
 
 class Gateway:
-    """Middleware that checks keys, handles `/rheostat/…`, and blocks vLLM's own routes while nothing is served.
-
-    vLLM's own key protects only some of its paths. The middleware therefore checks the key on all paths except `GET
-    /health`.
-    """
+    """ASGI middleware of a vLLM server that checks API keys, handles the routes under `/rheostat/`, and blocks vLLM's
+    own routes while no policy is served. vLLM's own key protects only some of its paths. The middleware therefore
+    checks the key on all paths except `GET /health`."""
 
     def __init__(self, app: App) -> None:
         key = os.environ.get(KEY_VARIABLE, "")

@@ -14,19 +14,18 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 SAMPLED = 64
-"""Approximate number of values of each parameter that the fingerprint includes."""
+"""Approximate number of values of each parameter that enter the fingerprint of the weights."""
 
 
 class Weights:
-    """Methods that the gateway calls on every rank. vLLM mixes this class into its own worker class."""
+    """Methods of vLLM's workers that load weights in place and verify them. vLLM mixes this class into its worker
+    class, and the gateway calls the methods on every rank."""
 
     rheostat_noted: ExpertRecorder | None = None
 
     def rheostat_load(self, files: list[str]) -> None:
-        """Replace the values of all parameters by tensors of safetensors files. vLLM's layout and storage are kept.
-
-        Raises ValueError if a parameter has no tensor in the files.
-        """
+        """Replace the values of all parameters by tensors from safetensors files. The layout and storage of the
+        parameters in vLLM stay the same. Raises ValueError if a parameter has no tensor in the files."""
         model = self.get_model()  # type: ignore[attr-defined]
         runner = self.model_runner  # type: ignore[attr-defined]
         with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
@@ -47,10 +46,8 @@ class Weights:
 
     @torch.inference_mode()
     def rheostat_fingerprint(self) -> str:
-        """Return a hash of a strided sample of every parameter and adapter.
-
-        For a matrix packed for a CPU, the sample is its product with a fixed vector instead of its values.
-        """
+        """Return a hash of a sample of the values of every parameter and adapter, which shows whether the weights have
+        changed. For a matrix packed for a CPU, the sample is its product with a fixed vector instead of its values."""
         samples = [_sample(tensor) for tensor in _served_tensors(self.get_model())]  # type: ignore[attr-defined]
         return blake3(torch.cat(samples).cpu().numpy().tobytes()).hexdigest()
 
@@ -59,22 +56,18 @@ class Weights:
         return [layer.layer_id for layer in expert_layers(self.get_model())]  # type: ignore[attr-defined]
 
     def rheostat_note_experts(self) -> None:
-        """Start recording the experts of requests that have the key `NOTED`."""
+        """Start recording the experts chosen for requests whose extra arguments contain the key `NOTED`."""
         self.rheostat_noted = self.rheostat_noted or ExpertRecorder(self.model_runner)  # type: ignore[attr-defined]
 
     def rheostat_take_experts(self, wanted: dict[str, int]) -> list[bytes]:
-        """Return the recorded experts of each request's first tokens, and free them.
-
-        `wanted` maps each request to its number of tokens.
-        """
+        """Return the recorded experts of each request's first tokens, and free them. `wanted` maps request IDs to
+        numbers of tokens."""
         return [] if self.rheostat_noted is None else self.rheostat_noted.pop(wanted)
 
 
 def _forget_packing(model: nn.Module) -> None:
-    """Discard the packed experts of a CPU, so that they are packed again on loading.
-
-    vLLM packs experts only once and would otherwise use the old values.
-    """
+    """Discard the copies of expert weights that vLLM has packed for the CPU, so that they are packed again on loading.
+    vLLM packs experts only once and would otherwise use the old values."""
     for layer in expert_layers(model):
         layer.routed_experts.quant_method.moe_kernel = None
 
@@ -87,7 +80,8 @@ def _tensors(files: list[str]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _keeps_packed_copy(module: nn.Module) -> bool:
-    """Return whether a CPU layer has both weights and a packed copy, as embeddings and heads tied to them do."""
+    """Return whether a layer on a CPU has both its weights and a packed copy of them, like embeddings and heads tied to
+    them."""
     return hasattr(module, "cpu_linear") and len(module.weight) > 0  # type: ignore[arg-type]
 
 

@@ -1,0 +1,152 @@
+"""Columns of the files of a job: the configured ones, or the ones in which a known shape was recognized."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Literal
+
+from infra.errors import BadInput
+from infra.store.inputs import format_path
+from models.config.data import ProblemFile
+from models.config.preferences import FilePreferences
+from models.data.messages import omit_nulls, read_messages
+from models.data.rows import peek_rows
+from models.data.shapes import Shape, first_value, name_chat, recognize
+from models.data.sharegpt import convert_turns
+from models.data.tables import describe_missing_column
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemColumns:
+    """Settings for reading a file of problems, with the recognized columns."""
+
+    file: ProblemFile
+    note: str = ""
+    """Sentence for the plan about what was recognized. Empty if the configured columns are read as they are."""
+    answers_in_chats: bool = False
+    """Whether the last message of each chat, by the assistant, is the reference answer."""
+
+
+def find_problem_columns(path: Path, data: ProblemFile) -> ProblemColumns:
+    """Return the settings with which the problems of a file are read.
+
+    Configured columns are always read. If the file lacks the default column of prompts, whole chats are recognized. If
+    the file also lacks the default column of answers, the last message of the assistant is the answer. Raises BadInput,
+    with the columns and the two keys to set, for other files that lack the default column of prompts.
+    """
+    columns, rows = peek_rows(path)
+    if not columns:
+        return ProblemColumns(data)
+    is_recognized = False
+    if data.prompt_column not in columns and _is_default(data, "prompt_column"):
+        shape = recognize(columns, rows)
+        if shape.kind != "chats":
+            raise _refuse_problems(path, columns, shape)
+        data, is_recognized = data.model_copy(update={"prompt_column": shape.keys["prompt_column"]}), True
+    chat = name_chat(first_value(rows, data.prompt_column))
+    takes_answers = (
+        chat is not None
+        and not data.answer_columns
+        and _is_default(data, "answer_column")
+        and data.answer_column not in columns
+    )
+    parts = [f"recognized as {chat} in column {data.prompt_column}"]
+    if takes_answers:
+        parts.append("the last message of each chat is the reference answer, because the file has no column 'answer'")
+    is_noted = is_recognized or takes_answers or (chat is not None and chat != "OpenAI chats")
+    return ProblemColumns(data, f"{format_path(path)}: {'; '.join(parts)}." if is_noted else "", takes_answers)
+
+
+def split_answer(place: str, row: Mapping[str, object], data: ProblemFile) -> Mapping[str, object]:
+    """Return a row in which the last message of the chat, by the assistant, is the reference answer.
+
+    Raises BadInput if the chat does not end with a message of the assistant.
+    """
+    column = data.prompt_column
+    turns = omit_nulls(row[column])
+    messages = convert_turns(place, turns, column) if isinstance(turns, list) else []
+    last = messages[-1] if messages else None
+    if not isinstance(last, dict) or last.get("role") != "assistant":
+        raise BadInput(
+            f"{place}: there is no column {data.answer_column!r}, and the last message of the chat in {column} is not "
+            'by the assistant, so there is no reference answer. Set answer_column, or answer_column = "" if no reward '
+            "needs answers."
+        )
+    [answer] = read_messages(place, [last], column, fields=data.message_fields)
+    return {**row, column: messages[:-1], data.answer_column or "": answer.text}
+
+
+def _refuse_problems(path: Path, columns: Sequence[str], shape: Shape) -> BadInput:
+    """Return the error for a file without the column of prompts in which no chats were recognized."""
+    name = format_path(path)
+    if shape.kind in ("pairs", "ranked"):
+        return BadInput(
+            f"{name}: there is no column 'prompt'. The file contains {shape.label}. Set the path of such a file in "
+            "[preferences], or set prompt_column and answer_column to read the file as problems."
+        )
+    keys = shape.keys if shape.kind == "prompts" else {}
+    example = [
+        f"{key} = {keys.get(key) or next(iter(get_close_matches(name, columns, n=1)), '…')!r}"
+        for key, name in (("prompt_column", "prompt"), ("answer_column", "answer"))
+    ]
+    return BadInput(
+        f"{describe_missing_column(name, 'prompt', columns)} The shape of the file was not recognized. Set the columns "
+        f"of prompts and answers, such as {' and '.join(example)}."
+    )
+
+
+# ---- preferences
+PairForm = Literal["pairs", "ranked"]
+
+
+@dataclass(frozen=True, slots=True)
+class PairColumns:
+    """Settings for reading a file of preferences, with the recognized columns."""
+
+    file: FilePreferences
+    form: PairForm = "pairs"
+    """Whether a row has two completions, or a list of completions with scores."""
+    has_prompts: bool = True
+    """Whether the file has a column of prompts. If not, both completions begin with the prompt."""
+    completions_column: str = ""
+    """Column with the list of completions, if there is one."""
+    note: str = ""
+    """Sentence for the plan about what was recognized. Empty if the configured columns are read as they are."""
+
+
+def find_pair_columns(path: Path, config: FilePreferences) -> PairColumns:
+    """Return the settings with which the pairs of a file are read.
+
+    Configured columns are always read. Raises BadInput if the file contains unpaired completions with labels, or, with
+    the columns and the two keys to set, if it has neither completions nor lists of completions.
+    """
+    columns, rows = peek_rows(path)
+    if not columns:
+        return PairColumns(config)
+    name, shape = format_path(path), recognize(columns, rows)
+    has_prompts = config.prompt_column in columns or not _is_default(config, "prompt_column")
+    missing = [key for key in ("chosen_column", "rejected_column") if getattr(config, key) not in columns]
+    if not missing or not all(_is_default(config, key) for key in ("chosen_column", "rejected_column")):
+        is_noted = shape.kind == "pairs" and (not has_prompts or shape.has_prompt_in_completions)
+        note = f"{name}: recognized as {shape.label}." if is_noted else ""
+        return PairColumns(config, has_prompts=has_prompts, note=note)
+    if shape.kind == "ranked":
+        update = {} if config.prompt_column in columns else {"prompt_column": shape.keys["prompt_column"]}
+        note = f"{name}: recognized as {shape.label}; each pair is the best and the worst completion of a row."
+        config = config.model_copy(update=update)
+        return PairColumns(config, "ranked", completions_column=shape.columns[0], note=note)
+    if shape.kind == "labels":
+        raise BadInput(
+            f"{name}: the file contains {shape.label}, which no configured method uses. DPO and reward models train on "
+            "pairs: use a file with the columns chosen and rejected."
+        )
+    missing_column = getattr(config, missing[0])
+    raise BadInput(
+        f"{describe_missing_column(name, missing_column, columns)} The shape of the file was not recognized. Set "
+        "chosen_column and rejected_column to the columns of the better and the worse completion."
+    )
+
+
+def _is_default(settings: ProblemFile | FilePreferences, key: str) -> bool:
+    return bool(getattr(settings, key) == type(settings).model_fields[key].default)

@@ -1,0 +1,46 @@
+"""Reports on how the files of a job are read: the recognized shapes, and the numbers of rows that are left out."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+from infra.plugins import find_target
+from models.config.data import DataSource
+from models.config.preferences import Preferences
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingReport:
+    """Report on the files of one split."""
+
+    notes: tuple[str, ...] = ()
+    """Sentences about recognized shapes, for the plan."""
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """Number of rows that `drop` leaves out, by reason. Rows that are too long for a model are not counted here."""
+
+    def __add__(self, other: "ReadingReport") -> "ReadingReport":
+        """Return the report on the files of both reports."""
+        notes = tuple(dict.fromkeys((*self.notes, *other.notes)))
+        return ReadingReport(notes, Counter(self.dropped) + Counter(other.dropped))
+
+
+class ReadingReporter(Protocol):
+    """Function that reports how the files of one kind of data source or preferences are read. `report_reading` calls
+    it."""
+
+    def __call__(self, settings: Any, split: str, /) -> ReadingReport:  # noqa: ANN401 -- own settings class
+        """Return the report on the files that only this split reads: the training file for "train" if both splits read
+        one file."""
+        ...
+
+
+def report_reading(settings: DataSource | Preferences, *splits: str) -> ReadingReport:
+    """Return the report on the files of a data source or of preferences. Empty if it reads no files."""
+    report = ReadingReport()
+    if not settings.reading_reporter:
+        return report
+    reporter = cast(ReadingReporter, find_target(settings.reading_reporter, where=settings.label))
+    for split in splits:
+        report += reporter(settings, split)
+    return report

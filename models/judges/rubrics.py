@@ -1,0 +1,48 @@
+"""Scores of rubrics: a judge's verdicts on single criteria, combined by weight. Does not import torch."""
+
+import json
+from collections.abc import Sequence
+from typing import Final
+
+from models.data.rubrics import Rubric
+from models.judges.verdicts import Answer, Judgement
+
+KEPT_CHARACTERS: Final = 1000
+"""Maximum number of stored characters of a judge's answer about one criterion."""
+
+
+def combine_judgements(rubric: Rubric, judgements: Sequence[Judgement]) -> Judgement:
+    """Return the judgement on a completion: the weighted sum of the criteria's values divided by the sum of the
+    positive weights, clipped to 0 to 1 (as in HealthBench, arXiv 2505.08775).
+
+    The judgement is invalid if one of the criteria has no valid verdict.
+    """
+    for number, judgement in enumerate(judgements):
+        if judgement.value is None:
+            return Judgement(None, f"criterion {number}: {judgement.error}"[:200])
+    values = [judgement.value or 0.0 for judgement in judgements]
+    total = sum(criterion.weight * value for criterion, value in zip(rubric, values, strict=True))
+    best = sum(max(criterion.weight, 0.0) for criterion in rubric)
+    return Judgement(min(max(total / best, 0.0), 1.0), None)
+
+
+def combine_answers(rubric: Rubric, answers: Sequence[Answer], judgements: Sequence[Judgement]) -> Answer:
+    """Return one answer that stands for the answers to all criteria. Its text lists every criterion as JSON, with its
+    weight, its value and what the judge answered."""
+    rows = [
+        {
+            "criterion": criterion.text,
+            "weight": criterion.weight,
+            "value": judgement.value,
+            **({} if answer.text is None else {"answer": answer.text[:KEPT_CHARACTERS]}),
+            **({} if judgement.error is None else {"error": judgement.error}),
+        }
+        for criterion, answer, judgement in zip(rubric, answers, judgements, strict=True)
+    ]
+    return Answer(
+        text=json.dumps(rows, ensure_ascii=False),
+        probabilities=None,
+        tokens=sum(answer.tokens for answer in answers),
+        error=next((answer.error for answer in answers if answer.error is not None), None),
+        tokens_read=sum(answer.tokens_read for answer in answers),
+    )
