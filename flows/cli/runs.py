@@ -297,9 +297,7 @@ def verify(
     from tasks.views.runs import open_known_run
 
     if episodes is not None and (episodes < 1 or not environment):
-        raise BadInput(
-            f"--episodes is {episodes}, but it must be at least 1 and can only be used together with --environment."
-        )
+        raise BadInput(f"--episodes is {episodes}, but must be at least 1, and needs --environment.")
     if not environment and run not in list_runs(store):
         if run in registries(store):
             registry = open_registry(store, run)

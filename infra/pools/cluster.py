@@ -389,9 +389,7 @@ async def _in_thread(
         try:
             reached = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(started)), start_seconds)
         except TimeoutError:
-            raise ClusterFailed(
-                f"{what} did not start within {start_seconds:g} s. Raise pools.start_seconds if the machine is slow"
-            ) from None
+            raise ClusterFailed(f"{what} did not start within {start_seconds:g} s. Raise pools.start_seconds") from None
         except Exception as error:
             raise ClusterFailed(f"{what} did not start: {error}") from error
         yield reached

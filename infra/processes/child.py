@@ -156,8 +156,7 @@ class Child:
         except ProcessEnded as end:
             if end.cause == "time":
                 raise WorkerFailed(
-                    f"{self._what}: importing the code took more than {START_SECONDS:g} s. Move slow work out of the "
-                    "import"
+                    f"{self._what}: importing the code took over {START_SECONDS:g} s. Make it faster"
                 ) from None
             raise
         if isinstance(description, str):

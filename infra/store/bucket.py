@@ -146,10 +146,7 @@ class Bucket:
                 if stored is not None and stored.writer == token:
                     return stored.tag
                 if "NoSuchUpload" in str(error):  # the outcome of the upload is unknown
-                    raise Unsettled(
-                        f"the server no longer knows the multipart upload of {name!r}, so it is unknown whether the "
-                        "object was written"
-                    ) from error
+                    raise Unsettled(f"the server no longer knows the multipart upload of {name!r}") from error
                 raise
 
         return self._retry(f"cannot write {name!r}", attempt)
@@ -196,10 +193,7 @@ class Bucket:
 
             first = self._retry(what, beginning)
             if any(part.result() != first for part in rest):
-                raise StoreFailed(
-                    f"store {self.uri}: the object {name!r} was replaced while it was downloaded. Run the same "
-                    "command again."
-                )
+                raise StoreFailed(f"store {self.uri}: {name!r} was replaced during its download. Try again.")
             return first
 
     def _range(self, name: str, start: int, end: int) -> "GetResult":
@@ -286,10 +280,7 @@ class Bucket:
         probe = self.find(name)
         self.delete(name)
         if probe is None:
-            raise StoreFailed(
-                f"store {self.uri}: another program deleted the test object {name!r} right after it was written. Let "
-                "only Rheostat write below this prefix"
-            )
+            raise StoreFailed(f"store {self.uri}: another program deleted the new test object {name!r}")
         return probe.modified
 
     def quotes_etags(self) -> bool:
@@ -310,9 +301,7 @@ class Bucket:
             won = list(racers.map(lambda body: self._write(name, body, version="") is not None, bodies))
         found = self.read(name)
         if won.count(True) != 1 or found is None or found[0] != bodies[won.index(True)]:
-            raise self._refusal(
-                f"{won.count(True)} of {_RACERS} simultaneous writers of the same new object succeeded, instead of one"
-            )
+            raise self._refusal(f"{won.count(True)} of {_RACERS} simultaneous writers of one new object succeeded")
         tag = found[1].tag
         if self._write(name, b"stale", version='"00000000000000000000000000000000"') is not None:
             raise self._refusal("If-Match with a wrong ETag did not prevent a write")
@@ -324,10 +313,7 @@ class Bucket:
         return quotes
 
     def _refusal(self, fault: str) -> BadInput:
-        return BadInput(
-            f"store {self.uri}: the server must support conditional writes (If-Match and If-None-Match), but {fault}. "
-            "Use another server (docs/s3.md)"
-        )
+        return BadInput(f"store {self.uri}: the server must support conditional writes (docs/s3.md), but {fault}")
 
     def _write(self, name: str, body: bytes | Path, *, version: str) -> str | None:
         """Write an object if its ETag is `version`, or if its name is free and `version` is "". Return the new ETag, or
@@ -352,9 +338,7 @@ class Bucket:
                     return stored.tag
                 unchanged = stored.tag.strip('"') == version.strip('"') if stored is not None else not version
                 if isinstance(error, AlreadyExistsError) and unchanged:  # 409: none of several simultaneous writers won
-                    raise Unsettled(
-                        f"the server refused the write of {name!r}, although the object is unchanged"
-                    ) from error
+                    raise Unsettled(f"the server refused to write {name!r}, which is unchanged") from error
                 return None
 
         return self._retry(f"cannot write {name!r}", attempt)

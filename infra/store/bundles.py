@@ -176,9 +176,7 @@ def fetch_bundle_files(store: Store, ref: BundleRef, names: Sequence[str]) -> Pa
         return fetch_bundle(store, ref)
     files = _verified_names(store, ref)
     if absent := sorted(set(names) - files.keys()):
-        raise BadInput(
-            f"bundle {ref.key!r} in {store.uri} does not contain the files {absent}. Its files are {sorted(files)}"
-        )
+        raise BadInput(f"bundle {ref.key!r} in {store.uri} has no files {absent}. Its files are {sorted(files)}")
     store.fetch([f"{ref.key}/{name}" for name in (CONTENTS, *names)])
     for name in names:
         _verify_file(store, ref, name, files[name])
@@ -316,16 +314,12 @@ def _contents(store: Store, ref: BundleRef) -> Contents:
     found = blake3(data).hexdigest()
     if found != ref.digest:
         raise Damaged(
-            f"bundle {ref.key!r} in {store.uri}: {CONTENTS} must have the digest {ref.digest}, but it has {found}. "
-            "Restore the file from a copy of the store"
+            f"bundle {ref.key!r} in {store.uri}: the digest of {CONTENTS} must be {ref.digest}, but is {found}"
         )
     try:
         return Contents.model_validate_json(data)
     except ValidationError as error:
-        raise Damaged(
-            f"bundle {ref.key!r} in {store.uri}: {CONTENTS} is not a valid list of files: {error}. Restore the file "
-            "from a copy of the store"
-        ) from error
+        raise Damaged(f"bundle {ref.key!r} in {store.uri}: {CONTENTS} is not a valid list: {error}") from error
 
 
 def _put(store: Store, key: str, data: bytes | Path, *, digest: str, durable: bool) -> None:

@@ -97,10 +97,7 @@ class Run:
         locked."""
         with self.store.lock(LOCK) as lease:
             if lease is None:
-                raise RunLocked(
-                    f"run {self.name!r} in {self.store.uri} is locked by {_holder(self.store)}. Wait until that "
-                    "process ends, or stop it"
-                )
+                raise RunLocked(f"run {self.name!r} in {self.store.uri} is locked by {_holder(self.store)}")
             yield lease
 
     @contextmanager
@@ -121,10 +118,7 @@ class Run:
         the epoch has not begun. Commits raise Fenced after a newer epoch has begun."""
         newest = newest_epoch(self.store)
         if not 1 <= epoch <= newest:
-            raise BadInput(
-                f"run {self.name!r} has no epoch {epoch}, which this process should join. Its epochs (numbers of the "
-                f"processes that locked it) are 1 to {newest}"
-            )
+            raise BadInput(f"run {self.name!r} has no epoch (lock period) {epoch}. Its epochs are 1 to {newest}")
         return Run(self.store, self.record, epoch=epoch)
 
     def find(self, key: str) -> Manifest | None:
@@ -225,10 +219,7 @@ class Run:
         if winner is None:
             if absent is not None:
                 where = f"manifest {manifest.key!r} of run {self.name!r}"
-                raise Damaged(
-                    f"{where} cannot be committed, because the object {absent!r}, which it names, is not in the "
-                    "store. Run the same command again"
-                )
+                raise Damaged(f"{where} cannot be committed, because its object {absent!r} is not in the store")
             provenance = manifest.provenance.model_copy(update={"epoch": self.epoch})
             manifest = manifest.model_copy(update={"provenance": provenance})
             if self.store.put(f"{MANIFESTS}{manifest.key}.json", manifest.encode()):
@@ -239,10 +230,9 @@ class Run:
         self._expected.pop(manifest.key, None)
         if winner.digest != manifest.digest:
             raise Conflict(
-                f"manifest {manifest.key!r} of run {self.name!r} was already committed with the digest "
-                f"{winner.digest} by epoch {winner.provenance.epoch}, but this process (epoch {self.epoch}) computed "
-                f"the digest {manifest.digest}. The same stage must always have the same result: check whether code, "
-                "libraries or data have changed"
+                f"manifest {manifest.key!r} of run {self.name!r} was already committed with digest {winner.digest}, "
+                f"but epoch {self.epoch} computed {manifest.digest}. Check whether code, libraries or data have "
+                "changed"
             )
         return winner
 
@@ -250,20 +240,12 @@ class Run:
         """Raise Fenced if another process may have locked the run, so that this process may no longer write. Raises
         BadInput if the run is only open for reading."""
         if not self.epoch:
-            raise BadInput(
-                f"run {self.name!r} is open for reading only. Call lock() or join() before you commit results."
-            )
+            raise BadInput(f"run {self.name!r} is open for reading only. Call lock() or join() before you commit")
         self.check_lock()
         if self._epoch.is_over():
             newest = newest_epoch(self.store)
-            why = (
-                f"another process has locked the run (epoch {newest})"
-                if newest > self.epoch
-                else "the run was deleted from the store"
-            )
-            raise Fenced(
-                f"run {self.name!r}: this process (epoch {self.epoch}) may no longer commit results, because {why}"
-            )
+            why = "another process has locked the run" if newest > self.epoch else "the run was deleted"
+            raise Fenced(f"run {self.name!r}: epoch {self.epoch} of this process is over, because {why}")
         self.check_lock()
 
     def check_lock(self) -> None:
@@ -282,10 +264,7 @@ class Run:
             overtaken = True
         if overtaken and (absent := self._absent_part(manifest, deferred)) is not None:
             self.store.delete(f"{MANIFESTS}{manifest.key}.json")
-            raise Fenced(
-                f"manifest {manifest.key!r} of run {self.name!r} cannot be committed, because another process has "
-                f"locked the run and deleted the object {absent!r}, which the manifest names"
-            )
+            raise Fenced(f"manifest {manifest.key!r} of run {self.name!r}: another process has deleted {absent!r}")
 
     def write_entry(self, key: str, entry: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
         """Write a journal entry, unless the key already has one. Return the stored entry. The journal contains
@@ -302,10 +281,7 @@ class Run:
         another record."""
         self.check_lease()
         if not self.store.put(key, record.seal()) and self.store.read(key) != record.seal():
-            raise Conflict(
-                f"{key!r} of run {self.name!r} cannot be written, because another process has already written a "
-                "different record"
-            )
+            raise Conflict(f"{key!r} of run {self.name!r}: another process has already written a different record")
 
     def find_entry(self, key: str) -> dict[str, JsonValue] | None:
         """Return the journal entry with this key, or None if there is none."""
@@ -329,9 +305,9 @@ class Run:
         manifest = decode_manifest(content, key=key)
         if manifest.run not in ("", self.record.fingerprint):
             raise Damaged(
-                f"manifest {key!r} of run {self.name!r} was created by a configuration with the fingerprint "
-                f"{manifest.run}, but the record of the run names {self.record.fingerprint}. Restore run.json from a "
-                "copy of the run."
+                f"manifest {key!r} of run {self.name!r} was created by a configuration with fingerprint "
+                f"{manifest.run}, but run.json names {self.record.fingerprint}. Restore run.json from a copy of the "
+                "run."
             )
         return self._remember(manifest)
 
@@ -416,9 +392,9 @@ def run_store(store_uri: str, name: str) -> Store:
 def _holder(store: Objects) -> str:
     try:
         holder = json.loads(store.read(LOCK))
-        return f"process {holder['pid']} on {holder['host']}"
+        return f"process {holder['pid']} on {holder['host']}. Wait until it ends, or stop it"
     except ValueError:  # the process has the lock but has not written its name yet
-        return "a process that is just starting"
+        return "a process that is just starting. Wait until it ends, or stop it"
 
 
 def _join_names(names: list[str]) -> str:

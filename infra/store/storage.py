@@ -269,10 +269,7 @@ class LocalStore:
         if not path.is_file():
             raise Damaged(f"{key!r} is missing from {self.uri}. Restore the file from a copy of the store.")
         if link := self._link_to(path):
-            raise Damaged(
-                f"{key!r} in {self.uri} must be a plain file, but its path contains the symbolic link {link}. Replace "
-                "the link by the file"
-            )
+            raise Damaged(f"{key!r} in {self.uri} must be a plain file, but its path contains the symbolic link {link}")
         return path
 
     def cached_copy(self, key: str) -> Path | None:

@@ -250,9 +250,7 @@ class ProblemFile(HubDatasetChoice, ChatFile, FileRules, ImageFileSettings):
     def _require_one_answer(self) -> Self:
         default = ProblemFile.model_fields["answer_column"].default
         if self.answer_columns and (self.answer_column or default) != default:
-            raise ValueError(
-                "answer_column and answer_columns are both set, but only one of them can be used. Remove one of them"
-            )
+            raise ValueError("answer_column and answer_columns are both set. Remove one of them")
         return self
 
     @model_validator(mode="after")
@@ -369,10 +367,7 @@ class DeduplicatedData(DataSource):
             *TextSettings.model_fields,
         ):
             if getattr(self.source, key) not in (DataSource.model_fields[key].default, getattr(self, key)):
-                raise ValueError(
-                    f"source.{key} must not be set in the nested source. Set {key} in the table that contains "
-                    "`source` instead"
-                )
+                raise ValueError(f"source.{key} must not be set. Set {key} in the table that contains `source`")
         return self
 
     @property

@@ -326,10 +326,7 @@ class UpdateConfig(Settings):
     @model_validator(mode="after")
     def _check_router_settings(self) -> "UpdateConfig":
         if self.router_loss is not None and self.zero_stage == 3:
-            raise ValueError(
-                "router_loss cannot be combined with zero_stage = 3, which divides the weights of routers among "
-                "ranks. Set zero_stage to at most 2"
-            )
+            raise ValueError("router_loss cannot be combined with zero_stage = 3, which splits routers. Use at most 2")
         if self.router_replay is not None and self.sequence_parallel > 1:
             raise ValueError(
                 "router_replay cannot be combined with a sequence_parallel above 1. Remove router_replay, or set "

@@ -293,9 +293,7 @@ def check_columns(columns: Mapping[str, JsonValue], *, source: str) -> None:
             encode_columns({name: value}).encode()
         except (ValueError, TypeError, RecursionError) as error:
             raise BadInput(
-                f"{source}: {name}: an environment receives this column as JSON, which cannot represent "
-                f"{value!r:.60}. Change the value to text, a finite number, a boolean, a list or an object, or remove "
-                "the column from environment_columns."
+                f"{source}: {name}: an environment receives this column as JSON, which cannot encode {value!r:.60}"
             ) from error
 
 
@@ -303,10 +301,7 @@ def check_places(prompt: Prompt, images: int, *, source: str) -> None:
     """Raise BadInput if a chat has image placeholders, but not as many as there are images."""
     places = count_image_places(prompt)
     if places and places != images:
-        raise BadInput(
-            f"{source}: the messages contain {places} image placeholders, but the row has {images} images. Add or "
-            "remove images or placeholders, so that the numbers are equal."
-        )
+        raise BadInput(f"{source}: the messages have {places} image placeholders, but the row has {images} images")
 
 
 def count_image_places(prompt: Prompt) -> int:
@@ -381,15 +376,11 @@ def load_problems(data: DataConfig, split: str, seed: int) -> list[Problem]:
     except BadInput:
         raise
     except Exception as error:  # an exception of a user's source means that there is no data to train on
-        raise BadInput(
-            f"{where}: the code of the data source raised {type(error).__name__}: {error}. Correct the code, or the "
-            "options that it receives."
-        ) from error
+        raise BadInput(f"{where}: the data source raised {type(error).__name__}: {error}") from error
     for problem in problems:
         if not isinstance(problem, Problem):
             raise BadInput(
-                f"{where}: the function must return objects of the class models.data.problems.Problem, but it "
-                f"returned a {type(problem).__name__}. Convert its rows to Problem."
+                f"{where}: all must be objects of models.data.problems.Problem, found {type(problem).__name__}"
             )
         check_columns(problem.columns, source=problem.source)
     return problems if data.image_background == "unconverted" else _convert_images(problems, data)

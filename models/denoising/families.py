@@ -102,10 +102,7 @@ class DenoiserFamily:
         """
         side = config.get("sample_size") or 128
         if not isinstance(side, int):
-            raise BadInput(
-                f"{self.denoiser}: sample_size in config.json must be a single number, because only square pictures "
-                f"are supported, but it is {side!r}. Use another model."
-            )
+            raise BadInput(f"{self.denoiser}: sample_size must be one number (square pictures), found {side!r}")
         return int(side)
 
     def tokens(self, config: Mapping[str, Any], side: int) -> int:

@@ -87,9 +87,8 @@ class PipelineOutline:
         side, unit = config.side or self.family.side(self.denoiser) * self.pixels, self.pixels * patch
         if side % unit:
             raise BadInput(
-                f"rollout.denoising.side is {side}, but it must be a multiple of {unit} pixels, the smallest side "
-                f"that {self.family.denoiser} supports. Set it to {max(unit, round(side / unit) * unit)}, the nearest "
-                "multiple."
+                f"rollout.denoising.side is {side}, but it must be a multiple of {unit} pixels for "
+                f"{self.family.denoiser}. Set it to {max(unit, round(side / unit) * unit)}."
             )
         max_patches = self.denoiser.get("pos_embed_max_size")
         if max_patches and side > max_patches * unit:
@@ -115,15 +114,11 @@ class PipelineOutline:
         """
         noisy, window = noisy_steps(config.sampler, self.schedule(config)), config.window
         if not noisy:
-            raise BadInput(
-                f"rollout.denoising.steps is {config.steps}, but with this number no step has enough noise to be "
-                "trained. Raise it."
-            )
+            raise BadInput(f"rollout.denoising.steps is {config.steps}, at which no step has enough noise. Raise it.")
         if window is not None and window.last + window.size - 1 > noisy[-1]:
             raise BadInput(
-                f"rollout.denoising.window.last is {window.last} and window.size is {window.size}, but step "
-                f"{noisy[-1]} is the last step with enough noise to be trained. Set window.last to "
-                f"{max(0, noisy[-1] + 1 - window.size)} or lower."
+                f"rollout.denoising.window.last is {window.last} and its size {window.size}, but step {noisy[-1]} is "
+                f"the last with enough noise. Set window.last to {max(0, noisy[-1] + 1 - window.size)} or lower."
             )
         return self.tokens(config) * (len(noisy) if window is None else window.size)
 
@@ -132,15 +127,9 @@ def read_pipeline(directory: Path) -> PipelineOutline:
     """Read a pipeline's configuration files. Raises BadInput if Rheostat cannot train this pipeline."""
     where = f"policy {directory}"
     if not directory.is_dir():
-        raise BadInput(
-            f"{where}: there is no such directory. Set policy.path to the directory of a text-to-image model in the "
-            "format of diffusers."
-        )
+        raise BadInput(f"{where}: there is no such directory. Set the path of a model directory.")
     if not is_pipeline(directory):
-        raise BadInput(
-            f"{where}: the directory contains no {INDEX}, so it is not a text-to-image model in the format of "
-            "diffusers. Set the path to such a model. For a language model, set policy.kind = 'directory'."
-        )
+        raise BadInput(f"{where}: there is no {INDEX} of diffusers. Language models need policy.kind = 'directory'.")
     index = _read_object(directory / INDEX)
     pipeline = index.get("_class_name")
     folder = "unet" if "unet" in index else "transformer"
@@ -158,10 +147,7 @@ def read_pipeline(directory: Path) -> PipelineOutline:
     vae = _read_object(directory / "vae" / "config.json") if "vae" in parts else None
     model = PipelineOutline(directory, str(pipeline), family, config, scheduler, vae, parts)
     if vae is not None and (latents := vae.get("z_dim") or vae.get("latent_channels")) != family.channels(config):
-        raise BadInput(
-            f"{where}: the VAE has {latents} latent channels, but the {folder} has {family.channels(config)}. Both "
-            "must be equal. Take all folders from the same checkpoint."
-        )
+        raise BadInput(f"{where}: the VAE has {latents} latent channels, but the {folder} {family.channels(config)}")
     return model
 
 
@@ -170,10 +156,7 @@ def _parts(index: Mapping[str, Any], *, where: str) -> tuple[str, ...]:
     parts = {name: part for name, part in index.items() if isinstance(part, list) and name not in _UNUSED}
     for name, part in parts.items():
         if len(part) != 2 or part[0] not in (None, *_LIBRARIES):
-            raise BadInput(
-                f"{where}: {INDEX} names {part!r} as its {name}, but only classes of {' or '.join(_LIBRARIES)} are "
-                "loaded. Use another model."
-            )
+            raise BadInput(f"{where}: {name} in {INDEX} is {part!r}, not a class of {' or '.join(_LIBRARIES)}")
     return tuple(name for name, part in parts.items() if part[0] is not None)
 
 
@@ -186,9 +169,7 @@ def _loading(model: PipelineOutline, part: str) -> Iterator[None]:
             yield
     except _LOADING as error:
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise BadInput(
-            f"{model.where}: the {part} cannot be loaded: {first}. Use a complete copy of the model."
-        ) from error
+        raise BadInput(f"{model.where}: the {part} cannot be loaded: {first}. Copy the model again.") from error
 
 
 def load_denoiser(
@@ -233,10 +214,7 @@ def check_weights(model: PipelineOutline) -> int:
     for part in model.parts:
         has_weights = part == model.family.folder or part == "vae" or part.startswith("text_encoder")
         if has_weights and not any((model.directory / part).glob("*.safetensors")):
-            raise BadInput(
-                f"{model.where}: the folder {part} contains no safetensors file, and pickled weights are never "
-                "loaded. Convert the weights to safetensors (save_pretrained does)."
-            )
+            raise BadInput(f"{model.where}: {part} contains no safetensors. Pickled weights are never loaded.")
     shapes: dict[str, tuple[int, ...]] = {}
     for path in _weights_in(folder, where=model.where):
         header = read_header(path, where=f"{model.where}: {model.family.folder}")
@@ -245,8 +223,7 @@ def check_weights(model: PipelineOutline) -> int:
     if wrong:
         raise BadInput(
             f"{model.where}: {model.family.folder}: {len(wrong)} weights do not have the shape that config.json "
-            f"requires. The first is {wrong[0]}, which must have the shape {required[wrong[0]]}, but has "
-            f"{shapes.get(wrong[0])}. Take config.json and the weights from the same checkpoint."
+            f"requires. {wrong[0]} must have {required[wrong[0]]}, but has {shapes.get(wrong[0])}."
         )
     return sum(int(np.prod(shape)) for shape in required.values())
 
@@ -256,10 +233,7 @@ def _weights_in(folder: Path, *, where: str) -> list[Path]:
     index = folder / f"{WEIGHTS}.index.json"
     named = set(_read_object(index).get("weight_map", {}).values()) if index.is_file() else {WEIGHTS}
     if absent := sorted(name for name in named if not (folder / name).is_file()):
-        raise BadInput(
-            f"{where}: the file {absent[0]} is missing in the folder {folder.name}. Copy or download all files of the "
-            "model"
-        )
+        raise BadInput(f"{where}: the file {absent[0]} is missing in the folder {folder.name}. Copy the model again.")
     return [folder / name for name in sorted(named)]
 
 
@@ -422,8 +396,5 @@ def _read_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise BadInput(f"{path}: the file cannot be read as JSON: {error}. Copy or download the file again.") from error
     if not isinstance(content, dict):
-        raise BadInput(
-            f"{path}: the file must contain a JSON object, but it contains a {type(content).__name__}. Copy or "
-            "download the file again."
-        )
+        raise BadInput(f"{path}: the file must contain a JSON object, but contains a {type(content).__name__}")
     return content

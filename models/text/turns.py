@@ -285,10 +285,7 @@ def _render_answer(form: TurnFormat, messages: Sequence[Message]) -> tuple[str, 
     except TemplateFailed as error:
         raise ValueError(f"the policy's chat template {first_error_line(error)}") from error
     if not text.startswith(probe[:cut]):
-        raise ValueError(
-            "the policy's chat template renders a turn differently if this observation follows, so the turn's tokens "
-            "would change"
-        )
+        raise ValueError("the policy's chat template renders a turn differently if this observation follows")
     return text[cut:], end
 
 

@@ -68,9 +68,7 @@ class UpdateWorker:
         denoising: DenoisingConfig | None = None,
     ) -> None:
         if temperature <= 0:
-            raise BadInput(
-                f"rollout.sampling.temperature is {temperature}, but training needs a temperature above 0. Raise it"
-            )
+            raise BadInput(f"rollout.sampling.temperature is {temperature}, but training needs more than 0. Raise it")
         torch.set_num_threads(threads)
         self._store = open_store(f"{store_uri}/{run}")
         self._update = update
@@ -253,10 +251,7 @@ class UpdateWorker:
                 teacher.endpoint, directory=where, on_progress=self._on_progress, is_querying=queries_endpoint
             )
         if work.teacher is None:
-            raise BadInput(
-                f"iteration {work.iteration}: the work unit does not name the teacher's weights, which "
-                "algorithm.distillation needs"
-            )
+            raise BadInput(f"iteration {work.iteration}: the work unit does not name the teacher's weights")
         return build_model_forward(partial(frozen_forward, models.teacher(work.teacher)), self._on_progress)
 
     def _load_actor(self, work: UpdateWork, timer: StageTimer) -> Trainer:
@@ -295,8 +290,7 @@ class UpdateWorker:
             timer.end("load")
             for update, expected in zip(work.past, versions[1:], strict=True):
                 logger.info(
-                    "iteration %d: the update is computed again from its stored samples, because the optimizer state "
-                    "after it is not stored",
+                    "iteration %d: the update is computed again from its stored samples",
                     update.iteration,
                 )
                 start_weights = [weight.clone() for weight in trainer.weights()] if work.was_moved else []

@@ -322,9 +322,7 @@ class ServerClient:
         try:
             return LINES.validate_json(line)
         except ValidationError:
-            raise EndpointDown(
-                f"{self} sent a line that is not a complete JSON message: {self._quoted(line)!r}"
-            ) from None
+            raise EndpointDown(f"{self} sent an incomplete JSON line: {self._quoted(line)!r}") from None
 
     def _read(self, method: str, path: str, answer: type[A], *, body: dict[str, JsonValue] | None = None) -> A:
         with self._request(method, path, body) as response:
@@ -336,8 +334,7 @@ class ServerClient:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             raise WorkerFailed(
-                f"{self} returned an unexpected response to {path} ({where}: {first['msg']}): "
-                f"{self._excerpt(data)!r}. Use a server that was started with `rheostat engine serve vllm`"
+                f"{self} returned an unexpected response to {path} ({where}: {first['msg']}): {self._excerpt(data)!r}"
             ) from error
 
     def _check(self, response: httpx.Response) -> None:
@@ -346,10 +343,7 @@ class ServerClient:
         if status == HTTPStatus.OK:
             return
         if status == HTTPStatus.UNAUTHORIZED:
-            raise BadInput(
-                f"{self} rejects the API key in engine.api_key_variable. Set that environment variable to the key "
-                "with which the server was started"
-            )
+            raise BadInput(f"{self} rejects the API key in engine.api_key_variable. Set it to the key of the server")
         data = response.read()
         try:
             error = Error.model_validate_json(data)

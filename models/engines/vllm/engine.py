@@ -114,10 +114,7 @@ class ServedEngine:
 
     def show(self, images: ImageSource) -> None:
         if not isinstance(images, ImageFiles):
-            raise BadInput(
-                "rollout.engine.kind = 'vllm' needs images in files that its servers can read, found "
-                f"{type(images).__name__}"
-            )
+            raise BadInput(f"rollout.engine 'vllm' needs images in files, found {type(images).__name__}")
         self._images = images
         if self._policy is not None:
             self._policy.vision.files = images
@@ -176,10 +173,7 @@ class ServedEngine:
                     policy.digest, batch, continuations, vision=policy.vision
                 )
                 if not np.isfinite(logprobs_PC).all():
-                    raise Quarantined(
-                        f"the policy with digest {self._digest()} computed NaN or infinite log-probs of "
-                        "continuations. Check its weights, and lower the learning rate if training has caused this"
-                    )
+                    raise Quarantined(f"policy {self._digest()} computed NaN or infinite log-probs of continuations")
                 results.update(zip(part, map(tuple, logprobs_PC.tolist()), strict=True))
                 self._on_progress()
             return client, done
@@ -240,8 +234,7 @@ class ServedEngine:
 
     def _build_proof_error(self, proven: set[str]) -> StaleWeights:
         return StaleWeights(
-            f"the vLLM servers must serve policy {self._digest()} until a request ends, but at its end they serve "
-            f"{', '.join(map(repr, proven))}"
+            f"vLLM servers must serve policy {self._digest()} to the end, but serve {', '.join(map(repr, proven))}"
         )
 
     def _request(
@@ -260,14 +253,11 @@ class ServedEngine:
                 if isinstance(answer, RequestDone):
                     if under_way:
                         raise WorkerFailed(
-                            f"{client} ended its response, but {len(under_way)} of the requested completions are "
-                            "unfinished"
+                            f"{client} ended its response, but {len(under_way)} completions are unfinished"
                         )
                     return client, answer
                 if answer.id not in under_way:
-                    raise WorkerFailed(
-                        f"{client} returned tokens of completion {answer.id}, which is not part of the request"
-                    )
+                    raise WorkerFailed(f"{client} returned tokens of completion {answer.id}, which was not requested")
                 under_way[answer.id].add(answer)
                 if answer.finish is not None:
                     del under_way[answer.id]
@@ -291,10 +281,7 @@ class ServedEngine:
     def _load_again(self, error: StaleWeights, *, loads: int, epoch: int | None = None) -> None:
         """Let the next call reload the policy, unless another thread has requested this since repair `epoch`."""
         if loads > MAX_LOADS:
-            raise WorkerLost(
-                f"{error}. The policy was loaded {MAX_LOADS} times without success. Check that no other run uses the "
-                "same server"
-            ) from error
+            raise WorkerLost(f"{error}. The policy was loaded {MAX_LOADS} times without success") from error
         with self._repair_lock:
             if epoch in (None, self._epoch):
                 logger.warning("The policy is loaded into the vLLM server again, because of this error: %s", error)
@@ -333,9 +320,8 @@ class ServedEngine:
         original, longest = policy.longrope_context, about.max_model_len
         if original is not None and longest > original:
             raise BadInput(
-                f"{client} was started with max_model_len {longest}, at which vLLM uses the long factors of this "
-                "longrope model, but Rheostat trains with the short factors. Start the server with --max-model-len "
-                f"{original} or less"
+                f"{client} has max_model_len {longest}, at which vLLM, unlike Rheostat, uses the long factors of this "
+                f"longrope model. Start the server with --max-model-len {original} or less"
             )
         loaded = client.load(policy.directory, policy.adapter)
         self._on_progress()
