@@ -70,7 +70,7 @@ class Controllers:
         serving.requests.put_nowait(request)
 
     def close(self) -> None:
-        """Signal all controllers to end after they have served their pending requests."""
+        """Signal all controllers (flow runs of one role each) to end after they have served their pending requests."""
         for serving in self._serving.values():
             serving.requests.put_nowait(None)
 
@@ -111,8 +111,8 @@ async def open_controllers(open_run: OpenRun) -> AsyncIterator[None]:
 
 
 async def serve_requests(open_run: OpenRun, run_batch: RunBatch) -> int:
-    """Serve the work requests for this controller until the sender ends them. `run_batch` does the work of one request.
-    Return the number of requests."""
+    """Serve the work requests that this controller receives, until the sender ends them. `run_batch` does the work of
+    one request. Return the number of requests."""
     count, controller_span = 0, _SPAN.get(None)
     works = _received_work(open_run, run_batch) if controller_span is None else _queued_work(controller_span, run_batch)
     async with asyncio.TaskGroup() as group:
@@ -142,8 +142,8 @@ async def _received_work(open_run: OpenRun, perform: RunBatch) -> AsyncIterator[
 
 
 def controller_name() -> str:
-    """Return the display name of the current controller flow run, for `flow_run_name`: `rollout 0`, `rollout 0 from
-    it-0051` for a flow run that replaces an earlier one, or `it-0003 rollout 0` for a single batch."""
+    """Return the display name of the current flow run, for `flow_run_name`: `rollout 0`, `rollout 0 from it-0051` if it
+    replaces an earlier flow run, or `it-0003 rollout 0` if it processes a single batch."""
     parameters = flow_run.parameters
     first = parameters.get("first", 1)
     later = f"from {iteration_key(first)}" if first > 1 else None

@@ -32,10 +32,10 @@ from tasks.run.work_queue import (
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
-"""Minimum interval in seconds between two queries to Prefect for ended controllers. One query covers all
-controllers."""
+"""Minimum interval in seconds between two queries to Prefect for controllers (flow runs of one role) that have ended.
+One query covers all controllers."""
 END_SECONDS = 60.0
-"""Time limit in seconds for the flow run of a controller to end after its last request is finished."""
+"""Time limit in seconds for a controller (flow run of one role) to end after its last request is finished."""
 CANCEL_SECONDS = 10.0
 """Time limit in seconds for the requests to Prefect's API that cancel a flow run."""
 
@@ -44,8 +44,8 @@ FINAL_STATES = (StateType.COMPLETED, StateType.FAILED, StateType.CRASHED, StateT
 
 @dataclass(slots=True)
 class FlowRuns:
-    """Flow runs of controllers that this process has started in Prefect, and the final states of the flow runs that
-    have ended."""
+    """Flow runs that this process has started in Prefect as controllers (each performs one role), and the final states
+    of the flow runs that have ended."""
 
     client: PrefectClient
     _open: set[UUID] = field(default_factory=set)
@@ -94,15 +94,15 @@ async def connect_to_prefect() -> AsyncIterator[FlowRuns]:
 
 @dataclass(slots=True)
 class _OpenRequest:
-    """Work request that is not finished. `missing` contains the keys of the results that are not stored yet, in reverse
-    order."""
+    """Work request that is not finished. `missing` lists the keys of the results that are not stored yet, with the
+    first missing result last."""
 
     request: BatchRequest
     missing: list[StageKey]
 
 
 class DeployedController:
-    """Handle of a controller that runs as a separate Prefect flow run, in the process that has locked the run. It sends
+    """Handle of a controller (a process that performs one role) that runs as a separate Prefect flow run. It sends
     requests to the flow run, checks that the flow run is alive, and replaces it if it is lost."""
 
     def __init__(
@@ -194,7 +194,7 @@ class DeployedController:
                 outbox.put(_build_message(request))
 
     def _keys_of(self, request: BatchRequest) -> list[StageKey]:
-        """Return the keys of all results that a work request produces, in reverse order."""
+        """Return the keys of all results that a work request produces, with the first result last."""
         if request.shards is None:
             return [StageKey.of(request.batch, self._role)]
         return [StageKey.of(request.batch, self._role, shard) for shard in reversed(request.shards)]

@@ -8,8 +8,8 @@ from flows.preparation import run_fine_tuning, run_preference_training
 from flows.run_access import lock_run
 from tasks.config.run import RunConfig, require_part, with_rule_rewards_only
 from tasks.preparation import prepare_policy_and_prompts, uses_fine_tuning
-from tasks.reporting import TrainedPolicy, report_policy
 from tasks.run.keys import BASE, DPO, SFT
+from tasks.training_report import TrainedPolicy, report_policy
 
 
 @flow(name="dpo", flow_run_name="{config.name}", persist_result=True, result_serializer="json")

@@ -13,8 +13,8 @@ from tasks.run.open_run import OpenRun
 
 
 async def generate_and_score(open_run: OpenRun, batch: Batch) -> None:
-    """Generate and score all completions of a batch. The placement policy decides how many workers generate and score,
-    and whether both happen at the same time. The failure of one controller stops the other controllers."""
+    """Generate and score all completions of a batch. The placement policy decides how many workers generate and how
+    many score, and whether both happen at the same time. If one task fails, the others stop."""
     async with open_run.slots_lock:
         plan = await place_stage(open_run, batch)
         if plan.mode == "colocated":
@@ -25,8 +25,8 @@ async def generate_and_score(open_run: OpenRun, batch: Batch) -> None:
 
 
 async def generate_then_score(open_run: OpenRun, batch: Batch) -> None:
-    """Generate all completions of a batch with all worker slots, and then score all completions with all worker
-    slots."""
+    """Generate all completions of a batch with all worker slots (places for one worker each), and then score all
+    completions with all slots."""
     async with asyncio.TaskGroup() as group:
         start_rollout(group, open_run, batch)
     async with asyncio.TaskGroup() as group:
@@ -47,13 +47,13 @@ async def score_while_generating(open_run: OpenRun, batch: Batch, plan: Plan) ->
 
 def start_rollout(group: asyncio.TaskGroup, open_run: OpenRun, batch: Batch) -> None:
     """Start the generation of a batch's completions in a task group. The shards of the batch are divided among the
-    rollout controllers, with one task per controller."""
+    rollout controllers (flows that send work to workers), with one task per controller."""
     for number, shards in enumerate(slice_shards(batch.shards, controllers=open_run.settings.controllers.count)):
         group.create_task(run_on_controller(rollout, open_run, batch=batch.key, controller=number, shards=shards))
 
 
 def start_scoring(group: asyncio.TaskGroup, open_run: OpenRun, batch: Batch) -> None:
     """Start the scoring of a batch's completions in a task group. The shards of the batch are divided among the scoring
-    controllers, with one task per controller."""
+    controllers (flows that send work to workers), with one task per controller."""
     for number, shards in enumerate(slice_shards(batch.shards, controllers=open_run.settings.controllers.count)):
         group.create_task(run_on_controller(scoring, open_run, batch=batch.key, controller=number, shards=shards))

@@ -12,7 +12,7 @@ from tasks.preparation import (
     uses_fine_tuning,
     uses_preference_training,
 )
-from tasks.reporting import TrainedRewards, report_rewards
+from tasks.training_report import TrainedRewards, report_rewards
 
 
 @flow(name="reward-model", flow_run_name="{config.name}", persist_result=True, result_serializer="json")

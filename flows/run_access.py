@@ -62,9 +62,9 @@ async def lock_run(
     the open run.
 
     `scope` is the configuration that the open run uses if it needs less than the whole run. With `accept_change` the
-    run continues with the current code, data and libraries. `final_key` is the key of the last manifest of the run. If
-    it is already in the chain, no cluster is started. Raises BadInput before anything is written, RunLocked if another
-    process holds the run, RunChanged if the run was created with another configuration.
+    run continues with the current code, data and libraries. `final_key` is the key of the last result of the run. If
+    the run is already finished up to this result, no cluster is started. Raises BadInput before anything is written,
+    RunLocked if another process has locked the run, RunChanged if the run was created with another configuration.
     """
     await _prepare_process()
     with tags(config.name, *config.tags):
@@ -132,8 +132,8 @@ async def reopen_run(config: RunConfig) -> AsyncIterator[OpenRun]:
 
 @asynccontextmanager
 async def join_run(ref: RunRef) -> AsyncIterator[OpenRun]:
-    """Open the run for a controller, and yield it. If this process has already opened the run, the open run is shared.
-    Otherwise this process joins the run that another process has locked.
+    """Open the run for a controller (a flow that performs one role), and yield it. If this process has already opened
+    the run, the open run is shared. Otherwise this process joins the run that another process has locked.
 
     If several tasks of a controller fail together, the first cause is raised, and its message is shown in the flow's
     state.
@@ -149,7 +149,8 @@ async def run_controller(
     run: RunRef, batch: str | None, *, work: BatchWork, slots: Role | None = None
 ) -> int | State[int]:
     """Do the work of one role for a single batch, or for all requests of the process that has locked the run if `batch`
-    is None. `work` does the role's work. Return the number of processed batches.
+    is None. `work` is the function that does the work for some shards of a batch. Return the number of processed
+    batches.
 
     `slots` is the role whose workers use the worker slots. If a single batch is requested and no process has locked the
     run, this function assigns the slots. If the controller no longer receives messages, the flow run ends as crashed,

@@ -26,8 +26,8 @@ from tasks.views.summary import RunSummary
     name="train", flow_run_name="{config.name}", persist_result=True, result_serializer="json", validate_parameters=True
 )
 async def train(config: RunConfig, accept_change: bool = False) -> RunSummary:
-    """Train a language model by reinforcement learning. If the flow is started again, it continues from the results in
-    the store.
+    """Train a model by reinforcement learning. If the flow is started again, it continues from the results in the
+    store.
 
     Args:
         config: Configuration of the run.

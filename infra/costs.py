@@ -31,7 +31,7 @@ class Cost(Settings):
     """Number of responses from reward models and judges, including retries and tests of judges with known-bad answers
     (canaries)."""
     price: float = 0.0
-    """Price of these costs, computed with the prices in `[budget.prices]` at the time of recording."""
+    """Price of these costs, computed from the prices in `[budget.prices]` when they were recorded."""
 
     @property
     def tokens(self) -> int:

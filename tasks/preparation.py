@@ -125,7 +125,8 @@ def uses_preference_training(open_run: OpenRun) -> bool:
 
 @stage("fine-tuning of the policy", retries=2)
 async def fine_tune_policy(open_run: OpenRun) -> Manifest:
-    """Train the policy on examples before reinforcement learning (supervised warm-up), and store the result."""
+    """Train the policy on examples or whole chats before reinforcement learning (supervised warm-up), and store the
+    result."""
     settings = open_run.settings
     assert settings.warmup is not None, "fine_tune_policy needs [warmup]"
     base = open_run.run.require(BASE)
@@ -136,7 +137,7 @@ async def fine_tune_policy(open_run: OpenRun) -> Manifest:
         seed=settings.seed,
         max_new_tokens=settings.rollout.sampling.max_new_tokens,
     )
-    course = f"{settings.warmup.steps} steps of {settings.warmup.batch_size} examples"
+    course = settings.warmup.describe()
     return await _train_and_log(open_run, SFT, "warm-up", course=course, method="warmup", work=work, parents=[base])
 
 
@@ -185,16 +186,19 @@ async def _train_and_log(
 
 
 def describe_losses(trained: Manifest) -> str:
-    """Describe a finished training in one line: some losses from first to last, the duration, and the accuracy on
-    held-out pairs if there are any."""
+    """Describe a finished training in one line: some losses from first to last, the duration, and the accuracy or loss
+    on held-out data if there is any."""
     losses, metrics = losses_of(trained), trained.metrics
     stride = -(-len(losses) // MAX_SHOWN_LOSSES)
     course = " ".join(f"{loss:.3f}" for loss in [*losses[:-1:stride], losses[-1]])
-    pairs = ""
+    heldout = ""
     if "heldout_accuracy" in metrics:
         right, count = metrics["heldout_accuracy"], metrics["heldout_pairs"]
-        pairs = f"; accuracy {right:.3f} on {count:.0f} held-out pairs, margin {metrics['heldout_margin']:.2f}"
-    return f"loss {course} after {trained.provenance.seconds['stage']:.0f} s{pairs}"
+        heldout = f"; accuracy {right:.3f} on {count:.0f} held-out pairs, margin {metrics['heldout_margin']:.2f}"
+    elif "heldout_loss" in metrics:
+        heldout = f"; loss on {metrics['heldout_chats']:,.0f} held-out chats {metrics['heldout_loss_first']:.3f} before"
+        heldout += f", {metrics['heldout_loss']:.3f} after"
+    return f"loss {course} after {trained.provenance.seconds['stage']:.0f} s{heldout}"
 
 
 def losses_of(trained: Manifest) -> list[float]:

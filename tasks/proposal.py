@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Mapping
 
 import psutil
 
@@ -12,34 +13,20 @@ from infra.processes.watch import run_watched
 from models.config.proposals import JobProposal, ProposalRequest
 
 
-def propose_job(
-    name: str,
-    folder: str,
-    *,
-    data: str,
-    policy: str,
-    judge: str | None,
-    prompt_column: str | None,
-    answer_column: str | None,
-) -> JobProposal:
-    """Return a job for a data file and a policy, with sizes for this machine.
+def propose_job(name: str, folder: str, *, inputs: Mapping[str, str | None]) -> JobProposal:
+    """Return a job for a data file and a policy, with sizes for this machine. `inputs` are the fields of a
+    `ProposalRequest` that the user chose, such as `data` and `policy`.
 
     Raises BadInput if an input cannot be used or the user must decide something, and WorkerFailed if the process
     crashes.
     """
     gpus = num_gpus()
-    request = ProposalRequest(
-        name=name,
-        folder=folder,
-        data=data,
-        policy=policy,
-        judge=judge,
-        prompt_column=prompt_column,
-        answer_column=answer_column,
-        gpus=gpus,
-        memory=(gpus and gpu_memory()) or psutil.virtual_memory().total,
-        cores=len(os.sched_getaffinity(0)),
-    )
+    machine = {
+        "gpus": gpus,
+        "memory": (gpus and gpu_memory()) or psutil.virtual_memory().total,
+        "cores": len(os.sched_getaffinity(0)),
+    }
+    request = ProposalRequest.model_validate({"name": name, "folder": folder, **inputs, **machine})
     command = [sys.executable, "-P", "-m", "models.proposals.command"]
     code, answer, errors = run_watched("the proposal of a job", command, request.model_dump_json().encode())
     try:

@@ -1,7 +1,4 @@
-"""Progress and results of a run for its users: log lines, Prefect artifacts, plots and the final summary.
-
-Training on data is reported with losses, held-out pairs and held-out accuracy.
-"""
+"""Progress and results of a run for its users: log lines, Prefect artifacts, plots and the final summary."""
 
 import asyncio
 import logging
@@ -19,10 +16,8 @@ from prefect.artifacts import (
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from prefect.exceptions import ObjectNotFound
 
-from infra.config import Settings
 from infra.costs import total
 from infra.errors import Damaged, RheostatError
-from infra.store.manifests import Manifest
 from infra.store.progress import write_goal
 from infra.store.runs import Run
 from infra.store.shards import ShardRef
@@ -30,7 +25,7 @@ from models.records.versions import directory_of, policy_of
 from models.records.work import ExcerptWork, ScoredShard
 from models.rollouts.preview import Excerpts
 from tasks.events import emit_of_run
-from tasks.preparation import FROM_STORE_SUFFIX, losses_of
+from tasks.preparation import FROM_STORE_SUFFIX
 from tasks.report_link import publish_report
 from tasks.run.batch import picture_shards_of
 from tasks.run.iteration import Iteration
@@ -40,7 +35,6 @@ from tasks.run.reverts import has_reverted, policy_after
 from tasks.run.stages import stage
 from tasks.views.diagnosis import MEMORIZED, summarize_warnings
 from tasks.views.metrics import (
-    Accuracy,
     IterationReport,
     evaluations_of,
     iteration_table,
@@ -49,7 +43,7 @@ from tasks.views.metrics import (
     reports_of,
     run_costs,
 )
-from tasks.views.plots import Curves, draw_in_process, draw_in_thread, learning_curves, loss_curves
+from tasks.views.plots import Curves, draw_in_process, draw_in_thread, learning_curves
 from tasks.views.summary import RunSummary, places_of, progress_text, rollout_table, summary_lines, summary_page
 
 logger = logging.getLogger(__name__)
@@ -143,7 +137,7 @@ async def update_summary(open_run: OpenRun, number: int, *, draw: Draw, max_seco
             with suppress(TimeoutError, RheostatError):
                 async with asyncio.timeout(max_seconds):
                     excerpts = await _read_excerpts(open_run, Iteration(run, number))
-        places = [f"run `{_run_path(open_run)}`"]
+        places = [f"run `{locate_run(open_run)}`"]
         text, warnings = text_task.result()
         page = summary_page(run.name, text, places, warnings=warnings, png=plot_task.result(), excerpts=excerpts)
         if excerpts.samples:
@@ -205,7 +199,7 @@ async def report_run(open_run: OpenRun) -> RunSummary:
     run.store.put(_plot_key(len(reports)), png)
     summary = RunSummary(
         run=run.name,
-        path=_run_path(open_run),
+        path=locate_run(open_run),
         iterations=len(reports),
         before=evaluations[0],
         after=evaluations[-1],
@@ -284,117 +278,6 @@ async def _read_excerpts(open_run: OpenRun, iteration: Iteration) -> Excerpts:
     return done.result
 
 
-class TrainedModel(Settings):
-    """Model that a run trained on data with SFT, DPO or pairs of completions, and how well the training went."""
-
-    name: str
-    """Name of the model: `policy`, or the reward term that it scores."""
-    path: str
-    """Directory of the model, in Hugging Face format."""
-    digest: str
-    """Digest of the model's weights."""
-    losses: list[float]
-    """Training loss at a few points, from the first step to the last."""
-    pair_accuracy: float | None
-    """Fraction of held-out pairs in which the model prefers the better completion, or None if it was not trained on
-    pairs."""
-    pairs: int
-    """Number of held-out pairs."""
-    seconds: float
-    """Duration of the training in seconds."""
-
-    def line(self) -> str:
-        """Describe the losses, the duration and the accuracy on pairs in one line for the terminal."""
-        pairs = (
-            "" if self.pair_accuracy is None else f", accuracy {self.pair_accuracy:.3f} on {self.pairs} held-out pairs"
-        )
-        return f"{self.name}: loss {self.losses[0]:.3f} to {self.losses[-1]:.3f} in {self.seconds:.0f} s{pairs}"
-
-
-class TrainedPolicy(Settings):
-    """Result of `rheostat sft` or `rheostat dpo`: the trained policy, and its accuracy before and after."""
-
-    run: str
-    """Name of the run."""
-    path: str
-    """Directory or address of the run in the store."""
-    policy: TrainedModel
-    """Final policy, with its directory, its losses and the duration of the training."""
-    before: Accuracy | None
-    """Held-out accuracy before the training, or None if no reward decides which answers are correct."""
-    after: Accuracy | None
-    """Held-out accuracy after the training."""
-    plot: str
-    """Location of the PNG with the loss curve."""
-
-    def text(self) -> str:
-        """Describe losses, accuracies and locations of the result, as lines for the terminal."""
-        lines = [self.policy.line()]
-        if self.before is not None and self.after is not None:
-            lines += [f"held-out accuracy before {self.before.line()}", f"                  after  {self.after.line()}"]
-        lines += [f"plot     {self.plot}", f"run      {self.path}", f"policy   {self.policy.path}"]
-        return "\n".join((*lines, f"digest   {self.policy.digest}"))
-
-
-class TrainedRewards(Settings):
-    """Result of `rheostat reward-model`: all reward models that a run trained."""
-
-    run: str
-    """Name of the run."""
-    path: str
-    """Directory or address of the run in the store."""
-    models: tuple[TrainedModel, ...]
-    """Reward models, one for each trained reward."""
-    plot: str
-    """Location of the PNG with the loss curves."""
-
-    def text(self) -> str:
-        """Describe losses, accuracy and directory of each reward model, as lines for the terminal."""
-        lines = [f"{model.line()}\n         {model.path}" for model in self.models]
-        return "\n".join((*lines, f"plot     {self.plot}", f"run      {self.path}"))
-
-
-@stage("report on {key}")
-async def report_policy(open_run: OpenRun, key: str, before: Accuracy | None, after: Accuracy | None) -> TrainedPolicy:
-    """Return the result of training a policy with SFT or DPO. `key` names the stored result. A plot of the loss is
-    stored in the run."""
-    policy = _describe_model(open_run, "policy", open_run.run.require(key))
-    plot = _draw_losses(open_run, key, [policy])
-    return TrainedPolicy(
-        run=open_run.run.name, path=_run_path(open_run), policy=policy, before=before, after=after, plot=plot
-    )
-
-
-@stage("report on reward models")
-async def report_rewards(open_run: OpenRun) -> TrainedRewards:
-    """Return the results of training reward models. A plot of their losses is stored in the run."""
-    trained = [
-        _describe_model(open_run, term, open_run.reward_model(term))
-        for term, reward in open_run.settings.scoring.hosted_rewards.items()
-        if reward.is_trained
-    ]
-    plot = _draw_losses(open_run, "rewards", trained)
-    return TrainedRewards(run=open_run.run.name, path=_run_path(open_run), models=tuple(trained), plot=plot)
-
-
-def _describe_model(open_run: OpenRun, name: str, manifest: Manifest) -> TrainedModel:
-    weights = manifest.bundles["weights"]
-    return TrainedModel(
-        name=name,
-        path=directory_of(open_run.run, weights),
-        digest=weights.digest,
-        losses=losses_of(manifest),
-        pair_accuracy=manifest.metrics.get("heldout_accuracy"),
-        pairs=int(manifest.metrics.get("heldout_pairs", 0)),
-        seconds=manifest.provenance.seconds["stage"],
-    )
-
-
-def _run_path(open_run: OpenRun) -> str:
+def locate_run(open_run: OpenRun) -> str:
+    """Return the directory or address of a run."""
     return open_run.run.store.locate("run.json").rpartition("/")[0]
-
-
-def _draw_losses(open_run: OpenRun, key: str, models: list[TrainedModel]) -> str:
-    store, name = open_run.run.store, f"report/loss-{key.rpartition('/')[2]}.png"
-    store.put(name, loss_curves(f"Run {open_run.run.name}: {key}", {model.name: model.losses for model in models}))
-    return store.locate(name)

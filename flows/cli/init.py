@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 from typing import Annotated, Final
@@ -20,20 +21,43 @@ Folder = Annotated[
     Parameter(name="DIR", show_default="with --data: the current folder", help="folder for the new files"),
 ]
 DataName = Annotated[
-    str | None, Parameter(metavar="FILE", help="write a job for this file of problems, instead of an example")
+    str | None,
+    Parameter(
+        metavar="FILE", help="write a job for this file of problems or dataset on the Hub, instead of an example"
+    ),
 ]
 PolicyName = Annotated[
-    str | None, Parameter(metavar="DIR", help="with --data: directory of the policy in Hugging Face format")
+    str | None,
+    Parameter(metavar="DIR", help="with --data: directory of the policy in Hugging Face format, or a name on the Hub"),
 ]
 JudgeName = Annotated[
-    str | None, Parameter(metavar="DIR", help="with --data: directory of a judge, for answers that are free texts")
+    str | None,
+    Parameter(metavar="DIR", help="with --data: directory or name of a judge, for answers that are free texts"),
 ]
-PromptColumn = Annotated[
-    str | None, Parameter(metavar="NAME", show_default="found by its name", help="column with the prompts")
-]
-AnswerColumn = Annotated[
-    str | None, Parameter(metavar="NAME", show_default="found by its name", help="column with the reference answers")
-]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True)
+class DataOptions:
+    """Options that name the parts of a data set that a job reads."""
+
+    prompt_column: Annotated[
+        str | None, Parameter(metavar="NAME", show_default="found by its name", help="column with the prompts")
+    ] = None
+    answer_column: Annotated[
+        str | None,
+        Parameter(metavar="NAME", show_default="found by its name", help="column with the reference answers"),
+    ] = None
+    config: Annotated[str | None, Parameter(metavar="NAME", help="configuration of a dataset on the Hub")] = None
+    split: Annotated[str | None, Parameter(metavar="NAME", help="split of a dataset on the Hub for training")] = None
+    heldout_split: Annotated[
+        str | None, Parameter(metavar="NAME", help="split of a dataset on the Hub for evaluation")
+    ] = None
+
+
+DEFAULT_OPTIONS = DataOptions()
+
+
 Deployments = Annotated[
     bool,
     Parameter(
@@ -142,21 +166,21 @@ def init(
     data: DataName = None,
     policy: PolicyName = None,
     judge: JudgeName = None,
-    prompt_column: PromptColumn = None,
-    answer_column: AnswerColumn = None,
+    columns: DataOptions = DEFAULT_OPTIONS,
     deployments: Deployments = False,
 ) -> None:
     """Create a job for a file of problems and a policy, an example job to edit, or the files for deployments."""
-    options = {"--policy": policy, "--judge": judge, "--prompt-column": prompt_column, "--answer-column": answer_column}
+    inputs = {"policy": policy, "judge": judge, **asdict(columns)}
     if data is not None:
         if deployments:
             raise BadInput("--deployments cannot be combined with --data. Run the command once with each option.")
         if policy is None:
             raise BadInput("--data needs --policy DIR, the directory of the model to train.")
-        _write_proposed_job(folder or Path(), data, policy, judge, prompt_column, answer_column)
+        _write_proposed_job(folder or Path(), {"data": data, **inputs})
         return
-    if given := [option for option, value in options.items() if value is not None]:
-        raise BadInput(f"{given[0]} needs --data FILE, the file of problems to train on.")
+    if set_names := [name for name, value in inputs.items() if value is not None]:
+        option = f"--{set_names[0].replace('_', '-')}"
+        raise BadInput(f"{option} needs --data FILE, the file of problems to train on.")
     if folder is None:
         raise BadInput(
             "Name a folder for an example job, as in `rheostat init my-job`, or name your data and model with --data "
@@ -168,11 +192,8 @@ def init(
         _write_example(folder)
 
 
-def _write_proposed_job(
-    folder: Path, data: str, policy: str, judge: str | None, prompt_column: str | None, answer_column: str | None
-) -> None:
-    """Write a job for the user's file of problems and policy, and print what was recognized in them, the plan of the
-    run, and the command that starts it. `judge` is the directory of a model that scores completions, if given.
+def _write_proposed_job(folder: Path, inputs: Mapping[str, str | None]) -> None:
+    """Write a job for a file of problems and a policy, and print what was recognized, the plan and the next step.
 
     Raises BadInput, with nothing written, if the job would not start.
     """
@@ -183,15 +204,7 @@ def _write_proposed_job(
 
     job, here = folder / "job.toml", folder.absolute()
     _require_new(folder, [job.name])
-    proposal = propose_job(
-        _run_name(folder.resolve()),
-        str(here),
-        data=data,
-        policy=policy,
-        judge=judge,
-        prompt_column=prompt_column,
-        answer_column=answer_column,
-    )
+    proposal = propose_job(_run_name(folder.resolve()), str(here), inputs=inputs)
     config = override_config(place_document(proposal.document, here), [], source=str(job))
     plan = plan_run(config)
     _write_files(folder, {job.name: proposal.document.encode()})

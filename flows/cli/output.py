@@ -224,7 +224,7 @@ def _last_line(text: str) -> str:
 
 
 def deletion_lines(stones: Sequence[Tombstone]) -> list[str]:
-    """Describe the deletions in a run, which its tombstones record, in one line for each reason."""
+    """Describe the recorded deletions in a run (tombstones) in one line for each reason."""
     lines = []
     for why, is_replaced in sorted({(stone.why, stone.is_replaced) for stone in stones}):
         same = [stone for stone in stones if (stone.why, stone.is_replaced) == (why, is_replaced)]
@@ -234,8 +234,8 @@ def deletion_lines(stones: Sequence[Tombstone]) -> list[str]:
 
 
 def _describe_parts(stones: Sequence[Tombstone]) -> str:
-    """Describe the stored data that these tombstones record as deleted, for example "2 policies and rollouts of 3
-    iterations"."""
+    """Describe the stored data that was deleted according to these records of deletions (tombstones), for example "2
+    policies and rollouts of 3 iterations"."""
     if stones[0].what == WHOLE_RUN:
         return "rollouts, samples and policies"
     kinds = Counter(stone.what.partition("/")[0] for stone in stones)

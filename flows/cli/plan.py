@@ -72,7 +72,7 @@ def plan_run(config: RunConfig, *, accept_change: bool = False) -> RunPlan:
         "policy": f"{facts['parameters']:,.0f} parameters, context {facts['context']:,.0f} tokens",
         **_describe_adapter(config, facts),
         "longest": _describe_lengths(config, facts),
-        "warm-up": "none" if config.warmup is None else f"{config.warmup.steps:,} steps",
+        **_describe_warmup(config, facts),
         **_describe_preferences(config, facts),
         "optimizer steps": f"{steps} per iteration, {remaining * steps:,} remaining",
         "evaluations": f"{_describe_evaluations(config)}, {config.evaluation.problems:,} problems each"
@@ -243,6 +243,20 @@ def _describe_adapter(config: RunConfig, facts: dict[str, float]) -> dict[str, s
     return {"adapter": f"rank {lora.rank}, {facts['trained_parameters']:,.0f} trained parameters"}
 
 
+def _describe_warmup(config: RunConfig, facts: dict[str, float]) -> dict[str, str]:
+    if config.warmup is None or config.warmup.chats is None:
+        return {"warm-up": "none" if config.warmup is None else f"{config.warmup.steps:,} steps"}
+    dropped = facts["too_long_chats"]
+    chats = (
+        f"{facts['chats']:,.0f} training, {facts['heldout_chats']:,.0f} held out; an epoch has "
+        f"{facts['chat_tokens']:,.0f} tokens, of which {facts['trained_chat_tokens']:,.0f} are trained"
+    )
+    return {
+        "warm-up": f"{config.warmup.describe()} ({facts['chat_steps']:,.0f} steps in all)",
+        "chats": chats + (f"; {dropped:,.0f} left out because they are too long" if dropped else ""),
+    }
+
+
 def _describe_preferences(config: RunConfig, facts: dict[str, float]) -> dict[str, str]:
     if config.preferences is None:
         return {}
@@ -291,7 +305,8 @@ def _describe_slots(pools: PoolsConfig) -> str:
 
 
 def _describe_sharing(config: RunConfig) -> str:
-    """Describe which roles share the worker slots, and how the slots are assigned at the start of the run."""
+    """Describe which roles share the worker slots (places for one worker each), and how the slots are assigned at the
+    start of the run."""
     if not config.scoring.hosted_rewards:
         return ", all for rollout"
     return f", {config.placement.kind}: {first_placement(config).decision.reason}"

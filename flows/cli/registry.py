@@ -116,7 +116,7 @@ def require_finished(config: "RunConfig", *, today: date) -> None:
 
 def retrain_here(config: "RunConfig", *, day: date, accept_change: bool = False) -> "Retrained":
     """Run one retrain of the configured job in this process, and return the result. `day` is the date in the name of
-    the run. Raises BadInput, before anything is written or started, if the configuration or the inputs are invalid."""
+    the run. Raises BadInput before anything is written or started if an input is invalid."""
     with open_job(config, "flows.retrain") as config:
         from flows.retrain import retrain as retrain_flow
 
@@ -194,7 +194,7 @@ def rollback(
 def mirror(name: RegistryName, /, *, to: MirrorAddress = None, store: Store = DEFAULT_STORE) -> None:
     """Copy the state of a registry to the model registry of MLflow.
 
-    Promotions and rollbacks do this by themselves if MLFLOW_REGISTRY_URI is set.
+    If MLFLOW_REGISTRY_URI is set, promotions and rollbacks do this automatically.
     """
     from infra.store.registry import open_existing_registry
     from tasks.promotion.mirror import ADDRESS_VARIABLE, mirror_address

@@ -84,10 +84,7 @@ def restrict_hosts(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 def block_telemetry(app: ASGIApp, api_url: str) -> ASGIApp:
     """Wrap an app with a content security policy, so that its pages can connect only to this server and its API.
-    Otherwise Prefect's UI would send usage statistics to another server.
-
-    Without this policy the UI sends usage statistics to another server.
-    """
+    Otherwise Prefect's UI would send usage statistics to another server."""
     place = urlsplit(api_url)
     allowed = f"{place.scheme}://{place.netloc} wss://{place.netloc} ws://{place.netloc}" if place.netloc else ""
 

@@ -34,7 +34,7 @@ from infra.terminal import Json, parse_whole_number, table, wrap_text, write
 
 if TYPE_CHECKING:
     from tasks.config.run import RunConfig
-    from tasks.reporting import TrainedPolicy, TrainedRewards
+    from tasks.training_report import TrainedPolicy, TrainedRewards
     from tasks.views.metrics import Accuracy
     from tasks.views.summary import RunSummary
 

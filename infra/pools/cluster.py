@@ -319,7 +319,7 @@ def _elsewhere(address: str) -> Callable[[], Sequence[WatchedPort]]:
 
 
 def _servers(directory: Path | None) -> Callable[[], Sequence[WatchedServer]]:
-    """Return a function that lists the servers, started so far, of the embedded cluster in this directory."""
+    """Return a function that lists the servers of the embedded cluster in this directory that have started so far."""
     found: dict[str, WatchedServer] = {}
 
     def servers() -> Sequence[WatchedServer]:

@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 _Arrangement = tuple[dict[str, int], dict[str, object]]
 CHECK_SECONDS = 0.5
-"""Interval in seconds between two checks for missing resources. While it waits, a fleet checks whether enough slots
-have become available, or whether another process has woken a worker that this process can use."""
+"""Interval in seconds between two checks for more worker slots, or for a worker of another process that this process
+can use."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,11 @@ class SlotCount:
 
     max_slots: int
     initial_slots: int = 1
-    """Number of slots that must be reserved before the fleet starts."""
+    """Number of slots that must be reserved before any worker starts."""
     min_slots: int = 1
-    """Minimum number of slots with which the fleet continues after machines have left."""
+    """Minimum number of slots with which the run continues after machines have left."""
     wait_seconds: float = 180
-    """Maximum time in seconds to wait when the fleet has fewer than `min_slots` slots."""
+    """Maximum time in seconds to wait while there are fewer than `min_slots` slots."""
 
 
 class Worker(Protocol):
@@ -62,7 +62,7 @@ class Worker(Protocol):
         ...
 
     async def asleep(self) -> bool:
-        """Return whether the worker is asleep. A sleeping worker refuses work until its fleet wakes it."""
+        """Return whether the worker is asleep. A sleeping worker refuses work until it is woken."""
         ...
 
     def prefetch(self, record: object) -> None:
@@ -91,8 +91,8 @@ class Launcher(Protocol):
     Ray and one for threads."""
 
     async def start(self, spec: PoolSpec, name: str, *, slot: int | None) -> Worker:
-        """Start a worker. A worker in a slot of a fleet is asleep until it is woken. `slot` is the index of this slot,
-        or None if the worker belongs to no fleet."""
+        """Start a worker. `slot` is the index of the reserved slot in which it runs, or None. A worker in a slot is
+        asleep until it is woken."""
         ...
 
     async def find(self, spec: PoolSpec, name: str) -> Worker:
@@ -122,8 +122,8 @@ class SlotLauncher(Launcher, Protocol):
         ...
 
     async def reserve(self, wait_seconds: float) -> None:
-        """Reserve the initial slots of the fleet, and wait for them. Raises ClusterFailed if they are not available
-        within `wait_seconds`."""
+        """Reserve the initial slots, and wait for them. Raises ClusterFailed if they are not available within
+        `wait_seconds`."""
 
     def release(self) -> None:
         """Release the reserved slots."""

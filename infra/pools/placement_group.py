@@ -22,8 +22,8 @@ needed, so that only memory limits the number of slots."""
 
 CHECK_SECONDS = 1.0
 MORE_SECONDS = 2.0
-"""Maximum time in seconds to wait for additional slots after the required slots of a fleet are available. Slots that
-become available later are found at the next check."""
+"""Maximum time in seconds to wait for additional worker slots after the required slots are available. Slots that become
+available later are found at the next check."""
 QUERY_SECONDS = 180.0
 
 
@@ -114,8 +114,8 @@ class ReservedSlots:
         return await list_workers(role)
 
     async def reserve(self, wait_seconds: float) -> None:
-        """Reserve the initial slots of the fleet and wait until they are available. Request the other slots without
-        waiting.
+        """Reserve the required slots and wait until they are available. Request the additional slots without waiting.
+        Raises ClusterFailed if the required slots are not available within `wait_seconds`.
 
         Raises ClusterFailed if the initial slots are not available within `wait_seconds`.
         """

@@ -103,7 +103,7 @@ class WorkerThread:
         return (await self._answer(self._host.sleep, "sleep", stall_seconds)).seconds
 
     async def asleep(self) -> bool:
-        """Return whether the worker is asleep. A sleeping worker refuses work until its fleet wakes it."""
+        """Return whether the worker is asleep. A sleeping worker refuses work until it is woken."""
         return self._host.asleep()
 
     def prefetch(self, record: object) -> None:
@@ -202,7 +202,8 @@ class ThreadLauncher:
         return ["here"] * self.slots
 
     async def start(self, spec: PoolSpec, name: str, *, slot: int | None) -> WorkerThread:
-        """Start a thread with a worker. If the worker is in a slot of a fleet, it stays asleep until it is woken."""
+        """Start a thread with a worker. `slot` is the index of the slot in which it runs, or None. A worker in a slot
+        is asleep until it is woken."""
         worker = WorkerThread(spec, name, asleep=slot is not None)
         self.started.append(worker)
         await worker.construct()

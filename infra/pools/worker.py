@@ -71,7 +71,7 @@ class PoolSpec:
     prefetches: bool = False
     """Whether the pool announces waiting work to busy workers, so that they can download its inputs in advance."""
     slots: int = 1
-    """Number of slots of a fleet that one worker occupies. The worker's process runs in the first of these slots."""
+    """Number of reserved slots that one worker occupies. The worker's process runs in the first of these slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class ReservedSlot:
     group: "PlacementGroup"
     index: int
     devices: tuple[str, ...]
-    """Ids of the GPUs that are visible to a worker in this bundle."""
+    """Ids of the GPUs that are visible to a worker in this slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class WorkerProcess:
         return (await self._answer(call, "sleep", stall_seconds)).seconds
 
     async def asleep(self) -> bool:
-        """Return whether the worker is asleep. A sleeping worker refuses work until its fleet wakes it."""
+        """Return whether the worker is asleep. A sleeping worker refuses work until it is woken."""
         return bool(
             await _await_reference(self.actor.asleep.options(concurrency_group=WATCH).remote(), f"worker {self.name}")
         )

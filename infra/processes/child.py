@@ -155,9 +155,7 @@ class Child:
             description, _ = self.exchange(self._order, START_SECONDS)
         except ProcessEnded as end:
             if end.cause == "time":
-                raise WorkerFailed(
-                    f"{self._what}: importing the code took over {START_SECONDS:g} s. Make it faster"
-                ) from None
+                raise WorkerFailed(f"{self._what}: its import took over {START_SECONDS:g} s. Make it faster") from None
             raise
         if isinstance(description, str):
             raise BadInput(description)
@@ -371,7 +369,7 @@ class RestartingProcess(Generic[Process]):
             self._is_ready = False
 
     def ready(self) -> Process:
-        """Start the process if it is not running, and return it after its imports. Retry if it dies meanwhile.
+        """Start the process if it is not running, and return it after its imports. If it dies meanwhile, try again.
 
         Raises WorkerFailed after `MAX_STARTS` attempts.
         """

@@ -33,7 +33,7 @@ class BundleRef(Settings):
     """Reference to a stored folder (bundle), such as the weights of a policy: its key in the store, digest and size."""
 
     key: str
-    """Key of the bundle in the store, `<prefix>/<first 16 digits of the digest>`."""
+    """Key of the bundle (stored folder) in the store, `<prefix>/<first 16 digits of the digest>`."""
     digest: str
     """BLAKE3 digest of bundle.json, which in turn contains the digest of every file."""
     bytes: Annotated[int, Field(ge=0)]
@@ -53,7 +53,7 @@ class Contents(Settings):
     """List of the files in a stored folder (bundle). It is stored in the folder as bundle.json."""
 
     files: dict[str, BundledFile]
-    """Digest and size of each file, by its path relative to the bundle, with '/' between folders."""
+    """Digest and size of each file, by its path relative to the stored folder, with '/' between folders."""
 
     def encode(self) -> bytes:
         return canonical_json(self.model_dump())
@@ -125,8 +125,7 @@ def publish_bundle(
 def put_bundle_file(
     store: Store, ref: BundleRef, contents: Contents, name: str, data: bytes | Path, *, durable: bool = True
 ) -> None:
-    """Store one file of a bundle (stored folder). Several processes can store different files of it at the same
-    time."""
+    """Store one file of a bundle (stored folder). Several processes can store different files at the same time."""
     _put(store, f"{ref.key}/{name}", data, digest=contents.files[name].digest, durable=durable)
 
 
@@ -140,20 +139,20 @@ def complete_bundle(store: Store, ref: BundleRef, contents: Contents, *, durable
 
 
 def sync_bundle(store: Store, ref: BundleRef) -> None:
-    """Make a bundle durable (fsync). It is verified first, unless this process has already published or verified it."""
+    """Make a bundle (stored folder) durable (fsync). It is verified first, unless this process has already done so."""
     fetch_bundle(store, ref)
     for entry in store.entries(f"{ref.key}/"):
         store.sync(entry.key)
 
 
 def has_bundle(store: Store, ref: BundleRef) -> bool:
-    """Return whether a bundle is completely stored and was not deleted."""
+    """Return whether a bundle (stored folder) is completely stored and was not deleted."""
     return store.exists(f"{ref.key}/{CONTENTS}")
 
 
 def fetch_bundle(store: Store, ref: BundleRef) -> Path:
-    """Return a local directory with exactly the files of a bundle. They are downloaded if necessary, and verified when
-    this process first uses the bundle.
+    """Return a local directory with exactly the files of a bundle (stored folder). They are downloaded if necessary,
+    and verified when this process first uses the bundle.
 
     Raises Damaged if the bundle is missing or one of its files has changed.
     """
@@ -166,8 +165,8 @@ def fetch_bundle(store: Store, ref: BundleRef) -> Path:
 
 
 def fetch_bundle_files(store: Store, ref: BundleRef, names: Sequence[str]) -> Path:
-    """Return a local directory that contains the files `names` of a bundle, downloaded if necessary and verified. It
-    may contain other files too.
+    """Return a local directory that contains the files `names` of a bundle (stored folder), downloaded if necessary and
+    verified. It may contain other files too.
 
     From a remote store, only these files are downloaded. In a local store, the whole bundle is verified. Raises
     BadInput if the bundle has no file with one of the names.
@@ -184,13 +183,13 @@ def fetch_bundle_files(store: Store, ref: BundleRef, names: Sequence[str]) -> Pa
 
 
 def prefetch_bundle(store: Store, ref: BundleRef) -> None:
-    """Download a bundle into the local cache in advance, if the cache has room. The files are not verified."""
+    """Download a bundle (stored folder) into the local cache in advance, if it has room. Nothing is verified."""
     if not _is_known(store, ref):
         _download(store, ref, room=ref.bytes)
 
 
 def _download(store: Store, ref: BundleRef, *, room: int | None = None) -> None:
-    """Download the files of a bundle in parallel, if the store is remote and contains the bundle."""
+    """Download the files of a bundle (stored folder) in parallel, if the store is remote and contains the bundle."""
     if store.is_remote and has_bundle(store, ref):
         files = _contents(store, ref).files
         store.fetch([f"{ref.key}/{name}" for name in (CONTENTS, *files)], room=room)
@@ -203,8 +202,8 @@ def _directory(store: Store, ref: BundleRef) -> Path:
 
 @contextmanager
 def verify_while_reading(store: Store, ref: BundleRef, *, large_suffix: str) -> Iterator[Path]:
-    """Run the block with the local directory of a bundle. In the meantime, a thread verifies the large files, whose
-    names end in `large_suffix`.
+    """Run the block with the local directory of a bundle (stored folder). In the meantime, a thread verifies the large
+    files, whose names end in `large_suffix`.
 
     The block can load these files at the same time, so that each file is read from the disk only once. The loaded data
     is valid only if the block ends without the error Damaged.
@@ -229,7 +228,8 @@ def verify_while_reading(store: Store, ref: BundleRef, *, large_suffix: str) -> 
 
 
 def fetch_bundle_file(store: Store, ref: BundleRef, name: str) -> Path:
-    """Return the local path of one file of a bundle. Only this file is verified, because others may be large.
+    """Return the local path of one file of a bundle (stored folder). Only this file is verified, because others may be
+    large.
 
     Raises BadInput if the bundle has no such file, and Damaged if the bundle is missing or the file has changed.
     """
@@ -244,14 +244,14 @@ def fetch_bundle_file(store: Store, ref: BundleRef, name: str) -> Path:
 
 
 def verify_bundle(store: Store, ref: BundleRef) -> None:
-    """Raise Damaged unless a bundle consists of exactly the files that bundle.json lists, with the right digests."""
+    """Raise Damaged unless a bundle (stored folder) has exactly the files in bundle.json, with the right digests."""
     for name, digest in _verified_names(store, ref).items():
         _verify_file(store, ref, name, digest)
 
 
 def _verified_names(store: Store, ref: BundleRef) -> dict[str, str]:
-    """Return the digest of each file that bundle.json lists, by name. Raises Damaged if the names or sizes of the
-    stored files differ."""
+    """Return the digest of each file that the bundle.json of a stored folder lists, by name. Raises Damaged if the
+    names or sizes of the stored files differ."""
     where = f"bundle {ref.key!r} in {store.uri}"
     if not has_bundle(store, ref):
         raise Damaged(f"{where}: {_describe_absence(store, ref)}")
@@ -295,8 +295,8 @@ def is_bundle_copy(directory: Path, digest: str) -> bool:
 
 
 def delete_bundle(store: Store, ref: BundleRef) -> None:
-    """Delete a bundle. bundle.json is deleted first, so that a partly deleted bundle no longer counts as a bundle. An
-    interrupted deletion can be repeated."""
+    """Delete a bundle (stored folder). bundle.json is deleted first, so that a partly deleted bundle no longer counts
+    as a bundle. An interrupted deletion can be repeated."""
     _known.pop((store.uri, ref.key), None)
     store.delete(f"{ref.key}/{CONTENTS}")
     for entry in store.entries(f"{ref.key}/"):
@@ -313,9 +313,7 @@ def _contents(store: Store, ref: BundleRef) -> Contents:
     data = store.read(f"{ref.key}/{CONTENTS}")
     found = blake3(data).hexdigest()
     if found != ref.digest:
-        raise Damaged(
-            f"bundle {ref.key!r} in {store.uri}: the digest of {CONTENTS} must be {ref.digest}, but is {found}"
-        )
+        raise Damaged(f"bundle {ref.key!r} in {store.uri}: {CONTENTS} must have digest {ref.digest}, but has {found}")
     try:
         return Contents.model_validate_json(data)
     except ValidationError as error:
@@ -358,8 +356,8 @@ def _files(directory: Path) -> dict[str, Path]:
 
 
 def _stamp(store: Store, ref: BundleRef) -> Stamp:
-    """Return the state of the local files of a bundle. It changes if a file is written, replaced, added or removed.
-    Empty if the bundle is missing."""
+    """Return the state of the local files of a bundle (stored folder). It changes if a file is written, replaced, added
+    or removed. Empty if the bundle is missing."""
     if not has_bundle(store, ref):
         return ()
     directory = _directory(store, ref)
@@ -373,7 +371,7 @@ def _stamp(store: Store, ref: BundleRef) -> Stamp:
 
 
 def _is_known(store: Store, ref: BundleRef) -> bool:
-    """Return whether this process has published or verified a bundle whose files have not changed since."""
+    """Return whether this process has published or verified a bundle (stored folder) that has not changed since."""
     known = _known.get((store.uri, ref.key))
     return known is not None and known == _stamp(store, ref)
 

@@ -18,8 +18,8 @@ from infra.store.runs import JOURNAL, Run, records
 
 _CHAIN = "chain/"
 _PLACEMENT = "placement/"
-"""Prefix of the journal entries that record placement decisions (which role got which workers). They are written after
-the plan of an iteration or evaluation."""
+"""Prefix of the keys of journal entries (stored measurements and decisions) about placement, that is, about which role
+got which workers."""
 _NAME = re.compile(r"(\d{6,})-(.+)\.json")
 
 
@@ -38,7 +38,7 @@ class Link(SealedRecord):
     manifests: dict[str, str]
     """Digests of the part's manifests (records of results), by key."""
     journal: dict[str, str]
-    """Digests of the part's journal entries (measurements and decisions), by key."""
+    """Digests of the part's journal entries (stored measurements and decisions), by key."""
 
     @property
     def digest(self) -> str:
@@ -109,8 +109,8 @@ class Chain:
 
 
 def check_chain(run: Run) -> Iterator[str]:
-    """Check the chain of a run, the hash-linked list of its finished parts. Yield one line for each record that is
-    missing or changed: chain records, and the manifests and journal entries that they list."""
+    """Check the chain of a run, the hash-linked list of its finished parts. Yield one line for each missing or changed
+    record: of the chain itself, of a result, or of the journal (measurements and decisions)."""
     return _check_links(run, {manifest.digest for manifest in run.manifests()})
 
 
@@ -133,8 +133,8 @@ def complete_manifests(run: Run) -> list[Manifest]:
 
 
 def _find_missing(run: Run, committed: Sequence[Manifest], placed: Iterable[str]) -> Iterator[str]:
-    """Yield one line for each missing record to which the chain, a manifest or the journal refers. `committed` are all
-    manifests of the run, and `placed` are keys of placement entries in the journal."""
+    """Yield one line for each missing record to which the chain, a manifest (record of a result) or the journal refers.
+    `committed` are all manifests of the run, and `placed` are keys of placement entries in the journal."""
     digests = {manifest.digest for manifest in committed}
     yield from _check_links(run, digests)
     for manifest in committed:

@@ -20,7 +20,7 @@ from infra.store.manifests import provenance_here
 from infra.store.runs import Run
 
 DEPENDENCIES: Final = "dependencies/"
-"""Prefix of the journal entries that record the dependencies of a run."""
+"""Prefix of the keys of journal entries (stored measurements and decisions) that record the dependencies of a run."""
 SHOWN: Final = 5
 
 logger = logging.getLogger(__name__)
@@ -39,8 +39,7 @@ class FileContent(Settings):
 
 
 class Dependencies(Settings):
-    """Everything except the configuration on which the results of a run depend: user code, data files, and library
-    versions."""
+    """Code, data files and library versions on which the results of a run depend, in addition to its configuration."""
 
     code: dict[str, dict[str, str]]
     """Digests of the Python modules that each target uses, by name of the target and then by module. A target is a

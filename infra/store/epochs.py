@@ -59,8 +59,8 @@ class Epoch:
         self._shared_query = SharedCall(self._query_is_over)
 
     def is_over(self) -> bool:
-        """Return whether a newer epoch has begun, or the run was deleted. Threads that call this at the same time share
-        one query to the store."""
+        """Return whether another process has locked the run (which begins a new epoch), or the run was deleted. Threads
+        that call this at the same time share one query to the store."""
         return self._shared_query.call()
 
     def _query_is_over(self) -> bool:

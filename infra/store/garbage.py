@@ -30,7 +30,7 @@ from infra.store.tombstones import WHOLE_RUN, Deleted, find_tombstone, needed_ob
 MAX_PARALLEL = 8
 """Number of objects that are deleted in parallel."""
 TAGS = "tags/"
-"""Prefix of the journal entries that contain the tags of a run."""
+"""Prefix of the keys of journal entries (stored measurements and decisions) that contain the tags of a run."""
 _LOOSE = re.compile(r"(orders|quarantine|shards)/.+")
 _BUNDLED = re.compile(r"(([a-z_]+)/[0-9a-f]{16})/.+")
 
@@ -172,8 +172,8 @@ def readable_runs(store_uri: str) -> Iterator[Run]:
 
 
 def last_commit(run: Run) -> datetime:
-    """Return the time of the last commit of a run, by the clock of the store. Deletions, which are also recorded as
-    manifests, do not count."""
+    """Return the time at which a run last committed a result, by the clock of the store. Deletions, which are recorded
+    in the same way as results, do not count."""
     entries = [*run.store.entries(MANIFESTS), *run.store.entries(RECORD)]
     return max(entry.modified for entry in entries if not entry.key.startswith(f"{MANIFESTS}retention/"))
 
@@ -209,6 +209,6 @@ def tags_of(run: Run) -> frozenset[str]:
 
 
 def tag_run(run: Run, tags: Collection[str]) -> None:
-    """Record the tags of a locked run in its journal. Nothing is written if they have not changed."""
+    """Store the tags of a locked run. Nothing is written if they have not changed."""
     if {*tags} != tags_of(run):
         run.write_entry(f"{TAGS}{len(run.journal(TAGS)) + 1:04d}", {"tags": [*sorted(tags)]})

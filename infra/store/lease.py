@@ -26,7 +26,7 @@ LEASE_SECONDS = 30.0
 """Seconds after which a lease (a lock that must be renewed) expires. If the process that trains a run dies, another
 machine can continue the run after this time. A process may commit for this time without a response to its renewals."""
 _RENEWALS = 6
-"""Number of times that a lease is renewed within its lifetime."""
+"""Number of times that a lease (a lock that must be renewed) is renewed within its lifetime."""
 _SLACK = timedelta(seconds=2)
 """Tolerance for comparing times of the server, which have a resolution of one second."""
 
@@ -42,7 +42,7 @@ class BucketLease:
     seconds: float
     version: str
     until: float
-    """Time at which the lease expires, in seconds of this machine's monotonic clock."""
+    """Time at which the lease (lock) expires if it is not renewed, in seconds of this machine's monotonic clock."""
     owner: str
     """Random token that identifies lease records that this process has written."""
     is_lost: bool = False
@@ -51,7 +51,7 @@ class BucketLease:
     """Lock that a thread acquires to renew the lease, so that only one thread does so at a time."""
 
     def check(self) -> None:
-        """Check that this process still has the lease. If the lease has expired, it is renewed.
+        """Check that this process still has the lease (a lock that expires). If the lease has expired, it is renewed.
 
         Raises Fenced if another process has acquired the lease, and StoreFailed if the server does not respond.
         """
@@ -64,8 +64,8 @@ class BucketLease:
             )
 
     def renew(self, seconds: float) -> None:
-        """Extend the lease until `seconds` from now, unless another process has acquired it. With 0 seconds, the lease
-        is released."""
+        """Extend the lease (a lock that expires) until `seconds` from now, unless another process has acquired it. With
+        0 seconds, the lease is released."""
         with self._turn:
             began = time.monotonic()
             if self.is_lost:
@@ -79,16 +79,16 @@ class BucketLease:
                 self.version, self.until = version, began + seconds
 
     def _find_own_record(self) -> str:
-        """Return the ETag of the stored lease record if this process wrote it, which happens if the response to a
-        renewal was lost. Return "" if another process wrote it or it does not exist."""
+        """Return the ETag of the stored record of the lease (lock) if this process wrote it, otherwise "". This finds
+        out whether a renewal succeeded although its response was lost."""
         current = self.bucket.read(self.key)
         return current[1].tag if current is not None and json.loads(current[0]).get("owner") == self.owner else ""
 
 
 @contextmanager
 def acquire_lease(bucket: Bucket, key: str, *, seconds: float = LEASE_SECONDS) -> Iterator[BucketLease | None]:
-    """Run the block while this process has a lease on a key, and yield the lease. The lease is renewed in the
-    background. Yield None if another live process has a lease on the key.
+    """Run the block while this process has a lease on a key, and yield the lease. A lease is a lock that expires, and
+    is renewed in the background. Yield None if another live process has a lease on the key.
 
     If another process has a lease but does not renew it, wait until this lease expires.
     """
@@ -108,8 +108,8 @@ def acquire_lease(bucket: Bucket, key: str, *, seconds: float = LEASE_SECONDS) -
 
 
 def read_lease_state(bucket: Bucket, key: str) -> LockState:
-    """Return the state of the lease on a key, and the process that has the lease. An expired lease that was not
-    released has the state "left"."""
+    """Return the state of the lease on a key, and the process that has the lease. A lease is a lock that expires. An
+    expired lease that was not released has the state "left"."""
     current = bucket.read(key)
     if current is None:
         return LockState("free")
@@ -127,7 +127,8 @@ def _renew(lease: BucketLease, ended: Event) -> None:
 
 
 def _try_renew(lease: BucketLease, *, seconds: float) -> None:
-    """Renew a lease, or release it if `seconds` is 0. Log a warning if the server does not respond."""
+    """Renew a lease (a lock that expires), or release it if `seconds` is 0. Log a warning if the server does not
+    respond."""
     try:
         lease.renew(seconds)
     except StoreFailed as error:
@@ -164,8 +165,8 @@ def _acquire(bucket: Bucket, key: str, seconds: float) -> BucketLease | None:
 
 
 def _content(seconds: float, owner: str) -> bytes:
-    """Return the content of a new lease record: the process that has the lease, and the seconds until it expires. A
-    random token makes every record different."""
+    """Return the content of a new record of a lease (a lock that expires): the process that has the lease, and the
+    seconds until it expires. A random token makes every record different."""
     holder = {"pid": os.getpid(), "host": socket.gethostname(), "seconds": seconds, "owner": owner}
     return json.dumps(holder | {"token": secrets.token_hex(16)}).encode()
 

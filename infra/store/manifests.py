@@ -46,7 +46,7 @@ class Provenance(Settings):
     worker: str = ""
     """Name of the worker that computed the result, or an empty string if no worker was involved."""
     host: str = ""
-    """Name of the machine on which the manifest was committed."""
+    """Name of the machine on which the result was committed."""
     created: str = ""
     """UTC time of the commit in ISO format, for people. No decision depends on it."""
     seconds: dict[str, float] = {}
@@ -54,10 +54,9 @@ class Provenance(Settings):
     requests: Annotated[dict[str, int], Since("0.1.0", before={})] = {}
     """Number of requests to the run's store, by HTTP verb. Empty for a local store."""
     costs: Annotated[dict[str, Cost], Since("0.1.0", before={})] = {}
-    """Costs of an iteration or evaluation, by role. Only the last manifest of an iteration or evaluation contains
-    them."""
+    """Costs of an iteration or evaluation, by role. Only the manifest of its last result contains them."""
     alarms: Annotated[dict[str, str], Since("0.1.0", before={})] = {}
-    """Messages of the alarms that an iteration raised, by name of the alarm. Only the last manifest of an iteration
+    """Messages of the alarms that an iteration raised, by name of the alarm. Only the manifest of its last result
     contains them."""
 
 
@@ -122,7 +121,7 @@ class Manifest(Settings):
         return record_digest(self._result())
 
     def encode(self) -> bytes:
-        """Encode the manifest as checksummed JSON, with all fields and the digest."""
+        """Encode this record as checksummed JSON, with all fields and the digest."""
         provenance = self.provenance.as_recorded()
         return seal({**self._result(), "digest": self.digest, "provenance": provenance}, version=MANIFEST_VERSION)
 
@@ -133,8 +132,8 @@ class Manifest(Settings):
 
 
 def decode_manifest(data: bytes, *, key: str) -> Manifest:
-    """Decode the content of a manifest's file. `key` is the key that the manifest must have. Raises Damaged if the
-    checksum, digest or key is wrong."""
+    """Decode a manifest (record of a result) from the content of its file. `key` is the key that it must have. Raises
+    Damaged if the checksum, digest or key is wrong."""
     where = f"manifest {key!r}"
     record = unseal(data, where=where, version=MANIFEST_VERSION)
     expected = record.pop("digest", None)

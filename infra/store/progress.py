@@ -84,8 +84,9 @@ class Goal(Settings):
 
 
 def write_goal(store: Objects, iterations: int, *, epoch: int) -> None:
-    """Store the number of iterations that the user has requested for a run. It is not stored in the run record, because
-    results do not depend on it. `epoch` is the present epoch of the run."""
+    """Store the number of iterations that the user has requested for a run. It is not in the run record, because
+    results do not depend on it. `epoch` is the number of the run's present epoch (the period in which one process has
+    locked it)."""
     store.put(f"{GOALS}{epoch:06d}.json", Goal(iterations=iterations).model_dump_json().encode(), durable=False)
 
 

@@ -48,8 +48,8 @@ def new_record(name: str, config: Mapping[str, JsonValue]) -> RunRecord:
 
 
 def replace_record(store: Objects, name: str, config: Mapping[str, JsonValue]) -> RunRecord:
-    """Replace the record of a run that has no results by one with another configuration, and delete the journal, which
-    belongs to the earlier configuration.
+    """Replace the record of a run that has no results, because its configuration has changed. Also delete its journal
+    (stored measurements and decisions), which belongs to the earlier configuration.
 
     The caller must have locked the run.
     """

@@ -32,7 +32,7 @@ METRICS = "metrics.jsonl"
 _NUMBERS = count(1)
 
 KNOWN_MANIFESTS = 4096
-"""Maximum number of manifests that a process caches per run. Each has about 10 kB."""
+"""Maximum number of manifests (records of results) that a process caches per run. Each has about 10 kB."""
 KNOWN_FOLDERS = 64
 """Maximum number of folders for which a process caches the names of the manifests in the folder."""
 
@@ -48,8 +48,7 @@ class Run:
         """Epoch in which this process commits, or 0 if the run is only open for reading."""
         self._lease: Lease | None = None
         self._known: OrderedDict[str, Manifest] = OrderedDict()
-        """Most recently used manifests by key. Manifests never change, so a cached manifest need not be verified
-        again."""
+        """Most recently used manifests by key. They never change, so they are verified only once."""
         self._is_sole_writer = False
         """Whether no other process commits in this epoch."""
         self._folders: OrderedDict[str, set[str]] = OrderedDict()
@@ -60,8 +59,7 @@ class Run:
         self._expected: dict[str, Manifest] = {}
         """Pending manifests (computed but not committed yet) by key, in the order in which they will be committed."""
         self._pending_paths: dict[str, str] = {}
-        """Keys of the pending manifests, by the path of their copy in the store. If this process is killed, the next
-        process reads the copies."""
+        """Keys of the pending manifests, by path of their copy for the next process."""
 
     @property
     def name(self) -> str:
@@ -93,8 +91,8 @@ class Run:
 
     @contextmanager
     def lock_without_epoch(self) -> Iterator[Lease]:
-        """Lock the run during the block, without beginning an epoch. Raises RunLocked if a live process has it
-        locked."""
+        """Lock the run during the block without beginning a new epoch, which would prevent other processes from
+        committing. Raises RunLocked if a live process has the lock."""
         with self.store.lock(LOCK) as lease:
             if lease is None:
                 raise RunLocked(f"run {self.name!r} in {self.store.uri} is locked by {_holder(self.store)}")
@@ -102,7 +100,7 @@ class Run:
 
     @contextmanager
     def lock(self, *, sole_writer: bool = False) -> Iterator["Run"]:
-        """Lock the run during the block, and begin its next epoch. From then on, earlier processes cannot commit.
+        """Lock the run during the block, and begin its next epoch, so that earlier processes can no longer commit.
         Raises RunLocked if a live process has the lock. Set `sole_writer` if no other process will `join` the run."""
         with self.lock_without_epoch() as lease:
             self._lease, self.epoch, self._is_sole_writer = lease, begin_epoch(self.store), sole_writer
@@ -114,15 +112,15 @@ class Run:
                 self._folders.clear()
 
     def join(self, epoch: int) -> "Run":
-        """Return the run for commits on behalf of the process that has the lock, in the same epoch. Raises BadInput if
-        the epoch has not begun. Commits raise Fenced after a newer epoch has begun."""
+        """Return the run for commits on behalf of the process that has the lock, in the same epoch (lock period).
+        Raises BadInput if the epoch has not begun. Commits raise Fenced after a newer epoch has begun."""
         newest = newest_epoch(self.store)
         if not 1 <= epoch <= newest:
             raise BadInput(f"run {self.name!r} has no epoch (lock period) {epoch}. Its epochs are 1 to {newest}")
         return Run(self.store, self.record, epoch=epoch)
 
     def find(self, key: str) -> Manifest | None:
-        """Return the manifest with this key, if it is committed or pending in this process. Return None otherwise."""
+        """Return the manifest (record of a result) with this key, committed or pending in this process, or None."""
         return self._expected.get(key) or self._find_committed(key)
 
     def _find_committed(self, key: str) -> Manifest | None:
@@ -135,7 +133,7 @@ class Run:
         return None if content is None else self._check_manifest(key, content)
 
     def has(self, key: str) -> bool:
-        """Return whether there is a manifest with this key, committed or pending in this process. It is not read."""
+        """Return whether a manifest (record of a result) with this key is committed, or pending in this process."""
         if key in self._expected or key in self._known:
             return True
         return not self._is_absent(key) and self.store.exists(f"{MANIFESTS}{key}.json")
@@ -155,14 +153,15 @@ class Run:
             return key not in self._folders[folder]
 
     def require(self, key: str) -> Manifest:
-        """Return the manifest with this key. Raises Damaged if there is none, committed or pending."""
+        """Return the manifest (record of a result) with this key. Raises Damaged if there is none, committed or
+        pending."""
         manifest = self.find(key)
         if manifest is None:
             raise Damaged(f"run {self.name!r}: manifest {key!r} is missing. Restore it from a copy of the run.")
         return manifest
 
     def manifests(self, prefix: str = "") -> list[Manifest]:
-        """Return the committed manifests whose keys start with a prefix, sorted by key."""
+        """Return the committed manifests (records of results) whose keys start with a prefix, sorted by key."""
         paths = records(self.store, MANIFESTS + prefix)
         keys = sorted(path.removeprefix(MANIFESTS).removesuffix(".json") for path in paths)
         return [self.require(key) for key in keys]
@@ -184,8 +183,8 @@ class Run:
         return expected
 
     def leftover_manifests(self) -> Iterator[Manifest]:
-        """Yield the pending manifests that an earlier process did not commit, in order. Raises Damaged if one of them
-        is incomplete."""
+        """Yield the manifests (records of results) that an earlier process computed but did not commit, in order.
+        Raises Damaged if one of them is incomplete."""
         for path in records(self.store, PENDING):
             if path not in self._pending_paths:
                 key = path.removeprefix(PENDING).partition("/")[2].removesuffix(".json")
@@ -200,17 +199,18 @@ class Run:
                 self._pending_paths.pop(path, None)
 
     def pending_manifests(self) -> list[Manifest]:
-        """Return the pending manifests of this process, in the order in which they will be committed."""
+        """Return the manifests (records of results) that are not committed yet, in the order of their commits."""
         return list(self._expected.values())
 
     def has_pending(self, digests: Collection[str]) -> bool:
-        """Return whether a pending manifest has one of these digests."""
+        """Return whether a manifest that is not committed yet has one of these digests."""
         return any(manifest.digest in digests for manifest in self.pending_manifests())
 
     def commit(self, manifest: Manifest, *, deferred: Collection[str] = ()) -> Manifest:
-        """Commit a manifest and return it. If an equal manifest is already committed, return that one. Its bundles
-        named in `deferred` may be stored later. Raises Conflict if a different result is committed under the key,
-        Fenced if a newer epoch has begun, and Damaged if a shard or another bundle is not stored."""
+        """Commit a manifest (record of a result) and return it, or the stored manifest if an equal one is committed
+        already. Bundles named in `deferred` may be stored later. Raises Conflict if a different result is committed
+        under the key, Fenced if another process has locked the run, and Damaged if a shard or another bundle is not
+        stored."""
         assert not self.has_pending(manifest.parents), f"{manifest.key} must be committed after its parents"
         manifest = manifest.model_copy(update={"run": self.record.fingerprint})
         absent = self._absent_part(manifest, deferred) if self.epoch else None
@@ -231,8 +231,7 @@ class Run:
         if winner.digest != manifest.digest:
             raise Conflict(
                 f"manifest {manifest.key!r} of run {self.name!r} was already committed with digest {winner.digest}, "
-                f"but epoch {self.epoch} computed {manifest.digest}. Check whether code, libraries or data have "
-                "changed"
+                f"but epoch {self.epoch} computed {manifest.digest}. Have code, libraries or data changed?"
             )
         return winner
 
@@ -250,7 +249,7 @@ class Run:
 
     def check_lock(self) -> None:
         """Raise Fenced if another process has locked the run, or StoreFailed if the store does not respond. The store
-        is queried only if the lease was not renewed in time."""
+        is only queried if the lock was not renewed in time."""
         if self._lease is not None:
             self._lease.check()
 
@@ -284,13 +283,13 @@ class Run:
             raise Conflict(f"{key!r} of run {self.name!r}: another process has already written a different record")
 
     def find_entry(self, key: str) -> dict[str, JsonValue] | None:
-        """Return the journal entry with this key, or None if there is none."""
+        """Return the journal entry (measurement or decision) with this key, or None if there is none."""
         path = f"{JOURNAL}{key}.json"
         content = self.store.find(path)
         return None if content is None else unseal(content, where=f"run {self.name!r}: {path}")
 
     def journal(self, prefix: str = "") -> dict[str, dict[str, JsonValue]]:
-        """Return the journal entries whose keys start with a prefix, sorted by key."""
+        """Return the journal entries (measurements and decisions) whose keys start with a prefix, sorted by key."""
         paths = records(self.store, JOURNAL + prefix)
         return {path.removeprefix(JOURNAL).removesuffix(".json"): self._read_entry(path) for path in paths}
 
@@ -298,7 +297,8 @@ class Run:
         return unseal(self.store.read(path), where=f"run {self.name!r}: {path}")
 
     def load(self, key: str) -> Manifest:
-        """Read and verify a manifest. Raises Damaged if its bytes have changed or it belongs to another run."""
+        """Read and verify a manifest (record of a result). Raises Damaged if it has changed or belongs to another
+        run."""
         return self._check_manifest(key, self.store.read(f"{MANIFESTS}{key}.json"))
 
     def _check_manifest(self, key: str, content: bytes) -> Manifest:
@@ -306,8 +306,7 @@ class Run:
         if manifest.run not in ("", self.record.fingerprint):
             raise Damaged(
                 f"manifest {key!r} of run {self.name!r} was created by a configuration with fingerprint "
-                f"{manifest.run}, but run.json names {self.record.fingerprint}. Restore run.json from a copy of the "
-                "run."
+                f"{manifest.run}, but run.json names {self.record.fingerprint}. Restore run.json from a copy."
             )
         return self._remember(manifest)
 

@@ -39,7 +39,7 @@ from models.config.preferences import PreferencesConfig
 from models.config.promotion import SuiteCheck
 from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
-from models.config.training import DpoConfig, EvaluationConfig, WarmupConfig
+from models.config.training import DpoConfig, EvaluationConfig, PolicyWarmup
 from models.data.examples import warmup_examples
 from models.data.problems import Problem, identity, load_problems
 from models.data.reading import report_reading
@@ -71,7 +71,7 @@ class Inputs(BaseModel):
     seed: int
     data: DataConfig
     policy: PolicyConfig
-    warmup: WarmupConfig | None
+    warmup: PolicyWarmup | None
     preferences: PreferencesConfig | None
     dpo: DpoConfig | None
     rollout: RolloutConfig
@@ -181,7 +181,7 @@ def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) ->
                     "measure unseen problems. Remove it from the training data or from the held-out data."
                 )
     input_errors.check()
-    if inputs.warmup is not None and inputs.policy.picture_side is None:
+    if inputs.warmup is not None and inputs.warmup.chats is None and inputs.policy.picture_side is None:
         warmup_examples(inputs.data, inputs.warmup.model_copy(update={"steps": 1}), inputs.seed)
     checking = [(rule.label, build_reward(rule)) for rule in inputs.scoring.built_in_rules if rule.checks_references]
     checks: list[tuple[str, Callable[[str], object]]] = [(kind, partial(reward, "", "")) for kind, reward in checking]
@@ -217,6 +217,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem], 
     # Imported here, so errors in rewards and data appear before the second that importing transformers takes.
     from models.commands.preferences import check_preferences
     from models.environments.runtime import check_turns, tools_of
+    from models.inspection.chats import check_chats
     from models.inspection.directory import inspect_policy
     from models.inspection.texts import list_text_notes
     from models.text.tokenizer import enforce_prompt_length, problem_texts, tokenize_problems
@@ -250,7 +251,10 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem], 
     train_asked = enforce_prompt_length(pairs[: len(train)], max_tokens=room, too_long=too_long, split="train")
     heldout_asked = enforce_prompt_length(pairs[len(train) :], max_tokens=room, too_long=too_long, split="heldout")
     longest = max(len(prompt.input) for _, prompt in (*train_asked, *heldout_asked))
-    examples = train if inputs.warmup is not None and inputs.policy.picture_side is None else []
+    chats = check_chats(inputs.warmup, policy, inputs.data, heldout, notes)
+    longest_chat = int(chats.get("longest_chat_tokens", 0))
+    imitates = inputs.warmup is not None and inputs.warmup.chats is None and inputs.policy.picture_side is None
+    examples = train if imitates else []
     notes += list_text_notes(problems, tokenizer, rules=rules, processor=processor, examples=examples)
     notes += dict.fromkeys(list_column_notes(inputs.data, problems))
     return {
@@ -263,9 +267,12 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem], 
         **inputs.rollout.engine.estimate_memory(
             shape, longest=longest + new_tokens, gpus=inputs.pools.gpus_per_worker, name="rollout.engine"
         ),
-        **_update_memory(inputs, policy.outline, longest_tokens=image_tokens or longest + new_tokens),
+        **_update_memory(
+            inputs, policy.outline, longest_tokens=image_tokens or max(longest + new_tokens, longest_chat)
+        ),
         **_check_critic(inputs, policy, longest_tokens=longest + new_tokens),
         **_check_teacher(inputs, problems, tokenizer, processor, longest_tokens=longest + new_tokens),
+        **chats,
         **check_preferences(inputs, tokenizer, heldout, notes, shape=shape),
         **_check_policy_judges(inputs, policy, train),
     }

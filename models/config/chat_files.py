@@ -20,13 +20,9 @@ RESERVED_KWARGS: Final = (
 """Variables of chat templates that cannot be configured, because rendering always sets them."""
 
 
-class ChatFile(Settings):
-    """Keys for files whose prompts may be chats. For plain-text prompts only `prompt_column` has an effect."""
+class ChatColumns(Settings):
+    """Keys for the messages of a file, and for the tools and variables that the chat template receives with them."""
 
-    prompt_column: str = "prompt"
-    """Column with the prompt: plain text, or a chat as a list of messages with `role` and `content` (OpenAI) or turns
-    with `from` and `value` (ShareGPT). A dotted path such as `extra.question` names a nested field, in every column
-    key."""
     message_fields: Annotated[MessageFields, Since("0.2.0", before="drop")] = "keep"
     """Handling of message fields other than `role` and `content`: "keep" passes `name`, `tool_calls`, `tool_call_id`,
     `reasoning_content`, `reasoning`, `thinking` and `tool_plan` to the chat template and refuses all other fields,
@@ -53,7 +49,7 @@ class ChatFile(Settings):
     @property
     def required_chat_columns(self) -> list[str]:
         """Configured columns that every file must have: all except those with the default names."""
-        return [name for name in self._columns if name not in (TOOLS, KWARGS)]
+        return [name for name in self.argument_columns if name not in (TOOLS, KWARGS)]
 
     @property
     def set_chat_keys(self) -> list[str]:
@@ -64,13 +60,23 @@ class ChatFile(Settings):
     @property
     def optional_chat_columns(self) -> list[str]:
         """Columns that a file may lack, because their names are the defaults."""
-        return [name for name in self._columns if name in (TOOLS, KWARGS)]
+        return [name for name in self.argument_columns if name in (TOOLS, KWARGS)]
+
+    @property
+    def argument_columns(self) -> list[str]:
+        """Columns with arguments of the chat template: tools, and template variables."""
+        return [name for name in (self.tools_column, self.chat_template_kwargs_column) if name]
+
+
+class ChatFile(ChatColumns):
+    """Keys for files whose prompts may be chats. For plain-text prompts only `prompt_column` has an effect."""
+
+    prompt_column: str = "prompt"
+    """Column with the prompt: plain text, or a chat as a list of messages with `role` and `content` (OpenAI) or turns
+    with `from` and `value` (ShareGPT). A dotted path such as `extra.question` names a nested field, in every column
+    key."""
 
     @property
     def chat_columns(self) -> list[str]:
         """Columns that determine a prompt: the prompt column, then the columns with tools and template variables."""
-        return [self.prompt_column, *self._columns]
-
-    @property
-    def _columns(self) -> list[str]:
-        return [name for name in (self.tools_column, self.chat_template_kwargs_column) if name]
+        return [self.prompt_column, *self.argument_columns]

@@ -97,7 +97,19 @@ class DataSource(TextSettings, Variant):
         return PixelLimits()
 
 
-class ArithmeticData(DataSource):
+class GeneratedData(DataSource):
+    """Fields common to sources that generate a configured number of held-out problems."""
+
+    heldout_problems: Positive = 256
+    """Number of problems kept for evaluation."""
+
+    @property
+    def num_heldout_problems(self) -> int | None:
+        """Number of held-out problems as configured."""
+        return self.heldout_problems
+
+
+class ArithmeticData(GeneratedData):
     """Word problems generated from templates and a seed, with answers that a program checks."""
 
     implementation = "models.data.arithmetic:arithmetic_problems"
@@ -112,13 +124,8 @@ class ArithmeticData(DataSource):
     """Number of problems kept for evaluation. A hash of the question assigns each problem to training or evaluation, so
     no problem is in both."""
 
-    @property
-    def num_heldout_problems(self) -> int | None:
-        """Number of held-out problems as configured."""
-        return self.heldout_problems
 
-
-class PicturesData(DataSource):
+class PicturesData(GeneratedData):
     """Pictures of 3 x 3 colored shapes, generated from a seed, with a question about how many shapes have a color. For
     vision-language policies."""
 
@@ -132,11 +139,6 @@ class PicturesData(DataSource):
     heldout_problems: Positive = 256
     """Number of problems kept for evaluation. A hash of the question and picture assigns each problem to training or
     evaluation, so no problem is in both."""
-
-    @property
-    def num_heldout_problems(self) -> int | None:
-        """Number of held-out problems as configured."""
-        return self.heldout_problems
 
 
 class PaintingsData(DataSource):
@@ -160,7 +162,7 @@ class PaintingsData(DataSource):
         return 24
 
 
-class CalculationsData(DataSource):
+class CalculationsData(GeneratedData):
     """Word problems of one calculation, generated from a seed, to be solved with a calculator tool. For policies in
     environments."""
 
@@ -174,13 +176,8 @@ class CalculationsData(DataSource):
     """Number of problems kept for evaluation. A hash of the question assigns each problem to training or evaluation, so
     no problem is in both."""
 
-    @property
-    def num_heldout_problems(self) -> int | None:
-        """Number of held-out problems as configured."""
-        return self.heldout_problems
 
-
-class MeasuresData(DataSource):
+class MeasuresData(GeneratedData):
     """Questions about the width or height of a thing, generated from a seed. Only the simulated user knows the measure,
     so the policy must ask for it. For policies in dialogues."""
 
@@ -193,11 +190,6 @@ class MeasuresData(DataSource):
     heldout_problems: Positive = 256
     """Number of problems kept for evaluation. A hash of the question and measures assigns each problem to training or
     evaluation, so no problem is in both."""
-
-    @property
-    def num_heldout_problems(self) -> int | None:
-        """Number of held-out problems as configured."""
-        return self.heldout_problems
 
 
 class ProblemFile(HubDatasetChoice, ChatFile, FileRules, ImageFileSettings):
@@ -247,19 +239,12 @@ class ProblemFile(HubDatasetChoice, ChatFile, FileRules, ImageFileSettings):
         return columns
 
     @model_validator(mode="after")
-    def _require_one_answer(self) -> Self:
+    def _check_columns(self) -> Self:
         default = ProblemFile.model_fields["answer_column"].default
         if self.answer_columns and (self.answer_column or default) != default:
             raise ValueError("answer_column and answer_columns are both set. Remove one of them")
-        return self
-
-    @model_validator(mode="after")
-    def _require_one_rubric(self) -> Self:
         if self.rubric_column and "rubric" in self.environment_columns:
-            raise ValueError(
-                "environment_columns must not list 'rubric', because environments receive the rubric of rubric_column "
-                "under this name. Remove it"
-            )
+            raise ValueError("environment_columns must not list 'rubric', the name of the rubric. Remove it")
         return self
 
     @property

@@ -18,7 +18,7 @@ from models.config.policy import PolicySource
 from models.config.preferences import PreferencesConfig
 from models.config.rewards import ScoringConfig
 from models.config.rollout import RolloutConfig
-from models.config.training import DpoConfig, WarmupConfig
+from models.config.training import DpoConfig, PolicyWarmup
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def find_conflicts(job: Job) -> Iterator[str]:
 
 
 def find_image_generation_conflicts(
-    policy: PolicySource, job: Job, *, warmup: WarmupConfig | None, data: DataConfig
+    policy: PolicySource, job: Job, *, warmup: PolicyWarmup | None, data: DataConfig
 ) -> Iterator[str]:
     """Yield one line per setting that does not work with a text-to-image policy, or that works only with such a
     policy."""
@@ -98,7 +98,7 @@ def find_image_generation_conflicts(
     if not engine.generates_images:
         yield f"rollout.engine.kind is {engine.label!r}, but {kind} generates pictures. Use 'diffusers'"
     if warmup is not None:
-        yield from _find_warmup_conflicts(policy, data)
+        yield from _find_warmup_conflicts(policy, data, warmup)
     rollout, update = job.rollout, job.update
     text_only_settings = {
         "rollout.partial": (rollout.partial is not None, "a picture cannot be continued later. Remove it"),
@@ -137,7 +137,9 @@ def find_image_generation_conflicts(
             )
 
 
-def _find_warmup_conflicts(policy: PolicySource, data: DataConfig) -> Iterator[str]:
+def _find_warmup_conflicts(policy: PolicySource, data: DataConfig, warmup: PolicyWarmup) -> Iterator[str]:
+    if warmup.chats is not None:
+        yield f"warmup.chats trains on texts, but policy.kind = {policy.label!r} generates pictures. Remove chats"
     if policy.picture_side is None:
         yield f"policy.kind = {policy.label!r} is already trained and needs no warm-up. Remove [warmup]"
     elif not data.pictures:

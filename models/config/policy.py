@@ -297,6 +297,8 @@ class ModelShape:
     slices: bool = True
     """Whether the model supports sequence parallelism: all layers except attention process tokens independently, and
     attention can be split by heads."""
+    packs: bool = True
+    """Whether several sequences can share a row, because all layers except attention process tokens independently."""
 
     decoding_conflict: str = ""
     """Reason why the engine `transformers` cannot decode with the model. Empty if no reason is known."""

@@ -11,11 +11,15 @@ class ProposalRequest(Settings):
     folder: str
     """Absolute path of the folder for the job. Local paths in the job are relative to this folder."""
     data: str
-    """File of problems."""
+    """File of problems, or a dataset on the Hugging Face Hub."""
     policy: str
-    """Directory of the policy in Hugging Face format."""
+    """Directory of the policy in Hugging Face format, or the name of a model on the Hub."""
     judge: str | None = None
-    """Directory of a judge, for answers that no rule can score."""
+    """Directory or name of a judge, for answers that no rule can score."""
+    config: str | None = None
+    """Configuration (subset) of a dataset on the Hub."""
+    split: str | None = None
+    heldout_split: str | None = None
     prompt_column: str | None = None
     answer_column: str | None = None
     gpus: int = 0

@@ -1,13 +1,19 @@
 """Configuration of supervised warm-up, preference training, evaluation and retention. Torch-free."""
 
 from collections.abc import Iterator
-from typing import Annotated
+from math import ceil
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from infra.config import Fraction, Positive, Settings, Since
 from infra.renamed import RenamedFrom
+from infra.store.inputs import Location
+from models.config.chat_files import ChatColumns
 from models.config.denoising import DenoisingConfig
+from models.config.file_rules import FileRules
+
+TrainedTurns = Literal["assistant", "last", "all"]
 
 
 class WarmupConfig(Settings):
@@ -24,6 +30,76 @@ class WarmupConfig(Settings):
     """Share of examples that train on the worked answer (with its reasoning), among problems that have one. The other
     examples train on an answer without reasoning, which is a random guess. Problems of files have no worked answers, so
     their examples always train on the reference answer. The plan says if the share has no effect."""
+
+
+class ChatTraining(ChatColumns, FileRules):
+    """Whole chats from a file, on which the warm-up trains the policy instead of on the answers of the problems."""
+
+    referenced_files: ClassVar[str] = "models.data.image_files:image_files"
+    """`pkg.mod:function` that yields the image files that the rows name."""
+
+    path: Location
+    """File or folder of training chats, on this machine or at s3://bucket/name, in a format that `[data]` reads."""
+    heldout_path: Location | None = None
+    """File of chats on which the loss is measured. If not set, `heldout_fraction` of the training file is held out."""
+    heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    """Share of chats that are held out if there is no second file, selected by a hash of the messages before the first
+    turn of the assistant. With 0, no loss is measured on held-out chats."""
+    messages_column: str = "messages"
+    """Column with the messages of a chat, including the turns of the assistant to train on: `role` and `content`
+    (OpenAI), or `from` and `value` (ShareGPT)."""
+    images_column: str | None = None
+    """Column with the images of a chat, in the order of their placeholders. Not set means that chats have no images."""
+    images_root: Location | None = None
+    """Directory to which the paths of images are relative. The default is the directory of the file."""
+    loss: TrainedTurns = "assistant"
+    """Tokens that are trained: "assistant" trains all turns of the assistant, "last" only the last one, and "all"
+    every token except the first one."""
+    packing: bool = False
+    """Whether chats of different lengths share a forward pass without padding. A chat never attends to another one, so
+    losses and gradients are the same as without packing. Architectures in which tokens are combined outside of
+    attention, such as state-space layers, are refused."""
+    epochs: Positive | None = None
+    """Number of passes over the training chats, rounded up to whole steps. If set, it replaces `warmup.steps`."""
+    on_too_long: Literal["refuse", "drop"] = "refuse"
+    """Action for chats that are longer than the policy's context: "refuse" ends the run before it begins, "drop" leaves
+    them out and records their number."""
+
+
+class PolicyWarmup(WarmupConfig):
+    """Supervised training (SFT) of the policy before the first iteration, on the answers of the problems or on whole
+    chats."""
+
+    chats: Annotated[ChatTraining | None, Since("0.2.0", before=None)] = None
+    """Whole chats to train on. If not set, the warm-up trains on the answers of the problems."""
+
+    @model_validator(mode="after")
+    def _check_chats(self) -> Self:
+        if self.chats is None:
+            return self
+        default = type(self).model_fields["steps"].default
+        if self.chats.epochs is not None and self.steps != default:
+            raise ValueError(
+                f"chats.epochs is {self.chats.epochs} and steps is {self.steps}, but only one of them sets the length "
+                "of the training. Remove one"
+            )
+        if self.worked_answer_fraction != type(self).model_fields["worked_answer_fraction"].default:
+            raise ValueError("worked_answer_fraction has no effect on chats. Remove it, or remove chats")
+        return self
+
+    def for_chats(self, num_chats: int) -> Self:
+        """Return the settings with the number of steps for a number of training chats."""
+        if self.chats is None or self.chats.epochs is None:
+            return self
+        return self.model_copy(update={"steps": ceil(self.chats.epochs * num_chats / self.batch_size)})
+
+    def describe(self) -> str:
+        """Return the length of the training in words, such as `1,200 steps of 32 examples`."""
+        if self.chats is None:
+            return f"{self.steps} steps of {self.batch_size} examples"
+        length = f"{self.steps:,} steps" if self.chats.epochs is None else f"{self.chats.epochs:,} epochs"
+        turns = {"assistant": "the assistant's turns", "last": "the last turn", "all": "all tokens"}[self.chats.loss]
+        return f"{length} of {self.batch_size} chats per step, loss on {turns}" + ", packed" * self.chats.packing
 
 
 class DpoConfig(Settings):

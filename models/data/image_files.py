@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from infra.errors import BadInput, InputErrors
 from models.config.data import ProblemFile
+from models.config.training import ChatTraining
 from models.data.nested import find_field, find_root, has_field
 from models.data.rows import find_data_files, find_format, text_rows
 
@@ -24,7 +25,7 @@ ROWS = 4096
 """Number of table rows that are read at a time, which limits memory."""
 
 
-def image_files(data: ProblemFile) -> Iterator[Path]:
+def image_files(data: ProblemFile | ChatTraining) -> Iterator[Path]:
     """Yield the path of each image file that a row names, once, in the order of first use."""
     if data.images_column is None:
         return

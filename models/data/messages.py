@@ -12,7 +12,7 @@ from pydantic import JsonValue
 
 from infra.errors import BadInput
 from infra.plugins import nearest_name
-from models.config.chat_files import RESERVED_KWARGS, ChatFile, MessageFields
+from models.config.chat_files import RESERVED_KWARGS, ChatColumns, ChatFile, MessageFields
 from models.data.dropping import EmptyRow
 from models.data.json_rows import decode_text
 from models.data.problems import NO_ARGUMENTS, Content, ImagePlace, Message, Prompt, TemplateArguments, check_columns
@@ -57,11 +57,17 @@ def read_prompt(
     prompt = _read_prompt_value(place, values[file.prompt_column], file)
     if isinstance(prompt, str) and not is_chat:
         return prompt, NO_ARGUMENTS
-    tools, kwargs = file.tools_column, file.chat_template_kwargs_column
+    return prompt, read_arguments(place, values, file)
+
+
+def read_arguments(place: str, values: Mapping[str, object], columns: ChatColumns) -> TemplateArguments:
+    """Return the tools and variables that the chat template receives for a row. Raises BadInput if they are
+    invalid."""
+    tools, kwargs = columns.tools_column, columns.chat_template_kwargs_column
     own = read_kwargs(place, values.get(kwargs), kwargs) if kwargs else {}
-    return prompt, TemplateArguments(
+    return TemplateArguments(
         tools=read_tools(place, values.get(tools), tools) if tools else (),
-        kwargs={**file.chat_template_kwargs, **own},
+        kwargs={**columns.chat_template_kwargs, **own},
     )
 
 

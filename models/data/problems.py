@@ -379,9 +379,7 @@ def load_problems(data: DataConfig, split: str, seed: int) -> list[Problem]:
         raise BadInput(f"{where}: the data source raised {type(error).__name__}: {error}") from error
     for problem in problems:
         if not isinstance(problem, Problem):
-            raise BadInput(
-                f"{where}: all must be objects of models.data.problems.Problem, found {type(problem).__name__}"
-            )
+            raise BadInput(f"{where}: expected models.data.problems.Problem objects, found {type(problem).__name__}")
         check_columns(problem.columns, source=problem.source)
     return problems if data.image_background == "unconverted" else _convert_images(problems, data)
 

@@ -150,7 +150,7 @@ def _inspect_built(directory: Path, *, is_trained: bool, context: int | None) ->
     from models.modeling.experts import count_experts
     from models.modeling.policy import policy_shape
     from models.modeling.replayed_experts import can_replay
-    from models.modeling.shared_prompts import supports_sequence_parallelism
+    from models.modeling.shared_prompts import may_share_prompts, supports_sequence_parallelism
     from models.modeling.support import (
         check_not_quantized,
         check_trainable,
@@ -165,7 +165,8 @@ def _inspect_built(directory: Path, *, is_trained: bool, context: int | None) ->
     shape = policy_shape(config, parameters=parameters, source=str(directory), context=context)
     experts = count_experts(model)
     replays = bool(experts) and can_replay(model)
-    shape = replace(shape, experts=experts, replays_experts=replays, slices=supports_sequence_parallelism(model))
+    slices, packs = supports_sequence_parallelism(model), may_share_prompts(model)
+    shape = replace(shape, experts=experts, replays_experts=replays, slices=slices, packs=packs)
     inspected = Inspected(shape, outline(model), tokenizer, lambda: outline(build_meta_critic(config)))
     if shape.vision_model_type:  # the forward pass of known vision-language models is tested with images
         return inspected

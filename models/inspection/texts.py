@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from models.config.texts import TextRules
 from models.data.preferences import Preference
 from models.data.problems import Problem, Prompt, TemplateArguments
+from models.data.training_chats import TrainingChat
 from models.text.chats import join_templates
 from models.text.control_tokens import ControlTokens
 from models.text.template_fields import count_changes, fit_chats
@@ -65,6 +66,20 @@ def list_preference_notes(
         *_describe_contained(prompts, "prompt of preference pairs", rules),
         *_describe_contained(texts, "completion of preference pairs", rules),
         *_describe_unread([(each.prompt, each.template) for each in pairs], tokenizer, "pairs of preferences"),
+    ]
+
+
+def list_chat_notes(
+    chats: Sequence[TrainingChat], tokenizer: PreTrainedTokenizerFast, *, rules: TextRules
+) -> list[str]:
+    """Return notes on chats of the warm-up, like those of `list_text_notes`."""
+    control = ControlTokens.of(tokenizer)
+    contained = [(each.source, control.find(each.messages)) for each in chats]
+    prompts = [(each.messages, each.template) for each in chats]
+    return [
+        *_describe_contained(contained, "chat of the warm-up", rules),
+        *_describe_unread(prompts, tokenizer, "chats of the warm-up"),
+        *_describe_changes(prompts, tokenizer),
     ]
 
 

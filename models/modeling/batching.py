@@ -7,7 +7,7 @@ builds only its own micro-batches.
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 
@@ -91,10 +91,21 @@ def plan_steps(
     ]
 
 
-def plan_step(rows: Rows, sequences: Sequences, *, ranks: int, microbatch_tokens: int) -> StepPlan:
-    """Balance one optimizer step's rows over the ranks and split each rank's rows into micro-batches of at most
-    `microbatch_tokens` padded tokens."""
-    microbatches = [pack_groups(part, sequences, budget=microbatch_tokens) for part in _spread(rows, sequences, ranks)]
+class Divide(Protocol):
+    """Function that divides the rows of a rank into micro-batches. `plan_step` calls it."""
+
+    def __call__(self, rows: Rows, sequences: Sequences, /, *, budget: int) -> tuple[Rows, ...]:
+        """Return micro-batches of at most `budget` tokens and image patches."""
+        ...
+
+
+def plan_step(
+    rows: Rows, sequences: Sequences, *, ranks: int, microbatch_tokens: int, divide: Divide | None = None
+) -> StepPlan:
+    """Balance one step's rows over the ranks and split each rank's rows into micro-batches, by default with
+    `pack_groups`."""
+    split = pack_groups if divide is None else divide
+    microbatches = [split(part, sequences, budget=microbatch_tokens) for part in _spread(rows, sequences, ranks)]
     num_microbatches = max(len(part) for part in microbatches)
     return StepPlan(tuple(part + ((),) * (num_microbatches - len(part)) for part in microbatches))
 
@@ -132,6 +143,24 @@ def pack_groups(rows: Rows, sequences: Sequences, *, budget: int) -> tuple[Rows,
             width, patches = lengths[unit[0]], 0
         microbatches[-1] += unit
         patches += new_patches
+    return tuple(microbatches)
+
+
+def fill_microbatches(rows: Rows, sequences: Sequences, *, budget: int) -> tuple[Rows, ...]:
+    """Divide rows into micro-batches of at most `budget` tokens and image patches without padding, from the longest row
+    to the shortest, each in the first micro-batch with room (first-fit decreasing).
+
+    A row longer than the budget gets a micro-batch of its own.
+    """
+    loads = {row: sequences.lengths[row] + sequences.patches[row] for row in rows}
+    microbatches, rooms = list[Rows](), list[int]()
+    for row in sorted(rows, key=lambda row: (-loads[row], row)):
+        place = next((place for place, room in enumerate(rooms) if room >= loads[row]), len(rooms))
+        if place == len(rooms):
+            microbatches.append(())
+            rooms.append(budget)
+        microbatches[place] += (row,)
+        rooms[place] -= loads[row]
     return tuple(microbatches)
 
 

@@ -221,6 +221,11 @@ def _mixes_in_attention(model: PreTrainedModel) -> bool:
     return takes_positions and not convolves
 
 
+def may_share_prompts(model: PreTrainedModel) -> bool:
+    """Return whether a model may support shared prompts, according to checks that need no trial."""
+    return model.config._attn_implementation.removesuffix(_ENDING) in _INSIDE and _mixes_in_attention(model)
+
+
 def supports_sequence_parallelism(model: PreTrainedModel) -> bool:
     """Return whether a model's attention heads may be divided among ranks, as far as this can be decided without a
     trial. Models with attention sinks are excluded, because the sink weights of a layer contain one number per head,
@@ -267,7 +272,7 @@ def enable_shared_prompts(model: PreTrainedModel) -> bool:
     inside = model.config._attn_implementation
     if inside.endswith(_ENDING):
         return True
-    if inside not in _INSIDE or not _mixes_in_attention(model):
+    if not may_share_prompts(model):
         return False
     model.set_attn_implementation(inside + _ENDING)
     try:

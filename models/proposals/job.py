@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
-from pydantic import JsonValue, TypeAdapter
+from pydantic import JsonValue, ValidationError
 
+from infra.config import Settings
 from infra.errors import BadInput
-from infra.store.inputs import DataLocation, ModelLocation
 from models.config.data import FileData
 from models.config.lora import LoraConfig
 from models.config.objectives import UpdateConfig
@@ -43,6 +43,8 @@ GREETING: Final = "You are a helpful assistant."
 """System message that turns plain prompts into chats if the reward needs no instruction."""
 MAX_STEPS_UP: Final = 2
 """Maximum number of steps up in a relative path. Paths that are farther away are absolute."""
+HUB_KEYS: Final = ("config", "split", "heldout_split")
+"""Keys that choose a part of a dataset on the Hub."""
 _BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+")
 _MARKERS: Final = {"numeric": "####", "math": "boxed"}
 """Marks of the final answer, by reward. Prompts that contain the mark need no instruction."""
@@ -107,11 +109,11 @@ def propose_job(request: ProposalRequest) -> JobProposal:
 
 def _read_inputs(request: ProposalRequest) -> _Inputs:
     """Read data and policy, and choose the columns, the reward and the instruction for the policy."""
-    path = TypeAdapter[Path](DataLocation).validate_python(request.data)
-    columns = find_columns(path, prompt=request.prompt_column, answer=request.answer_column)
-    data = FileData(
-        path=path, prompt_column=columns.prompt, answer_column=columns.answer, answer_columns=columns.answers
-    )
+    keys = {name: getattr(request, name) for name in HUB_KEYS}
+    data = _validate(FileData, {"kind": "file", "path": _locate(request.data), **keys}, option="--data")
+    columns = find_columns(data.path, prompt=request.prompt_column, answer=request.answer_column)
+    chosen = {"prompt_column": columns.prompt, "answer_column": columns.answer, "answer_columns": columns.answers}
+    data = data.model_copy(update=chosen)
     if columns.rubric is not None and request.judge is not None:
         data = data.model_copy(update={"rubric_column": columns.rubric})
     data, train, heldout = _split(data)
@@ -123,16 +125,34 @@ def _read_inputs(request: ProposalRequest) -> _Inputs:
             "can rate the completions. Name a column with --answer-column, or a judge model with --judge. The other "
             f"columns are: {', '.join(columns.unused) or 'none'}."
         )
-    policy = inspect_policy(
-        DirectoryPolicy(path=TypeAdapter[Path](ModelLocation).validate_python(request.policy)), problem_texts(train)
-    )
+    directory = _validate(DirectoryPolicy, {"path": _locate(request.policy)}, option="--policy")
+    policy = inspect_policy(directory, problem_texts(train))
     inputs = _Inputs(columns, data, train, heldout, policy, reward)
     data = data.model_copy(update=_instruct(inputs))
     return replace(inputs, data=data, train=load_problems(data, "train", 0), heldout=load_problems(data, "heldout", 0))
 
 
+S = TypeVar("S", bound=Settings)
+
+
+def _validate(kind: type[S], document: Mapping[str, object], *, option: str) -> S:
+    """Validate a part of a configuration. Raises BadInput that names the command line option."""
+    try:
+        return kind.model_validate(document)
+    except ValidationError as error:
+        raise BadInput(f"{option}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
+
+
+def _locate(text: str) -> str:
+    """Return the absolute path of a file or directory that exists on this machine. Other texts are returned unchanged,
+    because they may be names on the Hub or addresses."""
+    return str(Path(text).absolute()) if Path(text).exists() else text
+
+
 def _split(data: FileData) -> tuple[FileData, list[Problem], list[Problem]]:
     """Return the data with the smallest held-out fraction that leaves problems in both splits, and these problems."""
+    if data.heldout_path is not None:
+        return data, load_problems(data, "train", 0), load_problems(data, "heldout", 0)
     for fraction in FRACTIONS:
         chosen = data.model_copy(update={"heldout_fraction": fraction})
         with suppress(_EmptySplit):
@@ -220,6 +240,9 @@ def _write_data(request: ProposalRequest, inputs: _Inputs, *, too_long: int) -> 
     yield "[data]"
     yield 'kind = "file"'
     yield f"path = {_encode(_place(request.data, request.folder))}"
+    for key in HUB_KEYS:
+        if (value := getattr(request, key)) is not None:
+            yield f"{key} = {_encode(value)}"
     yield f"prompt_column = {_encode(data.prompt_column)}"
     if data.answer_columns:
         yield f"answer_columns = {_encode(list(data.answer_columns))} # form the reference answer together"
@@ -233,7 +256,8 @@ def _write_data(request: ProposalRequest, inputs: _Inputs, *, too_long: int) -> 
         yield f"system = {_encode(data.system)} # also makes plain prompts chats"
     if data.template != "{prompt}":
         yield f"template = {_encode(data.template)}"
-    yield f"heldout_fraction = {data.heldout_fraction} # share that is only used for evaluation"
+    if data.heldout_path is None:
+        yield f"heldout_fraction = {data.heldout_fraction} # share that is only used for evaluation"
     if too_long:
         yield f'on_too_long = "drop" # excludes {too_long:,} problems that leave no room for a completion'
 

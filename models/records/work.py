@@ -17,7 +17,7 @@ from models.config.policy import PolicyConfig
 from models.config.preferences import PreferencesConfig
 from models.config.rollout import DynamicSampling, PartialRollout
 from models.config.teachers import TeacherDirectory
-from models.config.training import DpoConfig, WarmupConfig
+from models.config.training import DpoConfig, PolicyWarmup, WarmupConfig
 from models.records.versions import ModelVersion
 
 
@@ -223,11 +223,12 @@ class UpdateWork:
 
 @dataclass(frozen=True, slots=True)
 class WarmupWork:
-    """Request to train a policy on worked examples before the first iteration. Every rank receives the same record."""
+    """Request to train a policy on worked examples or whole chats before the first iteration. Every rank receives the
+    same record."""
 
     policy: ModelVersion
     data: DataConfig
-    warmup: WarmupConfig
+    warmup: PolicyWarmup
     seed: int
     max_new_tokens: int = 0
     """Maximum tokens of a completion, for which prompts must leave room if `data.on_too_long` is `drop`."""

@@ -30,9 +30,9 @@ _TYPES: Final = ("array", "boolean", "integer", "null", "number", "object", "str
 _DATA_KEYS: Final = ("const", "default", "enum", "examples")
 """Keywords of JSON Schema whose values are data, not schemas."""
 _NAMED_SCHEMAS: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Keywords of JSON Schema whose values are objects of schemas by name."""
+"""Keywords of JSON Schema whose value is an object that maps names to schemas."""
 _OPEN_KEYS: Final = ("$ref", "additionalProperties", "allOf", "anyOf", "oneOf", "patternProperties")
-"""Keywords by which a schema accepts arguments that are not listed under `properties`."""
+"""Keywords that can make a JSON schema accept arguments that are not listed under `properties`."""
 _MAX_PROBLEMS: Final = 3
 """Maximum number of wrong arguments that a message lists."""
 
@@ -42,15 +42,15 @@ Argument = tuple[str | int, ...]
 
 
 def check_arguments(parse: Parser, tools: Sequence[ToolSchema]) -> Parser:
-    """Return a parser that works like `parse` and also checks the arguments of calls.
+    """Return a parser that works like `parse` and also checks the arguments of tool calls against the schemas of
+    `tools`. A call with wrong arguments gets an error message for the policy.
 
-    Arguments that are a JSON text are decoded. A call with wrong arguments gets an error message for the policy. Tools
-    without a schema, or with an invalid one, accept all arguments.
+    Arguments that are a JSON text are decoded. Tools without a schema, or with an invalid one, accept all arguments.
     """
     validators = {name: built for name, built in map(_build_validator, tools) if built is not None}
 
     def parse_and_check(text: str) -> ParsedTurn:
-        """Parse the text of a turn and check its calls."""
+        """Parse the text of a turn and check the arguments of its tool calls."""
         turn = parse(text)
         return replace(turn, calls=tuple(_check_call(decode_arguments(call), validators) for call in turn.calls))
 
@@ -58,7 +58,8 @@ def check_arguments(parse: Parser, tools: Sequence[ToolSchema]) -> Parser:
 
 
 def _check_call(call: Call, validators: Mapping[str, Validator]) -> Call:
-    """Return the call. If its arguments do not match the schema of its tool, add an error message."""
+    """Return the tool call, with an error message added if its arguments do not match the schema of its tool.
+    `validators` is keyed by tool name."""
     if call.error or call.name not in validators:
         return call
     try:
@@ -101,7 +102,7 @@ def _build_validator(tool: ToolSchema) -> tuple[str, Validator | None]:
 
 
 def _read_schema(function: Mapping[str, JsonValue]) -> dict[str, JsonValue] | None:
-    """Return the schema of a function's arguments in the terms of JSON Schema, or None if the function has none."""
+    """Return the schema of a function's arguments as standard JSON Schema, or None if the function has no schema."""
     parameters = function.get("parameters")
     if not isinstance(parameters, dict):
         return None
@@ -112,10 +113,9 @@ def _read_schema(function: Mapping[str, JsonValue]) -> dict[str, JsonValue] | No
 
 
 def check_schemas(tools: Sequence[ToolSchema], *, where: str) -> None:
-    """Raise BadInput, which names the environment as `where`, if arguments cannot be checked with the schema of a tool.
-
-    Such a schema has an invalid keyword, a reference to another document or to a missing part, or an invalid pattern.
-    """
+    """Raise BadInput if arguments cannot be checked with the schema of a tool. Such a schema has an invalid keyword, a
+    reference to another document or to a missing part, or an invalid pattern. `where` names the environment in the
+    message."""
     for tool in tools:
         function = cast(Mapping[str, JsonValue], tool.get("function", tool))
         if (fault := _find_fault(function)) is not None:
@@ -126,7 +126,8 @@ def check_schemas(tools: Sequence[ToolSchema], *, where: str) -> None:
 
 
 def _find_fault(function: Mapping[str, JsonValue]) -> str | None:
-    """Return what is wrong in the schema of a function's arguments, or None."""
+    """Return a description of the first error in the schema of a function's arguments, or None if the schema is
+    valid."""
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         return f"parameters: expected an object, found {_quote(parameters)}"
@@ -149,7 +150,7 @@ def _find_fault(function: Mapping[str, JsonValue]) -> str | None:
 
 
 def _iterate_texts(schema: JsonValue, path: Argument) -> Iterator[tuple[Argument, str, str]]:
-    """Yield the path, the key and the value of each keyword in a schema whose value is a text."""
+    """Yield the path, keyword and value of each entry of a schema whose value is a text, including nested entries."""
     if isinstance(schema, list):
         for index, each in enumerate(schema):
             yield from _iterate_texts(each, (*path, index))
@@ -171,10 +172,8 @@ def _is_integer(_: object, value: object) -> bool:
 
 
 def _normalize(schema: JsonValue) -> JsonValue:
-    """Return a schema that uses only keywords and types of JSON Schema.
-
-    transformers marks optional types as `nullable`, as OpenAPI does, and uses additional types such as `image`.
-    """
+    """Return a schema that uses only keywords and types of standard JSON Schema. transformers marks optional types as
+    `nullable`, as OpenAPI does, and uses additional types such as `image`."""
     if isinstance(schema, list):
         return [_normalize(each) for each in schema]
     if not isinstance(schema, dict):
@@ -189,7 +188,8 @@ def _normalize(schema: JsonValue) -> JsonValue:
 
 
 def _normalize_keyword(key: str, value: JsonValue) -> JsonValue:
-    """Return the value of a keyword in the terms of JSON Schema. The keys of named schemas are names, not keywords."""
+    """Return the value of a schema's keyword as standard JSON Schema. If the value is an object that maps names to
+    schemas, its keys are not keywords."""
     if key in _DATA_KEYS:
         return value
     if key in _NAMED_SCHEMAS and isinstance(value, dict):
@@ -201,7 +201,8 @@ def _normalize_keyword(key: str, value: JsonValue) -> JsonValue:
 
 
 def _describe_errors(error: ValidationError) -> Iterator[str]:
-    """Yield messages for the policy about one validation error. Each message names the wrong argument."""
+    """Yield messages for the policy about one validation error of a tool call's arguments. Each message names the wrong
+    argument."""
     path = tuple(error.absolute_path)
     schema = cast(Mapping[str, JsonValue], error.schema)
     properties = cast(Mapping[str, JsonValue], schema.get("properties", {}))
@@ -227,11 +228,8 @@ def _describe_errors(error: ValidationError) -> Iterator[str]:
 
 
 def _describe_alternatives(error: ValidationError) -> Iterator[str]:
-    """Yield messages for a value that matches none of several alternative schemas.
-
-    The messages are those for the first schema that allows the value's type. If there is none, the message lists the
-    allowed types.
-    """
+    """Yield messages for the policy about a value that matches none of several alternative schemas. The messages are
+    those for the first schema that allows the value's type. If no schema does, the message lists the allowed types."""
     branches: dict[object, list[ValidationError]] = {}
     for each in error.context or ():
         branches.setdefault(each.schema_path[0], []).append(each)
@@ -255,7 +253,8 @@ def _describe_type(schema: object) -> str:
 
 
 def _format_path(path: Argument) -> str:
-    """Return the path of a value in words of Python, such as `items[2].name`. The path of all arguments is 'arguments'.
+    """Return the path of a value in Python notation, such as `items[2].name`. The empty path, for all arguments,
+    becomes 'arguments'.
 
     >>> _format_path(("items", 2, "name"))
     'items[2].name'

@@ -25,14 +25,16 @@ _SPACE: Final = re.compile(r"\s*")
 _BETWEEN_CALLS: Final = re.compile(r"[\s;]*")
 _THOUGHT_END, _OPENING, _CLOSING, _PYTHON = "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>"
 _LONGEST_NUMBER: Final = 400
-"""Maximum number of digits of an integer. The largest float64 has 309 digits before the decimal point."""
+"""Maximum number of digits of an integer in a tool call. The largest float64 has 309 digits before the decimal
+point."""
 _DEEPEST: Final = 32
-"""Maximum nesting depth of lists and objects. Reading arguments overflows the stack only at a much greater depth."""
+"""Maximum nesting depth of lists and objects in a tool call. Reading arguments overflows the stack only at a much
+greater depth."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Tool call that a policy wrote in a turn."""
+    """Tool call that a policy generated in a turn."""
 
     name: str
     """Name of the tool, or an empty string if it could not be parsed."""
@@ -41,7 +43,8 @@ class Call:
     error: str = ""
     """Error message for the policy, or an empty string if the call is valid."""
     arguments_text: str = field(default="", compare=False, repr=False)
-    """Arguments as the policy wrote them, if they are a text and not a JSON object. Otherwise an empty string."""
+    """Arguments as the policy generated them if they are a JSON string instead of a JSON object. Otherwise an empty
+    string."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +55,19 @@ class ParsedTurn:
     """Text of the turn without the calls and without leading and trailing white space."""
     calls: tuple[Call, ...] = ()
     other_fields: Mapping[str, JsonValue] = field(default_factory=dict)
-    """Other fields that the tokenizer's response template extracts, such as thoughts, keyed by their names in chat
-    templates."""
+    """Further fields that the tokenizer's response template extracts from a turn, such as thoughts, keyed by their
+    names in chat templates."""
 
 
 def encode_call(name: str, arguments: Mapping[str, JsonValue], *, number: int = 0) -> dict[str, object]:
-    """Return a call in the format that most chat templates require. `number` is the index of the call within its
+    """Return a tool call in the format that most chat templates require. `number` is the index of the call within its
     turn."""
     return {"id": call_id(number), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def call_id(number: int) -> str:
-    """Return the id of a call within its turn. It has nine characters, because Mistral's templates require this
-    length."""
+    """Return the ID of a tool call, given its index within its turn. The ID has nine characters, because Mistral's
+    templates require this length."""
     return f"{number:09d}"
 
 
@@ -73,11 +76,12 @@ Parser = Callable[[str], ParsedTurn]
 
 
 def build_parser(name: str, tokenizer: PreTrainedTokenizerFast, *, tools: Sequence[ToolSchema] = ()) -> Parser:
-    """Return the parser with this name: `hermes`, `llama3_json`, `none`, `auto`, or a target `pkg.mod:function`.
+    """Return the parser with this name: `hermes`, `llama3_json`, `none`, `auto`, or a target `pkg.mod:function` (a
+    function that receives the text of a turn and returns a `ParsedTurn`). Raises BadInput if the name is unknown or
+    `auto` finds no parser.
 
-    A target receives the text of a turn and returns a `ParsedTurn`. `auto` uses the tokenizer's response template if
-    the template extracts calls. Otherwise it uses the parser that can read a call as the chat template formats it.
-    Raises BadInput if the name is unknown or `auto` finds no parser.
+    `auto` uses the tokenizer's response template if the template extracts calls. Otherwise it uses the parser that can
+    read a call as the chat template formats it.
     """
     if name == "auto":
         return _detect_parser(tokenizer, tools)
@@ -93,7 +97,8 @@ def build_parser(name: str, tokenizer: PreTrainedTokenizerFast, *, tools: Sequen
 
 # ---- formats
 def keep_text(text: str) -> ParsedTurn:
-    """Return the text without extracting calls, for environments that interpret the text themselves."""
+    """Return a turn with its text unchanged and without tool calls, for environments that interpret the text
+    themselves."""
     return ParsedTurn(text)
 
 
@@ -114,7 +119,7 @@ def hermes(text: str) -> ParsedTurn:
 
 
 def _parse_hermes_call(text: str, begin: int) -> tuple[Call, int]:
-    """Parse the call that starts at `begin`, and return the call and the index after its end."""
+    """Parse the tool call at index `begin` of the text, and return the call and the index after its end."""
     try:
         value, stop = _decode_json(text, begin)
     except ValueError as error:
@@ -161,10 +166,8 @@ _NAMES: Final = f"{', '.join(PARSERS)} or a target pkg.mod:function"
 
 # ---- JSON of policies
 def _build_call(value: JsonValue, keys: Sequence[str]) -> Call:
-    """Build a call from its decoded JSON. The arguments are read from the first of `keys` that is present.
-
-    Returns a call with an error message if the JSON does not describe a call.
-    """
+    """Build a tool call from its decoded JSON. The arguments are read from the first of `keys` that is present. If the
+    JSON does not describe a call, the returned call has an error message."""
     expected = f'expected {{"name": …, "{keys[0]}": {{…}}}}'
     if not isinstance(value, dict):
         return _call_with_error(f"{expected}, found {json.dumps(value):.40}")
@@ -184,10 +187,8 @@ def _build_call(value: JsonValue, keys: Sequence[str]) -> Call:
 
 
 def decode_arguments(call: Call) -> Call:
-    """Return the call with the arguments decoded if they are the JSON text of an object, as in OpenAI's format.
-
-    A call with other arguments is returned unchanged.
-    """
+    """Return a tool call with its arguments decoded if they are a JSON string that contains an object, as in OpenAI's
+    format. Other calls are returned unchanged."""
     if not call.arguments_text.lstrip().startswith("{"):
         return call
     try:
@@ -206,7 +207,7 @@ def _is_shallow(value: JsonValue, levels: int) -> bool:
 
 
 def _call_with_error(error: str) -> Call:
-    """Return a call that could not be parsed, with an error message for the policy."""
+    """Return a call that stands for a tool call that could not be parsed, with an error message for the policy."""
     return Call("", {}, error)
 
 
@@ -236,7 +237,7 @@ def _parse_float(digits: str) -> float:
 
 
 def _refuse_number(digits: str) -> NoReturn:
-    """Raise ValueError for a number that is not allowed in JSON or too long."""
+    """Raise ValueError for a number that JSON does not allow, such as NaN, or that is too long."""
     raise ValueError(f"expected a number that JSON knows, found {digits:.20}")
 
 
@@ -244,8 +245,8 @@ _DECODER: Final = json.JSONDecoder(parse_int=_parse_integer, parse_float=_parse_
 
 
 def _find_end_of_thoughts(text: str, opening: str) -> int:
-    """Return the index after the thoughts of a turn: after the first `</think>` outside the JSON of a call, or 0
-    without thoughts."""
+    """Return the index in a turn after its thoughts: after the first `</think>` outside the JSON of a tool call, or 0
+    if there are no thoughts. `opening` is the text with which a tool call begins."""
     at = _find_end_of_value(text, 0) if text.lstrip().startswith("{") else 0
     while (end := text.find(_THOUGHT_END, at)) >= 0:
         while at <= end:
@@ -257,7 +258,7 @@ def _find_end_of_thoughts(text: str, opening: str) -> int:
 
 
 def _find_end_of_value(text: str, begin: int) -> int:
-    """Return the index after the JSON value at `begin`, or `begin` if there is no value."""
+    """Return the index after the JSON value at `begin`, or `begin` if there is no JSON value."""
     try:
         return _decode_json(text, begin)[1]
     except ValueError:
@@ -265,20 +266,22 @@ def _find_end_of_value(text: str, begin: int) -> int:
 
 
 def _skip_pattern(pattern: re.Pattern[str], text: str, begin: int) -> int:
-    """Return the index after the match of a pattern at `begin`. The pattern must also match an empty string."""
+    """Return the index after the match of a pattern at `begin`. The pattern must be one that also matches an empty
+    string."""
     match = pattern.match(text, begin)
     assert match is not None, "the pattern matches the empty string"
     return match.end()
 
 
 def _excerpt(text: str, begin: int) -> str:
-    """Return a short excerpt of the text for an error message."""
+    """Return a short excerpt of the text from index `begin`, for an error message."""
     return repr(text[begin : begin + 20]) if begin < len(text) else "the end"
 
 
 # ---- a tokenizer's own format
 def _detect_parser(tokenizer: PreTrainedTokenizerFast, tools: Sequence[ToolSchema]) -> Parser:
-    """Return the parser for `auto`. Raises BadInput if the chat template fails or no parser can read its calls."""
+    """Return the parser that `auto` selects for a tokenizer. Raises BadInput if the chat template fails or no parser
+    can read the tool calls that it renders."""
     prompt: dict[str, object] = {"role": "user", "content": "Hello."}
     try:
         [prefix] = render_chats([[prompt]], tokenizer, generation_prompt=True, tools=tools)
@@ -307,10 +310,8 @@ def _detect_parser(tokenizer: PreTrainedTokenizerFast, tools: Sequence[ToolSchem
 def _parse_by_template(
     tokenizer: PreTrainedTokenizerFast, text: str, *, prefix: str, tools: Sequence[ToolSchema]
 ) -> ParsedTurn:
-    """Parse a turn with the tokenizer's response template. `prefix` is the chat rendered before the turn.
-
-    If the template fails, the result is a turn with one call that carries an error message.
-    """
+    """Parse a turn with the tokenizer's response template. `prefix` is the chat rendered before the turn. If the
+    template fails, the returned turn contains one call with an error message."""
     try:
         message = parse_response(text, tokenizer, prefix=prefix, tools=tools)
     except TemplateFailed as error:

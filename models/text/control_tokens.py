@@ -27,9 +27,10 @@ from models.text.chats import join_templates
 from models.text.message_texts import as_message, list_texts, map_message
 
 PRIVATE_USE: Final = range(0xE000, 0xF900)
-"""Characters without a meaning, from which separators and marks are chosen."""
+"""Range of Unicode characters without a meaning (private use), from which separators and marks are chosen."""
 _ALIASES: Final = (range(0x2800, 0x2900), range(0x1D000, 0x1D0F6), range(0x1F030, 0x1F094))
-"""Symbols that replace control tokens while a text is encoded. No usual normalizer changes or removes them."""
+"""Ranges of Unicode symbols that replace control tokens while a text is encoded. No usual normalizer of a tokenizer
+changes or removes them."""
 
 
 _BYTE: Final = re.compile(r"<0x[0-9A-F]{2}>")
@@ -41,37 +42,38 @@ def separator_for(text: str) -> str:
 
 
 def break_tokens(pattern: re.Pattern[str], text: str, separator: str) -> str:
-    """Insert a separator after the first character of every match of a pattern in a text, including nested matches."""
+    """Insert a separator after the first character of every match of a pattern in a text, including nested matches, so
+    that control tokens become ordinary text."""
     return re.sub(f"(?=(?:{pattern.pattern})).", rf"\g<0>{separator}", text, flags=re.DOTALL)
 
 
 def control_token_pattern(tokenizer: PreTrainedTokenizerFast, *, template: str = "") -> re.Pattern[str]:
-    """Return a regular expression that matches the control tokens at which texts of environments are split.
-
-    These are the special tokens, and the added tokens that `template` contains, if they have more than one character.
-    """
+    """Return a regular expression that matches the control tokens in the texts of environments. These are the
+    tokenizer's special tokens, and the added tokens that `template` contains, if they have more than one character."""
     added = (token for token in tokenizer.added_tokens_decoder.values() if token.special or token.content in template)
     return _join({token.content for token in added if len(token.content) > 1})
 
 
 def _join(contents: set[str], flags: int = 0) -> re.Pattern[str]:
-    """Return a pattern that matches any of these texts, and the longest one if several match."""
+    """Return a pattern that matches any of the texts in `contents`. If several match at the same place, it matches the
+    longest."""
     return re.compile("|".join(map(re.escape, sorted(contents, key=len, reverse=True))) or "(?!)", flags)
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Marks that replace the first characters of control tokens in texts."""
+    """Characters without a meaning (marks) that replace the first characters of control tokens in texts, so that the
+    tokenizer does not find these tokens."""
 
     marks: Mapping[str, str]
-    """Mark that replaces each character with which a control token begins, by that character."""
+    """Mark for each character with which a control token begins, keyed by that character."""
 
     def restore(self, text: str) -> str:
-        """Replace each mark in a text by the character that it stands for, which undoes the marking."""
+        """Return a text with each mark replaced by the character for which it stands, which undoes the marking."""
         return text.translate({ord(mark): character for character, mark in self.marks.items()})
 
     def decode(self, text: str) -> str:
-        """Convert marks in a rendered text back to marks if the template wrote them as JSON escapes."""
+        """Return a rendered text in which marks that the template wrote as JSON escapes are marks again."""
         for character, mark in self.marks.items():
             original = mark if character.isascii() else _escape(character)
             text = text.replace(_escape(mark), original)
@@ -89,18 +91,19 @@ def _escape(character: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TokenSet:
-    """Set of control tokens, with patterns that find them in texts."""
+    """Set of control tokens (such as `<|im_end|>`), with patterns that find them in texts."""
 
     contents: frozenset[str]
     exact: re.Pattern[str]
     any_case: re.Pattern[str]
-    """Pattern that ignores letter case, because a template may change the case of a text."""
+    """Pattern of the control tokens in any letter case, because a template may change the case of a text."""
     starts: re.Pattern[str]
     """Pattern of the characters with which control tokens begin."""
 
     @staticmethod
     def of(contents: set[str]) -> "TokenSet":
-        """Return the set of these control tokens, without white space and byte tokens (parts of characters)."""
+        """Build a set of control tokens. White space and byte tokens (parts of characters) among `contents` are left
+        out."""
         named = {content for content in contents if content.strip() and not _BYTE.fullmatch(content)}
         starts = "".join(re.escape(character) for each in named for character in {each[0].lower(), each[0].upper()})
         return TokenSet(
@@ -108,7 +111,8 @@ class TokenSet:
         )
 
     def find(self, text: str, *, any_case: bool = False) -> Iterator[re.Match[str]]:
-        """Yield the matches in a text, including nested ones."""
+        """Yield the matches of control tokens in a text, including nested ones. With `any_case`, letter case is
+        ignored."""
         pattern = self.any_case if any_case else self.exact
         for start in self.starts.finditer(text):
             if (match := pattern.match(text, start.start())) is not None:
@@ -117,17 +121,19 @@ class TokenSet:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ControlTokens:
-    """Control tokens of a tokenizer, and the encoding of texts that contain them."""
+    """Control tokens of a tokenizer (special tokens, and tokens that its chat template writes), and methods that encode
+    texts in which they occur."""
 
     tokenizer: PreTrainedTokenizerFast = field(repr=False)
     all: TokenSet
-    """Special tokens, and added tokens that the chat template writes, such as `<think>`. Added words without any
-    punctuation, and white space, are ordinary text."""
+    """All control tokens: special tokens, and added tokens that the chat template writes, such as `<think>`. Added
+    words without any punctuation, and white space, are ordinary text."""
     special: TokenSet
-    """Special tokens. Turns of the assistant may contain the other control tokens, because policies generate them."""
+    """Special tokens only. Texts of the assistant may contain the other control tokens, because policies generate
+    them."""
     normalized_ids: frozenset[int]
-    """Ids of control tokens that the tokenizer finds in normalized texts. Other spellings, such as full-width letters,
-    may become these tokens."""
+    """IDs of control tokens that the tokenizer finds only after it has normalized a text. Other spellings, such as
+    full-width letters, may become these tokens."""
 
     @staticmethod
     def of(tokenizer: PreTrainedTokenizerFast, *, images: Sequence[str] = ()) -> "ControlTokens":
@@ -154,7 +160,7 @@ class ControlTokens:
 
     # ---- detection
     def find(self, prompt: Prompt) -> str | None:
-        """Return the first control token that a prompt contains, or None."""
+        """Return the first control token that occurs in the texts of a prompt, or None if there is none."""
         for tokens, text in self.texts_of(prompt):
             if (match := next(tokens.find(text), None)) is not None:
                 return match[0]
@@ -163,12 +169,14 @@ class ControlTokens:
         return None
 
     def find_special(self, completion: str) -> str | None:
-        """Return the first special token that a completion of a training example contains, or None."""
+        """Return the first special token that occurs in a completion of a training example, or None if there is
+        none."""
         match = next(self.special.find(completion), None)
         return None if match is None else match[0]
 
     def choose_marks(self, prompts: Sequence[Prompt], *, others: Sequence[str] = ()) -> Marks | None:
-        """Return marks that do not occur in the prompts or in `others`, or None if no prompt has a control token."""
+        """Return marks (placeholder characters) that do not occur in the prompts or in the texts of `others`. Return
+        None if no prompt contains a control token."""
         texts = [each for prompt in prompts for each in self.texts_of(prompt)]
         firsts = {text[place] for tokens, text in texts for place in self._find_places(tokens, text)}
         if not firsts:
@@ -178,7 +186,8 @@ class ControlTokens:
         return Marks(dict(zip(sorted(firsts), free, strict=False)))
 
     def texts_of(self, prompt: Prompt) -> Iterator[tuple[TokenSet, str]]:
-        """Yield all texts of a prompt, each with the control tokens that it must not become."""
+        """Yield all texts of a prompt, each with the set of control tokens that must not be encoded as such in this
+        text."""
         if isinstance(prompt, str):
             yield self.all, prompt
             return
@@ -187,11 +196,12 @@ class ControlTokens:
             yield from ((tokens, text) for text in list_texts(message))
 
     def _find_places(self, tokens: TokenSet, text: str) -> set[int]:
-        """Return the indices of the first characters of control tokens in a text, in any letter case."""
+        """Return the indices in a text at which control tokens of the set `tokens` begin, in any letter case."""
         return {match.start() for match in tokens.find(text, any_case=True)} | set(self._find_normalized(text))
 
     def _find_normalized(self, text: str) -> list[int]:
-        """Return the indices of the first characters of control tokens that only appear after normalization."""
+        """Return the indices in a text at which control tokens begin that appear only after the tokenizer's
+        normalization."""
         if not self.normalized_ids:
             return []
         encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
@@ -200,10 +210,8 @@ class ControlTokens:
         return [place for place in places if place < len(text)]
 
     def _find_spans(self, text: str, encoding: Encoding, ids: Any) -> Iterator[tuple[int, int, int]]:  # noqa: ANN401 -- a container of ids
-        """Yield the first and last index of each token with one of these ids that the text spells, and its id.
-
-        The text does not spell the unknown token that replaces a character without a token.
-        """
+        """Yield (first index, last index, token ID) for each token of the encoding with one of these IDs that is
+        written out in the text. The unknown token, which replaces a character without a token, is not written out."""
         added = self.tokenizer.added_tokens_decoder
         for number, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if number in ids and begin < end:
@@ -217,30 +225,34 @@ class ControlTokens:
         return text.strip() if normalizer is None else normalizer.normalize_str(text.strip()).strip()
 
     def _tokens_for(self, message: Message) -> TokenSet:
-        """Return the control tokens that texts in this message must not become, which depend on its role."""
+        """Return the set of control tokens that must not be encoded as such in the texts of this message. The set
+        depends on the message's role."""
         return self.special if message.role == "assistant" else self.all
 
     # ---- marks
     def mark_prompt(self, prompt: Prompt, marks: Marks) -> Prompt:
-        """Replace the first character of each control token in a prompt by a mark, so that it becomes ordinary text."""
+        """Return the prompt with the first character of each control token in its texts replaced by a mark, so that the
+        token becomes ordinary text."""
         if isinstance(prompt, str):
             return self.mark_text(prompt, marks)
         return tuple(self._mark_message(each, marks) for each in prompt)
 
     def mark_text(self, text: str, marks: Marks, *, tokens: TokenSet | None = None) -> str:
-        """Replace the first character of each control token in a text by its mark."""
+        """Return the text with the first character of each control token replaced by its mark. `tokens` is the set of
+        control tokens, by default all."""
         characters = [*text]
         for place in self._find_places(tokens or self.all, text):
             characters[place] = marks.marks[text[place]]
         return "".join(characters)
 
     def _mark_message(self, message: Message, marks: Marks) -> Message:
-        """Mark the control tokens that a message contains, also across parts of its content."""
+        """Return the message with the control tokens in its texts marked, including tokens that extend over several
+        parts of its content."""
         tokens = self._tokens_for(message)
         return map_message(message, lambda text: self.mark_text(text, marks, tokens=tokens))
 
     def mark_arguments(self, arguments: TemplateArguments, marks: Marks) -> TemplateArguments:
-        """Mark the control tokens that the texts of template arguments contain."""
+        """Return the arguments of a chat template with the control tokens in their texts marked."""
         if arguments == NO_ARGUMENTS:
             return arguments
         fields = self._mark_message(as_message(arguments), marks).fields
@@ -248,10 +260,8 @@ class ControlTokens:
 
     # ---- encoding
     def encode(self, texts: Sequence[str], marks: Marks | None, *, add_special_tokens: bool) -> list[list[int]]:
-        """Encode texts. Every control token with a mark is ordinary text.
-
-        Texts without a mark are encoded by the tokenizer itself.
-        """
+        """Encode texts in which `marks` have replaced the first characters of control tokens, and encode these control
+        tokens as ordinary text. Texts without a mark are encoded by the tokenizer itself."""
         if not texts:
             return []
         token_ids: list[list[int]] = self.tokenizer([*texts], add_special_tokens=add_special_tokens)["input_ids"]
@@ -272,10 +282,8 @@ class ControlTokens:
         return token_ids
 
     def encode_completions(self, texts: Sequence[tuple[str, str]]) -> list[list[int]]:
-        """Encode completions of training examples, each given with the text that a chat template writes after it.
-
-        Special tokens in completions are encoded as ordinary text.
-        """
+        """Encode the completions of training examples. Each is a pair of the completion's text and the text that the
+        chat template writes after it. Special tokens in completions are encoded as ordinary text."""
         own = replace(self, all=self.special)
         marks = own.choose_marks([text for text, _ in texts], others=[closing for _, closing in texts])
         if marks is None:
@@ -284,11 +292,9 @@ class ControlTokens:
         return own.encode(marked, marks, add_special_tokens=False)
 
     def _rename(self, text: str) -> tuple[Tokenizer, dict[int, tuple[str, str]]]:
-        """Return a copy of the tokenizer with other names for control tokens, and old and new name by id.
-
-        Each new name is a character that does not occur in the text. There are at most some hundred such characters, so
-        only control tokens that the text may contain get one.
-        """
+        """Return a copy of the tokenizer in which control tokens have other names, and a dict from token ID to (old
+        name, new name). Each new name is a character that does not occur in the text. There are at most some hundred
+        such characters, so only control tokens that the text may contain are renamed."""
         added = {token.content: number for number, token in self.tokenizer.added_tokens_decoder.items()}
         tokens = sorted(self.all.contents & added.keys())
         free = (character for character in map(chr, chain(*_ALIASES)) if character not in text)
@@ -301,7 +307,8 @@ class ControlTokens:
 
 
 def _replace_tokens(text: str, spans: Iterable[tuple[int, int, int]], aliases: Mapping[int, tuple[str, str]]) -> str:
-    """Return the text with the control tokens at these places replaced by their aliases."""
+    """Return the text with the control tokens at `spans` (first index, last index, token ID) replaced by their new
+    names, which `aliases` lists by token ID."""
     pieces, at = list[str](), 0
     for begin, end, number in spans:
         token, alias = aliases[number]
@@ -323,11 +330,9 @@ def count_appended_tokens(tokenizer: PreTrainedTokenizerFast) -> int:
 def _rename_tokens(
     tokenizer: PreTrainedTokenizerFast, renamed: tuple[tuple[str, str], ...], hidden: tuple[str, ...]
 ) -> Tokenizer:
-    """Return a copy of a tokenizer in which added tokens have other names and the same ids.
-
-    `renamed` are pairs of old and new name, `hidden` are tokens that no text contains. Copies are cached, because
-    copying a large vocabulary takes a second.
-    """
+    """Return a copy of a tokenizer in which added tokens have other names and the same IDs. `renamed` are pairs of old
+    and new name. Tokens in `hidden` get new names that no text contains. Copies are cached, because copying a large
+    vocabulary takes a second."""
     document = json.loads(tokenizer.backend_tokenizer.to_str())
     document["truncation"] = document["padding"] = None
     taken = {token["content"] for token in document["added_tokens"]} | {name for _, name in renamed}

@@ -20,7 +20,8 @@ from models.text.turn_end import find_turn_end
 
 @dataclass(frozen=True, slots=True)
 class WrittenCompletion:
-    """Completion that the policy is trained on: a message as the chat template writes it after the prompt."""
+    """Completion of a training example that was given as a message: its text and tokens as the chat template renders
+    the message after the prompt."""
 
     text: str
     """Text of the completion, without the token that ends the turn."""
@@ -37,12 +38,10 @@ def write_completion(
     rules: TextRules,
     ends: Collection[int] = (),
 ) -> WrittenCompletion:
-    """Return a completion that is a message of the assistant as the chat template writes it after a chat.
-
-    Control tokens in the message are text, unless `rules` say otherwise. `ends` are the tokens that end a completion
-    according to the generation config. Raises BadInput if the template rejects the chat, or does not write the message
-    after the prompt.
-    """
+    """Return the text and tokens of an assistant message, such as a tool call, as the policy would have to generate
+    them after the prompt. The chat template renders the message. `ends` are the tokens that end a completion according
+    to the generation config. Control tokens in the message are text, unless `rules` say otherwise. Raises BadInput if
+    the template rejects the chat, or does not write the message after the prompt."""
     control, chat = ControlTokens.of(tokenizer), (*prompt, message)
     marks = None
     if not rules.parses_control_tokens:
@@ -66,7 +65,8 @@ def write_completion(
 def _render(
     chat: Sequence[Message], tokenizer: PreTrainedTokenizerFast, arguments: TemplateArguments
 ) -> tuple[str, str]:
-    """Render a chat without and with its last message. Raises BadInput if the template rejects the chat."""
+    """Return a chat rendered without and with its last message. Raises BadInput if the chat template rejects the
+    chat."""
     [fitted] = fit_chats([[each.encode() for each in chat]], tokenizer, [arguments])
     tools, kwargs = arguments.tools, arguments.kwargs
     try:
@@ -80,10 +80,8 @@ def _render(
 def _cut_end(
     text: str, tokenizer: PreTrainedTokenizerFast, *, ends: Collection[int], rules: TextRules
 ) -> tuple[str, int]:
-    """Return a written turn without the control token at its end, and the token.
-
-    If the template writes no control token there, the token with which it usually ends turns is returned.
-    """
+    """Return a rendered turn without the control token at its end, and the ID of the token that ends the turn in
+    training. If the template writes no control token there, this is the token with which it usually ends turns."""
     turn_end, eos = find_turn_end(tokenizer, stated=ends), int(tokenizer.eos_token_id)
     usual_end = eos if turn_end is None else turn_end.token
     special = {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}

@@ -8,7 +8,8 @@ from models.data.problems import Message, TemplateArguments
 
 
 def as_message(arguments: TemplateArguments) -> Message:
-    """Return a message with the texts of template arguments, in which control tokens are found as in other messages."""
+    """Return the texts of chat template arguments, such as tool schemas, as a message, so that control tokens can be
+    found in them as in other messages."""
     return Message(
         "user", "", fields={"tools": [dict(tool) for tool in arguments.tools], "kwargs": {**arguments.kwargs}}
     )
@@ -27,17 +28,16 @@ def list_texts(message: Message) -> list[str]:
 
 
 def map_message(message: Message, change: Callable[[str], str]) -> Message:
-    """Return a message with each text changed. Texts of adjacent parts of the content are changed as one text.
-
-    The change must keep the length of a text.
-    """
+    """Return a message with each of its texts replaced by the result of `change`, which must keep the text's length.
+    Texts of adjacent parts of the content are changed as one text."""
     others = (each.name for each in fields(message) if each.name != "content")
     values = {name: _map_texts(getattr(message, name), change) for name in others}
     return replace(message, content=_map_content(message, change), **values)
 
 
 def _map_content(message: Message, change: Callable[[str], str]) -> Any:  # noqa: ANN401 -- the content of a message
-    """Return the content of a message with its text changed. The change sees the texts of all parts as one text."""
+    """Return the content of a message with its text changed. If the content has several parts, `change` receives the
+    texts of all parts as one text."""
     if not isinstance(message.content, tuple):
         return change(message.content) if message.content else message.content
     changed, at = change(message.text), 0
@@ -52,7 +52,7 @@ def _map_content(message: Message, change: Callable[[str], str]) -> Any:  # noqa
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN401 -- a field of a message
-    """Return the value of a message's field with each text changed, including keys."""
+    """Return the value of a message's field with each text in it changed, including the keys of objects."""
     match value:
         case str():
             return change(value) if value else value

@@ -32,10 +32,10 @@ _CALL: Final = Call(_TOOL, {"of": TURN})
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One turn of the policy with the environment's reply, from which later prompts are rendered."""
+    """One turn of the policy with the environment's reply. Later prompts are rendered from the exchanges so far."""
 
     turn: Mapping[str, object]
-    """Turn as a message in the format of chat templates."""
+    """Turn of the policy as a message in the format of chat templates."""
     observations: tuple[Message, ...]
     """Messages with which the environment replies."""
 
@@ -43,11 +43,9 @@ class Exchange:
 def render_prompt(
     form: TurnFormat, asked: Sequence[Message], exchanges: Sequence[Exchange], *, prompt: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Return the prompt of the next turn as tokens: the chat so far, rendered in the format `form`.
-
-    `asked` are the messages of the problem. Control tokens in them are encoded in the same way as in `prompt`, the
-    tokens before the first turn. Raises ValueError if the chat template rejects the chat.
-    """
+    """Return the prompt of the next turn as tokens: the chat so far, rendered in the format `form`. `asked` are the
+    messages of the problem, and `prompt` holds the tokens before the first turn. Control tokens in the problem's
+    messages are encoded in the same way as in `prompt`. Raises ValueError if the chat template rejects the chat."""
     control, arguments = ControlTokens.of(form.tokenizer), TemplateArguments(form.tools, form.kwargs)
     observations = [text_of(message.content) for exchange in exchanges for message in exchange.observations]
     others = [*observations, *(str(each.turn) for each in exchanges)]
@@ -65,14 +63,15 @@ def render_prompt(
 
 
 def _as_user(text: str) -> Prompt:
-    """Return an environment's text as a chat with one user message, in which control tokens can be found."""
+    """Return a text from an environment as a chat with one user message, so that control tokens can be found in it."""
     return (Message("user", text),)
 
 
 def _render_marked(
     form: TurnFormat, asked: Sequence[Message], exchanges: Sequence[Exchange], control: ControlTokens, marks: Marks
 ) -> tuple[int, ...]:
-    """Return the tokens of a chat in which control tokens in the problem's messages (`asked`) are ordinary text."""
+    """Return the tokens of a chat. Control tokens in the problem's messages (`asked`) are encoded as ordinary text, by
+    replacing them with `marks` while the chat is rendered."""
     problem = control.mark_prompt(tuple(asked), marks)
     arguments = control.mark_arguments(TemplateArguments(form.tools, form.kwargs), marks)
     marked_form = replace(form, tools=arguments.tools, kwargs=arguments.kwargs)
@@ -83,16 +82,15 @@ def _render_marked(
 
 
 def _encode_exchange(form: TurnFormat, exchange: Exchange, change: Callable[[str], str]) -> Chat:
-    """Return a turn and the environment's answers as messages for the chat template.
-
-    `change` is applied to the texts of the answers, to mark their control tokens.
-    """
+    """Return a turn of the policy and the environment's reply as messages for the chat template. `change` is applied to
+    the texts of the reply, to mark their control tokens."""
     answers = [Message(each.role, change(text_of(each.content)), each.name) for each in exchange.observations]
     return [dict(exchange.turn), *encode_answers(form, answers)]
 
 
 def _render_chat(form: TurnFormat, chat: Chat) -> str:
-    """Render a chat up to the start of its next turn. Raises ValueError if the chat template rejects the chat."""
+    """Render a chat up to the point at which the policy's next turn begins. Raises ValueError if the chat template
+    rejects the chat."""
     try:
         [text] = form.render([chat], generation_prompt=True)
     except TemplateFailed as error:
@@ -101,23 +99,21 @@ def _render_chat(form: TurnFormat, chat: Chat) -> str:
 
 
 def _render_plainly(form: TurnFormat, asked: Sequence[Message]) -> tuple[int, ...]:
-    """Return the tokens of a problem's messages in which control tokens in the text have their special meaning."""
+    """Return the tokens of a problem's messages, with control tokens in the text encoded as control tokens."""
     text = _render_chat(form, _encode_messages(form, asked))
     return tuple(form.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _encode_messages(form: TurnFormat, asked: Sequence[Message]) -> Chat:
-    """Return the messages of a problem in the format that the chat template requires."""
+    """Return the messages of a problem (`asked`) in the format that the chat template requires."""
     [chat] = fit_chats([[form.encode_message(message) for message in asked]], form.tokenizer, [form.arguments])
     return [*chat]
 
 
 def encode_turn(form: TurnFormat, turn: ParsedTurn, text: str, *, in_calls: bool) -> dict[str, object]:
-    """Return a turn of the policy as a message in the format of chat templates.
-
-    With `in_calls`, its tool calls become a separate field of the message. Without `in_calls`, or if a call could not
-    be parsed, the content of the message is the unchanged `text`.
-    """
+    """Return a turn of the policy as a message in the format of chat templates. With `in_calls`, its tool calls become
+    a separate field of the message. Without `in_calls`, or if a tool call could not be parsed, the content of the
+    message is the unchanged `text`."""
     if turn.calls and (not in_calls or any(call.error for call in turn.calls)):
         return form.encode_message(Message("assistant", text))
     encoded = {**form.encode_message(Message("assistant", turn.text)), **turn.other_fields}
@@ -136,10 +132,9 @@ def renders_calls(form: TurnFormat) -> bool:
 
 
 def check_turn_prompts(form: TurnFormat, *, role: str, where: str) -> None:
-    """Check that the chat template renders turns, with valid and with malformed calls, and messages of this role.
-
-    The error message starts with `where`. Raises BadInput if the template fails or omits one of the messages.
-    """
+    """Check that the chat template renders turns, with valid and with malformed tool calls, and messages of the role
+    `role`. Raises BadInput if the template fails or omits one of the messages. `where` is the beginning of the error
+    message."""
     reply = Message(role, REPLY, _TOOL if role == "tool" else "")
     turns = [ParsedTurn(TURN)]
     if role == "tool":

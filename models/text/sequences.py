@@ -35,7 +35,7 @@ class SequencePair:
 
     @property
     def size(self) -> int:
-        """Number of tokens that the pair takes up in a forward pass, including padding."""
+        """Number of tokens of both sequences of the pair in a forward pass, including padding."""
         return 2 * max(len(self.chosen), len(self.rejected))
 
 
@@ -48,12 +48,12 @@ def example_inputs(
     rules: TextRules = TextRules(),  # noqa: B008 -- immutable
     ends: Collection[int] = (),
 ) -> list[ModelInput]:
-    """Tokenize training examples: prompts as for generation, completions with their end token. Equal texts are
-    tokenized once.
+    """Tokenize training examples: prompts as for generation, completions with their end token. `source` is the origin
+    of the examples in messages, and `ends` are the tokens that end a completion according to the generation config.
+    Raises BadInput if a prompt cannot be tokenized.
 
-    Completions of plain-text prompts end with EOS. Completions of chats end as the chat template ends a turn of the
-    assistant, if `rules` say so. `ends` are the tokens that end a completion according to the generation config.
-    `source` is the origin of the examples in messages. Raises BadInput if a prompt cannot be tokenized.
+    Equal texts are tokenized once. Completions of plain-text prompts end with EOS. Completions of chats end as the chat
+    template ends a turn of the assistant, if `rules` say so.
     """
     distinct_prompts = list(dict.fromkeys((each.prompt, each.images, each.template) for each in examples))
     tokenized = tokenize_prompts(
@@ -89,7 +89,8 @@ def example_inputs(
 
 
 def _texts_of(example: Example, end: TurnEnd | None) -> Iterator[tuple[str, str]]:
-    """Yield the texts of an example that are trained on, each with the text that the chat template writes after it."""
+    """Yield the texts of a training example that are trained on, each with the text that the chat template writes after
+    it."""
     closing = "" if end is None or isinstance(example.prompt, str) else end.text
     yield example.completion, "" if example.verdict else closing
     yield example.verdict, closing if example.verdict else ""
@@ -100,7 +101,8 @@ def _texts_of(example: Example, end: TurnEnd | None) -> Iterator[tuple[str, str]
 def _build_input(
     model_input: ModelInput, example: Example, tokens: Mapping[tuple[str, str], list[int]], *, end: TurnEnd
 ) -> ModelInput:
-    """Return the input of an example: its prompt, followed by completion and verdict, or by turns and observations."""
+    """Return the model input of a training example: its prompt, followed by completion and verdict, or by turns and
+    observations. `tokens` contains the encoded texts."""
     if example.verdict:
         return model_input.append_completion(tokens[example.completion, ""]).append_completion(
             [*tokens[example.verdict, end.text], end.token]
@@ -131,14 +133,14 @@ def encode(
     messages: Sequence[Message] = (),
     arguments: TemplateArguments = NO_ARGUMENTS,
 ) -> ModelInput:
-    """Encode a prompt and its completion as the input of a reward model.
+    """Encode a prompt and its completion as the input of a reward model. Uses `template` if it is given, else the
+    tokenizer's chat template, else the plain concatenation. Raises ValueError if the chat template rejects the chat, or
+    if there are no messages and the completion contains a special token as text.
 
-    Uses the template if there is one, else the tokenizer's chat template, else the plain concatenation. With
-    `messages`, the messages of the prompt, control tokens in them and special tokens in the completion are ordinary
-    text, and the chat template receives the messages and `arguments`. Without messages, the chat template receives the
-    prompt as a user message, and control tokens in it become control tokens. Braces in the prompt or completion are
-    never treated as fields. Raises ValueError if the chat template rejects the chat, or if there are no messages and
-    the completion contains a special token as text.
+    With `messages`, the messages of the prompt, control tokens in them and special tokens in the completion are
+    ordinary text, and the chat template receives the messages and `arguments`. Without messages, the chat template
+    receives the prompt as a user message, and control tokens in it become control tokens. Braces in the prompt or
+    completion are never treated as fields.
     """
     control, chat = ControlTokens.of(tokenizer), (*messages, Message("assistant", completion))
     given = arguments if messages else NO_ARGUMENTS
@@ -172,11 +174,9 @@ def encode(
 
 
 def _mark_rendered(control: ControlTokens, prompt: str, messages: Sequence[Message], marks: Marks) -> str:
-    """Mark the control tokens in a rendered prompt that its messages contain.
-
-    The control tokens that the policy's chat template wrote stay. If a message with control tokens does not occur in
-    the rendered prompt as it is, all control tokens of the prompt are marked.
-    """
+    """Return a rendered prompt in which the control tokens that come from its messages are marked as ordinary text.
+    Control tokens that the policy's chat template wrote are not marked. If a message with control tokens does not occur
+    literally in the rendered prompt, all control tokens of the prompt are marked."""
     if [(each.role, each.content) for each in messages] == [("user", prompt)]:
         return control.mark_text(prompt, marks)
     for tokens, text in sorted(control.texts_of(tuple(messages)), key=lambda each: len(each[1]), reverse=True):
@@ -193,7 +193,7 @@ def _mark_rendered(control: ControlTokens, prompt: str, messages: Sequence[Messa
 
 
 def _encode_text(text: str) -> str:
-    """Return a text as JSON without the quotes, as it occurs in prompts that templates write as JSON."""
+    """Return a text as JSON without the quotes, which is how it occurs in prompts that templates write as JSON."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
@@ -206,11 +206,9 @@ def policy_pairs(
     ends: Collection[int] = (),
     drop_long: bool = False,
 ) -> list[SequencePair]:
-    """Tokenize preference pairs for training a policy with DPO. Prompts and completions are encoded as in
-    `example_inputs`.
-
-    Pairs in which a sequence exceeds `context` tokens are left out with `drop_long`, otherwise BadInput is raised.
-    """
+    """Tokenize preference pairs for training a policy with DPO, like training examples (`example_inputs`). `ends` are
+    the tokens that end a completion according to the generation config. If a sequence exceeds `context` tokens, its
+    pair is left out with `drop_long`. Without `drop_long`, BadInput is raised."""
     source = f"preferences from {preferences[0].source}" if preferences else "preferences"
     examples = [
         Example(pair.prompt, text, template=pair.template) for pair in preferences for text, _ in pair.completions
@@ -232,7 +230,8 @@ def _write_completion(
     rules: TextRules,
     ends: Collection[int] = (),
 ) -> WrittenCompletion:
-    """Return a completion of a pair as the chat template writes it. Raises BadInput with the row if it does not."""
+    """Return the text and tokens of one completion of a preference pair that is given as a message. Raises BadInput,
+    which names the row, if the chat template does not render the message."""
     assert not isinstance(pair.prompt, str), "only pairs of chats have messages as completions"
     try:
         return write_completion(pair.prompt, message, tokenizer, arguments=pair.template, rules=rules, ends=ends)
@@ -249,12 +248,11 @@ def reward_pairs(
     chat_prompt: Literal["messages", "text"] = "text",
     drop_long: bool = False,
 ) -> list[SequencePair]:
-    """Tokenize preference pairs for training a reward model. The score is computed at the last token that is not
-    padding.
+    """Tokenize preference pairs for training a reward model, whose score is computed at the last token that is not
+    padding. Raises BadInput if the template does not contain the completion, or if a text cannot be encoded or exceeds
+    `context` tokens. With `drop_long`, pairs that exceed `context` tokens are left out.
 
-    `chat_prompt` is the form in which the chat template receives the prompts of chats. Raises BadInput if the template
-    does not contain the completion, or if a text cannot be encoded or exceeds `context` tokens. With `drop_long`, pairs
-    that exceed `context` tokens are left out.
+    `chat_prompt` selects whether the chat template receives the prompt of a chat as its messages or as text.
     """
     require_completion(template, source="reward model")
     inputs: list[ModelInput] = []
@@ -282,10 +280,8 @@ def reward_pairs(
 
 
 def _mark_last_token(model_input: ModelInput, pad: int | None) -> ModelInput:
-    """Return the input with a mark on its last token that is not padding, where the score is computed.
-
-    Model outputs are read at the positions that predict completion tokens, so an arbitrary token (0) is appended as the
-    completion.
+    """Return the input cut after its last token that is not `pad`, which is where the score is computed. Model outputs
+    are read at the positions that predict completion tokens, so an arbitrary token (0) is appended as the completion.
     """
     tokens = model_input.tokens
     end = len(tokens)
@@ -297,8 +293,8 @@ def _mark_last_token(model_input: ModelInput, pad: int | None) -> ModelInput:
 def _build_pairs(
     preferences: Sequence[Preference], inputs: Sequence[ModelInput], *, context: int, drop_long: bool
 ) -> list[SequencePair]:
-    """Combine inputs into one pair per preference. Pairs with an input of more than `context` tokens are left out with
-    `drop_long`. Raises BadInput if an input is empty or too long, or if no pair remains."""
+    """Combine model inputs, two for each preference, into pairs. With `drop_long`, pairs with an input of more than
+    `context` tokens are left out. Raises BadInput if an input is empty or too long, or if no pair remains."""
     pairs = []
     for pair, chosen, rejected in zip(preferences, inputs[::2], inputs[1::2], strict=True):
         if drop_long and max(len(chosen), len(rejected)) > context:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from models.config.reward_terms import BlankLines, PatternSteps, Segmentation
 
 Aggregate = Literal["mean", "sum", "min"]
-"""Name of the function that combines the values of a completion's steps, tokens or turns into one number."""
+"""Name of the function that combines the scores of a completion's steps, tokens or turns into one number."""
 
 _BLANK: Final = re.compile(r"\n(?:[^\S\n]*\n)+")
 """Pattern for one or more consecutive blank lines."""
@@ -31,7 +31,7 @@ _CLOSING: Final = {"$$": "$$", "\\[": "\\]"}
 
 @dataclass(frozen=True, slots=True)
 class StepValues:
-    """Steps of a completion in order: the length and the value (reward) of each step."""
+    """Lengths and rewards of the reasoning steps of a completion, in order."""
 
     lengths: tuple[int, ...]
     """Length of each step in characters."""
@@ -40,7 +40,7 @@ class StepValues:
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Values (rewards) of consecutive runs of completion tokens. Each run ends where the next one starts."""
+    """Rewards of consecutive runs of completion tokens. Each run ends where the next one starts."""
 
     starts: tuple[int, ...]
     """Index of the first token of each run."""
@@ -48,7 +48,8 @@ class Spans:
 
 
 def aggregate(values: Sequence[float], how: Aggregate) -> float:
-    """Combine the values of steps, tokens or turns into one number. Returns 0 if there are no values."""
+    """Combine the scores of steps, tokens or turns into one number by the function `how`. Returns 0 if there are no
+    scores."""
     if not values:
         return 0.0
     match how:
@@ -94,7 +95,8 @@ def _split_at(text: str, ends: Sequence[int]) -> list[str]:
 
 
 def _find_blank_lines(text: str) -> list[int]:
-    """Return the character index after each run of blank lines that is outside of fences."""
+    """Return the character index after each run of blank lines that is outside of code fences and display
+    mathematics."""
     fences = iter(_find_fences(text))
     fence = next(fences, None)
     ends: list[int] = []
@@ -125,11 +127,9 @@ def find_last_code(text: str) -> str | None:
 
 
 def _find_fences(text: str) -> list[tuple[int, int]]:
-    """Return the start and end of each code fence and each display mathematics block, in order.
-
-    Unclosed code continues to the end of the text, as in CommonMark. An unclosed `$$` or `\\[` is not a fence, because
-    otherwise a stray one would merge the whole rest of the text into one step.
-    """
+    r"""Return the start and end index of each code fence and each display mathematics block, in order. Unclosed code
+    continues to the end of the text, as in CommonMark. An unclosed `$$` or `\[` is not a block, because otherwise a
+    stray one would merge the whole rest of the text into one step."""
     fences: list[tuple[int, int]] = []
     unclosed: set[str] = set()
     at = 0
@@ -146,7 +146,8 @@ def _find_fences(text: str) -> list[tuple[int, int]]:
 
 
 def _find_end_of_fence(text: str, mark: str, begin: int) -> int:
-    """Return the end of the block that starts with `mark`, or -1 if it is display mathematics that is not closed."""
+    """Return the index after the code or mathematics block that starts at `begin` with `mark`. Returns -1 if it is
+    display mathematics that is not closed."""
     if mark in _CLOSING:
         closing = text.find(_CLOSING[mark], begin)
         return closing + len(_CLOSING[mark]) if closing >= 0 else -1
@@ -156,13 +157,12 @@ def _find_end_of_fence(text: str, mark: str, begin: int) -> int:
 
 # ---- tokens
 def assign_spans(starts_T: Sequence[int], found: StepValues) -> Spans:
-    """Assign each token to the step that contains its first character, and return the values of steps as runs of
-    tokens.
+    """Assign each token to the reasoning step that contains its first character, and return the values of the steps as
+    runs of tokens. `starts_T` is the character index at which each token starts, ascending from 0.
 
-    `starts_T` is the character index at which each token starts, ascending from 0. Tokens after the end of the text
-    belong to the last step. A step in which no token starts is merged into the step before it, because the last token
-    of that step also contains its text. The merged step has the lower of the two values, so that no step flagged as
-    wrong is lost.
+    Tokens after the end of the text belong to the last step. A step in which no token starts is merged into the step
+    before it, because the last token of that step also contains its text. The merged step has the lower of the two
+    values, so that no step flagged as wrong is lost.
     """
     ends_S = np.array(list(accumulate(found.lengths)), dtype=np.int64)
     step_T: NDArray[np.int64] = np.searchsorted(ends_S, np.array(starts_T, dtype=np.int64), side="right")

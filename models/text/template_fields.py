@@ -18,23 +18,26 @@ Chat = Sequence[dict[str, object]]
 _Arguments = Literal["unchanged", "objects", "texts"]
 
 _MARK: Final = "part5w8d"
-"""Word that no template writes by itself. It replaces texts of messages in probes."""
+"""Word that no chat template writes by itself. It replaces texts of messages in trial chats, to see whether the
+template shows them."""
 _ARGUMENTS: Final = {"of4k7q": "it9x2v"}
 _AS_TEXT: Final = json.dumps(_ARGUMENTS)
 _PROBES: Final = 4
-"""Maximum number of chats of one kind that are rendered as probes, to choose the form of all chats of that kind."""
+"""Maximum number of chats of one kind that are rendered in a trial. The form chosen in this trial is used for all chats
+of the kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """Form in which messages are passed to a chat template."""
+    """Form in which messages are passed to a chat template: how tool-call arguments, multi-part content and absent
+    content are represented."""
 
     arguments: _Arguments = "unchanged"
-    """Form of the arguments of tool calls. Files have objects or JSON text."""
+    """Form of the arguments of tool calls: as objects, as JSON text, or unchanged, as in the data file."""
     joins_texts: bool = False
-    """Whether a content of several texts becomes one text."""
+    """Whether the texts of a message content with several parts are joined into one text."""
     fills_content: bool = False
-    """Whether absent content becomes an empty text."""
+    """Whether the absent content of a message is replaced by an empty text."""
 
     def apply(self, chat: Chat) -> list[dict[str, object]]:
         """Return the messages of a chat in this form."""
@@ -55,11 +58,12 @@ def fit_chats(
     tokenizer: PreTrainedTokenizerFast,
     arguments: Sequence[TemplateArguments] | None = None,
 ) -> list[Chat]:
-    """Return chats in the form that the tokenizer's chat template shows correctly.
+    """Return chats in the form that the tokenizer's chat template shows correctly. `arguments` are the arguments of the
+    template for each chat.
 
     A form that the template rejects, omits, or writes as a Python value is replaced: arguments of calls become objects
     or JSON text, contents of several texts become one text, and absent content becomes an empty text. Other messages
-    stay unchanged. `arguments` are the arguments of the template for each chat.
+    stay unchanged.
     """
     given = arguments or [NO_ARGUMENTS] * len(chats)
     alike: dict[tuple[object, ...], list[int]] = {}
@@ -75,7 +79,8 @@ def fit_chats(
 
 
 def count_changes(before: Sequence[Chat], after: Sequence[Chat]) -> dict[str, int]:
-    """Return the number of chats that `fit_chats` changed, by a description of the change."""
+    """Return how many chats `fit_chats` changed, by a description of the change, given the chats before and after the
+    call."""
     changes: Counter[str] = Counter()
     for chat, fitted in zip(before, after, strict=True):
         kinds = set[str]()
@@ -92,7 +97,8 @@ def count_changes(before: Sequence[Chat], after: Sequence[Chat]) -> dict[str, in
 
 
 def _describe_kind(chat: Chat) -> tuple[str, ...]:
-    """Return the kinds of messages of a chat for which a template may require another form."""
+    """Return the features of a chat's messages, such as tool calls, for which a chat template may require another form.
+    Chats with equal features are of one kind."""
     kinds = set[str]()
     for message in chat:
         kinds |= {"empty"} if "content" not in message else set()
@@ -102,8 +108,8 @@ def _describe_kind(chat: Chat) -> tuple[str, ...]:
 
 
 def _describe_template(tokenizer: PreTrainedTokenizerFast, arguments: TemplateArguments) -> tuple[str, str]:
-    """Return the template that these arguments select, and the template variables as JSON text. Both can determine the
-    form of messages."""
+    """Return the chat template that these arguments select, and the template variables as JSON text. Both can determine
+    which form of messages the template shows correctly."""
     try:
         template = select_template(tokenizer, tools=arguments.tools)
     except TemplateFailed:
@@ -112,7 +118,8 @@ def _describe_template(tokenizer: PreTrainedTokenizerFast, arguments: TemplateAr
 
 
 def _choose_form(chats: Sequence[tuple[Chat, TemplateArguments]], tokenizer: PreTrainedTokenizerFast) -> _Form:
-    """Return the form in which the template shows most of some chats. If several forms do, the chats stay unchanged."""
+    """Return the form of messages in which the chat template shows most of these chats' contents. If several forms are
+    equally good, the chats stay unchanged."""
     kinds = {kind for chat, _ in chats for kind in _describe_kind(chat)}
     arguments: tuple[_Arguments, ...] = ("unchanged", "objects", "texts")
     forms = product(
@@ -129,7 +136,8 @@ def _choose_form(chats: Sequence[tuple[Chat, TemplateArguments]], tokenizer: Pre
 
 
 def _count_shown(form: _Form, chat: Chat, arguments: TemplateArguments, tokenizer: PreTrainedTokenizerFast) -> float:
-    """Return how many kinds of values of a chat the template shows in this form, or -1 if the template fails."""
+    """Return how many kinds of values of a chat the chat template shows if the messages are passed in this form, or -1
+    if the template fails."""
     probe = form.apply([_mark_values(message) for message in chat])
     try:
         [text] = render_chats(
@@ -148,7 +156,8 @@ def _count_shown(form: _Form, chat: Chat, arguments: TemplateArguments, tokenize
 
 
 def _mark_values(message: dict[str, object]) -> dict[str, object]:
-    """Return a message whose call arguments and content parts are replaced by words that are easy to find."""
+    """Return a message whose tool-call arguments and content parts are replaced by words that are easy to find in the
+    rendered chat."""
     texts = _texts_of(message)
     if texts is not None:
         message = {**message, "content": [{"type": "text", "text": _MARK} for _ in texts]}
@@ -158,7 +167,7 @@ def _mark_values(message: dict[str, object]) -> dict[str, object]:
 
 
 def _texts_of(message: Mapping[str, object]) -> list[str] | None:
-    """Return the texts of a content that is a list of texts only, or None."""
+    """Return the texts of a message content that is a list of text parts only, or None for other contents."""
     content = message.get("content")
     if not isinstance(content, list) or not all(isinstance(each, dict) and each["type"] == "text" for each in content):
         return None
@@ -192,7 +201,7 @@ def _map_arguments(message: Mapping[str, object], convert: Callable[[object], ob
 
 
 def _parse(arguments: object) -> object:
-    """Return the arguments of a tool call as an object. JSON text is decoded."""
+    """Return the arguments of a tool call as an object. If they are JSON text, they are decoded."""
     return json.loads(arguments) if isinstance(arguments, str) else arguments
 
 

@@ -15,8 +15,8 @@ from tokenizers.decoders import DecodeStream
 from infra.errors import Damaged
 
 LONGEST_SEARCHED: Final = 1024
-"""Maximum number of tokens of a completion for which the slow search is used. The search is needed if the bytes of a
-completion are not valid text."""
+"""Maximum number of tokens of a completion for which token starts are found by a slow search. The search is needed if
+the bytes of a completion are not valid text."""
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
@@ -31,11 +31,12 @@ def open_tokenizer(path: Path) -> Tokenizer:
 
 
 def find_token_starts(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[int] | None:
-    """Return the character index in the text at which each token starts, or None if it cannot be determined.
+    """Return the character index in the completion's text at which each token starts, or None if the tokens do not
+    decode to this text or are too many for the slow search.
 
     A token that completes a character starts after that character, unless the token contains nothing else. Special
-    tokens, which are not part of the text, and EOS start at the next character of the text. Returns None if the tokens
-    do not decode to this text, or if their bytes are not valid text and there are more than `LONGEST_SEARCHED` tokens.
+    tokens, which are not part of the text, and EOS start at the next character of the text. The slow search is needed
+    if the bytes are not valid text, and is done for up to `LONGEST_SEARCHED` tokens.
     """
     if tokenizer.decode(list(tokens), skip_special_tokens=True) != text:
         return None
@@ -44,10 +45,10 @@ def find_token_starts(tokenizer: Tokenizer, tokens: Sequence[int], text: str) ->
 
 
 def _decode_stream(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[int]:
-    """Return the start of each token, found by decoding token by token.
+    """Return the character index in the text at which each token starts, found by decoding token by token. Returns an
+    empty list if the decoded pieces together differ from the text decoded at once.
 
-    Returns an empty list if the decoded pieces together differ from the text decoded at once. This happens if bytes are
-    not valid characters, because byte fallback then also omits adjacent characters.
+    This happens if bytes are not valid characters, because byte fallback then also omits adjacent characters.
     """
     stream = DecodeStream(skip_special_tokens=True)
     starts: list[int] = []
@@ -68,8 +69,8 @@ def _decode_stream(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> li
 
 
 def _starts_from_prefixes(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[int]:
-    """Return the start of each token, found by decoding each prefix of the tokens. The time is quadratic in the number
-    of tokens."""
+    """Return the character index in the text at which each token starts, found by decoding each prefix of the tokens.
+    The time is quadratic in the number of tokens."""
     prefixes = (tokenizer.decode(list(tokens[:count]), skip_special_tokens=True) for count in range(len(tokens)))
     return list(accumulate((_common(prefix, text) for prefix in prefixes), max))
 
@@ -81,10 +82,8 @@ def split_tokens(starts: Sequence[int], text: str) -> tuple[str, ...]:
 
 
 def _starts(tokenizer: Tokenizer, tokens: Sequence[int], piece: str, at: int) -> list[int]:
-    """Return the starts of tokens that together decode to `piece`, which starts at `at`.
-
-    Each token starts after the characters that the tokens before it complete.
-    """
+    """Return the character indices at which tokens start that together decode to `piece`. The piece starts at index
+    `at` of the text. Each token starts after the characters that the tokens before it complete."""
     if len(tokens) < 2:
         return [at] * len(tokens)
     prefixes = (tokenizer.decode(list(tokens[:count]), skip_special_tokens=True) for count in range(1, len(tokens)))
@@ -92,6 +91,6 @@ def _starts(tokenizer: Tokenizer, tokens: Sequence[int], piece: str, at: int) ->
 
 
 def _common(first: str, second: str) -> int:
-    """Return the number of characters with which two texts begin alike."""
+    """Return the length of the longest common prefix of two texts, in characters."""
     pairs = zip(first, second, strict=False)
     return next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))

@@ -53,7 +53,8 @@ class TokenizedPrompt:
     """Prompt as rendered text and as the model input of the policy."""
 
     text: str
-    """Prompt as shown to rewards, judges and people: plain text unchanged, a chat as the chat template renders it."""
+    """Prompt as shown to rewards, judges and people. Plain text is unchanged, and a chat is rendered by the chat
+    template."""
     input: ModelInput
     image_tokens: tuple[int, ...] = ()
     """Number of tokens of each image in the prompt."""
@@ -65,7 +66,8 @@ def scratch_tokenizer(policy: ScratchPolicy, problems: Iterable[Problem]) -> Pre
 
 
 def problem_texts(problems: Iterable[Problem]) -> Iterator[str]:
-    """Yield the texts on which the tokenizer of a policy is trained: prompts, and worked solutions or answers."""
+    """Yield the texts of problems on which a policy's tokenizer is trained: prompts, and worked solutions or else
+    answers."""
     return chain.from_iterable((identity(p.prompt), p.worked or p.answer) for p in problems)
 
 
@@ -140,7 +142,8 @@ def choose_pad_token(tokenizer: PreTrainedTokenizerFast) -> str:
 
 
 def find_chosen_pad_token(tokenizer: PreTrainedTokenizerFast) -> int | None:
-    """Return the pad token if `choose_pad_token` chose it, or None if the files of the tokenizer name one."""
+    """Return the ID of the pad token if `choose_pad_token` chose it, or None if the tokenizer's files name a pad
+    token."""
     is_named = tokenizer.init_kwargs.get("pad_token") is not None
     return None if is_named else cast(int | None, tokenizer.pad_token_id)
 
@@ -153,7 +156,8 @@ def tokenize_problems(
     tools: Sequence[ToolSchema] = (),
     rules: TextRules = TextRules(),  # noqa: B008 -- immutable
 ) -> list[TokenizedPrompt]:
-    """Render and tokenize the prompts of problems. Raises BadInput if a prompt cannot be rendered."""
+    """Render and tokenize the prompts of problems with the policy's tokenizer, which may describe `tools` to the
+    policy. `rules` decide how control tokens in prompts are encoded. Raises BadInput if a prompt cannot be rendered."""
     prompts, images = [problem.prompt for problem in problems], [problem.images for problem in problems]
     sources = [problem.source for problem in problems]
     arguments = [problem.template.with_default_tools(tools) for problem in problems]
@@ -178,13 +182,10 @@ def tokenize_prompts(
     arguments: Sequence[TemplateArguments] | None = None,
     rules: TextRules = TextRules(),  # noqa: B008 -- immutable
 ) -> list[TokenizedPrompt]:
-    """Render and tokenize prompts.
-
-    Chat templates add their own special tokens; to plain text the tokenizer adds its special tokens. `sources` are the
-    origins of the prompts in messages, `images` the encoded images of each prompt, `arguments` the template arguments
-    of each prompt, and `rules` decide how control tokens in prompts are encoded. Raises BadInput if a prompt cannot be
-    rendered or has invalid images.
-    """
+    """Render and tokenize prompts. Chat templates add their own special tokens; to plain text the tokenizer adds its
+    special tokens. `sources` are the origins of the prompts in messages, `images` the encoded images of each prompt,
+    `arguments` the template arguments of each prompt, and `rules` decide how control tokens in prompts are encoded.
+    Raises BadInput if a prompt cannot be rendered or has invalid images."""
     headers = [
         _read_headers(prompt_images, source=source)
         for prompt_images, source in zip(images or [()] * len(prompts), sources, strict=True)
@@ -231,10 +232,8 @@ def tokenize_questions(
     processor: VisionProcessor | None,
     rules: TextRules = RULES_BEFORE,
 ) -> list[TokenizedPrompt]:
-    """Tokenize judge prompts, each with its images.
-
-    With `chat`, a judge prompt becomes a user message if the tokenizer has a chat template.
-    """
+    """Tokenize the prompts of a judge, each with its images. With `chat`, each prompt becomes a user message if the
+    tokenizer has a chat template. `rules` decide how control tokens in prompts are encoded."""
     in_turns = chat and bool(tokenizer.chat_template)
     turns: list[Prompt] = [(Message("user", text),) if in_turns else text for text in texts]
     sources = ["question for the judge"] * len(turns)
@@ -243,7 +242,8 @@ def tokenize_questions(
 
 
 def _read_headers(images: Sequence[bytes], *, source: str) -> list[ImageHeader]:
-    """Read the headers of the images of one prompt."""
+    """Read the headers (format and size) of the images of one prompt. `source` is the origin of the prompt in
+    messages."""
     return [read_header(encoded, where=f"{source}: image {index + 1}") for index, encoded in enumerate(images)]
 
 
@@ -257,11 +257,11 @@ def render(
     arguments: Sequence[TemplateArguments] | None = None,
 ) -> list[str]:
     """Render prompts: plain text unchanged, chats by the tokenizer's chat template up to the start of the assistant's
-    turn.
+    turn. `sources` are the origins of the prompts in messages, `images` the number of images of each prompt, and
+    `arguments` the template arguments of each prompt. Raises BadInput if the policy cannot process images, the
+    tokenizer has no chat template, or the template rejects a chat.
 
-    `images` is the number of images of each prompt. In plain text, image placeholders are put before the text. The
-    template receives the `arguments` of each prompt. Raises BadInput if the policy cannot process images, the tokenizer
-    has no chat template, or the template rejects a chat.
+    In plain text, image placeholders are put before the text.
     """
     counts = images or [0] * len(prompts)
     for prompt, count, source in zip(prompts, counts, sources, strict=True):
@@ -309,14 +309,15 @@ def _group_by_arguments(rows: Iterable[tuple[int, TemplateArguments]]) -> list[l
 
 
 def _turns(chat: Sequence[Message], images: int, *, in_parts: bool) -> list[dict[str, object]]:
-    """Convert a chat to the format of chat templates, with placeholders for its images."""
+    """Convert the messages of a chat to dicts for a chat template, with placeholders for `images` images. With
+    `in_parts`, each content becomes a list of parts."""
     placed = add_image_places(tuple(chat), images) if images or in_parts else chat
     return [turn.encode() for turn in placed]
 
 
 def renders_plain_text(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Return whether the chat template renders contents that are plain text. Some templates of vision models omit such
-    contents."""
+    """Return whether the chat template renders message contents that are a plain text instead of a list of parts. Some
+    templates of vision models omit such contents."""
     probe = "a content that is plain text"
     try:
         [rendered] = render_chats([[{"role": "user", "content": probe}]], tokenizer, generation_prompt=True)
@@ -332,10 +333,9 @@ TokenizedProblems = list[tuple[Problem, TokenizedPrompt]]
 def enforce_prompt_length(
     asked: TokenizedProblems, *, max_tokens: int, too_long: Literal["refuse", "drop"], split: str
 ) -> TokenizedProblems:
-    """Handle prompts of more than `max_tokens` tokens: "drop" removes their problems, "refuse" raises BadInput.
-
-    BadInput lists all empty or too long prompts. It is also raised if no problem is left.
-    """
+    """Handle problems whose prompt has more than `max_tokens` tokens: "drop" removes these problems, "refuse" raises
+    BadInput, which lists all empty or too long prompts. BadInput is also raised if no problem is left. `split` names
+    the data split in messages."""
     input_errors, fitting = InputErrors(), TokenizedProblems()
     for problem, prompt in asked:
         if len(prompt.input) > max_tokens and too_long == "drop":
@@ -370,14 +370,15 @@ def _describe_image_tokens(prompt: TokenizedPrompt) -> str:
 
 
 def _automatic_class() -> type[PreTrainedTokenizerFast]:
-    """Return the transformers class that chooses the tokenizer class by the model. Importing it imports torch."""
+    """Return transformers' AutoTokenizer, which chooses the tokenizer class by the model. Importing it imports
+    torch."""
     from transformers import AutoTokenizer
 
     return cast(type[PreTrainedTokenizerFast], AutoTokenizer)
 
 
 def build_token_decoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[int], str]:
-    """Return a function that returns the text of a token ID."""
+    """Return a function that converts a token ID to the token's text."""
     return lambda token: str(tokenizer.decode([token]))
 
 

@@ -29,8 +29,8 @@ Chat = list[dict[str, object]]
 
 TURN: Final = "turn4k7q"
 REPLY: Final = "reply9x2v"
-"""Words that no template writes by itself. They mark a turn and the reply to it when chats are rendered to examine a
-template."""
+"""Word that no chat template writes by itself. It marks the environment's reply in trial chats, which are rendered to
+examine a template."""
 QUESTION: Final = Message("user", "Hello.")
 _THOUGHTS: Final = "<think>\nthought\n</think>\n\n"
 _LEFT_OUT: Final = "\n[...]\n"
@@ -43,7 +43,8 @@ _TOOL_NAME: Final = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TurnFormat:
-    """Format of the tokens between turns, for one tokenizer and the tools that its prompts describe."""
+    """Format of the tokens between two turns of the policy in an episode, for one tokenizer and the tools that its
+    prompts describe."""
 
     tokenizer: PreTrainedTokenizerFast
     ends: tuple[int, ...]
@@ -51,17 +52,17 @@ class TurnFormat:
     tools: tuple[ToolSchema, ...]
     """Schemas of the tools that prompts describe."""
     is_chat: bool
-    """Whether prompts are chats. After plain-text prompts, observations are plain text too."""
+    """Whether prompts are chats. If they are plain text, the environment's replies are encoded as plain text too."""
     in_parts: bool
-    """Whether the chat template requires contents as lists of parts."""
+    """Whether the chat template requires the content of a message as a list of parts."""
     control: re.Pattern[str] = field(repr=False)
-    """Pattern for control tokens: special tokens, and added tokens that the template writes."""
+    """Pattern that matches control tokens: special tokens, and added tokens that the chat template writes."""
     kwargs: Mapping[str, JsonValue] = field(default_factory=dict)
     """Variables passed to the chat template, by name."""
 
     def with_arguments(self, arguments: TemplateArguments) -> "TurnFormat":
-        """Return the format for a prompt with these template arguments. If they contain tools, these replace the tools
-        of the format."""
+        """Return the format for a prompt with the given template arguments. If they contain tools, these replace the
+        tools of the format."""
         if not arguments.tools and not arguments.kwargs:
             return self
         return replace(self, tools=arguments.tools or self.tools, kwargs=arguments.kwargs)
@@ -72,12 +73,13 @@ class TurnFormat:
         return TemplateArguments(self.tools, self.kwargs)
 
     def encode_observation(self, messages: Sequence[Message], *, ended: bool = True) -> tuple[int, ...]:
-        """Return the tokens between two turns: an observation's messages in the format of the chat template.
+        """Return the tokens between two turns: the environment's reply (observation) in the format of the chat
+        template. `ended` is whether the last token of the turn is one of `ends`. Raises BadInput if the template does
+        not support such messages, and ValueError if it rejects these messages.
 
-        Messages have the role `tool`, with the name of the tool, or `user`. `ended` is whether the last token of the
-        turn is one of `ends`. If not, because a stop text ended the turn, the end token of the template is inserted
-        first. For plain text, only the texts of the messages are encoded. Raises BadInput if the template does not
-        support such messages, and ValueError if it rejects these messages.
+        Messages have the role `tool`, with the name of the tool, or `user`. If the last token is not an end token,
+        because a stop text ended the turn, the end token of the template is inserted first. For plain text, only the
+        texts of the messages are encoded.
         """
         texts = [text_of(message.content) for message in messages]
         if not self.is_chat:
@@ -91,8 +93,8 @@ class TurnFormat:
         return tokens if ended or not end else (_token_id(self.tokenizer, end), *tokens)
 
     def shorten(self, text: str, max_tokens: int) -> str:
-        """Return the text. If it has more than `max_tokens` tokens, its middle is replaced by a marker of at most seven
-        tokens."""
+        """Return a text of at most `max_tokens` tokens. If the text is longer, its middle is replaced by a marker of at
+        most seven tokens."""
         longest = max_tokens * _CHARACTERS_PER_TOKEN
         if len(text) <= longest and self.count_tokens(text) <= max_tokens:
             return text
@@ -107,7 +109,7 @@ class TurnFormat:
         return _drop_middle(text, low)
 
     def count_tokens(self, text: str) -> int:
-        """Return the number of tokens of a text. Tokens that a template adds are not counted."""
+        """Return the number of tokens of a text, without the tokens that a chat template adds."""
         return len(self._encode(text))
 
     def render(self, chats: Sequence[Chat], *, generation_prompt: bool) -> list[str]:
@@ -124,16 +126,18 @@ class TurnFormat:
         return replace(message, content=(text,) if self.in_parts else text).encode()
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        """Encode a text. Control tokens that occur in the text are encoded as ordinary text."""
+        """Encode a text as tokens. Control tokens that occur in the text are encoded as ordinary text."""
         separator = separator_for(text)
         return self.encode_pieces(self.break_control_tokens(text, separator).split(separator))
 
     def break_control_tokens(self, text: str, separator: str) -> str:
-        """Insert a separator after the first character of every control token in a text, including nested ones."""
+        """Insert a separator after the first character of every control token in a text, including nested ones, so that
+        they become ordinary text."""
         return break_tokens(self.control, text, separator)
 
     def encode_pieces(self, pieces: Sequence[str], *, behind: str = "") -> tuple[int, ...]:
-        """Encode each piece separately, in the way in which it is encoded after a token that ends a turn."""
+        """Encode each piece of text separately and return all tokens. Each piece is encoded as if it followed the token
+        `behind`, by default EOS."""
         anchor = behind or str(self.tokenizer.eos_token)
         token_ids: list[int] = []
         for piece in pieces:
@@ -150,18 +154,15 @@ def turn_format(
     tools: Sequence[ToolSchema] = (),
     is_chat: bool = True,
 ) -> TurnFormat:
-    """Return the format of a policy's turns, determined from its tokenizer and chat template.
+    """Return the format of a policy's turns, determined from its tokenizer and chat template. `stated` are the tokens
+    that end a completion according to the generation config. Raises BadInput if prompts are chats but the tokenizer has
+    no chat template or the template fails.
 
-    `stated` are the tokens that end a completion according to the generation config. If the template ends the last turn
-    of a chat neither with one of them nor with EOS, the control token that it writes there also ends turns, like
-    Gemma's `<end_of_turn>`. Raises BadInput if prompts are chats but the tokenizer has no chat template or the template
-    fails.
+    If the template ends the last turn of a chat neither with one of these tokens nor with EOS, the control token that
+    it writes there also ends turns, like Gemma's `<end_of_turn>`.
     """
     if is_chat and not tokenizer.chat_template:
-        raise BadInput(
-            "the policy's tokenizer has no chat template, but an environment sends messages, which only a chat "
-            "template can render. Use a policy with a chat template"
-        )
+        raise BadInput("the policy's tokenizer has no chat template, but the messages of an environment need one")
     template = join_templates(tokenizer) if is_chat else ""
     form = TurnFormat(
         tokenizer,
@@ -177,8 +178,8 @@ def turn_format(
 
 
 def _find_own_end(form: TurnFormat) -> list[int]:
-    """Return the control token with which the template ends the last turn of a chat. Empty if it is one of the known
-    end tokens."""
+    """Return the ID of the control token with which the template ends the last turn of a chat, in a list. The list is
+    empty if this is one of the known end tokens."""
     closing = _render_closing(form)
     own = form.control.search(closing)
     return [] if own is None or _find_first_end(form, closing) else [_token_id(form.tokenizer, own[0])]
@@ -196,8 +197,8 @@ def find_end_of_last_turn(form: TurnFormat) -> tuple[str, str] | None:
 
 
 def _render_closing(form: TurnFormat) -> str:
-    """Return the text that the template writes after the content of the last turn of a chat. Raises BadInput if it
-    rejects the chat."""
+    """Return the text that the chat template writes after the content of the last turn of a chat. Raises BadInput if
+    the template rejects the chat."""
     chat = [form.encode_message(QUESTION), form.encode_message(Message("assistant", TURN))]
     try:
         [text] = form.render([chat], generation_prompt=False)
@@ -207,11 +208,12 @@ def _render_closing(form: TurnFormat) -> str:
 
 
 def check_template_appends(form: TurnFormat, *, role: str, where: str) -> None:
-    """Check that the template does not change earlier messages when turns and messages of this role follow.
+    """Check that the chat template does not change earlier messages when turns and messages of the role `role` follow.
+    Raises BadInput, whose message starts with `where`, if the check fails.
 
     Otherwise the policy would read other tokens in later turns than those that were sampled. The test turns contain
     thoughts, because some templates remove these from earlier turns. The text after a turn must not depend on the
-    number of turns either. The error message starts with `where`. Raises BadInput if the check fails.
+    number of turns either.
     """
     if not form.is_chat:
         return
@@ -232,19 +234,21 @@ def check_template_appends(form: TurnFormat, *, role: str, where: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Chat rendered up to one of its messages, to compare it with the same chat after more messages."""
+    """Trial chat rendered up to one of its messages. It is compared with the same chat after more messages."""
 
     role: str
     alone: str
-    """Chat without the prompt for the next turn and without the text after the end of a turn."""
+    """Rendered chat without the prompt for the next turn and without the text after the end of a turn."""
     kept: str
-    """Text that must be unchanged after more messages: everything except the text after the end of a turn."""
+    """Part of the rendered chat that must not change when messages follow: everything except the text after the end of
+    a turn."""
     text: str
     """Rendered chat in full."""
 
 
 def _render_growing_chat(form: TurnFormat, answer: Message) -> list[_Step]:
-    """Render a chat of three turns and replies once after each message, and return all renderings."""
+    """Render a trial chat of three turns, each followed by the reply `answer`, after every message, and return all
+    renderings."""
     turn, probe = _find_synthetic_turn(form, [answer])
     _find_end_of_turn(form, turn, probe)
     turn |= form.encode_message(Message("assistant", _THOUGHTS if "tool_calls" in turn else _THOUGHTS + TURN))
@@ -265,7 +269,8 @@ def _render_growing_chat(form: TurnFormat, answer: Message) -> list[_Step]:
 
 
 def _describe_change(steps: Sequence[_Step], after: _Step) -> str:
-    """Return a description, for an error message, of the earlier message that the template changed."""
+    """Return a description, for an error message, of the earlier message that the template changed between `steps` and
+    `after`, the rendering with more messages."""
     same = len(commonprefix([steps[-1].kept, after.text]))  # noqa: RUF071 -- compares texts
     roles = [step.role for step in steps if len(step.alone) > same]
     return f"an earlier message with role {roles[0]!r}" if roles else "the beginning of a turn"
@@ -273,11 +278,8 @@ def _describe_change(steps: Sequence[_Step], after: _Step) -> str:
 
 # ---- synthetic chats
 def _render_answer(form: TurnFormat, messages: Sequence[Message]) -> tuple[str, str]:
-    """Return the text that the template writes after a turn for these messages, and the token that ends the turn (empty
-    if there is none).
-
-    Raises ValueError if the template rejects the messages.
-    """
+    """Return the text that the chat template writes after a turn for the given reply messages, and the token that ends
+    the turn (empty if there is none). Raises ValueError if the template rejects the messages."""
     turn, probe = _find_synthetic_turn(form, messages)
     cut, end = _find_end_of_turn(form, turn, probe)
     try:
@@ -290,11 +292,9 @@ def _render_answer(form: TurnFormat, messages: Sequence[Message]) -> tuple[str, 
 
 
 def _find_synthetic_turn(form: TurnFormat, messages: Sequence[Message]) -> tuple[dict[str, object], str]:
-    """Return a synthetic turn after which the template accepts such messages, and the rendered chat, in which markers
-    replace the texts of the replies.
-
-    Raises BadInput if there is no such turn.
-    """
+    """Find an invented turn of the assistant to which the chat template accepts replies with the roles of `messages`.
+    Returns the turn, and the rendered chat, in which placeholder words replace the texts of the turn and the replies.
+    Raises BadInput if the template accepts no such turn."""
     probes = [Message(message.role, REPLY, message.name) for message in messages]
     reason = ""
     for turn in _candidate_turns(form, messages):
@@ -307,14 +307,12 @@ def _find_synthetic_turn(form: TurnFormat, messages: Sequence[Message]) -> tuple
             return turn, probe
         reason = "does not render them"
     roles = ", ".join(dict.fromkeys(message.role for message in messages))
-    raise BadInput(
-        f"the policy's chat template does not support messages with role {roles} after a turn: it {reason}. Use "
-        "another policy, or an environment with other roles"
-    )
+    raise BadInput(f"the policy's chat template does not support messages with role {roles} after a turn: it {reason}")
 
 
 def _candidate_turns(form: TurnFormat, messages: Sequence[Message]) -> Iterator[dict[str, object]]:
-    """Yield turns to which the messages could be replies: a turn with tool calls, then a turn with plain text."""
+    """Yield invented turns of the assistant to which `messages` could be replies: first a turn with tool calls, if a
+    message is a tool's result, then a turn with plain text."""
     names = [_tool_name(message) for message in messages if message.role == "tool"]
     if names:
         calls = [encode_call(name, {"of": TURN}, number=number) for number, name in enumerate(names)]
@@ -323,13 +321,13 @@ def _candidate_turns(form: TurnFormat, messages: Sequence[Message]) -> Iterator[
 
 
 def _build_chat(form: TurnFormat, turn: dict[str, object], messages: Sequence[Message]) -> Chat:
-    """Return a chat of a question, a turn, and the messages that reply to the turn."""
+    """Return a trial chat: a question, the turn, and the messages that reply to the turn."""
     return [form.encode_message(QUESTION), turn, *encode_answers(form, messages)]
 
 
 def encode_answers(form: TurnFormat, messages: Sequence[Message]) -> Chat:
-    """Return the replies to a turn in the format of chat templates. Messages with the role `tool` get the ids of the
-    turn's calls, in order."""
+    """Return the replies to a turn in the format of chat templates. Messages with the role `tool` get the IDs of the
+    turn's tool calls, in order."""
     chat, numbers = Chat(), count()
     for message in messages:
         if message.role == "tool":
@@ -341,11 +339,11 @@ def encode_answers(form: TurnFormat, messages: Sequence[Message]) -> Chat:
 
 
 def _find_end_of_turn(form: TurnFormat, turn: dict[str, object], text: str) -> tuple[int, str]:
-    """Return the index after the end of the last synthetic turn in `text`, and the token that ends it (empty if there
-    is none).
+    """Return the index after the end of the invented turn in the rendered chat `text`, and the token that ends the turn
+    (empty if there is none). Raises BadInput if no end token follows a turn with a tool call.
 
     The token is the first end token after the turn. If the template ends its last turn differently from earlier turns,
-    as GPT-OSS does, it is the first control token. Raises BadInput if no end token follows a turn with a call.
+    as GPT-OSS does, it is the first control token.
     """
     begin = text.rfind(TURN) + len(TURN)
     closing, answered, _ = text[begin:].partition(REPLY)
@@ -379,12 +377,14 @@ def text_of(content: Content) -> str:
 
 
 def _tool_name(message: Message) -> str:
-    """Return the name of the tool, or "unknown" if the name could contain a control token that the policy invented."""
+    """Return the name of the tool that a message comes from, or "unknown" if the name could contain a control token,
+    because policies can invent names."""
     return message.name if _TOOL_NAME.fullmatch(message.name) else "unknown"
 
 
 def _drop_middle(text: str, num_kept: int) -> str:
-    """Return `num_kept` characters from the start and the end of the text, with a marker between them."""
+    """Return a text without its middle: `num_kept` characters in total from its start and its end, with a marker
+    between them."""
     return text[: (num_kept + 1) // 2] + _LEFT_OUT + text[len(text) - num_kept // 2 :]
 
 

@@ -14,7 +14,8 @@ from models.text.template_fields import fit_chats
 KWARGS: Final = "chat_template_kwargs."
 CONTENT: Final = "content of role "
 _PROBES: Final = 4
-"""Maximum number of prompts that are rendered without a value to find out whether the template shows the value."""
+"""Maximum number of prompts that are rendered with and without a value to find out whether the chat template shows the
+value."""
 _MARK: Final = "content6h3z"
 
 _Rendered = tuple[Sequence[Message], TemplateArguments]
@@ -26,12 +27,12 @@ def count_unread_fields(
     *,
     in_parts: bool = False,
 ) -> dict[str, int]:
-    """Return the number of prompts for each value that the tokenizer's chat template does not show.
+    """Return the number of prompts for each value that the tokenizer's chat template does not show. A value is a field
+    of a message (`name`), a variable (`chat_template_kwargs.mood`), `tools`, or the content of all messages of a role
+    (`content of role developer`). With `in_parts`, the template receives every content as a list of parts.
 
-    A value is a field of a message (`name`), a variable (`chat_template_kwargs.mood`), `tools`, or the content of all
-    messages of a role (`content of role developer`). A variable counts as shown if its name occurs in the template.
-    Other values count as shown if one of the first prompts with the value is rendered differently without the value.
-    With `in_parts`, the template receives every content as a list of parts.
+    A variable counts as shown if its name occurs in the template. Other values count as shown if one of the first
+    prompts with the value is rendered differently without the value.
     """
     counts: Counter[str] = Counter()
     first: dict[str, list[_Rendered]] = {}
@@ -56,7 +57,8 @@ def count_unread_fields(
 
 
 def _list_values(prompt: Sequence[Message]) -> Iterator[str]:
-    """Yield the name of each field and each role's content that occurs in a chat, such as `tool_calls`."""
+    """Yield the names of all values in a chat that a template could show: fields of messages, such as `tool_calls`, and
+    the content of each role."""
     for message in prompt:
         yield from message.fields
         if message.name:
@@ -68,7 +70,8 @@ def _list_values(prompt: Sequence[Message]) -> Iterator[str]:
 def _shows(
     name: str, prompt: Sequence[Message], arguments: TemplateArguments, tokenizer: PreTrainedTokenizerFast
 ) -> bool:
-    """Return whether a prompt is rendered differently without a value. A template that fails counts as if it is."""
+    """Return whether the chat template shows the value `name`: whether a prompt is rendered differently without it. If
+    the template fails, the value counts as shown."""
 
     def render(messages: Sequence[Message], given: TemplateArguments) -> str:
         """Render a chat with template arguments."""
@@ -94,14 +97,14 @@ def _shows(
 
 
 def _mark_content(message: Message) -> Message:
-    """Return a message whose texts are replaced by a word that no template writes by itself."""
+    """Return a message whose texts are replaced by a word that no chat template writes by itself."""
     if isinstance(message.content, tuple):
         return replace(message, content=tuple(_MARK if isinstance(part, str) else part for part in message.content))
     return replace(message, content=_MARK) if message.content else message
 
 
 def _drop_field(prompt: Sequence[Message], name: str) -> Iterator[Message]:
-    """Yield the messages of a prompt without the field `name`."""
+    """Yield the messages of a prompt, each without the field `name`."""
     for message in prompt:
         fields = {key: value for key, value in message.fields.items() if key != name}
         yield replace(message, name="" if name == "name" else message.name, fields=fields)

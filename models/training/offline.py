@@ -1,4 +1,4 @@
-"""Training on fixed data: supervised fine-tuning on worked examples, and training on preference pairs.
+"""Training on fixed data: the parts that every such training has, and training on preference pairs.
 
 A preference pair is two completions, one of which is preferred. A model assigns one number to each completion of a
 pair: a policy its log-prob, a reward model its reward at the last token. Shapes: N completion tokens of one
@@ -7,31 +7,22 @@ micro-batch, P pairs.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import isfinite
-from pathlib import Path
 from random import Random
 from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from infra.errors import BadInput, Quarantined
+from infra.errors import Quarantined
 from models.config.judges import TrainedRewardModel
-from models.config.texts import TextRules
 from models.config.training import DpoConfig, WarmupConfig
-from models.data.examples import Example
-from models.engines.requests import generation_settings, stated_ends
 from models.modeling.batching import Rows, Sequences, plan_step
 from models.modeling.layout import MicroBatch, lay_out
 from models.objectives.losses import DpoTerms, PairTerms
-from models.records.model_input import ModelInput
-from models.text.sequences import SequencePair, example_inputs
-from models.text.tokenizer import load_tokenizer
+from models.text.sequences import SequencePair
 from models.training.ranks import Ranks, sum_and_max
 from models.training.trainer import Trainer, learning_rate
-from models.vision.processor import VisionProcessor, load_processor
 
 LAST_STEPS = 20
 """Number of last training steps over which final metrics and reported losses are averaged."""
@@ -65,85 +56,6 @@ class TrainingResult:
         return [sum(part) / len(part) for part in parts]
 
 
-def encode_examples(examples: Sequence[Example], directory: Path, *, rules: TextRules) -> list[ModelInput]:
-    """Encode supervised fine-tuning (warm-up) examples for a policy. `directory` contains the policy's tokenizer, image
-    settings and end tokens. Raises BadInput if an example does not fit the policy."""
-    processor, ends = load_processor(directory), stated_ends(generation_settings(directory))
-    tokenizer = load_tokenizer(directory)
-    inputs = example_inputs(examples, tokenizer, source="warm-up example", processor=processor, rules=rules, ends=ends)
-    _reject_placeholders(inputs, processor)
-    return inputs
-
-
-def fine_tune(
-    trainer: Trainer,
-    inputs: Sequence[ModelInput],
-    *,
-    warmup: WarmupConfig,
-    directory: Path,
-    microbatch_tokens: int,
-    ranks: Ranks,
-    callbacks: TrainingCallbacks,
-) -> TrainingResult:
-    """Fine-tune a policy on encoded examples from `encode_examples`, in order, for all warm-up steps. `directory`
-    contains the policy's image settings. Raises Quarantined if a gradient norm is not finite. Collective: every rank
-    must call this."""
-    processor = load_processor(directory)
-    images = None if processor is None else processor.image_tokens
-
-    def sequences(selected: Sequence[ModelInput]) -> Sequences:
-        patches = None if images is None else [images.patches(each.prompt) for each in selected]
-        return Sequences.unrelated([len(each) for each in selected], patches)
-
-    return fine_tune_on_inputs(
-        trainer,
-        inputs,
-        warmup=warmup,
-        sequences=sequences,
-        microbatch_tokens=microbatch_tokens,
-        ranks=ranks,
-        callbacks=callbacks,
-    )
-
-
-def fine_tune_on_inputs(
-    trainer: Trainer,
-    inputs: Sequence[ModelInput],
-    *,
-    warmup: WarmupConfig,
-    sequences: Callable[[Sequence[ModelInput]], Sequences],
-    microbatch_tokens: int,
-    ranks: Ranks,
-    callbacks: TrainingCallbacks,
-) -> TrainingResult:
-    """Fine-tune a policy on encoded examples, in order, for all warm-up steps. `sequences` is a function that returns
-    the lengths of inputs, from which micro-batches are planned. Raises Quarantined if a gradient norm is not finite.
-    Collective: every rank must call this."""
-    losses = torch.zeros(warmup.steps, dtype=torch.float64, device=ranks.device)
-    for step in range(warmup.steps):
-        selected = inputs[step * warmup.batch_size : (step + 1) * warmup.batch_size]
-        plan = plan_step(
-            tuple(range(len(selected))),
-            sequences(selected),
-            ranks=ranks.data_parallel_size,
-            microbatch_tokens=microbatch_tokens,
-        )
-        losses[step] = _imitate_step(
-            trainer, selected, plan.microbatches[ranks.data_parallel_rank], ranks, on_progress=callbacks.on_progress
-        )
-        _take_step(trainer, step, warmup, where=f"warm-up step {step}")
-        report_steps(losses[: step + 1], warmup.steps, callbacks=callbacks, ranks=ranks)
-    sum_and_max(losses, torch.zeros(1, device=ranks.device), ranks)
-    metrics = {
-        "loss_first": float(losses[0]),
-        "loss_last": float(losses[-LAST_STEPS:].mean()),
-        "steps": float(warmup.steps),
-        "tokens": float(sum(len(each.trained_positions) for each in inputs)),
-        "samples": float(len(inputs)),
-    }
-    return TrainingResult(metrics=metrics, losses=losses.tolist())
-
-
 def report_steps(
     losses: Tensor, steps: int, *, callbacks: TrainingCallbacks, ranks: Ranks, done: int | None = None
 ) -> None:
@@ -161,20 +73,7 @@ def report_steps(
         callbacks.on_steps(done, steps, float(recent))
 
 
-def _reject_placeholders(inputs: Sequence[ModelInput], processor: VisionProcessor | None) -> None:
-    """Raise BadInput if the completion of an input contains a token that a vision-language policy never generates, such
-    as an image placeholder."""
-    banned = () if processor is None else processor.banned
-    for row, each in enumerate(inputs if banned else ()):
-        placeholders = np.intersect1d(each.completion, banned)
-        if len(placeholders):
-            raise BadInput(
-                f"warm-up example {row}: the completion contains the image placeholder token {placeholders[0]}, which "
-                "policies never generate. Remove it from the answer"
-            )
-
-
-def _take_step(
+def take_step(
     trainer: Trainer, index: int, schedule: WarmupConfig | DpoConfig | TrainedRewardModel, *, where: str
 ) -> None:
     """Take optimizer step `index`. The learning rate warms up over the first 5% of the steps of `schedule` and decays
@@ -190,35 +89,6 @@ def _take_step(
     )
     if not isfinite(norm := trainer.step(rate)):
         raise Quarantined(f"{where}: the gradient norm is {norm}, which is not finite. Lower learning_rate")
-
-
-def _shares_at(shares_N: torch.Tensor, logprobs_C: torch.Tensor, places_C: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of a weighted sum of log-probs with respect to some of them: the weights `shares_N` at the
-    indices `places_C`. The log-probs are an argument only because the head passes them to every such function."""
-    return shares_N[places_C]
-
-
-def _imitate_step(
-    trainer: Trainer,
-    inputs: Sequence[ModelInput],
-    microbatches: Sequence[Rows],
-    ranks: Ranks,
-    *,
-    on_progress: Callable[[], None],
-) -> torch.Tensor:
-    """Run this rank's forward and backward passes of one fine-tuning step, and return the rank's share of the loss. The
-    loss is the sum of the weighted negative log-probs, divided by the number of completion tokens of the step."""
-    weight = 1 / sum(len(each.trained_positions) for each in inputs)
-    total = torch.zeros((), dtype=torch.float64, device=ranks.device)
-    for number, rows in enumerate(microbatches):
-        selected = [inputs[row] for row in rows]
-        weights_N = torch.from_numpy(np.concatenate([each.weights for each in selected])).to(ranks.device)
-        loss_gradient = partial(_shares_at, weights_N * -weight)
-        loss = -(trainer.forward(lay_out(selected), loss_gradient=loss_gradient) * weights_N).sum() * weight
-        trainer.backward(loss, last=number + 1 == len(microbatches))
-        total += loss.detach()
-        on_progress()
-    return total
 
 
 def lay_out_pairs(pairs: Sequence[SequencePair]) -> MicroBatch:
@@ -333,7 +203,7 @@ class _Pairs:
             terms = self._work.loss(self._compute_numbers([self._work.train[row] for row in rows]), start[number])
             self._trainer.backward(terms.loss_P.sum() / schedule.batch_size, last=number + 1 == len(microbatches))
             total += _summarize_terms(terms) / schedule.batch_size
-        _take_step(self._trainer, index, schedule, where=f"step {index} on preference pairs")
+        take_step(self._trainer, index, schedule, where=f"step {index} on preference pairs")
         return total
 
     @torch.no_grad()

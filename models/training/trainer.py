@@ -157,6 +157,11 @@ class Trainer:
         return self._module.routing
 
     @property
+    def shares_prompts(self) -> bool:
+        """Whether the model supports micro-batches that are a single row of several sequences."""
+        return self._module.shares_prompts
+
+    @property
     def trains_adapters(self) -> bool:
         """Whether only adapters are trained and the base weights stay fixed."""
         return has_adapters(self._model)

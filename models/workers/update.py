@@ -289,10 +289,7 @@ class UpdateWorker:
             trainer = resident.load(versions[0])
             timer.end("load")
             for update, expected in zip(work.past, versions[1:], strict=True):
-                logger.info(
-                    "iteration %d: the update is computed again from its stored samples",
-                    update.iteration,
-                )
+                logger.info("iteration %d: the update is computed again from its stored samples", update.iteration)
                 start_weights = [weight.clone() for weight in trainer.weights()] if work.was_moved else []
                 learn(update, trainer)
                 version = resident.describe(versions[0], version=expected.version)

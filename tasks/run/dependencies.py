@@ -42,6 +42,7 @@ from models.config.engines import EngineSettings
 from models.config.file_rules import iterate_data_paths
 from models.config.job import slot_engines
 from models.config.rewards import ScoringConfig
+from models.config.training import ChatTraining
 from models.data.rows import find_data_files
 from tasks.config.run import LAYOUT, RunConfig
 from tasks.run.hub_inputs import hub_commits
@@ -73,11 +74,15 @@ def dependencies_of(config: RunConfig, run: Run | None = None) -> Dependencies:
     """
     records = [] if run is None else dependency_records(run)
     known = records[-1].dependencies.data if records else {}
-    places = (config.data, config.preferences, config.algorithm, config.update.loss, config.rollout.environment)
+    chats = None if config.warmup is None else config.warmup.chats
+    places = (config.data, chats, config.preferences, config.algorithm, config.update.loss, config.rollout.environment)
     folders = _data_folders(places)
     files = {path for place in (*places, *config.scoring.rules) for path in _files_of(place)}
     names = PathNames(config, None if run is None else run.record.config)
     referenced = _referenced_files(config.data, names)
+    if chats is not None:
+        for name, images in _referenced_files(chats, names).items():
+            referenced[name] = sorted({*referenced.get(name, ()), *images})
     paths_by_name = {names.name(path): [path] for path in sorted(files - folders.keys())}
     for name, inner in ((f"{names.name(folder)}/*", paths) for folder, paths in folders.items()):
         referenced[name] = sorted({*referenced.get(name, ()), *inner})
@@ -225,13 +230,14 @@ def _is_clip(directory: Path) -> bool:
     return isinstance(config, dict) and config.get("model_type") == "clip"
 
 
-def _referenced_files(source: DataSource, names: PathNames) -> dict[str, list[Path]]:
+def _referenced_files(source: DataSource | ChatTraining, names: PathNames) -> dict[str, list[Path]]:
     """Return the files that data files refer to, such as images. They are grouped by directory, because there may be
     millions."""
     if not source.referenced_files:
         return {}
     paths_by_reference = cast(
-        Callable[[DataSource], Iterator[Path]], find_target(source.referenced_files, where=source.label)
+        Callable[[DataSource | ChatTraining], Iterator[Path]],
+        find_target(source.referenced_files, where="data"),
     )(source)
     folders: dict[str, list[Path]] = {}
     for path in paths_by_reference:

@@ -10,7 +10,7 @@ from infra.costs import total
 from infra.store.manifests import Manifest
 from infra.store.runs import Run
 from infra.trackers.records import Point, Series, Subject
-from tasks.run.keys import StageKey, evaluation_key, iteration_key
+from tasks.run.keys import SFT, StageKey, evaluation_key, iteration_key
 from tasks.tracking.samples import sample_table
 from tasks.views.metrics import accuracy_of
 
@@ -56,7 +56,9 @@ def read_point(run: Run, place: PointName, *, samples: bool = False) -> Point:
     completions."""
     if place.series == "evaluation":
         summary = run.require(StageKey.of(evaluation_key(place.step), "summary"))
-        return Point(place.series, place.step, evaluation_scalars(summary))
+        trained = None if place.step else run.find(SFT)
+        scalars = evaluation_scalars(summary) | ({} if trained is None else chat_scalars(trained))
+        return Point(place.series, place.step, scalars)
     sealed = run.require(StageKey.of(iteration_key(place.step), "seal"))
     table = partial(sample_table, run, place.step) if samples else None
     return Point(place.series, place.step, iteration_scalars(sealed), table)
@@ -105,6 +107,13 @@ def evaluation_scalars(summary: Manifest) -> dict[str, float]:
         "problems": float(accuracy.problems),
     }
     return _keep_finite({**{f"eval/{name}": value for name, value in numbers.items()}, **pass_rates})
+
+
+def chat_scalars(trained: Manifest) -> dict[str, float]:
+    """Return the losses on held-out chats before and after the warm-up, by name. Empty if there are no held-out
+    chats."""
+    losses = {f"warmup/{name}": trained.metrics.get(name) for name in ("heldout_loss_first", "heldout_loss")}
+    return _keep_finite({name: loss for name, loss in losses.items() if loss is not None})
 
 
 def _keep_finite(scalars: Mapping[str, float]) -> dict[str, float]:

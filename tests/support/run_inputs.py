@@ -35,6 +35,21 @@ def write_thinking_policy(inputs: Path) -> None:
     _write_chats(inputs / "chats.jsonl", 12)
 
 
+def write_training_chats(inputs: Path) -> None:
+    """Write chats of several turns for supervised training."""
+    rows = [
+        {
+            "messages": [
+                {"role": role, "content": f"{role} {number} {turn}"}
+                for turn in range(1 + number % 3)
+                for role in ("user", "assistant")
+            ]
+        }
+        for number in range(20)
+    ]
+    (inputs / "chats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
 def write_chat_inputs(inputs: Path) -> None:
     """Write a chat policy and chats."""
     write_chat_policy(inputs / "policy", "qwen-2.5", likely={"<|im_end|>": 0.15})

@@ -251,8 +251,7 @@ class ServerClient:
         logprobs = np.frombuffer(answer.logprobs, "<f8")
         if logprobs.size != len(prompts) * len(continuations):
             raise WorkerFailed(
-                f"{self} returned {logprobs.size} log-probs, but {len(prompts)} prompts x {len(continuations)} "
-                "continuations were requested. Use a server that was started with `rheostat engine serve vllm`"
+                f"{self} returned {logprobs.size} log-probs, but {len(prompts)} x {len(continuations)} were requested"
             )
         return logprobs.reshape(len(prompts), len(continuations)), answer
 
@@ -334,7 +333,7 @@ class ServerClient:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             raise WorkerFailed(
-                f"{self} returned an unexpected response to {path} ({where}: {first['msg']}): {self._excerpt(data)!r}"
+                f"{self}{path} returned an invalid response: {where}: {first['msg']}: {self._excerpt(data)!r}"
             ) from error
 
     def _check(self, response: httpx.Response) -> None:

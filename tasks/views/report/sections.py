@@ -22,7 +22,8 @@ from tasks.lineage.trace import traced_rewards
 from tasks.promotion.evidence import problem_scores
 from tasks.run.batch import Batch, iterations_without_rollouts
 from tasks.run.iteration import Iteration
-from tasks.run.keys import evaluation_key
+from tasks.run.keys import SFT, evaluation_key
+from tasks.tracking.points import chat_scalars
 from tasks.views.diagnosis import summarize_warnings
 from tasks.views.metrics import Accuracy
 from tasks.views.report.page import PageSection, paragraph, rows_table, toml
@@ -51,6 +52,7 @@ def verdict(run: Run, description: RunDescription, store: str) -> PageSection:
         cards += [(f"held-out accuracy {name}", f"{each.mean:.3f}", _describe_accuracy(each)) for name, each in ends]
     if len(evaluations) > 1:
         cards.append(_difference_card(run, evaluations[0].number, evaluations[-1].number))
+    cards += _chat_cards(run)
     cost = f"took {total(description.costs.values()).line()}" if description.costs else "no costs recorded"
     cards.append(("iterations", f"{len(description.iterations):,}", cost))
     tiles = "".join(
@@ -63,6 +65,17 @@ def verdict(run: Run, description: RunDescription, store: str) -> PageSection:
     ]
     lines += [paragraph(_describe_record(name, record)) for name, record in _registry_records(run, store)]
     return PageSection(name="verdict", title="Verdict", body=f'<div class="verdict">{tiles}</div>{"".join(lines)}')
+
+
+def _chat_cards(run: Run) -> list[tuple[str, str, str]]:
+    """Return a card with the loss on held-out chats after the warm-up. Empty if there are no held-out chats."""
+    trained = run.find(SFT)
+    losses = {} if trained is None else chat_scalars(trained)
+    if trained is None or len(losses) < 2:
+        return []
+    before, after = losses["warmup/heldout_loss_first"], losses["warmup/heldout_loss"]
+    chats = f"{trained.metrics['heldout_chats']:,.0f} chats, {before:.3f} before the warm-up"
+    return [("loss on held-out chats", f"{after:.3f}", chats)]
 
 
 def _describe_accuracy(accuracy: Accuracy) -> str:

@@ -32,8 +32,9 @@ from models.modeling.initial import iterate_texts
 from models.modeling.policy import load_policy, load_vision
 from models.records.work import EstimateWork, RolloutWork, ScoredShard, UpdateWork
 from models.training import versions
-from models.training.offline import TrainingCallbacks, encode_examples, fine_tune
+from models.training.offline import TrainingCallbacks
 from models.training.samples import open_samples
+from models.training.supervised import SupervisedData, encode_examples, fine_tune
 from models.training.versions import ResidentTrainer
 from models.vision import tower
 from models.vision.parts import part_of
@@ -223,7 +224,7 @@ def test_warmup_trains_on_examples_with_images(uri, policy):
     warmup = WarmupConfig(steps=150, batch_size=4, learning_rate=3e-3)
     learnt = fine_tune(
         resident.load_with_fresh_optimizer(policy),
-        encode_examples(examples, directory, rules=TextRules()),
+        SupervisedData.split(encode_examples(examples, directory, rules=TextRules()), warmup),
         warmup=warmup,
         directory=directory,
         microbatch_tokens=2000,

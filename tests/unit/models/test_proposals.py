@@ -244,7 +244,11 @@ def test_the_columns_that_the_user_names_are_used(propose):
         ([{"prompt": f"a{n}", "note": "b"} for n in range(9)], {}, ["--answer-column", "--judge", "note"]),
         ([{"prompt": "a", "answer": 1}], {}, ["too few problems"]),
         ([], {}, ["is empty"]),
-        ([{"prompt": "a", "chosen": "b", "rejected": "c"}], {}, ["preferences", "--prompt-column"]),
+        (
+            [{"prompt": "a", "chosen": "b", "rejected": "c"}],
+            {},
+            ["pairs of texts in columns chosen and rejected", "--prompt-column"],
+        ),
         ([{"messages": [*chat("a"), {"role": "assistant", "content": "b"}]}], {}, ["answer of the assistant"]),
     ],
 )
@@ -252,6 +256,33 @@ def test_data_about_which_the_user_must_decide_is_refused_with_the_option(rows, 
     with pytest.raises(BadInput) as refused:
         propose(rows, **options)
     assert [part for part in parts if part not in str(refused.value)] == []
+
+
+def test_names_on_the_hub_are_read_and_written_to_the_job(hub, models, tmp_path):
+    rows = "".join(json.dumps({"question": f"{n} + 1?", "answer": str(n + 1)}) + "\n" for n in range(ROWS)).encode()
+    hub.add("team/tiny", models / "chat")
+    hub.add(
+        "team/sums", {"data/train-00000-of-00001.jsonl": rows, "data/test-00000-of-00001.jsonl": rows}, kind="dataset"
+    )
+    names = {"data": "team/sums", "policy": "team/tiny", "split": "train", "heldout_split": "test"}
+    proposal = propose_job(ProposalRequest(name="job", folder=str(tmp_path), memory=16 * GIB, **names))
+    document = tomllib.loads(proposal.document)
+    assert document["policy"]["path"] == "team/tiny"
+    assert {key: document["data"][key] for key in ("path", "split", "heldout_split", "prompt_column")} == {
+        "path": "team/sums",
+        "split": "train",
+        "heldout_split": "test",
+        "prompt_column": "question",
+    }
+    assert "heldout_fraction" not in document["data"]
+    assert override_config(place_document(proposal.document, tmp_path), [], source="job.toml").data.heldout_path
+    with pytest.raises(BadInput, match="split"):
+        propose_job(ProposalRequest(name="job", folder=str(tmp_path), memory=16 * GIB, **{**names, "split": "gone"}))
+
+
+def test_a_split_of_a_local_file_is_refused(propose):
+    with pytest.raises(BadInput, match="--data: split is set, but it only has an effect on a dataset"):
+        propose(DATA["labels"][1], split="train")
 
 
 def test_the_written_toml_is_read_as_the_same_values(propose):

@@ -220,6 +220,23 @@ def test_dependencies_include_the_files_of_a_folder_and_the_images_in_it():
         Path("rows", changed).write_bytes(before)
 
 
+def test_dependencies_include_the_chats_of_the_warm_up_and_their_images():
+    row = {
+        "messages": [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "1"}],
+        "images": ["red.png"],
+    }
+    Path("chats").mkdir()
+    write_lines(Path("chats/chats.jsonl"), row)
+    Path("chats/red.png").write_bytes(RED)
+    chats = "[warmup.chats]\npath = 'chats/chats.jsonl'\nimages_column = 'images'\n"
+    Path("job.toml").write_text(f'name = "job"\n{chats}')
+    found = dependencies_of(load_config(Path("job.toml")))
+    assert {*found.data} == {"chats/chats.jsonl", "chats/*"}
+    Path("chats/red.png").write_bytes(BLUE)
+    [change] = found.changes(dependencies_of(load_config(Path("job.toml"))))
+    assert "data file chats/* has changed" in change
+
+
 def test_two_images_that_are_swapped_are_a_change():
     Path("1.png").write_bytes(RED)
     Path("2.png").write_bytes(BLUE)

@@ -1,0 +1,192 @@
+"""Supervised training on chats, compared with TRL's SFTTrainer: the same assistant masks, losses and gradients."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from models.data.examples import Example
+from models.data.problems import Message, TemplateArguments
+from models.data.training_chats import TrainingChat
+from models.modeling.logprobs import TokenLogprobs
+from models.text.sequences import example_inputs
+from models.text.whole_chats import ChatEncoder
+from models.training.supervised import imitation_loss
+from tests.support.chat_templates import FIND, tokenizer_of
+
+pytestmark = [pytest.mark.system, pytest.mark.filterwarnings("ignore")]  # TRL takes seconds to import, and warns
+
+CALL = {"type": "function", "function": {"name": "find", "arguments": {"what": "pens"}}}
+PLAIN = [{"prompt": f"Ana has {n} pens and", "completion": f" calls {n}: it is sunny"} for n in (2, 31, 7)]
+PAIRS = [
+    {
+        "prompt": [{"role": "user", "content": f"Ana has {n} pens"}],
+        "completion": [{"role": "assistant", "content": f"it is sunny {n * n}"}],
+    }
+    for n in (2, 31, 7)
+]
+TURNS = [
+    {
+        "messages": [
+            {"role": "system", "content": "role"},
+            *(
+                {"role": role, "content": f"{role} calls {n + turn}"}
+                for turn in range(1 + n % 3)
+                for role in ("user", "assistant")
+            ),
+        ]
+    }
+    for n in (2, 31, 7)
+]
+TOOLS = [
+    {
+        "messages": [
+            {"role": "user", "content": f"find {n}"},
+            {"role": "assistant", "content": "", "tool_calls": [CALL]},
+            {"role": "tool", "name": "find", "content": f"{n} pens"},
+            {"role": "assistant", "content": f"Ana has {n} pens"},
+        ],
+        "tools": json.dumps([FIND]),
+    }
+    for n in (2, 31)
+]
+
+
+def build_model(attention="sdpa"):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation=attention,
+        pad_token_id=0,
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def train_with_trl(tokenizer, rows, out, **settings):
+    """Return TRL's tokens and trained positions of each sequence, its loss of one batch, and the gradients."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    arguments = {"per_device_train_batch_size": len(rows), "max_length": 4096, "shuffle_dataset": False, **settings}
+    trainer = SFTTrainer(
+        model=build_model(),
+        args=SFTConfig(
+            output_dir=str(out), use_cpu=True, bf16=False, report_to="none", gradient_checkpointing=False, **arguments
+        ),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.eval()
+    examples = [trainer.train_dataset[row] for row in range(len(trainer.train_dataset))]
+    batch = trainer.data_collator(examples)
+    loss = trainer.compute_loss(trainer.model, dict(batch))
+    loss.backward()
+    return examples, float(loss.detach()), collect_gradients(trainer.model)
+
+
+def collect_gradients(model):
+    return {name.removeprefix("model."): each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
+def train_here(inputs, *, is_packed):
+    """Return our loss of one batch, and the gradients."""
+    module = TokenLogprobs(build_model(), temperature=1.0)
+    weight = 1 / sum(len(each.trained_positions) for each in inputs)
+
+    def forward(batch, *, loss_gradient):
+        return module(module.prepare_inputs(batch, torch.device("cpu")))
+
+    loss = imitation_loss(forward, inputs, weight=weight, is_packed=is_packed, device=torch.device("cpu"))
+    loss.backward()
+    return float(loss.detach()), collect_gradients(module.model)
+
+
+def assert_same_training(theirs, ours):
+    (their_loss, expected), (loss, gradients) = theirs, ours
+    assert loss == pytest.approx(their_loss, abs=1e-5)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-5)
+
+
+def read_chat(row, tokenizer):
+    def read(message):
+        fields = {"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {}
+        return Message(message["role"], message["content"], message.get("name", ""), fields)
+
+    messages = row["messages"] if "messages" in row else [*row["prompt"], *row["completion"]]
+    tools = tuple(json.loads(row["tools"])) if "tools" in row else ()
+    return TrainingChat("row", tuple(map(read, messages)), (), TemplateArguments(tools))
+
+
+def use_markers(tokenizer):
+    """Return the tokenizer with TRL's template for training, which marks the turns of the assistant."""
+    from trl.chat_template_utils import get_training_chat_template, qwen2_5_chat_template
+
+    tokenizer.chat_template = qwen2_5_chat_template
+    tokenizer.chat_template = get_training_chat_template(tokenizer)
+    return tokenizer
+
+
+@pytest.fixture
+def tokenizer():
+    from copy import deepcopy
+
+    return deepcopy(tokenizer_of("qwen-2.5"))
+
+
+def test_plain_prompts_and_completions_are_trained_as_by_trl(tokenizer, tmp_path):
+    examples, *theirs = train_with_trl(tokenizer, PLAIN, tmp_path)
+    inputs = example_inputs([Example(row["prompt"], row["completion"]) for row in PLAIN], tokenizer, source="row")
+    for each, example in zip(inputs, examples, strict=True):
+        assert each.tokens.tolist() == example["input_ids"]
+        assert each.trained_positions.tolist() == np.flatnonzero(np.array(example["labels"]) != -100).tolist()
+    assert_same_training(theirs, train_here(inputs, is_packed=False))
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("rows", [TURNS, TOOLS], ids=["turns", "tools"])
+def test_turns_of_the_assistant_are_trained_as_by_trl(rows, is_packed, tokenizer, tmp_path):
+    tokenizer = use_markers(tokenizer)
+    examples, *theirs = train_with_trl(tokenizer, rows, tmp_path, assistant_only_loss=True)
+    inputs = [each for [each] in ChatEncoder(tokenizer).encode([read_chat(row, tokenizer) for row in rows])]
+    for each, example in zip(inputs, examples, strict=True):
+        assert each.tokens.tolist() == example["input_ids"][: len(each)]
+        assert each.trained_positions.tolist() == np.flatnonzero(np.array(example["labels"]) != -100).tolist()
+    assert_same_training(theirs, train_here(inputs, is_packed=is_packed))
+
+
+def test_the_last_turn_is_trained_as_the_completion_of_a_prompt_in_trl(tokenizer, tmp_path):
+    tokenizer.chat_template = tokenizer.chat_template.replace("{% endfor %}<|im_end|>\n", "{% endfor %}<|im_end|>")
+    examples, *theirs = train_with_trl(tokenizer, PAIRS, tmp_path)
+    inputs = [
+        each for [each] in ChatEncoder(tokenizer, loss="last").encode([read_chat(row, tokenizer) for row in PAIRS])
+    ]
+    for each, example in zip(inputs, examples, strict=True):
+        assert each.tokens.tolist() == example["input_ids"]
+        assert each.trained_positions.tolist() == np.flatnonzero(np.array(example["labels"]) != -100).tolist()
+    assert_same_training(theirs, train_here(inputs, is_packed=False))
+
+
+def test_all_tokens_are_trained_as_by_trl(tokenizer, tmp_path):
+    _, *theirs = train_with_trl(tokenizer, TURNS, tmp_path)
+    inputs = [
+        each for [each] in ChatEncoder(tokenizer, loss="all").encode([read_chat(row, tokenizer) for row in TURNS])
+    ]
+    assert_same_training(theirs, train_here(inputs, is_packed=True))
+
+
+def test_packed_chats_are_trained_as_by_trl(tokenizer, tmp_path):
+    tokenizer = use_markers(tokenizer)
+    examples, *theirs = train_with_trl(tokenizer, TURNS, tmp_path, assistant_only_loss=True, packing=True)
+    assert len(examples) == 1
+    inputs = [each for [each] in ChatEncoder(tokenizer).encode([read_chat(row, tokenizer) for row in TURNS])]
+    assert_same_training(theirs, train_here(inputs, is_packed=True))
