@@ -306,7 +306,9 @@ def test_the_reference_routes_without_replay_as_a_second_model_and_as_the_base_o
 def test_samples_without_the_experts_of_the_policys_routers_are_damaged(uri, top, found):
     policy = publish_mixture(uri)
     work = replayed_work(uri, policy, top=top) if top else update_work(uri, policy)
-    with pytest.raises(Damaged, match=rf"sample of \d+ tokens.* 6 experts of each token, below 6, {found}"):
+    with pytest.raises(
+        Damaged, match=rf"sample with \d+ tokens.* 6 experts with numbers below 6, but the sample {found}"
+    ):
         start_worker(uri, SMALL).update(work)
 
 

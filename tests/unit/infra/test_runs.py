@@ -218,7 +218,7 @@ def test_a_controller_of_an_older_epoch_is_fenced(tmp_path):
         stale.commit(Manifest(key="a"))
     with open_run(str(tmp_path), "first").lock() as newer:
         assert newer.epoch == 2
-        with pytest.raises(Fenced, match="epoch 1 is over, another process has epoch 2"):
+        with pytest.raises(Fenced, match="epoch 1 of this process is over, because another process has locked the run"):
             stale.commit(Manifest(key="b"))
         assert newer.find("b") is None and newer.find("a") is not None
 
@@ -226,7 +226,7 @@ def test_a_controller_of_an_older_epoch_is_fenced(tmp_path):
 def test_a_controller_of_a_deleted_run_is_fenced_with_an_error_that_names_the_deletion(tmp_path):
     with make(tmp_path).lock() as run:
         shutil.rmtree(tmp_path / "first")
-        with pytest.raises(Fenced, match="epoch 1 is over, the run was deleted from the store"):
+        with pytest.raises(Fenced, match="epoch 1 of this process is over, because the run was deleted"):
             run.commit(Manifest(key="a"))
 
 
@@ -297,7 +297,7 @@ def test_a_stopped_controller_that_continues_after_a_takeover_commits_nothing(tm
         with run.lock():
             line.send("proceed")
             os.kill(stopped.pid, signal.SIGCONT)
-            assert "epoch 1 is over, another process has epoch 2" in line.recv()
+            assert "epoch 1 of this process is over, because another process has locked the run" in line.recv()
             assert run.find("after") is None and run.find("before") is not None
 
 
