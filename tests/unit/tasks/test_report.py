@@ -75,7 +75,8 @@ def test_a_run_that_is_deleted_while_a_command_reads_it_is_named(store, tmp_path
     monkeypatch.setattr(LocalStore, "children", delete_after_first_listing)
     ended = run_command(*(word.replace("HOME", str(tmp_path)) for word in words), "--store", str(tmp_path / "store"))
     where = (tmp_path / "store").as_uri()
-    assert (ended.code, ended.output) == (1, f"rheostat: run 'long' was deleted from {where} while it was read\n")
+    message = f"rheostat: run 'long' was deleted from the store {where} while it was read. Choose another run\n"
+    assert (ended.code, ended.output) == (1, message)
     assert not list(tmp_path.glob("*.*"))
 
 
