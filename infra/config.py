@@ -180,8 +180,8 @@ class _ReadOlder:
         return {**{name: mark.before for name, mark in self.marks.items()}, **read_names(value, self.renames)}
 
     def add_to(self, schema: Any) -> Any:  # noqa: ANN401 -- pydantic's, of many types
-        """Add this step to the core schema of a model, and return the schema. If pydantic reuses a schema that already
-        contains the step, nothing is added."""
+        """Add this validation step to the pydantic core schema of a model, and return the schema. If the schema already
+        contains the step, because pydantic reuses it, nothing is added."""
         inner = schema["schema"]
         if schema["type"] != "model":
             return schema | {"schema": self.add_to(inner)}

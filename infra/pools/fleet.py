@@ -137,7 +137,7 @@ class Fleet:
         return task.result()
 
     def _arrange_again(self) -> None:
-        """Repeat the last `arrange` with the slots that still exist, after a slot was lost."""
+        """Repeat the last `arrange` after a slot was lost, so that its workers get other slots."""
         if not self._closed:
             self._start_arranging(None)
 

@@ -87,8 +87,8 @@ class Worker(Protocol):
 
 
 class Launcher(Protocol):
-    """Object that starts workers, and finds workers that other processes have started. There is one implementation for
-    Ray and one for threads."""
+    """Object that starts workers, and finds workers that other processes have started. There is one
+    implementation for Ray and one for threads."""
 
     async def start(self, spec: PoolSpec, name: str, *, slot: int | None) -> Worker:
         """Start a worker. `slot` is the index of the reserved slot in which it runs, or None. A worker in a slot is

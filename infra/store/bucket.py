@@ -119,7 +119,7 @@ class Bucket:
         return self._write(name, body, version="")
 
     def replace(self, name: str, body: bytes, *, version: str) -> str | None:
-        """Replace an object if its ETag is `version`. Return the new ETag, or None if the ETag differs."""
+        """Replace an object if its ETag is `version`. Return the new ETag, or None if its ETag is another one."""
         return self._write(name, body, version=version if self.quotes_etags() else version.strip('"'))
 
     def upload(self, name: str, path: Path) -> str:

@@ -31,7 +31,7 @@ of the cache."""
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """Directory with local copies of objects of remote stores. All processes of a machine share it.
+    """Directory of this machine's local copies of objects in remote stores, shared by all processes of the machine.
 
     The modification time of a file encodes the ETag of its object. Therefore it is known whether the file is a copy of
     the object's present version. The content is verified with the digests of shards and bundles, as on any other disk.

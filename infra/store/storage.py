@@ -103,7 +103,7 @@ class Objects(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise BadInput if the store is not writable or cannot write conditionally. No object is stored."""
+        """Raise BadInput if the store is not writable or cannot prevent overwriting. No object is stored."""
         ...
 
     def exists(self, key: str) -> bool:

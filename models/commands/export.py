@@ -17,7 +17,8 @@ from models.records.work import ExportWork
 
 
 def export(work: ExportWork | MergeWork) -> None:
-    """Merge an adapter or a weighted sum and write the result, or copy the directory if there is nothing to merge."""
+    """Write a policy into one directory: merge its adapter into the base weights, write a weighted sum of policies, or
+    copy the directory if there is nothing to merge."""
     import torch
 
     from models.denoising.pipeline import is_pipeline
@@ -40,7 +41,8 @@ def export(work: ExportWork | MergeWork) -> None:
 
 
 def main() -> int:
-    """Run the command: read a work record from stdin and write the result line to stdout. Returns the exit code."""
+    """Run the export command: read a work record from stdin and write a line with the result to stdout. Returns the
+    exit code."""
     answer = os.fdopen(os.dup(1), "w")
     with contextlib.redirect_stdout(sys.stderr):  # libraries may print; stdout must contain only the answer
         error = ""

@@ -12,33 +12,33 @@ from models.config.objectives import HEAD_COPIES, UpdateConfig, chunk_elements_o
 from models.config.policy import ModelOutline
 
 GRADIENT_BYTES: Final = 4
-"""Bytes per value of a gradient, which is accumulated in float32 in every precision."""
+"""Bytes per gradient value. Gradients are accumulated in float32 in every precision."""
 MASTER_BYTES: Final = 4
-"""Bytes per value of the float32 copy that DeepSpeed keeps of trained parameters from ZeRO-1 on."""
+"""Bytes per value of the float32 copy of trained parameters that DeepSpeed keeps from ZeRO-1 on."""
 CHECKPOINTING_BYTES: Final = 2**30
-"""Size of a micro-batch's activations, in bytes, up to which activation checkpointing is off by default."""
+"""Size of a micro-batch's activations, in bytes, above which activation checkpointing may be turned on by default."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchSizes:
-    """Size of the largest micro-batch of an update, from which peak memory is estimated."""
+    """Number of tokens in the largest micro-batch of an update, from which peak memory is estimated."""
 
     tokens: int
-    """Number of tokens that one rank computes, in all rows and including prompts."""
+    """Number of tokens of the micro-batch that one rank computes, in all rows and including prompts."""
 
     @staticmethod
     def compute(update: UpdateConfig, *, longest: int, completions: int, ranks: int) -> "MicrobatchSizes":
-        """Compute the size for `completions` completions in an iteration, each of at most `longest` tokens."""
+        """Compute the size of the largest micro-batch if an iteration has `completions` completions of at most
+        `longest` tokens each."""
         slices = update.sequence_parallel
         step = -(-completions * slices // (update.minibatches * ranks)) * longest
         return MicrobatchSizes(tokens=-(-min(max(update.microbatch_tokens, longest), step) // slices))
 
 
 def resident_bytes(update: UpdateConfig, model: ModelOutline, *, ranks: int) -> dict[str, float]:
-    """Return the bytes of a model under training on one rank.
-
-    Gradients and optimizer state cover trained parameters only. `trained_parameters` is their number, not bytes.
-    """
+    """Return the bytes that one rank holds permanently for a model under training, by purpose, such as weights and
+    optimizer state. Gradients and optimizer state cover trained parameters only. The entry `trained_parameters` is a
+    number of parameters, not bytes."""
     parameters, stage = model.parameters, update.running_stage
     trained = parameters if update.lora is None else update.lora.count_trained(model)
     num_weights = parameters if update.lora is None else parameters + trained
@@ -54,12 +54,12 @@ def resident_bytes(update: UpdateConfig, model: ModelOutline, *, ranks: int) -> 
 def microbatch_bytes(
     update: UpdateConfig, model: ModelOutline, sizes: MicrobatchSizes, *, held: float
 ) -> dict[str, float]:
-    """Return the bytes that the largest micro-batch adds at its peak, between its forward and backward pass.
+    """Return the bytes that the largest micro-batch adds at its peak, between its forward and backward pass, by
+    purpose. `held` are the bytes that the rank holds permanently.
 
-    `held` are the bytes that the rank holds permanently. When a CPU rank writes the trained weights, it makes a copy
-    after the micro-batch is freed; `update_writing_bytes` is the excess of this copy over the micro-batch. `recomputes`
-    tells whether layers are recomputed in the backward pass. The default is to recompute if the kept activations would
-    exceed both `held` and 1 GiB.
+    When a CPU rank writes the trained weights, it makes a copy after the micro-batch is freed; `update_writing_bytes`
+    is the excess of this copy over the micro-batch. `recomputes` tells whether layers are recomputed in the backward
+    pass. The default is to recompute if the kept activations would exceed both `held` and 1 GiB.
     """
     number = BYTES[update.dtype]
     norms = model.norm_numbers * ((update.dtype == "bfloat16") - (update.lora is not None))
@@ -83,8 +83,6 @@ def microbatch_bytes(
 
 
 def head_bytes(logits: float, *, memory: float | None) -> float:
-    """Return the bytes that the output head adds for this number of logits.
-
-    `memory` is the size of the GPU's memory in bytes, or None on a CPU.
-    """
+    """Return the bytes that computing `logits` logits in the output head needs. `memory` is the size of the GPU's
+    memory in bytes, or None on a CPU."""
     return HEAD_COPIES * 4 * min(chunk_elements_of(memory), logits)

@@ -25,11 +25,9 @@ def check_preferences(
     *,
     shape: ModelShape,
 ) -> dict[str, float]:
-    """Check all pairs with the models to be trained on them. Return the sizes of the models and the numbers of pairs,
-    and append `notes`.
-
-    Reward models are as large as the policy. Raises BadInput if a pair is invalid or uses a held-out problem.
-    """
+    """Check all preference pairs of a run with the models that are trained on them. Return the sizes of the models and
+    the numbers of pairs, and append remarks for the user to `notes`. Reward models are as large as the policy. Raises
+    BadInput if a pair is invalid or uses a held-out problem."""
     preferences, data = inputs.preferences, inputs.data
     if preferences is None:
         return {}

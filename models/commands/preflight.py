@@ -60,7 +60,8 @@ if TYPE_CHECKING:
 
 
 LOSS, LOSS_NAMED = ("logprobs_N", "old_N"), ("tokens", "config")
-"""Parameter names that a configured policy loss must have: the positional ones and the keyword-only ones."""
+"""Names of the parameters that a user-defined policy loss must have: first the positional ones, then the keyword-only
+ones."""
 
 
 class Inputs(BaseModel):
@@ -81,17 +82,17 @@ class Inputs(BaseModel):
     pools: PoolsConfig
     evaluation: EvaluationConfig
     checked: SuiteCheck | None = None
-    """Training data and policy against which the suite of a retrain is checked, or None for other runs."""
+    """Training data and policy with which the problems of a retrain's evaluation suite are compared, or None for other
+    runs."""
     tracking: tuple[TrackerConfig, ...] = ()
     giving_way: tuple[str, ...] = ()
-    """Configuration keys that were not set. If there are too few problems, the defaults of these keys are lowered."""
+    """Configuration keys that the user did not set. If there are too few problems, the defaults of these keys are
+    lowered instead of failing."""
 
 
 def check(inputs: Inputs, *, cache: Path | None = None) -> CheckResult:
-    """Check the inputs and return counts, lengths and memory estimates in bytes per worker.
-
-    With a cache, facts about models from an earlier check are reused. Raises BadInput if an input is invalid.
-    """
+    """Check all inputs of a run. Return counts, lengths, and memory estimates in bytes per worker. With `cache`, facts
+    about models from an earlier check are reused. Raises BadInput if an input is invalid."""
     for tracker in inputs.tracking:
         check_tracker(tracker)
     _check_rewards(inputs)
@@ -128,7 +129,8 @@ def check(inputs: Inputs, *, cache: Path | None = None) -> CheckResult:
 
 
 def _is_repeatable(inputs: Inputs) -> bool:
-    """Return whether the result may be cached: no environment, user's class or teacher endpoint affects it."""
+    """Return whether the result of a check may be cached, because no environment, simulated user's class or teacher
+    endpoint affects it."""
     engines = (engine for _, engine, _ in slot_engines(inputs.rollout, inputs.scoring))
     distillation = inputs.algorithm.distillation
     asks = distillation is not None and distillation.teacher.endpoint is not None
@@ -140,7 +142,8 @@ def _is_repeatable(inputs: Inputs) -> bool:
 
 
 def check_scoring(inputs: Inputs) -> CheckResult:
-    """Check only the reward settings, to score stored rollouts. Reads data only if workers host a reward's model."""
+    """Check only the reward settings, before stored rollouts are scored again. The data is read only if workers host a
+    model that computes a reward."""
     _check_rewards(inputs)
     _check_environments(None, inputs)
     hosted = bool(inputs.scoring.hosted_rewards)
@@ -150,7 +153,8 @@ def check_scoring(inputs: Inputs) -> CheckResult:
 
 
 def _check_environments(rollout: RolloutConfig | None, inputs: Inputs) -> None:
-    """Check the libraries of the engines on this machine. On a remote cluster, the workers check them."""
+    """Check that the libraries of the rollout engines are installed on this machine. On a remote cluster, the workers
+    check this instead."""
     if inputs.pools.ray_address is None:
         for name, engine, slots in slot_engines(rollout, inputs.scoring):
             engine.check_environment(name, gpus=slots * inputs.pools.gpus_per_worker)
@@ -165,20 +169,21 @@ def _check_rewards(inputs: Inputs) -> None:
 
 
 def _check_sizes(inputs: Inputs, counts: Mapping[str, float]) -> None:
-    """Raise BadInput if there are not enough problems for an iteration or an evaluation."""
+    """Raise BadInput if there are not enough problems for one iteration or for an evaluation."""
     prompts, evaluated = inputs.rollout.prompts, inputs.evaluation.problems
     check_sizes(inputs.data, counts, prompts=prompts, evaluated=evaluated, giving_way=inputs.giving_way)
 
 
 def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) -> None:
-    """Check the splits, the warm-up examples and the reference answers. Raises BadInput that lists all faults."""
+    """Check the training and held-out problems, the warm-up examples and the reference answers. Raises BadInput that
+    lists all faults."""
     training_problems, input_errors = {problem.identity for problem in train}, InputErrors()
     for problem in heldout:
         with input_errors.collect(problem.source):
             if problem.identity in training_problems:
                 raise BadInput(
-                    f"{problem.source}: this held-out problem is also a training problem, so evaluations would not "
-                    "measure unseen problems. Remove it from the training data or from the held-out data."
+                    f"{problem.source}: this held-out problem is also a training problem. Remove it from the training "
+                    "or held-out data."
                 )
     input_errors.check()
     if inputs.warmup is not None and inputs.warmup.chats is None and inputs.policy.picture_side is None:
@@ -193,14 +198,14 @@ def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) ->
                     check_reference(problem.answer)
                 except ValueError as error:
                     raise BadInput(
-                        f"{problem.source}: the reward of kind {kind!r} cannot use the reference answer of this "
-                        f"problem: {error}"
+                        f"{problem.source}: reward {kind!r} cannot use the reference answer: {error}"
                     ) from error
     input_errors.check()
 
 
 def _check_suite(inputs: Inputs, against: SuiteCheck, heldout: list[Problem]) -> None:
-    """Raise BadInput if a retrain would train on its suite, or the champion has another tokenizer than configured."""
+    """Raise BadInput if a retrain would train on problems of its evaluation suite, or if the champion (the policy from
+    which it starts) has another tokenizer than the configured policy."""
     from models.inspection.other_models import check_same_tokens
 
     texts = {problem.source: problem.identity for problem in heldout[: inputs.evaluation.problems]}
@@ -213,7 +218,8 @@ def _check_suite(inputs: Inputs, against: SuiteCheck, heldout: list[Problem]) ->
 
 
 def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem], notes: list[str]) -> dict[str, float]:
-    """Check everything that depends on the policy's files. Return sizes and memory estimates, and append `notes`."""
+    """Check everything that depends on the policy's files. Return sizes and memory estimates, and append remarks for
+    the user to `notes`."""
     # Imported here, so errors in rewards and data appear before the second that importing transformers takes.
     from models.commands.preferences import check_preferences
     from models.environments.runtime import check_turns, tools_of
@@ -243,10 +249,7 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem], 
     new_tokens = inputs.rollout.sampling.max_new_tokens
     if new_tokens >= shape.context:
         key = f"rollout.sampling.max_new_tokens is {new_tokens}"
-        raise BadInput(
-            f"{key}, which leaves no room for a prompt, because the policy's context is {shape.context_text}. Lower "
-            "the key, or use a policy with a longer context."
-        )
+        raise BadInput(f"{key}, but the policy's context is {shape.context_text}, so no prompt fits. Lower the key.")
     pairs, room, too_long = [*zip(problems, prompts, strict=True)], shape.context - new_tokens, inputs.data.long_prompts
     train_asked = enforce_prompt_length(pairs[: len(train)], max_tokens=room, too_long=too_long, split="train")
     heldout_asked = enforce_prompt_length(pairs[len(train) :], max_tokens=room, too_long=too_long, split="heldout")
@@ -279,7 +282,8 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem], 
 
 
 def _update_memory(inputs: Inputs, model: ModelOutline, *, longest_tokens: int) -> dict[str, float]:
-    """Return the bytes that each rank needs for the policy, its reference model and the largest micro-batch."""
+    """Return the bytes that each rank needs for training the policy, for its reference model and for the largest
+    micro-batch, by purpose."""
     update, ranks = inputs.update, inputs.pools.update_ranks
     model = model.guided(1 if inputs.rollout.denoising is None else inputs.rollout.denoising.guidance)
     bytes_needed = resident_bytes(update, model, ranks=ranks)
@@ -297,7 +301,7 @@ def _update_memory(inputs: Inputs, model: ModelOutline, *, longest_tokens: int) 
 
 
 def _check_critic(inputs: Inputs, policy: "Inspected", *, longest_tokens: int) -> dict[str, float]:
-    """Check the critic and return its size. It is trained next to the policy in the same way."""
+    """Check that the critic fits the policy, and return its size. It is trained next to the policy in the same way."""
     from models.inspection.other_models import inspect_critic
 
     value_model = inputs.algorithm.value_model
@@ -319,7 +323,8 @@ def _check_teacher(
     *,
     longest_tokens: int,
 ) -> dict[str, float]:
-    """Check the teacher and return its size. Every update rank holds a full copy, regardless of ZeRO."""
+    """Check that the teacher can score the policy's tokens, and return its size. Every update rank holds a full copy of
+    a teacher, regardless of ZeRO."""
     from models.inspection.other_models import check_teacher
 
     distillation = inputs.algorithm.distillation
@@ -333,7 +338,7 @@ def _check_teacher(
 
 
 def _check_served(inputs: Inputs, train: list[Problem]) -> dict[str, float]:
-    """Check the models behind rewards, except those that start as copies of the policy, and return their sizes."""
+    """Check the judges and reward models, except those that start as copies of the policy, and return their sizes."""
     from models.inspection.other_models import check_served_model
 
     return {
@@ -346,7 +351,8 @@ def _check_served(inputs: Inputs, train: list[Problem]) -> dict[str, float]:
 
 
 def _check_policy_judges(inputs: Inputs, policy: "Inspected", train: list[Problem]) -> dict[str, float]:
-    """Check that the policy can serve as a judge if a judge starts as its copy, and return the judges' sizes."""
+    """Check that the policy can serve as a judge, if a judge starts as a copy of the policy. Return the judges'
+    sizes."""
     from models.inspection.other_models import check_policy_judge
 
     return {
@@ -368,7 +374,8 @@ def _check_user(inputs: Inputs, problems: list[Problem]) -> dict[str, float]:
 
 
 def main() -> int:
-    """Run the command: read a configuration from stdin, write the result line to stdout, return the exit code."""
+    """Run the preflight command: read a configuration from stdin and write a line with the result to stdout. Returns
+    the exit code."""
     die_with_parent(os.getppid())
     answer = os.fdopen(os.dup(1), "w")
     with contextlib.redirect_stdout(sys.stderr):  # rewards and libraries may print; stdout must contain only the answer

@@ -24,22 +24,19 @@ from models.text.template_files import FOLDER
 MAX_RESULTS: Final = 200
 """Maximum number of cached results, of about 1 KB each. The oldest are deleted first."""
 LIBRARIES: Final = ("jinja2", "peft", "pydantic", "safetensors", "tokenizers", "torch", "transformers")
-"""Libraries whose versions are part of a result's key, because preflight results depend on them."""
+"""Libraries whose versions are part of a cached result's key, because the results depend on them."""
 WHOLE_BYTES: Final = 2**26
-"""Maximum size, in bytes, of a file whose content is hashed into the key.
-
-Larger files are identified by their size and modification time."""
+"""Maximum size, in bytes, of a file whose content is hashed into the cache key. Larger files are identified by their
+size and modification time."""
 HEADER_BYTES: Final = 10**8
 """Maximum size, in bytes, of a safetensors header that is read. The library has the same limit."""
 PROJECT_ROOT: Final = Path(__file__).parents[2]
-"""Root directory of the source code. The code's digest is part of a result's key."""
+"""Root directory of the source code, whose digest is part of a cached result's key."""
 
 
 def find_or_compute(directory: Path, key: Callable[[], str], find: Callable[[], CheckResult]) -> CheckResult:
-    """Return the cached result for the key, or compute the result and cache it.
-
-    If the inputs change during the computation, the key afterwards differs and the result is not cached.
-    """
+    """Return the cached result of a check, or compute it with `find` and cache it. `key` returns the key of the result.
+    If the inputs change during the computation, the key afterwards differs and the result is not cached."""
     before = key()
     with suppress(OSError, ValidationError):
         return CheckResult.model_validate_json((directory / before).read_bytes(), strict=True)
@@ -51,7 +48,8 @@ def find_or_compute(directory: Path, key: Callable[[], str], find: Callable[[], 
 
 
 def checks_directory() -> Path | None:
-    """Return the directory of the cache, or None for a user without a home directory."""
+    """Return the directory in which results of preflight checks are cached, or None for a user without a home
+    directory."""
     chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         home = chosen if chosen.is_absolute() else Path.home() / ".cache"
@@ -61,7 +59,8 @@ def checks_directory() -> Path | None:
 
 
 def build_key(settings: BaseModel, *contents: object) -> str:
-    """Return the key of a result: a digest of settings, contents, files in the settings, code and libraries."""
+    """Return the cache key of a result: a digest of settings, `contents`, files that the settings name, code and
+    library versions."""
     files = [(str(path), _digest(path)) for path in sorted(set(_paths(settings)))]
     versions = [sys.version, *(version(library) for library in LIBRARIES)]
     code = [_digest(path) for room in ("models", "infra") for path in sorted((PROJECT_ROOT / room).rglob("*.py"))]
@@ -70,7 +69,7 @@ def build_key(settings: BaseModel, *contents: object) -> str:
 
 
 def _store_check(directory: Path, key: str, result: CheckResult) -> None:
-    """Write a result to the cache and delete the oldest results beyond `MAX_RESULTS`."""
+    """Write a result to the cache and delete the oldest results so that at most `MAX_RESULTS` remain."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=directory, prefix=".", delete=False) as file:
         file.write(result.model_dump_json())
@@ -81,7 +80,7 @@ def _store_check(directory: Path, key: str, result: CheckResult) -> None:
 
 
 def _paths(value: object) -> Iterator[Path]:
-    """Yield every path that occurs in the settings, at any depth."""
+    """Yield every file path that occurs in the settings, at any depth of nesting."""
     match value:
         case Path():
             if not is_on_hub(value):  # its address in the settings names the commit
@@ -98,7 +97,7 @@ def _paths(value: object) -> Iterator[Path]:
 
 
 def _digest(path: Path) -> str:
-    """Return a digest of a file or directory. Weight files contribute only headers, sizes and modification times."""
+    """Return a digest of a file or directory. Of weight files, only headers, sizes and modification times are used."""
     if not path.is_dir():
         return _file_digest(path) if path.exists() else "nothing"
     parts = [(each.name, _file_digest(each)) for each in sorted(path.iterdir()) if each.is_file()]
@@ -110,7 +109,7 @@ def _digest(path: Path) -> str:
 
 
 def _base(settings: Path) -> Iterator[str]:
-    """Yield the path of an adapter's base model if it is a local directory."""
+    """Yield the path of an adapter's base model, as stated in its `settings` file, if it is a local directory."""
     with suppress(ValueError, TypeError, KeyError):
         named = json.loads(settings.read_text())["base_model_name_or_path"]
         if isinstance(named, str) and named and (settings.parent / named / "config.json").is_file():
@@ -118,7 +117,7 @@ def _base(settings: Path) -> Iterator[str]:
 
 
 def _file_digest(path: Path) -> str:
-    """Return a digest of a file, or the error if the file cannot be read."""
+    """Return a digest of a file's content, or the text of the error if the file cannot be read."""
     try:
         status = path.stat()
         stamp = f"{status.st_size} {status.st_mtime_ns}"

@@ -18,7 +18,8 @@ from models.records.replays import Difference, ReplayWork
 
 
 def main() -> int:
-    """Run the command: read a `ReplayWork` from stdin and write the differences to stdout. Returns the exit code."""
+    """Run the replay command: read a `ReplayWork` from stdin and write the differences from the stored episodes to
+    stdout. Returns the exit code."""
     die_with_parent(os.getppid())
     answer = os.fdopen(os.dup(1), "w")
     with contextlib.redirect_stdout(sys.stderr):  # libraries may print; stdout must contain only the answer

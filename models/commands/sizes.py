@@ -18,11 +18,12 @@ EVALUATED: Final = "evaluation.problems"
 
 
 def count_problems(data: DataConfig, train: Sequence[Problem], heldout: Sequence[Problem]) -> dict[str, float]:
-    """Count the problems and the maximum number of prompts in an iteration.
+    """Count the training and held-out problems, and the maximum number of prompts in an iteration. For a mixture of
+    data sources, `scarce_part` is the source that limits this maximum. `images/KIND` is the number of images that were
+    converted for this reason.
 
-    For a mixture, `scarce_part` is the part that limits this maximum. `near_twins` counts the held-out problems that
-    differ from a training problem only in letter case, white space or Unicode normalization. `images/KIND` is the
-    number of images that were converted for this reason.
+    `near_twins` counts the held-out problems that differ from a training problem only in letter case, white space or
+    Unicode normalization.
     """
     counts: dict[str, float] = {"train_problems": len(train), "heldout_problems": len(heldout)}
     counts["repeated_problems"] = len(train) - len({problem.identity for problem in train})
@@ -38,10 +39,8 @@ def count_problems(data: DataConfig, train: Sequence[Problem], heldout: Sequence
 
 
 def count_warmup_images(data: DataConfig, warmup: WarmupConfig, seed: int, *, side: int) -> dict[str, float]:
-    """Count the distinct images on which the warm-up of a text-to-image policy trains, and those that are converted.
-
-    Raises BadInput if an image has another size than `side` x `side` pixels.
-    """
+    """Count the distinct images on which the warm-up of a text-to-image policy trains, and how many of them must be
+    converted. Raises BadInput if an image has another size than `side` x `side` pixels."""
     examples = [*dict.fromkeys(picture_examples(data, warmup, seed))]
     check_warmup_images(examples, side=side)
     counts = count_conversions(picture for _, picture in examples)
@@ -51,7 +50,8 @@ def count_warmup_images(data: DataConfig, warmup: WarmupConfig, seed: int, *, si
 def check_sizes(
     data: DataConfig, counts: Mapping[str, float], *, prompts: int, evaluated: int, giving_way: Collection[str]
 ) -> None:
-    """Raise BadInput if there are fewer problems than a run needs. One problem is enough for a key in `giving_way`."""
+    """Raise BadInput if there are fewer problems than a run needs: `prompts` training problems per iteration and
+    `evaluated` held-out problems. For a key in `giving_way`, whose default can be lowered, one problem is enough."""
     max_prompts, heldout = int(counts["max_prompts"]), int(counts["heldout_problems"])
     if prompts > max_prompts and not (max_prompts and PROMPTS in giving_way):
         if "scarce_part" not in counts:

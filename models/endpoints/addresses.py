@@ -21,21 +21,21 @@ METADATA = tuple(
     ipaddress.ip_address(text)
     for text in ("169.254.169.254", "169.254.170.2", "100.100.100.200", "192.0.0.192", "fd00:ec2::254")
 )
-"""Metadata services, through which clouds hand out credentials. They are never valid endpoints."""
+"""Addresses of cloud metadata services, which hand out credentials. They are never valid endpoints."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedEndpoint:
-    """Endpoint whose host is allowed by the configuration but not yet resolved."""
+    """Endpoint whose URL has been parsed and whose host the configuration allows. The host is resolved later."""
 
     scheme: str
     host: str
-    """Host in lower case. An IPv6 address has no brackets."""
+    """Host of the URL in lower case. An IPv6 address has no brackets."""
     port: int
     path: str
-    """Path without a trailing `/`."""
+    """Path of the URL without a trailing `/`."""
     allow_private: bool
-    """Whether the host may have a private address."""
+    """Whether the host may have a private IP address."""
 
     @property
     def authority(self) -> str:
@@ -86,12 +86,10 @@ def resolve(endpoint: ResolvedEndpoint) -> tuple[str, ...]:
 
 
 class PinnedTransport(httpx.AsyncBaseTransport):
-    """HTTP transport that always connects to the addresses resolved at the first request.
+    """HTTP transport that always connects to the IP addresses that were resolved at the first request. A later answer
+    of a name server therefore cannot redirect requests (DNS rebinding). Raises BadInput if an address is not allowed.
 
-    A later answer of a name server therefore cannot redirect requests (DNS rebinding).
-
-    The request extension `attempt`, counted from 0, selects one of the addresses. Raises BadInput if an address is not
-    allowed.
+    The request extension `attempt`, counted from 0, selects one of the addresses.
     """
 
     def __init__(self, endpoint: ResolvedEndpoint, *, connections: int) -> None:
@@ -177,7 +175,7 @@ def _parse_allowed_host(entry: str) -> tuple[str, int | None]:
 
 
 def _unwrap_address(address: Address) -> Address:
-    """Return the IPv4 address that an IPv6 address embeds, or the address itself if it embeds none."""
+    """Return the IPv4 address that is embedded in an IPv6 address, or the address itself if there is none."""
     if isinstance(address, ipaddress.IPv6Address):
         if address in TRANSLATED:
             return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
@@ -186,7 +184,7 @@ def _unwrap_address(address: Address) -> Address:
 
 
 def _find_fault(address: Address, endpoint: ResolvedEndpoint) -> str:
-    """Return the reason why nothing may be sent to an address, or an empty string if it is allowed."""
+    """Return the reason why nothing may be sent to an IP address, or an empty string if the address is allowed."""
     if address in METADATA:
         return "the metadata service of a cloud, which is never allowed. Set base_url to another host."
     if address.is_multicast or address.is_unspecified or (address.is_reserved and not address.is_loopback):
@@ -200,5 +198,5 @@ def _find_fault(address: Address, endpoint: ResolvedEndpoint) -> str:
 
 
 def _add_brackets(host: str) -> str:
-    """Return the host with brackets if it is an IPv6 address."""
+    """Return the host as it is written in a URL, which is with brackets if it is an IPv6 address."""
     return f"[{host}]" if ":" in host else host

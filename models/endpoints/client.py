@@ -32,27 +32,31 @@ EXCERPT = 200
 MAX_QUOTED = 1 << 14
 """Maximum number of bytes of a response that are searched for the API key before an excerpt is quoted."""
 RETRIED_STATUSES = {408, 409, 429}
-"""Status codes below 500 after which a request is retried, in addition to all 5xx."""
+"""HTTP status codes below 500 after which a request is retried. Requests are also retried after all 5xx codes."""
 SINGLE_REQUEST_STATUSES = {400, 413}
-"""Status codes that may concern a single request, most often one too long for the model."""
+"""HTTP status codes that may concern only the request itself, most often because it is too long for the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointRequest(Generic[R]):
-    """One request and the functions that convert its outcome. If such a function raises, all requests are aborted."""
+    """Request to an endpoint, with functions that convert its response or its failure to a result. If such a function
+    raises an error, all requests are aborted."""
 
     body: Callable[[], dict[str, JsonValue]]
-    """Function that builds the JSON body for each attempt, so that waiting requests need no memory for it."""
+    """Function that builds the JSON body, called for each attempt, so that waiting requests need no memory for their
+    bodies."""
     answer: Callable[[bytes], R]
-    """Function that converts the body of a successful response."""
+    """Function that converts the body of a successful response to a result."""
     refusal: Callable[[str], R]
-    """Function that converts the one-line reason why this single request has no answer."""
+    """Function that returns the result if the endpoint rejects this single request. Its argument is the reason in one
+    line."""
     outage: Callable[[str], R] | None = None
-    """Function that converts the reason why the endpoint is down. If None, this aborts all requests."""
+    """Function that returns the result if the endpoint is down, given the reason. If None, an outage aborts all
+    requests."""
 
 
 class _Unanswered(Exception):
-    """Raised when one attempt fails in a way that may be temporary."""
+    """Raised when one attempt to send a request fails in a way that may be temporary."""
 
     def __init__(self, reason: str, *, status: int = 0, retry_after: float = 0.0) -> None:
         super().__init__(reason)
@@ -61,11 +65,9 @@ class _Unanswered(Exception):
 
 
 class EndpointClient:
-    """Client that posts requests to one path of an endpoint concurrently and returns answers in the order of requests.
-
-    Raises EndpointDown if the endpoint does not answer after all attempts and the request has no `outage`, and
-    WorkerFailed if the endpoint rejects requests. Neither case is ever converted into an answer of the model.
-    """
+    """Client that posts requests to one path of an endpoint concurrently and returns the results in the order of the
+    requests. Raises EndpointDown if the endpoint does not answer after all attempts and the request has no `outage`,
+    and WorkerFailed if the endpoint rejects requests. Neither case is ever converted into an answer of the model."""
 
     def __init__(self, config: Endpoint, path: str, *, max_bytes: int, on_progress: Callable[[], None]) -> None:
         """Validate the settings without network access. Raises BadInput if the endpoint may not be used.
@@ -82,11 +84,12 @@ class EndpointClient:
         return f"endpoint {self._endpoint}"
 
     def post(self, requests: Sequence[EndpointRequest[R]]) -> list[R]:
-        """Return one answer for each request, in order."""
+        """Send all requests and return one result for each request, in order."""
         return asyncio.run(self._ask(requests)) if requests else []
 
     async def _ask(self, requests: Sequence[EndpointRequest[R]]) -> list[R]:
-        """Send all requests, at most `concurrency` at a time. If one raises, cancel the others."""
+        """Send all requests, at most `concurrency` at a time, and return their results. If one of them raises an error,
+        cancel the others."""
         # a retrying request keeps its place, so a busy server gets fewer requests
         places = asyncio.Semaphore(self._config.concurrency)
         async with self._build_client() as client:
@@ -119,7 +122,8 @@ class EndpointClient:
         )
 
     async def _answer(self, client: httpx.AsyncClient, request: EndpointRequest[R]) -> R:
-        """Retry a request until an attempt succeeds. Raises EndpointDown after the last attempt fails."""
+        """Send a request until an attempt succeeds, and return its result. Raises EndpointDown after the last attempt
+        fails."""
         before, attempts = self._answered, self._config.retries + 1
         backoff = wait_random_exponential(multiplier=self._config.backoff_seconds, max=MAX_BACKOFF_SECONDS)
         retrying = AsyncRetrying(
@@ -150,7 +154,8 @@ class EndpointClient:
         return answer
 
     async def _post(self, client: httpx.AsyncClient, request: EndpointRequest[R], *, attempt: int) -> R:
-        """Make one attempt. Raises _Unanswered if it fails in a way that may be temporary."""
+        """Make one attempt to send a request, and return its result. Raises _Unanswered if the attempt fails in a way
+        that may be temporary."""
         seconds = self._config.timeout_seconds
         post = partial(client.stream, "POST", str(self._endpoint), extensions={"attempt": attempt})
         try:
@@ -165,7 +170,8 @@ class EndpointClient:
         return self._judge(request, response, data)
 
     def _judge(self, request: EndpointRequest[R], response: httpx.Response, data: bytes) -> R:
-        """Convert a response: an answer, a temporary failure (_Unanswered) or a rejection (WorkerFailed)."""
+        """Return the result for a response. Raises _Unanswered for a failure that may be temporary, and WorkerFailed if
+        the endpoint rejects requests."""
         status = response.status_code
         if status in RETRIED_STATUSES or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             pause = _parse_retry_after(response.headers.get("Retry-After", ""))
@@ -184,7 +190,7 @@ class EndpointClient:
         return request.answer(data)
 
     def _excerpt(self, data: bytes) -> str:
-        """Return the start of a response in one line, with the API key redacted, because some servers repeat it."""
+        """Return the start of a response in one line, with the API key removed, because some servers repeat it."""
         text = " ".join(data[:MAX_QUOTED].decode(errors="replace").split())
         return redact(text, self._key)[:EXCERPT]
 
@@ -200,7 +206,8 @@ async def _read_body(response: httpx.Response, *, max_bytes: int) -> bytes:
 
 
 def _key(variable: str | None) -> str:
-    """Return the API key in the environment variable. Raises BadInput if it is missing or not a plausible key."""
+    """Return the API key that the environment variable `variable` contains. Raises BadInput if the key is missing or
+    not plausible."""
     if variable is None:
         return ""
     key = os.environ.get(variable, "").strip()
@@ -214,12 +221,14 @@ def _key(variable: str | None) -> str:
 
 
 def _requested_pause(failure: BaseException) -> float:
-    """Return the seconds that the server asked to wait, which are added to our own backoff."""
+    """Return the seconds that the server asked the client to wait before the next attempt. They are added to the
+    client's own backoff."""
     return failure.retry_after if isinstance(failure, _Unanswered) else 0.0
 
 
 def _parse_retry_after(header: str) -> float:
-    """Return the seconds of a Retry-After header in either of its forms, or 0 if it is missing or invalid."""
+    """Return the seconds of a Retry-After header, which contains seconds or a date, or 0 if the header is missing or
+    invalid."""
     try:
         seconds = (
             float(header)
@@ -232,7 +241,7 @@ def _parse_retry_after(header: str) -> float:
 
 
 def _format_status(status: int) -> str:
-    """Return the status code with its standard phrase."""
+    """Return an HTTP status code with its standard phrase, such as "404 Not Found"."""
     try:
         return f"{status} {HTTPStatus(status).phrase}"
     except ValueError:

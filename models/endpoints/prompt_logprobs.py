@@ -19,55 +19,51 @@ from models.endpoints.client import EndpointClient, EndpointRequest
 from models.records.model_input import ModelInput
 
 IMPOSSIBLE = -9999.0
-"""Value that vLLM sends for -inf, which JSON cannot represent."""
+"""Number that vLLM sends in place of a log-prob of -inf, which JSON cannot represent."""
 MAX_BODY_BYTES = 64 << 20
-"""Maximum size of a response in bytes: two candidates at each of 400,000 positions."""
+"""Maximum size of a response in bytes, which is enough for two candidates at each of 400,000 positions."""
 
 TokenText = Callable[[int], str]
-"""Function that returns the text of one token in the policy's tokenizer."""
+"""Function that returns the text of a token, given its ID, in the policy's tokenizer."""
 
 
 class _Read(BaseModel):
-    """Base class of the parts of a response. Unknown fields are ignored."""
+    """Base class of the JSON objects in a response. Unknown fields are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
 
 class _Candidate(_Read):
-    """Candidate token with its log-prob."""
+    """Candidate token at one position of the prompt, with its log-prob."""
 
     logprob: Annotated[float, Field(gt=IMPOSSIBLE, le=0.01)]  # above 0 only by rounding; NaN is rejected too
     decoded_token: str | None = None
 
 
 class _Choice(_Read):
-    """One choice of a response."""
+    """One choice in a completions response, with the log-probs of the prompt's tokens."""
 
     prompt_logprobs: tuple[dict[str, _Candidate] | None, ...]
 
 
 class _Completion(_Read):
-    """Body of a completions response."""
+    """Body of a response from the completions API."""
 
     choices: Annotated[tuple[_Choice, ...], Field(min_length=1, max_length=1)]
 
 
 class TokenScorer:
-    """Client that requests the log-probs of several texts concurrently.
-
-    Raises EndpointDown if the endpoint does not answer, and WorkerFailed if a response does not match its request.
-    """
+    """Client that requests the log-probs of several texts from a vLLM server concurrently. Raises EndpointDown if the
+    endpoint does not answer, and WorkerFailed if a response does not match its request."""
 
     def __init__(self, config: Endpoint, *, spell: TokenText, on_progress: Callable[[], None]) -> None:
-        """Validate the settings without network access. Raises BadInput if the endpoint may not be used.
-
-        `on_progress` is called after every attempt.
-        """
+        """Validate the settings without network access. `spell` returns the text of a token ID, and `on_progress` is
+        called after every attempt. Raises BadInput if the endpoint may not be used."""
         self._model, self._spell = config.model, spell
         self._client = EndpointClient(config, "/completions", max_bytes=MAX_BODY_BYTES, on_progress=on_progress)
 
     def score(self, texts: Sequence[ModelInput]) -> list[NDArray[np.float32]]:
-        """Return the log-prob of each completion token at temperature 1, as an array of shape (N,) for each text."""
+        """Return the log-prob of each completion token of each text at temperature 1, as one array per text."""
         return self._client.post([self._request(text) for text in texts])
 
     def _request(self, text: ModelInput) -> EndpointRequest[NDArray[np.float32]]:
@@ -94,10 +90,8 @@ class TokenScorer:
         )
 
     def _read(self, text: ModelInput, data: bytes) -> NDArray[np.float32]:
-        """Read the log-probs of the completion tokens from a response.
-
-        Raises WorkerFailed if it does not match the text.
-        """
+        """Read the log-probs of the completion tokens of `text` from the body of a response. Raises WorkerFailed if the
+        response does not match the text."""
         try:
             [choice] = _Completion.model_validate_json(data).choices
         except ValidationError as error:
@@ -121,10 +115,8 @@ class TokenScorer:
     def _candidate(
         self, text: ModelInput, position: int, token: int, candidates: dict[str, _Candidate] | None
     ) -> _Candidate:
-        """Return the candidate of the text's own token at a position.
-
-        Raises WorkerFailed if the candidate is missing or the server uses another tokenizer.
-        """
+        """Return the candidate for the text's own `token` at a position, with its log-prob. Raises WorkerFailed if the
+        candidate is missing or the server uses another tokenizer."""
         candidate = (candidates or {}).get(str(token))
         if candidate is None:
             returned = "none" if candidates is None else f"those of {', '.join(candidates) or 'no token'}"
@@ -144,7 +136,7 @@ class TokenScorer:
         return candidate
 
     def _refuse(self, text: ModelInput, reason: str) -> NoReturn:
-        """Raise WorkerFailed with the reason why a text has no log-probs."""
+        """Raise WorkerFailed with a message that describes the text and the `reason` why it has no log-probs."""
         raise WorkerFailed(
             f"the teacher at {self._client} returned no usable log-probs for a text of {len(text)} tokens "
             f"({text.num_prompt_tokens} of them in the prompt): {reason}"

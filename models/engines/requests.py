@@ -25,14 +25,15 @@ class CompletionRow:
     sample: int
     prompt_row: int
     input: ModelInput
-    """Prompt, followed by the tokens that the completion already has. All of these tokens are prefilled."""
+    """Prompt, followed by the tokens that the completion already has. The KV cache is filled with all of these tokens
+    at first."""
     seed: int
     limit: int
     """Maximum length in tokens in this iteration, including existing tokens. The completion is cut at this length."""
 
     @property
     def num_existing_tokens(self) -> int:
-        """Number of tokens that the completion already has from earlier iterations or turns."""
+        """Number of tokens that were generated for the completion in earlier iterations or turns."""
         return self.input.num_completion_tokens
 
     @property
@@ -131,7 +132,8 @@ def require_context(
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerFast, settings: GenerationConfig) -> tuple[int, ...]:
-    """Return the sorted IDs of the EOS tokens that the tokenizer and the model's generation settings name."""
+    """Return the IDs of the EOS tokens that the tokenizer and the model's generation settings name, in ascending
+    order."""
     return tuple(sorted({tokenizer.eos_token_id, *stated_ends(settings)} - {None}))
 
 

@@ -36,21 +36,21 @@ from models.vision.processor import VisionProcessor
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """Description of a policy or other model before its weights are loaded."""
+    """Description of a policy or another model before its weights are loaded."""
 
     shape: ModelShape
     outline: ModelOutline
     tokenizer: PreTrainedTokenizerFast
     critic: Callable[[], ModelOutline]
-    """Function that returns the outline of a critic: a classifier with one output on top of the model's decoder. Raises
-    BadInput if transformers has no such class."""
+    """Function that returns the size and structure of a critic, which is the model's decoder with a classifier head of
+    one output. Raises BadInput if transformers has no such class."""
     load_processor: Callable[[PixelLimits], VisionProcessor | None] = lambda limits: None
     """Function that loads the model's image processor with limits on the number of pixels. Returns None for text-only
     models."""
     check_drawing: Callable[[DenoisingConfig, Iterable[tuple[str, str]]], int] = lambda denoising, prompts: 0
     """Function that checks image generation and returns the number of tokens that training processes for one image. Its
-    arguments are the denoising settings and prompts, each with its place for messages. Raises BadInput if the model
-    cannot generate such images, or if a prompt is too long."""
+    arguments are the denoising settings and pairs of a prompt and its origin. Raises BadInput if the model cannot
+    generate such images, or if a prompt is too long."""
 
     def sizes(self) -> dict[str, float]:
         """Return the sizes of the model from which time and memory are estimated, by name."""
@@ -68,30 +68,31 @@ class Inspected:
 
 
 class Inspection(Protocol):
-    """Function that describes the policy of one kind (`policy.kind`) before it is created. `inspect_policy` calls
-    it."""
+    """Function that describes the policy for one value of `policy.kind` before the policy is created. `inspect_policy`
+    calls it."""
 
     def __call__(self, policy: Any, texts: Iterable[str], /) -> Inspected:  # noqa: ANN401 -- its own settings
-        """Return the description of the policy. A new tokenizer is trained on `texts`. Raises BadInput if the policy
-        cannot be used."""
+        """Return the description of the policy. If it needs a new tokenizer, the tokenizer is trained on `texts`.
+        Raises BadInput if the policy cannot be used."""
         ...
 
 
 def inspect_policy(policy: PolicySource, texts: Iterable[str]) -> Inspected:
-    """Describe the initial policy of a run before it is created. Raises BadInput if it cannot be trained or cannot
-    generate."""
+    """Describe the initial policy of a run before it is created. If it needs a new tokenizer, the tokenizer is trained
+    on `texts`. Raises BadInput if the policy cannot be trained or cannot generate."""
     inspect = find_target(policy.inspection, where=f"policy {policy.label!r}")
     return cast(Inspection, inspect)(policy, texts)
 
 
 def inspect_scratch(policy: ScratchPolicy, texts: Iterable[str]) -> Inspected:
-    """Train the tokenizer on `texts`, and describe the decoder that a run would build with it."""
+    """Train the tokenizer on `texts`, and describe the new decoder that a run would build with this tokenizer."""
     tokenizer = train_tokenizer(texts, vocab_size=policy.vocab_size, context=policy.context)
     return inspect_decoder(DecoderSizes.from_scratch(policy, vocab_size=len(tokenizer)), tokenizer)
 
 
 def inspect_vision_scratch(policy: VisionScratchPolicy, texts: Iterable[str]) -> Inspected:
-    """Train the tokenizer on `texts`, and describe the vision-language policy that a run would build with it."""
+    """Train the tokenizer on `texts`, and describe the new vision-language policy that a run would build with this
+    tokenizer."""
     from models.modeling.adapters import outline
     from models.modeling.critic import build_meta_critic
     from models.modeling.policy import policy_shape
@@ -110,13 +111,13 @@ def inspect_vision_scratch(policy: VisionScratchPolicy, texts: Iterable[str]) ->
 
 
 def inspect_import(policy: DirectoryPolicy, texts: Iterable[str]) -> Inspected:
-    """Describe the policy in the configured directory."""
+    """Describe the policy in the configured directory. `texts` is not used."""
     return inspect_directory(fetch_path(policy.path), is_trained=True, context=policy.context)
 
 
 def inspect_merge(policy: MergePolicy, texts: Iterable[str]) -> Inspected:
-    """Check that the configured policies can be merged, and describe the first one. The merged policy has the same
-    shapes."""
+    """Check that the configured policies can be merged, and describe the first one, which has the same shapes as the
+    merged policy. `texts` is not used."""
     from models.modeling.weighted_sum import compare_parents, find_parents
 
     parents = find_parents(policy)
@@ -125,7 +126,7 @@ def inspect_merge(policy: MergePolicy, texts: Iterable[str]) -> Inspected:
 
 
 def inspect_decoder(decoder: DecoderSizes, tokenizer: PreTrainedTokenizerFast) -> Inspected:
-    """Describe a decoder with these sizes and its tokenizer."""
+    """Describe a decoder with these sizes and this tokenizer."""
     return Inspected(decoder.shape(), decoder.outline(), tokenizer, decoder.critic)
 
 
@@ -143,7 +144,8 @@ def inspect_directory(directory: Path, *, is_trained: bool = False, context: int
 
 
 def _inspect_built(directory: Path, *, is_trained: bool, context: int | None) -> Inspected:
-    """Describe a model by building it on the `meta` device, for directories that are not plain."""
+    """Describe the model in a directory by building it on the `meta` device. This is needed for directories whose sizes
+    cannot be read from config.json alone."""
     from models.modeling.adapters import outline
     from models.modeling.critic import build_meta_critic
     from models.modeling.directory import check_directory, meta_policy

@@ -28,17 +28,17 @@ from models.vision.processor import VisionProcessor
 
 SQUARES: Final = ("red", "blue")
 SIDE: Final = 224
-"""Side length in pixels of the test squares. All model families accept this size."""
+"""Width and height in pixels of the square test images. All model families accept this size."""
 
 
 def check_images(
     problems: Sequence[Problem], processor: VisionProcessor | None, *, allows_missing: bool = False
 ) -> None:
-    """Check each distinct image by decoding it once. The header alone does not show whether the file is complete.
+    """Check that the images of problems can be decoded and used by the policy whose image processor is `processor`.
+    Raises BadInput with the places of all images that cannot be used.
 
-    `processor` is the image processor of the policy that receives the images. With `allows_missing`, missing pixels
-    that Pillow fills are allowed. Raises BadInput with the places of all
-    images that cannot be used.
+    Each distinct image is decoded once, because its header alone does not show whether the file is complete. With
+    `allows_missing`, missing pixels that Pillow fills are allowed.
     """
     places = {
         encoded: problem.find_image(number) for problem in problems for number, encoded in enumerate(problem.images)
@@ -60,11 +60,9 @@ def _check_processor(encoded: bytes, processor: VisionProcessor | None, *, where
 
 
 def check_reward_images(scoring: ScoringConfig, problems: Sequence[Problem], *, generates_images: bool = False) -> None:
-    """Check that problems contain the images that judges are to be shown, and that reward functions accept them.
-
-    If `generates_images` is true, the policy generates images, and every reward function must accept images. Raises
-    BadInput if a check fails.
-    """
+    """Check that problems contain the images that judges need, and that reward functions accept them. If
+    `generates_images` is true, the policy generates images, and every reward function must accept images. Raises
+    BadInput if a check fails."""
     if generates_images:
         check_image_parameters(scoring)
         return
@@ -81,8 +79,8 @@ def check_reward_images(scoring: ScoringConfig, problems: Sequence[Problem], *, 
 
 
 def check_warmup_images(examples: Sequence[tuple[str, bytes]], *, side: int) -> None:
-    """Raise BadInput if an image for the warm-up does not have the side length `side` of the images that the policy
-    will generate."""
+    """Raise BadInput if an image for the warm-up is not a square of `side` pixels, the size of the images that the
+    policy will generate. Each example is a pair of the image's origin and its file."""
     for caption, picture in examples:
         if (size := read_header(picture, where=f"picture of {caption!r}").size) != (side, side):
             raise BadInput(
@@ -92,7 +90,8 @@ def check_warmup_images(examples: Sequence[tuple[str, bytes]], *, side: int) -> 
 
 
 def _check_functions(scoring: ScoringConfig, problem: Problem) -> None:
-    """Call each reward function that accepts images once, with the images and the reference answer of a problem."""
+    """Call each reward function that accepts images once, with the images and the reference answer of a problem, so
+    that errors appear before the run begins."""
     answer = problem.worked or problem.answer
     case = Case(identity(problem.prompt), answer, problem.answer, tokens=(answer,), images=problem.digests)
     evaluator = Evaluator(scoring)
@@ -110,10 +109,8 @@ def _check_functions(scoring: ScoringConfig, problem: Problem) -> None:
 def check_teacher_images(
     teacher: Teacher, problems: Sequence[Problem], processor: VisionProcessor | None, *, limits: PixelLimits
 ) -> None:
-    """Raise BadInput if the teacher cannot score prompts with images.
-
-    The teacher must encode each image as the same tokens as the policy. `processor` is the policy's image processor.
-    """
+    """Raise BadInput if the teacher cannot score prompts with images. The teacher must encode each image as the same
+    tokens as the policy, whose image processor is `processor`."""
     with_images = [problem for problem in problems if problem.images]
     if not with_images or processor is None:
         return

@@ -33,11 +33,9 @@ from models.vision.processor import VisionProcessor
 
 
 def inspect_critic(source: Path | None, policy: Inspected, *, longest_tokens: int, slices: int) -> ModelOutline:
-    """Check that a critic can predict values for the policy's sequences, and return its outline.
-
-    `source` is the critic's directory, or None for a critic that starts as a copy of the policy. `slices` is the number
-    of ranks in a sequence-parallel group. Raises BadInput if the critic does not fit.
-    """
+    """Check that a critic can predict values for the policy's sequences, and return its size and structure. `source` is
+    the critic's directory, or None for a critic that starts as a copy of the policy. `slices` is the number of ranks in
+    a sequence-parallel group. Raises BadInput if the critic does not fit."""
     if source is None:
         return policy.critic()
     from models.modeling.adapters import outline
@@ -63,20 +61,18 @@ class TeacherCheck(Protocol):
         longest_tokens: int,
         slices: int = 1,
     ) -> int:
-        """Return the number of parameters that the run's workers load for the teacher, 0 if it is behind an endpoint.
-
-        Raises BadInput if the teacher cannot score the policy's tokens.
-        """
+        """Return the number of parameters of the teacher that the run's workers load, or 0 if it is behind an endpoint.
+        `slices` is the number of ranks in a sequence-parallel group. Raises BadInput if the teacher cannot score the
+        policy's tokens."""
         ...
 
 
 def check_teacher(teacher: Teacher, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int, slices: int = 1) -> int:
-    """Check that a teacher can score the policy's tokens. Return the number of parameters that the run's workers load
-    for it.
+    """Check that a teacher can score the policy's tokens. Return the number of its parameters that the run's workers
+    load, or 0 if it is behind an endpoint. `longest_tokens` is the maximum length of prompt and completion together,
+    `slices` the number of ranks in a sequence-parallel group. Raises BadInput if the teacher does not fit.
 
-    The number is 0 for a teacher behind an endpoint. `longest_tokens` is the maximum length of prompt and completion
-    together, `slices` the number of ranks in a sequence-parallel group. Weights are not read, and no request is sent.
-    Raises BadInput if the teacher does not fit.
+    Weights are not read, and no request is sent.
     """
     check = cast(TeacherCheck, find_target(teacher.inspection, where=f"teacher {teacher.label!r}"))
     return check(teacher, tokenizer, longest_tokens=longest_tokens, slices=slices)
@@ -85,8 +81,8 @@ def check_teacher(teacher: Teacher, tokenizer: PreTrainedTokenizerFast, *, longe
 def check_teacher_endpoint(
     teacher: TeacherEndpoint, tokenizer: PreTrainedTokenizerFast, *, longest_tokens: int, slices: int = 1
 ) -> int:
-    """Check that the configuration allows requests to the teacher's endpoint, and return 0, because workers load no
-    teacher."""
+    """Check that the configuration allows requests to the teacher's endpoint. Returns 0 as the number of parameters,
+    because workers load no teacher."""
     TokenScorer(teacher, spell=build_token_decoder(tokenizer), on_progress=lambda: None)
     return 0
 
@@ -112,11 +108,8 @@ def check_teacher_directory(
 
 
 def _check_tokens(path: Path, own: PreTrainedTokenizerFast, policy: PreTrainedTokenizerFast) -> None:
-    """Raise BadInput unless each token of the policy has the same ID in the teacher. The teacher may have additional
-    tokens.
-
-    The end token must also be the same.
-    """
+    """Raise BadInput unless each token of the policy has the same ID in the teacher, and the end tokens are the same.
+    The teacher may have additional tokens. `path` is the teacher's directory."""
     if (other := _find_differing_token(own, policy)) is not None:
         raise BadInput(
             f"algorithm.distillation.teacher {path}: the tokenizer differs from the policy's: {other}. Use a teacher "
@@ -130,8 +123,8 @@ def _check_tokens(path: Path, own: PreTrainedTokenizerFast, policy: PreTrainedTo
 
 
 def _find_differing_token(tokenizer: PreTrainedTokenizerFast, expected: PreTrainedTokenizerFast) -> str | None:
-    """Return a description of the first token of `expected` that is missing in `tokenizer` or has another ID there, or
-    None."""
+    """Return a description of the first token of `expected` that is missing in `tokenizer` or has another ID there.
+    Return None if there is no such token."""
     theirs = tokenizer.get_vocab()
     for token, number in sorted(expected.get_vocab().items(), key=lambda item: item[1]):
         if theirs.get(token) != number:
@@ -141,10 +134,10 @@ def _find_differing_token(tokenizer: PreTrainedTokenizerFast, expected: PreTrain
 
 
 def check_same_tokens(configured: PolicyConfig, champion: PolicyConfig) -> None:
-    """Raise BadInput if the tokenizer of the configured policy differs from the tokenizer of the champion.
+    """Raise BadInput if the configured policy and the champion have different tokenizers, because a retrain starts from
+    the champion (the current policy) instead of the configured policy.
 
-    A retrain starts from the champion instead of the configured policy. Nothing is checked if the configured policy's
-    tokenizer is trained on the data, or if its files no longer exist.
+    Nothing is checked if the configured policy's tokenizer is trained on the data, or if its files no longer exist.
     """
     if not configured.brings_tokens:
         return
@@ -196,7 +189,8 @@ def check_served_model(term: str, reward: ServedReward, *, problems: Sequence[Pr
 def check_directory_reward_model(
     reward: ModelReward, model: DirectoryRewardModel, *, problems: Sequence[Problem], seed: int, gpus: float
 ) -> int:
-    """Check the directory of a reward model, and return its number of parameters."""
+    """Check the reward model in an external directory, and return its number of parameters. Raises BadInput if the
+    model does not fit."""
     from models.modeling.reward_model import check_reward_model
 
     return check_reward_model(fetch_path(model.path), reward.template)
@@ -205,14 +199,16 @@ def check_directory_reward_model(
 def check_directory_judge(
     reward: JudgeReward, model: DirectoryJudge, *, problems: Sequence[Problem], seed: int, gpus: float
 ) -> int:
-    """Check the directory of a judge, and return its number of parameters."""
+    """Check the judge in an external directory, and return its number of parameters. Raises BadInput if the judge does
+    not fit."""
     return _check_judge(inspect_directory(fetch_path(model.path)), reward, model.engine, problems=problems, gpus=gpus)
 
 
 def check_trained_judge(
     reward: JudgeReward, model: TrainedJudge, *, problems: Sequence[Problem], seed: int, gpus: float
 ) -> int:
-    """Check the judge that a run would build and train, and return its number of parameters."""
+    """Check the judge that a run would build and train, and return its number of parameters. Raises BadInput if the
+    judge does not fit."""
     assert not isinstance(model.shape, PolicyShape), "a judge that starts as the policy is checked with the policy"
     inspected = inspect_policy(model.shape, vocabulary_texts(reward, problems, seed=seed))
     return _check_judge(inspected, reward, model.engine, problems=problems, gpus=gpus)
@@ -221,7 +217,8 @@ def check_trained_judge(
 def check_policy_judge(
     term: str, reward: JudgeReward, policy: Inspected, *, problems: Sequence[Problem], gpus: float
 ) -> int:
-    """Check that a judge can start as a copy of the policy, and return its number of parameters."""
+    """Check that a judge can start as a copy of the policy, and return its number of parameters. `term` is the name of
+    the reward in messages, and `gpus` the number of GPUs of a worker."""
     assert reward.engine is not None, "a judge that the run trains has an engine in this process"
     try:
         return _check_judge(policy, reward, reward.engine, problems=problems, gpus=gpus)
@@ -246,10 +243,8 @@ def _check_judge(
 def _check_room(
     reward: JudgeReward, problems: Sequence[Problem], *, found: Inspected, processor: VisionProcessor | None
 ) -> int:
-    """Return the maximum number of tokens of a judge prompt with its verdict.
-
-    Raises BadInput if the judge's context is too short even for the prompt about a correct answer.
-    """
+    """Return the maximum number of tokens of a judge prompt together with the judge's answer. Raises BadInput if the
+    judge's context is too short even for the prompts about the correct answers. `found` describes the judge's model."""
     room = reward.sampling.max_new_tokens if reward.generates_text else 1
     texts = [question_about(p, p.worked or p.answer, reward=reward, seed=0) for p in problems]
     images = [p.images if reward.images == "prompt" else () for p in problems]

@@ -21,12 +21,12 @@ from models.text.tokenizer import load_tokenizer
 Shape = tuple[int, ...]
 
 CLASSES: Final = {"llama": "Llama", "qwen3": "Qwen3"}
-"""Prefix of the names of the transformers classes of each architecture."""
+"""Prefix of transformers' class names for each supported architecture (`model_type`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSizes:
-    """Sizes of a decoder on which the shapes of its weights depend."""
+    """Sizes of a decoder that determine the shapes of its weights."""
 
     architecture: Literal["llama", "qwen3"]
     vocab_size: int
@@ -120,7 +120,7 @@ class DecoderSizes:
 
     @property
     def _normed(self) -> int:
-        """Number of values per token that pass through the norms of one block."""
+        """Number of values per token that are inputs of the norms of one block."""
         width = (self.heads + self.kv_heads) * self.head_size if self._norms else 0
         return 2 * self.hidden_size + width
 
@@ -140,7 +140,7 @@ R = TypeVar("R", bound="_Plain")
 
 FLOATS: Final = ("F32", "BF16", "F16")
 ANOTHER: Final = ("model.safetensors.index.json", "adapter_config.json")
-"""Names of files with which transformers would load other or additional weights."""
+"""Names of files that would make transformers load other weights than those in model.safetensors."""
 
 
 class _Plain(BaseModel):
@@ -155,8 +155,8 @@ class _Rope(_Plain):
 
 
 class _Config(_Plain):
-    """Fields of the config.json that transformers writes for a plain decoder. With any other field, the directory is
-    not plain."""
+    """Fields of the config.json that transformers writes for a plain decoder (one whose weight shapes are known from
+    its sizes). With any other field, the directory needs a full inspection."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -191,7 +191,7 @@ class _Config(_Plain):
     transformers_version: str
 
     def decoder(self) -> DecoderSizes | None:
-        """Return the sizes of the decoder, or None if fields contradict each other."""
+        """Return the sizes of the decoder, or None if the fields contradict each other."""
         fits = (
             self.architectures == [f"{CLASSES[self.model_type]}ForCausalLM"]
             and self.layer_types in (None, ["full_attention"] * self.num_hidden_layers)
@@ -217,7 +217,7 @@ class _Config(_Plain):
 
 
 class _Generation(_Plain):
-    """Fields of a generation_config.json that transformers derives from config.json."""
+    """Fields of a generation_config.json that transformers derives from config.json, without other settings."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -232,15 +232,16 @@ class _Generation(_Plain):
 
 
 class _Tokenizer(_Plain):
-    """Fields of a tokenizer_config.json for a tokenizer stored entirely in tokenizer.json, without a special class."""
+    """Fields of the tokenizer_config.json of a tokenizer that is stored entirely in tokenizer.json and needs no special
+    class."""
 
     tokenizer_class: Literal["TokenizersBackend"]
     auto_map: None = None
 
 
 def read_plain(directory: Path) -> tuple[DecoderSizes, PreTrainedTokenizerFast] | None:
-    """Return the sizes and the tokenizer of a plain directory. Return None if the directory is not plain or has
-    errors."""
+    """Return the sizes and the tokenizer of a model directory if it contains a complete decoder of a known kind, saved
+    by transformers. Return None if the directory contains anything else or has errors."""
     try:
         decoder = _read(_Config, directory / "config.json").decoder()
         if (directory / "generation_config.json").exists():
@@ -260,8 +261,8 @@ def _read(kind: type[R], path: Path) -> R:
 
 
 def _header(path: Path) -> dict[str, Shape]:
-    """Return the shapes of the weights in a safetensors file, by name. Raises SafetensorError if the file is
-    truncated."""
+    """Return the shapes of the weights in a safetensors file, by name, from its header. Raises SafetensorError if the
+    file is truncated."""
     with safe_open(path, framework="numpy") as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # it is no mapping
         if (opened.metadata() or {}).get("format") != "pt" or any(s.get_dtype() not in FLOATS for s in slices.values()):

@@ -19,7 +19,7 @@ from models.text.unread_fields import count_unread_fields
 from models.vision.processor import VisionProcessor
 
 MISSING_WORDS: Final = frozenset(("none", "null", "na", "n/a", "nan", "nil", "missing", "inf", "infinity", "-infinity"))
-"""Answers, in lower case, that data frames and programs write for missing values."""
+"""Words, in lower case, that data frames and programs write in place of missing answers."""
 
 
 def list_text_notes(
@@ -30,7 +30,8 @@ def list_text_notes(
     processor: VisionProcessor | None = None,
     examples: Sequence[Problem] = (),
 ) -> list[str]:
-    """Return notes on the texts of problems. The warm-up trains on the answers of `examples`."""
+    """Return remarks for the user on the texts of problems, such as control tokens in prompts. The warm-up trains on
+    the answers of `examples`."""
     control = ControlTokens.of(tokenizer, images=[] if processor is None else [processor.placeholder])
     contained = [(each.source, control.find(each.prompt)) for each in problems]
     answers = [
@@ -54,7 +55,7 @@ def list_text_notes(
 def list_preference_notes(
     pairs: Sequence[Preference], tokenizer: PreTrainedTokenizerFast, *, rules: TextRules
 ) -> list[str]:
-    """Return notes on preference pairs, like those of `list_text_notes`."""
+    """Return remarks for the user on the texts of preference pairs, such as control tokens in prompts."""
     control = ControlTokens.of(tokenizer)
     prompts = [(each.source, control.find(each.prompt)) for each in pairs]
     texts = [
@@ -72,7 +73,7 @@ def list_preference_notes(
 def list_chat_notes(
     chats: Sequence[TrainingChat], tokenizer: PreTrainedTokenizerFast, *, rules: TextRules
 ) -> list[str]:
-    """Return notes on chats of the warm-up, like those of `list_text_notes`."""
+    """Return remarks for the user on the chats on which the warm-up trains, such as control tokens in their texts."""
     control = ControlTokens.of(tokenizer)
     contained = [(each.source, control.find(each.messages)) for each in chats]
     prompts = [(each.messages, each.template) for each in chats]
@@ -90,8 +91,8 @@ def _describe_unread(
     *,
     in_parts: bool = False,
 ) -> Iterator[str]:
-    """Yield a note if the chat template ignores some of the fields or contents of messages, tools or variables. `what`
-    names the data."""
+    """Yield a remark for the user if the chat template ignores some of the message fields, message contents, tools or
+    variables in the prompts. `what` names the data."""
     if unread := count_unread_fields(prompts, tokenizer, in_parts=in_parts):
         fields = ", ".join(f"{name} ({rows:,} {what})" for name, rows in unread.items())
         yield (
@@ -103,7 +104,8 @@ def _describe_unread(
 def _describe_changes(
     prompts: Sequence[tuple[Prompt, TemplateArguments]], tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[str]:
-    """Yield a note if the chat template receives values in another form than the file has."""
+    """Yield a remark for the user if some values of the prompts are passed to the chat template in another form than
+    the data file has."""
     chats = [(prompt, arguments) for prompt, arguments in prompts if not isinstance(prompt, str)]
     if not tokenizer.chat_template:
         return
@@ -119,7 +121,7 @@ def _describe_changes(
 def _describe_date(
     prompts: Sequence[tuple[Prompt, TemplateArguments]], tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[str]:
-    """Yield a note if the chat template writes the present date into prompts."""
+    """Yield a remark for the user if the chat template writes the current date into prompts."""
     chats = [arguments for prompt, arguments in prompts if not isinstance(prompt, str)]
     has_dates = all(any("date" in name for name in arguments.kwargs) for arguments in chats)
     if not has_dates and "strftime_now" in join_templates(tokenizer):
@@ -131,10 +133,8 @@ def _describe_date(
 
 
 def _describe_contained(tokens: Sequence[tuple[str, str | None]], noun: str, rules: TextRules) -> Iterator[str]:
-    """Yield a note if texts contain control tokens. `tokens` has the origin of each text and its first control token.
-
-    `noun` names one text.
-    """
+    """Yield a remark for the user if texts contain control tokens. `tokens` has the origin of each text and its first
+    control token. `noun` is the word for one text."""
     contained = [(source, token) for source, token in tokens if token is not None]
     if not contained:
         return
@@ -152,7 +152,7 @@ def _describe_contained(tokens: Sequence[tuple[str, str | None]], noun: str, rul
 
 
 def _describe_missing(problems: Sequence[Problem]) -> Iterator[str]:
-    """Yield a note if answers are words that data frames write for missing values."""
+    """Yield a remark for the user if some answers are words that data frames write for missing values."""
     suspects = [problem for problem in problems if problem.answer.strip().casefold() in MISSING_WORDS]
     if suspects:
         answers = "1 answer is a word" if len(suspects) == 1 else f"{len(suspects):,} answers are words"
@@ -163,7 +163,7 @@ def _describe_missing(problems: Sequence[Problem]) -> Iterator[str]:
 
 
 def _describe_end(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast, rules: TextRules) -> Iterator[str]:
-    """Yield a note if the chat template ends turns with a token other than EOS."""
+    """Yield a remark for the user if the chat template ends turns with a token other than EOS."""
     if not rules.ends_as_template or all(isinstance(problem.prompt, str) for problem in problems):
         return
     end = find_turn_end(tokenizer)

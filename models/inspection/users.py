@@ -15,7 +15,8 @@ from models.inspection.directory import Inspected, inspect_directory, inspect_po
 
 
 class UserCheck(Protocol):
-    """Function that checks one kind of simulated user before a run begins. `check_user` calls it."""
+    """Function that checks one kind of simulated user (the model that plays the user in dialogues) before a run begins.
+    `check_user` calls it."""
 
     def __call__(
         self,
@@ -26,19 +27,15 @@ class UserCheck(Protocol):
         problems: Sequence[Problem],
         gpus: float,
     ) -> int:
-        """Return the number of parameters that the run's workers, with `gpus` GPUs each, load for the simulated user.
-
-        Raises BadInput if the model cannot play the user.
-        """
+        """Return the number of parameters of the simulated user's model that the run's workers, with `gpus` GPUs each,
+        load. Raises BadInput if the model cannot play the user."""
         ...
 
 
 def check_user(environment: DialogueEnvironment, *, problems: Sequence[Problem], gpus: float) -> int:
-    """Check that the simulated user can reply. Return the number of parameters that the run's workers load for it.
-
-    The number is 0 for a model behind an endpoint. Weights are not read. `gpus` is the number of GPUs of a worker.
-    Raises BadInput if the model cannot play the user.
-    """
+    """Check that the simulated user can reply. Return the number of its parameters that the run's workers load, or 0
+    for a model behind an endpoint. `gpus` is the number of GPUs of a worker. Weights are not read. Raises BadInput if
+    the model cannot play the user."""
     model = environment.model
     try:
         check = cast(UserCheck, find_target(model.inspection, where=f"model {model.label!r}"))
@@ -50,10 +47,9 @@ def check_user(environment: DialogueEnvironment, *, problems: Sequence[Problem],
 def check_endpoint_user(
     environment: DialogueEnvironment, model: EndpointUser, *, problems: Sequence[Problem], gpus: float
 ) -> int:
-    """Check that each problem has a value for every placeholder in the instructions, and return 0.
-
-    No request is sent; the endpoint is first contacted when an episode begins. Raises BadInput if a value is missing.
-    """
+    """Check that each problem has a value for every placeholder in the instructions of the simulated user, and return
+    0, because workers load no model. Raises BadInput if a value is missing. No request is sent; the endpoint is first
+    contacted when an episode begins."""
     _first_turns(environment, problems)
     return 0
 
@@ -61,7 +57,7 @@ def check_endpoint_user(
 def check_directory_user(
     environment: DialogueEnvironment, model: DirectoryUser, *, problems: Sequence[Problem], gpus: float
 ) -> int:
-    """Check the directory of a simulated user, and return its number of parameters."""
+    """Check the simulated user's model in an external directory, and return its number of parameters."""
     return _check(environment, inspect_directory(fetch_path(model.path)), problems=problems, gpus=gpus)
 
 

@@ -48,7 +48,7 @@ class RowsAttention(Protocol):
         deterministic: bool,
     ) -> Tensor | tuple[Tensor, ...]:
         """Return the attention output of each query. Some versions of the kernel return a tuple whose first element is
-        the output."""
+        the output. The arguments are those of flash-attn's `flash_attn_varlen_func`."""
         ...
 
 

@@ -105,7 +105,8 @@ def _apply(function: type[torch.autograd.Function], *arguments: object) -> Tenso
 
 
 class _Gradients:
-    """Gradients of the loss with respect to the head's parameters and input states, accumulated chunk by chunk."""
+    """Gradients of the loss with respect to the head's parameters and the hidden states, accumulated chunk by chunk of
+    tokens."""
 
     def __init__(self, states_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, needed: Sequence[bool]) -> None:
         self._states_NH, self._weight_VH, self._bias_V = states_NH, weight_VH, bias_V

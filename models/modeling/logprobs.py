@@ -47,7 +47,7 @@ class ForwardInput(NamedTuple):
     shared: SharedTokens | None = None
     """Indices for attention if `tokens_BT` is one row that contains shared prompts once, or None if rows are padded."""
     images: ImageRows | None = None
-    """Images of the rows, or None for a text-only model."""
+    """Images in the rows, or None for a text-only model."""
     chosen_LF: Tensor | None = None
     """Experts that the mixture-of-experts routers must use for each token, or None if routers choose freely."""
     own_M: Tensor | None = None
@@ -112,7 +112,7 @@ class TokenModule(nn.Module):
     """Underlying transformers or diffusers model, which `save` writes."""
 
     shares_prompts: bool
-    """Whether the model supports micro-batches in which prompts are stored once."""
+    """Whether the model supports micro-batches in which a prompt that several sequences share is stored once."""
 
     vision: VisionInputs | None = None
     """Vision tower and image settings of a vision-language model, or None for a text-only model."""
@@ -185,7 +185,7 @@ class TokenModule(nn.Module):
             checkpoint_layers(self.model)
 
     denoising_steps: range = range(0)
-    """Denoising steps that may be trained. The range is empty for policies that generate text."""
+    """Denoising steps that may be trained. The range is empty for language models."""
 
     @property
     def means(self) -> Tensor:

@@ -26,7 +26,7 @@ from models.modeling.weight_files import read_header
 SETTINGS: Final = "adapter_config.json"
 TENSORS: Final = "adapter_model.safetensors"
 PREFIX: Final = "base_model.model."
-"""Prefix of the names of the base model's modules in peft's files."""
+"""Prefix that peft's files add to the names of the base model's modules."""
 _CHANGES_BASE: Final = ("pissa", "olora", "corda", "loftq")
 """Initialization methods in peft that also change the weights of the base model."""
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -99,9 +99,9 @@ class Adapter:
     rank: int
     """Largest LoRA rank among the adapted layers."""
     deltas: dict[str, Delta]
-    """Factors of each adapted layer, by the layer's name in the base model."""
+    """LoRA factors of each adapted layer, by the layer's name in the base model."""
     replaced: dict[str, Tensor]
-    """Parameters that replace those of the base because they were trained completely, such as a critic's head."""
+    """Parameters that replace those of the base model because they were trained completely, such as a critic's head."""
 
 
 def is_adapter(directory: Path) -> bool:
@@ -129,8 +129,8 @@ def find_base(directory: Path) -> Path:
 
 
 def read_adapter(directory: Path) -> Adapter:
-    """Read an adapter from its directory. Raises BadInput if it is neither LoRA nor rsLoRA, or if its files cannot be
-    read."""
+    """Read an adapter in peft's format from its directory. Raises BadInput if it is neither LoRA nor rsLoRA, or if its
+    files cannot be read."""
     settings = _read_settings(directory)
     if unsupported := settings.find_unsupported():
         raise BadInput(
@@ -190,11 +190,11 @@ def check_fits(model: PreTrainedModel, adapter: Adapter) -> None:
 
 @torch.no_grad()
 def merge(model: PreTrainedModel, adapter: Adapter) -> dict[str, Tensor]:
-    """Add an adapter to a float32 model on the CPU, and return the parameters that changed, by name.
+    """Add a LoRA adapter to a float32 model on the CPU, and return the parameters that changed, by name. Raises
+    BadInput if the adapter does not fit.
 
     Each changed weight is `W + (alpha / rank) * (B @ A)`, all in float32. If a layer stores its weight as inputs x
-    outputs, the product is transposed. The same files always give the same bits. Raises BadInput if the adapter does
-    not fit.
+    outputs, the product is transposed. The same files always give the same bits.
     """
     check_fits(model, adapter)
     changed = dict(_iter_merged(model, adapter))
@@ -207,7 +207,7 @@ def merge(model: PreTrainedModel, adapter: Adapter) -> dict[str, Tensor]:
 def load_merged(
     base: Path, adapter: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """Load a base model and add an adapter. The sum is computed in float32 on the CPU and then cast to `dtype`."""
+    """Load a base model and add a LoRA adapter. The sum is computed in float32 on the CPU and then cast to `dtype`."""
     wide = load_policy(base)
     changed = merge(wide, read_adapter(adapter))
     if dtype == torch.float32:

@@ -79,11 +79,8 @@ class ExpertReplay:
 
     def lay_out(self, batch: MicroBatch, device: torch.device, *, shares: bool) -> Tensor:
         """Return the recorded experts of every token on the device, in the order in which the model processes the
-        tokens.
-
-        With `shares`, this is the order of the single row with shared prompts. Raises Damaged if recorded experts are
-        missing or do not fit the model.
-        """
+        tokens. With `shares`, this is the order of the single row that stores shared prompts once. Raises Damaged if
+        recorded experts are missing or do not fit the model."""
         chosen_BTF = np.full((*batch.tokens_BT.shape, self._width), _OWN, np.int32)
         for chosen_TF, each in zip(chosen_BTF, batch.inputs, strict=False):
             if each.experts is None and not len(each.trained_positions):
@@ -118,8 +115,8 @@ class ExpertReplay:
 
 
 def can_replay(model: nn.Module) -> bool:
-    """Return whether every router of a model chooses experts by exactly one call of `topk`, so that its choice can be
-    replayed. The model may be on the `meta` device."""
+    """Return whether every mixture-of-experts router of a model chooses experts by exactly one call of `topk`, so that
+    recorded choices can be imposed. The model may be on the `meta` device."""
     return all(map(_chooses_once, routers(model)))
 
 

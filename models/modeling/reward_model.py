@@ -42,7 +42,7 @@ class RewardModel:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerFast
     context: int
-    """Maximum length of a sequence in tokens."""
+    """Maximum length of a text in tokens."""
 
     @property
     def pad(self) -> int | None:

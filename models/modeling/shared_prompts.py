@@ -66,7 +66,7 @@ class SharedTokens:
 
     @property
     def width(self) -> int:
-        """Number of tokens of the micro-batch's longest sequence."""
+        """Number of tokens of the longest sequence in the micro-batch."""
         return max(width for _, width in self.blocks)
 
 

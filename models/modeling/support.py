@@ -24,7 +24,7 @@ DEQUANTIZED: Final = {"compressed-tensors": ("run_compressed", False)}
 """Name and value of the setting in `quantization_config` with which transformers loads unquantized weights, by
 quantization method. All other methods use `dequantize = true`."""
 PACKAGES: Final = ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit")
-"""Quantization methods without a setting for loading unquantized weights."""
+"""Quantization methods that have no setting with which transformers loads unquantized weights."""
 
 
 class _Unsupported(Exception):
@@ -53,7 +53,8 @@ def describe_decoding_conflict(model: PreTrainedModel) -> str:
 
 
 def _returns_cache(model: PreTrainedModel) -> bool:
-    """Return False if the annotation of a model's forward pass names an output without a cache (RecurrentGemma)."""
+    """Return whether a model's forward pass may return a KV cache. It is False if the return annotation names an output
+    class without a cache (RecurrentGemma)."""
     output = get_type_hints(type(model).forward).get("return")
     kinds = [kind for kind in (output, *get_args(output)) if isinstance(kind, type) and issubclass(kind, ModelOutput)]
     return not kinds or any("past_key_values" in getattr(kind, "__dataclass_fields__", ()) for kind in kinds)
@@ -143,8 +144,8 @@ def _decode_one_token(model: PreTrainedModel, tokens_BT: Tensor) -> None:
 
 @torch.no_grad()
 def _find_error(model: PreTrainedModel, call: Callable[[Tensor], None]) -> str:
-    """Return the message of the error that `call` raises on two rows of four tokens, or "" if it raises none. Errors
-    that only occur on the `meta` device are ignored."""
+    """Call `call` with two rows of four token IDs, and return the message of the error that it raises, or "" if it
+    raises none. Errors that only occur on the `meta` device are ignored."""
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("batched_mm")  # the default needs bfloat16 on the meta device
     try:

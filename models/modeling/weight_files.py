@@ -23,12 +23,12 @@ SAME_CHECKPOINT: Final = "Take config.json and all safetensors files from the sa
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """File and dtype in which a weight is stored."""
+    """File and dtype in which one weight of a model is stored."""
 
     file: str
-    """Name of the file in the model directory."""
+    """Name of the file in the model directory that contains the weight."""
     dtype: str
-    """Name of the dtype in safetensors files, such as `BF16`."""
+    """Dtype of the weight by its name in safetensors files, such as `BF16`."""
     shape: tuple[int, ...]
 
 

@@ -33,7 +33,7 @@ class SheetPicture:
 
 @dataclass(frozen=True, slots=True)
 class SheetRow:
-    """Prompt with the pictures that were generated for it, at least one."""
+    """Prompt on a contact sheet, with at least one picture that was generated for it."""
 
     prompt: str
     pictures: tuple[SheetPicture, ...]
@@ -41,25 +41,23 @@ class SheetRow:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """One line of a contact sheet: pictures that are shown side by side.
-
-    `prompt` is the text above them, or None if the pictures of this prompt started in an earlier line.
-    """
+    """One line of a contact sheet, with pictures side by side. `prompt` is the text above them, or None if the line
+    continues the pictures of the line before."""
 
     prompt: str | None
     pictures: tuple[SheetPicture, ...]
 
     def height(self, side: int) -> int:
-        """Return the height of the line in pixels. `side` is the side of a picture."""
+        """Return the height of the line in pixels. `side` is the width and height of a picture."""
         return side + LINE + GAP + (0 if self.prompt is None else LINE)
 
 
 def contact_sheet(rows: Sequence[SheetRow], *, columns: int, side: int) -> bytes:
-    """Return a contact sheet as a PNG file, with up to `columns` pictures in a line, each scaled to fit a square of
-    `side` pixels.
+    """Return a PNG image that shows generated pictures, up to `columns` in a line, each scaled to fit a square of
+    `side` pixels. Each row starts with its prompt, cut to one line. The reward is written below each picture. Raises
+    BadInput if a picture cannot be decoded.
 
-    Each row starts with its prompt, cut to one line. The reward is written below each picture. Small pictures are
-    enlarged by an integer factor without smoothing. Raises BadInput if a picture cannot be decoded.
+    Small pictures are enlarged by an integer factor without smoothing.
     """
     lines = [*_lines(rows, columns)]
     widest = max(len(line.pictures) for line in lines)
@@ -75,7 +73,7 @@ def contact_sheet(rows: Sequence[SheetRow], *, columns: int, side: int) -> bytes
 
 
 def _lines(rows: Sequence[SheetRow], columns: int) -> Iterator[_Line]:
-    """Split each row into lines of at most `columns` pictures."""
+    """Split each row of pictures into lines of at most `columns` pictures."""
     for row in rows:
         for number in range(0, len(row.pictures), columns):
             yield _Line(None if number else row.prompt, row.pictures[number : number + columns])

@@ -21,21 +21,22 @@ _TEXTS_KEPT: Final = ("prompt_id", "finish_reason", "run", "role")
 _NUMBERS_KEPT: Final = ("staleness", "steps")
 _SPANS: Final = "spans_"
 FORGOTTEN: Final = "forgotten"
-"""Replacement for an error message, which may quote a completion. The number of errors stays the same."""
+"""Text that replaces an error message, because the message may quote a completion. The number of errors stays the
+same."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Prompts whose data is removed, with the ids and row numbers by which tables refer to them."""
+    """Prompts whose data is removed from a run, with the IDs and row numbers by which tables refer to them."""
 
     ids: frozenset[str]
     rows: frozenset[int]
     others: frozenset[str] = frozenset()
-    """Digests of the images of other prompts, which are kept."""
+    """Digests of the images that prompts outside this selection use. These images are kept."""
 
 
 def find_prompts(table: pa.Table, ids: Collection[str]) -> Prompts:
-    """Find the prompts with the listed ids in a prompts table."""
+    """Find the prompts with the given prompt IDs in a table of prompts."""
     names: list[str] = table["prompt_id"].to_pylist()
     rows = frozenset(row for row, name in enumerate(names) if name in ids)
     others = {image for row, images in enumerate(table["images"].to_pylist()) if row not in rows for image in images}
@@ -43,10 +44,8 @@ def find_prompts(table: pa.Table, ids: Collection[str]) -> Prompts:
 
 
 def erase_prompts(table: pa.Table, prompts: Prompts) -> tuple[pa.Table, int]:
-    """Empty the rows of the given prompts in a table, and drop the images that no other prompt uses.
-
-    Returns the table and the number of rows that contained any data to remove.
-    """
+    """Empty the rows about the given prompts in a table of a run, and drop the images that no other prompt uses.
+    Returns the table and the number of rows that contained any data to remove."""
     if "bytes" in table.column_names and "prompt_row" in table.column_names:  # generated pictures
         remaining = table.filter(pa.array(~_rows_of(table, prompts)))
         return remaining, table.num_rows - remaining.num_rows
@@ -63,10 +62,8 @@ def erase_prompts(table: pa.Table, prompts: Prompts) -> tuple[pa.Table, int]:
 
 
 def _rows_of(table: pa.Table, prompts: Prompts) -> Mask:
-    """Return a mask of the rows that contain data about the prompts.
-
-    Verdicts on canaries are included, because they may quote the prompt with which a canary was shown to the judge.
-    """
+    """Return a mask of the table rows that contain data about the prompts. If there are any, verdicts on canaries
+    (known-bad answers that test a judge) are included, because they may quote a prompt."""
     if "prompt_id" in table.column_names:
         return _mask(table["prompt_id"], prompts.ids, pa.string())
     is_gone = _mask(table["prompt_row"], prompts.rows, pa.int32())
@@ -74,17 +71,15 @@ def _rows_of(table: pa.Table, prompts: Prompts) -> Mask:
 
 
 def _mask(column: pa.ChunkedArray, values: Collection[object], kind: pa.DataType) -> Mask:
-    """Return a mask of the entries of a column that are equal to one of the given values of Arrow type `kind`."""
+    """Return a mask of the entries of a column that are equal to one of `values`. `kind` is the Arrow type of the
+    column."""
     is_listed: Mask = pc.is_in(column, pa.array(list(values), kind)).to_numpy()
     return is_listed
 
 
 def _empty_lists(column: pa.ChunkedArray, field: pa.Field, is_gone: Mask) -> pa.ChunkedArray | None:
-    """Return a column with the data in rows `is_gone` removed, or None if a column of this type or name contains no
-    users' data.
-
-    Nulls stay null.
-    """
+    """Return a column with the users' data in the rows of the mask `is_gone` removed. Return None if a column of this
+    type or name contains no users' data. Nulls stay null."""
     if pa.types.is_string(field.type) and field.name not in _TEXTS_KEPT:
         had = pc.and_(pa.array(is_gone), pc.is_valid(column))
         return pc.if_else(had, pa.scalar(FORGOTTEN if field.name == "error" else ""), column)
@@ -104,10 +99,8 @@ def _empty_lists(column: pa.ChunkedArray, field: pa.Field, is_gone: Mask) -> pa.
 
 
 def _without_texts(column: pa.ChunkedArray, kind: pa.ListType, is_gone: Mask) -> pa.ChunkedArray | None:
-    """Return a column of records, such as messages or turns, with the texts in rows `is_gone` removed.
-
-    Returns None if the records contain no texts to remove.
-    """
+    """Return a column of records, such as messages or turns, with the texts in the rows of the mask `is_gone` removed.
+    Return None if the records contain no texts to remove."""
     texts = [part.name for part in kind.value_type if pa.types.is_string(part.type) and part.name not in _TEXTS_KEPT]
     if not texts:
         return None
@@ -124,7 +117,8 @@ def _without_texts(column: pa.ChunkedArray, kind: pa.ListType, is_gone: Mask) ->
 
 
 def _zero_values(column: pa.ChunkedArray, kind: pa.ListType, is_gone: Mask) -> pa.ChunkedArray:
-    """Return a list column with all numbers in rows `is_gone` set to zero. List lengths and nulls stay the same."""
+    """Return a list column with all numbers in the rows of the mask `is_gone` set to zero. List lengths and nulls stay
+    the same."""
     lengths_K = lengths_of(column)
     values_T = pc.if_else(
         pa.array(np.repeat(is_gone, lengths_K)), pa.scalar(0, kind.value_type), pc.list_flatten(column)

@@ -28,7 +28,7 @@ from models.records.seeds import sample_seed
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive tokens that one policy version generated."""
+    """Run of consecutive tokens of a completion that the same policy version generated."""
 
     policy_version: int
     tokens: int
@@ -44,12 +44,13 @@ class ChatMessage(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class TurnRecord:
-    """One turn of an episode, with the reply of its environment."""
+    """One turn of an episode: its lengths, its tool calls, and the reply of the environment."""
 
     tokens: int
     """Number of tokens that the policy generated in this turn."""
     observation: int = 0
-    """Number of tokens between this turn and the next: the observation, or the next turn's separate prompt."""
+    """Number of tokens between this turn and the next: the environment's reply (observation), or the separate prompt of
+    the next turn."""
     calls: int = 0
     """Number of tool calls in this turn."""
     errors: int = 0
@@ -57,33 +58,32 @@ class TurnRecord:
     reward: float | None = None
     """Reward that the environment returned for this turn, or None if it returned none."""
     error: str | None = None
-    """Error with which the environment failed, or None."""
+    """Error message if the environment failed in this turn, or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartialCompletion:
-    """Completion as generated so far. It is unfinished if its finish reason is `cut`."""
+    """Completion as generated so far. Its finish reason is `cut` if it is unfinished and continues later."""
 
     seed: int
     input: ModelInput
     """Model input: tokens and images of the prompt, and the tokens of the completion so far."""
     logprobs: tuple[float, ...] = ()
-    """Log-probs of the completion tokens. 0 for tokens that no policy generated."""
+    """Log-prob of each completion token under the policy version that generated it. 0 for tokens that no policy
+    generated."""
     text: str = ""
     finish_reason: FinishReason = FinishReason.CUT
     segments: tuple[Segment, ...] = ()
     turns: tuple[TurnRecord, ...] = ()
-    """Finished turns, if the completion is an episode."""
+    """Finished turns of an episode, or an empty tuple if the completion is not an episode."""
     messages: tuple[ChatMessage, ...] = ()
     """Messages of an episode after the prompt: the policy's turns and the observations, in order."""
     picture: Picture | None = None
     """Generated picture of a text-to-image policy. A table stores only its digest."""
 
     def append_completion(self, completion: Completion, version: int) -> "PartialCompletion":
-        """Append the output of policy version `version`: tokens or a picture.
-
-        Tokens that already have expert routing keep it.
-        """
+        """Return this completion with the output of policy version `version` appended: tokens or a picture. Expert
+        choices that were recorded for earlier tokens are kept."""
         model_input, picture = self.input.append_completion(completion.tokens), completion.picture
         if completion.experts is not None:
             before = completion.experts[:0] if self.input.experts is None else self.input.experts
@@ -100,12 +100,13 @@ class PartialCompletion:
 
     @property
     def num_generated(self) -> int:
-        """Number of tokens of this completion that policies generated, without observations and turn prompts."""
+        """Number of tokens that policies generated. The environment's replies and the separate prompts of turns are not
+        counted."""
         return sum(segment.tokens for segment in self.segments if segment.policy_version >= 0)
 
     @property
     def num_turn_tokens(self) -> int:
-        """Number of tokens in the unfinished turn of an episode."""
+        """Number of tokens that were generated in the current, unfinished turn of an episode."""
         return len(self.logprobs) - sum(turn.tokens + turn.observation for turn in self.turns)
 
     def generated_turns(self) -> list[tuple[int, ...]]:
@@ -120,20 +121,23 @@ class PartialCompletion:
 
     @property
     def has_fresh_context(self) -> bool:
-        """Whether the next turn starts from a separately rendered prompt."""
+        """Whether the next turn of the episode starts from a separately rendered prompt instead of continuing the
+        tokens so far."""
         return bool(self.segments) and self.segments[-1].policy_version == TURN_PROMPT
 
     def append_observation(self, tokens: Sequence[int]) -> "PartialCompletion":
-        """Append an environment's message (observation) to the completion, as tokens that are not trained on."""
+        """Return this completion with an environment's reply (observation) appended, as tokens that are not trained
+        on."""
         return self._given(tokens, ENVIRONMENT) if tokens else self
 
     def append_turn_prompt(self, tokens: Sequence[int], text: str) -> "PartialCompletion":
-        """Append the separate prompt of the next turn, which replaces all context before it. `text` is appended to the
-        completion's text."""
+        """Return this completion with the separate prompt of the next turn appended. The policy then reads this prompt
+        instead of all context before it. `text` is appended to the completion's text."""
         return replace(self._given(tokens, TURN_PROMPT), text=f"{self.text}{text}")
 
     def _given(self, tokens: Sequence[int], author: int) -> "PartialCompletion":
-        """Append tokens that no policy generated. `author` is recorded in the segments as their origin."""
+        """Return this completion with tokens appended that no policy generated. `author` is a code for their origin,
+        which is recorded in the segments."""
         return replace(
             self,
             input=self.input.append_observation(tokens),
@@ -144,7 +148,7 @@ class PartialCompletion:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Prompt with its completions, sorted by their sample number."""
+    """Prompt with the completions that are generated for it, sorted by their sample number."""
 
     prompt_row: int
     prompt_id: str
@@ -152,13 +156,13 @@ class Group:
     answer: str
     drafts: tuple[PartialCompletion, ...]
     columns: Mapping[str, JsonValue] = field(default_factory=dict)
-    """Columns that an environment receives in addition to the prompt and the answer."""
+    """Data columns of the problem that an environment receives in addition to the prompt and the answer."""
     chat: tuple[ChatMessage, ...] = ()
-    """Messages of the prompt at the start of an episode. A plain-text prompt is one message."""
+    """Messages with which an episode starts. A plain-text prompt is one message."""
     messages: tuple[Message, ...] = ()
-    """Messages of the prompt with all fields that chat templates read."""
+    """Messages of the prompt with all fields that chat templates use, such as tool calls."""
     template: TemplateArguments = NO_ARGUMENTS
-    """Arguments of the chat template, if the prompt is a chat."""
+    """Arguments of the chat template, such as tools, if the prompt is a chat."""
 
     @property
     def is_finished(self) -> bool:
@@ -166,7 +170,8 @@ class Group:
         return all(draft.finish_reason is not FinishReason.CUT for draft in self.drafts)
 
     def build_request(self, version: int, partial: PartialRollout | None) -> Request:
-        """Return a request for policy version `version` to continue the unfinished completions."""
+        """Return a request to continue the unfinished completions with policy version `version`. `partial` contains the
+        settings for interrupting long completions, or is None."""
         open_drafts = [draft for draft in self.drafts if draft.finish_reason is FinishReason.CUT]
         return Request(
             row=self.prompt_row,
@@ -176,17 +181,16 @@ class Group:
         )
 
     def find_token_budget(self, version: int, partial: PartialRollout | None) -> int | None:
-        """Return the maximum number of tokens that policy version `version` may add to a completion.
-
-        Returns None (no limit) without partial rollout, or if the group has reached its maximum staleness.
-        """
+        """Return the maximum number of tokens that policy version `version` may add to a completion. Returns None (no
+        limit) if `partial`, the settings for interrupting long completions, is None, or if the group has reached its
+        maximum staleness."""
         versions = [segment.policy_version for draft in self.drafts for segment in draft.segments]
         first_version = min((writer for writer in versions if writer >= 0), default=version)
         return partial.tokens if partial is not None and version - first_version < partial.max_staleness else None
 
     def append_completions(self, completions: Sequence[Completion], version: int) -> "Group":
-        """Return the group with new output appended to the unfinished completions. Finished completions stay
-        unchanged."""
+        """Return the group with new output of policy version `version` appended to its unfinished completions, in
+        order. Finished completions stay unchanged."""
         new_completions = iter(completions)
         drafts = tuple(
             draft.append_completion(next(new_completions), version)
@@ -198,10 +202,8 @@ class Group:
 
 
 def fresh_groups(prompts: pa.Table, rows: Sequence[int], *, group_size: int, seed: int, iteration: int) -> list[Group]:
-    """Return a group of `group_size` completions without generated tokens for each prompt of the table.
-
-    `rows` contains the index of each prompt in its shard, from which the completions' seeds are derived.
-    """
+    """Return a new group of `group_size` completions without tokens for each prompt of the table. `rows` contains the
+    index of each prompt in its shard, from which the completions' seeds are derived."""
     return [
         replace(
             group,
@@ -230,10 +232,8 @@ def read_groups(rollouts: pa.Table, prompts: pa.Table) -> list[Group]:
 
 
 def _without_drafts(prompts: pa.Table, rows: Sequence[int]) -> list[Group]:
-    """Return each prompt of the table as a group without completions.
-
-    `rows` are the prompts' indices in their shard.
-    """
+    """Return a group without completions for each prompt of the table. `rows` are the prompts' indices in their
+    shard."""
     columns = ["prompt_id", "text", "answer", "columns", "messages", *({TEMPLATE} & {*prompts.column_names})]
     groups = []
     for row, prompt in zip(rows, prompts.select(columns).to_pylist(), strict=True):
@@ -256,7 +256,7 @@ def _without_drafts(prompts: pa.Table, rows: Sequence[int]) -> list[Group]:
 
 
 def build_table(groups: Sequence[Group]) -> pa.Table:
-    """Return groups as a rollout table, one row for each completion, ordered by (prompt_row, sample)."""
+    """Return groups as a rollout table with one row per completion, ordered by (prompt_row, sample)."""
     ordered = sorted(groups, key=lambda group: group.prompt_row)
     pairs = [(group, sample, draft) for group in ordered for sample, draft in enumerate(group.drafts)]
     columns = {
@@ -284,7 +284,7 @@ def build_table(groups: Sequence[Group]) -> pa.Table:
 
 
 class _Row(TypedDict):
-    """Row of a rollout shard, without the token columns, which are read as model inputs."""
+    """Row of a rollout shard. Token columns are left out, because they are read as model inputs."""
 
     prompt_row: int
     completion: str
@@ -297,10 +297,8 @@ class _Row(TypedDict):
 
 
 def _build_draft(row: _Row, read: ModelInput, *, behind: int) -> PartialCompletion:
-    """Return a completion, given its row in a rollout table.
-
-    `behind` is the number of the prompt's messages, which come before the messages of the completion.
-    """
+    """Return the completion that a row of a rollout table describes. `read` is its model input. The first `behind`
+    messages in the row belong to the prompt."""
     return PartialCompletion(
         seed=row["seed"],
         input=read,

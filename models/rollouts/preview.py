@@ -17,7 +17,7 @@ from models.records.work import ExcerptWork, ScoredShard
 from models.rollouts.groups import TurnRecord
 
 PICTURED: Final = 4
-"""Maximum number of completions in a report that are shown with thumbnails of their images."""
+"""Maximum number of completions in a report whose images are shown as thumbnails."""
 IMAGES: Final = 2
 """Maximum number of thumbnails per completion."""
 COLUMNS = ("prompt_id", "sample", "prompt", "completion", "answer", "finish_reason", "turns")
@@ -30,11 +30,11 @@ class RolloutPreview(Settings):
     iteration: int
     """Iteration that generated the completion."""
     prompt_id: str
-    """Id of the problem, which is the same in all runs with the same data."""
+    """ID of the problem, which is the same in all runs with the same data."""
     sample: int
     """Index of the completion within its group."""
     prompt: str
-    """Prompt as the policy receives it, after the chat template."""
+    """Prompt as the policy receives it, rendered by the chat template."""
     completion: str
     """Text of the completion."""
     answer: str | None
@@ -42,18 +42,18 @@ class RolloutPreview(Settings):
     reward: float | None
     """Total reward, or None if it is missing."""
     finish_reason: str
-    """`stop` or `length`. Episodes can also end with `turns` or `failed`."""
+    """Reason why the completion ended: `stop` or `length`. Episodes can also end with `turns` or `failed`."""
     turns: tuple[TurnRecord, ...] | None = None
-    """Turns of an episode in order, or None for other completions."""
+    """Turns of an episode in order, or None if the completion is not an episode."""
     tokens: int
     """Length of the completion in tokens. For an episode this includes the tokens between turns."""
     images: tuple[ShownImage, ...] = ()
-    """Images of the prompt in order. If the policy generated a picture, it comes last."""
+    """Images of the prompt in order, followed by the generated picture if the policy generates pictures."""
 
 
 @dataclass(frozen=True, slots=True)
 class Excerpts:
-    """Excerpts of a run's rollouts for a report: a few completions with shortened texts."""
+    """Excerpts of a run's completions for a report: a few completions with shortened texts."""
 
     samples: tuple[RolloutPreview, ...]
     thumbnails: Mapping[str, str] = field(default_factory=dict)
@@ -69,13 +69,15 @@ def read_samples(
     media: Media,
     limit: int | None = None,
 ) -> list[RolloutPreview]:
-    """Read the first `limit` completions of a shard with their full texts. Without scores, rewards are missing."""
+    """Read the first `limit` completions of a rollout shard with their full texts, or all if `limit` is None. If
+    `scores` is None, rewards are missing."""
     table, rewards = read_shard(store, rollouts).slice(0, limit), _rewards(store, rollouts, scores)
     return _shown(_samples(table, rewards.slice(0, limit), iteration), table, media)
 
 
 def read_excerpts(store: Store, work: ExcerptWork) -> Excerpts:
-    """Read the first completion of each of the first prompts, with shortened texts. A shortened text ends in `…`."""
+    """Read the first completion of each of the first prompts for a report, with shortened texts. A shortened text ends
+    in `…`."""
     samples: list[RolloutPreview] = []
     media = Media(store, work.media)
     for shard in work.shards:
@@ -91,7 +93,8 @@ def read_excerpts(store: Store, work: ExcerptWork) -> Excerpts:
 def read_rows(
     store: Store, shard: ScoredShard, rows: Sequence[int], *, iteration: int, characters: int, media: Media
 ) -> list[RolloutPreview]:
-    """Read selected rows of a rollout shard, with shortened texts. A shortened text ends in `…`."""
+    """Read the completions at `rows` of a rollout shard, with texts shortened to `characters` characters. A shortened
+    text ends in `…`."""
     if not rows:
         return []
     table = _shortened(read_shard(store, shard.rollouts).take(rows), characters)
@@ -111,7 +114,7 @@ def _shown(samples: Sequence[RolloutPreview], table: pa.Table, media: Media) -> 
 
 
 def _shortened(table: pa.Table, characters: int) -> pa.Table:
-    """Return a table with its texts shortened to `characters`. A shortened text ends in `…`."""
+    """Return a rollout table with its texts shortened to `characters` characters. A shortened text ends in `…`."""
     for name in TEXTS:
         short = pc.utf8_slice_codeunits(table[name], 0, characters)
         longer = pc.greater(pc.utf8_length(table[name]), characters)
@@ -121,14 +124,15 @@ def _shortened(table: pa.Table, characters: int) -> pa.Table:
 
 
 def _rewards(store: Store, rollouts: ShardRef, scores: ShardRef | None) -> pa.ChunkedArray:
-    """Return the total rewards of a rollout shard from its score shard, or nulls if `scores` is None."""
+    """Return the total reward of each row of a rollout shard. The rewards are null if `scores`, the score shard, is
+    None."""
     if scores is None:
         return pa.chunked_array([pa.nulls(rollouts.rows, pa.float64())])
     return read_shard(store, scores, ["reward"])["reward"]
 
 
 def _samples(table: pa.Table, rewards: pa.ChunkedArray, iteration: int) -> list[RolloutPreview]:
-    """Return a preview for each row of a rollout table."""
+    """Return a preview for each row of a rollout table. `rewards` contains the total reward of each row."""
     lengths = completion_lengths(table).tolist()
     rows = table.select(list(COLUMNS)).to_pylist()
     return [

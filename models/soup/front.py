@@ -14,41 +14,45 @@ from infra.config import Settings
 from models.records.columns import Floats, Mask
 
 MIN_INSIDE_SHARE: Final = 0.2
-"""Minimum share of every reward in a preference that counts as inside the front instead of near its border."""
+"""Minimum share of every reward in a preference (weighting of rewards) that counts as balanced instead of close to a
+single reward."""
 
 
 class FrontMetrics(Settings):
-    """Quality measures of a set of policies, computed from standardized rewards."""
+    """Quality measures of a set of policies, one for each preference (weighting of rewards), computed from standardized
+    rewards."""
 
     hypervolume: float
-    """Volume of all points that some policy exceeds in every reward and that exceed the reference point."""
+    """Volume of all points in the space of rewards that some policy exceeds in every reward and that exceed the
+    reference point."""
     mean: float
-    """Mean over all preferences of Σ μ_i R_i, the rewards of a policy weighted by its preference μ."""
+    """Mean over all preferences of Σ μ_i R_i, where μ_i is the share of reward i in a preference and R_i the mean
+    reward i of its policy."""
     inside: float | None
-    """Mean of Σ μ_i R_i (rewards weighted by the preference μ) over the preferences in which every share is at least
-    0.2. None if the grid has no such preference."""
+    """Mean of Σ μ_i R_i (the policy's rewards weighted by its preference μ) over the preferences in which every share
+    is at least 0.2. None if the grid has no such preference."""
     corners: tuple[float, ...]
-    """Mean of each reward under the policy that was merged for this reward alone."""
+    """Mean of each reward under the policy that was merged for a preference for this reward alone."""
     kendall_tau: float | None
-    """Mean over rewards of Kendall's τ_b between the share of a reward in the preference and the reward. It is 1 if a
-    larger share always leads to a larger reward. None if one reward is equal for all policies."""
+    """Kendall's rank correlation τ_b between the share of a reward in the preference and the reward, averaged over
+    rewards. It is 1 if a larger share always leads to a larger reward. None if one reward is equal for all policies."""
     non_dominated: int
     """Number of policies that are not dominated: no other policy is better in one reward and at least as good in all
     others."""
     sparsity: float
-    """Mean squared gap between neighboring non-dominated policies in the space of rewards (Xu et al. 2020, PGMORL)."""
+    """Mean squared gap in the space of rewards between neighboring policies, among those that are not dominated (Xu et
+    al. 2020, PGMORL)."""
     spacing: float
-    """Standard deviation of the distances from each non-dominated policy to the nearest other one in the space of
-    rewards (Schott 1995)."""
+    """Standard deviation of the distances in the space of rewards from each non-dominated policy to the nearest other
+    one (Schott 1995)."""
 
 
 def measure_front(
     preferences: Sequence[Sequence[float]], rewards: Sequence[Sequence[float]], reference: Sequence[float]
 ) -> FrontMetrics:
-    """Return quality measures of a set of policies, given the preference and the mean rewards of each policy.
-
-    The preferences must include the corners of the grid, which are preferences for one reward alone.
-    """
+    """Return quality measures of a set of policies, given the preference (share of each reward) and the mean rewards of
+    each policy, and the reference point of the hypervolume. The preferences must include the corners of the grid, which
+    are preferences for one reward alone."""
     preferences_PN, rewards_PN = np.array(preferences, float), np.array(rewards, float)
     weighted_P = (preferences_PN * rewards_PN).sum(axis=1)
     inside_P = preferences_PN.min(axis=1) >= MIN_INSIDE_SHARE - 1e-9
@@ -67,9 +71,8 @@ def measure_front(
 
 def hypervolume(rewards_PN: Floats, reference_N: Floats) -> float:
     """Return the exact volume of the region that is below some policy in every reward and above the reference point.
-
-    The volume is computed recursively, slice by slice along the last reward.
-    """
+    `rewards_PN` has one row per policy and one column per reward. The volume is computed recursively, slice by slice
+    along the last reward."""
     above_PN = rewards_PN[(rewards_PN > reference_N).all(axis=1)]
     if not len(above_PN):
         return 0.0
@@ -84,18 +87,16 @@ def hypervolume(rewards_PN: Floats, reference_N: Floats) -> float:
 
 
 def non_dominated(rewards_PN: Floats) -> Floats:
-    """Return the distinct points that are not dominated, that is, no other point is at least as high in every
-    reward."""
+    """Return the distinct rows of `rewards_PN` (policies x rewards) that are not dominated, that is, no other row is at
+    least as high in every reward."""
     points_PN = np.unique(rewards_PN, axis=0)
     beaten_P: Mask = np.array([bool(_beats(points_PN, point_N).any()) for point_N in points_PN], np.bool_)
     return points_PN[~beaten_P]
 
 
 def sparsity(points_PN: Floats) -> float:
-    """Return the mean squared gap between neighboring points, summed over rewards. 0 for a single point.
-
-    Points are neighbors if they are adjacent in the order of one reward.
-    """
+    """Return the mean squared gap between neighboring points, summed over rewards. Points are neighbors if they are
+    adjacent in the order of one reward. Returns 0 for a single point."""
     if len(points_PN) < 2:
         return 0.0
     gaps = np.diff(np.sort(points_PN, axis=0), axis=0)

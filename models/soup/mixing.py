@@ -17,11 +17,13 @@ from models.config.soup import SoupMethod, find_beta_conflict
 from models.records.columns import Floats
 
 SUM_ERROR = 1e-6
-"""Maximum difference between 1 and the sum of the shares in a preference, to allow for rounding."""
+"""Maximum deviation from 1 of the sum of the shares in a preference, to allow for rounding."""
 
 
 def mixing_matrix(num_rewards: int, beta: float) -> Floats:
-    """Return B (N x N): β on the diagonal, γ = (1 − β) / (N − 1) elsewhere. Raises BadInput unless 1/N < β <= 1."""
+    """Return the matrix B whose row j contains the weights of all rewards in the training of backbone j (a policy that
+    is merged later): β on the diagonal, γ = (1 − β) / (N − 1) elsewhere, for N rewards. Raises BadInput unless 1/N < β
+    <= 1."""
     if (reason := find_beta_conflict(beta, num_rewards)) is not None:
         raise BadInput(reason)
     gamma = (1 - beta) / (num_rewards - 1)
@@ -42,16 +44,15 @@ def merge_weights(preference: Sequence[float], beta: float) -> tuple[float, ...]
 
 
 def compute_backbone_weights(method: SoupMethod, preference: Sequence[float], beta: float) -> tuple[float, ...]:
-    """Return the weights with which backbones are merged for a preference (a share for each reward).
-
-    Method `direct` uses the preference itself as weights.
-    """
+    """Return the weights with which the backbones (policies trained on different mixes of rewards) are merged for a
+    preference, which is a share for each reward. Method `direct` uses the preference itself as weights."""
     solved = merge_weights(preference, beta)
     return tuple(map(float, preference)) if method == "direct" else solved
 
 
 def check_preference(preference: Sequence[float], num_rewards: int) -> None:
-    """Raise BadInput unless a preference has `num_rewards` shares that are at least 0 and sum to 1."""
+    """Raise BadInput unless a preference (a share for each reward) has `num_rewards` shares that are at least 0 and sum
+    to 1."""
     text = ",".join(f"{share:g}" for share in preference)
     if len(preference) != num_rewards:
         raise BadInput(
@@ -66,13 +67,14 @@ def check_preference(preference: Sequence[float], num_rewards: int) -> None:
 
 
 def preference_grid(num_rewards: int, per_axis: int) -> list[tuple[float, ...]]:
-    """Return all preferences whose shares are multiples of 1 / (per_axis − 1), in ascending order."""
+    """Return all preferences (shares of `num_rewards` rewards that sum to 1) whose shares are multiples of 1 /
+    (per_axis − 1), in ascending order."""
     steps = per_axis - 1
     counts = (each for each in product(range(steps + 1), repeat=num_rewards) if sum(each) == steps)
     return [tuple(count / steps for count in each) for each in counts]
 
 
 def extrapolate_weights(weights: Sequence[float], alpha: float) -> tuple[tuple[float, ...], float]:
-    """Return the weights of the backbones, and of the initial policy, for the extrapolation (1 + α) θ − α θ_start of a
-    merge θ beyond the initial policy θ_start."""
+    """Return the weights of the backbones (the merged policies) and of the initial policy θ_start with which a merge θ
+    is extrapolated to (1 + α) θ − α θ_start."""
     return tuple((1 + alpha) * weight for weight in weights), -alpha

@@ -34,11 +34,11 @@ _NAMED_SCHEMAS: Final = ("properties", "patternProperties", "$defs", "definition
 _OPEN_KEYS: Final = ("$ref", "additionalProperties", "allOf", "anyOf", "oneOf", "patternProperties")
 """Keywords that can make a JSON schema accept arguments that are not listed under `properties`."""
 _MAX_PROBLEMS: Final = 3
-"""Maximum number of wrong arguments that a message lists."""
+"""Maximum number of wrong tool-call arguments that one message to the policy lists."""
 
 Validator = Any  # a class that jsonschema generates
 Argument = tuple[str | int, ...]
-"""Path to a value inside the arguments of a call: names of fields and indices into lists."""
+"""Path to a value inside the arguments of a tool call: names of fields and indices into lists."""
 
 
 def check_arguments(parse: Parser, tools: Sequence[ToolSchema]) -> Parser:
@@ -166,8 +166,8 @@ def _iterate_texts(schema: JsonValue, path: Argument) -> Iterator[tuple[Argument
 
 
 def _is_integer(_: object, value: object) -> bool:
-    """Return whether a value is an integer in Python too. JSON Schema accepts 3.0, but a tool with an int parameter may
-    reject it."""
+    """Return whether a value is a Python integer. JSON Schema accepts 3.0 as an integer, but a tool with an int
+    parameter may reject it."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

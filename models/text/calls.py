@@ -37,9 +37,9 @@ class Call:
     """Tool call that a policy generated in a turn."""
 
     name: str
-    """Name of the tool, or an empty string if it could not be parsed."""
+    """Name of the tool, or an empty string if the call could not be parsed."""
     arguments: Mapping[str, JsonValue]
-    """Arguments by name. Empty if the call could not be parsed."""
+    """Arguments of the tool by name. Empty if the call could not be parsed."""
     error: str = ""
     """Error message for the policy, or an empty string if the call is valid."""
     arguments_text: str = field(default="", compare=False, repr=False)
@@ -52,7 +52,7 @@ class ParsedTurn:
     """Text and tool calls of one turn of the policy."""
 
     text: str
-    """Text of the turn without the calls and without leading and trailing white space."""
+    """Text of the turn without its tool calls and without leading and trailing white space."""
     calls: tuple[Call, ...] = ()
     other_fields: Mapping[str, JsonValue] = field(default_factory=dict)
     """Further fields that the tokenizer's response template extracts from a turn, such as thoughts, keyed by their
@@ -134,10 +134,8 @@ def _parse_hermes_call(text: str, begin: int) -> tuple[Call, int]:
 
 
 def llama3_json(text: str) -> ParsedTurn:
-    """Parse `{"name": …, "parameters": {…}}`, either as the whole turn or after `<|python_tag|>`.
-
-    Several calls are separated by `;`.
-    """
+    """Parse tool calls in Llama 3's format, `{"name": …, "parameters": {…}}`, either as the whole turn or after
+    `<|python_tag|>`. Several calls are separated by `;`."""
     begin = _find_end_of_thoughts(text, _PYTHON)
     is_object = text.startswith("{", _skip_pattern(_SPACE, text, begin))
     at = text.find(_PYTHON, _find_end_of_value(text, begin) if is_object else begin)
@@ -226,12 +224,12 @@ def _decode_json(text: str, begin: int) -> tuple[JsonValue, int]:
 
 
 def _parse_integer(digits: str) -> int:
-    """Parse an integer. Raises ValueError if it has more than `_LONGEST_NUMBER` digits."""
+    """Parse an integer in the JSON of a tool call. Raises ValueError if it has more than `_LONGEST_NUMBER` digits."""
     return int(digits) if len(digits) <= _LONGEST_NUMBER else _refuse_number(digits)
 
 
 def _parse_float(digits: str) -> float:
-    """Parse a float. Raises ValueError if it is not finite."""
+    """Parse a floating-point number in the JSON of a tool call. Raises ValueError if it is not finite."""
     value = float(digits)
     return value if math.isfinite(value) else _refuse_number(digits)
 

@@ -24,9 +24,9 @@ class WrittenCompletion:
     the message after the prompt."""
 
     text: str
-    """Text of the completion, without the token that ends the turn."""
+    """Rendered text of the message, without the token that ends the turn."""
     tokens: tuple[int, ...]
-    """Token IDs of the completion, including the token that ends the turn."""
+    """Token IDs of the rendered message, including the token that ends the turn."""
 
 
 def write_completion(

@@ -37,7 +37,7 @@ class Exchange:
     turn: Mapping[str, object]
     """Turn of the policy as a message in the format of chat templates."""
     observations: tuple[Message, ...]
-    """Messages with which the environment replies."""
+    """Messages of the environment's reply to the turn."""
 
 
 def render_prompt(

@@ -116,7 +116,8 @@ def _build_input(
 
 
 def require_completion(template: str | None, *, source: str) -> None:
-    """Raise BadInput if a template does not contain the field `{completion}`."""
+    """Raise BadInput if a prompt template is given that does not contain the field `{completion}`. `source` is the
+    beginning of the message."""
     if template is not None and "completion" not in _FIELD.findall(template):
         raise BadInput(
             f"{source}: the template {template!r} does not contain {{completion}}, so the scores of all completions "

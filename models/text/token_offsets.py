@@ -76,8 +76,8 @@ def _starts_from_prefixes(tokenizer: Tokenizer, tokens: Sequence[int], text: str
 
 
 def split_tokens(starts: Sequence[int], text: str) -> tuple[str, ...]:
-    """Split a text at the character indices at which its tokens start. A character made of several tokens belongs to
-    the last of these tokens."""
+    """Split a text into the text of each token, given the character indices at which the tokens start. A character made
+    of several tokens belongs to the last of these tokens."""
     return tuple(text[begin:end] for begin, end in pairwise((*starts, len(text))))
 
 

@@ -57,11 +57,11 @@ class TokenizedPrompt:
     template."""
     input: ModelInput
     image_tokens: tuple[int, ...] = ()
-    """Number of tokens of each image in the prompt."""
+    """Number of image tokens for each image in the prompt."""
 
 
 def scratch_tokenizer(policy: ScratchPolicy, problems: Iterable[Problem]) -> PreTrainedTokenizerFast:
-    """Train a tokenizer on the prompts and answers of problems."""
+    """Train a tokenizer for a new policy on the prompts and solutions of problems."""
     return train_tokenizer(problem_texts(problems), vocab_size=policy.vocab_size, context=policy.context)
 
 
@@ -95,10 +95,10 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, context: int) -> P
 
 
 def load_tokenizer(directory: Path, *, kind: type[PreTrainedTokenizerFast] | None = None) -> PreTrainedTokenizerFast:
-    """Load the tokenizer of a policy.
+    """Load the tokenizer of a policy. Raises BadInput if the tokenizer cannot be loaded, is not a fast tokenizer, or
+    has no EOS token.
 
-    If `kind` is None, transformers chooses the class from the model's configuration, which imports torch. Raises
-    BadInput if the tokenizer cannot be loaded, is not a fast tokenizer, or has no EOS token.
+    If `kind` is None, transformers chooses the class from the model's configuration, which imports torch.
     """
     if not (directory / "tokenizer.json").is_file():
         raise BadInput(
@@ -127,11 +127,8 @@ def load_tokenizer(directory: Path, *, kind: type[PreTrainedTokenizerFast] | Non
 
 
 def choose_pad_token(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Return the token to use for padding if the tokenizer names none: a special token that does not occur in texts, or
-    else EOS.
-
-    The choice does not affect results, because attention masks are computed from lengths.
-    """
+    """Return the token to use for padding if the tokenizer's files name none: a special token that does not occur in
+    texts, or else EOS. The choice does not affect results, because attention masks are computed from lengths."""
     template = str(tokenizer.chat_template or "")
     special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     unused = [token for token in special if token not in template and token != tokenizer.eos_token]
@@ -300,7 +297,8 @@ def render(
 
 
 def _group_by_arguments(rows: Iterable[tuple[int, TemplateArguments]]) -> list[list[int]]:
-    """Return the row numbers in groups with equal template arguments. Each group is rendered in one request."""
+    """Group rows by their template arguments, and return the row numbers of each group. The chats of a group are
+    rendered in one request."""
     groups: dict[str, list[int]] = {}
     for row, arguments in rows:
         key = json.dumps([arguments.tools, arguments.kwargs], default=dict)
@@ -346,9 +344,9 @@ def enforce_prompt_length(
     input_errors.check()
     if not fitting:
         raise BadInput(
-            f"data.drop with 'too_long' (or data.on_too_long = 'drop') leaves no {split} problem: all {len(asked)} "
-            f"prompts have more than {max_tokens} tokens, the policy's context minus rollout.sampling.max_new_tokens. "
-            "Lower max_new_tokens."
+            f"data.drop with 'too_long' (or data.on_too_long = 'drop') leaves no {split} problem, because all "
+            f"{len(asked)} prompts have more than {max_tokens} tokens (the policy's context minus "
+            "rollout.sampling.max_new_tokens). Lower max_new_tokens, or use a policy with a longer context."
         )
     return fitting
 
@@ -364,7 +362,7 @@ def _require_room(problem: Problem, prompt: TokenizedPrompt, *, max_tokens: int)
 
 
 def _describe_image_tokens(prompt: TokenizedPrompt) -> str:
-    """Return a text for messages with the number of tokens of each image in a prompt."""
+    """Return a text for error messages that states the number of tokens of each image in a prompt."""
     takes = [f"{tokens} for image {index}" for index, tokens in enumerate(prompt.image_tokens, start=1)]
     return f" ({', '.join(takes)})" if takes else ""
 

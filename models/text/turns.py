@@ -50,7 +50,7 @@ class TurnFormat:
     ends: tuple[int, ...]
     """IDs of the tokens that end a turn of the policy, in ascending order."""
     tools: tuple[ToolSchema, ...]
-    """Schemas of the tools that prompts describe."""
+    """JSON schemas of the tools that the prompts describe to the policy."""
     is_chat: bool
     """Whether prompts are chats. If they are plain text, the environment's replies are encoded as plain text too."""
     in_parts: bool
@@ -69,7 +69,7 @@ class TurnFormat:
 
     @property
     def arguments(self) -> TemplateArguments:
-        """Tools and variables as arguments of the chat template."""
+        """Tools and template variables of this format, as arguments of the chat template."""
         return TemplateArguments(self.tools, self.kwargs)
 
     def encode_observation(self, messages: Sequence[Message], *, ended: bool = True) -> tuple[int, ...]:
@@ -113,13 +113,15 @@ class TurnFormat:
         return len(self._encode(text))
 
     def render(self, chats: Sequence[Chat], *, generation_prompt: bool) -> list[str]:
-        """Render chats with the tools of this format. Raises TemplateFailed if a chat cannot be rendered."""
+        """Render chats by the chat template with the tools and variables of this format. Raises TemplateFailed if a
+        chat cannot be rendered."""
         return render_chats(
             chats, self.tokenizer, generation_prompt=generation_prompt, tools=self.tools, kwargs=self.kwargs
         )
 
     def encode_message(self, message: Message) -> dict[str, object]:
-        """Return a message for the chat template, with its content as text or parts, as the template requires."""
+        """Return a message as a dict for the chat template. Its content is a text or a list of parts, as the template
+        requires."""
         if message.content is None:
             return message.encode()
         text = text_of(message.content)
@@ -243,7 +245,7 @@ class _Step:
     """Part of the rendered chat that must not change when messages follow: everything except the text after the end of
     a turn."""
     text: str
-    """Rendered chat in full."""
+    """Full text of the rendered chat."""
 
 
 def _render_growing_chat(form: TurnFormat, answer: Message) -> list[_Step]:
@@ -362,7 +364,7 @@ def _find_end_of_turn(form: TurnFormat, turn: dict[str, object], text: str) -> t
 
 
 def _find_first_end(form: TurnFormat, text: str) -> re.Match[str] | None:
-    """Return the match of the first end token in a text."""
+    """Return the match of the first end token of the format in a text, or None if there is none."""
     end_texts = [str(token) for token in form.tokenizer.convert_ids_to_tokens(form.ends) if token]
     return re.search("|".join(map(re.escape, sorted(end_texts, key=len, reverse=True))), text)
 

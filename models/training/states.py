@@ -81,7 +81,7 @@ class StateWriter:
                 complete_bundle(self._store, ref, contents)
 
     def close(self) -> None:
-        """Finish the writes in progress and end the thread."""
+        """Finish the writes in progress and end the background thread."""
         self._thread.shutdown()
 
     def _write(self, moments: Moments, ref: BundleRef, contents: Contents) -> None:

@@ -158,7 +158,7 @@ class Trainer:
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether the model supports micro-batches that are a single row of several sequences."""
+        """Whether the model supports micro-batches in which several sequences are concatenated in a single row."""
         return self._module.shares_prompts
 
     @property

@@ -347,7 +347,7 @@ class LoadedModels:
         return self._teacher[1]
 
     def close(self) -> None:
-        """Release the memory of the models under training."""
+        """Release the memory of the policy and the critic under training."""
         self.policy.close()
         self.critic.close()
 

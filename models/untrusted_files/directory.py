@@ -22,17 +22,21 @@ MAX_BYTES: Final = {
     "model.safetensors.index.json": 2**28,
     "tokenizer.json": 2**29,
 }
-"""Maximum size of each file in bytes. The largest published tokenizers have 40 MB, the largest indices 10 MB."""
+"""Maximum size in bytes of each file of an untrusted model directory. The largest published tokenizers have 40 MB, the
+largest indices 10 MB."""
 MAX_LAYERS: Final = 1024
-"""Maximum number of layers. The deepest published decoders have 126."""
+"""Maximum number of layers that an untrusted config.json may state. The deepest published decoders have 126."""
 MAX_EXPERTS: Final = 2**13
-"""Maximum number of experts of a layer."""
+"""Maximum number of experts per layer that an untrusted config.json may state."""
 MAX_MODULES: Final = 2**17
-"""Maximum of layers times experts, which some architectures build one by one. Published models have up to 31,000."""
+"""Maximum of layers times experts, because some architectures build every expert as a separate module. Published models
+have up to 31,000."""
 MAX_PARTS: Final = 2**16
-"""Maximum number of heads of a layer or of labels of a classifier."""
+"""Maximum number of attention heads of a layer, and of labels of a classifier, that an untrusted config.json may
+state."""
 MAX_SIZE: Final = 2**27
-"""Maximum size of a vocabulary, a context or a side of a matrix. Published contexts reach 10 million."""
+"""Maximum size of a vocabulary, a context or one dimension of a matrix that an untrusted config.json may state.
+Published contexts reach 10 million."""
 
 _LAYERS: Final = re.compile(r"(^|_)(layers?|blocks|depths?|stages|attention_types)$")
 _EXPERTS: Final = re.compile(r"(^|_)experts$")
@@ -42,11 +46,12 @@ _SIZES: Final = re.compile(r"(^|_)(size|dim|positions?|embeddings|embd|inner|ctx
 _ATTENTION: Final = re.compile(r"_?attn_implementation(_internal)?")
 _EXPERT_CODE: Final = re.compile(r"_?experts_implementation(_internal)?")
 ATTENTION: Final = {"eager": "torch", "sdpa": "torch", "flex_attention": "torch", "flash_attention_2": "flash_attn"}
-"""Attention implementations that are not downloaded, and the package that each needs."""
+"""Attention implementations that transformers runs without downloading code, and the package that each needs."""
 EXPERTS: Final = ("eager", "batched_mm", "grouped_mm")
-"""Implementations of experts that are not downloaded."""
+"""Implementations of mixture-of-experts layers that transformers runs without downloading code."""
 FETCHING: Final = ("eetq", "fbgemm_fp8", "fp8", "metal", "mxfp4", "mxfp8", "nvfp4")
-"""Quantization methods for which transformers downloads kernels from the hub, unless `dequantize` is set."""
+"""Quantization methods for which transformers downloads kernels from the Hugging Face Hub, unless `dequantize` is
+set."""
 
 ELSEWHERE: Final = {
     "kernel_config": "kernels are never downloaded and run",
@@ -54,7 +59,7 @@ ELSEWHERE: Final = {
     "transformers_weights": "the weights must be in model.safetensors, but this setting names another file",
     "configuration_files": "the configuration must be in config.json, but this setting names other files",
 }
-"""Settings that are rejected if they are set, with the reason."""
+"""Settings of config.json that are rejected if they are set, with the reason."""
 
 _PRECISION: Final = re.compile(r"b?float16|float(32|64)?|float8_\w+|u?int\d+|half|double")
 _SNAPSHOTS: Final = "snapshots"
@@ -62,15 +67,13 @@ _SHARED_BLOB: Final = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}")
 
 
 def missing_directory_error(what: str, path: Path) -> BadInput:
-    """Return the error for a missing directory."""
+    """Return the error for a missing model directory. `what` is the kind of the model."""
     return BadInput(f"{what} {path}: no such directory{'' if path.is_absolute() else f' (looked in {Path.cwd()})'}")
 
 
 def check_untrusted_files(directory: Path) -> None:
-    """Raise BadInput for links out of a directory, Git LFS pointers, excessive sizes and names of code.
-
-    A missing directory is accepted.
-    """
+    """Raise BadInput if a model directory from a third party contains links to files outside it, Git LFS pointers,
+    excessive sizes, or names of code. A missing directory is accepted."""
     if not directory.is_dir():
         return
     _check_links(directory)
@@ -99,7 +102,7 @@ def check_untrusted_files(directory: Path) -> None:
 
 
 def _check_file(path: Path, limit: int) -> None:
-    """Raise BadInput for a file with more bytes than the limit, or a Git LFS pointer. A missing file is accepted."""
+    """Raise BadInput if a file has more than `limit` bytes or is a Git LFS pointer. A missing file is accepted."""
     if not path.is_file():
         return
     if (size := path.stat().st_size) > limit:
@@ -109,7 +112,8 @@ def _check_file(path: Path, limit: int) -> None:
 
 
 def _check_links(directory: Path) -> None:
-    """Raise BadInput for a link to a file outside the directory and outside the Hugging Face cache that contains it."""
+    """Raise BadInput if the directory contains a link to a file outside the directory and outside the Hugging Face
+    cache to which the directory belongs."""
     root = directory.resolve()
     for folder in (root, root / "additional_chat_templates"):
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -121,7 +125,7 @@ def _check_links(directory: Path) -> None:
 
 
 def _resolve_link(path: Path) -> Path:
-    """Resolve a link. Raises BadInput if its target does not exist."""
+    """Return the target of a link. Raises BadInput if the target does not exist."""
     try:
         return path.resolve()
     except (OSError, RuntimeError) as error:
@@ -131,7 +135,8 @@ def _resolve_link(path: Path) -> Path:
 
 
 def _is_within(target: Path, root: Path) -> bool:
-    """Return whether a link target is within the directory or its Hugging Face cache."""
+    """Return whether a link target is inside the directory `root` or the Hugging Face cache to which the directory
+    belongs."""
     if target.is_relative_to(root):
         return True
     # …/models--ORG--NAME/snapshots/REVISION/FILE links to …/models--ORG--NAME/blobs/ETAG, which may link to
@@ -149,7 +154,7 @@ def _is_within(target: Path, root: Path) -> bool:
 
 
 def _iterate_settings(value: object, at: str = "") -> Iterator[tuple[str, str, object]]:
-    """Yield all settings, including nested ones: the path of each, its name and its value."""
+    """Yield the path, name and value of each setting, including nested ones. `at` is the path of `value` itself."""
     if isinstance(value, dict):
         for name, part in value.items():
             yield f"{at}{name}", name, part
@@ -161,7 +166,7 @@ def _iterate_settings(value: object, at: str = "") -> Iterator[tuple[str, str, o
 
 
 def _check_sizes(config: dict[str, object], path: Path) -> None:
-    """Raise BadInput if a size in the config exceeds its limit."""
+    """Raise BadInput if a size in config.json exceeds its limit."""
     layers = experts = 1
     for at, name, value in _iterate_settings(config):
         if not isinstance(value, int | float) or isinstance(value, bool):
@@ -182,7 +187,8 @@ def _check_sizes(config: dict[str, object], path: Path) -> None:
 
 
 def _require_at_most(value: float, limit: int, at: str, path: Path) -> int:
-    """Return a size as an integer of at least 1. Raises BadInput if it exceeds the limit."""
+    """Return a size as an integer, at least 1. Raises BadInput if it exceeds the limit. `at` is the path of the setting
+    in messages."""
     if not value <= limit:
         digits = str(value)
         digits = digits if len(digits) < 20 else f"{digits[:12]}… ({len(digits)} digits)"
@@ -191,7 +197,7 @@ def _require_at_most(value: float, limit: int, at: str, path: Path) -> int:
 
 
 def _check_code(config: dict[str, object], path: Path) -> None:
-    """Raise BadInput if the config names code that would be downloaded and run."""
+    """Raise BadInput if config.json names code that would be downloaded and run."""
     if config.get("auto_map"):
         _check_known(config.get("model_type"), path)
     for at, name, value in _iterate_settings(config):
@@ -211,10 +217,8 @@ def _check_code(config: dict[str, object], path: Path) -> None:
 
 
 def _check_known(kind: object, path: Path) -> None:
-    """Raise BadInput if transformers does not know this kind of model, which would then need its own code.
-
-    Code that accompanies a known model is ignored.
-    """
+    """Raise BadInput if transformers does not know this model type, which would then need its own code. Code that
+    accompanies a known model is ignored."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     if kind not in CONFIG_MAPPING_NAMES:
@@ -225,7 +229,8 @@ def _check_known(kind: object, path: Path) -> None:
 
 
 def _check_quantization(settings: dict[str, object], at: str, path: Path) -> None:
-    """Raise BadInput if loading the quantized weights would download kernels."""
+    """Raise BadInput if the quantization settings would make transformers download kernels. `at` is the path of the
+    settings in config.json."""
     method = settings.get("quant_method")
     if method in FETCHING and settings.get("dequantize") is not True:
         raise BadInput(
@@ -235,10 +240,8 @@ def _check_quantization(settings: dict[str, object], at: str, path: Path) -> Non
 
 
 def _check_choice(value: object, allowed: Sequence[str], at: str, path: Path) -> None:
-    """Raise BadInput if the value is not one of the allowed names.
-
-    A table contains one name for each part of the model.
-    """
+    """Raise BadInput if the value of a setting is not one of the allowed names. If the value is an object, it contains
+    one name for each part of the model. `at` is the path of the setting in messages."""
     for each in value.values() if isinstance(value, dict) else (value,):
         if each is not None and each not in allowed:
             raise BadInput(

@@ -31,30 +31,33 @@ from PIL.PngImagePlugin import PngImageFile, PngInfo
 from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, SAMPLEFORMAT, TiffImageFile
 
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""Supported image formats, by Pillow's names. Some of Pillow's other formats can contain programs."""
+"""Supported image formats, by Pillow's names. Other formats are not opened, because some of them can contain
+programs."""
 NOTE: Final = "rheostat-converted"
-"""Key of the PNG text entry that names the conversion of an image."""
+"""Key of the PNG text entry in which the conversion of an image is recorded."""
 FLOAT, INTEGER, SIXTEEN_BITS, TRANSPARENT = "floating point", "32 bits", "16 bits", "transparent"
 ROUNDED_COLOR: Final = "rounded color"
 CONVERSIONS: Final = (SIXTEEN_BITS, INTEGER, FLOAT, ROUNDED_COLOR, TRANSPARENT)
 ROTATED, DEEP_COLOR, INK = "rotated", "color with 16 bits", "CMYK"
 READINGS: Final = (ROTATED, DEEP_COLOR, INK)
-"""Properties of images that keep their bytes but are read differently than their file may suggest."""
+"""Kinds of images that are stored unchanged but decoded differently than their file may suggest."""
 UNSIGNED, SIGNED = 1, 2
-"""Values of the TIFF tag SampleFormat."""
+"""Values of the TIFF tag SampleFormat for unsigned and signed integers."""
 WHITE_IS_ZERO: Final = 0
 """Value of the TIFF tag PhotometricInterpretation for images in which 0 is white."""
 KEY_FACTORS: Final = {"L;2": 85, "L;4": 17}
-"""Factor by which Pillow scales the gray levels of PNG files with 2 and 4 bits. Pillow does not scale their transparent
-level."""
+"""Factor by which Pillow scales the gray levels of PNG files with 2 and 4 bits. It is applied to their transparent
+level here, because Pillow does not scale that level."""
 DEEP_MODES: Final = ("RGB;16", "RGBA;16", "RGBX;16", "LA;16")
-"""Pillow's names of pixels with color or transparency and 16 bits per channel, without their order of bytes."""
+"""Pillow's raw modes for pixels with color or transparency and 16 bits per channel, without the letter for the byte
+order."""
 LOW_BYTES: Final = {"B": "L", "L": "B", "N": "B" if sys.byteorder == "little" else "L"}
-"""Order of bytes with which Pillow reads the lower byte of each number, by the actual order of bytes."""
+"""Byte order to pass to Pillow so that it reads the lower byte of each 16-bit number, keyed by the actual byte
+order."""
 SIDEWAYS: Final = (5, 6, 7, 8)
 """EXIF orientations that swap width and height."""
 _PNG_ORIENTATION: Final = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")
-"""Chunk names in a PNG file that can contain an orientation."""
+"""Markers in a PNG file of chunks that can contain an orientation."""
 
 
 # ---- opening
@@ -77,10 +80,8 @@ def open_image(encoded: bytes) -> ImageFile.ImageFile:
 
 
 def decode_rgb(encoded: bytes) -> Image.Image:
-    """Decode an image that was converted when it was loaded. The result is upright and in mode RGB.
-
-    Raises ValueError if the image cannot be decoded.
-    """
+    """Decode an image that a run has stored. The result is upright and in mode RGB. Raises ValueError if the image
+    cannot be decoded."""
     try:
         with open_image(encoded) as image:
             return ImageOps.exif_transpose(image).convert("RGB")
@@ -106,12 +107,12 @@ def find_orientation(image: ImageFile.ImageFile, encoded: bytes) -> int:
 
 
 class _GrayFormat(NamedTuple):
-    """Meaning of the gray levels that an image stores."""
+    """Interpretation of the gray levels that an image with more than 8 bits stores."""
 
     kind: str
-    """Conversion of the image, one of `CONVERSIONS`."""
+    """Kind of conversion that the image needs, one of `CONVERSIONS`."""
     bits: int = 16
-    """Number of bits of a gray level."""
+    """Number of bits in which a gray level is stored."""
     signed: bool | None = None
     """Whether gray levels are signed, or None if Pillow already decodes the sign."""
     inverted: bool = False
@@ -119,7 +120,8 @@ class _GrayFormat(NamedTuple):
 
 
 def _find_gray_format(image: Image.Image) -> _GrayFormat | None:
-    """Return the meaning of gray levels beyond 8 bits, or None for all other images."""
+    """Return how to interpret the gray levels of an image with more than 8 bits per level, or None for all other
+    images."""
     tags = image.tag_v2 if isinstance(image, TiffImageFile) else {}
     sample, inverted = tags.get(SAMPLEFORMAT, (UNSIGNED,))[0], tags.get(PHOTOMETRIC_INTERPRETATION) == WHITE_IS_ZERO
     bits = tags.get(BITSPERSAMPLE, (16,))[0]
@@ -136,10 +138,11 @@ def _find_gray_format(image: Image.Image) -> _GrayFormat | None:
 
 
 def find_conversion(image: ImageFile.ImageFile, encoded: bytes, *, rounds_color: bool = True) -> str:
-    """Return the reason why an image needs a conversion, one of `CONVERSIONS`, or an empty string.
+    """Return the reason why an image must be converted to 8-bit RGB, one of `CONVERSIONS`, or an empty string if it
+    need not be converted. Without `rounds_color`, the upper 8 bits of 16-bit colors are used.
 
-    Only the pixels of images with an alpha channel and of colors with 16 bits are decoded, because many such images
-    are opaque, or have colors of 8 bits. Without `rounds_color`, colors of 16 bits are read with their upper 8 bits.
+    Only the pixels of images with an alpha channel and of colors with 16 bits are decoded, because many such images are
+    opaque, or have colors of 8 bits.
     """
     if (gray := _find_gray_format(image)) is not None:
         return gray.kind
@@ -150,10 +153,8 @@ def find_conversion(image: ImageFile.ImageFile, encoded: bytes, *, rounds_color:
 
 
 def round_color(image: ImageFile.ImageFile, encoded: bytes) -> Image.Image | None:
-    """Return an opened image of color, or gray and transparency, with 16 bits per channel rounded to 8 bits.
-
-    Return None for all other images, and for files whose lower bytes Pillow cannot read, such as separate planes.
-    """
+    """Return an image with 16 bits per color (or gray and transparency) channel, rounded to 8 bits. Return None for all
+    other images, and for files whose lower bytes Pillow cannot read, such as separate planes."""
     with open_image(encoded) as other:
         raw_modes = {tile.args if isinstance(tile.args, str) else str((tile.args or ("",))[0]) for tile in other.tile}
         raw_mode = raw_modes.pop() if len(raw_modes) == 1 else ""
@@ -181,11 +182,8 @@ def round_color(image: ImageFile.ImageFile, encoded: bytes) -> Image.Image | Non
 def convert_to_rgb(
     image: ImageFile.ImageFile, encoded: bytes, background: str, *, rounds_color: bool = True
 ) -> Image.Image:
-    """Return an opened image upright and in mode RGB.
-
-    A transparent image is composed on `background`, a color in Pillow's notation. Without `rounds_color`, colors of
-    16 bits are read with their upper 8 bits.
-    """
+    """Return an opened image upright and in mode RGB. A transparent image is composed on `background`, a color in
+    Pillow's notation. Without `rounds_color`, the upper 8 bits of 16-bit colors are used."""
     gray, key = _find_gray_format(image), image.info.get("transparency")
     rounded = round_color(image, encoded) if rounds_color and gray is None else None
     upright = ImageOps.exif_transpose(image if rounded is None else rounded)
@@ -200,13 +198,13 @@ def convert_to_rgb(
 
 
 def _compose(layer: Image.Image, background: str) -> Image.Image:
-    """Compose an RGBA image on the background color, and return it in mode RGB."""
+    """Draw an RGBA image over the background color, and return the result in mode RGB."""
     ground = Image.new("RGBA", layer.size, (*ImageColor.getrgb(background)[:3], 255))
     return Image.alpha_composite(ground, layer).convert("RGB")
 
 
 def _read_levels(image: Image.Image, gray: _GrayFormat) -> NDArray[np.float64]:
-    """Return the gray levels of an image."""
+    """Return the gray levels of an image as float64 of shape (height, width)."""
     levels_YX = np.asarray(image)
     if gray.signed is not None:
         kind = "i" if gray.signed else "u"
@@ -215,7 +213,7 @@ def _read_levels(image: Image.Image, gray: _GrayFormat) -> NDArray[np.float64]:
 
 
 def _scale(levels_YX: NDArray[np.float64], gray: _GrayFormat) -> NDArray[np.uint8]:
-    """Scale gray levels to the range 0..255."""
+    """Scale gray levels, stored in the format `gray`, to the range 0 to 255."""
     is_finite_YX = np.isfinite(levels_YX)
     finite = levels_YX[is_finite_YX]
     low, high = 0.0, 1.0 if gray.kind == FLOAT else float(2**gray.bits - 1)
@@ -229,8 +227,9 @@ def _scale(levels_YX: NDArray[np.float64], gray: _GrayFormat) -> NDArray[np.uint
 def encode_converted(
     image: ImageFile.ImageFile, encoded: bytes, background: str, *, rounds_color: bool = True
 ) -> bytes:
-    """Convert an image to RGB and return it as a PNG, upright according to its EXIF orientation. A text entry names the
-    conversion."""
+    """Convert an opened image to RGB and return it as a PNG file, upright according to its EXIF orientation. A text
+    entry of the PNG names the conversion. Transparent images are composed on `background`. Without `rounds_color`, the
+    upper 8 bits of 16-bit colors are used."""
     note = PngInfo()
     note.add_text(NOTE, find_conversion(image, encoded, rounds_color=rounds_color))
     upright = convert_to_rgb(image, encoded, background, rounds_color=rounds_color)
@@ -244,19 +243,16 @@ def encode_converted(
 
 
 def count_conversions(images: Iterable[bytes]) -> dict[str, int]:
-    """Return the number of images, and for each kind in `CONVERSIONS` and `READINGS` the number of images of this kind,
-    if any.
-
-    Equal images count once.
-    """
+    """Return the number of distinct images, and how many of them are of each kind in `CONVERSIONS` and `READINGS`.
+    Kinds without images are left out."""
     distinct = set(images)
     kinds = Counter(kind for encoded in distinct for kind in _list_kinds(encoded))
     return {"images": len(distinct), **{kind: kinds[kind] for kind in (*CONVERSIONS, *READINGS) if kinds[kind]}}
 
 
 def _list_kinds(encoded: bytes) -> list[str]:
-    """Return the kinds of conversion of an image, and the ways in which it is read differently than its file may
-    suggest."""
+    """Return the kinds of conversion that were recorded for an image, and the ways in which it is decoded differently
+    than its file may suggest."""
     with open_image(encoded) as image:
         if (note := image.info.get(NOTE)) is not None:
             return [str(note)]

@@ -24,28 +24,31 @@ class ImageSize(NamedTuple):
 
 
 class ImageTokens(NamedTuple):
-    """Image token of a model, with the factor by which the number of image patches in a prompt is computed."""
+    """Image token of a model, and the factor from which the number of image patches in a prompt is computed."""
 
     token: int
     """ID of the image token. The model replaces the embeddings of these tokens by the outputs of the vision tower."""
     merges: int
-    """Number of patches that the vision tower merges into one output state. Each state belongs to one image token."""
+    """Number of image patches that the vision tower merges into one output state. There is one image token per
+    state."""
 
     def patches(self, tokens: NDArray[np.int32]) -> int:
-        """Return the number of image patches of all images in a tokenized prompt."""
+        """Return the number of image patches of all images in a tokenized prompt, computed from the number of image
+        tokens."""
         return int(np.count_nonzero(tokens == self.token)) * self.merges
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Parts of a policy's directory that are needed to replace image placeholders."""
+    """Parts of a vision-language model that are needed to replace image placeholders by image tokens: configuration,
+    image processor and tokenizer."""
 
     config: Any
     """Configuration of the model (transformers' `PretrainedConfig`)."""
     images: Any
     """Image processor of the model, from transformers."""
     token: Callable[[int], str]
-    """Function that returns the text of a token ID."""
+    """Function that returns the text of a token, given its ID."""
 
     @property
     def image_token(self) -> str:
@@ -61,25 +64,25 @@ Merge = Callable[[Parts], int]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Rules for the image tokens and the image preprocessing of one family of models."""
+    """Rules for the image tokens and the image preprocessing of one family of vision-language models."""
 
     image_text: ImageText
-    """Function that returns the text of all tokens for an image of a given size."""
+    """Function that returns the text of all tokens that stand for an image of a given size."""
     around: tuple[str, str] = ("", "")
-    """Texts that the family's chat template writes before and after the placeholder of an image."""
+    """Texts that the family's chat template writes before and after an image's placeholder."""
     options: Mapping[str, Setting] = field(default_factory=dict)
-    """Options that the processor class of this family in transformers passes to its image processor, in addition to the
+    """Options that transformers' processor class of this family passes to its image processor, in addition to the
     settings in the directory."""
     whole: Mapping[str, Setting] = field(default_factory=dict)
-    """Options with which the image processor does not split an image into crops."""
+    """Options with which the image processor encodes an image as a whole, without splitting it into crops."""
     placeholder: Callable[[Parts], str] = lambda parts: parts.image_token
     """Function that returns the text of the placeholder token, which represents an image before it is replaced by image
     tokens."""
     processor_arguments: ProcessorArguments = lambda parts: {}
-    """Function that returns arguments about the model for the processor class of this family in transformers, because
-    its settings in the directory may lack them."""
+    """Function that returns arguments for transformers' processor class of this family. They describe the model, and
+    the processor's settings in the directory may lack them."""
     merges: Merge = lambda parts: 1
-    """Function that returns the number of patches that the vision tower merges into one output state."""
+    """Function that returns the number of image patches that the vision tower merges into one output state."""
 
 
 def _idefics3_states(parts: Parts) -> int:

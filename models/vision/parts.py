@@ -16,7 +16,8 @@ _VISION: Final = ("visual.", "vision_tower.", "vision_model.")
 
 
 def part_of(name: str) -> Part:
-    """Return the part of the model to which the parameter or layer with this name belongs."""
+    """Return the part of a vision-language model (vision tower, projector or language model) that contains the
+    parameter or layer with this name."""
     inner = name.removeprefix("model.") + "."
     if inner.startswith(_PROJECTOR):
         return "projector"
@@ -24,10 +25,8 @@ def part_of(name: str) -> Part:
 
 
 def frozen_names(names: Iterable[str], freeze: Iterable[Part], *, kind: str) -> list[str]:
-    """Return the names of the parameters in the parts listed in `freeze`, which are not trained.
-
-    `kind` is the model's class in messages. Raises BadInput if the model has no parameter in one of the parts.
-    """
+    """Return the names of the parameters that are in one of the frozen parts of a vision-language model. `kind` is the
+    model's class in messages. Raises BadInput if the model has no parameter in one of the parts."""
     parts = {name: part_of(name) for name in names}
     for part in freeze:
         if part not in parts.values():

@@ -17,17 +17,15 @@ from models.config.images import PixelLimits
 from models.vision.processor import SETTINGS, VisionProcessor, load_processor
 
 SIZED_BY_PIXELS: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""`model_type` of the models whose image processor resizes images to between a minimum and a maximum number of
+"""Values of `model_type` whose image processor resizes each image to between a minimum and a maximum number of
 pixels."""
 _READ: Final = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", *SETTINGS)
 """Files of a policy's directory that `load_processor` reads."""
 
 
 def limit_pixels(directory: Path, limits: PixelLimits) -> None:
-    """Write the limits into the image processor's settings in a policy's directory.
-
-    Does nothing if no limit is set. Raises BadInput if the model's image processor has no such limits.
-    """
+    """Write the limits on the number of pixels into the image processor's settings in a policy's directory. Does
+    nothing if no limit is set. Raises BadInput if the model's image processor has no such limits."""
     if not any(limits):
         return
     config = json.loads((directory / "config.json").read_text())
@@ -55,11 +53,9 @@ def _limit(settings: dict[str, Any], limits: PixelLimits) -> None:
 
 
 def load_limited_processor(directory: Path, limits: PixelLimits) -> VisionProcessor | None:
-    """Load the image processor as it will be after a run has copied the policy with these limits.
-
-    The directory itself is not changed. Returns None if the policy is text-only. Raises BadInput if the image processor
-    does not load or has no such limits.
-    """
+    """Load the image processor of a model with the pixel limits that a run would write into its copy of the model. The
+    directory itself is not changed. Returns None if the policy is text-only. Raises BadInput if the image processor
+    does not load or has no such limits."""
     if not any(limits):
         return load_processor(directory)
     with _copied(directory) as copy:

@@ -22,7 +22,7 @@ from models.vision.families import FAMILIES, Family, ImageSize, ImageTokens, Par
 
 SETTINGS: Final = ("preprocessor_config.json", "processor_config.json")
 BACKEND: Final = "pil"
-"""Backend of the image processor on every machine. Without this setting transformers would use torchvision if it is
+"""Backend of transformers' image processors. Without this setting, transformers would use torchvision if it is
 installed, which computes slightly different pixels."""
 _MEDIA_TOKENS: Final = ("image_token_id", "video_token_id", "audio_token_id", "boi_token_index")
 """Keys of config.json that contain IDs of tokens for images, videos or audio."""
@@ -30,7 +30,7 @@ _MEDIA_TOKENS: Final = ("image_token_id", "video_token_id", "audio_token_id", "b
 
 @dataclass(frozen=True, slots=True)
 class PreparedImage:
-    """Input arrays of the vision tower for one image. The names of the arrays depend on the family."""
+    """Input arrays of the vision tower for one image. The names of the arrays depend on the family of models."""
 
     arrays: Mapping[str, NDArray[Any]]
     """Arrays, keyed by argument names of the model. Each has one or more rows per image, because an image may consist
@@ -40,10 +40,11 @@ class PreparedImage:
 
 
 class VisionProcessor:
-    """Converter of images to prompt tokens and pixel arrays, for the policy of one directory."""
+    """Converter that turns images into prompt tokens and pixel arrays, for one vision-language policy."""
 
     def __init__(self, family: Family, parts: Parts, tokenizer: Tokenizer, *, ends: Set[int] = frozenset()) -> None:
-        """Initialize the converter. `ends` are the IDs of the tokens that end a completion."""
+        """Initialize the converter. `parts` are the model's configuration and image processor, and `ends` are the IDs
+        of the tokens that end a completion."""
         self._family = family
         self._parts = parts
         self._tokenizer = tokenizer
@@ -61,7 +62,7 @@ class VisionProcessor:
 
     @property
     def image_tokens(self) -> ImageTokens:
-        """Image token, with the factor for computing the number of image patches of a prompt."""
+        """Image token of the model, and the factor from which the number of image patches in a prompt is computed."""
         return ImageTokens(self.image_id, self._family.merges(self._parts))
 
     @cached_property
@@ -76,11 +77,9 @@ class VisionProcessor:
         return tuple(sorted(token for token in named if token is not None and token not in self._ends))
 
     def expand(self, tokens: Sequence[int], sizes: Sequence[ImageSize]) -> list[int]:
-        """Replace each image placeholder by all tokens that the model reads for the image.
-
-        `sizes` are the sizes of the images in the order of their placeholders. Raises ValueError if the number of
-        placeholders differs from the number of images.
-        """
+        """Replace each image placeholder in a prompt by all tokens that stand for the image. `sizes` are the sizes of
+        the images in the order of their placeholders. Raises ValueError if the number of placeholders differs from the
+        number of images."""
         places = [at for at, token in enumerate(tokens) if token == self.place_id]
         if len(places) != len(sizes):
             raise ValueError(
@@ -97,10 +96,8 @@ class VisionProcessor:
         return expanded
 
     def collapse(self, tokens: Sequence[int], sizes: Sequence[ImageSize]) -> list[int]:
-        """Replace the tokens of each image by its placeholder. This is the inverse of `expand`.
-
-        Raises ValueError if the tokens of an image are incomplete, or the images are not in the order of `sizes`.
-        """
+        """Replace the tokens of each image in a prompt by one placeholder, which is the inverse of `expand`. Raises
+        ValueError if the tokens of an image are incomplete, or the images are not in the order of `sizes`."""
         collapsed: list[int] = []
         begin = 0
         for size in sizes:
@@ -118,12 +115,12 @@ class VisionProcessor:
 
     @property
     def processor_arguments(self) -> dict[str, Setting]:
-        """Arguments with which the processor class of this family in transformers computes the same tokens and
-        pixels."""
+        """Arguments with which transformers' processor class of this family computes the same tokens and pixels as this
+        converter."""
         return {"backend": BACKEND, **self._family.processor_arguments(self._parts), **self._family.options}
 
     def encode_image(self, size: ImageSize) -> list[int]:
-        """Return the IDs of all tokens for an image of this size, including the family's markers."""
+        """Return the IDs of all tokens that stand for an image of this size, including the family's markers."""
         text = self._family.image_text(self._parts, size)
         if text not in self._spelt:
             self._spelt[text] = self._encode(text)
@@ -135,25 +132,20 @@ class VisionProcessor:
         return self.encode_image(size).count(self.image_id)
 
     def prepare(self, encoded: bytes) -> PreparedImage:
-        """Decode an image and compute the input arrays of the vision tower.
-
-        Raises ValueError if the bytes are not an image, or if every pixel of a frame would be 0, because the model
-        would treat the frame as padding.
-        """
+        """Decode an image and compute the input arrays of the vision tower. Raises ValueError if the bytes are not an
+        image, or if all values of a frame would be 0, because the model would treat the frame as padding."""
         image = decode_rgb(encoded)
         return self._prepare_image(image, tokens=self.count_tokens(ImageSize(*image.size)), options={})
 
     def check(self, encoded: bytes) -> None:
-        """Raise ValueError if the model would treat a frame of the image as padding.
-
-        Returns at once if no frame can become 0 in all channels under the policy's settings, which is the usual case.
-        """
+        """Raise ValueError if a frame of the image would become 0 in all channels, because the model would treat it as
+        padding. Returns at once if this cannot happen under the policy's settings, which is the usual case."""
         if self._makes_zeros:
             self.prepare(encoded)
 
     def build_blank(self) -> PreparedImage:
-        """Return a small white image. The vision tower processes it in micro-batches without images, because its
-        parameters need a gradient on every rank."""
+        """Return a small white image. In micro-batches without images the vision tower processes this image, because
+        the tower's parameters need a gradient on every rank."""
         return self._prepare_image(Image.new("RGB", (64, 64), (255, 255, 255)), tokens=0, options=self._family.whole)
 
     def _prepare_image(self, image: Image.Image, *, tokens: int, options: Mapping[str, object]) -> PreparedImage:
@@ -172,8 +164,8 @@ class VisionProcessor:
         return PreparedImage(arrays, tokens)
 
     def _append(self, expanded: list[int], more: Sequence[int]) -> None:
-        """Append tokens to `expanded`. A run of newlines across the boundary is encoded again as one run, as the
-        tokenizer would encode it."""
+        """Append the tokens `more` to `expanded`. Newline tokens on both sides of the boundary are encoded again as one
+        run, as the tokenizer would encode them."""
         begin, end = len(expanded), 0
         while begin and expanded[begin - 1] in self._newlines:
             begin -= 1
@@ -191,7 +183,8 @@ class VisionProcessor:
 
     @cached_property
     def _makes_zeros(self) -> bool:
-        """Whether a frame of one color may become 0 in all channels, in a family that treats such frames as padding."""
+        """Whether preprocessing may turn a frame of one color into zeros in all channels, in a family that treats such
+        frames as padding."""
         images = self._parts.images
         if "pixel_attention_mask" not in images.model_input_names:
             return False
@@ -201,10 +194,8 @@ class VisionProcessor:
 
     @cached_property
     def _newlines(self) -> dict[int, int]:
-        """Number of newlines of each token that consists only of newlines, by token ID.
-
-        Byte-level vocabularies write a newline as Ċ.
-        """
+        """Number of newlines in each token that consists only of newlines, by token ID. Byte-level vocabularies write a
+        newline as Ċ."""
         return {
             token: len(text) for text, token in self._tokenizer.get_vocab().items() if text and not text.strip("\nĊ")
         }
@@ -252,7 +243,8 @@ def _kind(directory: Path) -> str:
 
 
 def _build_processor(family: Family, parts: Parts, tokenizer: Tokenizer, directory: Path) -> VisionProcessor:
-    """Build the image converter. Raises BadInput if the tokenizer lacks an image token that config.json names."""
+    """Build the image converter of a model family. Raises BadInput if the tokenizer lacks an image token that
+    config.json names."""
     for name in ("image_token_id", "boi_token_index"):
         token = getattr(parts.config, name, None)
         if token is not None and tokenizer.id_to_token(token) is None:
@@ -264,7 +256,8 @@ def _build_processor(family: Family, parts: Parts, tokenizer: Tokenizer, directo
 
 
 def _ends(directory: Path, tokenizer: Tokenizer) -> set[int]:
-    """Return the IDs of the tokens that end a completion, according to the tokenizer and generation_config.json."""
+    """Return the IDs of the tokens that end a completion, according to the tokenizer and the directory's
+    generation_config.json."""
     named = _settings(directory / "tokenizer_config.json").get("eos_token")
     content = named.get("content") if isinstance(named, dict) else named
     stated = _settings(directory / "generation_config.json").get("eos_token_id")

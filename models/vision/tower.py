@@ -27,7 +27,7 @@ from models.vision.processor import PreparedImage, VisionProcessor
 T = TypeVar("T")
 
 PREPARED_BYTES: Final = 1 << 30
-"""Maximum total size, in bytes, of the prepared images that a worker caches."""
+"""Maximum total size, in bytes, of the preprocessed images that a worker caches."""
 STATES_BYTES: Final = 1 << 30
 """Maximum total size, in bytes, of the cached outputs of a frozen vision tower."""
 
@@ -37,14 +37,15 @@ class ImageStates:
     """Outputs of the vision tower and projector for one image."""
 
     states_SH: Tensor
-    """States that replace the embeddings of the image tokens."""
+    """States that replace the embeddings of the image's tokens, of shape (image tokens, hidden size)."""
     deep: tuple[Tensor, ...]
-    """Additional states, each S x H, that Qwen3-VL adds to the hidden states after its first blocks (deepstack). Empty
-    for other families."""
+    """Additional states of the same shape that Qwen3-VL adds to the hidden states after its first blocks (deepstack).
+    Empty for other families."""
     one_tensor: bool
-    """Whether the model requires the states of all images as one tensor and not as a list with one tensor per image."""
+    """Whether the model requires the states of all images in one tensor instead of a list with one tensor per image."""
     kind: type[Any]
-    """Class of the tower's output. A model with deepstack states requires its states in an object of this class."""
+    """Class of the vision tower's output. A model that uses deepstack states requires its states in an object of this
+    class."""
 
     @property
     def bytes(self) -> int:
@@ -53,11 +54,11 @@ class ImageStates:
 
 
 class VisionInputs:
-    """Image preprocessing of a worker, with a cache of prepared images.
+    """Image preprocessing of a worker, with a cache of prepared images. `source` provides the encoded images. If
+    `is_frozen` is true, vision tower and projector are not trained.
 
-    `source` returns the encoded images. If `is_frozen` is true, vision tower and projector are not trained. The tower
-    then encodes each image only once and alone, so that its states do not depend on the other images of a batch, and
-    these states are cached too.
+    A frozen tower encodes each image only once and alone, so that its states do not depend on the other images of a
+    batch, and these states are cached too.
     """
 
     def __init__(
@@ -71,7 +72,8 @@ class VisionInputs:
 
     @property
     def banned(self) -> tuple[int, ...]:
-        """IDs of the tokens that the policy must never generate. Their probability is set to 0."""
+        """IDs of the tokens that the policy must never generate, such as image tokens. Their probability is set to
+        0."""
         return self.processor.banned
 
     def prepare(self, digest: str) -> PreparedImage:
@@ -82,7 +84,8 @@ class VisionInputs:
         return self._prepared.get(digest, self._prepare)
 
     def states(self, digest: str, model: PreTrainedModel, device: torch.device) -> ImageStates:
-        """Return the outputs of a frozen vision tower for the image with this digest."""
+        """Return the outputs of the frozen vision tower of `model` for the image with this digest, from the cache if
+        possible."""
 
         def read(digest: str) -> ImageStates:
             image = self.prepare(digest)
@@ -100,10 +103,8 @@ class VisionInputs:
 
 
 class _Kept(Generic[T]):
-    """Cache of values computed from images. Above a size limit in bytes, the least recently used values are removed.
-
-    The last value stays even if it alone exceeds the limit.
-    """
+    """Cache of values computed from images. If their total size exceeds a limit in bytes, the least recently used
+    values are removed. The last value stays even if it alone exceeds the limit."""
 
     def __init__(self, bytes_: int, size: Callable[[T], int]) -> None:
         self._limit, self._size, self._bytes = bytes_, size, 0
@@ -134,24 +135,27 @@ def mask_tokens(logits: Tensor, banned: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ImageRows:
-    """Images and positions of the rows of a batch, on the device of the model."""
+    """Images of a batch's rows and the positions of the rows' tokens, on the device of the model."""
 
     arrays: Mapping[str, Tensor]
-    """Input arrays of the distinct images, concatenated. Contains a blank image if no row has an image and the tower
-    must run. Empty if `states` are given."""
+    """Input arrays of the vision tower for all distinct images, concatenated. They contain a blank image if no row has
+    an image and the tower must run. Empty if `states` are given."""
     states: tuple[ImageStates, ...]
-    """Outputs of a frozen vision tower for the distinct images. Empty if the tower is trained."""
+    """Outputs of a frozen vision tower for the distinct images. Empty if the tower is trained, because it then runs in
+    the forward pass."""
     sizes: tuple[int, ...]
-    """Number of tower states of each distinct image."""
+    """Number of vision-tower states (and of image tokens) of each distinct image."""
     image_indices: tuple[int, ...]
-    """For each image of the rows, in the order of the rows, its index among the distinct images. Empty if no row has an
+    """Index among the distinct images for each image in the rows, in the order of the rows. Empty if no row has an
     image."""
     positions: Tensor
-    """Position of each token, as B x T, or 3 x B x T for models with multimodal rotary embeddings."""
+    """Position of each token, of shape (rows, width), or (3, rows, width) for models with multimodal rotary
+    embeddings."""
     offsets_B: Tensor
-    """Position of the next token of each row, minus the number of tokens of the row."""
+    """Position of the next token of each row minus the number of tokens of the row. An image may take fewer positions
+    than tokens."""
     image_BT: Tensor
-    """Whether each token is an image token. Its embedding is then replaced by a state of the vision tower."""
+    """Mask of the image tokens, whose embeddings are replaced by states of the vision tower."""
 
 
 def prepare_rows(
@@ -164,11 +168,9 @@ def prepare_rows(
     pads_left: bool = False,
     runs_always: bool = False,
 ) -> ImageRows:
-    """Prepare the images and positions of the rows of a batch, padded to `width` tokens on one side.
-
-    If `runs_always` is true, a blank image is added to a batch without images, so that the vision tower runs in every
-    micro-batch. Raises BadInput if an image cannot be prepared.
-    """
+    """Prepare the images and positions of the rows of a batch, padded to `width` tokens on the left or right. If
+    `runs_always` is true, a blank image is added to a batch without images, so that the vision tower runs in every
+    micro-batch. Raises BadInput if an image cannot be prepared."""
     digests = list(dict.fromkeys(digest for each in inputs for digest in each.images))
     images = [vision.prepare(digest) for digest in digests]
     stays = tuple(vision.states(digest, model, device) for digest in digests) if vision.is_frozen else ()
@@ -204,10 +206,9 @@ def prepare_rows(
 
 
 def _prompt_positions(vision: VisionInputs, model: PreTrainedModel, each: ModelInput) -> tuple[Any, int]:
-    """Return the positions of a prompt's tokens, and the position of the next token minus the number of tokens.
-
-    The positions have shape 3 x P if the prompt has images and the model uses multimodal rotary embeddings, else P.
-    """
+    """Return the positions of a prompt's tokens, and the position of the next token minus the number of tokens. The
+    positions have shape (3, tokens) if the prompt has images and the model uses multimodal rotary embeddings, else
+    (tokens,)."""
     prompt = each.prompt
     if not each.images or not _is_mrope(model):
         return np.arange(len(prompt)), 0
@@ -241,12 +242,12 @@ class TowerOutputs:
     options: dict[str, Any]
     """Keyword arguments of the model's forward pass, in addition to tokens and attention mask."""
     zero_term: Tensor | None
-    """Sum of the blank image's states times 0, or None if there is no blank image. Adding it to the hidden states gives
-    the tower's parameters a gradient of 0 in a batch without images."""
+    """Sum of the blank image's states times 0, or None if there is no blank image. It is added to the hidden states, so
+    that the vision tower's parameters get a gradient of 0 in a batch without images."""
 
 
 def encode_images(model: PreTrainedModel, rows: ImageRows) -> TowerOutputs:
-    """Run the vision tower on the distinct images of a batch, and assign its outputs to the rows that contain the
+    """Run the vision tower on the distinct images of a batch, and assign its outputs to the rows that contain these
     images."""
     options: dict[str, Any] = {"position_ids": rows.positions}
     if "token_type_ids" in inspect.signature(model.base_model.forward).parameters:
@@ -269,11 +270,9 @@ def encode_images(model: PreTrainedModel, rows: ImageRows) -> TowerOutputs:
 
 
 def _read(model: PreTrainedModel, arrays: Mapping[str, Tensor], sizes: Sequence[int] | None) -> tuple[ImageStates, ...]:
-    """Run the vision tower on images, and return the states of each. `sizes` are the expected numbers of states.
-
-    If `sizes` is None, the arrays contain one image with any number of states. Raises BadInput if the number of states
-    differs from the sum of `sizes`.
-    """
+    """Run the vision tower on images, and return the states of each image. `sizes` are the expected numbers of states.
+    If it is None, the arrays contain one image with any number of states. Raises BadInput if the number of states
+    differs from the sum of `sizes`."""
     features = model.base_model.get_image_features(**arrays, return_dict=True)
     states = [_flat(each) for each in (features.pooler_output, *(getattr(features, "deepstack_features", None) or []))]
     if sizes is not None and len(states[0]) != sum(sizes):
@@ -292,7 +291,7 @@ def _flat(said: Any) -> Tensor:  # noqa: ANN401 -- a tensor of all images, or on
 
 
 def treats_images_as_text(model: PreTrainedModel) -> bool:
-    """Return whether the model treats image tokens like text tokens: each token's position is its index, and attention
+    """Return whether the model handles image tokens like text tokens: each token's position is its index, and attention
     is causal."""
     looks_ahead = "token_type_ids" in inspect.signature(model.base_model.forward).parameters and _sees(model)
     return not _is_mrope(model) and not looks_ahead

@@ -34,12 +34,12 @@ logger = logging.getLogger(__name__)
 EPISODE_COLUMNS = ("images", "turns", "messages")
 ROLLOUT_COLUMNS = ("prompt_row", "sample", "prompt", "completion", "answer")
 KEPT_CHARACTERS = 10_000
-"""Maximum number of stored characters of a judge's answer. The rest of a longer answer is dropped."""
+"""Maximum number of characters of a judge's answer that are stored. The rest of a longer answer is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Cast:
-    """One answer of the judge to one ballot (the request for one vote on one completion)."""
+    """One answer of the judge to one ballot, which is the request for one vote on one completion."""
 
     attempt: int
     answer: Answer
@@ -48,7 +48,7 @@ class _Cast:
 
 @dataclass(slots=True)
 class _Votes:
-    """All attempts at every ballot. Only the last attempt at a ballot counts."""
+    """Answers to all ballots, including repeated attempts. Only the last answer to a ballot counts."""
 
     cast: dict[Ballot, list[_Cast]] = field(default_factory=dict)
 
@@ -57,7 +57,7 @@ class _Votes:
 
 
 class JudgeWorker:
-    """Worker that queries one judge (a model that rates completions). Weights are verified before they are used.
+    """Worker that queries one judge, a model that rates completions. Weights are verified before they are used.
 
     If the worker runs the judge's model itself, the same work gives the same shard, byte for byte, in any process with
     the same number of threads. With vLLM the shards may differ if two answers are equally likely up to rounding.
@@ -74,14 +74,13 @@ class JudgeWorker:
             self._judge = self._local = _build_local_judge(reward, threads)
 
     def progress(self) -> int:
-        """Return a count of forward passes, requests and loads. A count that stops growing shows a stuck worker."""
+        """Return the number of forward passes, requests and model loads so far. If the number stops growing, the worker
+        is stuck."""
         return self._judge.progress
 
     def take(self, policy: ModelVersion) -> str:
-        """Load this version of the judge's model unless it is already loaded. Return the digest of the loaded model.
-
-        Raises BadInput if the judge is behind an endpoint.
-        """
+        """Load version `policy` of the judge's model unless it is already loaded, and return the digest of the loaded
+        model. Raises BadInput if the judge is behind an endpoint."""
         if self._local is None:
             raise BadInput(
                 f"judge {self._term}: the model of the judge is behind an endpoint, so it cannot be loaded in this "
@@ -93,7 +92,8 @@ class JudgeWorker:
         return policy.digest
 
     def sleep(self) -> None:
-        """Release the model's memory, so that another worker can use the GPU. The next work loads it again."""
+        """Release the memory of the judge's model, so that another worker can use the GPU. The next work unit loads the
+        model again."""
         if self._local is not None:
             self._local.sleep()
 
@@ -103,11 +103,9 @@ class JudgeWorker:
             self._local.close()
 
     def judge(self, work: JudgeWork) -> Outcome:
-        """Write the verdicts on every completion of a rollout shard, and on the canaries, which come first.
-
-        Canaries are known-bad answers that test the judge. Raises BadInput if the run holds the judge's model
-        and the work does not name it.
-        """
+        """Rate every completion of a rollout shard with the judge, and write the verdicts as one shard. The first rows
+        are the verdicts on canaries, which are known-bad answers that test the judge. Raises BadInput if the judge's
+        model runs in this worker and the work unit does not name the model."""
         clock = time.perf_counter
         started = clock()
         if self._local is not None:
@@ -143,7 +141,8 @@ class JudgeWorker:
         )
 
     def _add_rubrics(self, completions: list[JudgedCompletion], work: JudgeWork) -> list[JudgedCompletion]:
-        """Return the completions with the rubrics of their problems, if the judge uses rubrics."""
+        """Return the completions together with the rubrics (grading criteria) of their problems, if the judge uses
+        rubrics."""
         if not self._reward.uses_rubric:
             return completions
         if work.prompts is None:
@@ -152,17 +151,16 @@ class JudgeWorker:
         return [replace(each, rubric=rubrics[each.prompt_row]) for each in completions]
 
     def _told(self, answers: Sequence[Answer]) -> dict[str, float]:
-        """Return the number of prompt tokens that the judge's endpoint reports, or an empty dict for a local judge.
-
-        The number is reported with the timings, because it may vary between equal requests.
-        """
+        """Return the number of prompt tokens that the judge's endpoint reports, keyed by `read_tokens`, or an empty
+        dict for a local judge. It is reported with the timings, because it may vary between equal requests."""
         return {"read_tokens": float(sum(each.tokens_read for each in answers))} if self._local is None else {}
 
     def _steps(self) -> StepSums:
         return StepSums() if self._local is None else self._local.step_sums()
 
     def _collect_votes(self, completions: Sequence[JudgedCompletion], work: JudgeWork) -> _Votes:
-        """Request all votes in one batch. Then repeat the requests with invalid answers, at most `retries` times."""
+        """Request all votes on the completions in one batch. Then repeat the requests that got invalid answers, up to
+        `retries` times."""
         seed_parts = (self._term, work.seed, work.iteration)
         num_steps = {judged: _num_steps(judged, self._reward) for judged in completions}
         votes = _Votes()
@@ -183,7 +181,8 @@ class JudgeWorker:
     def _read_answers(
         self, judged: JudgedCompletion, answers: Sequence[Answer], num_steps: int
     ) -> tuple[Answer, Judgement]:
-        """Return the answer and the judgement of a vote. The answers to the criteria of a rubric are combined."""
+        """Return the judge's answer and the judgement for one vote on a completion. If the judge uses a rubric, the
+        answers to all of its criteria are combined."""
         judgements = [read_verdict(each, self._reward.answer_verdict, num_steps=num_steps) for each in answers]
         if not judged.rubric:
             return answers[0], judgements[0]
@@ -217,10 +216,8 @@ def _build_endpoint_judge(model: EndpointJudge, reward: JudgeReward) -> Judge:
 
 
 def _read_completions(rollouts: pa.Table, chats: Sequence[Chat] | None) -> list[JudgedCompletion]:
-    """Read the completions to judge from a rollout shard.
-
-    `chats` contains the chat of each prompt by prompt row. It is None if the judge does not receive the messages.
-    """
+    """Read the completions to judge from a rollout table. `chats` contains the chat messages of each prompt by prompt
+    row, or is None if the judge does not receive the messages."""
     columns = (rollouts[name].to_pylist() for name in (*ROLLOUT_COLUMNS, "prompt_row"))
     rows = zip(*columns, image_digests(rollouts), read_episodes(rollouts), strict=True)
     completions = [JudgedCompletion(*row) for row in rows]
@@ -269,7 +266,7 @@ def _iter_rows(
 
 
 def _compute_metrics(everything: Sequence[JudgedCompletion], votes: _Votes, reward: JudgeReward) -> dict[str, float]:
-    """Return counts of the requests to the judge, of their tokens, and of valid and invalid votes."""
+    """Return the number of requests to the judge, of their tokens, and of valid and invalid votes."""
     spoken = [judged for judged in everything if not judged.is_blank]
     answer_lengths = [cast.answer.tokens for casts in votes.cast.values() for cast in casts]
     return {

@@ -62,9 +62,8 @@ from models.vision.processor import load_processor
 
 
 class OfflineTrainer:
-    """Trainer of the models that a run starts with. Every rank has one, and all ranks call its methods together.
-
-    Each work unit starts with a fresh optimizer and publishes a version without an optimizer state.
+    """Trainer of models on fixed data: the models with which a run starts. Every rank has one, and all ranks call its
+    methods together. Each work unit starts with a fresh optimizer and publishes a version without an optimizer state.
     """
 
     def __init__(
@@ -84,7 +83,8 @@ class OfflineTrainer:
         self._images = Gallery()
 
     def warmup(self, work: WarmupWork) -> Outcome:
-        """Fine-tune the policy on worked examples or whole chats, or on images for a text-to-image policy."""
+        """Fine-tune the policy on worked examples or whole chats, or a text-to-image policy on images. Publish the new
+        version."""
         if self._denoising is not None:
             return self._imitate_pictures(work, self._denoising)
         if work.warmup.chats is not None:
@@ -133,17 +133,19 @@ class OfflineTrainer:
         return [problem for problem, _ in fitting]
 
     def warm_judge(self, work: JudgeWarmupWork) -> Outcome:
-        """Fine-tune a judge on correct and incorrect completions."""
+        """Fine-tune a judge to rate correct and incorrect completions, and publish the new version."""
         examples = judge_examples(work.data, work.reward, work.warmup, work.seed)
         return self._fine_tune(work.judge, examples, work.warmup, ranks=self._ranks.without_sequence_parallelism)
 
     def warm_user(self, work: UserWarmupWork) -> Outcome:
-        """Fine-tune the simulated user (the model that plays the user) on worked episodes."""
+        """Fine-tune the simulated user, the model that plays the user, on worked episodes (example dialogues), and
+        publish the new version."""
         examples = user_examples(work.environment, work.data, warmup=work.warmup, seed=work.seed)
         return self._fine_tune(work.user, examples, work.warmup, ranks=self._ranks.without_sequence_parallelism)
 
     def prefer(self, work: PreferenceWork) -> Outcome:
-        """Train the policy on preferences with DPO. The policy before training serves as the reference."""
+        """Train the policy on preference pairs with DPO, and publish the new version. The policy before training serves
+        as the reference."""
         directory, dpo_config = fetch_bundle(self._store, work.policy.weights), work.dpo
         tokenizer, context = load_tokenizer(directory), policy_context(directory)
         rules, ends = work.data.text_rules, stated_ends(generation_settings(directory))
@@ -168,10 +170,8 @@ class OfflineTrainer:
         return _with_dropped(outcome, work.preferences, sum(map(len, pairs)) - len(train) - len(heldout))
 
     def train_reward_model(self, work: RewardModelWork) -> Outcome:
-        """Train a reward model on preferences: the policy's decoder with a new head.
-
-        The reward model is trained to score preferred completions higher.
-        """
+        """Train a reward model, which is the policy's decoder with a new head, to score preferred completions higher
+        than rejected ones. Publish the reward model."""
         directory = fetch_bundle(self._store, work.policy.weights)
         tokenizer, context = load_tokenizer(directory), policy_context(directory)
 
@@ -220,7 +220,8 @@ class OfflineTrainer:
         ranks: Ranks,
         counts: Mapping[str, int] = {},
     ) -> Outcome:
-        """Fine-tune a model on encoded examples. `counts` are further metrics."""
+        """Fine-tune a model on encoded examples and publish it. `directory` contains the model's files, and `counts`
+        are added to the metrics."""
 
         def learn(trainer: Trainer, callbacks: TrainingCallbacks) -> TrainingResult:
             return fine_tune(

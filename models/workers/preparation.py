@@ -54,7 +54,8 @@ PILLOW: Final = f"pillow {PIL.__version__}"
 
 
 class PreparationWorker:
-    """Worker that builds the inputs of a run. The same request gives the same bytes in any process."""
+    """Worker that builds the inputs of a run, such as the initial policy and the tokenized prompts. The same request
+    gives the same bytes in any process."""
 
     def __init__(self, store_uri: str, run: str, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -63,11 +64,11 @@ class PreparationWorker:
         self._progress = 0
 
     def progress(self) -> int:
-        """Return a count of finished parts of the work. A count that stops growing shows a stuck worker."""
+        """Return the number of finished parts of the work. If the number stops growing, the worker is stuck."""
         return self._progress
 
     def make_policy(self, work: PolicyWork) -> Outcome:
-        """Build or import the policy before its warm-up, and publish it as version 0."""
+        """Build or import the run's initial policy, before any training, and publish it as version 0."""
         started = time.perf_counter()
         with self._store.scratch() as folder:
             parameters = write_policy(work.policy, folder, texts=iterate_texts(work.data, work.seed), seed=work.seed)
@@ -84,7 +85,7 @@ class PreparationWorker:
         )
 
     def make_critic(self, work: CriticWork) -> Outcome:
-        """Build or import the first critic, which reads the policy's tokens, and publish it as version 0."""
+        """Build or import the initial critic, which uses the policy's tokenizer, and publish it as version 0."""
         started = time.perf_counter()
         policy = fetch_bundle(self._store, work.policy.weights)
         with self._store.scratch() as folder:
@@ -101,7 +102,7 @@ class PreparationWorker:
         )
 
     def make_reward_model(self, work: RewardModelPreparation) -> Outcome:
-        """Build or import the judge or reward model of a reward, and publish it as version 0."""
+        """Build or import the judge or reward model that computes one of the rewards, and publish it as version 0."""
         started = time.perf_counter()
         with self._store.scratch() as folder:
             problems = load_problems(work.data, "train", work.seed)
@@ -151,11 +152,9 @@ class PreparationWorker:
         )
 
     def make_prompts(self, work: PromptWork) -> Outcome:
-        """Render and tokenize the prompts of one split, and check their lengths. The rows are the problems in order.
-
-        The first shard contains the prompts. Further shards contain the images that prompts show. Raises BadInput if no
-        problem remains.
-        """
+        """Render and tokenize the prompts of one data split, check their lengths, and write them as shards. The first
+        shard contains the prompts, in the order of the problems. Further shards contain the images in the prompts.
+        Raises BadInput if no problem remains."""
         started = time.perf_counter()
         problems = load_problems(work.data, work.split, work.seed)
         self._progress += 1
@@ -206,7 +205,8 @@ class PreparationWorker:
 def _exclude_listed(
     problems: list[Problem], prompts: list[TokenizedPrompt], path: Path
 ) -> tuple[list[Problem], list[TokenizedPrompt]]:
-    """Remove the problems whose ids are listed in the file `path`. Raises BadInput if no problem remains."""
+    """Remove the problems whose prompt IDs are listed in the file `path`, together with their prompts. Raises BadInput
+    if no problem remains."""
     left_out = {*path.read_text().split()}
     pairs = zip(problems, prompts, strict=True)
     names = zip(_names(problems, prompts), _names(problems, prompts, version=1), strict=True)
@@ -220,10 +220,8 @@ def _exclude_listed(
 
 
 def _names(problems: list[Problem], prompts: list[TokenizedPrompt], *, version: int = 2) -> list[str]:
-    """Return the prompt_id of each problem: a hash of the prompt's text, its images and the columns of its row.
-
-    Earlier runs recorded ids of version 1. Ids of version 2 are the same for every format of the data file.
-    """
+    """Return the prompt ID of each problem: a hash of the prompt's text, its images and the columns of its row. Earlier
+    runs recorded IDs of `version` 1. IDs of version 2 are the same for every format of the data file."""
     return [
         blake3(
             identity(
@@ -252,7 +250,7 @@ def _build_table(problems: list[Problem], prompts: list[TokenizedPrompt]) -> pa.
 
 
 def _messages(problem: Problem) -> list[dict[str, str | None]] | None:
-    """Return the messages of a chat, or None if the prompt is plain text."""
+    """Return the messages of a problem's chat prompt as dicts, or None if the prompt is plain text."""
     if isinstance(problem.prompt, str):
         return None
     return [{"role": each.role, "content": each.text, "name": each.name or None} for each in problem.prompt]

@@ -14,7 +14,8 @@ from models.data.rubrics import RUBRIC, Rubric, parse_rubric
 from models.records.schemas import TEMPLATE
 
 Chat = tuple[tuple[Message, ...], TemplateArguments]
-"""Messages of a prompt (empty for plain text), and the arguments with which the chat template renders the messages."""
+"""Messages of a prompt (an empty tuple for plain text), and the arguments with which the chat template renders the
+messages."""
 
 
 def read_chats(store: Store, prompts: ShardRef) -> list[Chat]:
@@ -26,7 +27,8 @@ def read_chats(store: Store, prompts: ShardRef) -> list[Chat]:
 
 
 def read_rubrics(store: Store, prompts: ShardRef) -> list[Rubric]:
-    """Return the rubric of each prompt in a shard, in row order. Raises BadInput if a prompt has none."""
+    """Return the rubric (grading criteria) of each prompt in a shard, in row order. Raises BadInput if a prompt has no
+    rubric."""
     columns = read_shard(store, prompts)["columns"].to_pylist()
     try:
         return [parse_rubric(json.loads(row).get(RUBRIC)) for row in columns]
@@ -35,7 +37,7 @@ def read_rubrics(store: Store, prompts: ShardRef) -> list[Rubric]:
 
 
 def _read_chat(chat: Sequence[Mapping[str, str | None]], encoded: str) -> Chat:
-    """Return the messages and template arguments of a prompt."""
+    """Return the messages and template arguments of a prompt. `encoded` contains the arguments as JSON."""
     messages, arguments = decode_template_input(encoded)
     plain = tuple(Message(str(each["role"]), each["content"], each["name"] or "") for each in chat)
     return messages or plain, arguments

@@ -30,10 +30,8 @@ PAIRS: Final = "pairs.json"
 
 
 class RetrieverWorker:
-    """Worker that trains the models of a retriever: a dual encoder and, for distillation, a cross-encoder.
-
-    The same work gives the same bytes on one CPU.
-    """
+    """Worker that trains the models of a retriever: a dual encoder and, for distillation, a cross-encoder that teaches
+    it. The same work gives the same bytes on one CPU."""
 
     def __init__(self, store_uri: str, config: RetrieverConfig, threads: int) -> None:
         """Check the configuration without writing anything.
@@ -51,16 +49,17 @@ class RetrieverWorker:
                 check_directory(learning.path, f"{name}.path")
 
     def progress(self) -> int:
-        """Return the number of training steps so far. A count that stops growing shows a stuck worker."""
+        """Return the number of training steps so far. If the number stops growing, the worker is stuck."""
         return self._progress
 
     def check_pairs(self, config: RetrieverConfig) -> Outcome:
-        """Build or read the pairs without writing anything. Raises BadInput if there are too few or none."""
+        """Build or read the training pairs (query and passage) without writing anything. Raises BadInput if there are
+        too few pairs."""
         load_pairs(config)
         return Outcome()
 
     def make_pairs(self, config: RetrieverConfig) -> Outcome:
-        """Build or read the training pairs and publish them in the store."""
+        """Build or read the training pairs (query and passage) and publish them in the store."""
         pairs = load_pairs(config)
         with self._store.scratch() as folder:
             (folder / PAIRS).write_text(pairs.model_dump_json())
@@ -116,7 +115,8 @@ class RetrieverWorker:
 
     @contextmanager
     def _start(self, learning: EncoderConfig, pairs: PairSet, *, tokens: int) -> Iterator[Path]:
-        """Yield the directory of the model to train: the configured path, or a new model in a temporary directory."""
+        """Yield the directory of the model to train: the configured path, or a new model in a temporary directory,
+        whose tokenizer is trained on the pairs."""
         if learning.path is not None:
             yield fetch_path(learning.path)
             return

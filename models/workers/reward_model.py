@@ -27,10 +27,9 @@ ROLLOUT_COLUMNS = ("prompt_row", "sample", "prompt", "completion")
 
 
 class RewardModelWorker:
-    """Worker that scores completions with the reward model named by each work unit. Weights are verified before use.
-
-    The same work gives the same shard, byte for byte, in any process with the same number of threads.
-    """
+    """Worker that scores completions with a discriminative reward model. Each work unit names the model's version, and
+    weights are verified before use. The same work gives the same shard, byte for byte, in any process with the same
+    number of threads."""
 
     def __init__(self, store_uri: str, run: str, term: str, reward: ModelReward, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -43,11 +42,12 @@ class RewardModelWorker:
         self._steps = StepSums()
 
     def progress(self) -> int:
-        """Return a count of forward passes and loads. A count that stops growing shows a stuck worker."""
+        """Return the number of forward passes and model loads so far. If the number stops growing, the worker is
+        stuck."""
         return self._progress
 
     def take(self, policy: ModelVersion) -> str:
-        """Load this version of the model unless it is loaded, and return the digest of its weights."""
+        """Load version `policy` of the reward model unless it is loaded, and return the digest of its weights."""
         if self._loaded != policy.weights.digest:
             self.sleep()  # the old weights are freed before the new ones are loaded
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -59,15 +59,15 @@ class RewardModelWorker:
         return self._loaded
 
     def sleep(self) -> None:
-        """Release the model's memory, so that another worker can use the GPU. The next work loads it again."""
+        """Release the memory of the reward model, so that another worker can use the GPU. The next work unit loads the
+        model again."""
         self._model, self._loaded = None, ""
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def judge(self, work: JudgeWork) -> Outcome:
-        """Write the scores of every completion of a rollout shard, in the same order.
-        Raises BadInput if the work names no model.
-        """
+        """Score every completion of a rollout shard with the reward model, and write the scores in the same order as
+        one shard. Raises BadInput if the work unit names no model."""
         clock = time.perf_counter
         started = clock()
         if work.model is None:
@@ -94,7 +94,8 @@ class RewardModelWorker:
         )
 
     def _score(self, rollouts: pa.Table, work: JudgeWork) -> tuple[list[ScoredTexts], list[int]]:
-        """Return the scores, and the number of tokens processed for each score (0 if a text exceeds the context)."""
+        """Return the score of each completion, and the number of tokens that were processed for it (0 if a text exceeds
+        the context)."""
         assert self._model is not None, "take() comes first"
         texts = zip(rollouts["prompt"].to_pylist(), rollouts["completion"].to_pylist(), strict=True)
         chats = None if work.prompts is None else read_chats(self._store, work.prompts)

@@ -38,11 +38,11 @@ from models.rollouts.groups import Group, build_table, fresh_groups, read_groups
 logger = logging.getLogger(__name__)
 
 WEIGHTS = ".safetensors"
-"""Suffix of weight files. An engine verifies the digests of these files while it loads them."""
+"""File name extension of weights. An engine verifies the digests of such files while it loads them."""
 
 
 class RolloutWorker:
-    """Worker that generates with the policy named by each work unit. Only verified weights are used.
+    """Worker that generates completions with the policy that each work unit names. Only verified weights are used.
 
     With a deterministic engine, the same work gives shards of the same digests in any worker process with the same
     number of threads on the same kind of machine, whatever the worker did before. With vLLM this holds up to float
@@ -69,22 +69,25 @@ class RolloutWorker:
         self._moved_bytes, self._moving_seconds = 0, 0.0
 
     def progress(self) -> int:
-        """Return a count of decoding steps and loads. A count that stops growing shows a stuck worker."""
+        """Return the number of decoding steps and model loads so far. If the number stops growing, the worker is
+        stuck."""
         return self._engine.progress + (0 if self._environment is None else self._environment.progress)
 
     def take(self, policy: ModelVersion) -> str:
-        """Load a policy unless the engine already serves it, and return the digest of the served policy."""
+        """Load policy version `policy` unless the engine already serves it, and return the digest of the served
+        policy."""
         self._load(policy)
         return policy.digest
 
     def sleep(self) -> None:
-        """Release the policy's memory, so that another worker can use the GPU. The next work loads it again."""
+        """Release the memory of the policy, so that another worker can use the GPU. The next work unit loads the policy
+        again."""
         self._engine.sleep()
         if self._environment is not None:
             self._environment.sleep()
 
     def close(self) -> None:
-        """Close the engine and the environment."""
+        """Close the engine, and the environment if there is one."""
         self._engine.close()
         if self._environment is not None:
             self._environment.close()
@@ -104,17 +107,16 @@ class RolloutWorker:
         logger.info("Loaded policy %s", policy.digest)
 
     def _take_load_metrics(self) -> dict[str, float]:
-        """Return the bytes and seconds of weight loading since the last call, including loads by `take`."""
+        """Return the bytes and seconds of weight loading since the last call of this method, including loads by
+        `take`."""
         metrics = {"weights_bytes": float(self._moved_bytes), "weights_seconds": self._moving_seconds}
         self._moved_bytes, self._moving_seconds = 0, 0.0
         return metrics
 
     def generate(self, work: RolloutWork) -> Outcome:
-        """Generate the completions of the work's prompts and write the finished groups as the first shard.
-
-        The first shard may be empty. Groups with a completion that was cut at the token budget are written as a further
-        shard, if there are any. Raises BadInput if the engine cannot do the work.
-        """
+        """Generate the completions of the work unit's prompts and write the finished groups as the first shard, which
+        may be empty. If the token budget cut a completion, its group is written to a second shard and continues later.
+        Raises BadInput if the engine cannot do the work."""
         clock = time.perf_counter
         started = clock()
         self._load(work.policy)
@@ -146,7 +148,8 @@ class RolloutWorker:
         )
 
     def _complete(self, drafts: Sequence[Group], work: RolloutWork) -> list[Group]:
-        """Generate the missing tokens of all completions. An environment, if any, answers between turns."""
+        """Generate the missing tokens of all unfinished completions (`drafts`). In episodes, the environment replies
+        between turns."""
         if self._environment is not None:
             directory = fetch_bundle(self._store, work.policy.weights)
             if work.user is not None:
@@ -170,7 +173,8 @@ class RolloutWorker:
     def _generate_pictures(
         self, requests: Sequence[Request], work: RolloutWork, denoising: DenoisingConfig
     ) -> list[list[Completion]]:
-        """Generate images with the policy, without noise if the sampling temperature is 0."""
+        """Generate images with a text-to-image policy, without noise in the denoising steps if the sampling temperature
+        is 0."""
         if not isinstance(self._engine, ImageEngine):
             raise BadInput(
                 "text-to-image policies need an engine that generates pictures, but the engine "
@@ -180,7 +184,8 @@ class RolloutWorker:
         return self._engine.generate_images(requests, denoising, trained_steps)
 
     def _set_images(self, work: RolloutWork) -> None:
-        """Set the source of the prompts' images in the engine. Raises BadInput if the engine cannot use images."""
+        """Set the source from which the engine reads the prompts' images. Raises BadInput if the engine cannot use
+        images."""
         if not work.media:
             return
         if not isinstance(self._engine, VisionEngine):
@@ -191,7 +196,8 @@ class RolloutWorker:
         self._engine.show(Media(self._store, work.media))
 
     def _open_groups(self, work: RolloutWork) -> list[Group]:
-        """Return the groups to be continued, then the new ones in the order of the prompts' shard."""
+        """Return the groups that the work unit continues, followed by its new groups in the order of the prompt
+        shard."""
         prompts = read_shard(self._store, work.prompts)
         continued = read_groups(read_shard(self._store, work.continued), prompts) if work.continued else []
         rows = _sort_rows(work, {group.prompt_row for group in continued})
@@ -205,10 +211,8 @@ class RolloutWorker:
 
 
 def _window(work: RolloutWork, denoising: DenoisingConfig) -> range | None:
-    """Return the range of denoising steps to train in an iteration, or None to train all steps that have noise.
-
-    The range is sampled once per iteration and is the same for all images.
-    """
+    """Return the range of denoising steps that are trained in this iteration, or None if all steps that have noise are
+    trained. The range is sampled once per iteration and is the same for all images."""
     window = denoising.window
     if window is None:
         return None
@@ -224,7 +228,8 @@ def _build_picture_table(groups: Sequence[Group]) -> pa.Table:
 
 
 def _count_new_tokens(drafts: Sequence[Group], groups: Sequence[Group]) -> list[int]:
-    """Return the number of tokens that this work unit generated for each completion that was not finished before."""
+    """Return the number of tokens that this work unit generated for each completion. Completions that were already
+    finished in `drafts` are left out."""
     pairs = (
         (old, new)
         for before, after in zip(drafts, groups, strict=True)
@@ -234,10 +239,9 @@ def _count_new_tokens(drafts: Sequence[Group], groups: Sequence[Group]) -> list[
 
 
 def _sort_rows(work: RolloutWork, continued: set[int]) -> list[int]:
-    """Return the prompt rows for which the work requests new groups, in ascending order.
-
-    Raises BadInput if a row occurs twice, because both groups would use the same seeds, or if it is not in the shard.
-    """
+    """Return the prompt rows for which the work unit requests new groups, in ascending order. `continued` are the rows
+    of groups that it continues. Raises BadInput if a row occurs twice, because both groups would use the same seeds, or
+    if it is not in the shard."""
     rows = sorted(set(work.rows))
     if len(rows) < len(work.rows) or not (rows or continued) or continued & set(rows):
         also = f" or again besides the continued rows {sorted(continued)}" if continued else ""
@@ -253,7 +257,8 @@ def _sort_rows(work: RolloutWork, continued: set[int]) -> list[int]:
 
 
 def _metadata(work: RolloutWork, *, run: str) -> dict[str, str]:
-    """Return the metadata stored in a rollout shard: the policy that generated its last tokens, and the work's inputs.
+    """Return the metadata of a rollout shard: the policy version that generated its last tokens, and the inputs of the
+    work unit.
 
     Seeds of new groups are derived from `seed`, iteration, prompt row and sample. The rows of continued groups contain
     their seeds and the earlier policy versions.
@@ -280,10 +285,8 @@ def _metadata(work: RolloutWork, *, run: str) -> dict[str, str]:
 
 
 def _metrics(groups: list[Group], lengths: list[int]) -> dict[str, float]:
-    """Return counts of finished and unfinished groups, completions in finished groups, and new tokens.
-
-    `lengths` contains the number of new tokens of each completion that this work unit continued or began.
-    """
+    """Return the numbers of finished and unfinished groups, of completions in finished groups, and of new tokens.
+    `lengths` contains the number of new tokens of each completion that this work unit continued or began."""
     finished = [draft for group in groups if group.is_finished for draft in group.drafts]
     return {
         "groups": sum(group.is_finished for group in groups),

@@ -40,10 +40,8 @@ TEXTS = ("prompt", "completion", "answer")
 
 
 class ScoringWorker:
-    """Worker that scores completions and computes credit (the advantage of each token).
-
-    It keeps the processes that run reward code alive between work units.
-    """
+    """Worker that scores completions and computes credit (the advantage of each token). The processes that run reward
+    code are reused for later work units."""
 
     def __init__(self, store_uri: str, run: str, scoring: ScoringConfig, algorithm: AlgorithmConfig) -> None:
         self._store = open_store(f"{store_uri}/{run}")
@@ -54,11 +52,9 @@ class ScoringWorker:
         self._credited = 0
 
     def score(self, work: ScoringWork) -> Outcome:
-        """Score every completion of a rollout shard, and write one score shard with the same rows.
-
-        Raises Quarantined, without writing, if more scores are missing than credit accepts. The next
-        attempt then scores again. Raises BadInput if the work lacks verdicts or a tokenizer.
-        """
+        """Score every completion of a rollout shard, and write a score shard with the same rows. Raises Quarantined,
+        without writing, if too many scores are missing, so that the next attempt scores again. Raises BadInput if the
+        work unit lacks verdicts or a tokenizer."""
         started = time.perf_counter()
         columns = (*PLACES, *TEXTS, COMPLETION_TOKENS, "images", "segments", "turns", "messages")
         rollouts = read_shard(self._store, work.rollouts, columns)
@@ -83,11 +79,12 @@ class ScoringWorker:
         return Outcome(shards=(ref,), metrics=metrics, timings=timings)
 
     def credit(self, work: CreditWork) -> Outcome:
-        """Compute an iteration's training samples from its rollouts and scores, and write them as one shard.
+        """Compute an iteration's training samples from its rollouts and scores, and write them as one shard. Raises
+        Quarantined if too many scores are missing or, if configured, too few groups are informative (have unequal
+        rewards).
 
         With dynamic sampling, `surplus` in the detail lists informative groups beyond the target, which are used in the
-        next iteration: their prompt rows, by the index of their shard in the work. Raises Quarantined if too many
-        scores are missing or, if configured, too few groups are informative.
+        next iteration: their prompt rows, by the index of their shard in the work.
         """
         started = time.perf_counter()
         rule = build_credit_rule(work, self._scoring, self._algorithm)
@@ -119,7 +116,8 @@ class ScoringWorker:
         )
 
     def compare_rewards(self, work: ComparisonWork) -> Outcome:
-        """Return statistics on the differences between the new and the stored rewards of the same completions."""
+        """Return statistics on how rewards that were computed again differ from the stored rewards of the same
+        completions."""
         return Outcome(
             metrics=compare_rewards(
                 read_total_rewards(self._store, work.stored), read_total_rewards(self._store, work.new)
@@ -127,28 +125,25 @@ class ScoringWorker:
         )
 
     def compare_advantages(self, work: ComparisonWork) -> Outcome:
-        """Return statistics on the differences between newly computed advantages and those that were trained on."""
+        """Compare newly computed advantages with the stored ones that were trained on. Return statistics such as their
+        correlation per token."""
         stored, new = (read_rewards(self._store, refs) for refs in (work.stored, work.new))
         return Outcome(metrics=compare_advantages(stored, new))
 
     def excerpts(self, work: ExcerptWork) -> Excerpts:
-        """Return shortened texts of a few completions for a report.
-        This is the only content of shards that controllers receive.
-        """
+        """Return shortened texts of a few completions for a report. Controllers (the processes that schedule work)
+        receive no other content of shards."""
         return read_excerpts(self._store, work)
 
     def _count_informative(self, rollouts: pa.Table, scores: pa.Table, metric: str) -> int:
-        """Count the informative groups (those with unequal rewards) of a shard."""
+        """Count the groups of a shard that are informative, which means that their completions have unequal rewards.
+        `metric` names the reward that is compared."""
         terms = term_columns(self._scoring)
         return len(informative_prompts(rollouts, scores, terms=terms, algorithm=self._algorithm, metric=metric))
 
     def _find_token_starts(self, rollouts: pa.Table, work: ScoringWork) -> list[list[int] | None]:
-        """Return, for each completion, the character offset in the text at which each token starts.
-
-        Returns None for each completion if no reward term scores steps or tokens.
-
-        Raises BadInput if the work does not name the policy's tokenizer.
-        """
+        """Return, for each completion, the character index in its text at which each token starts, or None if no reward
+        term scores steps or tokens. Raises BadInput if the work unit does not name the policy's tokenizer."""
         if not self._scoring.process_terms:
             return [None] * rollouts.num_rows
         if work.tokenizer is None:
@@ -165,10 +160,8 @@ class ScoringWorker:
     def _read_verdicts(
         self, rollouts: pa.Table, work: ScoringWork
     ) -> dict[str, Sequence[Judgement | StepValues | Spans]]:
-        """Read the verdicts of judges and reward models on the shard, by reward term.
-
-        Raises BadInput if the verdicts of a term are missing.
-        """
+        """Read the verdicts that judges and reward models have written for the shard, keyed by reward term. Raises
+        BadInput if the verdicts of a term are missing."""
         served = self._scoring.model_rewards
         shards = {verdicts.term: verdicts.verdicts for verdicts in work.verdicts}
         if set(shards) != set(served) or len(shards) < len(work.verdicts):
@@ -183,11 +176,12 @@ class ScoringWorker:
         }
 
     def progress(self) -> int:
-        """Return a count of scored and credited completions, which grows while work advances."""
+        """Return the number of completions that were scored or got credit. If the number stops growing, the worker is
+        stuck."""
         return self._evaluator.done + self._code.done + self._credited
 
     def close(self) -> None:
-        """Kill the processes that run reward code. The next work unit starts new processes."""
+        """End the processes that run reward code. The next work unit starts new processes."""
         self._evaluator.close()
         self._code.close()
 
@@ -233,7 +227,8 @@ def _tally_verdicts(
 
 
 def build_credit_rule(work: CreditWork, scoring: ScoringConfig, algorithm: AlgorithmConfig) -> CreditRule:
-    """Return the settings that the credit computation needs for the work's rewards and algorithm."""
+    """Return the settings for computing credit (advantages) from the work unit's rewards by the configured
+    algorithm."""
     return CreditRule(
         terms=term_columns(scoring),
         algorithm=algorithm,
@@ -245,7 +240,8 @@ def build_credit_rule(work: CreditWork, scoring: ScoringConfig, algorithm: Algor
 
 
 def read_group_quota(work: CreditWork, terms: Sequence[str]) -> GroupQuota | None:
-    """Return the quota of informative groups that dynamic sampling needs, or None to use every group."""
+    """Return the number of informative groups (groups with unequal rewards) that dynamic sampling requires, with the
+    settings to count them. Return None if every group is used."""
     if work.dynamic is None:
         return None
     assert work.target is not None, "dynamic sampling has a target"
@@ -255,7 +251,8 @@ def read_group_quota(work: CreditWork, terms: Sequence[str]) -> GroupQuota | Non
 
 
 def check_shortfall(credit: Credit, work: CreditWork) -> None:
-    """Raise Quarantined if there are too few informative groups and the configuration treats this as a failure."""
+    """Raise Quarantined if too few groups are informative (have unequal rewards) and the configuration treats this as a
+    failure."""
     if work.dynamic is None or work.dynamic.on_shortfall != "fail" or not credit.metrics["shortfall_groups"]:
         return
     informative, issued = (int(credit.metrics[name]) for name in ("informative_groups", "issued_groups"))

@@ -49,12 +49,10 @@ logger = logging.getLogger(__name__)
 
 
 class UpdateWorker:
-    """Worker that trains the models named by each work unit. The result does not depend on earlier work units.
-
-    The same work gives the same weights and optimizer state, bit for bit, with models in memory or loaded again, on the
-    same number of ranks and threads. Collective: all ranks must be called with the same work, and return the same
-    outcome except timings. A missing optimizer state is restored by repeating the updates since an earlier state.
-    """
+    """Worker that trains the models that each work unit names. Collective: all ranks must be called with the same work,
+    and return the same outcome except timings. The result does not depend on earlier work units. The same work gives
+    the same weights and optimizer state, bit for bit, with models in memory or loaded again, on the same number of
+    ranks and threads. A missing optimizer state is restored by repeating the updates since an earlier state."""
 
     def __init__(
         self,
@@ -79,7 +77,8 @@ class UpdateWorker:
         self._progress = 0
 
     def join(self, rank: int, world_size: int, master_address: str, master_port: int) -> None:
-        """Join the other ranks before any work. If a rank is lost, the group and its processes must be replaced."""
+        """Join the other ranks before any work. If a rank is lost later, the group and its processes must be
+        replaced."""
         slices = self._update.sequence_parallel
         ranks = join_ranks(rank, world_size, address=master_address, port=master_port, sequence_parallel=slices)
         self._models = LoadedModels(
@@ -92,16 +91,16 @@ class UpdateWorker:
         )
 
     def progress(self) -> int:
-        """Return a count of forward passes and written pieces of states. It stops growing if the worker is stuck."""
+        """Return the number of forward passes and written state pieces. If it stops growing, the worker is stuck."""
         return self._progress
 
     def close(self) -> None:
-        """Finish writing optimizer states and stop the writer."""
+        """Finish writing optimizer states and end the thread that writes them."""
         if self._models is not None:
             self._models.states.close()
 
     def estimate(self, work: EstimateWork) -> Outcome:
-        """Compute the per-token outputs of reference, critic or teacher that credit needs. Nothing is trained."""
+        """Compute the per-token outputs of reference, critic or teacher for the advantages. No model is trained."""
         models, timer = self._require_models(), StageTimer()
         self._show(work.media)
         queries = self._build_queries(work, models)
@@ -121,11 +120,9 @@ class UpdateWorker:
 
     def update(self, work: UpdateWork) -> Outcome:
         """Take one iteration's optimizer steps and publish the next version of the policy and of its critic, if any.
-
         The files may be used at once, but are durable only after `sync`. Optimizer states are named now and written in
         the background; they are stored when the next update ends. The next versions keep their parents' weights and
-        state if there is no token to train on or a value is not finite. So does a policy that is not trained yet.
-        """
+        state if there is no token to train on or a value is not finite. So does a policy that is not trained yet."""
         models, timer = self._require_models(), StageTimer()
         self._show(media for update in (*work.past, work) for media in update.media)
         samples = open_samples(self._store, work.samples)
@@ -165,11 +162,12 @@ class UpdateWorker:
         return outcome
 
     def _show(self, media: Iterable[ShardRef]) -> None:
-        """Set the shards from which images of prompts are read. A shard that several work units name is opened once."""
+        """Set the shards from which the images of prompts are read. A shard used by several work units is opened
+        once."""
         self._require_models().images.source = Media(self._store, [*dict.fromkeys(media)])
 
     def _publish(self, work: UpdateWork, timer: StageTimer) -> tuple[ModelVersion, ModelVersion | None]:
-        """Publish the trained models for immediate use by engines, and start to write their states."""
+        """Publish the trained policy and critic for immediate use, and start to write their optimizer states."""
         models, following = self._require_models(), work.policy.version + 1
         model, critic = _next(work.policy), None
         state = critic_state = None  # the copies run while weights are written
@@ -214,15 +212,15 @@ class UpdateWorker:
         return self._offline().warm_user(work)
 
     def prefer(self, work: PreferenceWork) -> Outcome:
-        """Train a policy directly on preferences (DPO) and publish it without an optimizer state."""
+        """Train a policy on preference pairs with DPO and publish it without an optimizer state."""
         return self._offline().prefer(work)
 
     def train_reward_model(self, work: RewardModelWork) -> Outcome:
-        """Train a reward model on preferences and publish it."""
+        """Train a reward model on preference pairs and publish it."""
         return self._offline().train_reward_model(work)
 
     def _offline(self) -> OfflineTrainer:
-        """Release the memory of policy and critic, and return a trainer for fixed data, such as worked examples."""
+        """Release the memory of policy and critic, and return a trainer for fixed data such as worked examples."""
         models = self._require_models()
         models.close()
         return OfflineTrainer(
@@ -230,7 +228,8 @@ class UpdateWorker:
         )
 
     def _build_queries(self, work: EstimateWork, models: LoadedModels) -> dict[str, AuxiliaryForward]:
-        """Load the auxiliary models that the work needs. Return the forward function of each model by output column."""
+        """Load the auxiliary models (reference, teacher) of the work. Return their forward functions by output
+        column."""
         forwards, distillation = dict[str, Forward](), self._algorithm.distillation
         if distillation is not None or (work.reference is not None and models.is_base(work.reference, work.policy)):
             actor = models.policy.load_for_inference(work.policy)
@@ -255,7 +254,7 @@ class UpdateWorker:
         return build_model_forward(partial(frozen_forward, models.teacher(work.teacher)), self._on_progress)
 
     def _load_actor(self, work: UpdateWork, timer: StageTimer) -> Trainer:
-        """Return the policy's trainer at the start of the work."""
+        """Return the trainer with the policy version from which the work unit starts."""
 
         def learn(past: UpdateWork, trainer: Trainer) -> StepStatistics:
             return self._train_policy(past, trainer, self._past_steps(past), StageTimer())
@@ -267,7 +266,7 @@ class UpdateWorker:
         )
 
     def _load_valuer(self, work: UpdateWork, timer: StageTimer) -> Trainer:
-        """Return the critic's trainer at the start of the work."""
+        """Return the trainer with the critic version from which the work unit starts."""
 
         def learn(past: UpdateWork, trainer: Trainer) -> StepStatistics:
             return self._train_critic(past, trainer, self._past_steps(past), StageTimer())
@@ -283,7 +282,8 @@ class UpdateWorker:
         learn: Callable[[UpdateWork, Trainer], StepStatistics],
         timer: StageTimer,
     ) -> Trainer:
-        """Return a trainer at the last version. If memory lacks it, repeat the updates since the first version."""
+        """Return a trainer with the last of `versions` and its optimizer state. If it is not in memory, load the first
+        of `versions` and repeat the updates after it with `learn`."""
         trainer, states = resident.take_over(versions[-1]), self._require_models().states
         if trainer is None:
             trainer = resident.load(versions[0])
@@ -394,5 +394,5 @@ class UpdateWorker:
 
 
 def _next(parent: ModelVersion) -> ModelVersion:
-    """Return the next version for an update without a step: with the parent's weights and optimizer state."""
+    """Return the next version after an update without a step. It has the weights and optimizer state of `parent`."""
     return replace(parent, version=parent.version + 1)

@@ -33,7 +33,7 @@ _KEEP_SHARE: Final = 0.75  # with fewer live rows, copying the cache is cheaper 
 
 @dataclass(frozen=True, slots=True)
 class LoadedPolicy:
-    """Policy loaded for generation: its model, its tokenizer and its special tokens."""
+    """Policy that is loaded for generation: its model, its tokenizer and its special tokens."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerFast
@@ -100,7 +100,7 @@ class _Live:
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """Generated tokens of all rows. Entries beyond the length of a row are undefined."""
+    """Generated tokens of all completions of a call. Entries beyond the length of a row are undefined."""
 
     tokens_RT: Tensor
     """Completion tokens of each row, beginning with the tokens that the completion already had."""

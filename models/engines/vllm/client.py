@@ -52,7 +52,7 @@ class CompletionRequest:
 
 @dataclass(frozen=True, slots=True)
 class Stops:
-    """Stop texts and tokens that end a completion before its maximum length."""
+    """Stop texts and stop tokens. They end a completion before its maximum length."""
 
     texts: tuple[str, ...]
     tokens: tuple[int, ...]
@@ -81,7 +81,7 @@ class ServerInfo(CompletionLine):
     lora_rank: int
     sleeps: bool
     tells_experts: bool
-    """Whether the server can report the experts that the routers of its model choose."""
+    """Whether the server can report the experts that a mixture of experts chooses for each token."""
 
 
 class Loaded(CompletionLine):

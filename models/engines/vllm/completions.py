@@ -28,7 +28,7 @@ class PendingRequest:
 
     row: CompletionRow
     end: int
-    """Maximum length of the completion in tokens, including existing tokens."""
+    """Maximum length of the completion in tokens, including tokens from earlier iterations or turns."""
     at_end: FinishReason
     """Finish reason if the completion reaches its maximum length `end`."""
     tokens: list[int] = field(default_factory=list)
@@ -45,7 +45,7 @@ class PendingRequest:
 
     @property
     def all_tokens(self) -> list[int]:
-        """Tokens of the completion so far, including those that it already had."""
+        """Tokens of the completion so far, including tokens from earlier iterations or turns."""
         return [*self.row.input.completion.tolist(), *self.tokens]
 
     def build_request(self, number: int) -> CompletionRequest:

@@ -60,7 +60,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """One completion to generate, as part of a request."""
+    """One completion to generate, as part of a request to the server."""
 
     name: int
     prompt: Prompt
@@ -103,10 +103,8 @@ def read_load(body: bytes) -> tuple[Path, Path | None, bool]:
 
 
 def read_work(body: bytes) -> Work:
-    """Parse a request for completions. The token IDs are left for vLLM to check.
-
-    Raises Refused if a field is missing or has the wrong type, or if two completions have the same ID.
-    """
+    """Parse the body of a request for completions. Raises Refused if a field is missing or has the wrong type, or if
+    two completions have the same ID. The token IDs are left for vLLM to check."""
     fields = _fields(body)
     sampling_fields = _field(fields, "sampling", dict)
     sampling = Sampling(

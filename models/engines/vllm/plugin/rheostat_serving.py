@@ -181,7 +181,8 @@ def _open(directory: Path) -> Bundle:
 
 
 def _verify(bundle: Bundle) -> int:
-    """Hash every file of a bundle and return their total size in bytes. Raises Refused if a digest differs."""
+    """Compute the digests of all files of a bundle and return their total size in bytes. Raises Refused if a digest
+    differs from the recorded one."""
     for name, file in bundle.files.items():
         path = bundle.directory / name
         try:
