@@ -182,8 +182,7 @@ def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) ->
         with input_errors.collect(problem.source):
             if problem.identity in training_problems:
                 raise BadInput(
-                    f"{problem.source}: this held-out problem is also a training problem. Remove it from the training "
-                    "or held-out data."
+                    f"{problem.source}: this held-out problem is also a training problem. Remove it from one split."
                 )
     input_errors.check()
     if inputs.warmup is not None and inputs.warmup.chats is None and inputs.policy.picture_side is None:
