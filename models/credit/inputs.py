@@ -19,22 +19,23 @@ from models.records.columns import Floats, Integers, Mask, Numbers, flat, floats
 
 @dataclass(frozen=True, slots=True)
 class TermColumns:
-    """Reward term as credit needs it: its name (which determines its columns in score tables) and its factors."""
+    """Reward term as the credit computation needs it: the name, which determines its columns in score tables, and the
+    factors of its rewards."""
 
     name: str
     """Name of the reward term."""
     weight: float = 1.0
     """Weight of the term in the total reward."""
     is_process: bool = False
-    """Whether the term scores steps, tokens or turns instead of whole completions."""
+    """Whether the term is a process reward, which scores steps, tokens or turns instead of whole completions."""
     shift: float = 0.0
-    """Number subtracted from each reward of the term."""
+    """Number subtracted from each reward of the term, before division by `scale`."""
     scale: float = 1.0
-    """Number by which each shifted reward is divided."""
+    """Number by which each reward of the term is divided after `shift` was subtracted."""
 
 
 def term_columns(scoring: ScoringConfig) -> tuple[TermColumns, ...]:
-    """Return the columns and factors of all reward terms in a scoring configuration."""
+    """Return the column names and factors of all reward terms in a scoring configuration."""
     pairs = zip(scoring.terms, scoring.rewards, strict=True)
     return tuple(
         TermColumns(name, reward.weight, reward.scores_parts, reward.shift, reward.scale) for name, reward in pairs
@@ -44,10 +45,11 @@ def term_columns(scoring: ScoringConfig) -> tuple[TermColumns, ...]:
 def scored_groups(
     scores: pa.Table, lengths_N: Integers, terms: Sequence[TermColumns], *, unusable_N: Mask | None = None
 ) -> ScoredGroups:
-    """Return the rewards of completions from a score table, with the group of each completion.
+    """Read the rewards of completions from a score table, and return them with the group of each completion.
 
-    `lengths_N` are the numbers of completion tokens. Completions in `unusable_N` are treated as if they had no reward.
-    Raises Damaged if the spans of a completion with a reward do not match its tokens.
+    `lengths_N` is the number of completion tokens of each completion. Completions in the mask `unusable_N` are treated
+    as if they had no reward. Raises Damaged if the spans of a completion (its scored steps, tokens or turns) do not
+    match its tokens.
     """
     prompts_G, group_N = np.unique(integers(scores["prompt_row"]), return_inverse=True)
     total_N = floats(scores["reward"])
@@ -116,7 +118,7 @@ def read_auxiliary_scores(tables: Sequence[pa.Table], lengths_N: Integers) -> Au
 
 
 def check_required_outputs(auxiliary_scores: AuxiliaryScores, algorithm: AlgorithmConfig) -> None:
-    """Raise BadInput if an output of an auxiliary model that the algorithm needs was not computed."""
+    """Raise BadInput if an auxiliary model's output that the algorithm needs is missing."""
     needs = required_models(algorithm)
     needed = {
         "policy": (needs.teacher, auxiliary_scores.policy_T),
@@ -134,8 +136,8 @@ def check_required_outputs(auxiliary_scores: AuxiliaryScores, algorithm: Algorit
 
 
 def has_nonfinite_logprobs(column: pa.ChunkedArray, lengths_N: Integers) -> Mask:
-    """Return a mask of the completions with a log-prob that is not finite (N). Training on them would make the weights
-    NaN.
+    """Return a mask of the completions with at least one log-prob that is NaN or infinite (N). Training on them would
+    make the weights NaN.
 
     Raises Damaged if the number of log-probs of a completion differs from its number of tokens.
     """
@@ -148,7 +150,7 @@ def has_nonfinite_logprobs(column: pa.ChunkedArray, lengths_N: Integers) -> Mask
 
 
 def has_nonfinite_scores(auxiliary_scores: AuxiliaryScores, lengths_N: Integers) -> Mask:
-    """Return a mask of the completions for which an auxiliary model's output is not finite (N)."""
+    """Return a mask of the completions for which at least one output of an auxiliary model is NaN or infinite (N)."""
     bad_N = np.zeros(len(lengths_N), np.bool_)
     for values_T in (
         auxiliary_scores.policy_T,

@@ -14,12 +14,14 @@ from models.denoising.families import DenoiserFamily, diffusers_class
 from models.denoising.samplers import NoiseSchedule, ddim_schedule, flow_schedule
 
 TIMESTEPS: Final = 1000
-"""Number of training timesteps. The pipelines of flow-matching models have this number in their code."""
+"""Number of training timesteps of flow-matching models. The pipelines of diffusers have this number in their code."""
 _FLOW: Final = "FlowMatchEulerDiscreteScheduler"
 _NOISE: Final = ("DDIMScheduler", "DDPMScheduler", "PNDMScheduler", "EulerDiscreteScheduler")
-"""Schedulers whose configuration contains the noise levels with which a noise-predicting model was trained."""
+"""Names of the schedulers whose configuration contains the noise levels with which a noise-predicting model was
+trained."""
 _CLIP: Final = ("DDIMScheduler", "DDPMScheduler")
-"""Schedulers that clip predicted images by default. Their configuration must disable this."""
+"""Names of the schedulers that clip predicted images by default. Models are accepted only if their configuration
+disables clipping."""
 _PLAIN: Final = (
     "invert_sigmas",
     "rescale_betas_zero_snr",
@@ -29,14 +31,13 @@ _PLAIN: Final = (
     "use_exponential_sigmas",
     "use_karras_sigmas",
 )
-"""Settings that must be off, because they change the noise levels or the denoising steps in ways not supported here."""
+"""Scheduler settings that must be off, because Rheostat does not implement their changes to noise levels or denoising
+steps."""
 
 
 def check_scheduler(config: Mapping[str, Any], family: DenoiserFamily, *, where: str) -> None:
-    """Raise BadInput if a scheduler's noise levels or its prediction type are not supported by the samplers.
-
-    `where` names the policy in messages.
-    """
+    """Raise BadInput if the samplers do not support a scheduler's noise levels or its prediction type. `config` is the
+    scheduler's configuration, and `where` names the policy in messages."""
     kind, is_flow = config.get("_class_name"), family.prediction_type == "velocity"
     if is_flow and kind != _FLOW:
         raise BadInput(
@@ -68,7 +69,7 @@ def check_scheduler(config: Mapping[str, Any], family: DenoiserFamily, *, where:
 def schedule_of(
     scheduler: Mapping[str, Any], family: DenoiserFamily, config: DenoisingConfig, *, tokens: int
 ) -> NoiseSchedule:
-    """Return the noise levels and timesteps of the denoising steps.
+    """Return the noise levels and timesteps of the denoising steps, given the scheduler's configuration.
 
     `tokens` is the number of tokens that the denoiser reads for one image. Raises BadInput if the configured sampler
     does not support the model's kind of prediction (velocity or noise).
@@ -89,9 +90,10 @@ def schedule_of(
 
 
 def _shift_of(tokens: int, scheduler: Mapping[str, Any]) -> float:
-    """Return `mu` of `flow_schedule`, the shift of noise levels towards noise, for an image of `tokens` tokens.
+    """Return the shift of noise levels towards noise (`mu` of `flow_schedule`) for an image of `tokens` tokens.
 
-    The shift is linear in the number of image tokens. Missing settings have the defaults of diffusers' pipelines.
+    The shift is linear in the number of image tokens. Missing settings of the scheduler have the defaults of diffusers'
+    pipelines.
     """
     min_length, max_length = scheduler.get("base_image_seq_len", 256), scheduler.get("max_image_seq_len", 4096)
     low, high = scheduler.get("base_shift", 0.5), scheduler.get("max_shift", 1.15)
