@@ -34,9 +34,10 @@ logger = logging.getLogger(__name__)
 
 
 class EnvironmentRuntime:
-    """Environment of a rollout worker, which runs episodes between a loaded policy and the environment's processes.
+    """Environment of a rollout worker. Runs the episodes of rollout shards with the loaded policy and the environment's
+    processes.
 
-    The turn format is read once, because all policies of a run share their tokenizer.
+    The policy's turn format is read only once, because all policies of a run share their tokenizer.
     """
 
     def __init__(self, settings: EpisodeSettings) -> None:
@@ -47,11 +48,12 @@ class EnvironmentRuntime:
 
     @property
     def progress(self) -> int:
-        """Counter of answered turns. A worker whose count stops growing is stuck."""
+        """Number of answered turns so far. A worker whose number stops growing is considered stuck."""
         return self._answers.progress
 
     def load(self, directory: Path, user: ModelVersion) -> None:
-        """Load the model that plays the user. Raises BadInput if the environment uses no model in this process."""
+        """Load the model `user`, which plays the user in dialogues. Raises BadInput if the environment uses no model in
+        this process."""
         if not isinstance(self._answers, LocalModelResponder):
             raise BadInput(
                 f"{self._settings.run.where}: a model was loaded for this environment, but only environments with a "
@@ -67,7 +69,7 @@ class EnvironmentRuntime:
     def run_episodes(
         self, groups: Sequence[Group], engine: Engine, work: RolloutWork, *, directory: Path
     ) -> list[Group]:
-        """Run each completion of the groups as an episode, to its end or to the token budget.
+        """Run each completion of the groups as an episode, to its end or to the token limit of the iteration.
 
         `directory` contains the policy's tokenizer.
         """
@@ -89,18 +91,20 @@ class EnvironmentRuntime:
         return episodes.complete(groups)
 
     def pop_times(self) -> dict[str, float]:
-        """Return the seconds environments took to answer and the seconds without generation, since the last call."""
+        """Return the seconds in which environments computed answers, and the seconds in which no turn was generated,
+        since the last call."""
         return self._clock.pop_times()
 
     def close(self) -> None:
-        """Close the environments or the model that answers."""
+        """End the environment's processes, or close the model that plays the user."""
         self._answers.close()
 
 
 def tool_schemas(settings: EpisodeSettings, describes: DescribedTools = "all") -> tuple[ToolSchema, ...]:
-    """Start an environment and return the schemas of its tools. A model that plays the user has no tools.
+    """Start an environment and return the schemas of its tools. Empty if the environment is a model that plays the
+    user.
 
-    Raises BadInput if the environment cannot be used.
+    `describes` selects the tools. Raises BadInput if the environment cannot be used.
     """
     if settings.process is None:
         return ()
@@ -113,10 +117,12 @@ def tool_schemas(settings: EpisodeSettings, describes: DescribedTools = "all") -
 
 
 def tools_of(settings: EpisodeSettings | None, problems: Sequence[Problem]) -> tuple[ToolSchema, ...]:
-    """Return the schemas of the environment's tools if the problems' prompts show them. Empty for plain-text prompts.
+    """Return the schemas of the environment's tools if the prompts are chats, which show the tools. Empty for
+    plain-text prompts or without an environment.
 
     Raises BadInput if the prompts are of the wrong kind (chats or plain text), if a problem has images but
-    `history='per_turn'` is configured, or if the environment cannot be used.
+    `history='per_turn'` is configured, if a problem names a tool that the environment lacks, or if the environment
+    cannot be used.
     """
     if settings is None:
         return ()
@@ -149,7 +155,7 @@ def tools_of(settings: EpisodeSettings | None, problems: Sequence[Problem]) -> t
 def _tool_name(tool: ToolSchema) -> str:
     """Return the name of a tool from its schema.
 
-    The schema may be the function's schema alone, as in some data files.
+    The schema is either `{"function": {...}}` or, as in some data files, only the inner object.
     """
     return str(cast(Mapping[str, object], tool.get("function", tool))["name"])
 
@@ -157,10 +163,8 @@ def _tool_name(tool: ToolSchema) -> str:
 def check_turns(
     settings: EpisodeSettings, tokenizer: PreTrainedTokenizerFast, tools: Sequence[ToolSchema], problem: Problem
 ) -> None:
-    """Check before a run that the policy's turns can be parsed and that an episode of `problem` can start.
-
-    Raises BadInput if not.
-    """
+    """Check before a run that the policy's turns can be parsed, and that an episode of `problem` can start. Raises
+    BadInput if one of the checks fails."""
     form = turn_format(tokenizer, tools=tools, is_chat=settings.prompts == "chat").with_arguments(problem.template)
     parse = build_parser(settings.parser, tokenizer, tools=tools)
     _check_shown(form)
@@ -183,7 +187,7 @@ def check_turns(
 
 
 def _check_shown(form: TurnFormat) -> None:
-    """Raise BadInput if the chat template does not render the tools of `form`, because the policy must read them."""
+    """Raise BadInput if prompts rendered by the policy's chat template do not contain the environment's tools."""
     names = [_tool_name(tool) for tool in form.tools]
     if not names:
         return
@@ -198,7 +202,8 @@ def _check_shown(form: TurnFormat) -> None:
 
 
 def read_turns(directory: Path, settings: EpisodeSettings) -> tuple[TurnFormat, Parser]:
-    """Return the format of turns and the parser of tool calls for the policy in a directory.
+    """Return the format of the policy's turns and the parser of its tool calls. `directory` contains the policy's
+    tokenizer.
 
     Raises BadInput if the tokenizer or the environment cannot be used.
     """
@@ -213,7 +218,8 @@ def read_turns(directory: Path, settings: EpisodeSettings) -> tuple[TurnFormat, 
 
 
 def _known_schemas(settings: EpisodeSettings) -> tuple[ToolSchema, ...]:
-    """Return the schemas of the tools that plain-text prompts do not show. Empty if the environment does not start."""
+    """Return the schemas of the environment's tools for checking the arguments of calls, if prompts do not show the
+    tools. Returns no schemas if the environment cannot be started."""
     try:
         return tool_schemas(settings, "known")
     except RheostatError as error:
