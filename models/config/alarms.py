@@ -173,7 +173,10 @@ class KlDrift(Alarm):
     def find_conflicts(self, job: Job) -> Iterator[str]:
         """Yield a message if no KL penalty is configured, because only a penalty measures the divergence."""
         if job.update.kl_penalty is None and job.algorithm.reward_kl is None:
-            yield "nothing measures the KL divergence from the reference. Set update.kl or algorithm.kl"
+            yield (
+                "this alarm compares the KL divergence from the reference policy, but the run does not measure it. "
+                "Set update.kl or algorithm.kl"
+            )
 
 
 class MetricAlarm(Alarm):

@@ -114,8 +114,9 @@ class Algorithm(Variant):
             )
         if self.equal_rewards_teach and job.rollout.dynamic is not None:
             yield (
-                f"rollout.dynamic cannot be combined with algorithm.kind = {self.label!r}, which is also trained on "
-                "groups of equal rewards and would be biased without them. Remove rollout.dynamic"
+                f"rollout.dynamic cannot be combined with algorithm.kind = {self.label!r}. This algorithm also trains "
+                "on groups with equal rewards, and dynamic sampling, which removes these groups, would bias it. "
+                "Remove rollout.dynamic"
             )
         if self.reward_kl is not None and job.update.kl_penalty is not None:
             yield "algorithm.kl and update.kl are both set and would penalize the divergence twice. Remove one of them"
@@ -123,7 +124,7 @@ class Algorithm(Variant):
         if self.overlong is not None and self.overlong.buffer >= longest:
             yield (
                 f"algorithm.overlong.buffer is {self.overlong.buffer}, but it must be less than "
-                f"rollout.sampling.max_new_tokens, which is {longest}"
+                f"rollout.sampling.max_new_tokens, which is {longest}. Lower the buffer"
             )
         if self.distillation is not None:
             yield from self.distillation.teacher.find_conflicts(job)
@@ -134,14 +135,18 @@ class Algorithm(Variant):
                 f"in any of the {job.iterations} iterations. Lower it, or raise iterations"
             )
         if job.iterations and self.distillation is None and not any(reward.weight for reward in job.scoring.rewards):
-            yield "scoring.rewards: every weight is 0, so there is nothing to train on. Set the weight of a reward"
+            yield (
+                "scoring.rewards: the weight of every reward is 0, so there is nothing to train on. Set the weight of "
+                "at least one reward"
+            )
 
 
 def _find_dynamic_conflicts(job: "Job", *, keep_uninformative: bool) -> Iterator[str]:
     if keep_uninformative and job.rollout.dynamic is not None:
         yield (
-            "algorithm.keep_uninformative cannot be combined with rollout.dynamic, because dynamic sampling leaves out "
-            "uninformative groups. To fill up with them, set rollout.dynamic.on_shortfall = 'fill'"
+            "algorithm.keep_uninformative cannot be combined with rollout.dynamic, because dynamic sampling trains "
+            "only on informative groups (groups with different rewards). Remove algorithm.keep_uninformative. To fill "
+            "up an iteration with uninformative groups, set rollout.dynamic.on_shortfall = 'fill'"
         )
 
 

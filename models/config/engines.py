@@ -28,7 +28,7 @@ def _check_address(url: str) -> str:
     except ValueError:  # the port is no number up to 65535
         is_server = False
     if not is_server:
-        raise ValueError(f"expected the address of a server, such as 'http://127.0.0.1:8000', found {url!r}")
+        raise ValueError(f"the address of a server must look like 'http://127.0.0.1:8000', found {url!r}")
     return url
 
 

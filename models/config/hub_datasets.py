@@ -44,7 +44,10 @@ class HubDatasetChoice(Settings):
         if self.revision is not None and isinstance(self.path, HubPath):
             written = self.path.address
             if written.revision not in ("", self.revision) and not written.is_pinned:
-                raise ValueError(f"revision is {self.revision!r}, but path names {written.revision!r}. Remove one")
+                raise ValueError(
+                    f"revision is {self.revision!r}, but path already contains the revision {written.revision!r} "
+                    "after @. Remove one of them"
+                )
         part = {"config": self.config, "revision": self.revision}
         own = _is_same_repository(self.path, heldout)
         self.__dict__["path"] = _with_part(self.path, **part, split=self.split)

@@ -35,7 +35,10 @@ class ImageFileSettings(Settings):
     @model_validator(mode="after")
     def _check_pixels(self) -> Self:
         if any(self.pixels) and self.images_column is None:
-            raise ValueError("min_pixels and max_pixels have no effect without images_column. Set it, or remove them")
+            raise ValueError(
+                "min_pixels and max_pixels have no effect without images_column. Set images_column, or remove "
+                "min_pixels and max_pixels"
+            )
         if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
             raise ValueError(
                 f"min_pixels is {self.min_pixels}, but max_pixels is only {self.max_pixels}. Raise max_pixels"

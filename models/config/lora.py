@@ -36,8 +36,8 @@ class LoraConfig(Settings):
             if not any(_matches_target(name, target) for name in linear):
                 names = sorted({name.rpartition(".")[2] for name in linear})
                 raise BadInput(
-                    f"update.lora.targets contains {target!r}, but no linear layer of {kind} has this name. Use some "
-                    f"of {', '.join(names)}{nearest_name(target, [*names, *linear])}"
+                    f"update.lora.targets contains {target!r}, but no linear layer of {kind} has this name. Use names "
+                    f"from {', '.join(names)}{nearest_name(target, [*names, *linear])}"
                 )
         return [name for name in linear if any(_matches_target(name, target) for target in self.targets)]
 

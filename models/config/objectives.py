@@ -328,7 +328,10 @@ class UpdateConfig(Settings):
         if self.router_loss is not None and self.zero_stage == 3:
             raise ValueError("router_loss cannot be combined with zero_stage = 3, which splits routers. Use at most 2")
         if self.router_replay is not None and self.sequence_parallel > 1:
-            raise ValueError("router_replay cannot be combined with sequence_parallel above 1. Remove one of them")
+            raise ValueError(
+                "router_replay cannot be combined with a sequence_parallel above 1. Remove router_replay, or set "
+                "sequence_parallel = 1"
+            )
         return self
 
     @model_validator(mode="after")
@@ -338,8 +341,8 @@ class UpdateConfig(Settings):
         min_stage = {"none": 0, "optimizer": 1, "parameters": 3}[self.offload]
         if self.running_stage < min_stage:
             raise ValueError(
-                f"offload = {self.offload!r} needs zero_stage {min_stage} or more, but it is {self.zero_stage}. Raise "
-                "it"
+                f"offload is {self.offload!r}, but this needs zero_stage {min_stage} or more, and zero_stage is "
+                f"{self.zero_stage}. Raise zero_stage"
             )
         if len(set(self.freeze)) == 3:
             raise ValueError(
@@ -359,8 +362,8 @@ class UpdateConfig(Settings):
             )
         if self.freeze and not shape.vision_model_type:
             raise BadInput(
-                f"update.freeze {[*self.freeze]}: vision, projector and language are parts of vision-language "
-                "policies, but this policy reads text only; remove update.freeze"
+                f"update.freeze contains {[*self.freeze]}, but vision, projector and language are parts of "
+                "vision-language policies, and this policy reads only text. Remove update.freeze"
             )
 
     @property

@@ -69,7 +69,8 @@ class ScratchPolicy(PolicySource):
     def _require_divisible_heads(self) -> "ScratchPolicy":
         if self.hidden_size % self.heads:
             raise ValueError(
-                f"hidden_size is {self.hidden_size}, but it must be a multiple of heads, which is {self.heads}"
+                f"hidden_size is {self.hidden_size}, but it must be a multiple of heads, which is {self.heads}. "
+                "Change one of them"
             )
         if self.heads % self.kv_heads:
             raise ValueError(
@@ -110,7 +111,8 @@ class ScratchTower(Settings):
             )
         if self.hidden_size % self.heads:
             raise ValueError(
-                f"hidden_size is {self.hidden_size}, but it must be a multiple of heads, which is {self.heads}"
+                f"hidden_size is {self.hidden_size}, but it must be a multiple of heads, which is {self.heads}. "
+                "Change one of them"
             )
         return self
 
@@ -143,7 +145,8 @@ class VisionScratchPolicy(PolicySource):
     def _require_image_tokens(self) -> "VisionScratchPolicy":
         if self.decoder.vocab_size < 303:
             raise ValueError(
-                f"decoder.vocab_size is {self.decoder.vocab_size}, but images need 3 tokens: set it to at least 303"
+                f"decoder.vocab_size is {self.decoder.vocab_size}, but it must be at least 303, because images need 3 "
+                "tokens. Raise it"
             )
         return self
 

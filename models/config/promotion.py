@@ -48,7 +48,7 @@ class SuiteConfig(HeldoutConfig):
     @classmethod
     def _require_other_name(cls, name: str) -> str:
         if name == HELDOUT:
-            raise ValueError(f"{HELDOUT!r} is reserved for the run's own held-out problems. Use another name")
+            raise ValueError(f"the name {HELDOUT!r} is reserved for the run's own held-out problems. Use another name")
         return name
 
 
@@ -83,7 +83,8 @@ class ComparisonRule(SuiteRule):
     def _require_range(cls, ends: tuple[float, float] | None) -> tuple[float, float] | None:
         if ends is not None and not (isfinite(ends[1] - ends[0]) and ends[0] < ends[1]):
             raise ValueError(
-                f"expected the lowest score and a higher one, both finite, found [{ends[0]:g}, {ends[1]:g}]"
+                "the range must start with the lowest possible score and end with a higher one, both finite, but it "
+                f"is [{ends[0]:g}, {ends[1]:g}]"
             )
         return ends
 

@@ -62,7 +62,10 @@ class RewardTerm(Variant):
     def aggregation(self) -> StepAggregation:
         """Method that combines step, token or turn scores into one number per completion. Raises AssertionError for
         rewards that score whole completions."""
-        raise AssertionError("only rewards of steps, tokens or turns have several scores per completion")
+        raise AssertionError(
+            "a list of scores was read from a reward that has one score per completion. Only rewards of steps, tokens "
+            "or turns have several"
+        )
 
 
 # ---- steps
@@ -96,7 +99,8 @@ class PatternSteps(Settings):
             raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
         if compiled.fullmatch(""):
             raise ValueError(
-                f"{pattern!r} matches an empty text, so every character would be a step. Use another pattern"
+                f"the pattern {pattern!r} matches an empty text, so every character would be a step of its own. Use a "
+                "pattern that matches at least one character"
             )
         return pattern
 
@@ -268,7 +272,8 @@ class ClipReward(BuiltInReward):
     def _require_one_score(self) -> Self:
         if self.head is not None and self.value == "logit":
             raise ValueError(
-                "value = 'logit' cannot be combined with head, which already returns a number. Remove one of them"
+                "value = 'logit' cannot be combined with head, because head already converts the image embedding to "
+                "the score. Remove one of them"
             )
         return self
 

@@ -119,10 +119,14 @@ class ScoringConfig(Settings):
     @model_validator(mode="after")
     def _check_terms(self) -> "ScoringConfig":
         if len(set(self.terms)) < len(self.terms):
-            raise ValueError(f"the names of rewards must differ, found {', '.join(self.terms)}. Set `name`")
+            raise ValueError(
+                f"each reward in scoring.rewards needs a different name, found {', '.join(self.terms)}. Set `name` in "
+                "the tables of rewards with the same name"
+            )
         for term, reward in zip(self.terms, self.rewards, strict=True):
             if reward.scores_parts and (reward.shift, reward.scale) != (0, 1):
                 raise ValueError(
-                    f"reward {term!r} scores steps, but shift and scale apply only to whole completions. Remove them"
+                    f"reward {term!r} scores steps, tokens or turns, but shift and scale apply only to rewards of "
+                    "whole completions. Remove shift and scale"
                 )
         return self

@@ -24,9 +24,12 @@ def find_beta_conflict(beta: float, num_rewards: int) -> str | None:
     if 1 / num_rewards < beta <= 1:
         return None
     singular = (
-        ". At 1/N all backbones have the same reward, and the matrix B is singular" if beta * num_rewards == 1 else ""
+        ". With 1/N, every policy would be trained on the same mix of rewards, so a merge of the policies could not "
+        "follow a preference"
+        if beta * num_rewards == 1
+        else ""
     )
-    return f"beta is {beta:g}, but it must be above 1/{num_rewards} and at most 1 for {num_rewards} terms{singular}"
+    return f"beta is {beta:g}, but for {num_rewards} terms it must be above 1/{num_rewards} and at most 1{singular}"
 
 
 class SoupConfig(Settings):
@@ -71,7 +74,7 @@ class SoupConfig(Settings):
             if (reason := find_beta_conflict(beta, len(self.terms))) is not None:
                 raise ValueError(reason)
         if len({*self.terms}) < len(self.terms) or len({*self.candidates}) < len(self.candidates):
-            raise ValueError("each term and each candidate may be listed only once. Remove the repetition")
+            raise ValueError("soup.terms and soup.candidates must not contain a value twice. Remove the repetition")
         return self
 
     @property
@@ -87,15 +90,18 @@ class SoupConfig(Settings):
                 names = ", ".join(scoring.terms)
                 yield f"soup.terms: there is no reward {term!r}. Use {names}{nearest(term, scoring.terms)}"
             elif term in scoring.process_terms:
-                yield f"soup.terms: {term!r} scores steps, but only scores of whole completions can be standardized"
+                yield (
+                    f"soup.terms contains {term!r}, which scores steps, but a soup can only standardize scores of "
+                    "whole completions. Remove it from soup.terms"
+                )
         num_heldout = data.num_heldout_problems
         if num_heldout is not None and self.statistics_prompts > num_heldout:
             yield (
                 f"soup.statistics_prompts is {self.statistics_prompts}, but data.heldout_problems is {num_heldout}. "
-                "Lower it"
+                "Lower the first, or raise the second"
             )
         if self.candidates and update.schedule != "constant":
             yield (
-                f"soup.candidates cannot be combined with update.schedule = {update.schedule!r}, because a backbone is "
-                "trained further after the search. Use 'constant'"
+                f"soup.candidates cannot be combined with update.schedule = {update.schedule!r}, because training "
+                "continues after one of the candidates was selected. Set update.schedule = 'constant'"
             )

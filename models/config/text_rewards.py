@@ -128,9 +128,15 @@ class LengthReward(BuiltInReward):
     @model_validator(mode="after")
     def _require_limits(self) -> Self:
         if not self.min_length and self.max_length is None:
-            raise ValueError("set min_length, max_length or both, because every length is allowed otherwise")
+            raise ValueError(
+                "at least one of min_length and max_length must be set, because every length would get the same "
+                "reward otherwise"
+            )
         if self.max_length is not None and self.min_length > self.max_length:
-            raise ValueError(f"min_length is {self.min_length}, which is above max_length ({self.max_length})")
+            raise ValueError(
+                f"min_length is {self.min_length}, but max_length is only {self.max_length}. Raise max_length, or "
+                "lower min_length"
+            )
         return self
 
 

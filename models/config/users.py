@@ -117,7 +117,7 @@ class EndpointUser(Endpoint, UserModel):
     def find_conflicts(self, sampling: SamplingConfig) -> Iterator[str]:
         """Yield a message if `top_k` is set, because the OpenAI API does not have this parameter."""
         if sampling.top_k:
-            yield "top_k is not part of the OpenAI API. Set it to 0"
+            yield f"top_k is {sampling.top_k}, but the OpenAI API has no parameter top_k. Set it to 0"
 
 
 UserModelConfig = Annotated[DirectoryUser | TrainedUser | EndpointUser, Field(discriminator="kind")]

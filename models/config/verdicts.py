@@ -27,7 +27,8 @@ class ScoreVerdict(Settings):
     def _require_range(self) -> "ScoreVerdict":
         if not self.low < self.high:
             raise ValueError(
-                f"low must be less than high, but low is {self.low:g} and high is {self.high:g}. Raise high"
+                f"the lowest score, low, is {self.low:g} and the highest score, high, is {self.high:g}, but low must "
+                "be less than high. Raise high"
             )
         return self
 
