@@ -96,11 +96,14 @@ def staleness(
     if not np.array_equal(num_tokens_N, lengths_N):
         row = int(np.flatnonzero(num_tokens_N != lengths_N)[0])
         raise Damaged(
-            f"rollout {row} has {lengths_N[row]} tokens, but its segments have {num_tokens_N[row]:.0f} tokens in all"
+            f"row {row} of the rollout shards: the completion has {lengths_N[row]} tokens, but its segments (the "
+            f"parts that one policy version generated) have {num_tokens_N[row]:.0f} tokens in total. Restore the "
+            "shard from a copy of the run."
         )
     if len(versions_S) and versions_S.max() > policy_version:
         raise Damaged(
-            f"rollouts: tokens of policy version {versions_S.max()} are newer than policy version {policy_version}"
+            f"the rollout shards contain tokens of policy version {versions_S.max()}, but the newest policy of this "
+            f"iteration has version {policy_version}. Restore the shards of the iteration from a copy of the run."
         )
     stale_S = np.where(versions_S < 0, ENVIRONMENT, policy_version - versions_S)
     return np.repeat(stale_S.astype(np.int16), tokens_S)
@@ -314,8 +317,9 @@ def _check_paired(rollouts: Sequence[pa.Table], others: Sequence[pa.Table], what
         for name in ("prompt_row", "sample"):
             if not rollout[name].equals(other[name]):
                 raise Damaged(
-                    f"shard pair {position} of {rollout.num_rows} rollouts and {other.num_rows} {what}: their columns "
-                    f"{name} differ"
+                    f"rollout shard {position} with {rollout.num_rows} rows and its {what} with {other.num_rows} rows "
+                    f"do not contain the same completions in the same order, because their columns {name!r} differ. "
+                    "Restore both shards from a copy of the run."
                 )
 
 
@@ -326,7 +330,11 @@ def _check_disjoint(rollouts: Sequence[pa.Table]) -> None:
     for position, rollout in enumerate(rollouts):
         rows = set(pc.unique(rollout["prompt_row"]).to_pylist())
         if earlier_rows & rows:
-            raise Damaged(f"shard pair {position}: prompt row {min(earlier_rows & rows)} is also in an earlier pair")
+            raise Damaged(
+                f"rollout shard {position} contains prompt row {min(earlier_rows & rows)}, which is also in an "
+                "earlier shard of the iteration, but all completions of a prompt must be in one shard. Restore the "
+                "shards from a copy of the run."
+            )
         earlier_rows |= rows
 
 

@@ -102,7 +102,7 @@ class DenoiserFamily:
         """
         side = config.get("sample_size") or 128
         if not isinstance(side, int):
-            raise BadInput(f"{self.denoiser}: sample_size must be one number, for square pictures, found {side!r}")
+            raise BadInput(f"{self.denoiser}: sample_size must be one number (square pictures), found {side!r}")
         return int(side)
 
     def tokens(self, config: Mapping[str, Any], side: int) -> int:
@@ -122,8 +122,8 @@ class DenoiserFamily:
         for name, value in self.required_settings.items():
             if (config.get(name) or None) != value:
                 raise BadInput(
-                    f"{self.denoiser}: {name} {config.get(name)!r} requires inputs that are not supported. Only "
-                    f"{value!r} is supported."
+                    f"{self.denoiser}: config.json sets {name} = {config.get(name)!r}, which requires model inputs "
+                    f"that are not supported. Only {value!r} is supported. Use another model."
                 )
 
     def patch(self, config: Mapping[str, Any]) -> int:
@@ -187,8 +187,8 @@ def process_tree(pipeline: str, denoiser: str) -> DenoiserFamily:
             return family
     pipelines = [name for family in FAMILIES for name in family.pipelines]
     raise BadInput(
-        f"expected one of the pipelines {', '.join(pipelines)}, found {pipeline} with "
-        f"{denoiser}{nearest(pipeline, pipelines)}"
+        f"model_index.json names the pipeline {pipeline} with the denoiser {denoiser}, which is not supported. Use a "
+        f"model with one of the pipelines {', '.join(pipelines)}{nearest(pipeline, pipelines)}"
     )
 
 

@@ -88,14 +88,14 @@ class PipelineOutline:
         side, unit = config.side or self.family.side(self.denoiser) * self.pixels, self.pixels * patch
         if side % unit:
             raise BadInput(
-                f"rollout.denoising.side {side} must be a multiple of {unit} pixels, the smallest side of "
-                f"{self.family.denoiser}. The nearest multiple is {max(unit, round(side / unit) * unit)}."
+                f"rollout.denoising.side is {side}, but it must be a multiple of {unit} pixels for "
+                f"{self.family.denoiser}. Set it to {max(unit, round(side / unit) * unit)}."
             )
         max_patches = self.denoiser.get("pos_embed_max_size")
         if max_patches and side > max_patches * unit:
             name = self.family.denoiser
             raise BadInput(
-                f"rollout.denoising.side {side} is too large: {name} allows at most {max_patches * unit} pixels"
+                f"rollout.denoising.side is {side}, but {name} allows at most {max_patches * unit} pixels. Lower it."
             )
         return self.family.channels(self.denoiser), side // self.pixels, side // self.pixels
 
@@ -115,11 +115,11 @@ class PipelineOutline:
         """
         noisy, window = noisy_steps(config.sampler, self.schedule(config)), config.window
         if not noisy:
-            raise BadInput(f"rollout.denoising.steps {config.steps}: no step has enough noise. Use more steps.")
+            raise BadInput(f"rollout.denoising.steps is {config.steps}, at which no step has enough noise. Raise it.")
         if window is not None and window.last + window.size - 1 > noisy[-1]:
             raise BadInput(
-                f"rollout.denoising.window.last {window.last} and size {window.size}: step {noisy[-1]} is the last "
-                f"step with enough noise to be trained. Set window.last {max(0, noisy[-1] + 1 - window.size)} or lower."
+                f"rollout.denoising.window.last is {window.last} and its size {window.size}, but step {noisy[-1]} is "
+                f"the last with enough noise. Set window.last to {max(0, noisy[-1] + 1 - window.size)} or lower."
             )
         return self.tokens(config) * (len(noisy) if window is None else window.size)
 
@@ -128,9 +128,9 @@ def read_pipeline(directory: Path) -> PipelineOutline:
     """Read the configuration files of a diffusers pipeline. Raises BadInput if Rheostat cannot train this pipeline."""
     where = f"policy {directory}"
     if not directory.is_dir():
-        raise BadInput(f"{where}: no such directory")
+        raise BadInput(f"{where}: there is no such directory. Set the path of a model directory.")
     if not is_pipeline(directory):
-        raise BadInput(f"{where}: no {INDEX} of diffusers. Language models need policy.kind 'directory' instead.")
+        raise BadInput(f"{where}: there is no {INDEX} of diffusers. Language models need policy.kind = 'directory'.")
     index = _read_object(directory / INDEX)
     pipeline = index.get("_class_name")
     folder = "unet" if "unet" in index else "transformer"
@@ -148,7 +148,7 @@ def read_pipeline(directory: Path) -> PipelineOutline:
     vae = _read_object(directory / "vae" / "config.json") if "vae" in parts else None
     model = PipelineOutline(directory, str(pipeline), family, config, scheduler, vae, parts)
     if vae is not None and (latents := vae.get("z_dim") or vae.get("latent_channels")) != family.channels(config):
-        raise BadInput(f"{where}: the vae has {latents} channels, but the {folder} has {family.channels(config)}")
+        raise BadInput(f"{where}: the VAE has {latents} latent channels, but the {folder} {family.channels(config)}")
     return model
 
 
@@ -157,7 +157,7 @@ def _parts(index: Mapping[str, Any], *, where: str) -> tuple[str, ...]:
     parts = {name: part for name, part in index.items() if isinstance(part, list) and name not in _UNUSED}
     for name, part in parts.items():
         if len(part) != 2 or part[0] not in (None, *_LIBRARIES):
-            raise BadInput(f"{where}: {INDEX}: {name} {part!r} must be a class of {' or '.join(_LIBRARIES)}")
+            raise BadInput(f"{where}: {name} in {INDEX} is {part!r}, not a class of {' or '.join(_LIBRARIES)}")
     return tuple(name for name, part in parts.items() if part[0] is not None)
 
 
@@ -170,7 +170,7 @@ def _loading(model: PipelineOutline, part: str) -> Iterator[None]:
             yield
     except _LOADING as error:
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise BadInput(f"{model.where}: the {part} cannot be loaded: {first}") from error
+        raise BadInput(f"{model.where}: the {part} cannot be loaded: {first}. Copy the model again.") from error
 
 
 def load_denoiser(
@@ -215,7 +215,7 @@ def check_weights(model: PipelineOutline) -> int:
     for part in model.parts:
         has_weights = part == model.family.folder or part == "vae" or part.startswith("text_encoder")
         if has_weights and not any((model.directory / part).glob("*.safetensors")):
-            raise BadInput(f"{model.where}: no safetensors in {part}. Pickled weights are never loaded.")
+            raise BadInput(f"{model.where}: {part} contains no safetensors. Pickled weights are never loaded.")
     shapes: dict[str, tuple[int, ...]] = {}
     for path in _weights_in(folder, where=model.where):
         header = read_header(path, where=f"{model.where}: {model.family.folder}")
@@ -224,7 +224,7 @@ def check_weights(model: PipelineOutline) -> int:
     if wrong:
         raise BadInput(
             f"{model.where}: {model.family.folder}: {len(wrong)} weights do not have the shape that config.json "
-            f"requires, first {wrong[0]}: expected {required[wrong[0]]}, found {shapes.get(wrong[0])}"
+            f"requires. {wrong[0]} must have {required[wrong[0]]}, but has {shapes.get(wrong[0])}."
         )
     return sum(int(np.prod(shape)) for shape in required.values())
 
@@ -234,7 +234,7 @@ def _weights_in(folder: Path, *, where: str) -> list[Path]:
     index = folder / f"{WEIGHTS}.index.json"
     named = set(_read_object(index).get("weight_map", {}).values()) if index.is_file() else {WEIGHTS}
     if absent := sorted(name for name in named if not (folder / name).is_file()):
-        raise BadInput(f"{where}: {folder.name}: the file {absent[0]} is missing")
+        raise BadInput(f"{where}: the file {absent[0]} is missing in the folder {folder.name}. Copy the model again.")
     return [folder / name for name in sorted(named)]
 
 
@@ -393,7 +393,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise BadInput(f"{path}: the file cannot be read as a JSON object: {error}") from error
+        raise BadInput(f"{path}: the file cannot be read as JSON: {error}. Copy or download the file again.") from error
     if not isinstance(content, dict):
-        raise BadInput(f"{path}: expected a JSON object, found {type(content).__name__}")
+        raise BadInput(f"{path}: the file must contain a JSON object, but contains a {type(content).__name__}")
     return content

@@ -124,12 +124,16 @@ def check_prompts(directory: Path, prompts: Iterable[tuple[str, str]], denoising
     family, limits = model.family, model.limits
     if not limits:
         required_parts = ", or ".join(f"{each.tokenizer} and {each.encoder}" for each in family.limits)
-        raise BadInput(f"{model.where}: the pipeline needs {required_parts}, but has only {', '.join(model.parts)}")
+        raise BadInput(
+            f"{model.where}: the pipeline needs {required_parts}, but model_index.json lists only "
+            f"{', '.join(model.parts)}. Use a complete copy of the model."
+        )
     limit = limits[0]
     configured = denoising.text_tokens if limit.tokens is not None else None
     if configured is not None and configured > limit.max_tokens:
         raise BadInput(
-            f"rollout.denoising.text_tokens {configured} is too high: {model.pipeline} reads at most {limit.max_tokens}"
+            f"rollout.denoising.text_tokens is {configured}, but {model.pipeline} reads at most {limit.max_tokens} "
+            "tokens of a prompt. Lower it."
         )
     tokenizer = load_part(model, limit.tokenizer)
     max_tokens = configured or limit.tokens or tokenizer.model_max_length
@@ -159,8 +163,8 @@ def inspect_scratch_diffusion(policy: ScratchDiffusionPolicy, texts: Iterable[st
         for source, text in prompts:
             if (num_tokens := len(tokenizer(text)["input_ids"])) > policy.words:
                 raise BadInput(
-                    f"{source}: the prompt has {num_tokens} tokens with start and end, but policy.words is "
-                    f"{policy.words}"
+                    f"{source}: the prompt has {num_tokens} tokens, including start and end, but policy.words, the "
+                    f"maximum, is {policy.words}. Raise policy.words, or shorten the prompt."
                 )
         return model.check(denoising)
 
@@ -263,5 +267,6 @@ def _measure_activations(model: Any, family: DenoiserFamily, *, text: int) -> _M
 
 def _no_critic() -> ModelOutline:
     raise BadInput(
-        "algorithm: text-to-image policies cannot have a critic. Use an algorithm without a critic, such as grpo."
+        "algorithm.critic is not supported for text-to-image policies. Use an algorithm without a critic, such as "
+        "algorithm.kind = 'grpo'."
     )

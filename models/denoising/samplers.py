@@ -93,15 +93,17 @@ def ddim_schedule(
     timesteps = _ddim_timesteps(steps, train, spacing=spacing, steps_offset=steps_offset)
     if steps > train or timesteps[0] >= train:
         raise BadInput(
-            f"{steps} steps, spacing {spacing!r}, steps_offset {steps_offset}: timesteps must be below the {train} "
-            f"timesteps of training, found {timesteps[0]}"
+            f"with {steps} steps, timestep_spacing {spacing!r} and steps_offset {steps_offset}, the first timestep is "
+            f"{timesteps[0]}, but the model was trained on timesteps below {train}. Lower rollout.denoising.steps, or "
+            "correct the model's scheduler_config.json."
         )
     end = 1.0 if set_alpha_to_one else alphas_cumprod[0].item()
     levels = (*alphas_cumprod[timesteps].tolist(), end)
     if levels[0] <= 0:
         raise BadInput(
-            f"alphas_cumprod[{timesteps[0]}] must be more than 0, found {levels[0]}. At pure noise, predicting the "
-            "noise does not determine the picture (rescale_betas_zero_snr needs another prediction_type)."
+            f"alphas_cumprod[{timesteps[0]}] of the model's scheduler is {levels[0]}, but it must be more than 0: at "
+            "pure noise, predicted noise does not determine the picture. A model with rescale_betas_zero_snr needs "
+            "another prediction_type. Use another model."
         )
     return NoiseSchedule(levels, tuple(map(float, timesteps)), prediction_type="noise")
 
@@ -117,7 +119,10 @@ def _ddim_timesteps(steps: int, train: int, *, spacing: str, steps_offset: int) 
         case "trailing":
             return [round(train - k * train / steps) - 1 for k in range(steps)]
         case _:
-            raise BadInput(f"timestep_spacing: expected 'leading', 'linspace' or 'trailing', found {spacing!r}")
+            raise BadInput(
+                "timestep_spacing in the model's scheduler_config.json must be 'leading', 'linspace' or 'trailing', "
+                f"found {spacing!r}"
+            )
 
 
 MIN_NOISE: Final = 0.01
@@ -159,7 +164,8 @@ def transition(
     `steps_N` is the denoising step of each state.
     """
     assert sampler.prediction_type == schedule.prediction_type, (
-        f"{sampler.label} reads {sampler.prediction_type}, but the model predicts {schedule.prediction_type}"
+        f"sampler {sampler.label!r} needs a model that predicts the {sampler.prediction_type}, but this one predicts "
+        f"the {schedule.prediction_type}"
     )
     return cast(Transition, implementation_of(sampler))(x_ND, prediction_ND, steps_N, schedule, sampler)
 

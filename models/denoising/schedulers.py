@@ -41,13 +41,15 @@ def check_scheduler(config: Mapping[str, Any], family: DenoiserFamily, *, where:
     kind, is_flow = config.get("_class_name"), family.prediction_type == "velocity"
     if is_flow and kind != _FLOW:
         raise BadInput(
-            f"{where}: scheduler {kind} is not supported: {family.denoiser} is a flow-matching model and needs {_FLOW}"
+            f"{where}: the scheduler {kind} is not supported, because {family.denoiser} is a flow-matching model and "
+            f"needs {_FLOW}. Change the scheduler of the model directory, or use another model."
         )
     prediction = config.get("prediction_type", "epsilon")
     if not is_flow and (kind not in _NOISE or prediction != "epsilon"):
         raise BadInput(
-            f"{where}: scheduler {kind} with prediction_type {prediction!r} is not supported. DDIM needs "
-            f"prediction_type 'epsilon' and one of {', '.join(_NOISE)}."
+            f"{where}: the scheduler {kind} with prediction_type {prediction!r} is not supported. Models that predict "
+            f"noise need prediction_type 'epsilon' and one of the schedulers {', '.join(_NOISE)}. Change the "
+            "scheduler of the model directory, or use another model."
         )
     required: dict[str, object] = dict.fromkeys(_PLAIN, False)
     required |= {"clip_sample": False, "timestep_type": "discrete", "time_shift_type": "exponential"}
@@ -59,7 +61,8 @@ def check_scheduler(config: Mapping[str, Any], family: DenoiserFamily, *, where:
     for name, value in required.items():
         if settings.get(name, value) != value:
             raise BadInput(
-                f"{where}: scheduler {kind}: {name} {settings[name]!r} is not supported. Only {value!r} is supported."
+                f"{where}: the scheduler {kind} has {name} = {settings[name]!r}, which is not supported. Set it to "
+                f"{value!r} in scheduler_config.json if the model was trained with this value, or use another model."
             )
 
 
@@ -74,8 +77,8 @@ def schedule_of(
     if config.sampler.prediction_type != family.prediction_type:
         fitting = "'ddim'" if family.prediction_type == "noise" else "'sde', 'dance' or 'cps'"
         raise BadInput(
-            f"rollout.denoising.sampler.kind {config.sampler.kind!r}: {family.denoiser} predicts the "
-            f"{family.prediction_type}. Use {fitting}."
+            f"rollout.denoising.sampler.kind is {config.sampler.kind!r}, but {family.denoiser} predicts the "
+            f"{family.prediction_type}. Set the kind to {fitting}."
         )
     if family.prediction_type == "noise":
         return _noise_schedule(scheduler, config)

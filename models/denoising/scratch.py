@@ -40,7 +40,8 @@ def word_tokenizer(texts: Iterable[str], *, context: int) -> PreTrainedTokenizer
         words |= dict.fromkeys(tokens)
         if len(tokens) + 2 > context:
             raise BadInput(
-                f"policy.words {context} is too low: the prompt {text!r} has {len(tokens)} words plus start and end"
+                f"policy.words is {context}, but the prompt {text!r} has {len(tokens)} words plus a start and an end "
+                "token. Raise policy.words."
             )
     vocabulary = {word: number for number, word in enumerate((PAD, BEGIN, UNKNOWN, *sorted(words), EOS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))

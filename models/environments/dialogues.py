@@ -48,7 +48,10 @@ class Dialogues:
     def load(self, directory: Path, model: ModelVersion) -> None:
         """Load the model of the simulated user from `directory`. Raises BadInput if the model is behind an endpoint."""
         if self._held is None:
-            raise BadInput(f"{self._settings.run.where}: the simulated user is behind an endpoint and cannot be loaded")
+            raise BadInput(
+                f"{self._settings.run.where}: the simulated user is behind an endpoint, so its model cannot be loaded "
+                "in this process"
+            )
         self._held.load(directory, model)
 
     def sleep(self) -> None:

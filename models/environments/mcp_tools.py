@@ -71,7 +71,10 @@ class ToolServer:
             cursor = page.next_cursor
             if cursor is None:
                 return tools
-        raise ServerFailed(f"the server's list of tools has more than {MAX_PAGES} pages")
+        raise ServerFailed(
+            f"the list of tools that the MCP server returns has more than {MAX_PAGES} pages. Select tools with "
+            "rollout.environment.tools, or use a server with fewer tools"
+        )
 
     async def _request_page(self, cursor: str | None) -> Any:  # noqa: ANN401 -- a type of mcp
         """Request one page of the server's tool list: the page at `cursor`, or the first page if it is None."""
@@ -107,7 +110,7 @@ class McpTools:
         except Exception as error:
             named = " ".join(server["command"]) or server["url"]
             message = _remove_secrets(_describe_error(error), server)
-            raise ValueError(f"rollout.environment: the MCP server {named!r}: {message}") from None
+            raise ValueError(f"rollout.environment: the MCP server {named!r} failed: {message}") from None
         for name in only:
             if name not in offered:
                 near = difflib.get_close_matches(name, offered, n=1)

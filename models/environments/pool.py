@@ -82,7 +82,10 @@ def server_process(settings: McpEnvironment, *, describes: DescribedTools) -> Ep
         raise BadInput(f"{settings.run.where}: the package mcp is not installed. Run: pip install 'mcp>=2.3,<3'")
     for variable in settings.secrets.values():
         if not os.environ.get(variable):
-            raise BadInput(f"{settings.run.where}: the environment variable {variable!r} is not set or is empty")
+            raise BadInput(
+                f"{settings.run.where}: the environment variable {variable!r}, which contains a secret for the MCP "
+                "server, is not set or is empty. Set it before you start the run."
+            )
     run = settings.run.with_schemas(describes)
     return EpisodeProcess(run, rheostat_interpreter(), seconds=settings.step_seconds)
 
@@ -177,11 +180,14 @@ class EnvironmentPool:
                 place.close()
                 ends.append(end.cause)
                 if end.num_repeats is not None and ends.count(end.cause) >= end.num_repeats:
-                    late = f"no answer after {self._settings.step_seconds:g} s"
+                    late = (
+                        f"the environment did not respond within {self._settings.step_seconds:g} s "
+                        "(rollout.environment.step_seconds)"
+                    )
                     return TurnAnswer(None, late if end.cause == "time" else str(end), time.monotonic() - began)
                 if len(ends) == MAX_ENDS:
                     raise WorkerLost(
-                        f"{self._settings.run.where}: the environment's process ended {len(ends)} times in a row, by "
-                        f"{', '.join(ends)}, for an unknown reason. Check that the machine has enough memory and that "
-                        "nothing kills the process."
+                        f"{self._settings.run.where}: the process of the environment ended {len(ends)} times in a row "
+                        f"for an unknown reason ({', '.join(ends)}). Check that the machine has enough memory and "
+                        "that nothing kills the process."
                     ) from end

@@ -56,7 +56,8 @@ class EnvironmentRuntime:
         this process."""
         if not isinstance(self._answers, LocalModelResponder):
             raise BadInput(
-                f"{self._settings.run.where}: this environment uses no model, so no model can be loaded for it"
+                f"{self._settings.run.where}: a model was loaded for this environment, but only environments with a "
+                "simulated user (kind 'dialogue') use a model"
             )
         self._answers.load(directory, user)
 
@@ -129,14 +130,15 @@ def tools_of(settings: EpisodeSettings | None, problems: Sequence[Problem]) -> t
     for problem in problems:
         if settings.has_turn_prompts and problem.images:
             raise BadInput(
-                f"{problem.source}: the problem has images ({len(problem.images)}), but rollout.environment.history "
-                "'per_turn' supports text only. Use another history or problems without images."
+                f"{problem.source}: the problem has {len(problem.images)} images, but rollout.environment.history = "
+                "'per_turn' supports text only. Use another history, or problems without images."
             )
         if isinstance(problem.prompt, str) == is_chat:
             kinds = ("a chat", "plain text") if is_chat else ("plain text", "a chat")
             raise BadInput(
-                f"{problem.source}: expected {kinds[0]} as the prompt, found {kinds[1]}. Change the problems, or set "
-                f"rollout.environment.prompts={'text' if is_chat else 'chat'!r}."
+                f"{problem.source}: rollout.environment needs {kinds[0]} as the prompt, but this problem has "
+                f"{kinds[1]}. Change the problems, or set rollout.environment.prompts = "
+                f"{'text' if is_chat else 'chat'!r}."
             )
     schemas = tool_schemas(settings) if is_chat else ()
     names = [_tool_name(schema) for schema in schemas]
@@ -144,8 +146,8 @@ def tools_of(settings: EpisodeSettings | None, problems: Sequence[Problem]) -> t
         for tool in problem.template.tools:
             if (name := _tool_name(tool)) not in names:
                 raise BadInput(
-                    f"{problem.source}: the row's tool {name!r} is not a tool of rollout.environment, which has "
-                    f"{', '.join(names)}{nearest_name(name, names) or '.'} A row may only select some of them."
+                    f"{problem.source}: the row selects the tool {name!r}, but rollout.environment has only the tools "
+                    f"{', '.join(names)}{nearest_name(name, names) or '.'} A row may only select some of these tools."
                 )
     return schemas
 
@@ -178,7 +180,10 @@ def check_turns(
     finally:
         answers.close()
     if first_answer.step is None:
-        raise BadInput(f"{settings.run.where}: the environment cannot start an episode: {first_answer.failure}")
+        raise BadInput(
+            f"{settings.run.where}: starting the first episode, as a test, failed: {first_answer.failure}. Correct "
+            "the environment or its options."
+        )
 
 
 def _check_shown(form: TurnFormat) -> None:
@@ -190,8 +195,9 @@ def _check_shown(form: TurnFormat) -> None:
     hidden = [name for name in names if name not in prompt]
     if hidden:
         raise BadInput(
-            f"rollout.environment: the policy's chat template does not show the tool {hidden[0]!r}. Use a policy that "
-            "was trained to use tools, or set rollout.environment.kind='target' with a class that parses the text."
+            f"rollout.environment: the policy's chat template does not include the tool {hidden[0]!r} in the prompt, "
+            "so the policy could not know it. Use a policy that was trained to use tools, or set "
+            "rollout.environment.kind = 'target' with a class that parses the text."
         )
 
 
@@ -217,7 +223,12 @@ def _known_schemas(settings: EpisodeSettings) -> tuple[ToolSchema, ...]:
     try:
         return tool_schemas(settings, "known")
     except RheostatError as error:
-        logger.warning("%s: the arguments of tool calls are not checked: %s", settings.run.where, error)
+        logger.warning(
+            "%s: the arguments of tool calls are not checked against the schemas of the tools, because the schemas "
+            "cannot be read: %s",
+            settings.run.where,
+            error,
+        )
         return ()
 
 

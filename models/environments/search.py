@@ -34,7 +34,10 @@ class Index:
                 self.passages.append(read_text(place, row[column], column))
         input_errors.check()
         if not self.passages:
-            raise BadInput(f"rollout.environment.corpus {format_path(corpus)}: the file has no passages")
+            raise BadInput(
+                f"rollout.environment.corpus is {format_path(corpus)}, but this file contains no passages. Set it to "
+                "a file with at least one passage"
+            )
         self._retriever = Retriever(retriever, "rollout.environment.retriever")
         self._passages_ND = self._retriever.embed(self.passages)
 

@@ -74,8 +74,8 @@ def fill_instructions(template: str, problem: ProblemData) -> str:
             near = difflib.get_close_matches(name, problem, n=1)
             hint = f", did you mean {near[0]!r}?" if near else "."
             raise ValueError(
-                f"rollout.environment.instructions: the problem has no field {name!r}{hint} Its fields are "
-                f"{', '.join(sorted(problem))}."
+                f"rollout.environment.instructions contains {{{name}}}, but the problem has no field {name!r}{hint} "
+                f"The fields of the problem are {', '.join(sorted(problem))}."
             )
         value = problem[name]
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -117,8 +117,9 @@ def worked_replies(environment: DialogueEnvironment, problems: Iterable[Problem]
     for problem in problems:
         if len(problem.worked_turns) < 2:
             raise BadInput(
-                f"{problem.source}: the problem has no worked episode, but rollout.environment.model.kind 'trained' "
-                "trains on worked episodes. Use data with worked episodes or a model that needs no training."
+                f"{problem.source}: rollout.environment.model.kind = 'trained' trains the simulated user on worked "
+                "episodes, but this problem has none. Use data with worked episodes, or a model that needs no "
+                "training."
             )
         try:
             instructions = fill_instructions(environment.instructions, build_problem_data(problem))

@@ -198,8 +198,9 @@ def _range_of(scores: PairedScores, score_range: tuple[float, float] | None) -> 
     if score_range is None:
         return None
     raise Quarantined(
-        f"scores are between {lowest:g} and {highest:g}, outside their range of {low:g} to {high:g}. Set `range` of "
-        "the rule in [promotion] to the lowest and the highest possible score."
+        f"some scores are outside of the range of this reward: they are between {lowest:g} and {highest:g}, but the "
+        f"range is {low:g} to {high:g}. Set `range` of the rule in [promotion] to the lowest and the highest possible "
+        "score."
     )
 
 
@@ -217,18 +218,18 @@ def _problem_means(scores: PairedScores) -> tuple[Floats, Floats]:
     """
     if len(scores.prompts) < MIN_PROBLEMS:
         raise BadInput(
-            f"the test needs at least {MIN_PROBLEMS} problems that both policies answered, found "
-            f"{len(scores.prompts)}. "
-            "Raise evaluation.problems, or `problems` of the suite. If too few problems are held out, raise "
-            "data.heldout_fraction."
+            f"the paired test of two policies needs at least {MIN_PROBLEMS} problems that both policies answered, but "
+            f"there are only {len(scores.prompts)}. Raise evaluation.problems, or `problems` of the suite. If too few "
+            "problems are held out, raise data.heldout_fraction."
         )
     missing_PS = scores.missing_PS
     some_P = ~missing_PS.all(axis=1)
     ordered = sorted(np.flatnonzero(some_P), key=lambda at: scores.prompts[at])
     if some_P.sum() < MIN_PROBLEMS:
         raise Quarantined(
-            f"of {some_P.size} problems {some_P.sum()} have scores of both policies, but a gate needs at least "
-            f"{MIN_PROBLEMS}: {missing_PS.sum()} of {missing_PS.size} pairs lack a score"
+            f"only {some_P.sum()} of {some_P.size} problems have scores of both policies, but the gate needs at least "
+            f"{MIN_PROBLEMS}, because {missing_PS.sum()} of {missing_PS.size} pairs of completions lack a score. Look "
+            "at the logs for errors of the reward."
         )
     sides = (scores.champion_PS, scores.challenger_PS)
     champion_P, challenger_P = (np.nanmean(np.where(missing_PS, np.nan, side)[ordered], axis=1) for side in sides)

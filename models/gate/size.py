@@ -179,7 +179,10 @@ def problems_needed(
     """
     if not threshold < gain <= sqrt(max(0.0, mean_square)):
         max_gain = sqrt(max(0.0, mean_square))
-        raise BadInput(f"the gain must be above {threshold:g} and at most {max_gain:g}, found {gain:g}")
+        raise BadInput(
+            f"the gain in score to be detected is {gain:g}, but it must be above the threshold, {threshold:g}, and at "
+            f"most {max_gain:g}, the largest gain that is possible with this mean square difference"
+        )
     z_alpha, z_beta = _quantiles(alpha, power)
     square = mean_square - 2 * threshold * gain + threshold**2
     spread = z_alpha * sqrt(square) + z_beta * sqrt(mean_square - gain**2)
@@ -239,5 +242,8 @@ def smallest_margin(problems: int, mean_square: float, *, alpha: float, method: 
 
 def _quantiles(alpha: float, power: float) -> tuple[float, float]:
     if not (0 < alpha < 0.5 and 0.5 <= power < 1):
-        raise BadInput(f"alpha must be in (0, 0.5) and power in [0.5, 1), found {alpha:g} and {power:g}")
+        raise BadInput(
+            f"alpha must be above 0 and below 0.5, and power must be at least 0.5 and below 1, found alpha {alpha:g} "
+            f"and power {power:g}"
+        )
     return float(normal_quantile(1 - alpha)), float(normal_quantile(power))

@@ -196,8 +196,8 @@ def _find_doubts(evidence: Evidence, max_missing: float, max_contaminated: float
     rules: list[MeasuredGain | MeasuredGuard] = [*evidence.gains, *evidence.guards]
     missing = {floor.name: floor.missing_share for floor in evidence.floors}
     doubts += [
-        f"{guard.suite}: a guard needs the range of its scores if some are outside 0 to 1. Set `range` of the guard in "
-        "[promotion] to the lowest and the highest possible score."
+        f"{guard.suite}: the scores of a guard must have a known range if some are outside 0 to 1. Set `range` of "
+        "the guard in [promotion] to the lowest and the highest possible score."
         for guard in evidence.guards
         if guard.difference.method == "bootstrap"
     ]
@@ -205,16 +205,20 @@ def _find_doubts(evidence: Evidence, max_missing: float, max_contaminated: float
         missing[suite] = difference.missing_share
         if difference.unmatched:
             doubts.append(
-                f"{suite}: {difference.unmatched} problems have answers of only one policy, but both must answer the "
-                "same"
+                f"{suite}: only one of the two policies answered {difference.unmatched} problems, but both must "
+                "answer the same problems. Run the missing evaluation again"
             )
     for suite, share in missing.items():
         if share > max_missing:
-            doubts.append(f"{suite}: {share:.1%} of scores are missing, above max_missing {max_missing:.1%}")
+            doubts.append(
+                f"{suite}: {share:.1%} of the scores are missing, which is more than max_missing, {max_missing:.1%}"
+            )
     for suite, share in evidence.contaminated.items():
         if share > max_contaminated:
             named = evidence.trained_on[suite].text()
-            doubts.append(f"{suite}: {named}; {share:.1%} is above max_contaminated {max_contaminated:.1%}")
+            doubts.append(
+                f"{suite}: {named}. This share, {share:.1%}, is above max_contaminated, {max_contaminated:.1%}"
+            )
     return doubts
 
 
@@ -247,4 +251,4 @@ def _suggest_problems(difference: PairedDifference, above: float, level: float) 
         method="exact" if difference.method == "exact" else "betting",
     )
     problems = max(needed, difference.prompts + 1)
-    return f": about {problems:,} problems, not {difference.prompts:,}, are needed to show this difference"
+    return f". About {problems:,} problems, not {difference.prompts:,}, would be needed to show this difference"

@@ -81,13 +81,13 @@ def check_request(judge: EndpointJudge, sampling: SamplingConfig, verdict: Verdi
     """Raise BadInput if the endpoint cannot be used with this kind of verdict or these sampling settings."""
     if isinstance(verdict, ChoiceVerdict) and verdict.constrained and judge.guided == "none":
         raise BadInput(
-            f"judge at {judge.base_url!r}: verdict.constrained needs a server that supports constrained decoding. "
-            'Set model.guided = "vllm" if the server is vLLM, else verdict.constrained = false.'
+            f"judge at {judge.base_url!r}: verdict.constrained = true needs a server that supports constrained "
+            'decoding. Set model.guided = "vllm" if the server is vLLM, else set verdict.constrained = false.'
         )
     if sampling.top_k and judge.guided != "vllm":
         raise BadInput(
-            f"judge at {judge.base_url!r}: sampling.top_k is {sampling.top_k}, but the OpenAI API has no top_k. Set "
-            'sampling.top_k = 0, or model.guided = "vllm" if the server is vLLM.'
+            f"judge at {judge.base_url!r}: sampling.top_k is {sampling.top_k}, but the OpenAI API has no parameter "
+            'top_k. Set sampling.top_k = 0, or model.guided = "vllm" if the server is vLLM.'
         )
 
 

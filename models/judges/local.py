@@ -94,7 +94,10 @@ class LocalJudge:
         """Set the source from which the images of subsequent questions are read. Raises BadInput if the engine cannot
         process images."""
         if not isinstance(self._engine, VisionEngine):
-            raise BadInput(f"engine {self.producer()} has no method `show`, which a judge that reads images needs")
+            raise BadInput(
+                f"engine {self.producer()} cannot process images, because it has no method `show`, but this judge "
+                'reads images. Use another engine, or remove images = "prompt"'
+            )
         self._images.source = images
         self._engine.show(images)
 

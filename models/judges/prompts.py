@@ -286,7 +286,10 @@ def judge_examples(data: DataConfig, reward: JudgeReward, warmup: WarmupConfig, 
     right, wrong = verdict_texts(reward.verdict)
     problems = load_problems(data, "train", seed)
     if not all(problem.answer for problem in problems):
-        raise BadInput("a judge is trained on right and wrong answers, but a problem has none. Set data.answer_column.")
+        raise BadInput(
+            "a judge with a trained model is trained on correct and wrong answers, but at least one problem has no "
+            "reference answer. Set data.answer_column, or remove these problems."
+        )
     rng = Random(f"{seed}/judge")
     examples: list[Example] = []
     for index in range(warmup.steps * warmup.batch_size):
@@ -337,6 +340,6 @@ def verdict_texts(verdict: VerdictConfig | RubricVerdict) -> tuple[str, str]:
             return verdict.yes, verdict.no
         case _:
             raise BadInput(
-                "verdict.kind: a trained judge answers with one of several fixed texts. Expected choice or logprob, "
-                f"found {verdict.kind}"
+                f"verdict.kind is {verdict.kind!r}, but a judge with a trained model must answer with one of several "
+                "fixed texts. Set verdict.kind to 'choice' or 'logprob'"
             )

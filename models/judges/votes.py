@@ -180,8 +180,9 @@ def _cast(verdicts: pa.Table, rollouts: pa.Table, term: str) -> list[list[Judgem
     if set(votes_by_place) != set(places):
         unpaired = min(set(votes_by_place) ^ set(places))
         raise Damaged(
-            f"verdicts of {term}: there are {len(places)} completions but verdicts on {len(votes_by_place)}. Prompt "
-            f"row {unpaired[0]}, sample {unpaired[1]} is missing on one side."
+            f"the verdict shard of reward {term} has verdicts on {len(votes_by_place)} completions, but the rollout "
+            f"shard has {len(places)} completions. The first that only one of them contains is prompt row "
+            f"{unpaired[0]}, sample {unpaired[1]}. Restore both shards from a copy of the run."
         )
     return [votes_by_place[place] for place in places]
 

@@ -85,16 +85,19 @@ def check_directory(path: Path, where: str) -> Path:
         if not (here / "config.json").is_file():
             contents = ", ".join(sorted(each.name for each in here.iterdir())[:5]) or "no file"
             raise BadInput(
-                f"{where} {format_path(path)}: expected an encoder directory with {MODULES} or config.json, found "
-                f"{contents}"
+                f"{where} {format_path(path)}: the directory of an encoder must contain {MODULES} or config.json, "
+                f"found {contents}. Set the path to a sentence-transformers or transformers model"
             ) from None
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise BadInput(f"{where} {format_path(path)}: {MODULES} is not a valid list of modules: {error}") from error
+        raise BadInput(
+            f"{where} {format_path(path)}: {MODULES} is not a valid list of modules: {error}. Copy or download the "
+            "model again."
+        ) from error
     for kind in kinds:
         if not str(kind).startswith("sentence_transformers."):
             raise BadInput(
-                f"{where} {format_path(path)}: {MODULES} names the module {kind!r}. Only modules of "
-                "sentence_transformers are loaded."
+                f"{where} {format_path(path)}: {MODULES} contains the module {kind!r}, but only modules of "
+                "sentence_transformers are loaded. Use another model."
             )
     return here
 
@@ -151,7 +154,9 @@ def _loading(path: Path, where: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise BadInput(f"{where} {format_path(path)}: the encoder cannot be loaded: {reason}") from error
+        raise BadInput(
+            f"{where} {format_path(path)}: the encoder cannot be loaded: {reason}. Use a complete copy of the model."
+        ) from error
 
 
 class Retriever:

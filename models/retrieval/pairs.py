@@ -55,8 +55,10 @@ def load_pairs(config: RetrieverConfig) -> PairSet:
     pair_set = cast(PairFactory, implementation_of(config.pairs))(config.pairs, config.seed, config.heldout_fraction)
     for split, pairs in (("training", pair_set.train), ("held-out", pair_set.heldout)):
         if len(pairs) < config.encoder.batch_size and (split == "training" or not pairs):
-            needed = f"encoder.batch_size {config.encoder.batch_size}" if split == "training" else "one"
-            raise BadInput(f"pairs: found {len(pairs)} {split} pairs, but at least {needed} are needed")
+            needed = f"{config.encoder.batch_size} (encoder.batch_size)" if split == "training" else "one"
+            raise BadInput(
+                f"pairs: there are only {len(pairs)} {split} pairs, but at least {needed} are needed. Add pairs"
+            )
     return pair_set
 
 
@@ -90,7 +92,10 @@ def _read(path: Path, source: PairFile) -> tuple[Pair, ...]:
             pairs.append(Pair(query=query, passage=passage, negatives=_negatives(place, row, columns[2:])))
     input_errors.check()
     if not pairs:
-        raise BadInput(f"{path}: the file is empty. Expected at least one pair.")
+        raise BadInput(
+            f"{path}: the file is empty, but it must contain at least one pair. Check that the file was written "
+            "completely."
+        )
     return tuple(pairs)
 
 
@@ -101,7 +106,10 @@ def _negatives(place: str, row: Mapping[str, object], columns: Sequence[str]) ->
     """
     values = [row[column] for column in columns]
     if not all(isinstance(each, list) for each in values):
-        raise BadInput(f"{place}: {columns[0]}: expected a list of texts, found {values[0]!r:.60}")
+        raise BadInput(
+            f"{place}: {columns[0]}: the value must be a list of texts, found {values[0]!r:.60}. Write it as a JSON "
+            "list, or remove the row."
+        )
     listed = [(f"{column}[{number}]", each) for column in columns for number, each in enumerate(row[column])]  # type: ignore[arg-type, var-annotated]
     return tuple(read_text(place, each, name) for name, each in listed)
 
