@@ -182,7 +182,7 @@ def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) ->
         with input_errors.collect(problem.source):
             if problem.identity in training_problems:
                 raise BadInput(
-                    f"{problem.source}: this held-out problem is also a training problem. Remove one of the two."
+                    f"{problem.source}: this held-out problem is also a training problem. Remove it from one split."
                 )
     input_errors.check()
     if inputs.warmup is not None and inputs.warmup.chats is None and inputs.policy.picture_side is None:
@@ -196,7 +196,9 @@ def _check_data(inputs: Inputs, train: list[Problem], heldout: list[Problem]) ->
                 try:
                     check_reference(problem.answer)
                 except ValueError as error:
-                    raise BadInput(f"{problem.source}: the {kind} reward cannot use the answer: {error}") from error
+                    raise BadInput(
+                        f"{problem.source}: reward {kind!r} cannot use the reference answer: {error}"
+                    ) from error
     input_errors.check()
 
 
@@ -245,8 +247,8 @@ def _check_policy(inputs: Inputs, train: list[Problem], heldout: list[Problem], 
         check_turns(environment, tokenizer, tools, problems[0])
     new_tokens = inputs.rollout.sampling.max_new_tokens
     if new_tokens >= shape.context:
-        key = f"rollout.sampling.max_new_tokens {new_tokens}"
-        raise BadInput(f"{key} leaves no room for a prompt, because the policy's context is {shape.context_text}")
+        key = f"rollout.sampling.max_new_tokens is {new_tokens}"
+        raise BadInput(f"{key}, but the policy's context is {shape.context_text}, so no prompt fits. Lower the key.")
     pairs, room, too_long = [*zip(problems, prompts, strict=True)], shape.context - new_tokens, inputs.data.long_prompts
     train_asked = enforce_prompt_length(pairs[: len(train)], max_tokens=room, too_long=too_long, split="train")
     heldout_asked = enforce_prompt_length(pairs[len(train) :], max_tokens=room, too_long=too_long, split="heldout")
@@ -286,8 +288,8 @@ def _update_memory(inputs: Inputs, model: ModelOutline, *, longest_tokens: int) 
     bytes_needed = resident_bytes(update, model, ranks=ranks)
     if update.activation_checkpointing and not model.recomputes:
         raise BadInput(
-            f"update.activation_checkpointing: transformers cannot recompute layers of {model.kind}. Remove the key, "
-            "and lower update.microbatch_tokens to save memory."
+            f"update.activation_checkpointing is set, but transformers cannot recompute the layers of {model.kind}. "
+            "Remove the key, and lower update.microbatch_tokens to save memory."
         )
     compared = update.kl_penalty is not None or required_models(inputs.algorithm).reference
     reference = {"update_reference_bytes": model.parameters * 4} if compared and update.lora is None else {}

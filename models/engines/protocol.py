@@ -235,6 +235,6 @@ def check_class(config: EngineSettings, *, name: str) -> None:
     missing = [method for method in METHODS if not callable(getattr(engine_class, method, None))]
     if isinstance(engine_class, type) and missing:
         raise BadInput(
-            f"{name} {config.label!r}: {config.implementation!r} must have the methods {', '.join(METHODS)}, but it "
-            f"has no {', '.join(missing)}"
+            f"{name} {config.label!r}: the class {config.implementation!r} must have the methods "
+            f"{', '.join(METHODS)}, but {', '.join(missing)} is missing. Add the missing methods"
         )

@@ -83,8 +83,9 @@ def _check_local_user(
     longest = max(len(each) for each in user_inputs(transcripts, found.tokenizer, chats=chats, rules=rules))
     if longest + room > found.shape.context:
         raise BadInput(
-            f"instructions have up to {longest} tokens and a reply up to {room}, but the context of the simulated user "
-            f"is {found.shape.context} tokens. Use a model with a longer context, or shorten the instructions."
+            f"the instructions of the simulated user have up to {longest} tokens and its reply up to {room}, but the "
+            f"context of its model is only {found.shape.context} tokens. Use a model with a longer context, or "
+            "shorten the instructions."
         )
     assert model.local_engine is not None, "a model that is inspected runs in this process"
     model.local_engine.estimate_memory(

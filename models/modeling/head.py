@@ -272,6 +272,6 @@ def _find_linear_head(model: PreTrainedModel, banned: Sequence[int]) -> tuple[nn
         if torch.allclose(expected.float(), computed, rtol=1e-2, atol=1e-2, equal_nan=True):
             return head, shape
     raise BadInput(
-        f"model {type(model).__name__} cannot be trained: its logits must be a linear layer of the last hidden states, "
-        "followed by at most a scale or a soft cap"
+        f"model {type(model).__name__} cannot be trained, because its logits are not a linear layer of the last "
+        "hidden states, followed by at most a scale or a soft cap. Use another architecture"
     )

@@ -122,7 +122,10 @@ def refuse_to_write(
 ) -> int:
     """Raise BadInput, because no separate model is built for this reward: it uses a model behind an endpoint, or a copy
     of the policy."""
-    raise BadInput("a model behind an endpoint, or one that starts from the policy, cannot be built for the reward")
+    raise BadInput(
+        "the model of this reward is behind an endpoint or starts as a copy of the policy, so it is not written "
+        "separately"
+    )
 
 
 def write_reward_model(
@@ -182,7 +185,7 @@ def refuse_to_write_user(
     environment: DialogueEnvironment, model: UserModel, directory: Path, *, problems: Sequence[Problem], seed: int
 ) -> int:
     """Raise BadInput, because a simulated user behind an endpoint has no model that a run could build."""
-    raise BadInput("a model behind an endpoint cannot be built for the run")
+    raise BadInput("the simulated user is behind an endpoint, so the run does not write its model")
 
 
 def copy_user(

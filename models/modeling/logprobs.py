@@ -142,7 +142,8 @@ class TokenModule(nn.Module):
         )
         if not matches_padded_rows(self.model, sequence_parallel_group=group):
             raise BadInput(
-                f"update.sequence_parallel is {group.size}, but {kind} gives other results for split sequences"
+                f"update.sequence_parallel is {group.size}, but {kind} computes other results if its sequences are "
+                "split among ranks. Set it to 1"
             )
         self.sequence_parallel_group = group
 
@@ -156,7 +157,10 @@ class TokenModule(nn.Module):
             width = batch.tokens_BT.shape[1]
             images = prepare_rows(self.vision, self.model, shows, device=device, width=width, runs_always=True)
         elif any(each.images for each in batch.inputs):
-            raise BadInput(f"{type(self.model).__name__} reads only text, but the prompts have images")
+            raise BadInput(
+                f"{type(self.model).__name__} reads only text, but the prompts have images. Use a vision-language "
+                "policy, or remove data.images_column"
+            )
         inputs = ForwardInput.from_microbatch(
             batch,
             device,
@@ -187,12 +191,16 @@ class TokenModule(nn.Module):
     def means(self) -> Tensor:
         """Means of the distributions of the next states, as a denoiser predicted them in the latest forward pass. Shape
         (denoising steps, values of a state)."""
-        raise AssertionError("a language model predicts no means of states")
+        raise AssertionError(
+            "a language model has no denoising steps. Only text-to-image policies predict the means of denoising states"
+        )
 
     def divergence(self, means_ND: Tensor) -> Tensor:
         """Return the KL divergence of each denoising step of the latest forward pass from another denoiser, whose
         predicted means of the next states are `means_ND` (denoising steps x values of a state)."""
-        raise AssertionError("a language model predicts no means of states")
+        raise AssertionError(
+            "a language model has no denoising steps. Only text-to-image policies predict the means of denoising states"
+        )
 
     def save(self, directory: Path) -> dict[str, BundledFile]:
         """Write the model with unsharded weights, and return the size and digest of each weight file by name."""

@@ -121,8 +121,9 @@ def find_base(directory: Path) -> Path:
         base = on_hub
     if not base_name or not (base / "config.json").is_file():
         raise BadInput(
-            f"adapter {directory}: base_model_name_or_path in {SETTINGS} must name a model directory, or a model on "
-            f"the Hugging Face Hub, but it is {base_name!r}"
+            f"adapter {directory}: base_model_name_or_path in {SETTINGS} must be the path of the base model's "
+            f"directory, or the name of a model on the Hugging Face Hub, but it is {base_name!r}. Correct it, or "
+            "download the base model"
         )
     return base.resolve()
 
@@ -141,11 +142,16 @@ def read_adapter(directory: Path) -> Adapter:
     tensors_by_name = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
     layers = [name.removesuffix(_A) for name in tensors_by_name if name.endswith(_A)]
     if unpaired := [name for name in layers if f"{name}{_B}" not in tensors_by_name]:
-        raise BadInput(f"adapter {directory}: {unpaired[0]} has a matrix A but no matrix B")
+        raise BadInput(
+            f"adapter {directory}: the layer {unpaired[0]} has a matrix A but no matrix B. Save the adapter again "
+            "with peft"
+        )
     try:
         scales = {name: settings.scale(name) for name in layers}
     except re.error as error:
-        raise BadInput(f"adapter {directory}: a pattern in {SETTINGS} is no regular expression: {error}") from error
+        raise BadInput(
+            f"adapter {directory}: a pattern in {SETTINGS} is not a valid regular expression: {error}"
+        ) from error
     return Adapter(
         directory=directory,
         rank=max([settings.r, *settings.rank_pattern.values()]),
@@ -162,18 +168,23 @@ def check_fits(model: PreTrainedModel, adapter: Adapter) -> None:
     for name, delta in adapter.deltas.items():
         layer = _find_layer(model, name)
         if layer is None or layer.weight is embeddings:
-            raise BadInput(f"adapter {adapter.directory}: its base has no linear layer {name} with separate weights")
+            raise BadInput(
+                f"adapter {adapter.directory}: the base model has no linear layer {name} with separate weights, which "
+                "the adapter changes. Use the base model with which the adapter was trained"
+            )
         shape_OI = (delta.b_OR.shape[0], delta.a_RI.shape[1])
         base_OI = tuple(layer.weight.shape)[:: -1 if isinstance(layer, Conv1D) else 1]
         if base_OI != shape_OI:
             raise BadInput(
-                f"adapter {adapter.directory}: {name} is for weights of shape {shape_OI}, but its base has {base_OI}"
+                f"adapter {adapter.directory}: the adapter of {name} is for weights of shape {shape_OI}, but those of "
+                f"the base model have the shape {base_OI}. Use the base model with which the adapter was trained"
             )
     shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters(remove_duplicate=False)}
     for name, tensor in adapter.replaced.items():
         if shapes.get(name) != tuple(tensor.shape):
             raise BadInput(
-                f"adapter {adapter.directory}: {name} is {tuple(tensor.shape)}, but its base has {shapes.get(name)}"
+                f"adapter {adapter.directory}: {name} has the shape {tuple(tensor.shape)}, but in the base model it "
+                f"has {shapes.get(name)}. Use the base model with which the adapter was trained"
             )
 
 
@@ -248,4 +259,7 @@ def _read_settings(directory: Path) -> AdapterSettings:
     try:
         return AdapterSettings.model_validate(json.loads((directory / SETTINGS).read_text()))
     except (OSError, ValueError, ValidationError) as error:
-        raise BadInput(f"adapter {directory}: {SETTINGS} is not peft's: {' '.join(str(error).split())}") from error
+        raise BadInput(
+            f"adapter {directory}: {SETTINGS} is not a valid configuration of peft: {' '.join(str(error).split())}. "
+            "Save the adapter again with peft"
+        ) from error

@@ -76,7 +76,9 @@ def load_weights(
                 ignore_mismatched_sizes=True,  # they are reported in our words below
             )
     except (ValueError, KeyError, TypeError, OSError, ImportError, RuntimeError, SafetensorError) as error:
-        raise BadInput(f"{where}: its weights do not load: {first_line(error)}") from error
+        raise BadInput(
+            f"{where}: the weights cannot be loaded: {first_line(error)}. Use a complete copy of the model"
+        ) from error
     check_loaded_weights(model, loading, stored, where=where)
     return model
 
@@ -174,7 +176,8 @@ def policy_shape(config: PretrainedConfig, *, parameters: int, source: str, cont
     usable = usable_context(longest if isinstance(longest, int) else None, text.to_dict())
     if None not in (usable, context) and usable != context:
         raise BadInput(
-            f"policy.context is {context}, but config.json in {source} sets {usable}. Remove policy.context."
+            f"policy.context is {context}, but config.json in {source} already sets the maximum length {usable}. "
+            "Remove policy.context."
         )
     context = context or usable
     if context is None:

@@ -87,8 +87,12 @@ class ExpertReplay:
                 continue
             problem = "none" if each.experts is None else self._find_problem(each.experts)
             if problem or each.experts is None:
-                expected = f"{self._width} experts of each token, below {self._experts}"
-                raise Damaged(f"sample of {len(each)} tokens cannot be replayed: expected {expected}, found {problem}")
+                expected = f"{self._width} experts with numbers below {self._experts}"
+                raise Damaged(
+                    f"the recorded experts of a sample with {len(each)} tokens do not fit this model: each token "
+                    f"needs {expected}, but the sample has {problem}. Restore the shard from a copy of the run, or "
+                    "remove update.router_replay"
+                )
             chosen_TF[: len(each.experts)] = each.experts
         chosen_LF: NDArray[np.int32] = chosen_BTF.reshape(-1, self._width)
         if shares and batch.shared is not None:

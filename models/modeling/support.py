@@ -48,7 +48,7 @@ def check_trainable(model: PreTrainedModel, *, source: str) -> None:
 def describe_decoding_conflict(model: PreTrainedModel) -> str:
     """Return the reason why the engine `transformers` cannot decode with a model, or "" if no reason is known."""
     if "past_key_values" not in inspect.signature(model.forward).parameters or not _returns_cache(model):
-        return "its class has no cache of keys and values (past_key_values)"
+        return "its class has no KV cache (past_key_values)"
     return _find_error(model, lambda tokens_BT: _decode_one_token(model, tokens_BT))
 
 
@@ -114,7 +114,10 @@ def _compute_logits(model: PreTrainedModel, tokens_BT: Tensor) -> None:
         for hook in hooks:
             hook.remove()
     if called:
-        raise _Unsupported(f"{called[0]} changes the last hidden states before the output layer reads them")
+        raise _Unsupported(
+            f"{called[0]} changes the last hidden states before the output layer reads them, but training needs the "
+            "hidden states that the output layer reads"
+        )
 
 
 def _decode_one_token(model: PreTrainedModel, tokens_BT: Tensor) -> None:
@@ -123,7 +126,10 @@ def _decode_one_token(model: PreTrainedModel, tokens_BT: Tensor) -> None:
     cache = model(input_ids=tokens_BT, use_cache=True, logits_to_keep=1).past_key_values
     if isinstance(cache, DynamicCache) and type(cache) is not DynamicCache:
         # MiniMax keeps recurrent states next to the layers. They are not reordered, and later tokens see the padding.
-        raise _Unsupported(f"{type(cache).__name__} has states outside of its layers, which cannot be reordered")
+        raise _Unsupported(
+            f"its cache, {type(cache).__name__}, contains states that do not belong to a layer, so the rows of a "
+            "batch cannot be reordered"
+        )
     rows_R = torch.tensor([0, 0, 1], device=tokens_BT.device)
     cache.reorder_cache(rows_R)
     positions_R1 = torch.full((len(rows_R), 1), tokens_BT.shape[1], device=tokens_BT.device)
@@ -149,5 +155,5 @@ def _find_error(model: PreTrainedModel, call: Callable[[Tensor], None]) -> str:
     except (RuntimeError, NotImplementedError, AssertionError):
         return ""
     except (AttributeError, TypeError, ValueError, LookupError) as error:
-        return f"its code fails ({' '.join(str(error).split())[:200]})"
+        return f"running it failed ({' '.join(str(error).split())[:200]})"
     return ""

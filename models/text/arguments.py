@@ -67,7 +67,9 @@ def _check_call(call: Call, validators: Mapping[str, Validator]) -> Call:
     except OverflowError:  # an integer of hundreds of digits in a comparison with a float
         return replace(call, error=f"{call.name}: arguments: a number is too large")
     except Exception:  # a schema can contain references and patterns that only fail when they are used
-        logger.warning("tool %r: its schema cannot be applied, so its arguments are not checked", call.name)
+        logger.warning(
+            "tool %r: its JSON schema cannot be applied, so the arguments of its calls are not checked", call.name
+        )
         return call
     problems = list(dict.fromkeys(problem for error in errors for problem in _describe_errors(error)))
     shown = "; ".join(problems[:_MAX_PROBLEMS])
@@ -89,7 +91,11 @@ def _build_validator(tool: ToolSchema) -> tuple[str, Validator | None]:
     try:
         kind.check_schema(schema)
     except SchemaError as error:
-        logger.warning("tool %r: its schema is invalid, so its arguments are not checked: %s", name, error.message)
+        logger.warning(
+            "tool %r: its JSON schema is invalid, so the arguments of its calls are not checked: %s",
+            name,
+            error.message,
+        )
         return name, None
     strict = extend(kind, type_checker=kind.TYPE_CHECKER.redefine("integer", _is_integer))
     return name, strict(schema, registry=Registry())  # an own registry, because the default one fetches remote schemas

@@ -91,7 +91,7 @@ def build_parser(name: str, tokenizer: PreTrainedTokenizerFast, *, tools: Sequen
         check_function(name, "text", where=f"parser {name!r}")
         return partial(_parse_by_target, name)
     raise BadInput(
-        f"rollout.environment.parser: expected auto, {_NAMES}, found {name!r}{nearest_name(name, ['auto', *PARSERS])}"
+        f"rollout.environment.parser is {name!r}, but it must be auto, {_NAMES}{nearest_name(name, ['auto', *PARSERS])}"
     )
 
 
@@ -292,15 +292,16 @@ def _detect_parser(tokenizer: PreTrainedTokenizerFast, tools: Sequence[ToolSchem
         [before] = render_chats([[prompt]], tokenizer, generation_prompt=True, tools=named)
     except TemplateFailed as error:
         raise BadInput(
-            f"rollout.environment.parser 'auto' needs the policy's chat template, which {error}. Set the parser to "
-            f"{_NAMES}."
+            f"rollout.environment.parser = 'auto' chooses the parser by the policy's chat template, which {error}. "
+            f"Set the parser to {_NAMES}."
         ) from error
     for parser in PARSERS.values():
         if parser(chat.removeprefix(before)).calls == (call,):
             return parser
     raise BadInput(
-        "rollout.environment.parser 'auto' found no parser: the tokenizer has no response template for tool calls, and "
-        f"the chat template writes them in an unknown format. Set the parser to {_NAMES}."
+        "rollout.environment.parser = 'auto' found no parser for the policy's tool calls: the tokenizer has no "
+        "response template for tool calls, and the chat template writes them in an unknown format. Set the parser to "
+        f"{_NAMES}."
     )
 
 
@@ -332,6 +333,6 @@ def _parse_by_target(target: str, text: str) -> ParsedTurn:
     parsed = parse(text)
     if not isinstance(parsed, ParsedTurn):
         raise ValueError(
-            f"parser {target!r}: expected models.text.calls.ParsedTurn as the result, found {parsed!r:.80}"
+            f"the parser {target!r} must return a models.text.calls.ParsedTurn, but it returned {parsed!r:.80}"
         )
     return parsed

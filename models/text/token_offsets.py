@@ -24,7 +24,10 @@ def open_tokenizer(path: Path) -> Tokenizer:
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no more specific exception
-        raise Damaged(f"{path}: the tokenizer cannot be loaded: {error}") from error
+        raise Damaged(
+            f"{path}: the stored tokenizer of the policy cannot be loaded: {error}. Restore the file from a copy of "
+            "the run"
+        ) from error
 
 
 def find_token_starts(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[int] | None:

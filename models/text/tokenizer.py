@@ -102,16 +102,23 @@ def load_tokenizer(directory: Path, *, kind: type[PreTrainedTokenizerFast] | Non
     """
     if not (directory / "tokenizer.json").is_file():
         raise BadInput(
-            f"policy {directory}: no tokenizer.json. Save the model's fast tokenizer there with save_pretrained."
+            f"policy {directory}: the directory has no tokenizer.json. Save the model's fast tokenizer there with "
+            "save_pretrained."
         )
     try:
         tokenizer = (kind or _automatic_class()).from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
         )
     except (ValueError, KeyError, TypeError, OSError, ImportError) as error:
-        raise BadInput(f"policy {directory}: the tokenizer cannot be loaded: {_first_line(error)}") from error
+        raise BadInput(
+            f"policy {directory}: the tokenizer cannot be loaded: {_first_line(error)}. Use a complete copy of the "
+            "model"
+        ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise BadInput(f"policy {directory}: expected a fast tokenizer, found {type(tokenizer).__name__}")
+        raise BadInput(
+            f"policy {directory}: the model needs a fast tokenizer (of the library tokenizers), but it has a "
+            f"{type(tokenizer).__name__}. Save a fast tokenizer there with save_pretrained"
+        )
     if tokenizer.eos_token_id is None:
         raise BadInput(f"policy {directory}: the tokenizer has no EOS token. Set eos_token in tokenizer_config.json.")
     if tokenizer.pad_token_id is None:
@@ -256,13 +263,17 @@ def render(
     counts = images or [0] * len(prompts)
     for prompt, count, source in zip(prompts, counts, sources, strict=True):
         if count and processor is None:
-            raise BadInput(f"{source}: the prompt has images ({count}), but the policy reads only text")
+            raise BadInput(
+                f"{source}: the prompt has {count} images, but the policy reads only text. Use a vision-language "
+                "policy, or remove data.images_column"
+            )
         check_places(prompt, count, source=source)
     chats = {row: prompt for row, prompt in enumerate(prompts) if not isinstance(prompt, str)}
     rows = list(chats)
     if rows and not tokenizer.chat_template:
         raise BadInput(
-            f"{sources[rows[0]]}: the prompt is a chat, but the tokenizer has no chat template. Use plain text."
+            f"{sources[rows[0]]}: the prompt is a chat, but the policy's tokenizer has no chat template. Write the "
+            "prompts as plain text, or use a policy with a chat template."
         )
     in_parts = processor is not None and bool(rows) and not renders_plain_text(tokenizer)
     given = arguments or [NO_ARGUMENTS] * len(prompts)
@@ -333,9 +344,9 @@ def enforce_prompt_length(
     input_errors.check()
     if not fitting:
         raise BadInput(
-            f"data.drop with 'too_long' (or data.on_too_long = 'drop') leaves no {split} problem: all {len(asked)} "
-            f"prompts have more than {max_tokens} tokens, the policy's context minus rollout.sampling.max_new_tokens. "
-            "Lower max_new_tokens."
+            f"data.drop with 'too_long' (or data.on_too_long = 'drop') leaves no {split} problem, because all "
+            f"{len(asked)} prompts have more than {max_tokens} tokens (the policy's context minus "
+            "rollout.sampling.max_new_tokens). Lower max_new_tokens, or use a policy with a longer context."
         )
     return fitting
 
@@ -344,9 +355,9 @@ def _require_room(problem: Problem, prompt: TokenizedPrompt, *, max_tokens: int)
     """Raise BadInput if a prompt is empty or has more than `max_tokens` tokens."""
     if not 0 < len(prompt.input) <= max_tokens:
         raise BadInput(
-            f"{problem.source}: the prompt has {len(prompt.input)} tokens{_describe_image_tokens(prompt)}, expected 1 "
-            f"to {max_tokens}, the policy's context minus rollout.sampling.max_new_tokens. Shorten or remove the "
-            "prompt, lower max_new_tokens, or set data.drop = ['too_long']."
+            f"{problem.source}: the prompt has {len(prompt.input)} tokens{_describe_image_tokens(prompt)}, but it "
+            f"must have 1 to {max_tokens} tokens (the policy's context minus rollout.sampling.max_new_tokens). "
+            "Shorten or remove the prompt, lower max_new_tokens, or set data.on_too_long = 'drop'."
         )
 
 

@@ -186,7 +186,8 @@ def _reject_placeholders(inputs: Sequence[ModelInput], processor: VisionProcesso
         placeholders = np.intersect1d(each.completion, banned)
         if len(placeholders):
             raise BadInput(
-                f"warm-up example {row}: the completion contains token {placeholders[0]}, which policies never generate"
+                f"warm-up example {row}: the completion contains the image placeholder token {placeholders[0]}, which "
+                "policies never generate. Remove it from the answer"
             )
 
 

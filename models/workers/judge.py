@@ -82,7 +82,10 @@ class JudgeWorker:
         """Load version `policy` of the judge's model unless it is already loaded, and return the digest of the loaded
         model. Raises BadInput if the judge is behind an endpoint."""
         if self._local is None:
-            raise BadInput(f"judge {self._term}: its model is behind an endpoint and cannot be loaded")
+            raise BadInput(
+                f"judge {self._term}: the model of the judge is behind an endpoint, so it cannot be loaded in this "
+                "process"
+            )
         if self._local.loaded_digest() != policy.digest:
             self._local.load(fetch_bundle(self._store, policy.weights), policy)
             logger.info("judge %s: loaded %s", self._term, policy.digest)
@@ -107,7 +110,7 @@ class JudgeWorker:
         started = clock()
         if self._local is not None:
             if work.model is None:
-                raise BadInput(f"judge {self._term}: the work unit contains no model to judge with")
+                raise BadInput(f"judge {self._term}: the work unit does not name the model of the judge")
             self.take(work.model)
         if self._reward.images == "prompt":
             self._judge.show(Media(self._store, work.media))

@@ -212,7 +212,10 @@ def _exclude_listed(
     names = zip(_names(problems, prompts), _names(problems, prompts, version=1), strict=True)
     remaining = [pair for pair, ids in zip(pairs, names, strict=True) if left_out.isdisjoint(ids)]
     if not remaining:
-        raise BadInput(f"data.exclude_ids_path {path} excludes all {len(problems)} problems. Remove some of its lines")
+        raise BadInput(
+            f"data.exclude_ids_path is {path}, which excludes all {len(problems)} problems of the data. Remove some "
+            "of its lines, or add problems"
+        )
     return [problem for problem, _ in remaining], [prompt for _, prompt in remaining]
 
 

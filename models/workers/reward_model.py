@@ -71,7 +71,7 @@ class RewardModelWorker:
         clock = time.perf_counter
         started = clock()
         if work.model is None:
-            raise BadInput(f"reward model {self._term}: the work unit contains no model to score with")
+            raise BadInput(f"reward model {self._term}: the work unit does not name the reward model's weights")
         self.take(work.model)
         loaded, before = clock(), self._steps
         rollouts = read_shard(self._store, work.rollouts, ROLLOUT_COLUMNS)

@@ -159,7 +159,9 @@ class RolloutWorker:
             self._engine.record_experts(work.records_experts)
         elif work.records_experts:
             raise BadInput(
-                f"engine {self._engine.producer()} has no method `record_experts`, which update.router_replay needs"
+                "update.router_replay needs an engine that records the chosen experts, but the engine "
+                f"{self._engine.producer()} has no method `record_experts`. Remove update.router_replay, or use "
+                "another engine"
             )
         requests = [group.build_request(work.policy.version, work.partial) for group in drafts]
         if work.denoising is None:
@@ -175,7 +177,8 @@ class RolloutWorker:
         is 0."""
         if not isinstance(self._engine, ImageEngine):
             raise BadInput(
-                f"engine {self._engine.producer()} has no method `generate_images`, which text-to-image policies need"
+                "text-to-image policies need an engine that generates pictures, but the engine "
+                f"{self._engine.producer()} has no method `generate_images`. Set rollout.engine.kind = 'diffusers'"
             )
         trained_steps = range(0) if work.sampling.temperature == 0 else _sample_window(work, denoising)
         return self._engine.generate_images(requests, denoising, trained_steps)
@@ -186,7 +189,10 @@ class RolloutWorker:
         if not work.media:
             return
         if not isinstance(self._engine, VisionEngine):
-            raise BadInput(f"engine {self._engine.producer()} has no method `show`, which prompts with images need")
+            raise BadInput(
+                f"the prompts have images, but the engine {self._engine.producer()} cannot process images, because it "
+                "has no method `show`. Use another rollout.engine.kind"
+            )
         self._engine.show(Media(self._store, work.media))
 
     def _open_groups(self, work: RolloutWork) -> list[Group]:
@@ -238,10 +244,15 @@ def _sort_rows(work: RolloutWork, continued: set[int]) -> list[int]:
     if it is not in the shard."""
     rows = sorted(set(work.rows))
     if len(rows) < len(work.rows) or not (rows or continued) or continued & set(rows):
-        also = f" besides {sorted(continued)}, which are continued" if continued else ""
-        raise BadInput(f"rollout work needs one or more different prompt rows{also}, found {work.rows}")
+        also = f" or again besides the continued rows {sorted(continued)}" if continued else ""
+        raise BadInput(
+            f"a rollout work unit must list at least one prompt row, and no row twice{also}, but it lists {work.rows}"
+        )
     if rows and not 0 <= rows[0] <= rows[-1] < work.prompts.rows:
-        raise BadInput(f"rollout work needs rows of {work.prompts.key} below {work.prompts.rows}, found {work.rows}")
+        raise BadInput(
+            f"a rollout work unit must list rows of the prompt shard {work.prompts.key}, which has the rows 0 to "
+            f"{work.prompts.rows - 1}, but it lists {work.rows}"
+        )
     return rows
 
 

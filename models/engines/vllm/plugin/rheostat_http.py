@@ -39,7 +39,11 @@ async def refuse_stranger(kind: object, send: Send) -> None:
     if kind == "websocket":
         await send({"type": "websocket.close", "code": 1008})
     else:
-        await reply(send, 401, {"error": "expected the header 'Authorization: Bearer KEY' with this server's key"})
+        await reply(
+            send,
+            401,
+            {"error": "the request needs the header 'Authorization: Bearer KEY' with the API key of this server"},
+        )
 
 
 async def answer_errors(answer: Callable[[Send], Awaitable[None]], send: Send) -> None:
